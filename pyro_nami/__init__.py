@@ -1,0 +1,2 @@
+"""Automatic, structured, amortized guides for Pyro."""
+from pyro_nami.guides.nami import AutoNaMIGuide

@@ -1,0 +1,216 @@
+"""Bijections from unconstrained space to a support, for every support that a factor can be pushed onto.
+
+`bijection_to` asks Pyro's ``biject_to`` first in spirit: it returns the very transform that Pyro's own guides use
+wherever there is one, and adds the triangular and positive definite matrices that torch maps by no bijection.
+Nothing is registered globally. Change this module when a support is missing or declares a wrong event dim.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from pyro.distributions import constraints
+from pyro.distributions.transforms import CholeskyTransform
+from torch import Tensor
+from torch.distributions import biject_to
+from torch.distributions.constraints import Constraint
+from torch.distributions.transforms import CatTransform, ComposeTransform, IndependentTransform, StackTransform, Transform
+
+__all__ = [
+    "TriangularTransform",
+    "bijection_to",
+    "detached_support",
+    "has_tensor_bounds",
+    "interior",
+    "peel_support",
+    "support_on",
+]
+
+
+def bijection_to(support: Constraint) -> Transform:
+    """Returns a bijection from unconstrained space to `support`.
+
+    This is Pyro's ``biject_to(support)`` where that exists. Besides: ``lower_cholesky`` (and its softplus kin) by the
+    logarithm of the diagonal, ``positive_definite`` through its Cholesky factor, ``lower_triangular`` and
+    ``unit_lower_cholesky`` by their free entries, and mixtures by the support of their components.
+
+    Raises:
+        NotImplementedError: no bijection is known (discrete supports, spheres, ...).
+    """
+    base, ndims = peel_support(support)
+    bijection = _base_bijection(base)
+    return IndependentTransform(bijection, ndims) if ndims else bijection
+
+
+def peel_support(support: Constraint) -> tuple[Constraint, int]:
+    """Returns the support below all ``independent`` wrappers and how many dims these reinterpret in total.
+
+    ``positive_ordered_vector`` declares event dim 0 although its check and its transform take one; the dim that a
+    wrapper adds for it is not counted.
+    """
+    ndims = 0
+    while isinstance(support, constraints.independent):
+        ndims += support.reinterpreted_batch_ndims
+        support = support.base_constraint
+    if type(support) is type(constraints.positive_ordered_vector):
+        ndims = max(ndims - 1, 0)
+    return support, ndims
+
+
+def support_on(support: Constraint, event_dim: int) -> Constraint:
+    """Returns `support` with wrappers such that its check takes exactly `event_dim` dims from the right."""
+    base, _ = peel_support(support)
+    base_dim = 1 if type(base) is type(constraints.positive_ordered_vector) else base.event_dim
+    ndims = event_dim - base_dim
+    return constraints.independent(base, ndims) if ndims > 0 else base
+
+
+def has_tensor_bounds(support: Constraint) -> bool:
+    """Whether the support holds tensors, so that it may differ between calls (``Uniform(0, hi)``)."""
+    return any(_any_tensor(value) for value in vars(support).values())
+
+
+def detached_support(support: Constraint) -> Constraint:
+    """Returns the support with its tensors cut from autograd, so that it can be kept, copied and pickled."""
+    return _map_tensors(support, lambda bound: bound.detach().clone())
+
+
+def interior(support: Constraint, value: Tensor) -> Tensor:
+    """Returns `value` moved off the boundary of an open or half-open support, by a few units in the last place.
+
+    Inverse transforms are finite there, with finite gradients. Values inside are unchanged; NaN stays NaN.
+    """
+    base, _ = peel_support(support)
+    if not value.is_floating_point():
+        return value
+    finfo = torch.finfo(value.dtype)
+    if isinstance(base, (constraints.greater_than, constraints.greater_than_eq)):
+        return value.clamp(min=base.lower_bound + (finfo.eps * abs(base.lower_bound) + finfo.tiny))
+    if isinstance(base, constraints.less_than):
+        return value.clamp(max=base.upper_bound - (finfo.eps * abs(base.upper_bound) + finfo.tiny))
+    if isinstance(base, (constraints.interval, constraints.half_open_interval)):
+        margin = finfo.eps * (base.upper_bound - base.lower_bound)
+        lower = base.lower_bound + (finfo.tiny if _is_zero(base.lower_bound) else margin)
+        return value.clamp(min=lower).clamp(max=base.upper_bound - margin)
+    if base is constraints.simplex:
+        return value.clamp(min=finfo.tiny)
+    return value
+
+
+class TriangularTransform(Transform):
+    """Maps a real vector to a lower triangular matrix of size ``n``.
+
+    The vector holds the diagonal first (as its logarithm, itself, or not at all), then the entries strictly below it,
+    row by row. Densities of matrices are with respect to their free lower triangular entries.
+
+    Args:
+        diagonal: ``"log"`` (onto ``lower_cholesky``), ``"free"`` (``lower_triangular``) or ``"unit"``
+            (``unit_lower_cholesky``).
+
+    Example:
+        >>> TriangularTransform("log")(torch.tensor([0.0, 0.0, 5.0]))
+        tensor([[1., 0.],
+                [5., 1.]])
+    """
+
+    domain = constraints.real_vector
+    bijective = True
+    _codomains = {
+        "log": constraints.lower_cholesky,
+        "free": constraints.lower_triangular,
+        "unit": constraints.unit_lower_cholesky,
+    }
+
+    def __init__(self, diagonal: str = "log") -> None:
+        super().__init__()
+        self.diagonal = diagonal
+        self.codomain = self._codomains[diagonal]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TriangularTransform) and self.diagonal == other.diagonal
+
+    def _call(self, x: Tensor) -> Tensor:
+        size = self._size(x.shape[-1])
+        if self.diagonal == "unit":
+            diagonal, below = x.new_ones(x.shape[:-1] + (size,)), x
+        else:
+            diagonal, below = x[..., :size], x[..., size:]
+            diagonal = diagonal.exp() if self.diagonal == "log" else diagonal
+        # Gathered, never written in place: score-function terms follow the values (pyro_contract, 1.7).
+        entries = torch.cat([diagonal, below, x.new_zeros(x.shape[:-1] + (1,))], -1)
+        position = torch.full((size, size), entries.shape[-1] - 1, device=x.device)
+        position.diagonal().copy_(torch.arange(size, device=x.device))
+        row, column = torch.tril_indices(size, size, -1, device=x.device)
+        position[row, column] = torch.arange(size, size + len(row), device=x.device)
+        return entries[..., position]
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        size = y.shape[-1]
+        row, column = torch.tril_indices(size, size, -1, device=y.device)
+        below = y[..., row, column]
+        if self.diagonal == "unit":
+            return below
+        diagonal = y.diagonal(dim1=-2, dim2=-1)
+        return torch.cat([diagonal.log() if self.diagonal == "log" else diagonal, below], -1)
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        """Returns the log determinant ``(*batch,)``: the sum of the log diagonal, or zero."""
+        if self.diagonal == "log":
+            return x[..., : y.shape[-1]].sum(-1)
+        return x.new_zeros(x.shape[:-1])
+
+    def forward_shape(self, shape: tuple[int, ...]) -> torch.Size:
+        size = self._size(shape[-1])
+        return torch.Size(tuple(shape[:-1]) + (size, size))
+
+    def inverse_shape(self, shape: tuple[int, ...]) -> torch.Size:
+        size = shape[-1]
+        below = size * (size - 1) // 2
+        return torch.Size(tuple(shape[:-2]) + (below if self.diagonal == "unit" else below + size,))
+
+    def _size(self, length: int) -> int:
+        size = round((0.25 + 2 * length) ** 0.5 - 0.5)
+        return size + 1 if self.diagonal == "unit" else size
+
+
+def _base_bijection(support: Constraint) -> Transform:
+    if isinstance(support, type(constraints.lower_cholesky)):
+        return TriangularTransform("log")
+    if isinstance(support, (type(constraints.positive_definite), type(constraints.positive_semidefinite))):
+        return ComposeTransform([TriangularTransform("log"), CholeskyTransform().inv])
+    if isinstance(support, type(constraints.lower_triangular)):
+        return TriangularTransform("free")
+    if isinstance(support, type(constraints.unit_lower_cholesky)):
+        return TriangularTransform("unit")
+    if isinstance(support, constraints.cat):
+        return CatTransform([bijection_to(part) for part in support.cseq], support.dim, support.lengths)
+    if isinstance(support, constraints.stack):
+        return StackTransform([bijection_to(part) for part in support.cseq], support.dim)
+    if type(support).__name__ == "MixtureSameFamilyConstraint" and not has_tensor_bounds(support):
+        return bijection_to(support.base_constraint)  # type: ignore[attr-defined]
+    return biject_to(support)
+
+
+def _is_zero(bound: object) -> bool:
+    return not isinstance(bound, Tensor) and bound == 0
+
+
+def _any_tensor(value: object) -> bool:
+    if isinstance(value, Constraint):
+        return has_tensor_bounds(value)
+    if isinstance(value, (list, tuple)):
+        return any(map(_any_tensor, value))
+    return isinstance(value, Tensor)
+
+
+def _map_tensors(value, function):
+    if isinstance(value, Constraint):
+        if not has_tensor_bounds(value):
+            return value
+        new = copy.copy(value)
+        new.__dict__.update({key: _map_tensors(item, function) for key, item in vars(value).items()})
+        return new
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(item, function) for item in value)
+    return function(value) if isinstance(value, Tensor) else value

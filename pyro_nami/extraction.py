@@ -1,0 +1,335 @@
+"""Reading the Bayesian network off a Pyro model: run it, follow the values, then check by intervention.
+
+A model is run once to draw base values, and once more at these values under a `ProvenanceTracker`, which
+gives the *claimed* parents of every site: the sites whose values reached its log density, mask or support.
+Values that leave torch (``.item()``, ``if``, numpy, lists) lose their provenance, so the claims are then
+tested: with a site's claimed parents held and every other earlier site changed, its log density, shape and
+support must not move by a bit. Where they do, bisection names the parent that was lost. A random half of the
+instances of a plate is changed in the same way to see that the other half, declared independent, is.
+
+Deterministic and Delta sites are transparent, ``pyro.factor`` is an observed site, and plates are the
+vectorized ones. Change this module when Pyro gets a new kind of site, or when another property of the model
+must be read off.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_nami.graph.bayesnet import BayesNet, Site
+from pyro_nami.isolation import untouched
+from pyro_nami.provenance import ProvenanceTracker
+from pyro_nami.replay import Probe, Run, equal, redraw_part, same
+
+__all__ = ["Extraction", "extract", "extract_bayesnet"]
+
+# Draws per site downstream of a value that left torch: one draw may well take the same branch of an `if`.
+_ROUNDS = 16
+
+
+class Extraction(NamedTuple):
+    """What `extract` found.
+
+    Attributes:
+        bayesnet: The network, its sites in model order.
+        trace: The base run: every site with a plain, detached value.
+        checked: How many sites were tested by intervention (sites with nothing to test count).
+        escaped: The sites whose values left torch for Python somewhere in the model.
+        hidden_randomness: The sites that differ between runs at equal values of all sites.
+    """
+
+    bayesnet: BayesNet
+    trace: poutine.Trace
+    checked: int
+    escaped: frozenset[str]
+    hidden_randomness: frozenset[str]
+
+
+def extract_bayesnet(
+    model: Callable, *args: Any, observed: Iterable[str] = (), checks: int = 200, **kwargs: Any
+) -> BayesNet:
+    """The Bayesian network of ``model(*args, **kwargs)``; see `extract`.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> def model(y):
+        ...     scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         z = pyro.sample("z", dist.Normal(0.0, scale))
+        ...         pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+        >>> net = extract_bayesnet(model, torch.zeros(5))
+        >>> list(net.edges), net.latent, net.plate_sizes["data"]
+        ([('scale', 'z'), ('z', 'y')], ('scale', 'z'), 5)
+    """
+    return extract(model, args, kwargs, observed=observed, checks=checks).bayesnet
+
+
+def extract(
+    model: Callable,
+    args: tuple = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    observed: Iterable[str] = (),
+    checks: int = 200,
+    init: Callable[[dict], Tensor] | None = None,
+) -> Extraction:
+    """The Bayesian network of a model, and the run that it was read off.
+
+    The random number generators, the parameter store and the modules that the model uses are left as they were, and
+    Pyro handlers around the call see nothing. Dropout and batch normalization run in evaluation mode.
+
+    Args:
+        model: A Pyro model: any callable with Pyro primitives.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        observed: Names of sites that this call samples but that inference will condition on.
+        checks: The most model runs to spend on interventions. Where they do not reach, values that left torch are
+            taken to reach every later site.
+        init: Takes a site and returns a constrained value, for latents that cannot be sampled (``ImproperUniform``);
+            by default such sites start near zero in unconstrained space.
+
+    Raises:
+        ValueError: A name in ``observed`` is not a site; sites appear or disappear with the values of others; or
+            instances of a plate depend on each other.
+        NotImplementedError: A latent site can neither be sampled nor initialized.
+    """
+    kwargs = dict(kwargs or {})
+    quiet = untouched(model, *args, *kwargs.values())
+    with quiet, poutine.block(), torch.no_grad(), pyro.validation_enabled(False):
+        probe = Probe(model, args, kwargs, init)
+        probe.add_observed(observed)
+        network = _Network(probe, checks)
+        network.claim()
+        if checks > 0:
+            network.check()
+        network.settle()
+    network.warn()
+    return Extraction(
+        network.build(), probe.trace, len(network.checked), network.escaped, frozenset(network.hidden)
+    )
+
+
+class _Network:
+    """The network under construction: claimed parents, corrected by interventions within a budget of runs."""
+
+    def __init__(self, probe: Probe, checks: int) -> None:
+        self.probe, self.budget = probe, checks
+        self.parents: dict[str, set[str]] = {name: set() for name in probe.order}
+        self.support: dict[str, set[str]] = {name: set() for name in probe.order}
+        self.suspects: dict[str, frozenset[str]] = dict.fromkeys(probe.order, frozenset())
+        self.escaped: frozenset[str] = frozenset()
+        self.hidden: set[str] = set()
+        self.checked: set[str] = set()
+        self.lost: list[tuple[str, str]] = []
+
+    @property
+    def spent(self) -> bool:
+        return self.probe.runs >= self.budget
+
+    def claim(self) -> None:
+        """Takes the parents of each site from the provenance of its log density, mask, data and support."""
+        probe, tracker = self.probe, ProvenanceTracker()
+        for name in probe.order:
+            data = probe.base[name]
+            if name not in probe.latent and isinstance(data, Tensor):  # the model may read its data directly
+                tracker.tag(data, tracker.provenance(data) | {name})
+        with tracker:
+            run = probe.run({}, tracker=tracker)
+        self.escaped = tracker.escaped & set(probe.order)
+        for name, (density, support, escaped) in run.reads.items():
+            self.parents[name] = {u for u in density | support if probe.rank[u] < probe.rank[name]}
+            self.support[name] = self.parents[name] & support & probe.latent
+            self.suspects[name] = frozenset(u for u in escaped if probe.rank[u] < probe.rank[name])
+        self._find_hidden(run)
+
+    def check(self) -> None:
+        """Spends the budget on the three questions that runs of the model can answer."""
+        for _ in range(2):
+            self._find_hidden(self.probe.run({}))
+        self.probe.runs = 0
+        for plate, frame in self.probe.plates.items():
+            self._check_plate(plate, frame)
+        self._check_edges()
+
+    def settle(self) -> None:
+        """Takes the safe side where no check was possible."""
+        for name in self.probe.order:
+            earlier = self.probe.earlier(name)
+            if name in self.hidden:
+                coupled = [other for other in earlier if other in self.hidden]
+                self.parents[name].update(u for u in earlier if u in self.probe.latent or u in self.hidden)
+                self.parents[name].update(u for other in coupled for u in self.parents[other])
+            elif name not in self.checked:
+                self.parents[name] |= self.suspects[name]
+
+    def _find_hidden(self, run: Run) -> None:
+        if run.error is not None:
+            raise run.error
+        self.hidden |= {name for name in self.probe.order if _differs(run, self.probe.first, name)}
+
+    def _check_plate(self, plate: str, frame: Any) -> None:
+        """Changes half of the instances of a plate, then the other half: the rest must not move."""
+        inside = [name for name in self.probe.order if frame in self.probe.frames(name)]
+        sites = [name for name in inside if name not in self.hidden]
+        if frame.size < 2 or len(sites) < 2:
+            return
+        half = torch.randperm(int(frame.size)) < int(frame.size) // 2
+        for kept in (half, ~half):
+            if self.spent:
+                return
+            run = self.probe.run({}, partial(redraw_part, base=self.probe.base, plate=plate, kept=kept))
+            for name in sites:
+                moved = partial(self._moved_instance, name=name, dim=frame.dim, kept=kept)
+                if moved(run) is not None:
+                    self._report_coupling(name, plate, run, moved)
+
+    def _report_coupling(self, name: str, plate: str, run: Run, moved: Callable[[Run], int | None]) -> None:
+        inside = [u for u in self.probe.order if plate in self.probe.plate_names(u)]
+        latents = [u for u in inside if u in self.probe.latent]
+        culprit = self._pivot(latents, self.probe.first, run, lambda run: moved(run) is not None)
+        raise ValueError(
+            f"Expected independent instances of site '{name}', which is declared independent in plate '{plate}'; "
+            f"got instance {moved(run)}, which reads other instances of '{culprit or latents[0]}'. "
+            "Declare this dimension with `.to_event()` in place of the plate."
+        )
+
+    def _moved_instance(self, run: Run, name: str, dim: int, kept: Tensor) -> int | None:
+        """The first of the ``kept`` instances along ``dim`` whose log density changed."""
+        before = self.probe.first.records[name].log_prob
+        after = run.records[name].log_prob if name in run.records else None
+        if before is None or after is None or before.shape != after.shape or before.dim() < -dim:
+            return None
+        moved = (~equal(before, after)).movedim(dim, 0).reshape(before.shape[dim], -1).any(1).cpu()
+        moved = moved & kept if len(moved) == len(kept) else moved[:0]
+        return int(moved.nonzero()[0]) if moved.any() else None
+
+    def _check_edges(self) -> None:
+        """Changes all that a site is not known to read: the site must not move, or a parent was lost.
+
+        Once from the base run; where values left torch, so that a branch may hide a dependence, then from random
+        other values of everything, and changing some of the candidates only.
+        """
+        self.checked = {name for name in self.probe.order if not self._candidates(name)} - self.hidden
+        for number in range(_ROUNDS):
+            for sites in self._groups(first=number == 0):
+                if self.spent:
+                    return
+                names = self._candidates(sites[-1])
+                origin = self.probe.first if number == 0 else self.probe.sample()
+                if number % 2:
+                    names = random.sample(names, random.randint(1, len(names)))
+                run = self.probe.redraw(names, origin)
+                self.checked.update(sites)
+                for name in sites:
+                    self._repair(name, origin, run)
+
+    def _groups(self, first: bool) -> list[list[str]]:
+        """Sites that one run can check, because they have the same parents; values that left torch go first."""
+        groups: dict[Any, list[str]] = {}
+        for name in self.probe.order:
+            suspect = bool(self.suspects[name] - self.parents[name])
+            if name not in self.hidden and self._candidates(name) and (first or suspect):
+                arguments = self.probe.arguments.intersection(self.probe.earlier(name))
+                groups.setdefault((not suspect, frozenset(self.parents[name]), arguments), []).append(name)
+        shuffled = random.sample(list(groups), len(groups))
+        return [groups[key] for key in sorted(shuffled, key=lambda key: key[0])]
+
+    def _candidates(self, name: str) -> list[str]:
+        """The sites that ``name`` could read but is not known to."""
+        parents, changeable = self.parents[name], self.probe.changeable
+        return [u for u in self.probe.earlier(name) if u in changeable and u not in parents]
+
+    def _repair(self, name: str, origin: Run, run: Run) -> None:
+        """Adds the parents that were lost, one bisection each, until nothing else moves the site."""
+        while name in origin.records and _differs(run, origin, name):
+            candidates = self._candidates(name)
+            culprit = self._pivot(candidates, origin, run, lambda run: _differs(run, origin, name))
+            found = candidates if culprit is None else [culprit]
+            self.lost += [(parent, name) for parent in found]
+            self.parents[name].update(found)
+            self._find_support(name, found, origin, run)
+            if len(found) == len(candidates):
+                return
+            run = self.probe.redraw(self._candidates(name), origin)
+
+    def _find_support(self, name: str, found: list[str], origin: Run, run: Run) -> None:
+        """Whether parents that were just found change the support, too."""
+        before = origin.records[name].support
+        if name in run.records and not same(before, run.records[name].support):
+            for parent in self.probe.latent.intersection(found):
+                alone = self.probe.run({**origin.chosen, parent: run.values[parent]})
+                if name not in alone.records or not same(before, alone.records[name].support):
+                    self.support[name].add(parent)
+
+    def _pivot(
+        self, candidates: list[str], origin: Run, run: Run, changed: Callable[[Run], bool]
+    ) -> str | None:
+        """The candidate that, changed as in ``run`` on top of those before it, brings the change about.
+
+        Between ``origin``, where none is changed, and ``run``, where all are, the outcome turns at some candidate;
+        bisection finds it, also where only several together have an effect. None if the budget ends before.
+        """
+        low, high = 0, len(candidates)
+        while high - low > 1:
+            if self.spent:
+                return None
+            middle = (low + high) // 2
+            values = {name: run.chosen[name] for name in candidates[:middle] if name in run.chosen}
+            low, high = (
+                (low, middle) if changed(self.probe.run({**origin.chosen, **values})) else (middle, high)
+            )
+        return candidates[low]
+
+    def build(self) -> BayesNet:
+        """The network as it stands."""
+        probe, sites = self.probe, []
+        for name in probe.order:
+            if name in probe.observed:
+                sites.append(Site(name, plates=probe.plate_names(name), observed=True))
+            else:
+                enumerated = probe.trace.nodes[name]["infer"].get("enumerate") == "parallel"
+                support = frozenset(self.support[name])
+                sites.append(
+                    Site(name, probe.plate_names(name), support_parents=support, marginalized=enumerated)
+                )
+        edges = [
+            (u, name) for name in probe.order for u in sorted(self.parents[name], key=probe.rank.__getitem__)
+        ]
+        sizes = {plate: int(frame.full_size or frame.size) for plate, frame in probe.plates.items()}
+        return BayesNet(sites, edges, {plate: size for plate, size in sizes.items() if size > 0})
+
+    def warn(self) -> None:
+        """Says once what was lost and what is hidden, and how to avoid it."""
+        if self.lost:
+            parent, name = self.lost[0]
+            more = f" (and {len(self.lost) - 1} more such pairs)" if len(self.lost) > 1 else ""
+            warnings.warn(
+                f"Site '{name}' depends on '{parent}' through something other than torch operations{more}; the edge "
+                "was found by intervention. To be certain of every edge keep values in tensors: `torch.where` for "
+                "`if`, tensors as indices, and no `.item()`, `float()` or numpy in between.",
+                stacklevel=4,
+            )
+        if self.hidden:
+            names = ", ".join(f"'{name}'" for name in self.probe.order if name in self.hidden)
+            warnings.warn(
+                f"Hidden randomness: {names} differ between runs of the model at the same values of all sites, and "
+                "are taken to depend on all latents before them. Draw all random numbers by `pyro.sample`, and hide "
+                "no latent with `poutine.block`.",
+                stacklevel=4,
+            )
+
+
+def _differs(run: Run, origin: Run, name: str) -> bool:
+    """Whether a site is not, to the bit, in one run what it was in the other."""
+    if name not in run.records or name not in origin.records:
+        return name in run.records or name in origin.records
+    return not same(run.records[name], origin.records[name])

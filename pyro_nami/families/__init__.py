@@ -1,0 +1,25 @@
+"""Families: from a site's prior to parameter shapes, and from raw parameters to the distribution at the site.
+
+`make_family` chooses; `base` says what a family is; `unconstrained`, `discrete` and `own_type` hold the built-in ones;
+`observed` reads observed sites. A family holds no parameters: the guide's network gives them.
+"""
+
+from .base import Family
+from .observed import SiteFeatures, features_of
+from .registry import FamilyFactory, FamilySpec, make_family, register_family
+from .unconstrained import FlowFamily, MixtureFamily, NormalFamily, flow, mixture
+
+__all__ = [
+    "Family",
+    "FamilyFactory",
+    "FamilySpec",
+    "FlowFamily",
+    "MixtureFamily",
+    "NormalFamily",
+    "SiteFeatures",
+    "features_of",
+    "flow",
+    "make_family",
+    "mixture",
+    "register_family",
+]

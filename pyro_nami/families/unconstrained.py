@@ -1,0 +1,119 @@
+"""Families of continuous sites whose elements live in unconstrained space: Normal (the default), mixture and flow.
+
+All three are location-scale types, so they share the anchor and, at step 0, Pyro's ``AutoNormal``: location at the
+init value, scale at the init scale.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.distributions.constraints import Constraint
+
+from ..distributions.anchors import location_and_scale
+from ..distributions.elements import Elements, FlowElements, MixtureElements, NormalElements, log_positive
+from ..distributions.layout import Layout, UnconstrainedLayout
+from .base import Family
+
+__all__ = ["FlowFamily", "MixtureFamily", "NormalFamily", "flow", "mixture"]
+
+
+class NormalFamily(Family):
+    """A Normal in unconstrained space, pushed through `bijection_to` of the support. Parameters: location, raw scale.
+
+    `initial` is exact: the location is the value's, the scale is the given one.
+    """
+
+    num_params = 2
+
+    def anchor(self, prior: Distribution) -> Tensor | None:
+        moments = location_and_scale(prior)
+        if moments is None or moments.dim() == len(prior.batch_shape) + 2:
+            return moments
+        return moments.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 2))
+
+    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
+        location = self.element_features(self.layout.elements(value)).squeeze(-1)
+        log_scale = torch.as_tensor(scale, dtype=location.dtype, device=location.device).log()
+        if anchor is not None:
+            prior_loc, prior_scale = anchor.detach().unbind(-1)
+            location = (location - prior_loc) / prior_scale
+            log_scale = log_scale - prior_scale.log()
+        return torch.stack(torch.broadcast_tensors(location, log_positive(log_scale)), -1)
+
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+        return NormalElements(params, anchor)
+
+    def _make_layout(self, support: Constraint, batch_shape: torch.Size, value: Tensor) -> Layout:
+        return UnconstrainedLayout(support, self.event_shape, value, batch_shape=batch_shape)
+
+
+class MixtureFamily(NormalFamily):
+    """A mixture of Normals in unconstrained space. Parameters: K logits, K locations, K raw scales.
+
+    At `initial` mean and standard deviation are the given ones; the components lie side by side, since equal ones
+    would get equal gradients and stay equal.
+    """
+
+    def __init__(self, name: str, prior: Distribution, value: Tensor, *, components: int = 3) -> None:
+        self.components = components
+        self.num_params = 3 * components
+        super().__init__(name, prior, value)
+
+    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
+        location, log_scale = super().initial(value, scale, anchor).split(1, -1)
+        offset = torch.linspace(-1, 1, self.components, dtype=location.dtype, device=location.device)
+        if self.components == 1:
+            offset, shrink = torch.zeros_like(offset), 0.0
+        else:
+            # Half of the variance lies between the components, half within.
+            offset, shrink = offset / offset.square().mean().mul(2).sqrt(), 0.5 * torch.tensor(0.5).log().item()
+        locations = location + log_scale.exp() * offset
+        return torch.cat([torch.zeros_like(locations), locations, (log_scale + shrink).expand_as(locations)], -1)
+
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+        return MixtureElements(params, anchor)
+
+
+class FlowFamily(NormalFamily):
+    """A monotone rational-quadratic spline under location and scale. Parameters: these two, then the spline's.
+
+    At `initial` the spline is the identity and the factor `NormalFamily`'s.
+    """
+
+    def __init__(self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8) -> None:
+        self.num_params = 2 + 3 * bins - 1
+        super().__init__(name, prior, value)
+
+    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
+        normal = super().initial(value, scale, anchor)
+        return torch.cat([normal, normal.new_zeros(normal.shape[:-1] + (self.num_params - 2,))], -1)
+
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+        return FlowElements(params, anchor)
+
+
+def mixture(components: int) -> Callable[[str, Distribution, Tensor], Family]:
+    """Returns the family of mixtures with this many Normals, for ``families={"z": mixture(5)}``.
+
+    Raises:
+        ValueError: fewer than one component.
+    """
+    if components < 1:
+        raise ValueError(f"Expected at least 1 component; got {components}")
+    return functools.partial(MixtureFamily, components=components)
+
+
+def flow(bins: int) -> Callable[[str, Distribution, Tensor], Family]:
+    """Returns the family of splines with this many bins, for ``families={"z": flow(16)}``.
+
+    Raises:
+        ValueError: fewer than two bins.
+    """
+    if bins < 2:
+        raise ValueError(f"Expected at least 2 bins; got {bins}")
+    return functools.partial(FlowFamily, bins=bins)

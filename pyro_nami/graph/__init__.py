@@ -1,0 +1,33 @@
+"""The graph layer: Bayesian networks, their inverses, and the proof that an inverse is right. No torch, no Pyro."""
+
+from pyro_nami.graph.bayesnet import BayesNet, Instance, Site
+from pyro_nami.graph.elimination import Elimination, eliminate, moralize
+from pyro_nami.graph.inversion import (
+    Inverse,
+    Step,
+    fully_connected,
+    mean_field,
+    nami,
+    nami_steps,
+    stuhlmueller,
+)
+from pyro_nami.graph.separation import Verification, d_separated, verify_inverse
+
+__all__ = [
+    "BayesNet",
+    "Elimination",
+    "Instance",
+    "Inverse",
+    "Site",
+    "Step",
+    "Verification",
+    "d_separated",
+    "eliminate",
+    "fully_connected",
+    "mean_field",
+    "moralize",
+    "nami",
+    "nami_steps",
+    "stuhlmueller",
+    "verify_inverse",
+]

@@ -1,0 +1,375 @@
+"""Bayesian networks over named sites, with plates.
+
+A `BayesNet` is what extraction reads off a model and what inversion works on: the sites in model order, the
+edges between them, the plates they lie in, and which of them are observed. It knows nothing of torch or Pyro,
+and a site's name may be any hashable value. Change this file to say more *about a site*; what follows from the
+graph belongs in `elimination.py` (moralization, fill-in) and `separation.py` (d-separation).
+"""
+
+from __future__ import annotations
+
+__all__ = ["BayesNet", "Instance", "Site", "label"]
+
+import heapq
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import networkx as nx
+
+DEFAULT_PLATE_SIZE = 2
+_PLAIN_NAME = re.compile(r"[^\W\d][\w./\-]*")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One sample site of a model.
+
+    Args:
+        name: any hashable value.
+        plates: the plates the site lies in.
+        observed: whether inference conditions on the site.
+        support_parents: the parents that the site's *support* depends on (``z ~ Uniform(0, hi)``); an inverse
+            samples them before the site.
+        marginalized: whether the model sums the latent out (enumeration), so that no guide samples it.
+
+    Raises:
+        ValueError: the site is both observed and marginalized.
+    """
+
+    name: Hashable
+    plates: frozenset[Hashable] = frozenset()
+    observed: bool = False
+    support_parents: frozenset[Hashable] = frozenset()
+    marginalized: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plates", frozenset(_names(self.plates)))
+        object.__setattr__(self, "support_parents", frozenset(_names(self.support_parents)))
+        if self.observed and self.marginalized:
+            raise ValueError(f"Expected site {self.name!r} to be observed or marginalized; got both.")
+
+
+class Instance(NamedTuple):
+    """The name of one instance of a site in a grounded network: ``(site, ((plate, index), ...))``.
+
+    Plates come in the order of the network's ``plate_sizes``. The name equals that plain tuple.
+    """
+
+    site: Hashable
+    index: tuple[tuple[Hashable, int], ...]
+
+
+class Indexed(NamedTuple):
+    """A network on the integers 0, 1, ... in model order, for the algorithms of this package."""
+
+    names: tuple[Hashable, ...]
+    index: dict[Hashable, int]
+    parents: tuple[tuple[int, ...], ...]
+    children: tuple[tuple[int, ...], ...]
+    plates: tuple[frozenset[Hashable], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class BayesNet:
+    """A directed acyclic graph over sites.
+
+    An edge ``u -> t`` joins aligned instances on the plates that the two sites share, and every instance of ``u``
+    on the plates that ``t`` lacks. Model order is the order of ``sites``, made topological where it is not
+    (stably: the earliest site whose parents are all placed comes next).
+
+    Args:
+        sites: the sites, as a mapping from name to `Site` or as an iterable of them.
+        edges: pairs ``(parent, child)`` of site names.
+        plate_sizes: the number of instances of each plate. A plate that is not listed counts as 2 instances, the
+            fewest at which instances can differ.
+
+    Raises:
+        TypeError: something other than a `Site` is among the sites.
+        ValueError: the edges have a cycle; or a site, plate or plate size is unknown, repeated or out of range.
+
+    Example:
+        >>> net = BayesNet.from_edges([("z", "x")], observed=["x"], plates={"z": ["data"], "x": ["data"]})
+        >>> net.latent, net.observed
+        (('z',), ('x',))
+    """
+
+    sites: Mapping[Hashable, Site]
+    edges: tuple[tuple[Hashable, Hashable], ...]
+    plate_sizes: Mapping[Hashable, int] = field(default_factory=dict)
+
+    def __init__(
+        self,
+        sites: Mapping[Hashable, Site] | Iterable[Site],
+        edges: Iterable[tuple[Hashable, Hashable]],
+        plate_sizes: Mapping[Hashable, int] | None = None,
+    ) -> None:
+        given = _by_name(sites)
+        parents = _parents(given, edges)
+        ordered = {name: given[name] for name in _topological(given, parents)}
+        rank = {name: i for i, name in enumerate(ordered)}
+        parents = {name: sorted(parents[name], key=rank.__getitem__) for name in ordered}
+        for site in ordered.values():
+            for parent in site.support_parents.difference(parents[site.name]):
+                raise ValueError(
+                    f"Expected the support parents of site {site.name!r} among its parents; got {parent!r}. "
+                    f"Add the edge ({parent!r}, {site.name!r})."
+                )
+        object.__setattr__(self, "sites", MappingProxyType(ordered))
+        object.__setattr__(self, "edges", tuple((u, t) for t in ordered for u in parents[t]))
+        object.__setattr__(self, "plate_sizes", MappingProxyType(_sizes(ordered, plate_sizes or {})))
+
+    @classmethod
+    def from_edges(
+        cls,
+        edges: Iterable[tuple[Hashable, Hashable]],
+        *,
+        observed: Iterable[Hashable],
+        nodes: Iterable[Hashable] | None = None,
+        plates: Mapping[Hashable, Iterable[Hashable]] | None = None,
+        plate_sizes: Mapping[Hashable, int] | None = None,
+    ) -> BayesNet:
+        """Builds a network from its edges.
+
+        Args:
+            edges: pairs ``(parent, child)``.
+            observed: the sites that inference conditions on.
+            nodes: every site, in model order; by default the ends of the edges, as they first appear.
+            plates: the plates of each site that lies in any.
+            plate_sizes: the number of instances of each plate (2 where not given).
+
+        Raises:
+            ValueError: the edges have a cycle, or a name is not among the nodes.
+        """
+        edges = [(u, t) for u, t in edges]
+        if nodes is None:
+            nodes = itertools.chain.from_iterable(edges)
+        names = dict.fromkeys(nodes)
+        seen, lying = frozenset(_names(observed)), dict(plates or {})
+        for what, group in (("observed site", seen), ("site in plates", lying)):
+            for name in group:
+                if name not in names:
+                    raise ValueError(
+                        f"Expected every {what} to be a node of the graph; got {name!r}. "
+                        "Add it to the edges, or list it in nodes."
+                    )
+        sites = [Site(n, plates=frozenset(_names(lying.get(n, ()))), observed=n in seen) for n in names]
+        return cls(sites, edges, plate_sizes)
+
+    @classmethod
+    def from_networkx(
+        cls,
+        graph: nx.DiGraph,
+        *,
+        observed: Iterable[Hashable],
+        plates: Mapping[Hashable, Iterable[Hashable]] | None = None,
+        plate_sizes: Mapping[Hashable, int] | None = None,
+    ) -> BayesNet:
+        """Builds a network from a directed graph; the arguments are those of `from_edges`."""
+        if not isinstance(graph, nx.DiGraph):
+            raise TypeError(f"Expected a networkx.DiGraph; got {type(graph).__name__}.")
+        return cls.from_edges(
+            ((u, t) for u, t in graph.edges()),
+            observed=observed,
+            nodes=graph.nodes,
+            plates=plates,
+            plate_sizes=plate_sizes,
+        )
+
+    @cached_property
+    def graph(self) -> nx.DiGraph:
+        """The network as a frozen `networkx.DiGraph`, nodes in model order, the `Site` under ``"site"``."""
+        graph = nx.DiGraph()
+        graph.add_nodes_from((name, {"site": site}) for name, site in self.sites.items())
+        graph.add_edges_from(self.edges)
+        return nx.freeze(graph)
+
+    @cached_property
+    def latent(self) -> tuple[Hashable, ...]:
+        """The sites that are not observed, marginalized ones included, in model order."""
+        return tuple(name for name, site in self.sites.items() if not site.observed)
+
+    @cached_property
+    def observed(self) -> tuple[Hashable, ...]:
+        """The observed sites in model order."""
+        return tuple(name for name, site in self.sites.items() if site.observed)
+
+    @cached_property
+    def plates(self) -> Mapping[Hashable, frozenset[Hashable]]:
+        """The plates of each site."""
+        return MappingProxyType({name: site.plates for name, site in self.sites.items()})
+
+    @cached_property
+    def indexed(self) -> Indexed:
+        """The network on integers in model order."""
+        names = tuple(self.sites)
+        index = {name: i for i, name in enumerate(names)}
+        parents: list[list[int]] = [[] for _ in names]
+        children: list[list[int]] = [[] for _ in names]
+        for u, t in self.edges:
+            parents[index[t]].append(index[u])
+            children[index[u]].append(index[t])
+        plates = tuple(site.plates for site in self.sites.values())
+        return Indexed(names, index, tuple(map(tuple, parents)), tuple(map(tuple, children)), plates)
+
+    def ground(self) -> BayesNet:
+        """The network with every plate unrolled; its sites are named by `Instance`."""
+        sites = [
+            Site(
+                instance,
+                observed=site.observed,
+                support_parents=frozenset(v for u in site.support_parents for v in self._sources(u, instance)),
+                marginalized=site.marginalized,
+            )
+            for site in self.sites.values()
+            for instance in self.instances(site.name)
+        ]
+        edges = (
+            (source, target)
+            for u, t in self.edges
+            for target in self.instances(t)
+            for source in self._sources(u, target)
+        )
+        return BayesNet(sites, edges)
+
+    def _sources(self, parent: Hashable, target: Instance) -> list[Instance]:
+        return self.aligned(parent, target, self.plates[parent])
+
+    def instances(self, name: Hashable) -> list[Instance]:
+        """The instances of a site, in lexicographic order of their indices."""
+        return self.aligned(name, Instance(name, ()), frozenset())
+
+    def aligned(self, name: Hashable, other: Instance, plates: frozenset[Hashable]) -> list[Instance]:
+        """The instances of site ``name`` that agree with instance ``other`` on those ``plates`` that both lie in."""
+        fixed = {plate: i for plate, i in other.index if plate in plates}
+        axes = [
+            [(plate, fixed[plate])] if plate in fixed else [(plate, i) for i in range(size)]
+            for plate, size in self.plate_sizes.items()
+            if plate in self.plates[name]
+        ]
+        return [Instance(name, index) for index in itertools.product(*axes)]
+
+    def num_instances(self, plates: Iterable[Hashable]) -> int:
+        """The number of instances of a site that lies in ``plates``."""
+        return math.prod(self.plate_sizes[plate] for plate in plates)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BayesNet) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(self.sites.values()), self.edges, frozenset(self.plate_sizes.items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BayesNet, (tuple(self.sites.values()), self.edges, dict(self.plate_sizes))
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        plates = "".join(f", plate {label(p)} of {size}" for p, size in self.plate_sizes.items())
+        yield (
+            f"BayesNet: {len(self.latent)} latent and {len(self.observed)} observed sites, "
+            f"{len(self.edges)} edges{plates}"
+        )
+        names, _, parents, _, _ = self.indexed
+        for i, site in enumerate(self.sites.values()):
+            kind = "observed" if site.observed else "marginalized" if site.marginalized else "latent"
+            yield f"  {site_label(self, site.name)}: {kind}" + (
+                f", given {', '.join(label(names[u]) for u in parents[i])}" if parents[i] else ""
+            )
+
+
+def label(name: Hashable) -> str:
+    """A name as text: a string that reads as an identifier is left bare, anything else shows its `repr`."""
+    if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) and name not in ("None", "True", "False"):
+        return name
+    return repr(name)
+
+
+def site_label(net: BayesNet, name: Hashable) -> str:
+    """A site's name, and its plates in brackets."""
+    plates = [label(plate) for plate in net.plate_sizes if plate in net.plates[name]]
+    return f"{label(name)}[{', '.join(plates)}]" if plates else label(name)
+
+
+def _names(names: Iterable[Hashable]) -> Iterable[Hashable]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _by_name(sites: Mapping[Hashable, Site] | Iterable[Site]) -> dict[Hashable, Site]:
+    values = list(sites.values() if isinstance(sites, Mapping) else sites)
+    for site in values:
+        if not isinstance(site, Site):
+            raise TypeError(f"Expected every site to be a Site; got {type(site).__name__} {site!r}.")
+    names = [site.name for site in values]
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"Expected every site once; got {name!r} {count} times.")
+    if isinstance(sites, Mapping) and list(sites) != names:
+        raise ValueError(f"Expected every site under its own name; got {list(sites)!r} for {names!r}.")
+    return dict(zip(names, values))
+
+
+def _parents(sites: Mapping[Hashable, Site], edges: Iterable[tuple[Hashable, Hashable]]) -> dict[Hashable, list]:
+    parents: dict[Hashable, dict[Hashable, None]] = {name: {} for name in sites}
+    for u, t in edges:
+        if u not in sites or t not in sites:
+            unknown = t if u in sites else u
+            raise ValueError(
+                f"Expected the edge ({u!r}, {t!r}) to join known sites; got the unknown site {unknown!r}. "
+                "Add it to the sites (nodes)."
+            )
+        parents[t][u] = None
+    return {name: list(above) for name, above in parents.items()}
+
+
+def _sizes(sites: Mapping[Hashable, Site], sizes: Mapping[Hashable, int]) -> dict[Hashable, int]:
+    for plate, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"Expected the size of plate {plate!r} to be a positive integer; got {size!r}.")
+    used = {plate: None for site in sites.values() for plate in sorted(site.plates, key=repr)}
+    known = {plate: size for plate, size in sizes.items() if plate in used}
+    return known | {plate: DEFAULT_PLATE_SIZE for plate in used if plate not in known}
+
+
+def _topological(names: Iterable[Hashable], parents: Mapping[Hashable, list]) -> list[Hashable]:
+    order = list(names)
+    rank = {name: i for i, name in enumerate(order)}
+    waiting = {name: len(parents[name]) for name in order}
+    children: dict[Hashable, list[Hashable]] = {name: [] for name in order}
+    for name in order:
+        for parent in parents[name]:
+            children[parent].append(name)
+    ready = [rank[name] for name in order if not waiting[name]]
+    placed = []
+    while ready:
+        name = order[heapq.heappop(ready)]
+        placed.append(name)
+        for child in children[name]:
+            waiting[child] -= 1
+            if not waiting[child]:
+                heapq.heappush(ready, rank[child])
+    if len(placed) < len(order):
+        cycle = _cycle([name for name in order if waiting[name]], parents)
+        raise ValueError(f"Expected an acyclic graph; got the cycle {' -> '.join(map(repr, cycle))}.")
+    return placed
+
+
+def _cycle(left: list[Hashable], parents: Mapping[Hashable, list]) -> list[Hashable]:
+    """A cycle among ``left``, sites that each have a parent among ``left``."""
+    members, path, seen = set(left), [left[0]], {left[0]: 0}
+    while True:
+        parent = next(u for u in parents[path[-1]] if u in members)
+        if parent in seen:
+            return [parent, *reversed(path[seen[parent] :])]
+        seen[parent] = len(path)
+        path.append(parent)

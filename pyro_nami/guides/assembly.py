@@ -1,0 +1,547 @@
+"""Assembling a guide: from a model and its arguments to networks on a minimally faithful inverse.
+
+`assemble` runs once, at a guide's first call. What it returns is fixed from then on, whatever data comes later, and is
+plain data beside one module, the networks. Change this module when a guide needs to know something more of its model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions import Delta
+from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+
+from pyro_nami.conditioning import covariates_of, flatten, plan_sources
+from pyro_nami.covariates import Column, ColumnSearch, columns_of
+from pyro_nami.extraction import Extraction, extract, untouched
+from pyro_nami.families import Family, features_of, make_family
+from pyro_nami.graph import BayesNet, Inverse, Site, eliminate, fully_connected, mean_field, nami, stuhlmueller
+from pyro_nami.guides.network import Factor, InverseNetwork
+from pyro_nami.nn import PoolingEncoder
+from pyro_nami.simulation import prior_draws, run_hidden
+
+__all__ = ["Assembly", "Options", "assemble", "covariate_values", "invert"]
+
+_PRIOR_DRAWS = 16
+_MOST_COVARIATES = 64
+_POOLED_FEATURES = 16
+_MOST_ROWS = 100_000
+_PLENTY = 5  # instances from which an observed site is standardized by its own data
+
+
+class Options(NamedTuple):
+    """The options of a guide, as `AutoNaMIGuide` documents them."""
+
+    inverse: Any
+    blocks: Sequence[Sequence[str]] | None
+    observed: tuple[str, ...]
+    families: Any
+    hidden_features: tuple[int, ...]
+    shared: bool
+    within: str
+    embeddings: Mapping[str, nn.Module]
+    covariates: Any
+    anchor: bool
+    init_loc_fn: Callable
+    init_scale: float
+    activation: Callable[[Tensor], Tensor]
+
+
+@dataclasses.dataclass
+class Assembly:
+    """A guide's fixed structure.
+
+    Attributes:
+        bayesnet: the model's network; inverse: its inverse.
+        order: latents with a factor, in sampling order.
+        predictive: latents drawn from the model's own conditional, in model order.
+        transparent: latent Delta sites, which the guide passes through.
+        program: all latents that the guide emits, in model order.
+        factors, families: of each latent in ``order``.
+        encodings: latent or observed site -> what gives its raw features, its family or another object that does.
+        event_dims: site -> event dims of its value.
+        dims: plate -> batch dim; nesting: the deepest.
+        subsampled: plates that the model subsamples.
+        anchored: latents whose factor is relative to the model's own conditional.
+        interleaved: whether sampling order is program order, so that one run of the model draws all latents.
+        read: observed sites that some factor reads.
+        semi_observed: latents that a call may observe.
+        columns: site -> its covariates; references: values of the latents at the draws they were found at.
+        reference: initial values of all latents, first instances.
+        sizes: plate -> size at the first call.
+    """
+
+    bayesnet: BayesNet
+    inverse: Inverse
+    order: tuple[str, ...]
+    predictive: tuple[str, ...]
+    transparent: tuple[str, ...]
+    program: tuple[str, ...]
+    factors: dict[str, Factor]
+    families: dict[str, Family]
+    encodings: dict[str, Any]
+    event_dims: dict[str, int]
+    dims: dict[str, int]
+    subsampled: frozenset[str]
+    anchored: frozenset[str]
+    interleaved: bool
+    read: tuple[str, ...]
+    semi_observed: frozenset[str]
+    columns: dict[str, tuple]
+    references: list[dict[str, Tensor]]
+    reference: dict[str, Tensor]
+    sizes: dict[str, int]
+
+    @property
+    def varies(self) -> bool:
+        """Whether the support or a count of some latent depends on the call."""
+        return any(family.varies for family in self.families.values())
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Applies ``fn`` to all tensors held, to move them to another device."""
+        self.reference = {name: fn(value) for name, value in self.reference.items()}
+        self.references = [{name: fn(value) for name, value in draw.items()} for draw in self.references]
+
+    @property
+    def emitted(self) -> tuple[str, ...]:
+        """All sites that the guide emits."""
+        return self.program
+
+    def features(self, name: str, value: Tensor) -> Tensor:
+        """Returns the raw features of a site's value, ``(*batch, features)``."""
+        return self.encodings[name].features(value).flatten(-2)
+
+    @property
+    def nesting(self) -> int:
+        """The number of plate dims."""
+        return -min(self.dims.values(), default=0)
+
+
+def assemble(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], options: Options, subsampled: Collection[str] = ()
+) -> tuple[Assembly, InverseNetwork, poutine.Trace]:
+    """Returns a guide's structure, its networks, and a run at the initial values, from one call's arguments.
+
+    Args:
+        model, args, kwargs: the model, and arguments that it runs with.
+        options: the guide's.
+        subsampled: plates that ``create_plates`` subsamples.
+
+    Raises:
+        ValueError: for a model without latents, and for options that name what the model lacks.
+        NotImplementedError: for a site that no family covers.
+    """
+    with untouched(model), poutine.block(), torch.no_grad():
+        found = extract(model, args, kwargs, observed=options.observed, init=options.init_loc_fn)
+        prototype = _prototype(model, args, kwargs, options.init_loc_fn)
+        draws = prior_draws(model, args, kwargs, _PRIOR_DRAWS)
+        assembler = _Assembler(model, args, kwargs, options, found, prototype, draws, frozenset(subsampled))
+        return (*assembler.assemble(), prototype)
+
+
+class _InitContinuous(InitMessenger):
+    """Pyro's initialization for the sites that it covers; discrete sites are sampled."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not _is_discrete(msg["fn"]):
+            super()._pyro_sample(msg)
+
+
+def _is_discrete(fn: Any) -> bool:
+    try:
+        return bool(fn.support.is_discrete)
+    except (AttributeError, NotImplementedError):
+        return False
+
+
+def _prototype(model: Callable, args: tuple, kwargs: Mapping[str, Any], init_loc_fn: Callable) -> poutine.Trace:
+    """Returns the trace of a run with every continuous latent at its initial value."""
+    with _InitContinuous(init_loc_fn):
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    return trace
+
+
+class _Assembler:
+    """The steps of `assemble`, and what they share."""
+
+    def __init__(
+        self,
+        model: Callable,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        options: Options,
+        found: Extraction,
+        prototype: poutine.Trace,
+        draws: list[dict[str, Tensor]],
+        subsampled: frozenset,
+    ) -> None:
+        self.run = lambda values: run_hidden(model, args, kwargs, values, broadcast=True)
+        self.args, self.kwargs = args, kwargs
+        self.options, self.found, self.prototype, self.draws = options, found, prototype, draws
+        self.net = _with_latent_blocks(found.bayesnet, options.blocks)
+        self.nodes = prototype.nodes
+        frames: dict[str, Any] = {}
+        depth: dict[str, int] = {}
+        for name in self.net.sites:
+            for i, frame in enumerate(f for f in self.nodes[name]["cond_indep_stack"] if f.vectorized):
+                frames[frame.name] = frame
+                depth[frame.name] = max(depth.get(frame.name, 0), i)
+        self.dims = {name: frame.dim for name, frame in frames.items()}
+        self.sizes = {name: frame.size for name, frame in frames.items()}
+        self.plate_order = sorted(frames, key=depth.__getitem__)
+        own = (name for name, frame in frames.items() if frame.full_size not in (None, frame.size))
+        self.subsampled = subsampled | frozenset(own)
+        self.program_rank = {name: i for i, name in enumerate(self.nodes)}
+
+    def assemble(self) -> tuple[Assembly, InverseNetwork]:
+        net, options = self.net, self.options
+        latents = [name for name in net.latent if not net.sites[name].marginalized]
+        if not latents:
+            raise ValueError(
+                "Expected a model with at least one latent sample site; got a model with "
+                f"{'observed sites only: ' + ', '.join(map(repr, net.observed)) if net.observed else 'no sites'}. "
+                "If a site shall be inferred, do not pass it a value at the guide's first call, or name it in `blocks`."
+            )
+        inverse = invert(net, options.inverse, options.blocks)
+        predictive = frozenset(inverse.predictive) - self.found.hidden_randomness
+        order = [name for name in reversed(inverse.order) if name not in predictive]
+        interleaved = all(
+            self.program_rank[parent] < self.program_rank[name]
+            for name in order
+            for parent in inverse.parents[name]
+            if parent not in net.observed
+        )
+        if interleaved:
+            order.sort(key=self.program_rank.__getitem__)
+        families = {name: self._family(name) for name in order}
+        _check_names("embeddings", options.embeddings, net.observed, "an observed site")
+        features = {name: families.get(name) or self._features(name) for name in (*order, *net.observed)}
+        columns, references = self._covariates()
+        reads = self._reads(inverse, order, columns)
+        factors = [self._factor(name, inverse, families[name], reads[name]) for name in order]
+        anchored = self._anchored(families) if options.anchor and interleaved else frozenset()
+        transparent = [name for name, site in self.nodes.items() if _is_transparent(site)]
+        emitted = {*latents, *transparent}
+        assembly = Assembly(
+            bayesnet=net,
+            inverse=inverse,
+            order=tuple(order),
+            predictive=tuple(name for name in latents if name in predictive),
+            transparent=tuple(transparent),
+            program=tuple(name for name in self.nodes if name in emitted),
+            factors={factor.name: factor for factor in factors},
+            families=families,
+            encodings=features,
+            event_dims={name: self.nodes[name]["fn"].event_dim for name in (*latents, *net.observed)},
+            dims=self.dims,
+            subsampled=self.subsampled,
+            anchored=anchored,
+            interleaved=interleaved,
+            read=tuple(name for name in net.observed if any(name in read for read in reads.values())),
+            semi_observed=frozenset(net.latent) & frozenset(self.found.bayesnet.observed)
+            | frozenset(name for block in options.blocks or () for name in block),
+            columns=columns,
+            references=references,
+            reference={name: _first_instance(self.nodes[name]["value"], self.nodes[name]) for name in emitted},
+            sizes=self.sizes,
+        )
+        return assembly, self._network(assembly, factors, columns)
+
+    def _family(self, name: str) -> Family:
+        site = self.nodes[name]
+        spec = self.options.families
+        if isinstance(spec, Mapping):
+            _check_names("families", spec, self.net.latent, "a latent site")
+            spec = spec.get(name)
+        return make_family(spec, name, site["fn"], site["value"], self.options.within)
+
+    def _features(self, name: str) -> Any:
+        site = self.nodes[name]
+        if name in self.options.embeddings:
+            return Embedding(self.options.embeddings[name], site["fn"].event_dim)
+        return features_of(name, site["fn"], site["value"])
+
+    def _covariates(self) -> tuple[dict[str, tuple[Column, ...]], list[dict[str, Tensor]]]:
+        """Returns the covariate columns of every site in a plate, and the reference draws that they are found at."""
+        searches = {
+            name: ColumnSearch(_MOST_COVARIATES) for name, site in self.net.sites.items() if site.plates
+        }
+        if callable(self.options.covariates):
+            given = self.options.covariates(*self.args, **self.kwargs)
+            _check_names("covariates", given, searches, "a site in a plate")
+            return {name: tuple(range(value.shape[-1])) for name, value in given.items()}, []
+        if self.options.covariates is None or not searches:
+            return {}, []
+        references: list[dict[str, Tensor]] = []
+        while len(references) < _MOST_COVARIATES:
+            if len(references) == len(self.draws):
+                break
+            draw = {name: _first_instance(self.draws[len(references)][name], self.nodes[name]) for name in self.net.sites}
+            references.append(draw)
+            trace = self.run(draw)
+            number = len(references) - 1
+            found = [search.add(number, trace.nodes[name]["fn"]) for name, search in searches.items()]
+            if number > 0 and not any(found):
+                break
+        columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
+        used = {column.draw for found in columns.values() for column in found}
+        return columns, references[: max(used, default=-1) + 1]
+
+    def _reads(
+        self, inverse: Inverse, order: Sequence[str], columns: Mapping[str, tuple[Column, ...]]
+    ) -> dict[str, dict[Hashable, frozenset]]:
+        """Returns what each factor reads: its parents in the inverse, and the covariates that elimination brings it.
+
+        Covariates are observed roots with an edge to their site, so the algebra of the inverse says who reads them.
+        """
+        net = self.net
+        kept = {name: site for name, site in net.sites.items() if name in order or site.observed or site.marginalized}
+        sites = dict(kept)
+        edges = [(u, v) for u, v in net.edges if u in kept and v in kept]
+        for name in columns:
+            if name in kept:
+                node = covariates_of(name)
+                sites[node] = Site(node, plates=kept[name].plates, observed=True)
+                edges.append((node, name))
+        hidden = [name for name in net.latent if net.sites[name].marginalized]
+        eliminated = [*hidden, *(name for name in inverse.order if name in order)]
+        parents, _ = eliminate(BayesNet(sites, edges, plate_sizes=net.plate_sizes), eliminated)
+        reads = {}
+        for name in order:
+            found = {u: label for u, label in parents[name].items() if u not in net.sites}
+            own = {u: label for u, label in inverse.parents[name].items() if not self._is_empty(u)}
+            reads[name] = {**own, **found}
+        return reads
+
+    def _is_empty(self, name: str) -> bool:
+        """Whether a site has no elements to read: a ``pyro.factor`` couples what it reads, but holds no value."""
+        return self.nodes[name]["value"].numel() == 0
+
+    def _factor(
+        self, name: str, inverse: Inverse, family: Family, reads: Mapping[Hashable, frozenset]
+    ) -> Factor:
+        plates = {**self.net.plates}
+        for node in reads:
+            if node not in plates:
+                plates[node] = self.net.plates[node[1]]
+        joint = frozenset(inverse.joint[name])
+        fixed = frozenset().union(*(inverse.joint[other] for other in inverse.order))
+        batch = frozenset(self.net.plates[name]) - joint
+        flattened = tuple(plate for plate in self.plate_order if plate in joint)
+        elements = family.num_elements
+        for plate in flattened:
+            elements *= self.sizes[plate]
+        sources = plan_sources(
+            batch, reads, plates, nesting=self.plate_order, fixed=fixed, subsampled=self.subsampled
+        )
+        sequential = elements > 1 and self.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
+        return Factor(
+            name, batch, flattened, elements, family.num_params, family.num_features, sequential, sources
+        )
+
+    def _anchored(self, families: Mapping[str, Family]) -> frozenset[str]:
+        """Returns the latents whose prior the guide knows when it draws them: a function of values drawn before."""
+        hidden = {name for name, site in self.net.sites.items() if site.marginalized}
+        return frozenset(
+            name
+            for name, family in families.items()
+            if name not in self.found.hidden_randomness
+            and not hidden.intersection(self.net.graph.predecessors(name))
+            and family.anchor(self.nodes[name]["fn"]) is not None
+        )
+
+    def _network(
+        self, assembly: Assembly, factors: Sequence[Factor], columns: Mapping[str, tuple[Column, ...]]
+    ) -> InverseNetwork:
+        options = self.options
+        like = next(
+            (self.nodes[n]["value"] for n in (*assembly.order, *assembly.read) if self.nodes[n]["value"].is_floating_point()),
+            torch.empty(0),
+        )
+        factory = {"dtype": like.dtype, "device": like.device}
+        hidden = options.hidden_features
+        network = InverseNetwork(
+            factors,
+            self._standard(assembly, factory),
+            self.dims,
+            self.sizes,
+            hidden_features=hidden,
+            shared=options.shared,
+            make_encoder=lambda size: PoolingEncoder(
+                size, _POOLED_FEATURES, hidden[:1], activation=options.activation, **factory
+            ),
+            activation=options.activation,
+            **factory,
+        )
+        network.set_initial({factor.name: self._initial(factor, assembly) for factor in factors})
+        return network
+
+    def _initial(self, factor: Factor, assembly: Assembly) -> Tensor:
+        """Returns raw parameters ``(elements, params)`` at the initial value, averaged over batch plates."""
+        site, family = self.nodes[factor.name], assembly.families[factor.name]
+        anchor = family.anchor(site["fn"]) if factor.name in assembly.anchored else None
+        raw = family.initial(site["value"], self.options.init_scale, anchor)
+        raw = raw.expand(site["fn"].batch_shape + raw.shape[-2:]).flatten(-2)
+        raw = raw[(None,) * (assembly.nesting + 1 - raw.dim())]
+        for plate in factor.joint:
+            raw = flatten(raw, self.dims[plate] - 1)
+        return raw.reshape(-1, raw.shape[-1]).mean(0).reshape(factor.num_elements, factor.num_params)
+
+    def _standard(self, assembly: Assembly, factory: dict) -> dict[Hashable, tuple[Tensor, Tensor]]:
+        """Returns shift and scale of every node's features, such that shift + scale * features is of order one."""
+        standard: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        for name in (*assembly.order, *assembly.read):
+            if name in self.options.embeddings:
+                width = assembly.features(name, self.nodes[name]["value"]).shape[-1]
+                standard[name] = torch.zeros(width, **factory), torch.ones(width, **factory)
+                continue
+            here = self._rows(name, self.nodes[name]["value"], assembly)
+            drawn = [self._rows(name, draw[name], assembly) for draw in self.draws if name in draw]
+            plenty = name in self.net.observed and len(here) >= _PLENTY
+            standard[name] = _standardization(here if plenty or not drawn else torch.cat(drawn), here, factory)
+        covariates = covariate_values(assembly, self.options.covariates, self.args, self.kwargs, self.run)
+        for name, chosen in assembly.columns.items():
+            rows = covariates[name].reshape(-1, len(chosen))
+            standard[covariates_of(name)] = _standardization(rows, rows, factory)
+        return standard
+
+    def _rows(self, name: str, value: Tensor, assembly: Assembly) -> Tensor:
+        raw = assembly.features(name, value)
+        return raw.reshape(-1, raw.shape[-1])
+
+
+
+def covariate_values(
+    assembly: Assembly,
+    option: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    run: Callable[[Mapping[str, Tensor]], poutine.Trace],
+) -> dict[str, Tensor]:
+    """Returns the covariates of every site that has some, ``(*batch, columns)``.
+
+    Args:
+        option: the guide's option ``covariates``.
+        args, kwargs: the model's arguments.
+        run: runs the model on them at a reference draw.
+    """
+    if callable(option):
+        return dict(option(*args, **kwargs))
+    traces = functools.lru_cache(None)(lambda number: run(assembly.references[number]))
+    return {
+        name: columns_of(columns, lambda number, name=name: traces(number).nodes[name]["fn"])
+        for name, columns in assembly.columns.items()
+    }
+
+
+_INVERSIONS: dict[str, Callable[[BayesNet], Inverse]] = {
+    "stuhlmueller": stuhlmueller,
+    "mean_field": mean_field,
+    "fully_connected": fully_connected,
+}
+_DIRECTIONS = ("auto", "forward", "reverse", "free")
+
+
+def invert(net: BayesNet, inverse: Any, blocks: Sequence[Sequence[str]] | None) -> Inverse:
+    """Returns the inverse that an option ``inverse`` stands for."""
+    if isinstance(inverse, str) and inverse in _DIRECTIONS:
+        return nami(net, direction=inverse, blocks=blocks)
+    if blocks is not None:
+        raise ValueError(
+            f"Expected an inverse that honours `blocks`, one of {', '.join(map(repr, _DIRECTIONS))}; got {inverse!r}."
+        )
+    if isinstance(inverse, str):
+        if inverse not in _INVERSIONS:
+            names = ", ".join(map(repr, (*_DIRECTIONS, *_INVERSIONS)))
+            raise ValueError(f"Expected `inverse` to be one of {names}, an Inverse or a callable; got {inverse!r}.")
+        return _INVERSIONS[inverse](net)
+    result = inverse if isinstance(inverse, Inverse) else inverse(net)
+    if not isinstance(result, Inverse):
+        raise TypeError(f"Expected `inverse` to be, or to return, an Inverse; got {type(result).__name__}.")
+    missing = set(net.latent).symmetric_difference(result.net.latent)
+    if missing:
+        raise ValueError(
+            f"Expected an inverse over the model's latent sites {list(net.latent)}; got one that differs in "
+            f"{sorted(map(str, missing))}. Invert `extract_bayesnet(model, ...)` of the same model."
+        )
+    return result
+
+
+def _with_latent_blocks(net: BayesNet, blocks: Sequence[Sequence[str]] | None) -> BayesNet:
+    """Returns the network with the observed sites that ``blocks`` names latent: they are semi-observed."""
+    named = {name for block in blocks or () for name in block}
+    if not named & set(net.observed):
+        return net
+    sites = {
+        name: dataclasses.replace(site, observed=False) if name in named else site for name, site in net.sites.items()
+    }
+    return BayesNet(sites, net.edges, plate_sizes=net.plate_sizes)
+
+
+def _check_names(option: str, names: Collection[str], known: Collection[str], kind: str) -> frozenset[str]:
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"Expected the keys of `{option}` to be {kind} each, one of {', '.join(map(repr, known)) or 'none'}; "
+                f"got {name!r}."
+            )
+    return frozenset(names)
+
+
+class Embedding(NamedTuple):
+    """Features of an observed site by a module of the user's."""
+
+    module: nn.Module
+    event_dim: int
+
+    def features(self, value: Tensor) -> Tensor:
+        """Returns ``(*batch, 1, features)``; the module sees the batch as its only leading dim."""
+        cut = value.dim() - self.event_dim
+        batch, event = value.shape[:cut], value.shape[cut:]
+        return self.module(value.reshape((-1,) + event)).reshape(batch + (1, -1))
+
+
+def _is_transparent(site: Mapping[str, Any]) -> bool:
+    """Whether a trace's site is a latent that the model itself determines."""
+    if site["type"] != "sample" or site["is_observed"] or site_is_subsample(site):
+        return False
+    fn = site["fn"]
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return isinstance(fn, Delta)
+
+
+def _first_instance(value: Tensor, site: Mapping[str, Any]) -> Tensor:
+    """Returns a value with its first instance only, size 1, in the plates of its site."""
+    for frame in site["cond_indep_stack"]:
+        if frame.vectorized:
+            dim = frame.dim - site["fn"].event_dim
+            if value.dim() >= -dim:
+                value = value.narrow(dim, 0, 1)
+    return value
+
+
+def _standardization(rows: Tensor, here: Tensor, factory: dict) -> tuple[Tensor, Tensor]:
+    """Returns (shift, scale) from rows of raw features; zeros and ones (categories) are left as they are."""
+    rows, here = rows.to(**factory), here.to(**factory)
+    if rows.shape[0] > 1:
+        low, center, high = torch.quantile(rows[:_MOST_ROWS], torch.tensor([0.16, 0.5, 0.84]).to(rows), dim=0)
+        spread = (high - low) / 2
+        flat = ~(spread > 1e-6 * center.abs()) | ~spread.isfinite()
+        spread = torch.where(flat, rows.std(0), spread)
+    else:
+        center, spread = here.mean(0), torch.ones_like(here[0])
+    usable = spread.isfinite() & (spread > 1e-6 * center.abs()) & (spread > 0)
+    spread = torch.where(usable, spread, torch.ones_like(spread))
+    categories = ((rows == 0) | (rows == 1)).all(0)
+    scale = torch.where(categories, torch.ones_like(spread), 1 / spread)
+    shift = torch.where(categories | ~center.isfinite(), torch.zeros_like(center), -center * scale)
+    return shift, scale

@@ -1,0 +1,388 @@
+"""The networks behind a guide: from features of parents to the raw parameters of every factor.
+
+Factors with the same batch plates form one *group*, and a group is one masked network whose weights are shared
+across its plates. Columns of that network are elements of *sources* (see `pyro_nami.conditioning`), rows are
+parameters of elements of factors, and both are numbered in *steps*, so that one network serves the dense pass (a
+density) and the incremental one (sampling). Change this module to change what a group looks like.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from pyro.nn import PyroModule, PyroParam
+from pyro.nn.module import to_pyro_module_
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from pyro_nami.conditioning import Direct, Pooled, Source, concatenate, evaluate, nodes_of
+from pyro_nami.nn import MaskedMLP, PoolingEncoder, SeparateMLP
+
+__all__ = ["Factor", "InverseNetwork", "NetworkState", "as_pyro_module"]
+
+
+class Factor(NamedTuple):
+    """One latent's place in the networks.
+
+    Attributes:
+        name: the latent.
+        batch: its batch plates, those that are dims of the network rather than elements of the factor.
+        joint: its plates that are flattened into its elements, outermost first.
+        num_elements: elements of the factor (those of its instances in ``joint``, one after the other).
+        num_params: raw parameters an element.
+        num_features: features an element.
+        sequential: whether element e is drawn given elements before e.
+        sources: what it reads.
+    """
+
+    name: Hashable
+    batch: frozenset
+    joint: tuple[str, ...]
+    num_elements: int
+    num_params: int
+    num_features: int
+    sequential: bool
+    sources: tuple[Source, ...]
+
+
+def as_pyro_module(module: nn.Module) -> nn.Module:
+    """Turns every parameter of a module into an unconstrained PyroParam, in place, and returns the module.
+
+    Pyro neither trains a plain ``nn.Parameter`` in a second guide of the same class nor finds one under
+    ``module_local_params``.
+    """
+    to_pyro_module_(module)
+    for owner in list(module.modules()):
+        for name, value in list(owner._parameters.items()):
+            if value is not None:
+                delattr(owner, name)
+                setattr(owner, name, PyroParam(value.detach().clone(), constraint=constraints.real))
+    return module
+
+
+class _Step(NamedTuple):
+    """What a group's network takes in and gives out at one step.
+
+    Reads are (source, element), rows are (factor, elements). The element is None where a source is read as a whole.
+    """
+
+    position: int
+    reads: list[tuple[Source, int | None]]
+    rows: list[tuple[Factor, range]]
+
+
+class InverseNetwork(PyroModule):
+    """Raw parameters of all factors of an inverse, as functions of the features of their parents.
+
+    Args:
+        factors: one for each latent that has a factor, in sampling order.
+        standard: node -> (shift, scale), ``(features,)`` each: features are read as shift + scale * features.
+        dims: plate -> its (negative) batch dim.
+        sizes: plate -> size, of plates that are flattened.
+        hidden_features: widths of the hidden layers.
+        shared: one network for a group of factors; otherwise a small one for every factor.
+        make_encoder: a function of (number of inputs) that builds the encoder of a pooled source.
+        activation: of the hidden layers.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        factors: Sequence[Factor],
+        standard: Mapping[Hashable, tuple[Tensor, Tensor]],
+        dims: Mapping[str, int],
+        sizes: Mapping[str, int],
+        *,
+        hidden_features: Sequence[int],
+        shared: bool,
+        make_encoder: Callable[[int], PoolingEncoder],
+        activation: Callable[[Tensor], Tensor],
+        **factory: Any,
+    ) -> None:
+        super().__init__()
+        self.dims = dict(dims)
+        self.nesting = -min(self.dims.values(), default=0)
+        self.factors = {factor.name: factor for factor in factors}
+        self._affine = {}
+        for i, (node, (shift, scale)) in enumerate(standard.items()):
+            self._affine[node] = f"shift_{i}", f"scale_{i}"
+            self.register_buffer(f"shift_{i}", shift)
+            self.register_buffer(f"scale_{i}", scale)
+        self._node_sizes: dict[Hashable, int] = {node: len(shift) for node, (shift, _) in standard.items()}
+        self._plate_sizes = dict(sizes)
+        self.register_buffer("_like", torch.empty(0, **factory), persistent=False)
+        self._encoder_index: dict[Source, int] = {}
+        encoders = []
+        for factor in factors:
+            for source in factor.sources:
+                self._add_encoders(source, make_encoder, encoders)
+        self.encoders = PyroModule[nn.ModuleList](encoders)
+        position = {factor.name: i for i, factor in enumerate(factors)}
+        batches = list(dict.fromkeys(factor.batch for factor in factors))
+        self.groups = [
+            _Group([f for f in factors if f.batch == batch], position, self._source_size) for batch in batches
+        ]
+        self.group_of = {row.name: i for i, group in enumerate(self.groups) for row in group.factors}
+        self.networks = PyroModule[nn.ModuleList](
+            [group.build(hidden_features, shared, activation, factory) for group in self.groups]
+        )
+        as_pyro_module(self.encoders)
+        as_pyro_module(self.networks)
+
+    def start(self) -> NetworkState:
+        """Returns the state of a pass at which nothing is known."""
+        return NetworkState(self)
+
+    def standardize(self, node: Hashable, features: Tensor) -> Tensor:
+        """Returns features ``(*batch, features)`` shifted and scaled as at the first call."""
+        shift, scale = self._affine[node]
+        return torch.addcmul(self._buffers[shift], features, self._buffers[scale])
+
+    def num_features(self, node: Hashable) -> int:
+        """Returns the number of features of a node."""
+        return self._node_sizes[node]
+
+    def affine(self, name: Hashable) -> tuple[Tensor, Tensor]:
+        """Returns shift and scale of a factor's own features, ``(elements, features)``."""
+        factor = self.factors[name]
+        parts = (getattr(self, part).view(-1, factor.num_features) for part in self._affine[name])
+        shift, scale = (part.repeat(factor.num_elements // len(part), 1) for part in parts)
+        return shift, scale
+
+    def no_columns(self) -> Tensor:
+        """Returns the input of steps that read nothing."""
+        return self._like.new_empty((1,) * self.nesting + (0,))
+
+    def set_initial(self, initial: Mapping[Hashable, Tensor]) -> None:
+        """Writes raw parameters ``(elements, params)`` of every factor to the biases, which nothing else adds to."""
+        for group, network in zip(self.groups, self.networks):
+            values = [initial[f.name][elements.start : elements.stop] for step in group.steps for f, elements in step.rows]
+            network.set_output_bias(torch.cat([value.flatten() for value in values]).to(network.output))
+
+    def _add_encoders(self, source: Source, make_encoder: Callable, encoders: list) -> None:
+        if isinstance(source, Direct) or source in self._encoder_index:
+            return
+        for part in source.inputs:
+            self._add_encoders(part, make_encoder, encoders)
+        self._encoder_index[source] = len(encoders)
+        encoders.append(make_encoder(sum(map(self._source_size, source.inputs))))
+        self._node_sizes[source] = encoders[-1].num_features
+
+    def _source_size(self, source: Source) -> int:
+        if isinstance(source, Pooled):
+            return self._node_sizes[source]
+        size = self._node_sizes[source.node]
+        for plate in source.flatten:
+            size *= self._plate_sizes[plate]
+        return size
+
+    def bound_encoders(self) -> dict[Source, Callable]:
+        """Returns pooled source -> its encoder, with its parameters read now."""
+        return {
+            source: functools.partial(self.encoders[i].forward, weights=self.encoders[i].weights())
+            for source, i in self._encoder_index.items()
+        }
+
+
+class _Group:
+    """The columns and rows of one group's network, in steps."""
+
+    def __init__(
+        self, factors: Sequence[Factor], position: Mapping[Hashable, int], size: Callable[[Source], int]
+    ) -> None:
+        self.factors = tuple(factors)
+        self.steps = _plan_steps(factors, position)
+        self.head = {}
+        widths: dict[Source, int] = {}
+        for number, step in enumerate(self.steps):
+            for factor, _ in step.rows:
+                self.head.setdefault(factor.name, number)
+            for source, _ in step.reads:
+                widths[source] = size(source)
+        self._elements = {_own(f): f for f in factors}
+        self._row_blocks: dict[tuple[int, int], tuple[list, list]] = {}
+        self.columns = [[self._column(read, widths) for read in step.reads] for step in self.steps]
+
+    def _column(self, read: tuple[Source, int | None], widths: Mapping[Source, int]) -> tuple[Source, int, int]:
+        """Returns a read as (source, first feature, last feature + 1)."""
+        source, element = read
+        if element is None:
+            return source, 0, widths[source]
+        count = self._elements[source].num_features
+        return source, element * count, (element + 1) * count
+
+    def row_blocks(self, begin: int, stop: int) -> tuple[list[Hashable], list[int]]:
+        """Returns the factors that steps ``begin`` to ``stop - 1`` give rows for, and the number of rows of each."""
+        if (begin, stop) not in self._row_blocks:
+            sizes: dict[Hashable, int] = {}
+            for step in self.steps[begin:stop]:
+                for factor, elements in step.rows:
+                    sizes[factor.name] = sizes.get(factor.name, 0) + len(elements) * factor.num_params
+            self._row_blocks[begin, stop] = list(sizes), list(sizes.values())
+        return self._row_blocks[begin, stop]
+
+    def build(self, hidden_features: Sequence[int], shared: bool, activation: Callable, factory: dict) -> nn.Module:
+        columns = [column for step in self.columns for column in step]
+        starts, total = [], 0
+        for _, first, last in columns:
+            starts.append(total)
+            total += last - first
+        rows, blocks = [], []
+        for step in self.steps:
+            for factor, elements in step.rows:
+                for element in elements:
+                    row = torch.zeros(total, dtype=torch.bool)
+                    for (source, first, last), start in zip(columns, starts):
+                        own = factor.sequential and source == _own(factor)
+                        if source in factor.sources or own and first < element * factor.num_features:
+                            row[start : start + last - first] = True
+                    blocks.append(list(range(len(rows), len(rows) + factor.num_params)))
+                    rows.extend([row] * factor.num_params)
+        dependency = torch.stack(rows)
+        splits = {
+            "input_splits": [sum(last - first for _, first, last in step) for step in self.columns],
+            "output_splits": [sum(f.num_params * len(elements) for f, elements in step.rows) for step in self.steps],
+        }
+        if shared:
+            return MaskedMLP(dependency, hidden_features, activation=activation, **splits, **factory)
+        return SeparateMLP(dependency, hidden_features, factors=blocks, activation=activation, **splits, **factory)
+
+
+def _own(factor: Factor) -> Direct:
+    """The source of a factor's own elements, as the other factors of its group read them."""
+    return Direct(factor.name, factor.joint)
+
+
+def _plan_steps(factors: Sequence[Factor], position: Mapping[Hashable, int]) -> list[_Step]:
+    """Returns the steps of a group: as few as the order of sampling allows.
+
+    A factor opens a step unless all it reads is known when the step before is taken; a sequential factor has one step
+    an element. A source is read at the first step at which it is known.
+    """
+    known = {s: max((position.get(n, -1) for n in nodes_of(s)), default=-1) for f in factors for s in f.sources}
+    sequential = {_own(factor): factor for factor in factors if factor.sequential}
+    steps: list[_Step] = []
+    head = None
+    for factor in factors:
+        needs = max((known[source] for source in factor.sources), default=-1)
+        if factor.sequential or head is None or needs >= head.position:
+            head = _Step(position[factor.name], [], [])
+            steps.append(head)
+        if not factor.sequential:
+            head.rows.append((factor, range(factor.num_elements)))
+            continue
+        head.rows.append((factor, range(1)))
+        for element in range(1, factor.num_elements):
+            steps.append(_Step(head.position, [(_own(factor), element - 1)], [(factor, range(element, element + 1))]))
+        head = None
+    heads = [step for step in steps if not step.reads]
+    for source, when in known.items():
+        step = next(step for step in heads if when < step.position)
+        if source in sequential:
+            step.reads.append((source, sequential[source].num_elements - 1))
+        else:
+            step.reads.append((source, None))
+    return steps
+
+
+class NetworkState:
+    """One pass through the networks, in the order in which values come to be known; used once.
+
+    All parameters are read when the pass starts: what comes later may run inside the model, whose handlers (a lift,
+    a block) must not see them.
+    """
+
+    def __init__(self, network: InverseNetwork) -> None:
+        self._network = network
+        self._encoders = network.bound_encoders()
+        self._features: dict[Hashable, Tensor] = {}
+        self._pooled: dict[Source, Tensor] = {}
+        self._states: list[Any] = [part.start() for part in network.networks]
+        self._rows: dict[Hashable, Tensor] = {}
+
+    def add(self, node: Hashable, features: Tensor) -> None:
+        """Makes a node's features known: raw, ``(*left, *plates, features)``; plate dims of size 1 may be left out."""
+        network = self._network
+        features = network.standardize(node, features)
+        missing = network.nesting + 1 - features.dim()
+        self._features[node] = features[(None,) * missing] if missing > 0 else features
+
+    def params(self, name: Hashable) -> Tensor:
+        """Returns the parameters of a factor, ``(*batch, elements, params)``.
+
+        A sequential factor's need its own features known as well.
+        """
+        factor = self._network.factors[name]
+        group = self._network.groups[self._network.group_of[name]]
+        self._advance(name, group.head[name] + (factor.num_elements if factor.sequential else 1))
+        return self._rows[name].unflatten(-1, (-1, factor.num_params))
+
+    def conditionals(self, name: Hashable, ndims: int) -> ElementConditionals:
+        """Returns what draws a sequential factor's elements one by one; ``ndims`` are the batch dims of its site."""
+        index = self._network.group_of[name]
+        self._advance(name, self._network.groups[index].head[name] + 1)
+        factor = self._network.factors[name]
+        first = _trimmed(self._rows[name][..., : factor.num_params], ndims)
+        return ElementConditionals(factor, self._network.affine(name), first, self._states[index])
+
+    def _advance(self, name: Hashable, stop: int) -> None:
+        """Takes the steps before ``stop`` of the group of ``name``, whose inputs must all be known, in one advance."""
+        index = self._network.group_of[name]
+        group = self._network.groups[index]
+        state = self._states[index]
+        begin = state.step
+        if begin >= stop:
+            return
+        parts = [self._column(column) for step in group.columns[begin:stop] for column in step]
+        x = concatenate(parts) if parts else self._network.no_columns()
+        rows, self._states[index] = state.advance(x, stop)
+        keys, sizes = group.row_blocks(begin, stop)
+        for key, part in zip(keys, rows.split(sizes, -1) if len(sizes) > 1 else [rows]):
+            self._rows.setdefault(key, part)  # what is there already was used to draw the factor
+
+    def _column(self, column: tuple[Source, int, int]) -> Tensor:
+        source, first, last = column
+        value = evaluate(source, self._features, self._network.dims, self._encoders, self._pooled)
+        return value if last - first == value.shape[-1] else value[..., first:last]
+
+
+class ElementConditionals:
+    """Parameters of a sequential factor's elements, one by one or all at once; immutable.
+
+    Features come raw, and are standardized by ``affine``, shift and scale of shape ``(elements, features)``.
+    """
+
+    def __init__(self, factor: Factor, affine: tuple[Tensor, Tensor], first: Tensor, state: Any) -> None:
+        self._factor, self._affine, self._first, self._state = factor, affine, first, state
+
+    def first(self) -> tuple[Tensor, Callable]:
+        """Returns the parameters ``(*batch, params)`` of element 0, and the function that goes on from there."""
+        return self._first, self._next(self._state, 0)
+
+    def _next(self, state: Any, element: int) -> Callable:
+        def following(features: Tensor) -> tuple[Tensor, Callable]:
+            shift, scale = (part[element] for part in self._affine)
+            rows, advanced = state.advance(torch.addcmul(shift, features, scale), state.step + 1)
+            return _trimmed(rows, features.dim() - 1), self._next(advanced, element + 1)
+
+        return following
+
+    def all(self, features: Tensor) -> Tensor:
+        """Returns the parameters ``(*batch, elements, params)`` at ``features`` ``(*batch, elements, features)``."""
+        count = self._factor.num_elements
+        shift, scale = self._affine
+        seen = torch.addcmul(shift, features, scale)[..., :-1, :]
+        rows, _ = self._state.advance(seen.flatten(-2), self._state.step + count - 1)
+        rows = _trimmed(rows, features.dim() - 2).unflatten(-1, (count - 1, self._factor.num_params))
+        first = self._first.unsqueeze(-2)
+        return torch.cat([first.expand(rows.shape[:-2] + first.shape[-2:]), rows], -2)
+
+
+def _trimmed(rows: Tensor, ndims: int) -> Tensor:
+    """Returns rows ``(*batch, n)`` without leading batch dims of size 1 beyond ``ndims``."""
+    while rows.dim() - 1 > ndims and rows.shape[0] == 1:
+        rows = rows[0]
+    return rows

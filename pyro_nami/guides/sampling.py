@@ -1,0 +1,216 @@
+"""Drawing all latents of a guide in one pass, site by site.
+
+Where sampling order is program order, the guide draws inside one interleaved run of the model (`Interleaved`): the
+messages of the latents, with the guide's distributions in place of the model's, go on to the handlers outside, and
+all others stay hidden. So plates, masks and scales are the model's own, and every latent's prior, at the parents just
+drawn, is at hand as its anchor. Otherwise latents are drawn in the guide's own plates first (`draw_detached`), and a
+run of the model follows only where some of them are drawn from the model's own conditional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.distributions import Distribution
+
+from pyro_nami.distributions.joint import unfold
+from pyro_nami.families import Family
+from pyro_nami.guides.assembly import Assembly
+from pyro_nami.guides.network import Factor, NetworkState
+from pyro_nami.simulation import Hidden
+
+__all__ = ["Interleaved", "Pass", "draw_detached", "fixed_size"]
+
+
+class Pass:
+    """One pass over the factors: what is known so far, and each latent's distribution given that.
+
+    Args:
+        assembly: the guide's structure.
+        state: the networks' state, with everything observed known.
+        unseen: latents of plate rows that the guide has no data for; drawn from the model's own conditional.
+    """
+
+    def __init__(self, assembly: Assembly, state: NetworkState, unseen: frozenset[str] = frozenset()) -> None:
+        self.assembly, self.state = assembly, state
+        self.from_model = unseen.union(assembly.predictive, assembly.transparent)
+        self.values: dict[str, Tensor] = {}
+
+    def know(self, name: str, value: Tensor) -> None:
+        """Takes in the value of a latent, sampled or replayed."""
+        self.values[name] = value
+        if name in self.assembly.factors:
+            self.state.add(name, self.assembly.features(name, value))
+
+    def distribution(self, name: str, batch_shape: torch.Size, prior: Distribution | None) -> Distribution:
+        """Returns a latent's distribution given all that it reads, of a batch shape at least ``batch_shape``.
+
+        Args:
+            name: the latent.
+            batch_shape: sizes of the plates around the site.
+            prior: the model's distribution at the site given the values so far, if it is known.
+        """
+        assembly = self.assembly
+        factor, family = assembly.factors[name], assembly.families[name]
+        event_shape = family.event_shape if prior is None else prior.event_shape
+        if event_shape != family.event_shape:
+            raise ValueError(
+                f"Expected site '{name}' of event shape {tuple(family.event_shape)}, as at the guide's first call; got "
+                f"{tuple(event_shape)}. A guide's networks are fixed at its first call: make a new guide."
+            )
+        anchor = None
+        if prior is not None:
+            family = family.at(prior)
+            if name in assembly.anchored:
+                anchor = family.anchor(prior)
+        if factor.sequential:
+            return self._sequential(name, factor, family, batch_shape, anchor)
+        params = self._instances(factor, self.state.params(name))
+        target, batch = _common(params.shape[:-2], batch_shape)
+        if params.shape[:-2] != target:
+            params = params.reshape(batch + params.shape[-2:]).expand(target + params.shape[-2:])
+        return family.distribution(params, anchor)
+
+    def _sequential(
+        self, name: str, factor: Factor, family: Family, batch_shape: torch.Size, anchor: Tensor | None
+    ) -> Distribution:
+        """Returns the distribution of a factor that is drawn element by element."""
+        conditionals = self.state.conditionals(name, len(batch_shape))
+        target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
+        if not factor.joint:
+            return family.autoregressive_distribution(conditionals, anchor, target)
+        dims, sizes = self._joint_plates(factor)
+        for plate, dim, size in zip(factor.joint, dims, sizes):
+            if batch_shape[dim] != size:
+                raise ValueError(fixed_size(name, plate, size, batch_shape[dim]))
+        return family.joint_distribution(conditionals, anchor, target, dims, sizes)
+
+    def _instances(self, factor: Factor, params: Tensor) -> Tensor:
+        """Returns parameters instance by instance, where they come for all instances of a joint block at once."""
+        return unfold(params, *self._joint_plates(factor)) if factor.joint else params
+
+    def _joint_plates(self, factor: Factor) -> tuple[list[int], list[int]]:
+        plates = self.assembly.dims, self.assembly.sizes
+        dims, sizes = ([table[plate] for plate in factor.joint] for table in plates)
+        return dims, sizes
+
+    def dense(self, name: str, prior: Distribution | None) -> Distribution:
+        """Returns a latent's distribution when the values of all latents are known, from one pass for all."""
+        assembly = self.assembly
+        factor, family = assembly.factors[name], assembly.families[name]
+        family = family if prior is None else family.at(prior)
+        anchor = family.anchor(prior) if name in assembly.anchored else None
+        return family.distribution(self._instances(factor, self.state.params(name)), anchor)
+
+
+def fixed_size(name: str, plate: str, size: int, now: int) -> str:
+    """Returns the message for a plate whose instances form one block and that has changed its size."""
+    return (
+        f"Expected plate '{plate}' of size {size}, as at the guide's first call; got {now}. The instances of '{name}' "
+        "depend on each other given the data, so the guide holds them in one block of fixed size: make a new guide."
+    )
+
+
+def _common(shape: torch.Size, target: torch.Size) -> tuple[torch.Size, torch.Size]:
+    """Returns ``shape`` broadcast with ``target``, and ``shape`` without leading ones that ``target`` lacks."""
+    extra = 0
+    while len(shape) - extra > len(target) and shape[extra] == 1:
+        extra += 1
+    shape = shape[extra:]
+    return (target if shape == target else torch.broadcast_shapes(shape, target)), shape
+
+
+class Interleaved(Hidden):
+    """Runs the model with its latents drawn by the guide, on behalf of the handlers outside.
+
+    Args:
+        current: the pass.
+        observed: values of the observed sites, as the guide reads them.
+        indices: plate -> the instances that it holds.
+    """
+
+    def __init__(self, current: Pass, observed: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> None:
+        super().__init__({**observed, **current.values}, indices)
+        self.current = current
+        self.visited: set[str] = set()
+        self._ours: set[str] = set()
+
+    def _process_message(self, msg: Any) -> None:
+        super()._process_message(msg)
+        name = msg["name"]
+        if msg["type"] != "sample" or site_is_subsample(msg):
+            return
+        self.visited.add(name)
+        assembly = self.current.assembly
+        if name not in assembly.emitted:
+            if not msg["is_observed"] and name not in assembly.event_dims:
+                raise ValueError(
+                    f"Expected the sites of the guide's first call; got a new latent site '{name}'. A guide's "
+                    "structure is fixed at its first call: make a new guide, or sample the site in every call."
+                )
+            return
+        if msg["is_observed"] or name in self.values:
+            if name not in self.current.values:
+                self.current.know(name, msg["value"])  # a semi-observed site, observed in this call
+            return
+        msg["stop"] = False
+        self._ours.add(name)
+        msg["infer"] = {key: value for key, value in msg["infer"].items() if key != "enumerate"}
+        if name not in self.current.from_model:
+            msg["fn"] = self.current.distribution(name, msg["fn"].batch_shape, msg["fn"])
+
+    def _postprocess_message(self, msg: Any) -> None:
+        name = msg["name"]
+        if msg["type"] == "sample" and name in self._ours:
+            self.current.know(name, msg["value"])
+
+
+def draw_detached(
+    current: Pass,
+    plates: Mapping[str, pyro.plate],
+    trace: poutine.Trace,
+    prior_at: Callable[[str, Mapping[str, Tensor]], Distribution],
+) -> None:
+    """Draws every latent with a factor in sampling order, in the guide's own plates.
+
+    Args:
+        current: the pass; latents that are drawn from the model's own conditional, or known, are left out.
+        plates: plate -> the guide's plate.
+        trace: a run of the model on the same data; masks and scales are taken from there.
+        prior_at: a site's model distribution at given values of the latents, for supports that depend on them.
+    """
+    assembly = current.assembly
+    for name in assembly.order:
+        if name in current.from_model or name in current.values:
+            continue
+        site = trace.nodes[name]
+        prior = prior_at(name, current.values) if assembly.families[name].varies else None
+        frames = [frame for frame in site["cond_indep_stack"] if frame.vectorized]
+        fn = current.distribution(name, site["fn"].batch_shape, prior)
+        with ExitStack() as stack:
+            if site["mask"] is not None:
+                stack.enter_context(poutine.mask(mask=site["mask"]))
+            scale = _own_scale(site)
+            if scale is not None:
+                stack.enter_context(poutine.scale(scale=scale))
+            for frame in frames:
+                stack.enter_context(plates[frame.name])
+            current.know(name, pyro.sample(name, fn))
+
+
+def _own_scale(site: Mapping[str, Any]) -> Any:
+    """Returns a site's scale apart from that of its subsampled plates; None for one."""
+    scale = site["scale"]
+    for frame in site["cond_indep_stack"]:
+        if frame.vectorized and frame.full_size is not None:
+            scale = scale * frame.size / frame.full_size
+    if isinstance(scale, Tensor):
+        return scale
+    return None if abs(scale - 1) < 1e-9 else scale

@@ -1,0 +1,94 @@
+"""Running a model and leaving no trace of it.
+
+`untouched` restores what a run of a Pyro model changes besides its own values: random number generators, the
+parameter store, and the state of the modules that it uses. Change this module when a run leaves something
+else behind.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import pyro
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
+
+__all__ = ["untouched"]
+
+# Layers whose training mode draws random numbers or mixes the instances of a batch.
+_STOCHASTIC_LAYERS = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
+
+
+@contextmanager
+def untouched(*roots: Any) -> Iterator[None]:
+    """Restores random number generators, parameter store, and modes and buffers of the modules that ``roots`` use.
+
+    Meanwhile dropout and batch normalization layers are in evaluation mode.
+    """
+    store = pyro.get_param_store()
+    params = {key: dict(getattr(store, key)) for key in ("_params", "_constraints", "_param_to_name")}
+    modules = {module: module.training for root in _modules(roots) for module in root.modules()}
+    buffers = [(m, key, b, b.clone()) for m in modules for key, b in m._buffers.items() if _has_values(b)]
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        for module, training in modules.items():
+            module.training = training and not isinstance(module, _STOCHASTIC_LAYERS)
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for module, training in modules.items():
+            module.training = training
+        for module, key, buffer, saved in buffers:
+            module._buffers[key] = buffer if torch.equal(buffer, saved) else buffer.copy_(saved)
+        for key, entries in params.items():
+            getattr(store, key).clear()
+            getattr(store, key).update(entries)
+
+
+def _has_values(buffer: Tensor | None) -> bool:
+    return buffer is not None and not is_lazy(buffer)
+
+
+def _modules(roots: Iterable[Any], depth: int = 4) -> list[nn.Module]:
+    """The modules that callables are, are bound to, wrap, close over or name, at most ``depth`` steps away."""
+    found: list[nn.Module] = []
+    level, seen = list(roots), set()
+    for _ in range(depth):
+        fresh = {id(value): value for value in level if value is not None and id(value) not in seen}
+        seen |= fresh.keys()
+        found += [value for value in fresh.values() if isinstance(value, nn.Module)]
+        level = [part for value in fresh.values() for part in _parts(value)]
+    return found
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a callable (or a list) is made of; nothing for a module or for anything else."""
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return cells + [value.__globals__.get(name) for name in value.__code__.co_names]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__, *getattr(value.__self__, "__dict__", {}).values()]
+    return [getattr(value, "fn", None)] if callable(value) else []
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

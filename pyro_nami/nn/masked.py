@@ -1,0 +1,549 @@
+"""Perceptrons whose outputs depend on exactly the inputs that a boolean matrix allows, computed at once or in steps.
+
+`MaskedMLP` is one network for all rows, with shared hidden units; `SeparateMLP` gives every factor its own. Both are
+used in two ways. For a density all inputs are known and ``mlp(x)`` is one dense pass. For sampling the inputs arrive
+one step at a time, each drawn from rows emitted before::
+
+    state = mlp.start()
+    rows, state = state.advance(context, 1)
+    rows, state = state.advance(sample(rows), 2)
+
+A state is an immutable value, so a pass may branch, and no tensor that carries values is ever written in place.
+Every hidden unit is computed once, at the step at which its inputs are complete, and all steps together cost about as
+much as one dense pass. In `MaskedMLP` that takes a blocked triangular scheme (`MaskedState`): what becomes known is
+added at once to the pre-activations of the few steps that follow, and to those of later steps in one product for
+many steps together, when they are first needed.
+
+Parameters are one tensor a layer with the bias as last column (optimizers that loop over tensors stay fast), and are
+read by attribute at the start of every pass, so that they may be replaced by name, as Pyro does.
+"""
+
+from __future__ import annotations
+
+__all__ = ["MaskedMLP", "MaskedState", "SeparateMLP", "SeparateState"]
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyro_nami.nn.masks import StepPlan, Steps, check_width, layer_masks, split_steps, step_plan
+
+Activation = Callable[[Tensor], Tensor]
+
+# Steps that what becomes known is added to at once; later steps wait. More saves calls, fewer save memory traffic.
+_BLOCK = 8
+
+
+class _SteppedMLP(nn.Module):
+    """What both networks share: steps, the parameter per layer with its mask, and how they start."""
+
+    output: Tensor
+
+    def __init__(
+        self,
+        dependency: Tensor,
+        hidden_features: Sequence[int],
+        input_splits: Sequence[int] | None,
+        output_splits: Sequence[int] | None,
+        skip: bool,
+        activation: Activation,
+    ) -> None:
+        super().__init__()
+        self.steps = split_steps(dependency, input_splits, output_splits)
+        self.out_features, self.in_features = dependency.shape
+        self.skip = skip
+        self.activation = activation
+        if any(width < 1 for width in hidden_features):
+            raise ValueError(f"Expected hidden_features of at least 1 each; got {list(hidden_features)}.")
+        if not hidden_features and not skip:
+            raise ValueError(
+                "Expected at least one hidden layer or skip=True; got hidden_features=() and skip=False."
+            )
+        self.layer_names = (*(f"layer_{layer}" for layer in range(len(hidden_features))), "output")
+
+    def _add_layers(self, shapes: Sequence[tuple[int, ...]], masks: Sequence[Tensor], **factory: Any) -> None:
+        """Registers a parameter per layer, and its mask (broadcastable to it) where that leaves anything out."""
+        for name, shape, mask in zip(self.layer_names, shapes, masks):
+            weight = torch.empty(shape, **factory)
+            self.register_parameter(name, nn.Parameter(weight))
+            self.register_buffer(f"{name}_mask", None if mask.all() else mask.to(weight), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the hidden layers anew and sets the output layer to zero.
+
+        A unit with n unmasked inputs gets normal weights of variance 1/n in the lowest layer (its inputs are
+        standardized) and 2/n above (He et al. 2015), and a bias that is uniform within 1/sqrt(n), PyTorch's default.
+        """
+        with torch.no_grad():
+            for layer, name in enumerate(self.layer_names):
+                weight, mask = getattr(self, name), getattr(self, f"{name}_mask")
+                if name == "output":
+                    weight.zero_()
+                    continue
+                kept = torch.ones_like(weight) if mask is None else mask.expand_as(weight)
+                fan_in = (kept.sum(-1, keepdim=True) - 1).clamp(min=1)
+                weight.normal_().mul_(kept * (fan_in / (1 if layer == 0 else 2)).rsqrt())
+                weight[..., -1:].uniform_(-1, 1).mul_(fan_in.rsqrt())
+
+    def _weights(self) -> list[Tensor]:
+        """Returns the masked weights, read by attribute."""
+        weights = []
+        for name in self.layer_names:
+            weight, mask = getattr(self, name), getattr(self, f"{name}_mask")
+            weights.append(weight if mask is None else weight * mask)
+        return weights
+
+
+class MaskedMLP(_SteppedMLP):
+    """A perceptron whose Jacobian's support is exactly a given dependency matrix, whatever its widths.
+
+    Row i is a bias, plus (with ``skip``) a linear function of the inputs that it may read, plus a function of the
+    hidden units whose label it contains (see `masks`). Rows that may read nothing are a bias alone. The labels are
+    the distinct nonempty rows of ``dependency``, each given to the same number of units of every layer, give or take
+    one, where the layer is wide enough (`masks.allot_labels` says what narrower layers do).
+
+    Inputs and outputs come in *steps*: when the columns of step s are known, the rows of step s can be emitted.
+    Columns and rows are numbered in step order. A step may have no columns, or no rows.
+
+    Parameters are ``layer_0`` ``(units, inputs + 1)``, ``layer_1`` ``(units, units below + 1)``, ..., ``output``
+    ``(outputs, units + inputs + 1)`` (without ``skip``: ``(outputs, units + 1)``). If no row reads anything, there
+    are no units.
+
+    Args:
+        dependency: boolean tensor ``(outputs, inputs)``; entry (i, j) says that output i may read input j.
+        hidden_features: units in each hidden layer. None at all, ``()``, makes the network linear.
+        input_splits: number of columns that become known at each step; one step by default.
+        output_splits: number of rows that are emitted at each step.
+        skip: whether rows also read their inputs directly. Linear-Gaussian regressions are then represented exactly.
+        activation: elementwise function of the hidden layers.
+        device: device of the parameters.
+        dtype: floating-point type of the parameters.
+
+    Raises:
+        ValueError: if a row reads a column of a later step; or without ``skip``, if the hidden layers are too narrow
+            to carry every dependency.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> dependency = torch.tensor([[False, False], [True, False]])
+        >>> mlp = MaskedMLP(dependency, (8,), input_splits=[0, 1, 1], output_splits=[1, 1, 0])
+        >>> _ = nn.init.normal_(mlp.output)
+        >>> x = torch.randn(5, 2)
+        >>> first, state = mlp.start().advance(x[:, :0], 1)
+        >>> second, state = state.advance(x[:, :1], 2)
+        >>> torch.allclose(torch.cat([first, second], -1), mlp(x))
+        True
+    """
+
+    def __init__(
+        self,
+        dependency: Tensor,
+        hidden_features: Sequence[int] = (64,),
+        *,
+        input_splits: Sequence[int] | None = None,
+        output_splits: Sequence[int] | None = None,
+        skip: bool = True,
+        activation: Activation = F.silu,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dependency, hidden_features, input_splits, output_splits, skip, activation)
+        hidden, output, last_columns = layer_masks(dependency, hidden_features)
+        if not skip:
+            check_width(dependency.cpu(), (*hidden, output))
+        direct = [dependency.cpu()] if skip and hidden else []
+        masks = [*hidden, torch.cat([output, *direct], 1)]
+        masks = [F.pad(mask, (0, 1), value=True) for mask in masks]
+        self._plan = step_plan(self.steps, last_columns, skip)
+        self._dense_plan = self._plan.merged()
+        self._add_layers([tuple(mask.shape) for mask in masks], masks, device=device, dtype=dtype)
+
+    def set_output_bias(self, values: Tensor) -> None:
+        """Writes ``values``, ``(outputs,)``, to the bias of the output layer."""
+        with torch.no_grad():
+            self.output[:, -1] = values
+
+    def start(self) -> MaskedState:
+        """Returns the state of a pass in which no input is known yet."""
+        return self._start(self._plan)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""
+        return self._start(self._dense_plan).advance(x, 1)[0]
+
+    def _start(self, plan: StepPlan) -> MaskedState:
+        parts = [weight.t().split(sizes) for weight, sizes in zip(self._weights(), plan.split_sizes)]
+        run = _Run(plan, self.activation, tuple(part[:-1] for part in parts))
+        return MaskedState(run, 0, torch.Size(), plan.num_steps, tuple(part[-1] for part in parts), (), ())
+
+
+class MaskedState(NamedTuple):
+    """A pass through a `MaskedMLP` in which the inputs of the steps before ``step`` are known.
+
+    Pre-activations are kept as ``(size of the batch, units)``, or ``(1, units)`` while nothing was added to the bias.
+    Those of steps ``step`` to ``end - 1`` are *pending*: all that is known has been added. Later steps lie in
+    *frames*, innermost last, which still lack the features that became known since they were set aside. A range of
+    steps is halved into a near part and a frame until `_BLOCK` steps are left, so a pass of S steps makes S / _BLOCK
+    large products beside S small ones, and needs no schedule fixed in advance: any run of steps may be merged.
+
+    Attributes:
+        run: constants of the pass.
+        step: the next step.
+        batch_shape: broadcast shape of the batches so far.
+        end: the step behind the last pending one.
+        pending: per layer, pre-activations of the steps from ``step`` to ``end - 1``.
+        frames: what is set aside, contiguous from ``end``, the nearest last.
+        known: inputs and units since the first frame was set aside, as (step, (inputs, units of layer 0, ...)).
+    """
+
+    run: _Run
+    step: int
+    batch_shape: torch.Size
+    end: int
+    pending: tuple[Tensor, ...]
+    frames: tuple[_Frame, ...]
+    known: tuple[tuple[int, tuple[Tensor, ...]], ...]
+
+    def advance(self, x: Tensor, stop: int) -> tuple[Tensor, MaskedState]:
+        """Returns the rows of steps ``step`` to ``stop - 1``, and the state after them.
+
+        Args:
+            x: the columns of these steps, ``(*batch, columns)``. Its batch broadcasts with those before, and what
+                was computed on a smaller batch is not computed again.
+            stop: the step behind the last one to take; more than one step may be taken at once.
+
+        Returns:
+            Rows ``(*batch, rows)``, where batch is the broadcast shape of all batches so far, and the next state.
+
+        Raises:
+            ValueError: if ``stop`` or the number of columns does not fit.
+        """
+        plan, activation = self.run.plan, self.run.activation
+        start = self.step
+        _check_advance(plan.sources[0], start, x, stop)
+        batch_shape, x = _flatten(x, self.batch_shape)
+        state = self if batch_shape == self.batch_shape else self._expand(batch_shape)
+        if state.end < stop or state.end == start:
+            state = state._complete(stop)
+        if state.end - start > _BLOCK:
+            state = state._set_aside(stop)
+        end, size = state.end, len(x)
+        values, pending = [x], []
+        for layer, (reads, target) in enumerate(zip(plan.reads, plan.targets)):
+            first, split, last = target[start], target[stop], target[end]
+            value = values[layer] if len(reads) == 1 else torch.cat([values[source] for source in reads], 1)
+            total = state.pending[layer]
+            if value.shape[1] and last > first:
+                total = torch.addmm(total, value, state.run.block(layer, start, stop, first, last))
+            if stop < end:
+                total, rest = total.split((split - first, last - split), 1)
+                pending.append(rest)
+            if total.shape[0] != size:
+                total = total.expand(size, -1)
+            values.append(activation(total) if split > first and layer + 1 < len(plan.targets) else total)
+        *units, rows = values
+        known = (*state.known, (start, tuple(units))) if state.frames else ()
+        if len(batch_shape) != 1:
+            rows = rows.reshape(*batch_shape, rows.shape[1])
+        return rows, MaskedState(state.run, stop, batch_shape, end, tuple(pending), state.frames, known)
+
+    def _expand(self, shape: torch.Size) -> MaskedState:
+        """Returns the state at a larger batch shape, after adding all that is known at the smaller one."""
+        state = self._complete(self.run.plan.num_steps) if self.frames else self
+        pending = tuple(
+            total if len(total) == 1 else _expand_batch(total, self.batch_shape, shape)
+            for total in state.pending
+        )
+        return state._replace(batch_shape=shape, pending=pending)
+
+    def _complete(self, stop: int) -> MaskedState:
+        """Returns the state with at least the next step, and all steps before ``stop``, pending."""
+        pending, end, frames = self.pending, self.end, self.frames
+        while end < stop or end == self.step:
+            *rest, frame = frames
+            totals = tuple(
+                self._add_known(layer, total, frame.start, end, frame.stop)
+                for layer, total in enumerate(frame.pending)
+            )
+            if end > self.step:
+                totals = tuple(torch.cat(_same_size(pair), 1) for pair in zip(pending, totals))
+            pending, end, frames = totals, frame.stop, tuple(rest)
+        return self._replace(pending=pending, end=end, frames=frames, known=self.known if frames else ())
+
+    def _add_known(self, layer: int, total: Tensor, since: int, start: int, stop: int) -> Tensor:
+        """Adds what became known since a step to the pre-activations of steps ``start`` to ``stop - 1``."""
+        target, reads = self.run.plan.targets[layer], self.run.plan.reads[layer]
+        value = _concatenated(
+            [values[source] for source in reads for step, values in self.known if step >= since]
+        )
+        if value.shape[1] == 0 or target[start] == target[stop]:
+            return total
+        return torch.addmm(total, value, self.run.block(layer, since, self.step, target[start], target[stop]))
+
+    def _set_aside(self, stop: int) -> MaskedState:
+        """Returns the state with no more than `_BLOCK` steps pending, or those before ``stop``."""
+        bounds = [self.end]
+        while bounds[0] - self.step > _BLOCK:
+            middle = max(self.step + (bounds[0] - self.step + 1) // 2, stop)
+            if middle == bounds[0]:
+                break
+            bounds.insert(0, middle)
+        parts = []
+        for target, total in zip(self.run.plan.targets, self.pending):
+            cuts = [target[self.step], *(target[bound] for bound in bounds)]
+            parts.append(total.split([after - before for before, after in pairwise(cuts)], 1))
+        near, *far = zip(*parts)
+        frames = [_Frame(self.step, bound, part) for bound, part in zip(bounds[1:], far)]
+        return self._replace(end=bounds[0], pending=near, frames=(*self.frames, *reversed(frames)))
+
+
+class _Run(NamedTuple):
+    """Constants of one pass. ``blocks[layer]`` are the masked weights, transposed, ``(features, units)``, and cut.
+
+    They are cut into the steps of the first source that the layer reads, then into those of the second.
+    """
+
+    plan: StepPlan
+    activation: Activation
+    blocks: tuple[tuple[Tensor, ...], ...]
+
+    def block(self, layer: int, start: int, stop: int, first: int, last: int) -> Tensor:
+        """Returns the weights from sources of steps ``start`` to ``stop - 1`` to units ``first`` to ``last - 1``."""
+        blocks, count = self.blocks[layer], self.plan.num_steps
+        parts = blocks[start:stop]
+        if len(blocks) > count:
+            parts += blocks[count + start : count + stop]
+        block = _concatenated(parts, 0)
+        return block if block.shape[1] == last - first else block[:, first:last]
+
+
+class _Frame(NamedTuple):
+    """Pre-activations per layer, set aside at step ``start``, of a range of steps that ends before ``stop``."""
+
+    start: int
+    stop: int
+    pending: tuple[Tensor, ...]
+
+
+class SeparateMLP(_SteppedMLP):
+    """A perceptron of the same use as `MaskedMLP` in which every *factor*, a group of rows, has its own small network.
+
+    All rows of a factor read the same columns at the same step. Its network reads these columns, has hidden layers of
+    the given widths, and with ``skip`` also direct weights. The networks of all factors of an advance are evaluated
+    as one batched product; factors with fewer parents or rows than the largest are padded.
+
+    Parameters, for F factors of at most P parents and R rows, with factors in the order of their steps: ``layer_0``
+    ``(F, units, P + 1)``, ``layer_1`` ``(F, units, units below + 1)``, ..., ``output`` ``(F, R, units + P + 1)``
+    (without ``skip``: ``(F, R, units + 1)``).
+
+    Args:
+        dependency: boolean tensor ``(outputs, inputs)``; entry (i, j) says that output i may read input j.
+        hidden_features: units of each factor in each hidden layer.
+        factors: the rows of each factor; every row belongs to one.
+        input_splits: number of columns that become known at each step; one step by default.
+        output_splits: number of rows that are emitted at each step.
+        skip: whether rows also read their inputs directly.
+        activation: elementwise function of the hidden layers.
+        device: device of the parameters.
+        dtype: floating-point type of the parameters.
+
+    Raises:
+        ValueError: if the factors are no partition of the rows, or the rows of one differ in columns or step.
+    """
+
+    _gather: Tensor
+    _positions: Tensor | None
+
+    def __init__(
+        self,
+        dependency: Tensor,
+        hidden_features: Sequence[int] = (64,),
+        *,
+        factors: Sequence[Sequence[int]],
+        input_splits: Sequence[int] | None = None,
+        output_splits: Sequence[int] | None = None,
+        skip: bool = True,
+        activation: Activation = F.silu,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dependency, hidden_features, input_splits, output_splits, skip, activation)
+        groups = _sorted_factors(dependency, factors, self.steps)
+        parents = [dependency[rows[0]].nonzero().flatten().tolist() for rows in groups]
+        num_factors, num_parents = len(groups), max(map(len, parents), default=0)
+        self._num_rows = max(map(len, groups), default=0)
+        starts = [rows[0] for rows in groups]
+        self._factor_bounds = tuple(sum(row < bound for row in starts) for bound in self.steps.rows)
+
+        gather = torch.zeros(num_factors, num_parents + 1, dtype=torch.long)
+        mask = F.pad(torch.zeros(num_factors, 1, num_parents, dtype=torch.bool), (0, 1), value=True)
+        positions = torch.zeros(self.out_features, dtype=torch.long)
+        for factor, (rows, columns) in enumerate(zip(groups, parents)):
+            gather[factor, : len(columns)] = torch.tensor(columns, dtype=torch.long) + 1
+            mask[factor, :, : len(columns)] = True
+            positions[list(rows)] = factor * self._num_rows + torch.arange(len(rows))
+        in_place = torch.equal(positions, torch.arange(num_factors * self._num_rows))
+        self.register_buffer("_gather", gather.flatten().to(device), persistent=False)
+        self.register_buffer("_positions", None if in_place else positions.to(device), persistent=False)
+
+        widths = [num_parents, *hidden_features]
+        shapes = [(num_factors, width, below + 1) for width, below in zip(widths[1:], widths)]
+        masks = [mask, *(mask.new_ones(1) for _ in hidden_features[1:])] if hidden_features else []
+        if hidden_features:
+            reads = mask[..., :-1].any(-1, keepdim=True).expand(-1, -1, widths[-1])
+            masks.append(torch.cat([reads, mask if skip else mask[..., -1:]], -1))
+        else:
+            masks.append(mask)
+        shapes.append((num_factors, self._num_rows, masks[-1].shape[-1]))
+        self._add_layers(shapes, masks, device=device, dtype=dtype)
+
+    def set_output_bias(self, values: Tensor) -> None:
+        """Writes ``values``, ``(outputs,)``, to the bias of the output layer."""
+        with torch.no_grad():
+            positions = slice(None) if self._positions is None else self._positions
+            self.output.view(-1, self.output.shape[-1])[positions, -1] = values
+
+    def start(self) -> SeparateState:
+        """Returns the state of a pass in which no input is known yet."""
+        return self._start(self.steps, self._factor_bounds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""
+        steps = Steps((0, self.in_features), (0, self.out_features))
+        return self._start(steps, (0, self._factor_bounds[-1])).advance(x, 1)[0]
+
+    def _start(self, steps: Steps, factors: tuple[int, ...]) -> SeparateState:
+        sizes = [end - start for start, end in pairwise(factors)]
+        weights = self._weights()
+        blocks = tuple(weight.split(sizes) for weight in weights)
+        constants = (self._num_rows, self.skip, self.activation)
+        run = _SeparateRun(steps, factors, self._gather, self._positions, *constants, blocks)
+        return SeparateState(run, 0, torch.Size(), weights[0].new_ones(1, 1))
+
+
+class SeparateState(NamedTuple):
+    """A pass through a `SeparateMLP` in which the inputs of the steps before ``step`` are known.
+
+    Attributes:
+        run: constants of the pass.
+        step: the next step.
+        batch_shape: broadcast shape of the batches so far.
+        known: ones, and then the columns so far, ``(1 + columns, size of the batch)``.
+    """
+
+    run: _SeparateRun
+    step: int
+    batch_shape: torch.Size
+    known: Tensor
+
+    def advance(self, x: Tensor, stop: int) -> tuple[Tensor, SeparateState]:
+        """Returns the rows of steps ``step`` to ``stop - 1``, and the state after them, as `MaskedState.advance`."""
+        run, start, known = self.run, self.step, self.known
+        _check_advance(run.steps.columns, start, x, stop)
+        batch_shape, x = _flatten(x, self.batch_shape)
+        if batch_shape != self.batch_shape:
+            known = _expand_batch(known.t(), self.batch_shape, batch_shape).t()
+        if x.shape[1]:
+            known = torch.cat((known, x.t()))
+        rows = run.rows(known, start, stop).t()
+        if len(batch_shape) != 1:
+            rows = rows.reshape(*batch_shape, rows.shape[1])
+        return rows, SeparateState(run, stop, batch_shape, known)
+
+
+class _SeparateRun(NamedTuple):
+    """Constants of one pass: ``blocks[layer][step]`` are the masked weights of the factors of a step.
+
+    ``gather`` lists what each factor reads, as rows of `SeparateState.known` (row 0, the ones, for padding and bias);
+    ``positions`` is where each output row lies in the stack of the ``num_rows`` rows of each factor, None if in order.
+    """
+
+    steps: Steps
+    factors: tuple[int, ...]
+    gather: Tensor
+    positions: Tensor | None
+    num_rows: int
+    skip: bool
+    activation: Activation
+    blocks: tuple[tuple[Tensor, ...], ...]
+
+    def rows(self, known: Tensor, start: int, stop: int) -> Tensor:
+        """Returns the output rows of steps ``start`` to ``stop - 1``, ``(rows, size of the batch)``."""
+        first, last = self.factors[start], self.factors[stop]
+        if first == last:
+            return known[:0]
+        width = len(self.gather) // self.factors[-1]
+        inputs = known.index_select(0, self.gather[first * width : last * width]).view(
+            last - first, width, -1
+        )
+        value, ones = inputs, inputs[:, -1:]
+        *hidden, output = (_concatenated(blocks[start:stop], 0) for blocks in self.blocks)
+        for layer, weight in enumerate(hidden, 1):
+            units = self.activation(torch.bmm(weight, value))
+            value = torch.cat((units, inputs if self.skip and layer == len(hidden) else ones), 1)
+        rows = torch.bmm(output, value).flatten(0, 1)
+        if self.positions is None:
+            return rows
+        positions = self.positions[self.steps.rows[start] : self.steps.rows[stop]]
+        return rows.index_select(0, positions - first * self.num_rows if first else positions)
+
+
+def _flatten(x: Tensor, batch_shape: torch.Size) -> tuple[torch.Size, Tensor]:
+    """Returns the batch shape that ``x`` makes of a state's, and ``x`` there, as ``(size of the batch, columns)``."""
+    shape = x.shape[:-1]
+    if batch_shape and shape != batch_shape:
+        shape = torch.broadcast_shapes(shape, batch_shape)
+        x = x.expand(*shape, x.shape[-1])
+    return shape, x if len(shape) == 1 else x.reshape(shape.numel(), x.shape[-1])
+
+
+def _expand_batch(values: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
+    """Returns values of one batch shape, ``(size of old, features)``, at a larger one, ``(size of new, features)``."""
+    features = values.shape[1]
+    return values.reshape(*old, features).expand(*new, features).reshape(new.numel(), features)
+
+
+def _concatenated(parts: list[Tensor] | tuple[Tensor, ...], dim: int = 1) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _same_size(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Returns both pre-activations at the size of the larger batch; one of them may be a bias still."""
+    size = max(len(total) for total in pair)
+    return tuple(total.expand(size, -1) for total in pair)
+
+
+def _check_advance(columns: Sequence[int], start: int, x: Tensor, stop: int) -> None:
+    if not start < stop < len(columns):
+        raise ValueError(f"Expected stop from {start + 1} to {len(columns) - 1}, the steps left; got {stop}.")
+    if x.shape[-1] != columns[stop] - columns[start]:
+        raise ValueError(
+            f"Expected x of shape (*batch, {columns[stop] - columns[start]}), the columns of steps {start} to "
+            f"{stop - 1}; got {tuple(x.shape)}."
+        )
+
+
+def _sorted_factors(
+    dependency: Tensor, factors: Sequence[Sequence[int]], steps: Steps
+) -> list[tuple[int, ...]]:
+    """Returns the factors in the order of their steps, after checking that they are a partition and uniform."""
+    groups = [tuple(int(row) for row in rows) for rows in factors]
+    if not all(groups) or sorted(chain.from_iterable(groups)) != list(range(len(dependency))):
+        raise ValueError(f"Expected factors to be a partition of the {len(dependency)} rows; got {groups}.")
+    step_of = [bisect_right(steps.rows, row) - 1 for row in range(len(dependency))]
+    for rows in groups:
+        if any(step_of[row] != step_of[rows[0]] for row in rows):
+            raise ValueError(
+                f"Expected all rows of a factor in one step; got rows {rows} of several. Split it."
+            )
+        if (dependency[list(rows)] != dependency[rows[0]]).any():
+            raise ValueError(
+                f"Expected all rows of a factor to read the same columns; got rows {rows}. Split it."
+            )
+    return sorted(groups, key=lambda rows: step_of[rows[0]])

@@ -1,0 +1,263 @@
+"""Masks that make a multilayer perceptron obey any boolean dependency matrix.
+
+The rule is MADE's (Germain et al. 2015) with sets in place of numbers, which is how the Tree-MADE of Webb et al.
+(2018) extends it. Every hidden unit carries a *label*: a set of input columns, the only ones it may depend on.
+Column j feeds unit S iff j is in S; unit S feeds unit S' iff S is contained in S'; unit S feeds row i iff S is
+contained in the columns that row i may read. No path can then leave the dependency matrix, and what is left to
+choose is which labels the units get (`allot_labels`). Nothing here has parameters: change this module to change who
+may be connected to whom, and `masked` to change how the pass is computed.
+
+References:
+    Germain et al. 2015, "MADE: Masked Autoencoder for Distribution Estimation", section 4.
+    Webb et al. 2018, "Faithful Inversion of Generative Models for Effective Amortized Inference", section 4.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "LayerMasks",
+    "StepPlan",
+    "Steps",
+    "allot_labels",
+    "check_width",
+    "distinct_labels",
+    "jacobian_support",
+    "layer_masks",
+    "split_steps",
+    "step_plan",
+]
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Steps(NamedTuple):
+    """Where each step begins: step s owns columns ``columns[s]:columns[s + 1]``, and rows likewise."""
+
+    columns: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps."""
+        return len(self.columns) - 1
+
+
+class LayerMasks(NamedTuple):
+    """Masks of a stack of layers and, for its hidden units, the last column that each one depends on.
+
+    Attributes:
+        hidden: one boolean tensor ``(units, units of the layer below)`` a hidden layer; the lowest reads the inputs.
+        output: boolean tensor ``(outputs, units of the last hidden layer)``, or inputs if there is no hidden layer.
+        last_columns: for every hidden layer the last column of each unit's label, in ascending order.
+    """
+
+    hidden: tuple[Tensor, ...]
+    output: Tensor
+    last_columns: tuple[tuple[int, ...], ...]
+
+
+class StepPlan(NamedTuple):
+    """Step boundaries of all parts of a perceptron: step s owns entries ``bounds[s]:bounds[s + 1]`` of each.
+
+    Attributes:
+        sources: of the inputs, and then of the units of each hidden layer.
+        targets: of the units of each hidden layer, and then of the rows.
+        reads: for each layer, hidden ones and then the output, the indices of the sources that it reads.
+        split_sizes: for each layer the number of its columns that belong to each step of the first source that it
+            reads, then of the second, and 1 for the bias.
+    """
+
+    sources: tuple[tuple[int, ...], ...]
+    targets: tuple[tuple[int, ...], ...]
+    reads: tuple[tuple[int, ...], ...]
+    split_sizes: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps."""
+        return len(self.sources[0]) - 1
+
+    def merged(self) -> StepPlan:
+        """Returns the plan that takes all steps at once."""
+        sources, targets = (
+            tuple((bounds[0], bounds[-1]) for bounds in parts) for parts in (self.sources, self.targets)
+        )
+        return _with_sizes(sources, targets, self.reads)
+
+
+def split_steps(
+    dependency: Tensor, input_splits: Sequence[int] | None = None, output_splits: Sequence[int] | None = None
+) -> Steps:
+    """Returns the step boundaries of a dependency matrix, after checking that they fit it.
+
+    Args:
+        dependency: boolean tensor ``(outputs, inputs)``; entry (i, j) says that output i may read input j.
+        input_splits: number of columns that become known at each step; one step by default.
+        output_splits: number of rows that are emitted at each step, after its columns are known.
+
+    Raises:
+        TypeError: if ``dependency`` is not boolean.
+        ValueError: if the splits do not add up, or a row reads a column of a later step.
+    """
+    if not isinstance(dependency, Tensor) or dependency.dtype != torch.bool:
+        raise TypeError(
+            f"Expected a boolean tensor as dependency; got {_kind(dependency)}. Convert it with .bool()."
+        )
+    if dependency.dim() != 2:
+        raise ValueError(f"Expected dependency of shape (outputs, inputs); got {tuple(dependency.shape)}.")
+    num_outputs, num_inputs = dependency.shape
+    if (input_splits is None) != (output_splits is None):
+        raise ValueError("Expected both input_splits and output_splits, or neither; got one of them.")
+    inputs = [num_inputs] if input_splits is None else [int(size) for size in input_splits]
+    outputs = [num_outputs] if output_splits is None else [int(size) for size in output_splits]
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(
+            f"Expected input_splits and output_splits of one length, at least 1; got {len(inputs)} and {len(outputs)}."
+        )
+    for name, sizes, total in (("input_splits", inputs, num_inputs), ("output_splits", outputs, num_outputs)):
+        if min(sizes) < 0 or sum(sizes) != total:
+            raise ValueError(f"Expected {name} to be nonnegative and to add up to {total}; got {sizes}.")
+    steps = Steps(tuple(accumulate(inputs, initial=0)), tuple(accumulate(outputs, initial=0)))
+    for step in range(steps.num_steps):
+        later = dependency[steps.rows[step] : steps.rows[step + 1], steps.columns[step + 1] :]
+        if later.any():
+            row, column = (int(index) for index in later.nonzero()[0])
+            raise ValueError(
+                f"Expected rows of step {step} to read columns of steps up to {step} only; got row "
+                f"{row + steps.rows[step]} reading column {column + steps.columns[step + 1]}. "
+                "Number columns and rows in sampling order."
+            )
+    return steps
+
+
+def distinct_labels(dependency: Tensor) -> Tensor:
+    """Returns the distinct nonempty rows of a dependency matrix, ``(labels, inputs)``.
+
+    They are ordered by their last column, so by the step at which they are complete; ties keep the order of rows.
+    """
+    rows = {tuple(row): None for row in dependency.tolist() if any(row)}
+    labels = torch.tensor(list(rows), dtype=torch.bool).reshape(len(rows), dependency.shape[1])
+    return labels[torch.tensor(_last_columns(labels), dtype=torch.long).argsort(stable=True)]
+
+
+def allot_labels(labels: Tensor, width: int) -> Tensor:
+    """Returns which label each of ``width`` units carries: ascending indices ``(width,)`` into ``labels``.
+
+    The allotment is even: with at least as many units as labels every label gets the same number of units, give or
+    take one, and those that get one more are spread evenly over the order. A layer that is too narrow for that takes
+    the *irreducible* labels first (those that are no union of smaller labels, which are enough to reach every column
+    of every row) and fills up with others, or takes an evenly spread choice of the irreducible ones alone.
+    Without labels there are no units.
+    """
+    count = len(labels)
+    if count == 0 or width >= count:
+        return _spread(count, width)
+    first = _irreducible(labels)
+    chosen, rest = first.nonzero().flatten(), (~first).nonzero().flatten()
+    if width <= len(chosen):
+        return chosen[_spread(len(chosen), width)]
+    return torch.cat([chosen, rest[_spread(len(rest), width - len(chosen))]]).sort().values
+
+
+def layer_masks(dependency: Tensor, hidden_features: Sequence[int]) -> LayerMasks:
+    """Returns the masks of a perceptron with these hidden widths that obeys ``dependency``, ``(outputs, inputs)``.
+
+    In every hidden layer the units are ordered by the last column of their labels, so that those which become
+    computable at one step are neighbours. Rows without parents are fed by no unit.
+    """
+    dependency = dependency.cpu()
+    labels = distinct_labels(dependency)
+    last = _last_columns(labels)
+    nested = _contained(labels, labels)
+    hidden, columns = [], []
+    below = None
+    for width in hidden_features:
+        units = allot_labels(labels, width)
+        hidden.append(labels[units] if below is None else nested[units][:, below])
+        columns.append(tuple(last[unit] for unit in units.tolist()))
+        below = units
+    output = dependency if below is None else _contained(labels, dependency)[:, below]
+    return LayerMasks(tuple(hidden), output, tuple(columns))
+
+
+def jacobian_support(masks: Sequence[Tensor]) -> Tensor:
+    """Returns which inputs each output can reach through a stack of masks, a boolean ``(outputs, inputs)``.
+
+    Args:
+        masks: boolean tensors ``(units, units of the layer below)``, from the lowest layer to the output.
+    """
+    reached = masks[0].float()
+    for mask in masks[1:]:
+        reached = (mask.float() @ reached).clamp(max=1.0)
+    return reached > 0
+
+
+def step_plan(steps: Steps, last_columns: Sequence[Sequence[int]], skip: bool) -> StepPlan:
+    """Returns the plan of a network whose hidden units have these last columns, `LayerMasks.last_columns`.
+
+    Args:
+        steps: boundaries of columns and rows.
+        last_columns: for each hidden layer the last column that each unit depends on.
+        skip: whether rows read the inputs beside the units.
+    """
+    units = [tuple(bisect_left(columns, end) for end in steps.columns) for columns in last_columns]
+    depth = len(units)
+    output = (depth, 0) if skip and depth else (depth,)
+    reads = (*((layer,) for layer in range(depth)), output)
+    return _with_sizes((steps.columns, *units), (*units, steps.rows), reads)
+
+
+def check_width(dependency: Tensor, masks: Sequence[Tensor]) -> None:
+    """Raises ``ValueError`` unless every dependency has a path through a stack of masks."""
+    missing = int((dependency & ~jacobian_support(masks)).sum())
+    if missing:
+        widths = [len(mask) for mask in masks[:-1]]
+        enough = int(_irreducible(distinct_labels(dependency)).sum())
+        raise ValueError(
+            f"Expected hidden layers wide enough to carry every dependency when skip=False; got hidden_features="
+            f"{widths}, which loses {missing} of {int(dependency.sum())}. {enough} units a layer are enough; "
+            "with skip=True any number is."
+        )
+
+
+def _with_sizes(
+    sources: tuple[tuple[int, ...], ...],
+    targets: tuple[tuple[int, ...], ...],
+    reads: tuple[tuple[int, ...], ...],
+) -> StepPlan:
+    steps = [tuple(end - start for start, end in pairwise(bounds)) for bounds in sources]
+    sizes = tuple((*chain.from_iterable(steps[source] for source in layer), 1) for layer in reads)
+    return StepPlan(sources, targets, reads, sizes)
+
+
+def _irreducible(labels: Tensor) -> Tensor:
+    """Says which labels hold a column that no strictly smaller label inside them holds, ``(labels,)``."""
+    smaller = _contained(labels, labels) & ~torch.eye(len(labels), dtype=torch.bool)
+    union = smaller.float() @ labels.float() > 0
+    return (union != labels).any(-1)
+
+
+def _contained(smaller: Tensor, larger: Tensor) -> Tensor:
+    """Says whether set ``smaller[a]`` is contained in set ``larger[b]``, a boolean ``(b, a)``."""
+    return (~larger).float() @ smaller.float().mT == 0
+
+
+def _spread(count: int, width: int) -> Tensor:
+    """Returns ``width`` ascending indices spread evenly over ``range(count)``, all of them if there is room."""
+    return (2 * torch.arange(width if count else 0) + 1) * count // (2 * max(width, 1))
+
+
+def _last_columns(labels: Tensor) -> list[int]:
+    """Returns the index of the last column in each nonempty label."""
+    positions = torch.arange(labels.shape[1]).expand(labels.shape)
+    return positions.masked_fill(~labels, -1).amax(-1).tolist() if labels.numel() else []
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__

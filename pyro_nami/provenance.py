@@ -1,0 +1,260 @@
+"""Which named values a tensor was computed from, followed through torch operations.
+
+`ProvenanceTracker` is a context: mark tensors with `tag`, compute, and ask `provenance` where a result came
+from. Names are kept per *storage*, below autograd, `vmap` and TorchScript, so writes into buffers, views and
+``out=`` carry them, and no tensor changes its type or its shape. A storage that is written in parts, and what
+is stacked or computed elementwise from such storages, keeps names per element: a scan that fills
+``buffer[t]`` step by step, or stacks its steps, leaves every step its own names. Everywhere else a result has
+the names of all tensors that the operation read, which may be too many, never too few.
+
+What leaves torch (``.item()``, ``if``, numpy, lists) cannot be followed. The names that left are in
+`escaped`. Change this module when torch gains operations that need a rule of their own; the rules are the
+sets of names below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # noqa: UP035  for Python 3.10
+
+__all__ = ["ProvenanceTracker", "tensors_in"]
+
+Names = frozenset[Any]
+
+# Operations whose result takes shape and type, but no values, from their first argument.
+_SHAPE_ONLY = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"}
+_SHAPE_ONLY |= {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "randint_like"}
+# Operations whose result is constant if their second argument is the number 0.
+_VANISHING = {"mul", "pow"}
+# Operations that only move the elements of their first argument.
+_MOVES = {"cat", "stack", "index_select", "index", "gather", "flip", "roll", "repeat"}
+# Elementwise operations that torch does not mark as such.
+_POINTWISE = {"copy_", "_to_copy", "rsub"}
+# In-place operations whose result does not depend on what was there before.
+_OVERWRITES = {"copy_", "fill_", "zero_"}
+# Functions that read numbers out of (nested lists of) tensors and put them into a new tensor.
+_CONSTRUCTORS = {"tensor", "as_tensor", "asarray", "full", "arange", "linspace", "new_tensor", "new_full"}
+# Functions that read numbers out of tensors for their own use.
+_INTERNAL_READS = {"one_hot"}
+# Functions that hand a tensor's memory to Python without any torch operation.
+_EXITS = {"numpy", "tolist", "__array__", "__dlpack__"}
+
+
+class ProvenanceTracker(TorchDispatchMode):
+    """A context in which every torch operation passes the names of its inputs on to its results.
+
+    Attributes:
+        escaped: The names whose values left torch for Python so far.
+
+    Example:
+        >>> a, b, buffer = torch.ones(()), torch.ones(()), torch.zeros(2)
+        >>> with ProvenanceTracker() as tracker:
+        ...     tracker.tag(a, {"a"})
+        ...     tracker.tag(b, {"b"})
+        ...     buffer[0], buffer[1] = a, a + b
+        ...     sign = 1 if b > 0 else -1
+        >>> sorted(tracker.provenance(buffer)), sorted(tracker.provenance(buffer[0])), sorted(tracker.escaped)
+        (['a', 'b'], ['a'], ['b'])
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.escaped: Names = frozenset()
+        # Per storage: the names of all its elements, or for each element an index into `_sets`.
+        self._entries: dict[StorageWeakRef, Names | Tensor] = {}
+        self._sets: list[Names] = [frozenset()]
+        self._index: dict[Names, int] = {frozenset(): 0}
+        self._exits = _ExitWatch(self)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._exits.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._exits.__exit__(*exc_info)
+        super().__exit__(*exc_info)
+
+    def tag(self, tensor: Tensor, names: Iterable[Any]) -> None:
+        """Makes ``names`` the provenance of the elements of ``tensor``, in place of what it was."""
+        self._write(tensor, frozenset(names))
+
+    def provenance(self, *values: Any) -> Names:
+        """The names that reached any tensor in ``values`` (tensors, and nested lists, tuples and dicts)."""
+        return frozenset().union(*map(self._names, tensors_in(values)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs = tensors_in((args, kwargs))
+        name, written, overwritten = _effects(func, args, kwargs)
+        if name == "set_" or not any(_storage(tensor) in self._entries for tensor in inputs):
+            return result
+        sources = tensors_in((args[1:], kwargs)) if name in _SHAPE_ONLY else inputs
+        sources = [tensor for tensor in sources if not any(tensor is target for target in overwritten)]
+        outputs = tensors_in(result)
+        if name in _VANISHING and any(type(arg) in (int, float) and arg == 0 for arg in args[1:]):
+            sources = []
+        if not outputs and not written:
+            self.escaped |= self.provenance(sources)
+        old = {_storage(tensor) for tensor in inputs}
+        fresh = [tensor for tensor in outputs if _storage(tensor) not in old]
+        for target in (*written, *fresh):
+            flow = self._flow(func, name, sources, args, kwargs, target.shape)
+            self._write(target, flow, fresh=_storage(target) not in old)
+        return result
+
+    def _flow(
+        self, func: Any, name: str, sources: list[Tensor], args: Any, kwargs: Any, shape: Any
+    ) -> Names | Tensor:
+        """What reaches a result of ``shape``: names, or one index into ``_sets`` per element."""
+        if any(isinstance(self._entry(tensor), Tensor) for tensor in sources) or name in ("cat", "stack"):
+            if name in _POINTWISE or torch.Tag.pointwise in func.tags:
+                if all(_broadcasts(tensor.shape, shape) for tensor in sources):
+                    return self._merge([self._labels(tensor) for tensor in sources], shape)
+            elif name in _MOVES:
+                moved = tree_map_only(Tensor, self._labels, args[0])
+                others = torch.tensor(self._label(self.provenance(args[1:], kwargs)))
+                rest = tree_map_only(Tensor, Tensor.cpu, args[1:])
+                return self._merge([func(moved, *rest, **kwargs), others], shape)
+        return self.provenance(sources)
+
+    def _merge(self, labels: list[Tensor], shape: Any) -> Tensor:
+        """The unions of the names behind labels of broadcastable shapes, element by element."""
+        merged = torch.zeros(shape, dtype=torch.long)
+        for other in labels if merged.numel() else ():
+            pairs = torch.stack([merged, other.expand(shape)]).reshape(2, -1)
+            pairs, where = pairs.unique(dim=1, return_inverse=True)
+            unions = [self._label(self._sets[a] | self._sets[b]) for a, b in zip(*pairs.tolist())]
+            merged = torch.tensor(unions, dtype=torch.long)[where].reshape(shape)
+        return merged
+
+    def _label(self, names: Names) -> int:
+        if names not in self._index:
+            self._index[names] = len(self._sets)
+            self._sets.append(names)
+        return self._index[names]
+
+    def _entry(self, tensor: Tensor) -> Names | Tensor:
+        """The entry of the tensor's storage; names where its elements do not line up with those of ``tensor``."""
+        entry = self._entries.get(_storage(tensor), frozenset())
+        if isinstance(entry, Tensor) and entry.numel() != _capacity(tensor):
+            return frozenset().union(*(self._sets[i] for i in entry.unique().tolist()))
+        return entry
+
+    def _names(self, tensor: Tensor) -> Names:
+        entry = self._entry(tensor)
+        if isinstance(entry, frozenset):
+            return entry
+        return frozenset().union(*(self._sets[i] for i in _window(entry, tensor).unique().tolist()))
+
+    def _labels(self, tensor: Tensor) -> Tensor:
+        entry = self._entry(tensor)
+        if isinstance(entry, Tensor):
+            return _window(entry, tensor)
+        return torch.tensor(self._label(entry)).expand(tensor.shape)
+
+    def _write(self, tensor: Tensor, flow: Names | Tensor, fresh: bool = False) -> None:
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        if isinstance(flow, Tensor) and flow.numel() and (flow == flow.flatten()[0]).all():
+            flow = self._sets[int(flow.flatten()[0])]
+        before = self._entry(tensor)
+        covers = fresh or (tensor.is_contiguous() and tensor.numel() == _capacity(tensor))
+        if isinstance(flow, frozenset) and (covers or before == flow):
+            self._entries[storage] = flow
+            return
+        capacity = _capacity(tensor)
+        entry = before if isinstance(before, Tensor) else torch.full((capacity,), self._label(before))
+        labels = torch.tensor(self._label(flow)) if isinstance(flow, frozenset) else flow
+        entry[_window(torch.arange(capacity), tensor).flatten()] = labels.expand(tensor.shape).flatten()
+        self._entries[storage] = entry
+
+
+class _ExitWatch(TorchFunctionMode):
+    """Sees the ways out of torch that are no operations, and the ways back in through constructors."""
+
+    def __init__(self, tracker: ProvenanceTracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name, tracker = kwargs or {}, getattr(func, "__name__", ""), self._tracker
+        before, tracker.escaped = tracker.escaped, frozenset()
+        result = func(*args, **kwargs)
+        left, tracker.escaped = tracker.escaped, before
+        if name in _EXITS:
+            left = left | tracker.provenance(args)
+        elif name in _CONSTRUCTORS:
+            left = tracker.provenance(args[1:] if name.startswith("new_") else args, kwargs)
+        if not left or name in _INTERNAL_READS:
+            pass
+        elif name in _CONSTRUCTORS:
+            tracker.tag(result, left)
+        elif name == "__getitem__":  # a view, chosen by a number that was read from a tensor
+            names = tracker.provenance(result) | left
+            result = result.clone()
+            tracker.tag(result, names)
+        elif name == "__setitem__":
+            tracker.tag(args[0], tracker.provenance(args[0]) | left)
+        else:
+            tracker.escaped |= left
+        return result
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in tensors_in(item)]
+
+
+def _effects(func: Any, args: Any, kwargs: Any) -> tuple[str, list[Tensor], list[Tensor]]:
+    """An operation's short name, the arguments that it writes, and those of them whose old content it ignores."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return "", [], []
+    name = schema.name.split("::")[-1]
+    written: list[Tensor] = []
+    overwritten: list[Tensor] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += tensors_in(value)
+            if argument.kwarg_only or name in _OVERWRITES:
+                overwritten += tensors_in(value)
+    return name, written, overwritten
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef | None:
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse and other layouts without a storage
+        return None
+
+
+def _capacity(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.itemsize
+
+
+def _window(entry: Tensor, tensor: Tensor) -> Tensor:
+    return entry.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _broadcasts(shape: Any, target: Any) -> bool:
+    return len(shape) <= len(target) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(target)))

@@ -1,0 +1,78 @@
+"""Running a model out of sight: with chosen values at its sites, unseen by the handlers outside.
+
+`Hidden` is the one way in which the guide runs its model, at set-up and at every call. `PriorDraws` are joint draws of
+all sites, which networks are standardized by and covariates are found at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+__all__ = ["Hidden", "prior_draws", "run_hidden"]
+
+
+class Hidden(Messenger):
+    """Runs a model with given values, and stops its messages from reaching the handlers outside.
+
+    Args:
+        values: site -> the value that the model gets there.
+        indices: plate -> the instances that it holds in this run.
+        shown: plates whose choice of instances is to be seen outside (and made there, by a replay, say).
+        broadcast: whether values are expanded to the shape of their site.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        indices: Mapping[str, Tensor] | None = None,
+        shown: Collection[str] = (),
+        broadcast: bool = False,
+    ) -> None:
+        super().__init__()
+        self.values, self.indices, self.shown, self.broadcast = values, indices or {}, shown, broadcast
+
+    def _process_message(self, msg: Any) -> None:
+        msg["stop"] = True
+        if msg["type"] != "sample":
+            return
+        name = msg["name"]
+        if site_is_subsample(msg):
+            if name in self.indices:
+                msg["value"] = self.indices[name]
+            elif name in self.shown:
+                msg["stop"] = False
+        elif name in self.values:
+            value = self.values[name]
+            msg["value"] = value.expand(msg["fn"].shape()) if self.broadcast else value
+
+    def _postprocess_message(self, msg: Any) -> None:
+        pass
+
+
+def run_hidden(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], values: Mapping[str, Tensor], **options: Any
+) -> poutine.Trace:
+    """Returns the trace of a hidden run of the model; see `Hidden`."""
+    with Hidden(values, **options):
+        return poutine.trace(model).get_trace(*args, **kwargs)
+
+
+def prior_draws(model: Callable, args: tuple, kwargs: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:
+    """Returns up to ``count`` joint draws of all sites, observed ones as well; fewer where a site cannot be drawn."""
+    draws = []
+    with torch.no_grad(), pyro.validation_enabled(False):
+        for _ in range(count):
+            try:
+                trace = run_hidden(poutine.uncondition(model), args, kwargs, {})
+            except (NotImplementedError, RuntimeError, ValueError):
+                break  # an improper prior, or a likelihood that cannot be simulated
+            draws.append({name: site["value"] for name, site in trace.nodes.items() if site["type"] == "sample"})
+    return draws
