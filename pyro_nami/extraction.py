@@ -84,22 +84,23 @@ def extract(
 ) -> Extraction:
     """The Bayesian network of a model, and the run that it was read off.
 
-    The random number generators, the parameter store and the modules that the model uses are left as they were, and
-    Pyro handlers around the call see nothing. Dropout and batch normalization run in evaluation mode.
+    The random number generators, the parameter store and the modules that the model uses are left as they
+    were, and Pyro handlers around the call see nothing. Dropout and batch normalization are in evaluation
+    mode meanwhile.
 
     Args:
         model: A Pyro model: any callable with Pyro primitives.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         observed: Names of sites that this call samples but that inference will condition on.
-        checks: The most model runs to spend on interventions. Where they do not reach, values that left torch are
-            taken to reach every later site.
-        init: Takes a site and returns a constrained value, for latents that cannot be sampled (``ImproperUniform``);
-            by default such sites start near zero in unconstrained space.
+        checks: The most model runs to spend on interventions. Where they do not reach, values that left torch
+            are taken to reach every later site.
+        init: Takes a site and returns a constrained value, for latents that cannot be sampled
+            (``ImproperUniform``); by default such sites are drawn in unconstrained space.
 
     Raises:
-        ValueError: A name in ``observed`` is not a site; sites appear or disappear with the values of others; or
-            instances of a plate depend on each other.
+        ValueError: A name in ``observed`` is not a site; sites appear or disappear with the values of others;
+            or instances of a plate depend on each other.
         NotImplementedError: A latent site can neither be sampled nor initialized.
     """
     kwargs = dict(kwargs or {})
@@ -156,6 +157,7 @@ class _Network:
         for _ in range(2):
             self._find_hidden(self.probe.run({}))
         self.probe.runs = 0
+        self.probe.redraw(self.probe.changeable & self.probe.latent, self.probe.first)  # the same sites?
         for plate, frame in self.probe.plates.items():
             self._check_plate(plate, frame)
         self._check_edges()
@@ -180,9 +182,10 @@ class _Network:
         """Changes half of the instances of a plate, then the other half: the rest must not move."""
         inside = [name for name in self.probe.order if frame in self.probe.frames(name)]
         sites = [name for name in inside if name not in self.hidden]
-        if frame.size < 2 or len(sites) < 2:
+        size = self.probe.plate_size(frame)
+        if size < 2 or len(sites) < 2:
             return
-        half = torch.randperm(int(frame.size)) < int(frame.size) // 2
+        half = torch.randperm(size) < size // 2
         for kept in (half, ~half):
             if self.spent:
                 return
@@ -197,8 +200,8 @@ class _Network:
         latents = [u for u in inside if u in self.probe.latent]
         culprit = self._pivot(latents, self.probe.first, run, lambda run: moved(run) is not None)
         raise ValueError(
-            f"Expected independent instances of site '{name}', which is declared independent in plate '{plate}'; "
-            f"got instance {moved(run)}, which reads other instances of '{culprit or latents[0]}'. "
+            f"Expected independent instances of site '{name}', declared independent in plate '{plate}'; got "
+            f"instance {moved(run)}, which reads other instances of '{culprit or latents[0]}'. "
             "Declare this dimension with `.to_event()` in place of the plate."
         )
 
@@ -215,8 +218,8 @@ class _Network:
     def _check_edges(self) -> None:
         """Changes all that a site is not known to read: the site must not move, or a parent was lost.
 
-        Once from the base run; where values left torch, so that a branch may hide a dependence, then from random
-        other values of everything, and changing some of the candidates only.
+        Once from the base run; where values left torch, so that a branch may hide a dependence, then from
+        other values of everything, too, and changing some of the candidates only.
         """
         self.checked = {name for name in self.probe.order if not self._candidates(name)} - self.hidden
         for number in range(_ROUNDS):
@@ -224,7 +227,7 @@ class _Network:
                 if self.spent:
                     return
                 names = self._candidates(sites[-1])
-                origin = self.probe.first if number == 0 else self.probe.sample()
+                origin = self._origin(number)
                 if number % 2:
                     names = random.sample(names, random.randint(1, len(names)))
                 run = self.probe.redraw(names, origin)
@@ -232,11 +235,22 @@ class _Network:
                 for name in sites:
                     self._repair(name, origin, run)
 
+    def _origin(self, number: int) -> Run:
+        """The base run; then runs at random values, most with some sites changed so that rare ones occur."""
+        if number == 0:
+            return self.probe.first
+        origin = self.probe.sample()
+        if number % 4 == 1 or origin.error is not None:
+            return origin
+        latents = self.probe.changeable & self.probe.latent
+        some = [name for name in self.probe.order if name in latents and random.random() < 0.5]
+        return self.probe.redraw(some, origin)
+
     def _groups(self, first: bool) -> list[list[str]]:
-        """Sites that one run can check, because they have the same parents; values that left torch go first."""
+        """Sites that one run can check, as they have the same parents; values that left torch go first."""
         groups: dict[Any, list[str]] = {}
         for name in self.probe.order:
-            suspect = bool(self.suspects[name] - self.parents[name])
+            suspect = bool(self.suspects[name])
             if name not in self.hidden and self._candidates(name) and (first or suspect):
                 arguments = self.probe.arguments.intersection(self.probe.earlier(name))
                 groups.setdefault((not suspect, frozenset(self.parents[name]), arguments), []).append(name)
@@ -275,8 +289,9 @@ class _Network:
     ) -> str | None:
         """The candidate that, changed as in ``run`` on top of those before it, brings the change about.
 
-        Between ``origin``, where none is changed, and ``run``, where all are, the outcome turns at some candidate;
-        bisection finds it, also where only several together have an effect. None if the budget ends before.
+        Between ``origin``, where none is changed, and ``run``, where all are, the outcome turns at some
+        candidate; bisection finds it, also where only several together have an effect. None if the budget
+        ends before.
         """
         low, high = 0, len(candidates)
         while high - low > 1:
@@ -296,7 +311,7 @@ class _Network:
             if name in probe.observed:
                 sites.append(Site(name, plates=probe.plate_names(name), observed=True))
             else:
-                enumerated = probe.trace.nodes[name]["infer"].get("enumerate") == "parallel"
+                enumerated = (probe.trace.nodes[name]["infer"] or {}).get("enumerate") == "parallel"
                 support = frozenset(self.support[name])
                 sites.append(
                     Site(name, probe.plate_names(name), support_parents=support, marginalized=enumerated)
@@ -304,8 +319,10 @@ class _Network:
         edges = [
             (u, name) for name in probe.order for u in sorted(self.parents[name], key=probe.rank.__getitem__)
         ]
-        sizes = {plate: int(frame.full_size or frame.size) for plate, frame in probe.plates.items()}
-        return BayesNet(sites, edges, {plate: size for plate, size in sizes.items() if size > 0})
+        sizes = {
+            plate: max(frame.full_size or 0, probe.plate_size(frame)) for plate, frame in probe.plates.items()
+        }
+        return BayesNet(sites, edges, sizes)
 
     def warn(self) -> None:
         """Says once what was lost and what is hidden, and how to avoid it."""
@@ -313,17 +330,17 @@ class _Network:
             parent, name = self.lost[0]
             more = f" (and {len(self.lost) - 1} more such pairs)" if len(self.lost) > 1 else ""
             warnings.warn(
-                f"Site '{name}' depends on '{parent}' through something other than torch operations{more}; the edge "
-                "was found by intervention. To be certain of every edge keep values in tensors: `torch.where` for "
-                "`if`, tensors as indices, and no `.item()`, `float()` or numpy in between.",
+                f"Site '{name}' depends on '{parent}' through something other than torch operations{more}; "
+                "the edge was found by intervention. To be certain of every edge keep values in tensors: "
+                "`torch.where` for `if`, tensors as indices, no `.item()`, `float()` or numpy in between.",
                 stacklevel=4,
             )
         if self.hidden:
             names = ", ".join(f"'{name}'" for name in self.probe.order if name in self.hidden)
             warnings.warn(
-                f"Hidden randomness: {names} differ between runs of the model at the same values of all sites, and "
-                "are taken to depend on all latents before them. Draw all random numbers by `pyro.sample`, and hide "
-                "no latent with `poutine.block`.",
+                f"Hidden randomness: {names} differ between runs of the model at equal values of all sites, "
+                "and are taken to depend on all latents before them. Draw all random numbers by "
+                "`pyro.sample`, and hide no latent with `poutine.block`.",
                 stacklevel=4,
             )
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
@@ -30,14 +30,22 @@ _STOCHASTIC_LAYERS = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
 
 @contextmanager
 def untouched(*roots: Any) -> Iterator[None]:
-    """Restores random number generators, parameter store, and modes and buffers of the modules that ``roots`` use.
+    """Restores random number generators, parameter store, and modes and buffers of the modules ``roots`` use.
 
     Meanwhile dropout and batch normalization layers are in evaluation mode.
+
+    Args:
+        roots: The model (a module, method, function, or a handler around one) and its arguments.
     """
     store = pyro.get_param_store()
     params = {key: dict(getattr(store, key)) for key in ("_params", "_constraints", "_param_to_name")}
     modules = {module: module.training for root in _modules(roots) for module in root.modules()}
-    buffers = [(m, key, b, b.clone()) for m in modules for key, b in m._buffers.items() if _has_values(b)]
+    buffers = [
+        (m, key, b, b.clone())
+        for m in modules
+        for key, b in m._buffers.items()
+        if b is not None and not is_lazy(b)
+    ]
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -57,14 +65,11 @@ def untouched(*roots: Any) -> Iterator[None]:
             getattr(store, key).update(entries)
 
 
-def _has_values(buffer: Tensor | None) -> bool:
-    return buffer is not None and not is_lazy(buffer)
-
-
 def _modules(roots: Iterable[Any], depth: int = 4) -> list[nn.Module]:
-    """The modules that callables are, are bound to, wrap, close over or name, at most ``depth`` steps away."""
+    """The modules that callables are, are bound to, wrap, close over or name, up to ``depth`` steps away."""
     found: list[nn.Module] = []
-    level, seen = list(roots), set()
+    level: list[Any] = list(roots)
+    seen: set[int] = set()
     for _ in range(depth):
         fresh = {id(value): value for value in level if value is not None and id(value) not in seen}
         seen |= fresh.keys()

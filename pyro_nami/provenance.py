@@ -44,8 +44,8 @@ _POINTWISE = {"copy_", "_to_copy", "rsub"}
 _OVERWRITES = {"copy_", "fill_", "zero_"}
 # Functions that read numbers out of (nested lists of) tensors and put them into a new tensor.
 _CONSTRUCTORS = {"tensor", "as_tensor", "asarray", "full", "arange", "linspace", "new_tensor", "new_full"}
-# Functions that read numbers out of tensors for their own use.
-_INTERNAL_READS = {"one_hot"}
+# Functions and operations that read numbers out of tensors for their own checks.
+_CHECKS = {"one_hot", "_linalg_check_errors", "_assert_async"}
 # Functions that hand a tensor's memory to Python without any torch operation.
 _EXITS = {"numpy", "tolist", "__array__", "__dlpack__"}
 
@@ -105,7 +105,7 @@ class ProvenanceTracker(TorchDispatchMode):
         outputs = tensors_in(result)
         if name in _VANISHING and any(type(arg) in (int, float) and arg == 0 for arg in args[1:]):
             sources = []
-        if not outputs and not written:
+        if not outputs and not written and name not in _CHECKS:
             self.escaped |= self.provenance(sources)
         old = {_storage(tensor) for tensor in inputs}
         fresh = [tensor for tensor in outputs if _storage(tensor) not in old]
@@ -146,8 +146,9 @@ class ProvenanceTracker(TorchDispatchMode):
         return self._index[names]
 
     def _entry(self, tensor: Tensor) -> Names | Tensor:
-        """The entry of the tensor's storage; names where its elements do not line up with those of ``tensor``."""
-        entry = self._entries.get(_storage(tensor), frozenset())
+        """The entry of the tensor's storage; names only where its elements are not those of ``tensor``."""
+        storage = _storage(tensor)
+        entry = frozenset() if storage is None else self._entries.get(storage, frozenset())
         if isinstance(entry, Tensor) and entry.numel() != _capacity(tensor):
             return frozenset().union(*(self._sets[i] for i in entry.unique().tolist()))
         return entry
@@ -198,7 +199,7 @@ class _ExitWatch(TorchFunctionMode):
             left = left | tracker.provenance(args)
         elif name in _CONSTRUCTORS:
             left = tracker.provenance(args[1:] if name.startswith("new_") else args, kwargs)
-        if not left or name in _INTERNAL_READS:
+        if not left or name in _CHECKS:
             pass
         elif name in _CONSTRUCTORS:
             tracker.tag(result, left)
@@ -225,7 +226,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _effects(func: Any, args: Any, kwargs: Any) -> tuple[str, list[Tensor], list[Tensor]]:
-    """An operation's short name, the arguments that it writes, and those of them whose old content it ignores."""
+    """An operation's short name, the arguments that it writes, and those of them that it does not read."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return "", [], []

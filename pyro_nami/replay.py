@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Transform, biject_to
 from torch.distributions.constraints import Constraint
 
-from pyro_nami.provenance import ProvenanceTracker, tensors_in
+from pyro_nami.provenance import ProvenanceTracker
 
 __all__ = ["Probe", "Record", "Run", "equal", "redraw_part", "same"]
 
+# What log_prob raises for a transform that knows the inverse of its own draws only.
+_NO_DENSITY = (NotImplementedError, KeyError)
 # Draws per run that fails at the changed values (a matrix that is not positive definite, say).
 _RETRIES = 3
 # Draws to find a value that differs, where the support cannot be enumerated (a Poisson of low rate).
@@ -40,13 +42,13 @@ class Record(NamedTuple):
         log_prob: Its log density in nats, ``(*batch)``, at the value it is judged at; None if that has none.
         shape: Its batch and event shape.
         inputs: What else decides its effect: mask, scale, and its value if it is observed.
-        support: The tensors that its support depends on.
+        support: The tensors and numbers that its support depends on.
     """
 
     log_prob: Tensor | None
     shape: torch.Size
     inputs: list
-    support: list[Tensor]
+    support: list
 
 
 class Run(Messenger):
@@ -98,7 +100,7 @@ class Run(Messenger):
                 judged = self._judged if msg["is_observed"] else self.base.get(name, value)
                 if isinstance(judged, Tensor):  # as a stranger, not as the draw that transforms remember
                     judged = judged.clone()
-                self.records[name] = _record(msg, judged, Exception if self.base else NotImplementedError)
+                self.records[name] = _record(msg, judged, Exception if self.base else _NO_DENSITY)
 
     def _follow(self, msg: Any, tracker: ProvenanceTracker) -> Any:
         """Notes what the site read, and returns its value with the site's own name as its provenance."""
@@ -109,7 +111,7 @@ class Run(Messenger):
                 origin = tracker.provenance(value) - tracker.provenance(self.base[msg["name"]])
             value = value.clone()
             tracker.tag(value, own)
-        record = self.records[msg["name"]] = _record(msg, value, NotImplementedError)
+        record = self.records[msg["name"]] = _record(msg, value, _NO_DENSITY)
         density = origin | tracker.provenance(record.log_prob, record.inputs)
         support = tracker.provenance(record.support)
         self.reads[msg["name"]] = density - own, support - own, tracker.escaped
@@ -155,6 +157,13 @@ class Probe:
 
     def plate_names(self, name: str) -> frozenset[str]:
         return frozenset(frame.name for frame in self.frames(name))
+
+    def plate_size(self, frame: Any) -> int:
+        """The number of a plate's instances in a run (for a plate without a size, as its sites have it)."""
+        if frame.size > 0:
+            return int(frame.size)
+        sites: list[Any] = [self.trace.nodes[name] for name in self.order if frame in self.frames(name)]
+        return max(site["fn"].batch_shape[frame.dim] for site in sites)
 
     def earlier(self, name: str) -> tuple[str, ...]:
         return self.order[: self.rank[name]]
@@ -205,15 +214,16 @@ class Probe:
         )
 
     def redraw(self, names: Iterable[str], origin: Run) -> Run:
-        """Repeats ``origin`` with fresh draws at the sites ``names``; and again if the model fails at these."""
+        """Repeats ``origin`` with fresh draws at the sites ``names``; again if the model fails at these."""
         names = frozenset(names)
+        observed = [name for name in self.order if name in names and name not in self.latent]
         held = {name: value for name, value in origin.chosen.items() if name not in names}
 
         def draw(msg: Any) -> Any:
             return _redraw(msg["fn"], origin.values[msg["name"]]) if msg["name"] in names else None
 
         for _ in range(_RETRIES):
-            data = {u: _redraw(self.trace.nodes[u]["fn"], origin.values[u]) for u in names - self.latent}
+            data = {u: _redraw(self.trace.nodes[u]["fn"], origin.values[u]) for u in observed}
             run = self.run({**held, **data}, draw)
             if run.error is None:
                 break
@@ -229,14 +239,14 @@ class Probe:
             changed += [name for name in self.order if name in self.latent and name not in run.records]
         if changed:
             raise ValueError(
-                f"Expected the same sites in every run of the model; got '{changed[0]}' in some runs only, depending "
-                "on the values of other sites. Sample it in every run, and switch its effect with `torch.where` "
-                "or `poutine.mask`."
+                f"Expected the same sites in every run of the model; got '{changed[0]}' in some runs only, "
+                "depending on the values of other sites. Sample it in every run, and switch its effect with "
+                "`torch.where` or `poutine.mask`."
             )
 
 
 def _is_site(msg: Any) -> bool:
-    """Whether a message is a node of the network: no subsample, deterministic, latent Delta or masked-out site."""
+    """Whether a message is a node of the network: not a subsample, deterministic, Delta or masked out."""
     if msg["type"] != "sample" or site_is_subsample(msg):
         return False
     fn, masked = msg["fn"], msg["mask"] is False
@@ -248,17 +258,17 @@ def _is_site(msg: Any) -> bool:
     return type(fn).__name__ != "Delta" or (msg["is_observed"] and not masked)
 
 
-def _record(msg: Any, value: Any, expected: type[Exception]) -> Record:
+def _record(msg: Any, value: Any, expected: Any) -> Record:
     fn, mask = msg["fn"], msg["mask"]
     inputs = [mask, msg["scale"], value if msg["is_observed"] else None]
     try:
         log_prob = fn.log_prob(value, *msg["args"], **msg["kwargs"])
         log_prob = torch.where(mask, log_prob, 0.0) if isinstance(mask, Tensor) else log_prob
-    except expected:  # a transform without an inverse, or a value that no longer fits
+    except expected:
         log_prob = None
-        inputs += _tensors_of(fn)
+        inputs += _parameters(fn)
     try:
-        support = _tensors_of(fn.support)
+        support = _parameters(fn.support)
     except (NotImplementedError, AttributeError):
         support = []
     return Record(log_prob, fn.batch_shape + fn.event_shape, inputs, support)
@@ -277,15 +287,13 @@ def equal(a: Tensor, b: Tensor) -> Tensor:
     return (a == b) | (a.isnan() & b.isnan())
 
 
-def _tensors_of(value: Any) -> list[Tensor]:
-    """The tensors that parameterize a distribution, transform or constraint."""
+def _parameters(value: Any) -> list[Any]:
+    """The tensors and numbers that a distribution, transform or constraint consists of."""
     if isinstance(value, (Distribution, Transform, Constraint)):
-        return _tensors_of(
-            [part for key, part in vars(value).items() if not key.startswith(("_cached", "_inv"))]
-        )
+        value = [part for key, part in vars(value).items() if not key.startswith(("_cached", "_inv"))]
     if isinstance(value, (list, tuple)):
-        return [tensor for part in value for tensor in _tensors_of(part)]
-    return tensors_in(value)
+        return [leaf for part in value for leaf in _parameters(part)]
+    return [value] if isinstance(value, (Tensor, int, float)) else []
 
 
 def _first_value(msg: Any, init: Callable[[dict], Tensor] | None) -> Any:
@@ -297,8 +305,8 @@ def _first_value(msg: Any, init: Callable[[dict], Tensor] | None) -> Any:
         value = _draw(msg["fn"]) if init is None else init(msg)
     if value is None:
         raise NotImplementedError(
-            f"Expected a latent site that can be sampled; got '{msg['name']}' with {type(msg['fn']).__name__}. "
-            "Pass `init`, a function from the site to a value."
+            f"Expected a latent site that can be sampled; got '{msg['name']}' with "
+            f"{type(msg['fn']).__name__}. Pass `init`, a function from the site to a value."
         )
     return value
 
@@ -311,7 +319,7 @@ def _sample(fn: Any) -> Tensor | None:
 
 
 def _draw(fn: Any, otherwise: Tensor | None = None) -> Any:
-    """A draw from ``fn``; a normal one in unconstrained space where ``fn`` cannot be sampled; else ``otherwise``."""
+    """A draw from ``fn``, else a normal one in unconstrained space, else (no bijection) ``otherwise``."""
     value = _sample(fn)
     if value is not None:
         return value
@@ -323,7 +331,7 @@ def _draw(fn: Any, otherwise: Tensor | None = None) -> Any:
 
 
 def _redraw(fn: Any, base: Any) -> Any:
-    """A draw from ``fn`` that differs from ``base`` in every element, where ``fn`` has another value to offer."""
+    """A draw from ``fn`` that differs from ``base`` in every element, where ``fn`` has another value."""
     value = _draw(fn, base)
     while isinstance(fn, Independent):
         fn = fn.base_dist
@@ -356,7 +364,7 @@ def _whole_event(equal: Tensor, event_dim: int) -> Tensor:
 
 
 def redraw_part(msg: Any, base: Mapping[str, Any], plate: str, kept: Tensor) -> Any:
-    """Fresh draws for the instances of ``plate`` outside ``kept``, base values inside; None outside the plate."""
+    """Fresh draws for instances of ``plate`` that are not ``kept``, else base values; None outside it."""
     frame = next(
         (frame for frame in msg["cond_indep_stack"] if frame.name == plate and frame.vectorized), None
     )

@@ -377,6 +377,22 @@ def bayesian_regression():
     Regression()()
 
 
+PLANAR = dist.transforms.planar(2)
+
+
+@idiom(TRACKED, "w>z z>x")
+def transform_without_inverse():
+    z = dist.TransformedDistribution(dist.Normal(normal("w") * torch.ones(2), 1.0).to_event(1), [PLANAR])
+    normal("x", pyro.sample("z", z).sum(), obs=ZERO)
+
+
+@idiom(TRACKED, "z>x")
+def cached_transform():
+    base = dist.Normal(normal("z"), 1.0)
+    x = pyro.sample("x", dist.TransformedDistribution(base, [dist.transforms.ExpTransform(cache_size=1)]))
+    normal("y", obs=ZERO + 0 * x)
+
+
 # What provenance cannot see.
 
 
@@ -434,6 +450,12 @@ def conjunction():
     normal("x", 1.0 if a and b else 0.0, obs=ZERO)
 
 
+@idiom(LOST, "a>x b>x")
+def read_only_in_a_rare_branch():
+    a, b = pyro.sample("a", dist.Bernoulli(1e-6)), normal("b")
+    normal("x", b.item() if a else 0.0, obs=ZERO)
+
+
 @idiom(LOST, "z>w w>x")
 def python_chain():
     normal("x", normal("w", normal("z").item()).item(), obs=ZERO)
@@ -476,8 +498,314 @@ def test_interventions_find_what_provenance_lost(model, expected):
         assert set(extract_bayesnet(model).edges) == expected
 
 
-@idiom(TRACKED, "z>x")
-def cached_transform():
-    base = dist.Normal(normal("z"), 1.0)
-    x = pyro.sample("x", dist.TransformedDistribution(base, [dist.transforms.ExpTransform(cache_size=1)]))
-    normal("y", obs=ZERO + 0 * x)
+class TestSites:
+    def test_plates_are_the_vectorized_ones_at_full_size(self):
+        net = extract_bayesnet(subsampled)
+        assert net.plates["z"] == net.plates["x"] == {"n"} and net.plates["mu"] == frozenset()
+        assert dict(net.plate_sizes) == {"n": 10}
+        assert dict(extract_bayesnet(sequential_plate).plate_sizes) == {}
+        assert extract_bayesnet(crossed_plates).plates["cell"] == {"rows", "columns"}
+
+    def test_plate_without_a_size_takes_it_from_its_sites(self):
+        def model():
+            with pyro.plate("p"):
+                normal("x", pyro.sample("z", dist.Normal(THREE, 1.0)), obs=THREE)
+
+        assert dict(extract_bayesnet(model).plate_sizes) == {"p": 3}
+
+    def test_observed_and_latent_sites_come_in_model_order(self):
+        net = extract_bayesnet(collider)
+        assert net.latent == ("a", "c", "e") and net.observed == ("d",)
+
+    def test_factor_is_observed(self):
+        assert extract_bayesnet(factor).observed == ("f",)
+
+    def test_masked_out_likelihood_and_deterministic_sites_are_no_sites(self):
+        assert "x" not in extract_bayesnet(likelihood_masked_out).sites
+        assert "square" not in extract_bayesnet(through_deterministic_only_when_read).sites
+        assert "d" not in extract_bayesnet(delta_latent).sites
+
+    def test_enumerated_sites_are_marginalized(self):
+        net = extract_bayesnet(enumerated_mixture)
+        assert [name for name in net.sites if net.sites[name].marginalized] == ["z"]
+
+    def test_support_parents(self):
+        net = extract_bayesnet(latent_support)
+        assert net.sites["z"].support_parents == {"hi"} and net.sites["x"].support_parents == frozenset()
+
+    def test_support_parents_found_by_intervention(self):
+        def model():
+            hi, scale = (
+                pyro.sample("hi", dist.LogNormal(0.0, 1.0)),
+                pyro.sample("s", dist.LogNormal(0.0, 1.0)),
+            )
+            z = pyro.sample("z", dist.Uniform(-hi.item(), hi.item()))
+            pyro.sample("x", dist.Normal(z, scale.item()), obs=ZERO)
+
+        with pytest.warns(UserWarning, match="found by intervention"):
+            net = extract_bayesnet(model)
+        assert set(net.edges) == edges("hi>z z>x s>x")
+        assert net.sites["z"].support_parents == {"hi"}
+
+    def test_observed_names_a_site_that_the_model_samples(self):
+        net = extract_bayesnet(prior_only, observed=["b"])
+        assert net.latent == ("a",) and net.observed == ("b",)
+
+    def test_unknown_observed_name_is_an_error(self):
+        with pytest.raises(ValueError, match="`observed`; got 'c'. The model's sites are: a, b"):
+            extract_bayesnet(prior_only, observed=["c"])
+
+    def test_model_without_latents(self):
+        net = extract_bayesnet(lambda: normal("x", obs=ZERO))
+        assert net.latent == () and net.observed == ("x",)
+
+    def test_model_without_sites(self):
+        assert not extract_bayesnet(lambda: None).sites
+
+    def test_arguments_reach_the_model(self):
+        def model(x, *, y):
+            normal("y", normal("z", x), obs=y)
+
+        found = extract(model, (ZERO,), {"y": THREE[0]})
+        assert set(found.bayesnet.edges) == edges("z>y")
+
+    def test_init_gives_the_values_that_cannot_be_sampled(self):
+        found = extract(improper, init=lambda site: torch.tensor([2.0, 3.0]))
+        assert found.trace.nodes["z"]["value"].tolist() == [2.0, 3.0]
+        assert set(found.bayesnet.edges) == edges("z>x")
+
+    def test_latent_without_sampler_or_bijection_is_an_error(self):
+        def model():
+            pyro.sample("z", dist.ImproperUniform(dist.constraints.sphere, (), (3,)))
+
+        with pytest.raises(NotImplementedError, match="got 'z' with ImproperUniform. Pass `init`"):
+            extract(model)
+
+
+class TestInterventions:
+    def test_escaped_values_are_named(self):
+        with pytest.warns(UserWarning, match="'x' depends on 'z'"):
+            assert extract(item).escaped == {"z"}
+        assert extract(plain).escaped == frozenset()
+
+    def test_harmless_escapes_add_no_edge(self):
+        def model():
+            z = normal("z")
+            assert math.isfinite(z.item())
+            normal("x", obs=ZERO)
+
+        assert extract_bayesnet(model).edges == ()
+
+    def test_without_checks_what_escaped_reaches_every_later_site(self):
+        def model():
+            z, w = normal("z"), normal("w")
+            str(z.item())
+            normal("x", w, obs=ZERO), normal("y", obs=ZERO)
+
+        assert set(extract_bayesnet(model, checks=0).edges) == edges("z>x w>x z>y")
+
+    def test_budget_is_kept_and_reported(self):
+        runs = 0
+
+        def model():
+            nonlocal runs
+            runs += 1
+            for i in range(20):
+                normal(f"x{i}", normal(f"z{i}"), obs=ZERO)
+
+        assert extract(model).checked == 40
+        runs = 0
+        found = extract(model, checks=5)
+        assert runs <= 9 and found.checked < 40
+        assert set(found.bayesnet.edges) == {(f"z{i}", f"x{i}") for i in range(20)}
+
+    def test_an_exhausted_budget_errs_on_the_safe_side(self):
+        with pytest.warns(UserWarning, match="found by intervention"):
+            found = extract(several_at_once, checks=2)
+        assert set(found.bayesnet.edges) >= edges("a>x c>x e>x")
+
+    def test_raw_argument_read_through_python(self):
+        def model(x):
+            mean = x.mean().item()
+            pyro.sample("x", dist.Normal(THREE, 1.0).to_event(1), obs=x)
+            normal("z", mean)
+
+        with pytest.warns(UserWarning, match="'z' depends on 'x'"):
+            assert set(extract_bayesnet(model, torch.ones(3)).edges) == edges("x>z")
+
+    def test_data_dependent_prior_makes_no_cycle(self):
+        def model(x):
+            z = normal("z", x.mean())
+            pyro.sample("x", dist.Normal(z.expand(3), 1.0).to_event(1), obs=x)
+
+        assert set(extract_bayesnet(model, torch.ones(3)).edges) == edges("z>x")
+
+    def test_appearing_site_is_an_error_that_names_it(self):
+        def model():
+            if pyro.sample("b", dist.Bernoulli(1e-6)):
+                normal("extra")
+
+        with pytest.raises(ValueError, match="same sites in every run of the model; got 'extra'"):
+            extract_bayesnet(model)
+
+    def test_number_of_sites_from_a_latent_is_an_error(self):
+        def model():
+            for i in pyro.plate("p", 1 + int(pyro.sample("n", dist.Poisson(3.0)))):
+                normal(f"z{i}")
+
+        with pytest.raises(ValueError, match="same sites in every run of the model; got 'z"):
+            extract_bayesnet(model)
+
+    def test_hidden_randomness_is_reported_and_couples_everything_before(self):
+        def model():
+            a, b = normal("a"), normal("b")
+            normal("x", a, obs=ZERO)
+            normal("y", b + torch.randn(()), obs=ZERO)
+
+        with pytest.warns(UserWarning, match="Hidden randomness: 'y' differ"):
+            found = extract(model)
+        assert found.hidden_randomness == {"y"}
+        assert set(found.bayesnet.edges) == edges("a>x a>y b>y")
+
+    def test_blocked_sites_are_hidden_randomness(self):
+        def model():
+            w = normal("w")
+            normal("x", w + normal("a"), obs=ZERO), normal("y", w, obs=ZERO)
+
+        with pytest.warns(UserWarning, match="'x', 'y' differ"):
+            net = extract_bayesnet(poutine.block(model, hide=["w"]))
+        assert "w" not in net.sites and set(net.edges) == edges("a>x a>y x>y")
+
+    def test_same_seed_same_result(self):
+        def run():
+            pyro.set_rng_seed(1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return extract(several_at_once)
+
+        first, second = run(), run()
+        assert first.bayesnet.edges == second.bayesnet.edges
+        assert first.trace.nodes["a"]["value"] == second.trace.nodes["a"]["value"]
+
+
+class TestPlates:
+    @pytest.mark.parametrize("size", [2, 7])
+    def test_coupling_of_a_plate_declared_independent_is_an_error(self, size):
+        def model():
+            with pyro.plate("p", size):
+                normal("w")
+                z = normal("z")
+                normal("x", z.cumsum(-1), obs=torch.zeros(size))
+
+        with pytest.raises(ValueError, match="'x', declared independent in plate 'p'; .* instances of 'z'"):
+            extract_bayesnet(model)
+
+    def test_coupling_along_one_of_two_plates(self):
+        def model():
+            with pyro.plate("rows", 3, dim=-2), pyro.plate("columns", 4, dim=-1):
+                z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+                normal("x", z.sum(-1).mean(-2, keepdim=True), obs=torch.zeros(3, 4))
+
+        with pytest.raises(ValueError, match="plate 'rows'"):
+            extract_bayesnet(model)
+
+    def test_coupling_by_a_discrete_latent(self):
+        def model():
+            with pyro.plate("p", 4):
+                z = pyro.sample("z", dist.Bernoulli(0.5))
+                normal("x", z.sum(), obs=torch.zeros(4))
+
+        with pytest.raises(ValueError, match="plate 'p'"):
+            extract_bayesnet(model)
+
+    def test_reading_a_plate_from_outside_is_no_coupling(self):
+        def model():
+            with pyro.plate("p", 4):
+                z = normal("z")
+            normal("s", z.sum())
+            with pyro.plate("q", 3):
+                normal("x", z[:3], obs=THREE)
+
+        assert set(extract_bayesnet(model).edges) == edges("z>s z>x")
+
+
+class TestLeavesNothingBehind:
+    def test_random_number_generators(self):
+        state = torch.get_rng_state(), np.random.get_state()[1].tolist()
+        extract_bayesnet(eight_schools)
+        assert torch.equal(torch.get_rng_state(), state[0])
+        assert np.random.get_state()[1].tolist() == state[1]
+
+    def test_parameter_store(self):
+        kept = pyro.param("kept", torch.ones(()), constraint=constraints.positive)
+        unconstrained = kept.unconstrained()
+
+        def model():
+            normal("x", pyro.param("kept") + pyro.param("new", torch.randn(())), obs=ZERO)
+
+        extract_bayesnet(model)
+        store = pyro.get_param_store()
+        assert list(store.keys()) == ["kept"]
+        assert store["kept"].unconstrained() is unconstrained and kept.unconstrained() is unconstrained
+
+    def test_modules_in_training_mode(self):
+        model = Regression()
+        norm, before = model.act[1], model.act[1].running_mean.clone()
+        net = extract_bayesnet(model)
+        assert set(net.edges) == edges("linear.weight>y linear.bias>y")
+        assert all(module.training for module in model.modules())
+        assert torch.equal(norm.running_mean, before) and norm.num_batches_tracked == 0
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, poutine.trace, config_enumerate])
+    def test_modules_that_a_function_closes_over(self, wrap):
+        norm = nn.BatchNorm1d(1)
+
+        def model():
+            pyro.module("norm", norm)
+            normal("x", norm(normal("z") + torch.randn(5, 1)).mean().detach(), obs=ZERO)
+
+        with pytest.warns(UserWarning, match="Hidden randomness"):
+            extract_bayesnet(wrap(model))
+        assert norm.num_batches_tracked == 0 and norm.training
+
+    def test_handlers_outside_see_nothing(self):
+        with poutine.trace() as tracer, pyro.plate("particles", 7, dim=-3):
+            found = extract(eight_schools)
+        assert [name for name in tracer.trace.nodes if name != "particles"] == []
+        assert found.trace.nodes["theta"]["value"].shape == (8,)
+        assert found.bayesnet.plates["mu"] == frozenset()
+
+    def test_validation_and_gradient_modes(self):
+        extract_bayesnet(plain)
+        assert torch.is_grad_enabled()
+        with pytest.raises(ValueError, match="constraint"):
+            dist.Normal(0.0, -1.0)
+
+    def test_state_is_restored_after_an_error(self):
+        state, store = torch.get_rng_state(), pyro.get_param_store()
+
+        def model():
+            pyro.param("p", ZERO)
+            raise RuntimeError("broken")
+
+        with pytest.raises(RuntimeError, match="broken"):
+            extract_bayesnet(model)
+        assert torch.equal(torch.get_rng_state(), state) and not list(store.keys())
+        assert torch.is_grad_enabled()
+
+    def test_parameters_of_the_model_still_train(self):
+        model = Regression()
+        extract_bayesnet(model)
+        guide = AutoNormal(model)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), Trace_ELBO())
+        before = model.act[0].weight.detach().clone()
+        svi.step(), svi.step()
+        assert not torch.equal(model.act[0].weight, before)
+
+    def test_trace_has_plain_values(self):
+        trace = extract(eight_schools).trace
+        assert all(
+            type(site["value"]) is torch.Tensor and not site["value"].requires_grad
+            for site in trace.nodes.values()
+            if site["type"] == "sample" and site["value"] is not None
+        )

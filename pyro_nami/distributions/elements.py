@@ -3,7 +3,7 @@
 An `Elements` object has batch ``(*batch, E)``; its elements are scalars (or vectors for simplex-like types). `Factor`
 and `AutoregressiveFactor` are both built on it, so a new family needs nothing else. Location-scale types live in
 unconstrained space and take an anchor ``(*batch, E, 2)`` of a prior location m and scale t there:
-location = m + t a, log scale = log t + s, with (a, s) from the network. Change this module to add a density.
+location = m + t a, scale = t softplus(s), with (a, s) from the network. Change this module to add a density.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, softplus
 from torch.special import ndtr
 
 from .bijections import interior
@@ -30,6 +30,8 @@ __all__ = [
     "log_positive",
     "positive",
     "raw_positive",
+    "raw_scale",
+    "relative_scale",
 ]
 
 _RANGE = 40.0
@@ -49,6 +51,20 @@ def positive(raw: Tensor) -> Tensor:
 def raw_positive(value: Tensor) -> Tensor:
     """Returns the raw parameter at which `positive` is `value`."""
     return log_positive(value.log())
+
+
+def relative_scale(raw: Tensor) -> Tensor:
+    """Returns the scale that a raw parameter of a location-scale type stands for: softplus, at least 4e-18.
+
+    It is exponential where the factor is narrow and linear where it is wide: an exponential throughout lets a wide
+    factor grow without bound through the values that it is given, and training then diverges now and then.
+    """
+    return softplus(raw.clamp(min=-_RANGE))
+
+
+def raw_scale(scale: Tensor) -> Tensor:
+    """Returns the raw parameter at which `relative_scale` is ``scale``."""
+    return torch.where(scale > _RANGE / 2, scale, scale.clamp(max=_RANGE / 2).expm1().log()).clamp(min=-_RANGE)
 
 
 class Elements(ABC):
@@ -291,12 +307,12 @@ def _spline(widths: Tensor, heights: Tensor, derivatives: Tensor) -> _Spline:
 
 def _anchored(location: Tensor, raw: Tensor, anchor: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns location, log scale and scale, relative to the anchor if there is one."""
-    log_scale = log_positive(raw)
+    scale = relative_scale(raw)
     if anchor is None:
-        return location, log_scale, log_scale.exp()
+        return location, scale.log(), scale
     prior_loc, prior_scale = anchor.unbind(-1)
-    loc = torch.addcmul(prior_loc, prior_scale, location)
-    return loc, prior_scale.log() + log_scale, prior_scale * log_scale.exp()
+    scale = prior_scale * scale
+    return torch.addcmul(prior_loc, prior_scale, location), scale.log(), scale
 
 
 def _recall(drawn: _Drawn | None, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...] | None:

@@ -15,7 +15,7 @@ from torch.distributions import Distribution
 from torch.distributions.constraints import Constraint
 
 from ..distributions.anchors import location_and_scale
-from ..distributions.elements import Elements, FlowElements, MixtureElements, NormalElements, log_positive
+from ..distributions.elements import Elements, FlowElements, MixtureElements, NormalElements, raw_scale, relative_scale
 from ..distributions.layout import Layout, UnconstrainedLayout
 from .base import Family
 
@@ -38,12 +38,12 @@ class NormalFamily(Family):
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         location = self.element_features(self.layout.elements(value)).squeeze(-1)
-        log_scale = torch.as_tensor(scale, dtype=location.dtype, device=location.device).log()
+        relative = torch.as_tensor(scale, dtype=location.dtype, device=location.device)
         if anchor is not None:
             prior_loc, prior_scale = anchor.detach().unbind(-1)
             location = (location - prior_loc) / prior_scale
-            log_scale = log_scale - prior_scale.log()
-        return torch.stack(torch.broadcast_tensors(location, log_positive(log_scale)), -1)
+            relative = relative / prior_scale
+        return torch.stack(torch.broadcast_tensors(location, raw_scale(relative)), -1)
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return NormalElements(params, anchor)
@@ -65,15 +65,16 @@ class MixtureFamily(NormalFamily):
         super().__init__(name, prior, value)
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        location, log_scale = super().initial(value, scale, anchor).split(1, -1)
+        location, raw = super().initial(value, scale, anchor).split(1, -1)
+        relative = relative_scale(raw)
         offset = torch.linspace(-1, 1, self.components, dtype=location.dtype, device=location.device)
         if self.components == 1:
-            offset, shrink = torch.zeros_like(offset), 0.0
+            offset, within = torch.zeros_like(offset), relative
         else:
             # Half of the variance lies between the components, half within.
-            offset, shrink = offset / offset.square().mean().mul(2).sqrt(), 0.5 * torch.tensor(0.5).log().item()
-        locations = location + log_scale.exp() * offset
-        return torch.cat([torch.zeros_like(locations), locations, (log_scale + shrink).expand_as(locations)], -1)
+            offset, within = offset / offset.square().mean().mul(2).sqrt(), relative * 0.5**0.5
+        locations = location + relative * offset
+        return torch.cat([torch.zeros_like(locations), locations, raw_scale(within).expand_as(locations)], -1)
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return MixtureElements(params, anchor)

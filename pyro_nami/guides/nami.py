@@ -25,7 +25,7 @@ from pyro_nami.conditioning import covariates_of
 from pyro_nami.extraction import untouched
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.assembly import Assembly, Options, assemble, covariate_values
-from pyro_nami.guides.network import InverseNetwork, as_pyro_module
+from pyro_nami.guides.network import NetworkState, as_pyro_module
 from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached, fixed_size
 from pyro_nami.simulation import run_hidden
 
@@ -132,7 +132,8 @@ class AutoNaMIGuide(AutoGuide):
         self._assembly: Assembly | None = None
         self._seen: dict[str, Tensor] = {}
         self._slots: dict[str, int | str] = {}
-        self._probed: tuple[tuple, dict[str, Tensor]] | None = None
+        self._probed: tuple[list, dict[str, Tensor]] | None = None
+        self._read: dict[Any, tuple[Tensor, int, Tensor]] = {}
         self._waiting_state: dict[str, Any] | None = None
 
     # ---- what was found
@@ -358,20 +359,30 @@ class AutoNaMIGuide(AutoGuide):
         like = self.network.no_columns()
         return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=like.dtype, device=like.device)
 
-    def _start(self, call: _Call) -> Any:
+    def _start(self, call: _Call) -> NetworkState:
         """Returns the networks' state with everything observed known."""
-        assembly, state = self._assembly, self.network.start()
-        for name in assembly.read:
-            features = assembly.features(name, call.values[name])
-            if features.shape[-1] != self.network.num_features(name):
-                raise ValueError(
-                    f"Expected site '{name}' of the event shape of the guide's first call; got a value of shape "
-                    f"{tuple(call.values[name].shape)}. A guide's networks are fixed at its first call: make a new guide."
-                )
-            state.add(name, features)
+        state = self.network.start()
+        for name in self._assembly.read:
+            state.put(name, self._features(name, call.values[name]))
         for name, values in call.covariates.items():
-            state.add(covariates_of(name), values)
+            state.put(covariates_of(name), self._features(covariates_of(name), values))
         return state
+
+    def _features(self, node: Any, value: Tensor) -> Tensor:
+        """Returns the standardized features of an observed node, anew only where the value changed."""
+        kept = self._read.get(node)
+        if kept is not None and kept[0] is value and kept[1] == value._version:
+            return kept[2]
+        features = value if node not in self._assembly.encodings else self._assembly.features(node, value)
+        if features.shape[-1] != self.network.num_features(node):
+            raise ValueError(
+                f"Expected site '{node}' of the event shape of the guide's first call; got a value of shape "
+                f"{tuple(value.shape)}. A guide's networks are fixed at its first call: make a new guide."
+            )
+        features = self.network.standardize(node, features)
+        if node not in self._options.embeddings:
+            self._read[node] = value, value._version, features
+        return features
 
     def _run_interleaved(self, current: Pass, call: _Call) -> None:
         with Interleaved(current, call.observed, call.indices) as run:
@@ -507,7 +518,7 @@ class AutoNaMIGuide(AutoGuide):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["master"] = None
-        state["_probed"] = None
+        state["_probed"], state["_read"] = None, {}
         state["plates"] = {}
         state["_model"] = (self._model[0] if _picklable(self._model[0]) else None,)
         return state
@@ -518,7 +529,7 @@ class AutoNaMIGuide(AutoGuide):
         memo[id(self)] = result
         for module in [self._model[0], self.create_plates]:
             memo[id(module)] = module
-        state = {**self.__dict__, "master": None, "_probed": None, "plates": {}}
+        state = {**self.__dict__, "master": None, "_probed": None, "_read": {}, "plates": {}}
         result.__setstate__(copy.deepcopy(state, memo))
         return result
 
@@ -542,7 +553,7 @@ class AutoNaMIGuide(AutoGuide):
         self._seen = {name: fn(value) for name, value in self._seen.items()}
         if self._assembly is not None:
             self._assembly.apply(fn)
-        self._probed = None
+        self._probed, self._read = None, {}
         return self
 
 

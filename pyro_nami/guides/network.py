@@ -137,8 +137,11 @@ class InverseNetwork(PyroModule):
         return NetworkState(self)
 
     def standardize(self, node: Hashable, features: Tensor) -> Tensor:
-        """Returns features ``(*batch, features)`` shifted and scaled as at the first call."""
+        """Returns features shifted and scaled as at the first call, with all plate dims: ``(*left, *plates, n)``."""
         shift, scale = self._affine[node]
+        missing = self.nesting + 1 - features.dim()
+        if missing > 0:
+            features = features[(None,) * missing]
         return torch.addcmul(self._buffers[shift], features, self._buffers[scale])
 
     def num_features(self, node: Hashable) -> int:
@@ -304,11 +307,12 @@ class NetworkState:
         self._rows: dict[Hashable, Tensor] = {}
 
     def add(self, node: Hashable, features: Tensor) -> None:
-        """Makes a node's features known: raw, ``(*left, *plates, features)``; plate dims of size 1 may be left out."""
-        network = self._network
-        features = network.standardize(node, features)
-        missing = network.nesting + 1 - features.dim()
-        self._features[node] = features[(None,) * missing] if missing > 0 else features
+        """Makes a node's raw features ``(*left, *plates, features)`` known; leading plate dims may be left out."""
+        self.put(node, self._network.standardize(node, features))
+
+    def put(self, node: Hashable, features: Tensor) -> None:
+        """Makes a node's features known that are standardized already."""
+        self._features[node] = features
 
     def params(self, name: Hashable) -> Tensor:
         """Returns the parameters of a factor, ``(*batch, elements, params)``.

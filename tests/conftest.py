@@ -1,0 +1,38 @@
+"""What every test starts from: an empty parameter store, one seed, float32, validation on."""
+
+from __future__ import annotations
+
+import pyro
+import pytest
+import torch
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped where there is none")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_session():
+    before = torch.get_default_dtype()
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    with pyro.validation_enabled(True):
+        yield
+    torch.set_default_dtype(before)
+    pyro.clear_param_store()
+
+
+@pytest.fixture
+def double():
+    """Double precision for models, data and guides made in the test."""
+    torch.set_default_dtype(torch.float64)

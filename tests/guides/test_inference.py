@@ -1,0 +1,380 @@
+"""Importance sampling, compilation, wake-sleep and prediction: what uses a guide beside the ELBOs."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import (
+    CASES,
+    CHAIN,
+    COLLIDER,
+    beta_bernoulli,
+    beta_bernoulli_evidence,
+    conjugate_normal,
+    conjugate_normal_evidence,
+    conjugate_normal_posterior,
+    eight_schools,
+    regression,
+    scatter,
+)
+from pyro import poutine
+from pyro.infer import (
+    CSIS,
+    SVI,
+    EmpiricalMarginal,
+    Importance,
+    MHResampler,
+    Predictive,
+    ReweightedWakeSleep,
+    Trace_ELBO,
+    WeighedPredictive,
+)
+from pyro.infer.importance import psis_diagnostic, vectorized_importance_weights
+from pyro.optim import Adam
+
+from pyro_nami import AutoNaMIGuide
+
+pytestmark = pytest.mark.filterwarnings("error")
+DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
+
+
+# ---- importance sampling
+
+
+def standard_error(log_weights):
+    """Returns the standard error of the log of a mean of weights."""
+    weights = (log_weights - log_weights.max()).exp()
+    return (weights.std() / weights.mean() / len(weights) ** 0.5).item()
+
+
+EVIDENCES = {
+    "conjugate normal": (conjugate_normal, lambda: (torch.tensor([1.0, 2.0, 0.5]),), conjugate_normal_evidence, 1),
+    "beta-Bernoulli": (beta_bernoulli, lambda: (torch.tensor([1.0, 1.0, 0.0, 1.0]),), beta_bernoulli_evidence, 1),
+    "chain": (CHAIN, lambda: (torch.tensor(1.0),), lambda y: CHAIN.log_evidence(y.item()), 0),
+    "collider": (COLLIDER, lambda: (torch.tensor(1.0),), lambda y: COLLIDER.log_evidence(y.item()), 0),
+}
+
+
+@pytest.mark.parametrize("name", EVIDENCES)
+@DIRECTIONS
+def test_importance_weights_average_to_the_evidence(name, inverse):
+    """Within 5 standard errors; an observed site in the guide's trace would count its likelihood away (contract 1.2)."""
+    model, data, evidence, nesting = EVIDENCES[name]
+    y = data()
+    guide = AutoNaMIGuide(model, inverse=inverse, init_scale=1.0)
+    guide(*y)
+    log_weights, *_ = vectorized_importance_weights(
+        model, guide, *y, num_samples=4000, max_plate_nesting=nesting, normalized=False
+    )
+    log_weights = log_weights.detach()
+    estimate = (log_weights.logsumexp(0) - math.log(4000)).item()
+    assert abs(estimate - evidence(*y)) < 5 * standard_error(log_weights)
+
+
+@pytest.mark.parametrize("name", EVIDENCES)
+def test_importance_runs_trace_by_trace(name):
+    model, data, evidence, _ = EVIDENCES[name]
+    y = data()
+    posterior = Importance(model, AutoNaMIGuide(model, init_scale=1.0), num_samples=300).run(*y)
+    log_weights = torch.stack([torch.as_tensor(w) for w in posterior.log_weights]).detach()
+    assert abs(posterior.get_log_normalizer().item() - evidence(*y)) < 5 * standard_error(log_weights)
+    assert 10 < posterior.get_ESS() <= 300
+
+
+def test_an_exact_guide_has_equal_weights():
+    """Set by hand: ESS = N, and every weight is the evidence."""
+    y = torch.tensor([1.0, 2.0, 0.5])
+    mean, sd = conjugate_normal_posterior(y)
+    guide = AutoNaMIGuide(
+        conjugate_normal, anchor=False, init_scale=sd, init_loc_fn=lambda site: torch.tensor(mean)
+    )
+    posterior = Importance(conjugate_normal, guide, num_samples=20).run(y)
+    assert abs(posterior.get_ESS() - 20) < 0.01
+    assert abs(posterior.get_log_normalizer() - conjugate_normal_evidence(y)) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:.*nonempty")
+@DIRECTIONS
+@pytest.mark.parametrize("name", ["eight_schools", "nested", "discrete_locals", "support_parents", "barren"])
+def test_vectorized_weights_run_with_the_first_call_inside_their_plate(name, inverse):
+    case = CASES[name]
+    guide, args = AutoNaMIGuide(case.model, inverse=inverse), case.arguments()
+    log_weights, model_trace, guide_trace = vectorized_importance_weights(
+        case.model, guide, *args, num_samples=30, max_plate_nesting=case.nesting, normalized=False
+    )
+    assert log_weights.shape == (30,) and len(log_weights.unique()) == 30
+    assert not log_weights.isnan().any()
+    assert set(case.shapes) <= set(model_trace.nodes) & set(guide_trace.nodes)
+
+
+@DIRECTIONS
+def test_psis_diagnostic(inverse):
+    y = torch.tensor([1.0, 2.0, 0.5])
+    guide = AutoNaMIGuide(conjugate_normal, inverse=inverse, init_scale=0.8)
+    wide = psis_diagnostic(conjugate_normal, guide, y, num_particles=2000, max_plate_nesting=1)
+    pyro.clear_param_store()
+    narrow = AutoNaMIGuide(conjugate_normal, inverse=inverse, init_scale=0.05)
+    bad = psis_diagnostic(conjugate_normal, narrow, y, num_particles=2000, max_plate_nesting=1)
+    assert wide < 0.7 < bad
+
+
+@DIRECTIONS
+def test_mh_resampler(inverse):
+    y = torch.tensor([1.0, 2.0, 0.5])
+    guide = AutoNaMIGuide(conjugate_normal, inverse=inverse, init_scale=0.7)
+    guide(y)
+
+    def draw(*args):
+        return WeighedPredictive(conjugate_normal, guide=guide, num_samples=500, parallel=True)(*args)
+
+    samples = MHResampler(draw)
+    for _ in range(5):
+        result = samples(y)
+    assert result.samples["mu"].shape == (500,)
+    assert abs(result.samples["mu"].mean() - conjugate_normal_posterior(y)[0]) < 0.2
+
+
+# ---- compilation
+
+
+def closure(y):
+    def model(observations=None):
+        return CHAIN(y if observations is None else observations["y"])
+
+    return model
+
+
+def with_observations(observations=None):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    given = observations or {"y1": 0.0, "y2": 0.0}  # Python numbers, as in Pyro's tutorial
+    for i in (1, 2):
+        pyro.sample(f"y{i}", dist.Normal(mu, 1.0), obs=torch.as_tensor(given[f"y{i}"]))
+
+
+def with_positional(y):
+    conjugate_normal(y)
+
+
+def with_optional(x, y=None):
+    regression(x, y if y is not None else torch.zeros(len(x)))
+
+
+def with_extras(y):
+    """Deterministic and factor sites reach `observations` as well; conditioning on them would leak latents."""
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    twice = pyro.deterministic("twice", 2 * a)
+    pyro.factor("tilt", -(a**2))
+    pyro.sample("y", dist.Normal(twice, 1.0), obs=y)
+
+
+COMPILED = {
+    "observations": (with_observations, (), {"observations": {"y1": torch.tensor(1.0), "y2": torch.tensor(0.0)}}),
+    "positional": (with_positional, (torch.ones(4),), {}),
+    "optional": (with_optional, (torch.randn(5, 2),), {}),
+    "condition": (poutine.condition(CHAIN, {"y": torch.tensor(1.0)}), (), {}),
+    "extras": (with_extras, (torch.tensor(1.0),), {}),
+    "eight schools": (eight_schools, CASES["eight_schools"].arguments(), {}),
+    "nested": (CASES["nested"].model, CASES["nested"].arguments(), {}),
+    "coupled": (CASES["coupled_instances"].model, CASES["coupled_instances"].arguments(), {}),
+    "discrete": (CASES["discrete_locals"].model, CASES["discrete_locals"].arguments(), {}),
+    "barren": (CASES["barren"].model, CASES["barren"].arguments(), {}),
+}
+
+
+def compile_steps(model, guide, steps, args, kwargs, **options):
+    csis = CSIS(model, guide, Adam({"lr": 0.01}), num_inference_samples=20, training_batch_size=4, **options)
+    kwargs = {key: value for key, value in kwargs.items() if key != "observations"}
+    return csis, [csis.step(*args, **kwargs) for _ in range(steps)]
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("name", COMPILED)
+def test_compilation_trains_and_infers(name, inverse):
+    model, args, kwargs = COMPILED[name]
+    guide = AutoNaMIGuide(model, inverse=inverse)
+    csis, losses = compile_steps(model, guide, 2, args, kwargs, validation_batch_size=3)
+    before = {key: value.detach().clone() for key, value in guide.named_parameters()}
+    _, more = compile_steps(model, guide, 2, args, kwargs)
+    assert torch.tensor(losses + more).isfinite().all()
+    assert any(not torch.equal(value, before[key]) for key, value in guide.named_parameters())
+    validation = csis.validation_loss()
+    assert math.isfinite(validation) and validation == csis.validation_loss()
+    posterior = csis.run(*args, **kwargs)
+    latent = guide.bayesnet.latent[0]
+    assert EmpiricalMarginal(posterior, latent).mean.isfinite().all()
+    assert torch.isfinite(torch.as_tensor(posterior.get_log_normalizer()))
+
+
+@DIRECTIONS
+def test_compilation_reads_the_simulated_observations(inverse):
+    """The loss is -log q of the simulated latents given the simulated data, not given the data of the call."""
+    model, args, kwargs = COMPILED["positional"]
+    guide = AutoNaMIGuide(model, inverse=inverse)
+    csis, _ = compile_steps(model, guide, 1, args, kwargs, validation_batch_size=5)
+    scatter(guide)
+    expected = [
+        -guide.log_prob({"mu": trace.nodes["mu"]["value"]}, observations={"y": trace.nodes["y"]["value"]}, *args)
+        for trace in csis.validation_batch
+    ]
+    assert abs(csis.validation_loss() - torch.stack(expected).mean().item()) < 1e-3
+
+
+def test_compilation_does_not_read_deterministic_and_factor_sites():
+    model, args, _ = COMPILED["extras"]
+    guide = AutoNaMIGuide(model)
+    compile_steps(model, guide, 1, args, {})
+    scatter(guide)
+    values = {"a": torch.tensor(0.3)}
+    plain = guide.log_prob(values, *args)
+    told = guide.log_prob(values, *args, observations={"y": args[0], "twice": torch.tensor(7.0), "tilt": torch.empty(0)})
+    assert torch.equal(plain, told)
+
+
+def test_observations_do_not_reach_a_model_that_does_not_take_them():
+    guide, y = AutoNaMIGuide(CHAIN), torch.tensor(1.0)
+    guide(y, observations={"y": torch.tensor(5.0)})
+    seen = []
+
+    def model(y, observations=None):
+        seen.append(observations)
+        CHAIN(y)
+
+    guide = AutoNaMIGuide(model)
+    guide(y, observations={"y": torch.tensor(5.0)})
+    assert seen[-1] == {"y": torch.tensor(5.0)}
+
+
+@pytest.mark.slow
+@DIRECTIONS
+def test_compilation_learns_the_posterior_for_all_data(inverse):
+    """After 400 steps the guide's mean is right at data never trained on, to 0.4 of a posterior sd of 0.58 (noise)."""
+    model, _, kwargs = COMPILED["observations"]
+    guide = AutoNaMIGuide(model, inverse=inverse, hidden_features=())
+    csis = CSIS(model, guide, Adam({"lr": 0.02}), training_batch_size=10)
+    for _ in range(400):
+        csis.step()
+    for y1, y2 in ((2.0, 1.0), (-1.5, 0.5)):
+        given = {"y1": torch.tensor(y1), "y2": torch.tensor(y2)}
+        with torch.no_grad(), pyro.plate("outer", 2000, dim=-1):
+            draws = guide(observations=given)["mu"]
+        assert abs(draws.mean() - (y1 + y2) / 2.25) < 0.4
+        assert abs(draws.std() - 2.25**-0.5) < 0.25
+
+
+# ---- wake-sleep
+
+
+@pytest.mark.filterwarnings("ignore:.*model_has_params")
+@pytest.mark.parametrize("insomnia", [1.0, 0.0, 0.5])
+@pytest.mark.parametrize("vectorized", [False, True])
+@pytest.mark.parametrize("name", ["observations", "condition", "positional", "eight schools", "discrete", "coupled"])
+@DIRECTIONS
+def test_reweighted_wake_sleep(name, inverse, vectorized, insomnia):
+    model, args, kwargs = COMPILED[name]
+    nesting = {"observations": 0, "condition": 0}.get(name, 1)
+    guide = AutoNaMIGuide(model, inverse=inverse)
+    objective = ReweightedWakeSleep(
+        num_particles=4,
+        vectorize_particles=vectorized,
+        insomnia=insomnia,
+        num_sleep_particles=3,
+        max_plate_nesting=nesting,
+        model_has_params=False,
+    )
+    svi = SVI(model, guide, Adam({"lr": 0.01}), objective)
+    losses = [svi.step(*args, **kwargs)]
+    before = {key: value.detach().clone() for key, value in guide.named_parameters()}
+    losses += [svi.step(*args, **kwargs) for _ in range(2)]
+    assert torch.tensor(losses).isfinite().all()
+    assert any(not torch.equal(value, before[key]) for key, value in guide.named_parameters())
+
+
+# ---- prediction
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@DIRECTIONS
+@pytest.mark.parametrize("name", CASES)
+def test_predictive_draws_every_latent(name, inverse, parallel):
+    case = CASES[name]
+    guide, args = AutoNaMIGuide(case.model, inverse=inverse), case.arguments()
+    guide(*args)
+    draws = Predictive(case.model, guide=guide, num_samples=6, parallel=parallel, return_sites=list(case.shapes))(*args)
+    for key, shape in case.shapes.items():
+        assert draws[key].numel() == 6 * math.prod(shape)
+        assert draws[key].shape[0] == 6
+        assert len(draws[key].reshape(6, -1).unique(dim=0)) > 1
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@DIRECTIONS
+def test_predictive_without_data_uses_the_data_last_seen_in_training(inverse, parallel):
+    x, y = torch.randn(6, 2), torch.randn(6)
+    guide = AutoNaMIGuide(regression, inverse=inverse)
+    SVI(regression, guide, Adam({"lr": 0.01}), Trace_ELBO()).step(x, y)
+    scatter(guide)
+    predictive = Predictive(regression, guide=guide, num_samples=5, parallel=parallel)
+    draws = predictive(x)
+    assert draws["y"].reshape(5, -1).shape == (5, 6) and draws["w"].reshape(5, -1).shape == (5, 2)
+    assert len(draws["y"].reshape(5, -1).unique(dim=0)) == 5
+    pyro.set_rng_seed(4)
+    without = guide(x)
+    pyro.set_rng_seed(4)
+    given = guide(x, y)
+    assert all(torch.allclose(without[key], given[key]) for key in given)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_predictive_at_new_inputs(parallel):
+    """Another design matrix of another size: global latents still read the training data."""
+    x, y = torch.randn(6, 2), torch.randn(6)
+    guide = AutoNaMIGuide(regression)
+    SVI(regression, guide, Adam({"lr": 0.01}), Trace_ELBO()).step(x, y)
+    scatter(guide)
+    new = torch.randn(9, 2)
+    draws = Predictive(regression, guide=guide, num_samples=5, parallel=parallel)(new)
+    assert draws["y"].reshape(5, -1).shape == (5, 9)
+    pyro.set_rng_seed(4)
+    there = guide(new)
+    pyro.set_rng_seed(4)
+    here = guide(x, y)
+    assert all(torch.allclose(there[key], here[key]) for key in here)
+
+
+def test_predictive_without_arguments():
+    """As tests/infer/test_predictive.py::test_deterministic calls it: the data are in the model."""
+
+    def model(y=None):
+        with pyro.plate("data", 3):
+            mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+            twice = pyro.deterministic("twice", 2 * mu)
+            pyro.sample("y", dist.Normal(twice, 1.0), obs=y)
+
+    guide = AutoNaMIGuide(model)
+    SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO()).step(torch.tensor([4.0, 4.0, 4.0]))
+    draws = Predictive(model, guide=guide, num_samples=7)()
+    assert draws["y"].shape == (7, 3) and torch.equal(draws["twice"], 2 * draws["mu"])
+
+
+def test_weighed_predictive():
+    y = torch.tensor([1.0, 2.0, 0.5])
+    guide = AutoNaMIGuide(conjugate_normal, init_scale=1.0)
+    guide(y)
+    for parallel in (False, True):
+        result = WeighedPredictive(conjugate_normal, guide=guide, num_samples=200, parallel=parallel)(y)
+        estimate = (result.log_weights.logsumexp(0) - math.log(200)).item()
+        assert abs(estimate - conjugate_normal_evidence(y)) < 5 * standard_error(result.log_weights) + 1e-3
+        assert result.get_ESS() > 20
+
+
+def test_a_predictive_is_scripted_by_sites_only():
+    """Every site of the guide's trace becomes a posterior draw, so it must hold no observed or deterministic site."""
+    case = CASES["deterministic_and_delta"]
+    guide, args = AutoNaMIGuide(case.model), case.arguments()
+    guide(*args)
+    draws = Predictive(case.model, guide=guide, num_samples=4)(*args)
+    assert torch.equal(draws["twice"], 2 * draws["a"]) and torch.equal(draws["same"], draws["twice"])
