@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
 from pyro_nami.graph.bayesnet import BayesNet, Site
@@ -335,14 +336,21 @@ class _Network:
                 "`torch.where` for `if`, tensors as indices, no `.item()`, `float()` or numpy in between.",
                 stacklevel=4,
             )
-        if self.hidden:
+        if self.hidden and not _is_blocked(self.probe.model):
             names = ", ".join(f"'{name}'" for name in self.probe.order if name in self.hidden)
             warnings.warn(
                 f"Hidden randomness: {names} differ between runs of the model at equal values of all sites, "
                 "and are taken to depend on all latents before them. Draw all random numbers by "
-                "`pyro.sample`, and hide no latent with `poutine.block`.",
+                "`pyro.sample`; to hide a latent on purpose (for enumeration, say), wrap the model in `poutine.block`.",
                 stacklevel=4,
             )
+
+
+def _is_blocked(model: Any) -> bool:
+    """Whether a model hides sites on purpose: it is wrapped in ``poutine.block``, whatever else is around that."""
+    if isinstance(model, partial):
+        return any(isinstance(part, BlockMessenger) or _is_blocked(part) for part in model.args)
+    return False
 
 
 def _differs(run: Run, origin: Run, name: str) -> bool:

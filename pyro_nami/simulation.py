@@ -7,6 +7,7 @@ all sites, which networks are standardized by and covariates are found at.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pyro
@@ -16,7 +17,11 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-__all__ = ["Hidden", "prior_draws", "run_hidden"]
+__all__ = ["AllSeen", "Hidden", "prior_draws"]
+
+
+class AllSeen(BaseException):
+    """Ends a run early, when all sites that it is made for have been seen."""
 
 
 class Hidden(Messenger):
@@ -27,6 +32,7 @@ class Hidden(Messenger):
         indices: plate -> the instances that it holds in this run.
         shown: plates whose choice of instances is to be seen outside (and made there, by a replay, say).
         broadcast: whether values are expanded to the shape of their site.
+        until: the sites that the run is made for; it ends by `AllSeen` behind the last of them. None: never.
     """
 
     def __init__(
@@ -35,9 +41,12 @@ class Hidden(Messenger):
         indices: Mapping[str, Tensor] | None = None,
         shown: Collection[str] = (),
         broadcast: bool = False,
+        until: Collection[str] | None = None,
     ) -> None:
         super().__init__()
         self.values, self.indices, self.shown, self.broadcast = values, indices or {}, shown, broadcast
+        self.missing = None if until is None else set(until)
+        self.sites: dict[str, dict[str, Any]] = {}
 
     def _process_message(self, msg: Any) -> None:
         msg["stop"] = True
@@ -54,15 +63,20 @@ class Hidden(Messenger):
             msg["value"] = value.expand(msg["fn"].shape()) if self.broadcast else value
 
     def _postprocess_message(self, msg: Any) -> None:
-        pass
+        # Sequential enumeration puts the run off at a site, and there is no value yet.
+        if msg["type"] != "sample" or msg["value"] is None:
+            return
+        self.sites[msg["name"]] = msg.copy()
+        if self.missing:
+            self.missing.discard(msg["name"])
+            if not self.missing:
+                raise AllSeen
 
-
-def run_hidden(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any], values: Mapping[str, Tensor], **options: Any
-) -> poutine.Trace:
-    """Returns the trace of a hidden run of the model; see `Hidden`."""
-    with Hidden(values, **options):
-        return poutine.trace(model).get_trace(*args, **kwargs)
+    def run(self, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Runs the model, to its end or until all is seen; returns its sample sites, as a trace holds them."""
+        with self, suppress(AllSeen):
+            model(*args, **kwargs)
+        return self.sites
 
 
 def prior_draws(model: Callable, args: tuple, kwargs: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:
@@ -71,8 +85,8 @@ def prior_draws(model: Callable, args: tuple, kwargs: Mapping[str, Any], count: 
     with torch.no_grad(), pyro.validation_enabled(False):
         for _ in range(count):
             try:
-                trace = run_hidden(poutine.uncondition(model), args, kwargs, {})
+                sites = Hidden({}).run(poutine.uncondition(model), args, kwargs)
             except (NotImplementedError, RuntimeError, ValueError):
                 break  # an improper prior, or a likelihood that cannot be simulated
-            draws.append({name: site["value"] for name, site in trace.nodes.items() if site["type"] == "sample"})
+            draws.append({name: site["value"] for name, site in sites.items()})
     return draws

@@ -7,11 +7,6 @@ import pytest
 import torch
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
-    config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped where there is none")
-
-
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

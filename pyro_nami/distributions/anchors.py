@@ -1,8 +1,8 @@
 """Location and scale of a model's own conditional in unconstrained space: the registry behind prior anchors.
 
-Each entry gives mean and standard deviation of ``bijection_to(support).inv(x)`` for one type (location and scale where
-these do not exist). Wrappers are seen through. A type without an entry has no anchor, which stands for (0, 1). Gradients
-flow to the distribution's parameters. Change this module to add a type.
+Each entry gives mean and standard deviation of ``bijection_to(support).inv(x)`` for one type (location and scale
+where these do not exist). Wrappers are seen through. A type without an entry has no anchor, which stands for (0, 1).
+Gradients flow to the distribution's parameters. Change this module to add a type.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _stacked_moments(prior: Distribution) -> Tensor:
     return torch.stack((loc, scale.clamp(min=torch.finfo(scale.dtype).tiny ** 0.5)), -1)
 
 
-def _moments_of(prior: Distribution) -> Callable[[Distribution], Moments] | None:
+def _moments_of(prior: Distribution) -> Callable[..., Moments] | None:
     for kind in type(prior).__mro__:
         if kind in _MOMENTS:
             return _MOMENTS[kind]
@@ -116,9 +116,9 @@ def _base_transform(transform: Transform) -> Transform:
 def _transformed(prior: torch.distributions.TransformedDistribution) -> Moments:
     loc, scale = through_wrappers(prior.base_dist, _stacked_moments).unbind(-1)
     for transform in _affine_part(prior) or []:
-        loc = transform.loc + transform.scale * loc
-        scale = scale * abs(transform.scale)
-    return torch.broadcast_tensors(loc, scale)  # type: ignore[return-value]
+        slope = torch.as_tensor(transform.scale, dtype=loc.dtype, device=loc.device)
+        loc, scale = transform.loc + slope * loc, slope.abs() * scale
+    return loc.expand(torch.broadcast_shapes(loc.shape, scale.shape)), scale.expand(loc.shape)
 
 
 def log(value: Tensor) -> Tensor:
@@ -157,8 +157,13 @@ def _gumbel(prior) -> Moments:
 
 
 def _von_mises(prior) -> Moments:
-    # 1 / sqrt(concentration) where it is large, the uniform angle's pi / sqrt(3) where it is zero.
-    return prior.loc, (prior.concentration + 3.0 / _PI**2).rsqrt()
+    # The circular standard deviation, between that of the tangent Normal and that of a uniform angle.
+    concentration = prior.concentration
+    ratio = torch.special.i1e(concentration) / torch.special.i0e(concentration)
+    tiny = torch.finfo(ratio.dtype).tiny
+    circular = (-2 * log(ratio)).clamp(min=tiny).sqrt()
+    scale = torch.maximum(circular, concentration.clamp(min=tiny).rsqrt())
+    return prior.loc, scale.clamp(max=_PI / math.sqrt(3.0))
 
 
 def _multivariate_normal(prior) -> Moments:
@@ -225,7 +230,8 @@ def _dirichlet(prior) -> Moments:
 
 
 def _lkj_cholesky(prior) -> Moments:
-    # Partial correlations in column j are 2 Beta(b, b) - 1 with b = concentration + (dim - 2 - j) / 2.
+    # Partial correlations in column j are 2 Beta(b, b) - 1 with b = concentration + (dim - 2 - j) / 2, by the density;
+    # torch's sampler departs from it above dim 2.
     column = torch.tril_indices(prior.dim, prior.dim, -1, device=prior.concentration.device)[1]
     b = prior.concentration.unsqueeze(-1) + 0.5 * (prior.dim - 2 - column)
     return torch.zeros_like(b), 0.5 * _log_ratio(b, b)[1]

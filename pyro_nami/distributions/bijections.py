@@ -1,8 +1,8 @@
 """Bijections from unconstrained space to a support, for every support that a factor can be pushed onto.
 
-`bijection_to` asks Pyro's ``biject_to`` first in spirit: it returns the very transform that Pyro's own guides use
-wherever there is one, and adds the triangular and positive definite matrices that torch maps by no bijection.
-Nothing is registered globally. Change this module when a support is missing or declares a wrong event dim.
+`bijection_to` returns the transform that Pyro's own guides use (``biject_to``) wherever there is one, and adds the
+triangular and positive definite matrices that torch maps by no bijection. Nothing is registered globally. Change this
+module when a support is missing or declares a wrong event dim.
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ import torch
 from pyro.distributions import constraints
 from pyro.distributions.transforms import CholeskyTransform
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import Distribution, biject_to
 from torch.distributions.constraints import Constraint
-from torch.distributions.transforms import CatTransform, ComposeTransform, IndependentTransform, StackTransform, Transform
+from torch.distributions.transforms import (
+    CatTransform,
+    ComposeTransform,
+    IndependentTransform,
+    StackTransform,
+    Transform,
+)
 
 __all__ = [
     "TriangularTransform",
@@ -24,6 +30,7 @@ __all__ = [
     "has_tensor_bounds",
     "interior",
     "peel_support",
+    "support_of",
     "support_on",
 ]
 
@@ -56,6 +63,18 @@ def peel_support(support: Constraint) -> tuple[Constraint, int]:
     if type(support) is type(constraints.positive_ordered_vector):
         ndims = max(ndims - 1, 0)
     return support, ndims
+
+
+def support_of(distribution: Distribution) -> Constraint:
+    """Returns the support of a distribution.
+
+    Raises:
+        NotImplementedError: it declares none.
+    """
+    support = distribution.support
+    if support is None:
+        raise NotImplementedError(f"Expected a distribution with a support; got {type(distribution).__name__}")
+    return support
 
 
 def support_on(support: Constraint, event_dim: int) -> Constraint:

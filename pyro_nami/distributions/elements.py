@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 from torch.special import ndtr
 
-from .bijections import interior
+from .bijections import interior, support_of
 
 __all__ = [
     "Elements",
@@ -39,7 +39,7 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
 def log_positive(raw: Tensor) -> Tensor:
-    """Returns the logarithm of `positive`: `raw` clamped to [-40, 40], so that every scale and its square are finite."""
+    """Returns the logarithm of `positive`: `raw` clamped to [-40, 40], where squares are finite."""
     return raw.clamp(-_RANGE, _RANGE)
 
 
@@ -102,7 +102,8 @@ class NormalElements(Elements):
     """
 
     def __init__(self, params: Tensor, anchor: Tensor | None = None) -> None:
-        self.loc, self.log_scale, self.scale = _anchored(*params.unbind(-1), anchor)
+        location, raw = params.unbind(-1)
+        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor)
         self.shape = self.loc.shape
         self._drawn: _Drawn | None = None
 
@@ -271,7 +272,7 @@ class OwnElements(Elements):
     def draw(self, shape: torch.Size) -> Tensor:
         expanded = self.distribution if shape == self.shape else self.distribution.expand(shape)
         x = expanded.rsample() if self.has_rsample else expanded.sample()
-        return interior(self.distribution.support, x)
+        return interior(support_of(self.distribution), x)
 
     def log_prob(self, x: Tensor) -> Tensor:
         return self.distribution.log_prob(x)

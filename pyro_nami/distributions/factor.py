@@ -8,7 +8,7 @@ by identity, so that scoring one's own draw costs no inverse transform and no ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,13 +52,13 @@ class _SiteDistribution(TorchDistribution):
     def support(self) -> constraints.Constraint:
         return self._layout.support
 
-    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         """Returns a reparameterized draw ``(*sample_shape, *batch, *event)``."""
         if not self.has_rsample:
             raise NotImplementedError(f"{type(self).__name__} of a discrete or non-reparameterized type has no rsample")
         return self._draw(torch.Size(sample_shape) + self._batch_shape)
 
-    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         """Returns a draw ``(*sample_shape, *batch, *event)`` that carries no gradient."""
         if self.has_rsample:
             with torch.no_grad():
@@ -123,9 +123,8 @@ class Factor(_SiteDistribution):
     def has_enumerate_support(self) -> bool:  # type: ignore[override]
         return self._layout.num_elements == 1 and self._elements.has_enumerate_support
 
-    def expand(self, batch_shape: torch.Size, _instance: Any = None) -> Factor:
-        batch_shape = torch.broadcast_shapes(batch_shape, self._batch_shape)
-        return Factor(self._elements, self._layout, batch_shape)
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Factor:
+        return Factor(self._elements, self._layout, torch.broadcast_shapes(tuple(batch_shape), self._batch_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities in nats ``(*batch,)``."""
@@ -183,14 +182,14 @@ class AutoregressiveFactor(_SiteDistribution):
     def has_rsample(self) -> bool:  # type: ignore[override]
         return self._has_rsample
 
-    def expand(self, batch_shape: torch.Size, _instance: Any = None) -> AutoregressiveFactor:
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> AutoregressiveFactor:
         return AutoregressiveFactor(
             self._conditionals,
             self._build,
             self._features,
             self._layout,
             anchor=self._anchor,
-            batch_shape=torch.broadcast_shapes(batch_shape, self._batch_shape),
+            batch_shape=torch.broadcast_shapes(tuple(batch_shape), self._batch_shape),
             has_rsample=self._has_rsample,
         )
 

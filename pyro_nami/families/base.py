@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions.constraints import Constraint
 
-from ..distributions.bijections import detached_support, has_tensor_bounds
+from ..distributions.bijections import detached_support, has_tensor_bounds, support_of
 from ..distributions.elements import Elements
 from ..distributions.factor import AutoregressiveFactor, Conditionals, Factor
 from ..distributions.joint import JointFactor
@@ -52,7 +52,7 @@ class Family(ABC):
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
         self.name = name
         self.event_shape = torch.Size(prior.event_shape)
-        self._set_support(prior.support, torch.Size(prior.batch_shape), value)
+        self._set_support(support_of(prior), torch.Size(prior.batch_shape), value)
 
     @property
     def num_elements(self) -> int:
@@ -112,7 +112,7 @@ class Family(ABC):
         Returns:
             batch shape ``batch`` (broadcast with the anchor's) and the site's event shape.
         """
-        return Factor(self.elements(params, anchor), self.layout)
+        return Factor(self.elements(params, self._complete(anchor)), self.layout)
 
     def autoregressive_distribution(
         self, conditionals: Conditionals, anchor: Tensor | None = None, batch_shape: torch.Size = torch.Size()
@@ -124,6 +124,7 @@ class Family(ABC):
             anchor: ``(*batch, E, a)`` or None.
             batch_shape: of the distribution; broadcast with the anchor's.
         """
+        anchor = self._complete(anchor)
         if anchor is not None:
             batch_shape = torch.broadcast_shapes(batch_shape, anchor.shape[:-2])
         if self.layout.batch_shape:
@@ -160,12 +161,16 @@ class Family(ABC):
             self.elements,
             self.element_features,
             self.layout,
-            anchor=anchor,
+            anchor=self._complete(anchor),
             batch_shape=batch_shape,
             has_rsample=self.has_rsample,
             dims=dims,
             sizes=sizes,
         )
+
+    def _complete(self, anchor: Tensor | None) -> Tensor | None:
+        """Returns the anchor, or the one to use where none is given."""
+        return anchor
 
     def _make_layout(self, support: Constraint, batch_shape: torch.Size, value: Tensor) -> Layout:
         """Returns the layout of values on this support, whose bounds vary over `batch_shape`."""
@@ -180,7 +185,7 @@ class Family(ABC):
     def _moved_to(self, prior: Distribution) -> Family:
         moved = copy.copy(self)
         if self._example is not None:
-            moved.layout = self._make_layout(prior.support, torch.Size(prior.batch_shape), self._example)
+            moved.layout = self._make_layout(support_of(prior), torch.Size(prior.batch_shape), self._example)
         return moved
 
 

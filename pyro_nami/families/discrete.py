@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 from torch.distributions.constraints import Constraint
 from torch.nn.functional import one_hot
 
-from ..distributions.anchors import innermost, log, through_wrappers
+from ..distributions.anchors import log, through_wrappers
 from ..distributions.bijections import bijection_to, interior
 from ..distributions.elements import Elements, ExpRelaxedElements, LogisticElements, OwnElements, positive
 from ..distributions.layout import Layout, LogLayout, OwnLayout, UnconstrainedLayout
@@ -35,18 +35,26 @@ class AdditiveFamily(Family):
         super().__init__(name, prior, value)
         with torch.no_grad():
             raw = self._prior_params(prior)
+            self.dtype = raw.dtype
+            carried = self._carry(prior)
         self.num_params = raw.shape[-1]
         self._start = raw.reshape((-1,) + raw.shape[-2:]).mean(0)
+        self._carried = None if carried is None else _without_equal_rows(carried)
 
     def anchor(self, prior: Distribution) -> Tensor | None:
-        return self._prior_params(prior)
+        raw, carried = self._prior_params(prior), self._carry(prior)
+        return raw if carried is None else torch.cat([raw, carried], -1)
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         start = self._start.to(device=value.device)
         return start if anchor is None else torch.zeros_like(start)
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        return self._build(params if anchor is None else anchor + params)
+        anchor = self._complete(anchor)
+        if anchor is None:
+            return self._build(params)
+        anchor = anchor.to(params)
+        return self._build(anchor[..., : self.num_params] + params, *anchor[..., self.num_params :].unbind(-1))
 
     def _prior_params(self, prior: Distribution) -> Tensor:
         """Returns the prior's raw parameters ``(*batch, E, k)``."""
@@ -57,9 +65,24 @@ class AdditiveFamily(Family):
         """Returns the raw parameters ``(*batch, k)`` of an unwrapped prior of this type."""
         raise NotImplementedError
 
-    def _build(self, params: Tensor) -> Elements:
-        """Returns the elements at raw parameters ``(*batch, E, k)``."""
+    def _carry(self, prior: Distribution) -> Tensor | None:
+        """Returns what the factor takes over from the prior as it is, ``(*batch, E, columns)``, or None."""
+        return None
+
+    def _build(self, params: Tensor, *carried: Tensor) -> Elements:
+        """Returns the elements at raw parameters ``(*batch, E, k)`` and what is carried over, ``(*batch, E)`` each."""
         raise NotImplementedError
+
+    def _complete(self, anchor: Tensor | None) -> Tensor | None:
+        if anchor is not None or self._carried is None:
+            return anchor
+        zeros = self._carried.new_zeros(self._carried.shape[:-1] + (self.num_params,))
+        return torch.cat([zeros, self._carried], -1)
+
+    def _moved_to(self, prior: Distribution) -> Family:
+        moved = super()._moved_to(prior)
+        moved._carried = self._carry(prior)  # type: ignore[attr-defined]
+        return moved
 
     def _make_layout(self, support: Constraint, batch_shape: torch.Size, value: Tensor) -> Layout:
         return OwnLayout(support, self.event_shape, batch_shape=batch_shape)
@@ -69,12 +92,12 @@ class BernoulliFamily(AdditiveFamily):
     """Bernoulli by its logit; the feature is the value."""
 
     def element_features(self, elements: Tensor) -> Tensor:
-        return finite(elements.to(self._start.dtype)).unsqueeze(-1)
+        return finite(elements.to(self.dtype)).unsqueeze(-1)
 
     def _raw(self, prior) -> Tensor:
         return prior.logits.unsqueeze(-1)
 
-    def _build(self, params: Tensor) -> Elements:
+    def _build(self, params: Tensor, *carried: Tensor) -> Elements:
         return OwnElements(dist.Bernoulli(logits=params.squeeze(-1), validate_args=False))
 
 
@@ -86,12 +109,12 @@ class CategoricalFamily(AdditiveFamily):
         self.num_features = self.num_params
 
     def element_features(self, elements: Tensor) -> Tensor:
-        return one_hot(elements.long(), self.num_features).to(self._start.dtype)
+        return one_hot(elements.long(), self.num_features).to(self.dtype)
 
     def _raw(self, prior) -> Tensor:
         return prior.logits
 
-    def _build(self, params: Tensor) -> Elements:
+    def _build(self, params: Tensor, *carried: Tensor) -> Elements:
         return OwnElements(dist.Categorical(logits=params, validate_args=False))
 
 
@@ -99,9 +122,9 @@ class OneHotFamily(CategoricalFamily):
     """One-hot categorical by its logits: a vector is one element; the features are the value."""
 
     def element_features(self, elements: Tensor) -> Tensor:
-        return finite(elements.to(self._start.dtype))
+        return finite(elements.to(self.dtype))
 
-    def _build(self, params: Tensor) -> Elements:
+    def _build(self, params: Tensor, *carried: Tensor) -> Elements:
         return OwnElements(dist.OneHotCategorical(logits=params, validate_args=False))
 
     def _make_layout(self, support: Constraint, batch_shape: torch.Size, value: Tensor) -> Layout:
@@ -113,7 +136,7 @@ class OneHotStraightThroughFamily(OneHotFamily):
 
     has_rsample = True
 
-    def _build(self, params: Tensor) -> Elements:
+    def _build(self, params: Tensor, *carried: Tensor) -> Elements:
         return OwnElements(dist.OneHotCategoricalStraightThrough(logits=params, validate_args=False))
 
 
@@ -121,7 +144,7 @@ class CountFamily(AdditiveFamily):
     """A type on the counts 0, 1, ...; the feature is log1p of the value."""
 
     def element_features(self, elements: Tensor) -> Tensor:
-        return finite(elements.to(self._start.dtype).clamp(min=0).log1p()).unsqueeze(-1)
+        return finite(elements.to(self.dtype).clamp(min=0).log1p()).unsqueeze(-1)
 
 
 class PoissonFamily(CountFamily):
@@ -130,7 +153,7 @@ class PoissonFamily(CountFamily):
     def _raw(self, prior) -> Tensor:
         return log(prior.rate).unsqueeze(-1)
 
-    def _build(self, params: Tensor) -> Elements:
+    def _build(self, params: Tensor, *carried: Tensor) -> Elements:
         return OwnElements(dist.Poisson(positive(params.squeeze(-1)), validate_args=False))
 
 
@@ -140,7 +163,7 @@ class GeometricFamily(CountFamily):
     def _raw(self, prior) -> Tensor:
         return prior.logits.unsqueeze(-1)
 
-    def _build(self, params: Tensor) -> Elements:
+    def _build(self, params: Tensor, *carried: Tensor) -> Elements:
         return OwnElements(dist.Geometric(logits=params.squeeze(-1), validate_args=False))
 
 
@@ -152,44 +175,26 @@ class NegativeBinomialFamily(CountFamily):
             return torch.stack([log(prior.concentration), -log(prior.rate)], -1)
         return torch.stack(torch.broadcast_tensors(log(prior.total_count), prior.logits), -1)
 
-    def _build(self, params: Tensor) -> Elements:
+    def _build(self, params: Tensor, *carried: Tensor) -> Elements:
         log_count, logits = params.unbind(-1)
         return OwnElements(dist.NegativeBinomial(positive(log_count), logits=logits, validate_args=False))
 
 
 class BinomialFamily(CountFamily):
-    """Binomial by its logit. The total count is the prior's: the anchor's last column, else that of `at`."""
+    """Binomial by its logit. The total count is the prior's , the last anchor column; the support that of `at`."""
 
     varies = True
 
-    def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
-        super().__init__(name, prior, value)
-        self._total_count = self._count(prior).detach()
-
-    def anchor(self, prior: Distribution) -> Tensor | None:
-        return torch.cat([self._prior_params(prior), self._count(prior).unsqueeze(-1)], -1)
-
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        if anchor is None:
-            return self._build_counts(params, self._total_count.to(params))
-        return self._build_counts(params + anchor[..., :-1], anchor[..., -1])
-
-    def _count(self, prior: Distribution) -> Tensor:
-        """Returns the total count ``(*batch, E)`` of the prior."""
-        count = through_wrappers(prior, lambda leaf: leaf.total_count.to(self._start.dtype))  # type: ignore[attr-defined]
-        return count.reshape(torch.Size(prior.batch_shape) + (self.num_elements,))
+    def _carry(self, prior: Distribution) -> Tensor | None:
+        count = through_wrappers(prior, lambda leaf: leaf.total_count)  # type: ignore[attr-defined]
+        return count.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 1)).to(self.dtype)
 
     def _raw(self, prior) -> Tensor:
         return prior.logits.unsqueeze(-1)
 
-    def _build_counts(self, params: Tensor, count: Tensor) -> Elements:
-        logits, count = torch.broadcast_tensors(params.squeeze(-1), count)
+    def _build(self, params: Tensor, *carried: Tensor) -> Elements:
+        logits, count = torch.broadcast_tensors(params.squeeze(-1), *carried)
         return OwnElements(dist.Binomial(count, logits=logits, validate_args=False))
-
-    def _moved_to(self, prior: Distribution) -> Family:
-        moved = super()._moved_to(prior)
-        moved._total_count = self._count(prior)  # type: ignore[attr-defined]
-        return moved
 
 
 class BetaBinomialFamily(BinomialFamily):
@@ -198,9 +203,8 @@ class BetaBinomialFamily(BinomialFamily):
     def _raw(self, prior) -> Tensor:
         return torch.stack([log(prior.concentration1), log(prior.concentration0)], -1)
 
-    def _build_counts(self, params: Tensor, count: Tensor) -> Elements:
-        one, zero = positive(params).unbind(-1)
-        one, zero, count = torch.broadcast_tensors(one, zero, count)
+    def _build(self, params: Tensor, *carried: Tensor) -> Elements:
+        one, zero, count = torch.broadcast_tensors(*positive(params).unbind(-1), *carried)
         return OwnElements(dist.BetaBinomial(one, zero, count, validate_args=False))
 
 
@@ -213,27 +217,15 @@ class RelaxedBernoulliFamily(AdditiveFamily):
     has_rsample = True
     varies = True
 
-    def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
-        super().__init__(name, prior, value)
-        self._temperature = self._prior_temperature(prior).detach()
+    def _carry(self, prior: Distribution) -> Tensor | None:
+        temperature = through_wrappers(prior, lambda leaf: _temperature(leaf).expand(leaf.batch_shape))
+        return temperature.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 1)).to(self.dtype)
 
     def _raw(self, prior) -> Tensor:
         return prior.logits.unsqueeze(-1)
 
-    def _build(self, params: Tensor) -> Elements:
-        return LogisticElements(params.squeeze(-1), self._temperature.to(params))
-
-    def _prior_temperature(self, prior: Distribution) -> Tensor:
-        temperature = torch.as_tensor(innermost(prior).temperature)  # type: ignore[attr-defined]
-        if temperature.numel() == 1:
-            return temperature.reshape(()).to(self._start)
-        like = through_wrappers(prior, lambda leaf: leaf.temperature.expand(leaf.batch_shape))  # type: ignore[attr-defined]
-        return like.reshape(torch.Size(prior.batch_shape) + (self.num_elements,)).to(self._start)
-
-    def _moved_to(self, prior: Distribution) -> Family:
-        moved = super()._moved_to(prior)
-        moved._temperature = self._prior_temperature(prior)  # type: ignore[attr-defined]
-        return moved
+    def _build(self, params: Tensor, *carried: Tensor) -> Elements:
+        return LogisticElements(params.squeeze(-1), *carried)
 
     def _make_layout(self, support: Constraint, batch_shape: torch.Size, value: Tensor) -> Layout:
         return UnconstrainedLayout(support, self.event_shape, value, batch_shape=batch_shape)
@@ -255,8 +247,8 @@ class RelaxedOneHotFamily(RelaxedBernoulliFamily):
     def _raw(self, prior) -> Tensor:
         return prior.logits
 
-    def _build(self, params: Tensor) -> Elements:
-        return ExpRelaxedElements(params, self._temperature.to(params))
+    def _build(self, params: Tensor, *carried: Tensor) -> Elements:
+        return ExpRelaxedElements(params, *carried)
 
     def _make_layout(self, support: Constraint, batch_shape: torch.Size, value: Tensor) -> Layout:
         return LogLayout(support, self.event_shape, element_ndims=1, batch_shape=batch_shape)
@@ -266,6 +258,16 @@ def simplex_features(value: Tensor) -> Tensor:
     """Returns the unconstrained coordinates ``(*batch, classes - 1)`` of a simplex vector ``(*batch, classes)``."""
     simplex = dist.constraints.simplex
     return finite(bijection_to(simplex).inv(interior(simplex, value)))
+
+
+def _temperature(prior: Distribution) -> Tensor:
+    return torch.as_tensor(prior.temperature)  # type: ignore[attr-defined]
+
+
+def _without_equal_rows(carried: Tensor) -> Tensor:
+    """Returns ``(E, columns)`` where ``(*batch, E, columns)`` is equal over the batch: plates may then change size."""
+    rows = carried.flatten(0, -3) if carried.dim() > 2 else carried.unsqueeze(0)
+    return rows[0] if len(rows) and (rows == rows[0]).all() else carried
 
 
 # The first type in a prior's MRO decides. None: the model sees hard values, which a relaxed factor would not give.

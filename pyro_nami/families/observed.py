@@ -11,7 +11,7 @@ from torch.distributions import Distribution
 from torch.nn.functional import one_hot
 
 from ..distributions.anchors import innermost
-from ..distributions.bijections import has_tensor_bounds
+from ..distributions.bijections import has_tensor_bounds, support_of
 from ..distributions.layout import Layout, OwnLayout, UnconstrainedLayout
 from .base import finite
 
@@ -56,27 +56,39 @@ def features_of(name: str, prior: Distribution, value: Tensor) -> SiteFeatures:
         name: of the site, for messages.
         prior: the distribution at the site in the prototype run.
         value: observed there, ``(*batch, *event)``.
+
+    Raises:
+        ValueError: the value does not end in the event shape.
     """
-    leaf, event_shape = innermost(prior), torch.Size(prior.event_shape)
-    plain = OwnLayout(prior.support, event_shape)
+    leaf, support, event_shape = innermost(prior), support_of(prior), torch.Size(prior.event_shape)
+    _check_shape(name, event_shape, value)
+    plain = OwnLayout(support, event_shape)
     dtype = value.dtype if value.is_floating_point() else _parameter_dtype(leaf)
     if isinstance(leaf, torch.distributions.Categorical):
         return SiteFeatures(plain.num_elements, leaf.logits.shape[-1], "class", plain, dtype)
-    base = prior.support
+    base = support
     while isinstance(base, dist.constraints.independent):
         base = base.base_constraint
     if base.is_discrete:
         binary = base is dist.constraints.boolean or base is dist.constraints.one_hot
         return SiteFeatures(plain.num_elements, 1, "binary" if binary else "count", plain, dtype)
-    if not has_tensor_bounds(prior.support):
+    if not has_tensor_bounds(support):
         try:
-            layout = UnconstrainedLayout(prior.support, event_shape, value)
+            layout = UnconstrainedLayout(support, event_shape, value)
         except NotImplementedError:
             pass
         else:
             return SiteFeatures(layout.num_elements, 1, "real", layout, dtype)
     free = UnconstrainedLayout(dist.constraints.real, event_shape, value)
     return SiteFeatures(free.num_elements, 1, "real", free, dtype)
+
+
+def _check_shape(name: str, event_shape: torch.Size, value: Tensor) -> None:
+    if value.shape[value.dim() - len(event_shape) :] != event_shape:
+        raise ValueError(
+            f'Expected the value of site "{name}" to end in its event shape {tuple(event_shape)}; '
+            f"got {tuple(value.shape)}"
+        )
 
 
 def _parameter_dtype(prior: Distribution) -> torch.dtype:

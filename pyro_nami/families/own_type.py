@@ -8,7 +8,7 @@ anchor. Change this module to add a type.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pyro.distributions as dist
@@ -94,6 +94,27 @@ class OwnTypeFamily(Family):
         return layout
 
 
+class _StableKumaraswamy(dist.Kumaraswamy):
+    """Kumaraswamy drawn and scored through logarithms, which neither cancel nor overflow."""
+
+    def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        shape = torch.Size(sample_shape) + self.batch_shape
+        minus_log_uniform = torch.empty(
+            shape, dtype=self.concentration0.dtype, device=self.concentration0.device
+        ).exponential_()
+        return (_log_complement(-minus_log_uniform / self.concentration0) / self.concentration1).exp()
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        one, zero, log_value = self.concentration1, self.concentration0, value.log()
+        return one.log() + zero.log() + (one - 1) * log_value + (zero - 1) * _log_complement(one * log_value)
+
+
+def _log_complement(log_x: Tensor) -> Tensor:
+    """Returns log(1 - x) from log x < 0."""
+    tiny = torch.finfo(log_x.dtype).tiny
+    return (-log_x.clamp(max=-tiny).expm1()).log()
+
+
 class _StableVonMises(dist.VonMises):
     """von Mises with a density that does not cancel at high concentrations."""
 
@@ -165,7 +186,7 @@ def _beta_start(value: Tensor, scale: Tensor) -> Tensor:
 
 def _kumaraswamy(params: Tensor) -> Distribution:
     one, zero = positive(params).unbind(-1)
-    return dist.Kumaraswamy(one, zero, validate_args=False)
+    return _StableKumaraswamy(one, zero, validate_args=False)
 
 
 def _kumaraswamy_start(value: Tensor, scale: Tensor) -> Tensor:

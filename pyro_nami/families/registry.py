@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Union
 
 import pyro.distributions as dist
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from ..distributions.anchors import innermost, location_and_scale
+from ..distributions.bijections import support_of
 from .base import Family
 from .discrete import DISCRETE
 from .own_type import OwnTypeFamily
@@ -19,7 +19,7 @@ from .unconstrained import FlowFamily, MixtureFamily, NormalFamily
 __all__ = ["FamilyFactory", "FamilySpec", "make_family", "register_family"]
 
 FamilyFactory = Callable[[str, Distribution, Tensor], Family]
-FamilySpec = Union[None, str, FamilyFactory]
+FamilySpec = str | FamilyFactory | None
 
 
 def make_family(
@@ -46,7 +46,8 @@ def make_family(
     factory = _default if spec is None else _look_up(spec, name)
     if _needs_continuous(factory) and _is_discrete(prior):
         raise ValueError(
-            f'Expected a family for discrete values at site "{name}" ({type(innermost(prior)).__name__}); got {spec!r}. '
+            f'Expected a family for discrete values at site "{name}" ({type(innermost(prior)).__name__}); '
+            f"got {spec!r}. "
             "Leave the site out of families= to keep the model's own type, or add a family with register_family."
         )
     try:
@@ -127,13 +128,13 @@ def _is_straight_through(prior: Distribution) -> bool:
 
 
 def _is_discrete(prior: Distribution) -> bool:
-    return prior.support is not None and prior.support.is_discrete
+    return support_of(prior).is_discrete
 
 
 def _is_normal(prior: Distribution) -> bool:
     """Whether the prior is itself a Normal in unconstrained space."""
     leaf = innermost(prior)
-    if type(leaf) in _TRANSFORMED:
+    if isinstance(leaf, torch.distributions.TransformedDistribution) and type(leaf) in _TRANSFORMED:
         return isinstance(innermost(leaf.base_dist), _NORMALS) and location_and_scale(leaf) is not None
     return isinstance(leaf, _NORMALS)
 

@@ -15,7 +15,14 @@ from torch.distributions import Distribution
 from torch.distributions.constraints import Constraint
 
 from ..distributions.anchors import location_and_scale
-from ..distributions.elements import Elements, FlowElements, MixtureElements, NormalElements, raw_scale, relative_scale
+from ..distributions.elements import (
+    Elements,
+    FlowElements,
+    MixtureElements,
+    NormalElements,
+    raw_scale,
+    relative_scale,
+)
 from ..distributions.layout import Layout, UnconstrainedLayout
 from .base import Family
 

@@ -1,9 +1,9 @@
-"""The graph layer: Bayesian networks, their inverses, and the proof that an inverse is right. No torch, no Pyro."""
+"""The graph layer: Bayesian networks, their inverses, and the check that one is right. No torch, no Pyro."""
 
 from pyro_nami.graph.bayesnet import BayesNet, Instance, Site
 from pyro_nami.graph.elimination import Elimination, eliminate, moralize
+from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.inversion import (
-    Inverse,
     Step,
     fully_connected,
     mean_field,

@@ -63,14 +63,14 @@ class Instance(NamedTuple):
     """
 
     site: Hashable
-    index: tuple[tuple[Hashable, int], ...]
+    indices: tuple[tuple[Hashable, int], ...]
 
 
 class Indexed(NamedTuple):
     """A network on the integers 0, 1, ... in model order, for the algorithms of this package."""
 
     names: tuple[Hashable, ...]
-    index: dict[Hashable, int]
+    position: dict[Hashable, int]
     parents: tuple[tuple[int, ...], ...]
     children: tuple[tuple[int, ...], ...]
     plates: tuple[frozenset[Hashable], ...]
@@ -209,14 +209,14 @@ class BayesNet:
     def indexed(self) -> Indexed:
         """The network on integers in model order."""
         names = tuple(self.sites)
-        index = {name: i for i, name in enumerate(names)}
+        position = {name: i for i, name in enumerate(names)}
         parents: list[list[int]] = [[] for _ in names]
         children: list[list[int]] = [[] for _ in names]
         for u, t in self.edges:
-            parents[index[t]].append(index[u])
-            children[index[u]].append(index[t])
+            parents[position[t]].append(position[u])
+            children[position[u]].append(position[t])
         plates = tuple(site.plates for site in self.sites.values())
-        return Indexed(names, index, tuple(map(tuple, parents)), tuple(map(tuple, children)), plates)
+        return Indexed(names, position, tuple(map(tuple, parents)), tuple(map(tuple, children)), plates)
 
     def ground(self) -> BayesNet:
         """The network with every plate unrolled; its sites are named by `Instance`."""
@@ -224,7 +224,9 @@ class BayesNet:
             Site(
                 instance,
                 observed=site.observed,
-                support_parents=frozenset(v for u in site.support_parents for v in self._sources(u, instance)),
+                support_parents=frozenset(
+                    v for u in site.support_parents for v in self._sources(u, instance)
+                ),
                 marginalized=site.marginalized,
             )
             for site in self.sites.values()
@@ -247,13 +249,13 @@ class BayesNet:
 
     def aligned(self, name: Hashable, other: Instance, plates: frozenset[Hashable]) -> list[Instance]:
         """The instances of site ``name`` that agree with instance ``other`` on those ``plates`` that both lie in."""
-        fixed = {plate: i for plate, i in other.index if plate in plates}
+        fixed = {plate: i for plate, i in other.indices if plate in plates}
         axes = [
             [(plate, fixed[plate])] if plate in fixed else [(plate, i) for i in range(size)]
             for plate, size in self.plate_sizes.items()
             if plate in self.plates[name]
         ]
-        return [Instance(name, index) for index in itertools.product(*axes)]
+        return [Instance(name, indices) for indices in itertools.product(*axes)]
 
     def num_instances(self, plates: Iterable[Hashable]) -> int:
         """The number of instances of a site that lies in ``plates``."""
@@ -319,7 +321,9 @@ def _by_name(sites: Mapping[Hashable, Site] | Iterable[Site]) -> dict[Hashable, 
     return dict(zip(names, values))
 
 
-def _parents(sites: Mapping[Hashable, Site], edges: Iterable[tuple[Hashable, Hashable]]) -> dict[Hashable, list]:
+def _parents(
+    sites: Mapping[Hashable, Site], edges: Iterable[tuple[Hashable, Hashable]]
+) -> dict[Hashable, list]:
     parents: dict[Hashable, dict[Hashable, None]] = {name: {} for name in sites}
     for u, t in edges:
         if u not in sites or t not in sites:

@@ -16,22 +16,21 @@ That is all. The label across which v reads u, F(v, u) | (joint(v) & P(u)), need
 F(v, u) is within F(v, v): a factor that couples v and u across a plate couples instances of v across it too.
 A factor's scope is stored once, however dense the graph gets, so elimination costs what it writes.
 
-`search` is the loop of Webb et al. 2018, Algorithm 1, on top of this. Change this file to change *which* site is
-eliminated next, or what elimination joins; what an inverse is lives in `inversion.py`.
+Change this file to change what elimination joins; which site goes next is chosen in `search.py`.
 """
 
 from __future__ import annotations
 
-__all__ = ["Choice", "Elimination", "ForbiddenOrder", "eliminate", "moralize", "search"]
+__all__ = ["Elimination", "Factors", "eliminate", "moralize"]
 
-import heapq
 import itertools
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from pyro_nami.graph.bayesnet import BayesNet
 
 NO_PLATES: frozenset[Hashable] = frozenset()
+NOTHING: Any = frozenset()
 
 
 class Elimination(NamedTuple):
@@ -46,22 +45,6 @@ class Elimination(NamedTuple):
     joint: dict[Hashable, frozenset[Hashable]]
 
 
-class Choice(NamedTuple):
-    """One elimination of `search`, in indices: what went, the sites it reads, and (traced) what was to choose from."""
-
-    site: int
-    parents: Iterable[int]
-    joint: frozenset[Hashable]
-    predictive: bool
-    frontier: tuple[int, ...] = ()
-    fill: tuple[tuple[int, int], ...] = ()
-    cost: int = 0
-
-
-class ForbiddenOrder(ValueError):
-    """A direction or the blocks ask that a site be eliminated after one its support depends on."""
-
-
 def moralize(net: BayesNet) -> dict[Hashable, dict[Hashable, frozenset[Hashable]]]:
     """Returns the labels F of the lifted moral graph.
 
@@ -73,7 +56,7 @@ def moralize(net: BayesNet) -> dict[Hashable, dict[Hashable, frozenset[Hashable]
     for a in range(len(names)):
         for b in sorted(set().union(*(factors.scopes[i] for i in factors.touching[a]))):
             across = factors.label(a, b)
-            if a != b or across:
+            if across or (across is not None and a != b):
                 labels[names[a]][names[b]] = across
     return labels
 
@@ -88,12 +71,12 @@ def eliminate(net: BayesNet, order: Iterable[Hashable]) -> Elimination:
     Raises:
         ValueError: a site of the order is unknown, observed or repeated.
     """
-    names, index, factors = net.indexed.names, net.indexed.index, Factors(net)
+    names, position, factors = net.indexed.names, net.indexed.position, Factors(net)
     result = Elimination({}, {})
     for name in order:
         if name not in net.sites or net.sites[name].observed or name in result.joint:
             raise ValueError(f"Expected an order of distinct latent sites; got {name!r}.")
-        scope, joint = factors.eliminate(index[name])
+        scope, joint = factors.eliminate(position[name])
         result.parents[name] = {names[u]: joint & factors.plates[u] for u in sorted(scope)}
         result.joint[name] = joint
     return result
@@ -108,7 +91,9 @@ class Factors:
         eliminated: sites to eliminate at once, in this order.
     """
 
-    def __init__(self, net: BayesNet, kept: Iterable[int] | None = None, eliminated: Iterable[int] = ()) -> None:
+    def __init__(
+        self, net: BayesNet, kept: Iterable[int] | None = None, eliminated: Iterable[int] = ()
+    ) -> None:
         names, _, parents, _, self.plates = net.indexed
         self.net = net
         kept = range(len(names)) if kept is None else list(kept)
@@ -130,15 +115,15 @@ class Factors:
         """Sums v out; returns its neighbours (a live set: read it before the next call) and joint(v)."""
         ids = self.touching[v]
         if not ids:
-            return set(), NO_PLATES
+            return NOTHING, NO_PLATES
         batch = self._batch(v)
-        self.touching[v] = set()
+        self.touching[v] = NOTHING
         product = max(ids, key=lambda i: len(self.scopes[i])) if len(ids) > 1 else next(iter(ids))
         scope = self.scopes[product]
         scope.discard(v)
         for i in ids:
             if i != product:
-                part, self.scopes[i] = self.scopes[i], set()
+                part, self.scopes[i] = self.scopes[i], NOTHING
                 part.discard(v)
                 for u in part:
                     self.touching[u].discard(i)
@@ -185,18 +170,21 @@ class Factors:
 
     def disturbed(self, v: int, waiting: set[int]) -> set[int]:
         """The sites of ``waiting``, v's neighbours aside, between whose neighbours eliminating v may add an edge."""
-        _, clique, rest = self._split(v)
+        batch, clique, rest = self._split(v)
         found: set[int] = set()
         for x in rest:
             ids = self.touching[x]
-            if len(ids) <= len(clique) + len(rest):
+            if self.uniform:
+                ends = (clique - self._near(x, clique)) | (rest - self._near(x, rest))
+            else:
+                ends = {b for b in clique | rest if b != v and self.added(x, b, batch)}
+            # such a site touches both ends of a new edge: look from the side that has fewer factors
+            if len(ids) <= len(ends) or x in ends:
                 found.update(*(self.scopes[i] & waiting for i in ids))
                 continue
-            # x is a hub: look from the other ends of its new edges
-            for b in itertools.chain(clique, rest):
-                if b != x and b != v:
-                    for i in self.touching[b]:
-                        found.update(u for u in self.scopes[i] & waiting if not ids.isdisjoint(self.touching[u]))
+            for b in ends:
+                for i in self.touching[b]:
+                    found.update(u for u in self.scopes[i] & waiting if not ids.isdisjoint(self.touching[u]))
         return found
 
     def _batch(self, v: int) -> frozenset[Hashable]:
@@ -231,197 +219,3 @@ class Factors:
         if a == b:
             return self.net.num_instances(self.plates[a] - across) * spread * (spread - 1) // 2
         return self.net.num_instances(self.plates[a] | self.plates[b]) * spread
-
-
-class Frontier:
-    """The latents of one block that may go next, and the greedy min-fill choice among them.
-
-    Fill is recounted only for sites whose neighbourhood changed, and for these only once a lower bound no longer
-    rules them out: one elimination lowers the fill of a site by at most its degree (the edges of the eliminated
-    site) plus the eliminated site's own fill (the edges added).
-
-    Args:
-        factors: the factors, which `choose` reads.
-        waits: for each latent of the block, the latents of the block that must go before it.
-        backwards: whether ties go to the last site in model order rather than the first.
-    """
-
-    def __init__(self, factors: Factors, waits: Mapping[int, Collection[int]], backwards: bool) -> None:
-        self.factors = factors
-        self.sign = -1 if backwards else 1
-        self.pending = {v: len(before) for v, before in waits.items()}
-        self.releases: dict[int, list[int]] = {v: [] for v in waits}
-        for v, before in waits.items():
-            for u in before:
-                self.releases[u].append(v)
-        self.ready = {v for v, count in self.pending.items() if not count}
-        self.uncounted = set(self.ready)
-        self.bounded: set[int] = set()
-        self.bound: dict[int, int] = {}
-        self.degree: dict[int, int] = {}
-        self.heap: list[tuple[int, int]] = []
-
-    def choose(self) -> int:
-        """Returns the ready site of least fill; ties go by model order."""
-        if len(self.ready) == 1:
-            return next(iter(self.ready))
-        for v in self.uncounted:
-            self._count(v)
-        self.uncounted.clear()
-        while True:
-            bound, rank = self.heap[0]
-            v = abs(rank)
-            if v not in self.ready or bound != self.bound.get(v):
-                heapq.heappop(self.heap)
-            elif v in self.bounded:
-                heapq.heappop(self.heap)
-                self._count(v)
-            else:
-                return v
-
-    def take(self, v: int) -> tuple[set[int], frozenset[Hashable]]:
-        """Eliminates v, releases what waited for it, and returns what `Factors.eliminate` does."""
-        self.ready.discard(v)
-        self.uncounted.discard(v)
-        touched = self.factors.disturbed(v, self.ready) if self.ready else set()
-        scope, joint = self.factors.eliminate(v)
-        touched |= scope & self.ready
-        for u in touched - self.uncounted:
-            self._loosen(u, self.bound.get(v, 0), len(scope))
-        for u in self.releases[v]:
-            self.pending[u] -= 1
-            if not self.pending[u]:
-                self.ready.add(u)
-                self.uncounted.add(u)
-        return scope, joint
-
-    def _count(self, v: int) -> None:
-        self.bound[v], self.degree[v] = self.factors.fill(v)
-        self.bounded.discard(v)
-        heapq.heappush(self.heap, (self.bound[v], self.sign * v))
-
-    def _loosen(self, u: int, fill: int, growth: int) -> None:
-        bound = self.bound[u] - self.degree[u] - fill
-        self.degree[u] += growth
-        if bound > 0 and self.factors.uniform:
-            self.bound[u] = bound
-            self.bounded.add(u)
-            heapq.heappush(self.heap, (bound, self.sign * u))
-        else:
-            self.uncounted.add(u)
-            self.bound.pop(u)
-
-
-class Remains:
-    """The part of a network that still bears on the latents not yet eliminated: it is closed under parents.
-
-    Args:
-        net: the network. Marginalized sites count as eliminated from the start.
-    """
-
-    def __init__(self, net: BayesNet) -> None:
-        self.net, self.parents = net, net.indexed.parents
-        self.children_left = [0] * len(self.parents)
-        self.kept = bytearray(len(self.parents))
-        for v, site in reversed(list(enumerate(net.sites.values()))):
-            if self.children_left[v] or not site.marginalized:
-                self.kept[v] = 1
-                for u in self.parents[v]:
-                    self.children_left[u] += 1
-        self.gone = {v: None for v, site in enumerate(net.sites.values()) if site.marginalized and self.kept[v]}
-
-    def factors(self) -> Factors:
-        """The factors of what is kept, after the eliminations so far."""
-        kept = itertools.compress(range(len(self.kept)), self.kept)
-        return Factors(self.net, kept, (v for v in self.gone if self.kept[v]))
-
-    def drop(self, v: int) -> None:
-        """Drops a site without children, and the eliminated sites that are then left without any."""
-        stack = [v]
-        while stack:
-            v = stack.pop()
-            self.kept[v] = 0
-            for u in self.parents[v]:
-                self.children_left[u] -= 1
-                if not self.children_left[u] and u in self.gone:
-                    stack.append(u)
-
-
-def search(
-    net: BayesNet, direction: str, blocks: Sequence[Collection[int]], traced: bool = False
-) -> Iterator[Choice]:
-    """Eliminates the latents, block after block, and yields each choice (Webb et al. 2018, Algorithm 1).
-
-    Departures from the paper: marginalized sites go first and are not yielded; a latent with no descendant left
-    carries no evidence about its parents, so it is peeled off before the rest of its block, and what it coupled goes
-    with it. So every choice is minimal in every order, barren latents (where the paper's Theorem 1 fails) included.
-
-    Args:
-        net: the network.
-        direction: ``"forward"``, ``"reverse"`` or ``"free"``.
-        blocks: an ordered partition of the latents that are not marginalized, in indices.
-        traced: whether to report the frontier and the fill of each choice.
-
-    Raises:
-        ForbiddenOrder: the direction forbids what a support needs.
-    """
-    remains = Remains(net)
-    factors: Factors | None = None
-    for block in blocks:
-        for v in sorted(block, reverse=True):
-            if not remains.children_left[v]:
-                parents: Collection[int] = remains.parents[v]
-                joint, predictive = NO_PLATES, remains.gone.keys().isdisjoint(parents)
-                if not predictive:
-                    parents, joint = remains.factors().eliminate(v)
-                yield Choice(v, sorted(parents), joint, predictive, (v,) if traced else ())
-                remains.drop(v)
-                factors = None
-        left = {v for v in block if remains.kept[v]}
-        if not left:
-            continue
-        factors = factors or remains.factors()
-        waits = _waits(net, direction, left)
-        frontier = Frontier(factors, waits, backwards=direction != "forward")
-        for _ in left:
-            if not frontier.ready:
-                raise ForbiddenOrder(_deadlock(net, direction, waits, remains.gone))
-            v = frontier.choose()
-            ready = tuple(sorted(frontier.ready)) if traced else ()
-            fill, cost = factors.new_edges(v) if traced else ((), 0)
-            parents, joint = frontier.take(v)
-            remains.gone[v] = None
-            yield Choice(v, sorted(parents), joint, False, ready, fill, cost)
-
-
-def _supports(net: BayesNet) -> dict[int, set[int]]:
-    index = net.indexed.index
-    return {index[s.name]: {index[u] for u in s.support_parents} for s in net.sites.values() if s.support_parents}
-
-
-def _waits(net: BayesNet, direction: str, block: set[int]) -> dict[int, list[int]]:
-    """For each latent of a block, those of the block that go before it: upstream ones, and all it gives support to."""
-    _, _, parents, children, _ = net.indexed
-    support = _supports(net)
-    waits = {}
-    for v in sorted(block):
-        below = (w for w in children[v] if w in block and (direction == "reverse" or v in support.get(w, ())))
-        above = (u for u in parents[v] if u in block and u not in support.get(v, ()))
-        waits[v] = [*(above if direction == "forward" else ()), *below]
-    return waits
-
-
-def _deadlock(net: BayesNet, direction: str, waits: Mapping[int, Sequence[int]], gone: Collection[int]) -> str:
-    names, support = net.indexed.names, _supports(net)
-    v = next(v for v in waits if v not in gone)
-    seen: set[tuple[int, int]] = set()
-    while True:  # follow what waits for what, into a cycle and round it to the support that closes it
-        u = next(u for u in waits[v] if u not in gone)
-        if (v, u) in seen and v in support.get(u, ()):
-            return (
-                f"Expected an order in which {names[u]!r} goes before {names[v]!r}, on which its support depends; "
-                f"got direction {direction!r}, which puts it after a descendant of {names[v]!r}. "
-                'Use direction "reverse".'
-            )
-        seen.add((v, u))
-        v = u

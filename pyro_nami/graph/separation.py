@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from pyro_nami.graph.bayesnet import BayesNet, Indexed, Instance, label
-from pyro_nami.graph.inversion import Inverse
+from pyro_nami.graph.inverse import Inverse
 
 Dependency = tuple[Hashable, Hashable]
 ENOUGH_INSTANCES = 3
@@ -69,21 +69,21 @@ def verify_inverse(net: BayesNet, inverse: Inverse) -> Verification:
         net.sites, net.edges, {plate: min(size, ENOUGH_INSTANCES) for plate, size in net.plate_sizes.items()}
     )
     grounded = replace(inverse, net=small).ground()
-    names, index, *_ = graph = grounded.net.indexed
+    names, position, *_ = graph = grounded.net.indexed
     ancestry = _Ancestry(graph)
-    known = {index[x] for x in grounded.net.observed}
+    known = {position[x] for x in grounded.net.observed}
     for x in known:
         ancestry.add(x)
     missing: dict[Dependency, frozenset[Hashable]] = {}
     redundant: dict[Dependency, frozenset[Hashable]] = {}
     for v in reversed(grounded.order):
-        ancestry.add(index[v])
-        needed = {names[u] for u in ancestry.reach(index[v], known) & known}
+        ancestry.add(position[v])
+        needed = {names[u] for u in ancestry.reach(position[v], known) & known}
         read = grounded.parents[v].keys()
         for found, sources in ((missing, needed - read), (redundant, read - needed)):
-            for u in sorted(sources, key=index.__getitem__):
+            for u in sorted(sources, key=position.__getitem__):
                 _note(found, u, v)
-        known.add(index[v])
+        known.add(position[v])
     return Verification(missing, redundant)
 
 
@@ -102,11 +102,11 @@ def d_separated(net: BayesNet, x: Hashable, y: Hashable, given: Iterable[Hashabl
     if x in given or y in given or x == y:
         raise ValueError(f"Expected two sites and others given; got {x!r} and {y!r} given {given!r}.")
     graph = net.indexed
-    known = {graph.index[name] for name in given}
+    known = {graph.position[name] for name in given}
     ancestry = _Ancestry(graph)
     for name in (x, y, *given):
-        ancestry.add(graph.index[name])
-    return graph.index[y] not in ancestry.reach(graph.index[x], known)
+        ancestry.add(graph.position[name])
+    return graph.position[y] not in ancestry.reach(graph.position[x], known)
 
 
 class _Ancestry:
@@ -146,8 +146,8 @@ class _Ancestry:
 
 def _note(found: dict[Dependency, frozenset[Hashable]], u: Hashable, v: Hashable) -> None:
     assert isinstance(u, Instance) and isinstance(v, Instance)
-    place = dict(v.index)
-    across = frozenset(plate for plate, i in u.index if place.get(plate, i) != i)
+    place = dict(v.indices)
+    across = frozenset(plate for plate, i in u.indices if place.get(plate, i) != i)
     found[u.site, v.site] = found.get((u.site, v.site), frozenset()) | across
 
 

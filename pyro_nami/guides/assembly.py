@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from pyro_nami.conditioning import covariates_of, flatten, plan_sources
 from pyro_nami.covariates import Column, ColumnSearch, columns_of
-from pyro_nami.extraction import Extraction, extract, untouched
+from pyro_nami.extraction import Extraction, extract
 from pyro_nami.families import Family, features_of, make_family
 from pyro_nami.graph import BayesNet, Inverse, Site, eliminate, fully_connected, mean_field, nami, stuhlmueller
 from pyro_nami.guides.network import Factor, InverseNetwork
+from pyro_nami.isolation import untouched
 from pyro_nami.nn import PoolingEncoder
-from pyro_nami.simulation import prior_draws, run_hidden
+from pyro_nami.simulation import Hidden, prior_draws
 
 __all__ = ["Assembly", "Options", "assemble", "covariate_values", "invert"]
 
@@ -77,6 +78,9 @@ class Assembly:
         columns: site -> its covariates; references: values of the latents at the draws they were found at.
         reference: initial values of all latents, first instances.
         sizes: plate -> size at the first call.
+        factory: dtype and device of the networks.
+        names: all sites of the model, deterministic ones included.
+        flattened: plate of fixed size -> a latent whose instances form one block over it.
     """
 
     bayesnet: BayesNet
@@ -99,6 +103,9 @@ class Assembly:
     references: list[dict[str, Tensor]]
     reference: dict[str, Tensor]
     sizes: dict[str, int]
+    factory: dict[str, Any]
+    names: frozenset[str]
+    flattened: dict[str, str]
 
     @property
     def varies(self) -> bool:
@@ -107,13 +114,9 @@ class Assembly:
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Applies ``fn`` to all tensors held, to move them to another device."""
+        self.factory = {"dtype": (like := fn(torch.empty(0, **self.factory))).dtype, "device": like.device}
         self.reference = {name: fn(value) for name, value in self.reference.items()}
         self.references = [{name: fn(value) for name, value in draw.items()} for draw in self.references]
-
-    @property
-    def emitted(self) -> tuple[str, ...]:
-        """All sites that the guide emits."""
-        return self.program
 
     def features(self, name: str, value: Tensor) -> Tensor:
         """Returns the raw features of a site's value, ``(*batch, features)``."""
@@ -183,7 +186,7 @@ class _Assembler:
         draws: list[dict[str, Tensor]],
         subsampled: frozenset,
     ) -> None:
-        self.run = lambda values: run_hidden(model, args, kwargs, values, broadcast=True)
+        self.run = lambda values: Hidden(values, broadcast=True).run(model, args, kwargs)
         self.args, self.kwargs = args, kwargs
         self.options, self.found, self.prototype, self.draws = options, found, prototype, draws
         self.net = _with_latent_blocks(found.bayesnet, options.blocks)
@@ -252,6 +255,9 @@ class _Assembler:
             references=references,
             reference={name: _first_instance(self.nodes[name]["value"], self.nodes[name]) for name in emitted},
             sizes=self.sizes,
+            factory=self._factory(order),
+            names=frozenset(self.nodes),
+            flattened={plate: factor.name for factor in factors for plate in factor.joint},
         )
         return assembly, self._network(assembly, factors, columns)
 
@@ -286,9 +292,9 @@ class _Assembler:
                 break
             draw = {name: _first_instance(self.draws[len(references)][name], self.nodes[name]) for name in self.net.sites}
             references.append(draw)
-            trace = self.run(draw)
+            sites = self.run(draw)
             number = len(references) - 1
-            found = [search.add(number, trace.nodes[name]["fn"]) for name, search in searches.items()]
+            found = [search.add(number, sites[name]["fn"]) for name, search in searches.items()]
             if number > 0 and not any(found):
                 break
         columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
@@ -358,15 +364,18 @@ class _Assembler:
             and family.anchor(self.nodes[name]["fn"]) is not None
         )
 
+    def _factory(self, order: Sequence[str]) -> dict[str, Any]:
+        """Returns dtype and device of the networks: those of the first continuous value of the model."""
+        values = [self.nodes[name]["value"] for name in (*order, *self.net.observed)]
+        like = next((value for value in values if value.is_floating_point()), None)
+        device = values[0].device if values else None
+        return {"dtype": torch.get_default_dtype() if like is None else like.dtype, "device": device}
+
     def _network(
         self, assembly: Assembly, factors: Sequence[Factor], columns: Mapping[str, tuple[Column, ...]]
     ) -> InverseNetwork:
         options = self.options
-        like = next(
-            (self.nodes[n]["value"] for n in (*assembly.order, *assembly.read) if self.nodes[n]["value"].is_floating_point()),
-            torch.empty(0),
-        )
-        factory = {"dtype": like.dtype, "device": like.device}
+        factory = assembly.factory
         hidden = options.hidden_features
         network = InverseNetwork(
             factors,
@@ -424,7 +433,7 @@ def covariate_values(
     option: Any,
     args: tuple,
     kwargs: Mapping[str, Any],
-    run: Callable[[Mapping[str, Tensor]], poutine.Trace],
+    run: Callable[[Mapping[str, Tensor]], Mapping[str, Any]],
 ) -> dict[str, Tensor]:
     """Returns the covariates of every site that has some, ``(*batch, columns)``.
 
@@ -435,9 +444,9 @@ def covariate_values(
     """
     if callable(option):
         return dict(option(*args, **kwargs))
-    traces = functools.lru_cache(None)(lambda number: run(assembly.references[number]))
+    sites_at = functools.lru_cache(None)(lambda number: run(assembly.references[number]))
     return {
-        name: columns_of(columns, lambda number, name=name: traces(number).nodes[name]["fn"])
+        name: columns_of(columns, lambda number, name=name: sites_at(number)[name]["fn"])
         for name, columns in assembly.columns.items()
     }
 

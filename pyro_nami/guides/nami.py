@@ -19,15 +19,17 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import init_to_feasible
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_nami.conditioning import covariates_of
-from pyro_nami.extraction import untouched
 from pyro_nami.graph import BayesNet, Inverse
-from pyro_nami.guides.assembly import Assembly, Options, assemble, covariate_values
+from pyro_nami.guides.assembly import Assembly, Options, assemble
+from pyro_nami.guides.data import Call, DataReader, find_slots
 from pyro_nami.guides.network import NetworkState, as_pyro_module
-from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached, fixed_size
-from pyro_nami.simulation import run_hidden
+from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached, show_plates
+from pyro_nami.isolation import untouched
+from pyro_nami.simulation import Hidden
 
 __all__ = ["AutoNaMIGuide"]
 
@@ -130,9 +132,7 @@ class AutoNaMIGuide(AutoGuide):
             activation=activation,
         )
         self._assembly: Assembly | None = None
-        self._seen: dict[str, Tensor] = {}
-        self._slots: dict[str, int | str] = {}
-        self._probed: tuple[list, dict[str, Tensor]] | None = None
+        self._data: DataReader | None = None
         self._read: dict[Any, tuple[Tensor, int, Tensor]] = {}
         self._waiting_state: dict[str, Any] | None = None
 
@@ -162,7 +162,9 @@ class AutoNaMIGuide(AutoGuide):
         assembly, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
         self._assembly = assembly
         self.network = network
-        self._slots = _find_slots(prototype, assembly.read, {**dict(enumerate(args)), **kwargs})
+        data = {name: prototype.nodes[name]["value"] for name in assembly.read}
+        slots = find_slots(data, {**dict(enumerate(args)), **kwargs})
+        self._data = DataReader(assembly, self._options.covariates, slots)
         for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
             prototype.remove_node(name)
         self._prototype_frames = {
@@ -208,20 +210,23 @@ class AutoNaMIGuide(AutoGuide):
             self._run_interleaved(current, call)
         else:
             self._run_detached(current, call)
-        return {name: current.values[name] for name in self._assembly.program if name not in call.observed}
+        return {name: current.values[name] for name in self._assembly.program if name not in call.given}
 
-    def _begin(self, args: tuple, kwargs: dict[str, Any]) -> _Call:
+    def _begin(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         """Returns one call's data: arguments of the model, plates, and the values of observed sites."""
         observations = kwargs.get("observations") or {}
         if "observations" in kwargs and not self._takes_observations():
             kwargs = {key: value for key, value in kwargs.items() if key != "observations"}
         if self._assembly is None:
-            self._note_observations(observations)
+            if observations:
+                self._note_observations(observations, args, kwargs)
             self._setup_prototype(*args, **kwargs)
-        plates = self._create_plates(*args, **kwargs)
-        indices = {name: plate.indices for name, plate in plates.items() if plate.subsample_size < plate.size}
-        call = _Call(args, kwargs, plates, indices)
-        self._observe(call, observations)
+        for name in observations:
+            if name not in self._assembly.names:
+                known = ", ".join(map(repr, self._assembly.bayesnet.observed))
+                raise ValueError(f"Expected observations of the model's sites, {known}; got one of '{name}'.")
+        call = Call(self.model, args, kwargs, self._create_plates(*args, **kwargs))
+        self._data.read(call, observations, remember=self.training and torch.is_grad_enabled())
         return call
 
     def _takes_observations(self) -> bool:
@@ -230,136 +235,18 @@ class AutoNaMIGuide(AutoGuide):
         except (TypeError, ValueError):
             return False
 
-    def _note_observations(self, observations: Mapping[str, Any]) -> None:
-        """Takes sites given by ``observations`` at the first call as observed, whether or not the model samples them."""
-        names = (*self._options.observed, *(name for name in observations if name not in self._options.observed))
-        self._options = self._options._replace(observed=names)
+    def _note_observations(self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Takes sites given by ``observations`` at the first call as observed, though the model samples them.
 
-    def _observe(self, call: _Call, observations: Mapping[str, Any]) -> None:
-        """Fills in the values of all sites that factors read, from the sources in the order of the class's docstring."""
-        assembly = self._assembly
-        for name in (*assembly.read, *assembly.semi_observed):
-            value = observations.get(name)
-            if value is not None:
-                call.values[name] = call.observed[name] = self._as_tensor(value)
-            elif name in self._slots:
-                value = call.argument(self._slots[name])
-                if isinstance(value, Tensor):
-                    call.values[name] = self._remember(name, value)
-        complete = all(name in call.values for name in assembly.read)
-        if not (complete and assembly.interleaved) or assembly.subsampled or assembly.semi_observed:
-            call.trace = self._look(call)
-            self._read_trace(call)
-        if assembly.columns:
-            call.covariates = self._covariates(call)
-        self._fill_from_seen(call)
+        Deterministic and factor sites, which `pyro.infer.CSIS` passes as well, are no data.
+        """
+        with untouched(self.model), torch.no_grad():
+            sites = Hidden({}).run(self.model, args, kwargs)
+        sampled = {name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site)}
+        extra = [name for name in observations if name in sampled and name not in self._options.observed]
+        self._options = self._options._replace(observed=(*self._options.observed, *extra))
 
-    def _look(self, call: _Call) -> poutine.Trace:
-        """Returns a hidden run of the model at reference values of the latents, to see its data and plates."""
-        assembly = self._assembly
-        shown = assembly.subsampled - call.indices.keys()
-        with torch.no_grad():
-            trace = run_hidden(
-                self.model,
-                call.args,
-                call.kwargs,
-                assembly.reference,
-                indices=call.indices,
-                shown=shown,
-                broadcast=True,
-            )
-        for name in shown:
-            if name in trace.nodes:
-                call.indices[name] = trace.nodes[name]["value"]
-        return trace
-
-    def _read_trace(self, call: _Call) -> None:
-        assembly = self._assembly
-        for name in (*assembly.read, *assembly.semi_observed):
-            site = call.trace.nodes.get(name)
-            if site is None:
-                raise ValueError(
-                    f"Expected the sites of the guide's first call; this call lacks '{name}'. A guide's structure is "
-                    "fixed at its first call: make a new guide, or sample the site in every call."
-                )
-            if site["is_observed"] and name not in call.values:
-                call.values[name] = self._remember(name, self._as_tensor(site["value"]))
-                if name in assembly.semi_observed:
-                    call.observed[name] = call.values[name]
-
-    def _remember(self, name: str, value: Tensor) -> Tensor:
-        """Keeps the data that the guide is trained on, for calls that bring none."""
-        if self.training and torch.is_grad_enabled():
-            self._seen[name] = value.detach()
-        return value
-
-    def _covariates(self, call: _Call) -> dict[str, Tensor]:
-        """Returns the covariates of every site, probed anew only where the model's arguments changed."""
-        assembly = self._assembly
-        leaves = torch.utils._pytree.tree_leaves((call.args, call.kwargs))
-        key = [(leaf, leaf._version if isinstance(leaf, Tensor) else None) for leaf in leaves]
-        if self._probed is not None and not call.indices and _same_arguments(self._probed[0], key):
-            return self._probed[1]
-
-        def run(reference: Mapping[str, Tensor]) -> poutine.Trace:
-            return run_hidden(
-                self.model, call.args, call.kwargs, reference, indices=call.indices, broadcast=True
-            )
-
-        with untouched(self.model), torch.no_grad(), pyro.validation_enabled(False):
-            values = covariate_values(assembly, self._options.covariates, call.args, call.kwargs, run)
-        self._probed = (key, values)
-        return values
-
-    def _fill_from_seen(self, call: _Call) -> None:
-        """Takes the data last seen in training where a call brings none, and finds plate rows that it does not cover."""
-        assembly = self._assembly
-        new_plates: dict[str, int] = {}
-        for name in assembly.read:
-            if name in call.values:
-                if name in assembly.columns:
-                    self._remember(covariates_of(name), call.covariates[name])
-                continue
-            if name not in self._seen:
-                raise ValueError(
-                    f"Expected data for the observed site '{name}'; this call brings none, and the guide has seen none. "
-                    f"Pass it as the model takes it, or as observations={{'{name}': value}}."
-                )
-            call.values[name] = self._seen[name]
-            site = call.trace.nodes[name]
-            changed = _resized_plates(call.values[name], site, assembly.event_dims[name])
-            if name in assembly.columns:
-                seen, now = self._seen[covariates_of(name)], call.covariates[name]
-                call.covariates[name] = seen
-                if seen.shape != now.shape or not torch.equal(seen, now):
-                    changed = {frame.name: frame.size for frame in site["cond_indep_stack"] if frame.vectorized}
-            new_plates.update(changed)
-            if not changed:
-                call.observed.setdefault(name, call.values[name])
-        call.unseen = self._unseen(new_plates)
-
-    def _unseen(self, new_plates: Mapping[str, int]) -> frozenset[str]:
-        """Returns the latents of new plate rows; they are drawn from the model's own conditional."""
-        assembly = self._assembly
-        unseen = frozenset(name for name in assembly.order if assembly.bayesnet.plates[name] & new_plates.keys())
-        for name in assembly.order:
-            reads = unseen.intersection(assembly.inverse.parents[name])
-            if name not in unseen and reads:
-                raise NotImplementedError(
-                    f"Expected a guide that draws '{name}' before '{min(reads)}', in order to predict new rows of "
-                    f"plate '{min(new_plates)}'; this one has the other order. Use inverse='reverse', or pass the "
-                    "plate's data."
-                )
-            if name in unseen and assembly.factors[name].joint:
-                plate = assembly.factors[name].joint[0]
-                raise ValueError(fixed_size(name, plate, assembly.sizes[plate], new_plates.get(plate, 0)))
-        return unseen
-
-    def _as_tensor(self, value: Any) -> Tensor:
-        like = self.network.no_columns()
-        return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=like.dtype, device=like.device)
-
-    def _start(self, call: _Call) -> NetworkState:
+    def _start(self, call: Call) -> NetworkState:
         """Returns the networks' state with everything observed known."""
         state = self.network.start()
         for name in self._assembly.read:
@@ -384,39 +271,45 @@ class AutoNaMIGuide(AutoGuide):
             self._read[node] = value, value._version, features
         return features
 
-    def _run_interleaved(self, current: Pass, call: _Call) -> None:
-        with Interleaved(current, call.observed, call.indices) as run:
-            self.model(*call.args, **call.kwargs)
-        self._check_visited(run.visited)
+    def _run_interleaved(self, current: Pass, call: Call) -> None:
+        run = Interleaved(current, call.given, call.indices, self._shown_plates(call))
+        run.run(call.model, call.args, call.kwargs)
+        missing = run.missing.intersection(self._assembly.program)
+        if missing:
+            raise ValueError(_MISSING_SITE.format(min(missing)))
 
-    def _run_detached(self, current: Pass, call: _Call) -> None:
+    def _shown_plates(self, call: Call) -> frozenset[str]:
+        """Returns the plates that nobody else has shown to the handlers outside."""
+        if self.master is not None or not self._assembly.interleaved:
+            return frozenset()
+        return frozenset(self._assembly.dims) - call.plates.keys() - call.indices.keys()
+
+    def _run_detached(self, current: Pass, call: Call) -> None:
         assembly = self._assembly
-        for name in assembly.semi_observed & call.observed.keys():
-            current.know(name, call.observed[name])
-        self._check_visited(call.trace.nodes)
+        for name in assembly.program:
+            if name not in call.sites:
+                raise ValueError(_MISSING_SITE.format(name))
+            if name in call.given:
+                current.know(name, call.given[name])
 
         def prior_at(name: str, values: Mapping[str, Tensor]) -> Any:
-            trace = run_hidden(self.model, call.args, call.kwargs, {**call.observed, **values}, indices=call.indices)
-            return trace.nodes[name]["fn"]
+            return call.run({**call.given, **values}, until=[name])[name]["fn"]
 
-        draw_detached(current, self._plates(call), call.trace, prior_at)
+        if self.master is None:
+            frames = (frame for site in call.sites.values() for frame in site["cond_indep_stack"])
+            sizes = {frame.name: frame.size for frame in frames if frame.name in assembly.dims}
+            known = call.plates.keys() | call.indices.keys()
+            show_plates({name: size for name, size in sizes.items() if name not in known}, assembly)
+        draw_detached(current, self._plates(call), call.sites, prior_at)
         if current.from_model:
             self._run_interleaved(current, call)
 
-    def _check_visited(self, visited: Any) -> None:
-        for name in self._assembly.program:
-            if name not in visited:
-                raise ValueError(
-                    f"Expected the sites of the guide's first call; this call lacks the latent site '{name}'. A guide's "
-                    "structure is fixed at its first call: make a new guide, or sample the site in every call."
-                )
-
-    def _plates(self, call: _Call) -> dict[str, pyro.plate]:
+    def _plates(self, call: Call) -> dict[str, pyro.plate]:
         """Returns the guide's own plates, of the sizes of this call."""
         plates = dict(call.plates)
         with poutine.block():
             for name in self._assembly.order:
-                for frame in call.trace.nodes[name]["cond_indep_stack"]:
+                for frame in call.sites[name]["cond_indep_stack"]:
                     if frame.vectorized and frame.name not in plates:
                         size = frame.full_size or frame.size
                         subsample = call.indices.get(frame.name)
@@ -436,7 +329,7 @@ class AutoNaMIGuide(AutoGuide):
                 batch dims.
 
         Returns:
-            A tensor of the shape of the batch dims.
+            A tensor of the shape of the batch dims. The model's masks apply; its scales do not.
 
         Raises:
             ValueError: for a latent that is missing, or of a shape that does not fit.
@@ -444,7 +337,7 @@ class AutoNaMIGuide(AutoGuide):
         with self._pyro_context:
             call = self._begin(args, kwargs)
             assembly, state = self._assembly, self._start(call)
-            values = _with_plate_dims(latents, assembly, call.observed)
+            values = _with_plate_dims(latents, assembly, call.given)
             for name in assembly.order:
                 state.add(name, assembly.features(name, values[name]))
             sites = self._priors(call, values) if assembly.anchored or assembly.predictive or assembly.varies else {}
@@ -460,10 +353,9 @@ class AutoNaMIGuide(AutoGuide):
                 total = total + _sum_plates(log_prob, assembly.nesting)
             return total
 
-    def _priors(self, call: _Call, values: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    def _priors(self, call: Call, values: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """Returns the model's sites at given values of the latents, from one hidden run."""
-        known = {**call.observed, **values}
-        return run_hidden(self.model, call.args, call.kwargs, known, indices=call.indices).nodes
+        return call.run({**call.given, **values}, until=self._assembly.program)
 
     @torch.no_grad()
     def quantiles(
@@ -518,7 +410,7 @@ class AutoNaMIGuide(AutoGuide):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["master"] = None
-        state["_probed"], state["_read"] = None, {}
+        state["_read"] = {}
         state["plates"] = {}
         state["_model"] = (self._model[0] if _picklable(self._model[0]) else None,)
         return state
@@ -529,17 +421,18 @@ class AutoNaMIGuide(AutoGuide):
         memo[id(self)] = result
         for module in [self._model[0], self.create_plates]:
             memo[id(module)] = module
-        state = {**self.__dict__, "master": None, "_probed": None, "_read": {}, "plates": {}}
+        state = {**self.__dict__, "master": None, "_read": {}, "plates": {}}
         result.__setstate__(copy.deepcopy(state, memo))
         return result
 
     def get_extra_state(self) -> dict[str, Any]:
         """The data last seen in training, which belongs to a guide's state as its weights do."""
-        return {"seen": {_key(name): value for name, value in self._seen.items()}}
+        seen = {} if self._data is None else self._data.seen
+        return {"seen": {_key(name): value for name, value in seen.items()}}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         names = {_key(name): name for site in self._made().event_dims for name in (site, covariates_of(site))}
-        self._seen = {names[key]: value for key, value in state["seen"].items()}
+        self._data.seen = {names[key]: value for key, value in state["seen"].items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state, or keeps it for the first call, when the guide gets its structure and parameters."""
@@ -550,74 +443,11 @@ class AutoNaMIGuide(AutoGuide):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> AutoNaMIGuide:
         super()._apply(fn, recurse)
-        self._seen = {name: fn(value) for name, value in self._seen.items()}
         if self._assembly is not None:
             self._assembly.apply(fn)
-        self._probed, self._read = None, {}
+            self._data.apply(fn)
+        self._read = {}
         return self
-
-
-class _Call:
-    """One call's data.
-
-    Attributes:
-        args, kwargs: the model's arguments.
-        plates: plates made outside the model.
-        indices: subsampled plate -> its instances.
-        values: observed site -> value that the factors read.
-        observed: those values that the model is run with in place of its own.
-        covariates: site -> its covariates.
-        unseen: latents of rows that no data covers.
-        trace: a run of the model at reference values, where one was needed.
-    """
-
-    def __init__(
-        self, args: tuple, kwargs: dict[str, Any], plates: dict[str, pyro.plate], indices: dict[str, Tensor]
-    ) -> None:
-        self.args, self.kwargs, self.plates, self.indices = args, kwargs, plates, indices
-        self.values: dict[str, Tensor] = {}
-        self.observed: dict[str, Tensor] = {}
-        self.covariates: dict[str, Tensor] = {}
-        self.unseen: frozenset[str] = frozenset()
-        self.trace: poutine.Trace | None = None
-
-    def argument(self, slot: int | str) -> Any:
-        """Returns the model's argument at a position or of a name; None if this call has none."""
-        if isinstance(slot, str):
-            return self.kwargs.get(slot)
-        return self.args[slot] if slot < len(self.args) else None
-
-
-def _find_slots(trace: poutine.Trace, sites: Sequence[str], arguments: Mapping[int | str, Any]) -> dict[str, int | str]:
-    """Returns observed site -> the argument that is its very value, so that calls need no extra run to find it."""
-    return {
-        name: slot
-        for name in sites
-        for slot, argument in arguments.items()
-        if isinstance(argument, Tensor) and argument is trace.nodes[name]["value"]
-    }
-
-
-def _same_arguments(before: list, now: list) -> bool:
-    if len(before) != len(now):
-        return False
-    for (old, old_version), (new, version) in zip(before, now):
-        if isinstance(old, Tensor) or isinstance(new, Tensor):
-            if old is not new or old_version != version:
-                return False
-        elif old is not new and old != new:
-            return False
-    return True
-
-
-def _resized_plates(value: Tensor, site: Mapping[str, Any], event_dim: int) -> dict[str, int]:
-    """Returns the plates of a site, with their sizes now, in which ``value`` has another size."""
-    batch = value.shape[: value.dim() - event_dim]
-    return {
-        frame.name: frame.size
-        for frame in site["cond_indep_stack"]
-        if frame.vectorized and len(batch) >= -frame.dim and batch[frame.dim] != frame.size
-    }
 
 
 def _picklable(model: Any) -> bool:
@@ -684,3 +514,9 @@ def _sum_plates(log_prob: Tensor, nesting: int) -> Tensor:
         return log_prob
     log_prob = log_prob[(None,) * max(0, nesting - log_prob.dim())]
     return log_prob.sum(tuple(range(-nesting, 0)))
+
+
+_MISSING_SITE = (
+    "Expected the sites of the guide's first call; this call lacks the latent site '{}'. A guide's structure is fixed "
+    "at its first call: make a new guide, or sample the site in every call."
+)

@@ -16,6 +16,9 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.poutine.runtime import Message, apply_stack
+from pyro.poutine.subsample_messenger import _Subsample
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
@@ -26,7 +29,7 @@ from pyro_nami.guides.assembly import Assembly
 from pyro_nami.guides.network import Factor, NetworkState
 from pyro_nami.simulation import Hidden
 
-__all__ = ["Interleaved", "Pass", "draw_detached", "fixed_size"]
+__all__ = ["Interleaved", "Pass", "draw_detached", "fixed_size", "show_plates"]
 
 
 class Pass:
@@ -65,6 +68,9 @@ class Pass:
                 f"Expected site '{name}' of event shape {tuple(family.event_shape)}, as at the guide's first call; got "
                 f"{tuple(event_shape)}. A guide's networks are fixed at its first call: make a new guide."
             )
+        for plate, dim, size in zip(factor.joint, *self._joint_plates(factor)):
+            if batch_shape[dim] != size:
+                raise ValueError(fixed_size(name, plate, size, batch_shape[dim]))
         anchor = None
         if prior is not None:
             family = family.at(prior)
@@ -87,9 +93,6 @@ class Pass:
         if not factor.joint:
             return family.autoregressive_distribution(conditionals, anchor, target)
         dims, sizes = self._joint_plates(factor)
-        for plate, dim, size in zip(factor.joint, dims, sizes):
-            if batch_shape[dim] != size:
-                raise ValueError(fixed_size(name, plate, size, batch_shape[dim]))
         return family.joint_distribution(conditionals, anchor, target, dims, sizes)
 
     def _instances(self, factor: Factor, params: Tensor) -> Tensor:
@@ -134,48 +137,90 @@ class Interleaved(Hidden):
         current: the pass.
         observed: values of the observed sites, as the guide reads them.
         indices: plate -> the instances that it holds.
+        plates: plates that are shown to the handlers outside; see `show_plates`.
     """
 
-    def __init__(self, current: Pass, observed: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> None:
-        super().__init__({**observed, **current.values}, indices)
-        self.current = current
-        self.visited: set[str] = set()
+    def __init__(
+        self,
+        current: Pass,
+        observed: Mapping[str, Tensor],
+        indices: Mapping[str, Tensor],
+        plates: frozenset[str] = frozenset(),
+    ) -> None:
+        drawn = {name for name in current.assembly.program if name not in current.values}
+        super().__init__({**observed, **current.values}, indices, until=drawn | plates)
+        self.current, self.plates = current, plates
         self._ours: set[str] = set()
 
     def _process_message(self, msg: Any) -> None:
         super()._process_message(msg)
-        name = msg["name"]
-        if msg["type"] != "sample" or site_is_subsample(msg):
+        name, current = msg["name"], self.current
+        if msg["type"] != "sample" or name in current.values:
             return
-        self.visited.add(name)
-        assembly = self.current.assembly
-        if name not in assembly.emitted:
-            if not msg["is_observed"] and name not in assembly.event_dims:
-                raise ValueError(
-                    f"Expected the sites of the guide's first call; got a new latent site '{name}'. A guide's "
-                    "structure is fixed at its first call: make a new guide, or sample the site in every call."
-                )
+        if site_is_subsample(msg):
+            if name in self.plates:
+                msg["stop"] = False
+                msg["cond_indep_stack"] = (_frame(name, msg["fn"].size, current.assembly),)
             return
-        if msg["is_observed"] or name in self.values:
-            if name not in self.current.values:
-                self.current.know(name, msg["value"])  # a semi-observed site, observed in this call
-            return
-        msg["stop"] = False
-        self._ours.add(name)
-        msg["infer"] = {key: value for key, value in msg["infer"].items() if key != "enumerate"}
-        if name not in self.current.from_model:
-            msg["fn"] = self.current.distribution(name, msg["fn"].batch_shape, msg["fn"])
+        if name not in current.assembly.program:
+            if not msg["is_observed"] and name not in current.assembly.event_dims:
+                raise ValueError(_NEW_SITE.format(name))
+        elif msg["is_observed"] or name in self.values:
+            current.know(name, msg["value"])  # a semi-observed site, observed in this call
+        else:
+            msg["stop"] = False
+            self._ours.add(name)
+            msg["infer"] = {key: value for key, value in msg["infer"].items() if key != "enumerate"}
+            if name not in current.from_model:
+                msg["fn"] = current.distribution(name, msg["fn"].batch_shape, msg["fn"])
 
     def _postprocess_message(self, msg: Any) -> None:
-        name = msg["name"]
-        if msg["type"] == "sample" and name in self._ours:
-            self.current.know(name, msg["value"])
+        if msg["type"] == "sample" and msg["name"] in self._ours and msg["value"] is not None:
+            self.current.know(msg["name"], msg["value"])
+        super()._postprocess_message(msg)
+
+
+def show_plates(plates: Mapping[str, int], assembly: Assembly) -> None:
+    """Shows plates, with their sizes, to the handlers outside.
+
+    Pyro's `Predictive` puts its own plate left of those that it sees in the guide's trace, and the model, which runs
+    inside the guide, may have more of them than the guide's latents lie in.
+    """
+    for name, size in plates.items():
+        apply_stack(
+            Message(
+                type="sample",
+                name=name,
+                fn=_Subsample(size, size),
+                is_observed=False,
+                args=(),
+                kwargs={},
+                value=torch.arange(size, device=assembly.factory["device"]),
+                infer={},
+                scale=1.0,
+                mask=None,
+                cond_indep_stack=(_frame(name, size, assembly),),
+                done=False,
+                stop=False,
+                continuation=None,
+            )
+        )
+
+
+def _frame(name: str, size: int, assembly: Assembly) -> CondIndepStackFrame:
+    return CondIndepStackFrame(name=name, dim=assembly.dims[name], size=size, counter=0)
+
+
+_NEW_SITE = (
+    "Expected the sites of the guide's first call; got a new latent site '{}'. A guide's structure is fixed at its "
+    "first call: make a new guide, or sample the site in every call."
+)
 
 
 def draw_detached(
     current: Pass,
     plates: Mapping[str, pyro.plate],
-    trace: poutine.Trace,
+    sites: Mapping[str, Mapping[str, Any]],
     prior_at: Callable[[str, Mapping[str, Tensor]], Distribution],
 ) -> None:
     """Draws every latent with a factor in sampling order, in the guide's own plates.
@@ -183,14 +228,14 @@ def draw_detached(
     Args:
         current: the pass; latents that are drawn from the model's own conditional, or known, are left out.
         plates: plate -> the guide's plate.
-        trace: a run of the model on the same data; masks and scales are taken from there.
+        sites: those of a run of the model on the same data; masks and scales are taken from there.
         prior_at: a site's model distribution at given values of the latents, for supports that depend on them.
     """
     assembly = current.assembly
     for name in assembly.order:
         if name in current.from_model or name in current.values:
             continue
-        site = trace.nodes[name]
+        site = sites[name]
         prior = prior_at(name, current.values) if assembly.families[name].varies else None
         frames = [frame for frame in site["cond_indep_stack"] if frame.vectorized]
         fn = current.distribution(name, site["fn"].batch_shape, prior)

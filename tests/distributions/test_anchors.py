@@ -38,7 +38,6 @@ PRIORS = {
     "AffineBeta": dist.AffineBeta(t(0.8), t(3.0), t(-1.0), t(4.0)),
     "Uniform": dist.Uniform(-1.0, t(3.0)),
     "Dirichlet": dist.Dirichlet(t(1.0, 2.0, 0.5, 3.0)),
-    "LKJCholesky": dist.LKJCholesky(4, t(1.5)),
     "affine": dist.TransformedDistribution(dist.Normal(t(1.0), t(2.0)), [TRANSFORMS.AffineTransform(3.0, -0.5)]),
     "affine-exp": dist.TransformedDistribution(
         dist.Normal(t(1.0), t(2.0)), [TRANSFORMS.AffineTransform(3.0, -0.5), TRANSFORMS.ExpTransform()]
@@ -49,8 +48,13 @@ PRIORS = {
     "masked": dist.Gamma(t(0.7, 2.0), t(3.0, 1.0)).mask(True).to_event(1),
     "expanded": dist.HalfNormal(t(3.0)).mask(True).expand([2]).to_event(1),
 }
-# Types whose unconstrained moments do not exist, or are not what the registry gives: location and scale instead.
-BY_DEFINITION = {torch.distributions.Cauchy, torch.distributions.StudentT, torch.distributions.VonMises}
+# Without moments, or approximate, or not drawn by torch as their density says: checked below.
+ELSEWHERE = {
+    torch.distributions.Cauchy,
+    torch.distributions.StudentT,
+    torch.distributions.VonMises,
+    torch.distributions.LKJCholesky,
+}
 
 
 @pytest.mark.parametrize("name", PRIORS)
@@ -67,9 +71,26 @@ def test_location_and_scale_are_the_moments_of_draws(name):
     assert ((anchor[..., 1] - scale).abs() < 5 * scale * ((kurtosis - 1) / 4e5).sqrt()).all()
 
 
+@pytest.mark.parametrize("dim", [3, 4])
+def test_correlation_factors_have_the_moments_of_their_density(dim):
+    """By importance sampling: torch's sampler does not follow its own density above dim 2."""
+    prior = dist.LKJCholesky(dim, t(1.5))
+    bijection = biject_to(prior.support)
+    proposal = dist.StudentT(t(6.0), t(0.0), t(0.7)).expand([dim * (dim - 1) // 2]).to_event(1)
+    torch.manual_seed(0)
+    x = proposal.sample((100_000,))
+    matrix = bijection(x)
+    log_weight = prior.log_prob(matrix) + bijection.log_abs_det_jacobian(x, matrix) - proposal.log_prob(x)
+    weight = log_weight.softmax(0).unsqueeze(-1)
+    anchor = location_and_scale(prior)
+    assert (weight * x).sum(0).abs().max() < 0.02
+    # About 40,000 effective draws: a standard deviation is known to 0.4%.
+    torch.testing.assert_close(anchor[:, 1], (weight * x.square()).sum(0).sqrt(), rtol=0.02, atol=0)
+
+
 def test_every_entry_is_checked():
     covered = {kind for prior in PRIORS.values() for kind in _kinds(prior)}
-    assert set(_MOMENTS) - covered - BY_DEFINITION == set()
+    assert set(_MOMENTS) - covered - ELSEWHERE == set()
 
 
 def test_heavy_tails_give_location_and_scale():
@@ -77,12 +98,12 @@ def test_heavy_tails_give_location_and_scale():
     assert location_and_scale(dist.StudentT(t(3.0), t(1.0), t(2.0))).tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("concentration", [1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("concentration", [1e-3, 0.3, 1.0, 30.0])
 def test_an_angle_has_about_the_spread_of_its_draws(concentration):
     prior = dist.VonMises(t(0.0), t(concentration))
     torch.manual_seed(0)
     scale = prior.sample((50_000,)).std()
-    assert 0.7 < location_and_scale(prior)[1] / scale < 1.1
+    assert 0.9 < location_and_scale(prior)[1] / scale < 1.15
 
 
 def test_a_wider_batch_comes_from_the_wrapper():
@@ -97,6 +118,8 @@ def test_gradient_reaches_the_parameters(name):
     while not (set(base.arg_constraints) and all(hasattr(base, key) for key in base.arg_constraints)):
         base = base.base_dist
     parameters = [key for key in base.arg_constraints if isinstance(base.__dict__.get(key), torch.Tensor)]
+    if "covariance_matrix" in parameters:
+        parameters = ["loc", "covariance_matrix"]
     if name in ("Uniform", "AffineBeta") or not parameters:
         return
     kwargs = {key: getattr(base, key).clone().requires_grad_() for key in parameters}

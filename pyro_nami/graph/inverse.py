@@ -1,0 +1,251 @@
+"""An inverse of a Bayesian network: what each latent reads when it is sampled given the data.
+
+An `Inverse` checks that it is a factorization of the posterior over the network's latents; whether it is a faithful
+one is for `verify_inverse` to say. The functions that build inverses are in `inversion.py`.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Inverse", "check_net", "check_partition", "sampled"]
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import networkx as nx
+
+from pyro_nami.graph.bayesnet import BayesNet, label, site_label
+from pyro_nami.graph.elimination import NO_PLATES
+
+Plates = frozenset[Hashable]
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """A factorization of the posterior: in reverse elimination order, each latent given the sites it reads.
+
+    Args:
+        net: the network that is inverted.
+        order: the latents in elimination order; ``reversed(order)`` is a sampling order.
+        parents: for each latent, the sites it reads, and the plates shared with each that it is read *across*. On
+            the other shared plates the two are aligned; plates that the parent has and the latent lacks are always
+            read across, and are not listed.
+        joint: for each latent, the plates over which its instances form one joint block, autoregressive inside.
+            A latent that is not listed has none.
+        predictive: the latents whose factor is the model's own conditional.
+
+    Raises:
+        ValueError: the order is not one of all latents (marginalized ones aside), or a latent reads a site that is
+            neither observed nor sampled before it, or plates are read across that are not shared.
+    """
+
+    net: BayesNet
+    order: tuple[Hashable, ...]
+    parents: Mapping[Hashable, Mapping[Hashable, Plates]]
+    joint: Mapping[Hashable, Plates] = field(default_factory=dict)
+    predictive: Plates = NO_PLATES
+
+    def __post_init__(self) -> None:
+        order = tuple(self.order)
+        check_net(self.net)
+        _check_order(self.net, order)
+        parents = {v: _frozen(self.parents.get(v, {})) for v in order}
+        joint = {v: frozenset(self.joint.get(v, NO_PLATES)) for v in order}
+        _check_parents(self.net, order, parents, joint)
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "parents", MappingProxyType(parents))
+        object.__setattr__(self, "joint", MappingProxyType(joint))
+        object.__setattr__(self, "predictive", frozenset(self.predictive))
+
+    @cached_property
+    def num_edges(self) -> int:
+        """The number of dependencies between sites, plates counted once."""
+        return sum(map(len, self.parents.values()))
+
+    @cached_property
+    def num_grounded_edges(self) -> int:
+        """The number of dependencies between instances, those inside joint blocks included."""
+        net = self.net
+        if not net.plate_sizes:
+            return self.num_edges
+        total = 0
+        for v, reads in self.parents.items():
+            block = net.num_instances(self.joint[v])
+            total += net.num_instances(net.plates[v] - self.joint[v]) * block * (block - 1) // 2
+            for u, across in reads.items():
+                total += net.num_instances(net.plates[u] | net.plates[v]) * net.num_instances(across)
+        return total
+
+    @cached_property
+    def levels(self) -> tuple[tuple[Hashable, ...], ...]:
+        """The latents in groups that can be sampled together, first to last; only latent parents are waited for."""
+        level: dict[Hashable, int] = {}
+        groups: list[list[Hashable]] = []
+        for v in reversed(self.order):
+            level[v] = max([level[u] for u in self.parents[v] if u in level], default=-1) + 1
+            if level[v] == len(groups):
+                groups.append([])
+            groups[level[v]].append(v)
+        return tuple(map(tuple, groups))
+
+    def to_networkx(self) -> nx.DiGraph:
+        """The inverse as a graph, edges from parent to latent; ``"across"`` holds the plates read across."""
+        graph = nx.DiGraph()
+        graph.add_nodes_from(
+            name for name in self.net.sites if name in self.parents or self.net.sites[name].observed
+        )
+        graph.add_edges_from(
+            (u, v, {"across": across}) for v in reversed(self.order) for u, across in self.parents[v].items()
+        )
+        return graph
+
+    def with_edges(self, extra: Iterable[tuple[Hashable, Hashable]]) -> Inverse:
+        """Adds dependencies (Webb et al. 2018, section 3.4); a latent that gains one is no longer predictive.
+
+        Args:
+            extra: pairs ``(parent, latent)``. The two are aligned on the plates they share, those of the latent's
+                joint block aside.
+
+        Raises:
+            ValueError: a parent is neither observed nor sampled before its latent.
+        """
+        parents = {v: dict(reads) for v, reads in self.parents.items()}
+        gained = set()
+        for u, v in extra:
+            if v not in parents or u not in self.net.sites:
+                raise ValueError(
+                    f"Expected edges from a site to a latent of the inverse; got ({u!r}, {v!r})."
+                )
+            if u not in parents[v]:
+                parents[v][u] = self.joint[v] & self.net.plates[u]
+                gained.add(v)
+        return Inverse(self.net, self.order, parents, self.joint, self.predictive - gained)
+
+    def ground(self) -> Inverse:
+        """The inverse of ``net.ground()``: one factor an instance, the instances of a joint block in index order."""
+        net = self.net
+        parents: dict[Hashable, Mapping[Hashable, Plates]] = {}
+        for v in self.order:
+            for instance in reversed(net.instances(v)):
+                sources = [
+                    source
+                    for u, across in self.parents[v].items()
+                    for source in net.aligned(u, instance, net.plates[u] - across)
+                ]
+                block = net.aligned(v, instance, net.plates[v] - self.joint[v])
+                earlier = block[: block.index(instance)]
+                parents[instance] = {source: NO_PLATES for source in (*sources, *earlier)}
+        return Inverse(
+            net.ground(),
+            tuple(parents),
+            parents,
+            predictive=frozenset(i for v in self.predictive for i in net.instances(v)),
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.net, self.order))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        parents = {v: dict(reads) for v, reads in self.parents.items()}
+        return Inverse, (self.net, self.order, parents, dict(self.joint), self.predictive)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        grounded = f" ({self.num_grounded_edges} between instances)" if self.net.plate_sizes else ""
+        yield f"Inverse: {len(self.order)} latents, {self.num_edges} edges{grounded}, {len(self.levels)} levels"
+        for v in reversed(self.order):
+            line = f"  {site_label(self.net, v)}"
+            if self.parents[v]:
+                line += " | " + ", ".join(self._reading(v, u) for u in self.parents[v])
+            if self.joint[v]:
+                line += f"; jointly over {_listed(self.net, self.joint[v])}"
+            yield line + ("; from the model" if v in self.predictive else "")
+
+    def _reading(self, v: Hashable, u: Hashable) -> str:
+        pooled = self.pooled(v, u)
+        return label(u) + (f" over {_listed(self.net, pooled)}" if pooled else "")
+
+    def pooled(self, v: Hashable, u: Hashable) -> Plates:
+        """The plates over which latent ``v`` reads all instances of ``u``: those ``v`` lacks, and those across."""
+        return (self.net.plates[u] - self.net.plates[v]) | self.parents[v][u]
+
+
+def sampled(net: BayesNet) -> tuple[Hashable, ...]:
+    """The latents that a guide samples, in model order: all but the marginalized ones."""
+    return tuple(name for name in net.latent if not net.sites[name].marginalized)
+
+
+def check_net(net: BayesNet) -> None:
+    """Raises TypeError unless ``net`` is a `BayesNet`."""
+    if not isinstance(net, BayesNet):
+        raise TypeError(
+            f"Expected a BayesNet; got {type(net).__name__}. Build one with BayesNet.from_edges, "
+            "BayesNet.from_networkx or extract_bayesnet."
+        )
+
+
+def check_partition(net: BayesNet, parts: Sequence[Sequence[Hashable]], what: str) -> None:
+    """Raises ValueError unless ``parts`` together list every sampled latent once; ``what`` says what they are."""
+    latents = dict.fromkeys(sampled(net))
+    seen: set[Hashable] = set()
+    for name in (name for part in parts for name in part):
+        if name in seen:
+            raise ValueError(f"Expected every latent once in {what}; got {name!r} twice.")
+        if name not in latents:
+            site = net.sites.get(name)
+            kind = "an unknown site" if site is None else "observed" if site.observed else "marginalized"
+            raise ValueError(
+                f"Expected latents that a guide samples in {what}; got {name!r}, which is {kind}."
+            )
+        seen.add(name)
+    if len(seen) < len(latents):
+        missing = next(name for name in latents if name not in seen)
+        raise ValueError(f"Expected every latent in {what}; got none for {missing!r}. List it.")
+
+
+def _check_order(net: BayesNet, order: Sequence[Hashable]) -> None:
+    place = {v: i for i, v in enumerate(order)}
+    check_partition(net, [order], "the order")
+    for z in order:
+        for hi in net.sites[z].support_parents:
+            if not net.sites[hi].observed and place.get(hi, -1) < place[z]:
+                how = "goes first" if hi in place else "is marginalized"
+                raise ValueError(
+                    f"Expected {z!r} to be eliminated before {hi!r}, on which its support depends; got an order in "
+                    f"which {hi!r} {how}. Change the direction or the blocks."
+                )
+
+
+def _check_parents(
+    net: BayesNet,
+    order: Sequence[Hashable],
+    parents: Mapping[Hashable, Mapping[Hashable, Plates]],
+    joint: Mapping[Hashable, Plates],
+) -> None:
+    known = set(net.observed)
+    for v in reversed(order):
+        if not parents[v].keys() <= known:
+            u = next(u for u in parents[v] if u not in known)
+            raise ValueError(
+                f"Expected the parents of {v!r} to be observed or sampled before it; got the edge ({u!r}, {v!r})."
+            )
+        known.add(v)
+        if not joint[v] <= net.plates[v]:
+            raise ValueError(f"Expected {v!r} to be joint over plates it lies in; got {set(joint[v])!r}.")
+        for u, across in parents[v].items() if net.plate_sizes else ():
+            if not across <= net.plates[u] & net.plates[v]:
+                raise ValueError(
+                    f"Expected {v!r} to read {u!r} across plates that they share; got {set(across)!r}."
+                )
+
+
+def _frozen(reads: Mapping[Hashable, Plates]) -> Mapping[Hashable, Plates]:
+    return reads if isinstance(reads, MappingProxyType) else MappingProxyType(dict(reads))
+
+
+def _listed(net: BayesNet, plates: Plates) -> str:
+    return " and ".join(label(plate) for plate in net.plate_sizes if plate in plates)

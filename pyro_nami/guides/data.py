@@ -1,0 +1,262 @@
+"""Where a call's data comes from: the values of observed sites, the covariates, and what was seen before.
+
+In this order: ``observations=``; the model's arguments, where an observed site's value is one of them; a run of the
+model at reference values of its latents; and what was last seen in training. Change this module to feed a guide from
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_nami.conditioning import covariates_of
+from pyro_nami.guides.assembly import Assembly, covariate_values
+from pyro_nami.guides.sampling import fixed_size
+from pyro_nami.isolation import untouched
+from pyro_nami.simulation import Hidden
+
+__all__ = ["Call", "DataReader", "find_slots"]
+
+
+class Call:
+    """One call's data.
+
+    Attributes:
+        model, args, kwargs: the model and its arguments.
+        plates: plates made outside the model.
+        indices: subsampled plate -> its instances.
+        values: observed site -> value that the factors read.
+        given: values that the model is run with in place of its own.
+        covariates: site -> its covariates.
+        unseen: latents of rows that no data covers.
+        sites: the model's sites at reference values of the latents, where a run was needed.
+    """
+
+    def __init__(
+        self, model: Callable, args: tuple, kwargs: Mapping[str, Any], plates: Mapping[str, pyro.plate]
+    ) -> None:
+        self.model, self.args, self.kwargs, self.plates = model, args, kwargs, plates
+        self.indices = {name: plate.indices for name, plate in plates.items() if plate.subsample_size < plate.size}
+        self.values: dict[str, Tensor] = {}
+        self.given: dict[str, Tensor] = {}
+        self.covariates: dict[str, Tensor] = {}
+        self.unseen: frozenset[str] = frozenset()
+        self.sites: dict[str, dict[str, Any]] = {}
+
+    def argument(self, slot: int | str) -> Any:
+        """Returns the model's argument at a position or of a name; None if this call has none."""
+        if isinstance(slot, str):
+            return self.kwargs.get(slot)
+        return self.args[slot] if slot < len(self.args) else None
+
+    def run(self, values: Mapping[str, Tensor], **options: Any) -> dict[str, dict[str, Any]]:
+        """Returns the sites of a hidden run of the model on this call's arguments and instances; see `Hidden`."""
+        return Hidden(values, self.indices, **options).run(self.model, self.args, self.kwargs)
+
+
+def find_slots(
+    values: Mapping[str, Tensor], arguments: Mapping[int | str, Any]
+) -> dict[str, int | str]:
+    """Returns observed site -> the argument that is its very value, so that calls need no extra run to find it."""
+    return {
+        name: slot
+        for name, value in values.items()
+        for slot, argument in arguments.items()
+        if isinstance(argument, Tensor) and argument is value
+    }
+
+
+class DataReader:
+    """Finds the data of each call of one guide.
+
+    Args:
+        assembly: the guide's structure.
+        covariates: the guide's option of that name.
+        slots: observed site -> the argument that is its value.
+
+    Attributes:
+        seen: observed site or its covariates -> values last seen in training; part of the guide's state.
+    """
+
+    def __init__(self, assembly: Assembly, covariates: Any, slots: Mapping[str, int | str]) -> None:
+        self.assembly, self.covariates, self.slots = assembly, covariates, slots
+        self.seen: dict[Any, Tensor] = {}
+        self._first: list | None = None
+        self._probed: tuple[list, dict[str, Tensor]] | None = None
+
+    def read(self, call: Call, observations: Mapping[str, Any], *, remember: bool) -> None:
+        """Fills in a call.
+
+        Args:
+            call: with model, arguments and plates.
+            observations: values by site; those that are no observed sites are passed over.
+            remember: whether to keep what the call's own arguments bring, for calls that bring none.
+
+        Raises:
+            ValueError: a site has no data, or is missing from the run.
+        """
+        assembly = self.assembly
+        leaves = tree_leaves((call.args, dict(call.kwargs)))
+        slots = self.slots if self._is_like_first(leaves) else {}
+        own: dict[str, Tensor] = {}
+        for name in (*assembly.read, *assembly.semi_observed):
+            if observations.get(name) is not None:
+                call.values[name] = call.given[name] = self._as_tensor(observations[name])
+            elif name in slots:
+                value = call.argument(slots[name])
+                if isinstance(value, Tensor):
+                    call.values[name] = own[name] = value
+        complete = all(name in call.values for name in assembly.read)
+        if not (complete and assembly.interleaved) or assembly.subsampled or assembly.semi_observed:
+            own.update(self._look(call))
+        if assembly.columns:
+            call.covariates = self._covariates(call, leaves)
+        if remember and own:
+            self.seen.update({name: value.detach() for name, value in own.items()})
+            self.seen.update({covariates_of(name): value for name, value in call.covariates.items()})
+        self._fill_from_seen(call)
+        self._check_sizes(call)
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Applies ``fn`` to all tensors kept, to move them to another device."""
+        self.seen = {name: fn(value) for name, value in self.seen.items()}
+        self._probed = None
+
+    def _look(self, call: Call) -> dict[str, Tensor]:
+        """Runs the model at reference values of the latents; returns the values that it observes itself."""
+        assembly = self.assembly
+        shown = assembly.subsampled - call.indices.keys()
+        with torch.no_grad():
+            call.sites = sites = call.run(assembly.reference, shown=shown, broadcast=True)
+        call.indices.update({name: sites[name]["value"] for name in shown if name in sites})
+        own = {}
+        for name in (*assembly.read, *assembly.semi_observed):
+            if name not in sites:
+                raise ValueError(_MISSING_SITE.format(name))
+            if sites[name]["is_observed"] and name not in call.values:
+                call.values[name] = own[name] = self._as_tensor(sites[name]["value"])
+                if name in assembly.semi_observed:
+                    call.given[name] = call.values[name]
+        return own
+
+    def _is_like_first(self, leaves: list) -> bool:
+        """Whether the model's arguments are those of the first call, apart from what tensors hold.
+
+        Other arguments may change what the model does with its tensors, and so what it observes.
+        """
+        plain = [(None, "tensor") if isinstance(leaf, Tensor) else (leaf, None) for leaf in leaves]
+        if self._first is None:
+            self._first = plain
+        return _same_arguments(self._first, plain)
+
+    def _covariates(self, call: Call, leaves: list) -> dict[str, Tensor]:
+        """Returns the covariates of every site, probed anew only where the model's arguments changed."""
+        key = [(leaf, leaf._version if isinstance(leaf, Tensor) else None) for leaf in leaves]
+        if self._probed is not None and not call.indices and _same_arguments(self._probed[0], key):
+            return dict(self._probed[1])
+        with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
+            values = covariate_values(
+                self.assembly,
+                self.covariates,
+                call.args,
+                call.kwargs,
+                lambda reference: call.run(reference, broadcast=True),
+            )
+        self._probed = (key, values)
+        return dict(values)
+
+    def _fill_from_seen(self, call: Call) -> None:
+        """Takes the data last seen in training where a call brings none, and finds plate rows that it does not cover.
+
+        Covariates go with the data: rows whose covariates are others than those last seen are new rows.
+        """
+        assembly = self.assembly
+        absent = [name for name in assembly.read if name not in call.values]
+        if not absent:
+            return
+        for name in absent:
+            if name not in self.seen:
+                raise ValueError(
+                    f"Expected data for the observed site '{name}'; this call brings none, and the guide has seen none. "
+                    f"Pass it as the model takes it, or as observations={{'{name}': value}}."
+                )
+            call.values[name] = self.seen[name]
+        plates = frozenset().union(*(assembly.bayesnet.plates[name] for name in absent))
+        new_plates: dict[str, int] = {}
+        for name in absent:
+            new_plates.update(_resized_plates(call.values[name], call.sites[name], assembly.event_dims[name]))
+        for name, now in call.covariates.items():
+            seen = self.seen.get(covariates_of(name))
+            if seen is None or not plates & assembly.bayesnet.plates[name]:
+                continue
+            call.covariates[name] = seen
+            if seen.shape != now.shape or not torch.equal(seen, now):
+                frames = [frame for frame in call.sites[name]["cond_indep_stack"] if frame.vectorized]
+                new_plates.update({frame.name: frame.size for frame in frames if frame.name in plates})
+        if new_plates:
+            call.unseen = self._unseen(new_plates)
+        else:
+            call.given.update({name: call.values[name] for name in absent})
+
+    def _check_sizes(self, call: Call) -> None:
+        """Raises where a plate that the guide flattens has changed its size."""
+        assembly = self.assembly
+        for name in assembly.read if assembly.flattened else ():
+            for plate in assembly.bayesnet.plates[name] & assembly.flattened.keys():
+                value, dim = call.values[name], assembly.dims[plate] - assembly.event_dims[name]
+                if value.dim() >= -dim and value.shape[dim] not in (1, assembly.sizes[plate]):
+                    latent = assembly.flattened[plate]
+                    raise ValueError(fixed_size(latent, plate, assembly.sizes[plate], value.shape[dim]))
+
+    def _unseen(self, new_plates: Mapping[str, int]) -> frozenset[str]:
+        """Returns the latents of new plate rows; they are drawn from the model's own conditional."""
+        assembly = self.assembly
+        unseen = frozenset(name for name in assembly.order if assembly.bayesnet.plates[name] & new_plates.keys())
+        for name in assembly.order:
+            reads = unseen.intersection(assembly.inverse.parents[name])
+            if name not in unseen and reads:
+                raise NotImplementedError(
+                    f"Expected a guide that draws '{name}' before '{min(reads)}', in order to predict new rows of "
+                    f"plate '{min(new_plates)}'; this one has the other order. Use inverse='reverse', or pass the "
+                    "plate's data."
+                )
+            joint = [plate for plate in assembly.factors[name].joint if plate in new_plates]
+            if name in unseen and joint:
+                raise ValueError(fixed_size(name, joint[0], assembly.sizes[joint[0]], new_plates[joint[0]]))
+        return unseen
+
+    def _as_tensor(self, value: Any) -> Tensor:
+        return value if isinstance(value, Tensor) else torch.as_tensor(value, **self.assembly.factory)
+
+
+_MISSING_SITE = (
+    "Expected the sites of the guide's first call; this call lacks '{}'. A guide's structure is fixed at its first "
+    "call: make a new guide, or sample the site in every call."
+)
+
+
+def _same_arguments(before: list, now: list) -> bool:
+    if len(before) != len(now):
+        return False
+    for (old, old_version), (new, version) in zip(before, now):
+        if old_version != version:
+            return False
+        if old is not new and (isinstance(old, Tensor) or isinstance(new, Tensor) or old != new):
+            return False
+    return True
+
+
+def _resized_plates(value: Tensor, site: Mapping[str, Any], event_dim: int) -> dict[str, int]:
+    """Returns the plates of a site, with their sizes now, in which ``value`` has another size."""
+    batch = value.shape[: value.dim() - event_dim]
+    return {
+        frame.name: frame.size
+        for frame in site["cond_indep_stack"]
+        if frame.vectorized and len(batch) >= -frame.dim and batch[frame.dim] != frame.size
+    }
