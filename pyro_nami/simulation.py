@@ -6,18 +6,19 @@ all sites, which networks are standardized by and covariates are found at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _DIM_ALLOCATOR
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-__all__ = ["AllSeen", "Hidden", "prior_draws"]
+__all__ = ["AllSeen", "Hidden", "own_dims", "prior_draws"]
 
 
 class AllSeen(BaseException):
@@ -74,9 +75,19 @@ class Hidden(Messenger):
 
     def run(self, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Runs the model, to its end or until all is seen; returns its sample sites, as a trace holds them."""
-        with self, suppress(AllSeen):
+        with own_dims(), self, suppress(AllSeen):
             model(*args, **kwargs)
         return self.sites
+
+
+@contextmanager
+def own_dims() -> Iterator[None]:
+    """Lets plates take the same dims as anywhere else, whatever plates are around: their messages stay hidden."""
+    taken, _DIM_ALLOCATOR._stack = _DIM_ALLOCATOR._stack, []
+    try:
+        yield
+    finally:
+        _DIM_ALLOCATOR._stack = taken
 
 
 def prior_draws(model: Callable, args: tuple, kwargs: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:

@@ -294,13 +294,18 @@ def label(name: Hashable) -> str:
     """A name as text: a string that reads as an identifier is left bare, anything else shows its `repr`."""
     if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) and name not in ("None", "True", "False"):
         return name
-    return repr(name)
+    return repr(name).replace("\n", r"\n")
 
 
 def site_label(net: BayesNet, name: Hashable) -> str:
     """A site's name, and its plates in brackets."""
-    plates = [label(plate) for plate in net.plate_sizes if plate in net.plates[name]]
-    return f"{label(name)}[{', '.join(plates)}]" if plates else label(name)
+    plates = ", ".join(label(plate) for plate in net.plate_sizes if plate in net.plates[name])
+    return f"{label(name)}[{plates}]" if plates else label(name)
+
+
+def plate_list(net: BayesNet, plates: frozenset[Hashable]) -> str:
+    """Plates as text, in the order of the network's ``plate_sizes``."""
+    return " and ".join(label(plate) for plate in net.plate_sizes if plate in plates)
 
 
 def _names(names: Iterable[Hashable]) -> Iterable[Hashable]:

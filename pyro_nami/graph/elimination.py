@@ -74,8 +74,10 @@ def eliminate(net: BayesNet, order: Iterable[Hashable]) -> Elimination:
     names, position, factors = net.indexed.names, net.indexed.position, Factors(net)
     result = Elimination({}, {})
     for name in order:
-        if name not in net.sites or net.sites[name].observed or name in result.joint:
-            raise ValueError(f"Expected an order of distinct latent sites; got {name!r}.")
+        site = net.sites.get(name)
+        if site is None or site.observed or name in result.joint:
+            kind = "unknown" if site is None else "observed" if site.observed else "there twice"
+            raise ValueError(f"Expected an order of distinct latent sites; got {name!r}, which is {kind}.")
         scope, joint = factors.eliminate(position[name])
         result.parents[name] = {names[u]: joint & factors.plates[u] for u in sorted(scope)}
         result.joint[name] = joint
@@ -165,8 +167,10 @@ class Factors:
     def new_edges(self, v: int) -> tuple[tuple[tuple[int, int], ...], int]:
         """Returns the lifted pairs that eliminating v would couple, or couple further, and their grounded edges."""
         batch, clique, rest = self._split(v)
-        counts = {pair: self.added(*pair, batch) for pair in self._open_pairs(v, clique, rest)}
-        return tuple(sorted(tuple(sorted(pair)) for pair, n in counts.items() if n)), sum(counts.values())  # type: ignore
+        counts = {
+            (min(a, b), max(a, b)): self.added(a, b, batch) for a, b in self._open_pairs(v, clique, rest)
+        }
+        return tuple(sorted(pair for pair, count in counts.items() if count)), sum(counts.values())
 
     def disturbed(self, v: int, waiting: set[int]) -> set[int]:
         """The sites of ``waiting``, v's neighbours aside, between whose neighbours eliminating v may add an edge."""
@@ -178,7 +182,7 @@ class Factors:
                 ends = (clique - self._near(x, clique)) | (rest - self._near(x, rest))
             else:
                 ends = {b for b in clique | rest if b != v and self.added(x, b, batch)}
-            # such a site touches both ends of a new edge: look from the side that has fewer factors
+            # A disturbed site touches both ends of a new edge: look from the side that has fewer factors.
             if len(ids) <= len(ends) or x in ends:
                 found.update(*(self.scopes[i] & waiting for i in ids))
                 continue

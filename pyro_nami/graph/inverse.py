@@ -16,7 +16,7 @@ from typing import Any
 
 import networkx as nx
 
-from pyro_nami.graph.bayesnet import BayesNet, label, site_label
+from pyro_nami.graph.bayesnet import BayesNet, label, plate_list, site_label
 from pyro_nami.graph.elimination import NO_PLATES
 
 Plates = frozenset[Hashable]
@@ -136,7 +136,7 @@ class Inverse:
                 ]
                 block = net.aligned(v, instance, net.plates[v] - self.joint[v])
                 earlier = block[: block.index(instance)]
-                parents[instance] = {source: NO_PLATES for source in (*sources, *earlier)}
+                parents[instance] = dict.fromkeys((*sources, *earlier), NO_PLATES)
         return Inverse(
             net.ground(),
             tuple(parents),
@@ -156,18 +156,18 @@ class Inverse:
 
     def _lines(self) -> Iterator[str]:
         grounded = f" ({self.num_grounded_edges} between instances)" if self.net.plate_sizes else ""
-        yield f"Inverse: {len(self.order)} latents, {self.num_edges} edges{grounded}, {len(self.levels)} levels"
+        yield f"Inverse: latents {len(self.order)}, edges {self.num_edges}{grounded}, levels {len(self.levels)}"
         for v in reversed(self.order):
             line = f"  {site_label(self.net, v)}"
             if self.parents[v]:
                 line += " | " + ", ".join(self._reading(v, u) for u in self.parents[v])
             if self.joint[v]:
-                line += f"; jointly over {_listed(self.net, self.joint[v])}"
+                line += f"; jointly over {plate_list(self.net, self.joint[v])}"
             yield line + ("; from the model" if v in self.predictive else "")
 
     def _reading(self, v: Hashable, u: Hashable) -> str:
         pooled = self.pooled(v, u)
-        return label(u) + (f" over {_listed(self.net, pooled)}" if pooled else "")
+        return label(u) + (f" over {plate_list(self.net, pooled)}" if pooled else "")
 
     def pooled(self, v: Hashable, u: Hashable) -> Plates:
         """The plates over which latent ``v`` reads all instances of ``u``: those ``v`` lacks, and those across."""
@@ -245,7 +245,3 @@ def _check_parents(
 
 def _frozen(reads: Mapping[Hashable, Plates]) -> Mapping[Hashable, Plates]:
     return reads if isinstance(reads, MappingProxyType) else MappingProxyType(dict(reads))
-
-
-def _listed(net: BayesNet, plates: Plates) -> str:
-    return " and ".join(label(plate) for plate in net.plate_sizes if plate in plates)

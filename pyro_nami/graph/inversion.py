@@ -70,7 +70,8 @@ def nami(
 
     Example:
         >>> edges = ["DG", "IG", "IS", "GL", "SJ", "LJ", "GH", "JH"]
-        >>> inverse = nami(BayesNet.from_edges(edges, observed="HJ"), direction="forward")
+        >>> net = BayesNet.from_edges(edges, observed=["H", "J"], nodes="DIGSLJH")
+        >>> inverse = nami(net, direction="forward")
         >>> list(inverse.parents["L"])
         ['J', 'H']
     """

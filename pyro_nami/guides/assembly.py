@@ -27,7 +27,7 @@ from pyro_nami.graph import BayesNet, Inverse, Site, eliminate, fully_connected,
 from pyro_nami.guides.network import Factor, InverseNetwork
 from pyro_nami.isolation import untouched
 from pyro_nami.nn import PoolingEncoder
-from pyro_nami.simulation import Hidden, prior_draws
+from pyro_nami.simulation import Hidden, own_dims, prior_draws
 
 __all__ = ["Assembly", "Options", "assemble", "covariate_values", "invert"]
 
@@ -142,10 +142,13 @@ def assemble(
         ValueError: for a model without latents, and for options that name what the model lacks.
         NotImplementedError: for a site that no family covers.
     """
-    with untouched(model), poutine.block(), torch.no_grad():
-        found = extract(model, args, kwargs, observed=options.observed, init=options.init_loc_fn)
+    with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         prototype = _prototype(model, args, kwargs, options.init_loc_fn)
-        draws = prior_draws(model, args, kwargs, _PRIOR_DRAWS)
+        with untouched(model):
+            # A guide's structure and scales are a function of the model and its arguments, not of the seed.
+            pyro.set_rng_seed(0)
+            found = extract(model, args, kwargs, observed=options.observed, init=options.init_loc_fn)
+            draws = prior_draws(model, args, kwargs, _PRIOR_DRAWS)
         assembler = _Assembler(model, args, kwargs, options, found, prototype, draws, frozenset(subsampled))
         return (*assembler.assemble(), prototype)
 

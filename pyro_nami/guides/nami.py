@@ -27,7 +27,7 @@ from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.assembly import Assembly, Options, assemble
 from pyro_nami.guides.data import Call, DataReader, find_slots
 from pyro_nami.guides.network import NetworkState, as_pyro_module
-from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached, show_plates
+from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached
 from pyro_nami.isolation import untouched
 from pyro_nami.simulation import Hidden
 
@@ -134,7 +134,7 @@ class AutoNaMIGuide(AutoGuide):
         self._assembly: Assembly | None = None
         self._data: DataReader | None = None
         self._read: dict[Any, tuple[Tensor, int, Tensor]] = {}
-        self._waiting_state: dict[str, Any] | None = None
+        self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None
 
     # ---- what was found
 
@@ -177,8 +177,8 @@ class AutoNaMIGuide(AutoGuide):
         if self.master is not None:
             self.master()._check_prototype(prototype)
         if self._waiting_state is not None:
-            state, self._waiting_state = self._waiting_state, None
-            self.load_state_dict(state)
+            waiting, self._waiting_state = self._waiting_state, None
+            self.load_state_dict(*waiting)
 
     def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, pyro.plate]:
         """Returns the plates that are made outside the model; all others are the model's own."""
@@ -210,7 +210,7 @@ class AutoNaMIGuide(AutoGuide):
             self._run_interleaved(current, call)
         else:
             self._run_detached(current, call)
-        return {name: current.values[name] for name in self._assembly.program if name not in call.given}
+        return {name: current.returned[name] for name in self._assembly.program if name in current.returned}
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         """Returns one call's data: arguments of the model, plates, and the values of observed sites."""
@@ -272,17 +272,11 @@ class AutoNaMIGuide(AutoGuide):
         return features
 
     def _run_interleaved(self, current: Pass, call: Call) -> None:
-        run = Interleaved(current, call.given, call.indices, self._shown_plates(call))
+        run = Interleaved(current, call.given, call.indices)
         run.run(call.model, call.args, call.kwargs)
         missing = run.missing.intersection(self._assembly.program)
         if missing:
             raise ValueError(_MISSING_SITE.format(min(missing)))
-
-    def _shown_plates(self, call: Call) -> frozenset[str]:
-        """Returns the plates that nobody else has shown to the handlers outside."""
-        if self.master is not None or not self._assembly.interleaved:
-            return frozenset()
-        return frozenset(self._assembly.dims) - call.plates.keys() - call.indices.keys()
 
     def _run_detached(self, current: Pass, call: Call) -> None:
         assembly = self._assembly
@@ -295,11 +289,6 @@ class AutoNaMIGuide(AutoGuide):
         def prior_at(name: str, values: Mapping[str, Tensor]) -> Any:
             return call.run({**call.given, **values}, until=[name])[name]["fn"]
 
-        if self.master is None:
-            frames = (frame for site in call.sites.values() for frame in site["cond_indep_stack"])
-            sizes = {frame.name: frame.size for frame in frames if frame.name in assembly.dims}
-            known = call.plates.keys() | call.indices.keys()
-            show_plates({name: size for name, size in sizes.items() if name not in known}, assembly)
         draw_detached(current, self._plates(call), call.sites, prior_at)
         if current.from_model:
             self._run_interleaved(current, call)
@@ -437,7 +426,7 @@ class AutoNaMIGuide(AutoGuide):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state, or keeps it for the first call, when the guide gets its structure and parameters."""
         if self._assembly is None:
-            self._waiting_state = dict(state_dict)
+            self._waiting_state = dict(state_dict), strict, assign
             return nn.modules.module._IncompatibleKeys([], [])
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 

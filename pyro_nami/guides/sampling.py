@@ -16,20 +16,19 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.poutine.indep_messenger import CondIndepStackFrame
-from pyro.poutine.runtime import Message, apply_stack
-from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.runtime import get_plates
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_nami.distributions.joint import unfold
+from pyro_nami.distributions.relocated import Relocated, Relocation
 from pyro_nami.families import Family
 from pyro_nami.guides.assembly import Assembly
 from pyro_nami.guides.network import Factor, NetworkState
 from pyro_nami.simulation import Hidden
 
-__all__ = ["Interleaved", "Pass", "draw_detached", "fixed_size", "show_plates"]
+__all__ = ["Interleaved", "Pass", "draw_detached", "fixed_size"]
 
 
 class Pass:
@@ -45,6 +44,20 @@ class Pass:
         self.assembly, self.state = assembly, state
         self.from_model = unseen.union(assembly.predictive, assembly.transparent)
         self.values: dict[str, Tensor] = {}
+        self.returned: dict[str, Tensor] = {}
+        self._relocation = _relocation(assembly)
+
+    def outside(self, fn: Distribution) -> Distribution:
+        """Returns a distribution as the handlers outside see it."""
+        return fn if self._relocation is None else Relocated(fn, self._relocation)
+
+    def take(self, name: str, value: Tensor) -> Tensor:
+        """Takes in the value that a latent got outside; returns it as the model sees it."""
+        self.returned[name] = value
+        if self._relocation is not None:
+            value = self._relocation.value_inside(value, self.assembly.event_dims[name])
+        self.know(name, value)
+        return value
 
     def know(self, name: str, value: Tensor) -> None:
         """Takes in the value of a latent, sampled or replayed."""
@@ -113,6 +126,13 @@ class Pass:
         return family.distribution(self._instances(factor, self.state.params(name)), anchor)
 
 
+def _relocation(assembly: Assembly) -> Relocation | None:
+    """Returns what lies where if the guide is called inside a plate whose dim the model needs for itself."""
+    outer = [frame.dim for frame in get_plates() if frame.vectorized and frame.name not in assembly.dims]
+    kept = -1 - max(outer, default=-1 - assembly.nesting)
+    return Relocation(kept, assembly.nesting - kept) if kept < assembly.nesting else None
+
+
 def fixed_size(name: str, plate: str, size: int, now: int) -> str:
     """Returns the message for a plate whose instances form one block and that has changed its size."""
     return (
@@ -137,7 +157,6 @@ class Interleaved(Hidden):
         current: the pass.
         observed: values of the observed sites, as the guide reads them.
         indices: plate -> the instances that it holds.
-        plates: plates that are shown to the handlers outside; see `show_plates`.
     """
 
     def __init__(
@@ -145,22 +164,16 @@ class Interleaved(Hidden):
         current: Pass,
         observed: Mapping[str, Tensor],
         indices: Mapping[str, Tensor],
-        plates: frozenset[str] = frozenset(),
     ) -> None:
         drawn = {name for name in current.assembly.program if name not in current.values}
-        super().__init__({**observed, **current.values}, indices, until=drawn | plates)
-        self.current, self.plates = current, plates
+        super().__init__({**observed, **current.values}, indices, until=drawn)
+        self.current = current
         self._ours: set[str] = set()
 
     def _process_message(self, msg: Any) -> None:
         super()._process_message(msg)
         name, current = msg["name"], self.current
-        if msg["type"] != "sample" or name in current.values:
-            return
-        if site_is_subsample(msg):
-            if name in self.plates:
-                msg["stop"] = False
-                msg["cond_indep_stack"] = (_frame(name, msg["fn"].size, current.assembly),)
+        if msg["type"] != "sample" or name in current.values or site_is_subsample(msg):
             return
         if name not in current.assembly.program:
             if not msg["is_observed"] and name not in current.assembly.event_dims:
@@ -173,42 +186,12 @@ class Interleaved(Hidden):
             msg["infer"] = {key: value for key, value in msg["infer"].items() if key != "enumerate"}
             if name not in current.from_model:
                 msg["fn"] = current.distribution(name, msg["fn"].batch_shape, msg["fn"])
+            msg["fn"] = current.outside(msg["fn"])
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self._ours and msg["value"] is not None:
-            self.current.know(msg["name"], msg["value"])
+            msg["value"] = self.current.take(msg["name"], msg["value"])
         super()._postprocess_message(msg)
-
-
-def show_plates(plates: Mapping[str, int], assembly: Assembly) -> None:
-    """Shows plates, with their sizes, to the handlers outside.
-
-    Pyro's `Predictive` puts its own plate left of those that it sees in the guide's trace, and the model, which runs
-    inside the guide, may have more of them than the guide's latents lie in.
-    """
-    for name, size in plates.items():
-        apply_stack(
-            Message(
-                type="sample",
-                name=name,
-                fn=_Subsample(size, size),
-                is_observed=False,
-                args=(),
-                kwargs={},
-                value=torch.arange(size, device=assembly.factory["device"]),
-                infer={},
-                scale=1.0,
-                mask=None,
-                cond_indep_stack=(_frame(name, size, assembly),),
-                done=False,
-                stop=False,
-                continuation=None,
-            )
-        )
-
-
-def _frame(name: str, size: int, assembly: Assembly) -> CondIndepStackFrame:
-    return CondIndepStackFrame(name=name, dim=assembly.dims[name], size=size, counter=0)
 
 
 _NEW_SITE = (
@@ -247,7 +230,7 @@ def draw_detached(
                 stack.enter_context(poutine.scale(scale=scale))
             for frame in frames:
                 stack.enter_context(plates[frame.name])
-            current.know(name, pyro.sample(name, fn))
+            current.take(name, pyro.sample(name, current.outside(fn)))
 
 
 def _own_scale(site: Mapping[str, Any]) -> Any:

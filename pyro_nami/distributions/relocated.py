@@ -1,0 +1,106 @@
+"""A distribution seen at other batch dims.
+
+A guide may be called inside a plate that its own sites leave room for but its model does not: `Predictive` looks at
+the guide's trace alone to place its plate of draws. Inside, the model then has to see the draws further to the left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+__all__ = ["Relocated", "Relocation"]
+
+
+class Relocation(NamedTuple):
+    """Moves batch dims: outside they lie left of ``kept`` dims, inside left of ``kept + gap``, with ones between."""
+
+    kept: int
+    gap: int
+
+    def inside(self, batch: torch.Size) -> torch.Size:
+        """Returns an outside batch shape as it is inside."""
+        cut = len(batch) - self.kept
+        return batch if cut <= 0 else torch.Size((*batch[:cut], *(1,) * self.gap, *batch[cut:]))
+
+    def outside(self, batch: torch.Size) -> torch.Size:
+        """Returns an inside batch shape as it is outside."""
+        right, left = max(len(batch) - self.kept, 0), max(len(batch) - self.kept - self.gap, 0)
+        return torch.Size((*batch[:left], *batch[right:]))
+
+    def value_inside(self, value: Tensor, event_dim: int) -> Tensor:
+        """Returns an outside value ``(*batch, *event)`` as it is inside."""
+        cut = value.dim() - event_dim
+        return value.reshape(self.inside(value.shape[:cut]) + value.shape[cut:])
+
+    def value_outside(self, value: Tensor, event_dim: int) -> Tensor:
+        """Returns an inside value ``(*batch, *event)`` as it is outside."""
+        cut = value.dim() - event_dim
+        return value.reshape(self.outside(value.shape[:cut]) + value.shape[cut:])
+
+
+class Relocated(TorchDistribution):
+    """A distribution with its batch dims outside.
+
+    Args:
+        base: the distribution inside.
+        relocation: what lies where.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}
+
+    def __init__(self, base: TorchDistribution, relocation: Relocation) -> None:
+        self._base, self._relocation = base, relocation
+        self._latest: tuple[Tensor, Tensor] | None = None
+        super().__init__(relocation.outside(base.batch_shape), base.event_shape, validate_args=False)
+
+    @constraints.dependent_property
+    def support(self) -> constraints.Constraint:
+        return self._base.support
+
+    @property
+    def has_rsample(self) -> bool:  # type: ignore[override]
+        return self._base.has_rsample
+
+    @property
+    def has_enumerate_support(self) -> bool:  # type: ignore[override]
+        return self._base.has_enumerate_support
+
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Relocated:
+        return Relocated(self._base.expand(self._relocation.inside(torch.Size(batch_shape))), self._relocation)
+
+    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+        """Returns a reparameterized draw ``(*sample_shape, *batch, *event)``."""
+        return self._out(self._base.rsample(sample_shape), len(sample_shape))
+
+    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+        """Returns a draw ``(*sample_shape, *batch, *event)``."""
+        return self._out(self._base.sample(sample_shape), len(sample_shape))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Returns log densities in nats ``(*batch,)``."""
+        inside = self._inside(value)
+        return self._relocation.value_outside(self._base.log_prob(inside), 0)
+
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        """Returns every value, ``(values, *batch, *event)``."""
+        values = self._base.enumerate_support(expand)
+        return values.reshape(values.shape[:1] + self.batch_shape + self.event_shape) if expand else values.reshape(
+            values.shape[:1] + (1,) * len(self.batch_shape) + self.event_shape
+        )
+
+    def _out(self, inside: Tensor, sample_ndims: int) -> Tensor:
+        value = inside.reshape(inside.shape[:sample_ndims] + self.batch_shape + self.event_shape)
+        self._latest = value, inside
+        return value
+
+    def _inside(self, value: Tensor) -> Tensor:
+        """Returns a value as the base knows it; for the latest draw, that draw itself."""
+        if self._latest is not None and self._latest[0] is value and self._latest[1].requires_grad == value.requires_grad:
+            return self._latest[1]
+        return self._relocation.value_inside(value, len(self.event_shape))

@@ -1,0 +1,169 @@
+"""Lifted elimination against two oracles: the grounded graph, and the label algebra of the lifted moral graph."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from pyro_nami.graph import BayesNet, Site, eliminate, moralize
+
+
+def random_net(rng: random.Random, sites: int = 6, plates: int = 3, evidence: bool = False) -> BayesNet:
+    """A random network; with ``evidence``, every site without children is observed."""
+    sizes = {f"p{i}": rng.choice([2, 3]) for i in range(rng.randint(0, plates))}
+    n, density = rng.randint(1, sites), rng.choice([0.2, 0.4, 0.7])
+    edges = [(u, t) for t in range(n) for u in range(t) if rng.random() < density]
+    bare = set(range(n)) - {u for u, _ in edges} if evidence else set()
+    return BayesNet(
+        [
+            Site(i, plates={p for p in sizes if rng.random() < 0.4}, observed=i in bare or rng.random() < 0.3)
+            for i in range(n)
+        ],
+        edges,
+        sizes,
+    )
+
+
+def instances(net, site):
+    plates = [p for p in net.plate_sizes if p in net.plates[site]]
+    return [dict(zip(plates, at)) for at in itertools.product(*(range(net.plate_sizes[p]) for p in plates))]
+
+
+def key(site, at):
+    return site, tuple(sorted(at.items()))
+
+
+def agree(at, other, plates):
+    return all(at[p] == other[p] for p in plates)
+
+
+def grounded_moral_graph(net):
+    """Neighbours of each instance, straight from the meaning of plates."""
+    neighbours = {key(s, at): set() for s in net.sites for at in instances(net, s)}
+    parents = {node: {node} for node in neighbours}
+    for u, t in net.edges:
+        shared = net.plates[u] & net.plates[t]
+        for at in instances(net, t):
+            parents[key(t, at)] |= {key(u, of) for of in instances(net, u) if agree(at, of, shared)}
+    for family in parents.values():
+        for a, b in itertools.permutations(family, 2):
+            neighbours[a].add(b)
+    return neighbours
+
+
+def remove(neighbours, node):
+    """Eliminates a node in place and returns its neighbours."""
+    around = neighbours.pop(node)
+    for a in around:
+        neighbours[a].discard(node)
+        neighbours[a] |= around - {a}
+    return around
+
+
+def joint_blocks(net, v, joint):
+    """The instances of a site, grouped into its joint blocks."""
+    groups = {}
+    for at in instances(net, v):
+        groups.setdefault(key(v, {p: i for p, i in at.items() if p not in joint}), []).append(at)
+    return list(groups.values())
+
+
+def read(net, v, at, reads):
+    """The instances that the lifted result says instance ``at`` of ``v`` reads, its own site's aside."""
+    return {
+        key(u, of)
+        for u, across in reads.items()
+        for of in instances(net, u)
+        if agree(at, of, (net.plates[u] & net.plates[v]) - across)
+    }
+
+
+def test_lifted_elimination_is_grounded_elimination():
+    rng, joint_ones = random.Random(0), 0
+    for _ in range(3000):
+        net = random_net(rng)
+        order = rng.sample(net.latent, len(net.latent))
+        lifted, neighbours = eliminate(net, order), grounded_moral_graph(net)
+        for v in order:
+            joint_ones += bool(lifted.joint[v])
+            for block in joint_blocks(net, v, lifted.joint[v]):
+                left, outside = {key(v, at) for at in block}, set()
+                for at in block:
+                    left.discard(key(v, at))
+                    around = remove(neighbours, key(v, at))
+                    assert left == {node for node in around if node[0] == v}, (net.edges, order, v)
+                    outside |= around - left
+                for at in block:
+                    assert read(net, v, at, lifted.parents[v]) == outside, (net.edges, order, v)
+    assert joint_ones > 500
+
+
+def labels_by_pairs(net, order):
+    """The algebra on pairs of sites: labels F, then parents and joint blocks, by the formulas as they are written."""
+    plates, labels = net.plates, {}
+
+    def couple(a, b, across):
+        if a != b or across:
+            labels[frozenset((a, b))] = labels.get(frozenset((a, b)), frozenset()) | across
+
+    for t in net.sites:
+        above = [u for u, child in net.edges if child == t]
+        for u in above:
+            couple(u, t, frozenset())
+        for a, b in itertools.combinations_with_replacement(above, 2):
+            couple(a, b, (plates[a] & plates[b]) - plates[t])
+    moral, parents, joints = dict(labels), {}, {}
+    for v in order:
+        joint = labels.pop(frozenset((v,)), frozenset())
+        batch = plates[v] - joint
+        around = [u for pair in labels if v in pair for u in pair - {v}]
+        reads = {u: labels.pop(frozenset((u, v))) | (joint & plates[u]) for u in around}
+        for a, b in itertools.combinations_with_replacement(around, 2):
+            shared = plates[a] & plates[b]
+            couple(a, b, (shared - batch) | (shared & reads[a]) | (shared & reads[b]))
+        parents[v], joints[v] = reads, joint
+    return moral, parents, joints
+
+
+def test_factors_say_what_the_labels_of_pairs_say():
+    rng = random.Random(1)
+    for _ in range(1000):
+        net = random_net(rng, sites=8)
+        order = rng.sample(net.latent, len(net.latent))
+        moral, parents, joint = labels_by_pairs(net, order)
+        labels = moralize(net)
+        assert {frozenset((a, b)): label for a in labels for b, label in labels[a].items()} == moral
+        assert tuple(eliminate(net, order)) == (parents, joint)
+
+
+def test_a_parent_outside_the_plate_of_its_child_stays_one_and_local_latents_stay_local():
+    plates = {"z": ["data"], "x": ["data"]}
+    net = BayesNet.from_edges([("mu", "z"), ("z", "x")], observed=["x"], plates=plates)
+    parents, joint = eliminate(net, ["z", "mu"])
+    assert parents == {"z": {"mu": frozenset(), "x": frozenset()}, "mu": {"x": frozenset()}}
+    assert joint == {"z": frozenset(), "mu": frozenset()}
+
+
+def test_eliminating_a_global_site_first_makes_the_local_ones_joint():
+    plates = {"z": ["data"], "x": ["data"]}
+    net = BayesNet.from_edges([("mu", "z"), ("z", "x")], observed=["x"], plates=plates)
+    parents, joint = eliminate(net, ["mu", "z"])
+    assert parents == {"mu": {"z": frozenset()}, "z": {"x": {"data"}}}
+    assert joint == {"mu": frozenset(), "z": {"data"}}
+
+
+def test_an_order_may_leave_latents_out():
+    net = BayesNet.from_edges([("a", "b"), ("b", "c")], observed=[])
+    assert eliminate(net, ["b"]).parents == {"b": {"a": frozenset(), "c": frozenset()}}
+
+
+@pytest.mark.parametrize(
+    ("order", "error"),
+    [(["w"], "'w', which is unknown"), (["x"], "'x', which is observed"), (["z", "z"], "'z', which is there twice")],
+)
+def test_an_order_is_one_of_distinct_latents(order, error):
+    net = BayesNet.from_edges([("z", "x")], observed=["x"])
+    with pytest.raises(ValueError, match=error):
+        eliminate(net, order)
