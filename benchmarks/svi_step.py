@@ -137,7 +137,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs; writes no results")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few steps, to see that it runs; writes no results"
+    )
     parser.add_argument("--rounds", type=int, default=21, help="rounds in which the guides take turns")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_nami import AutoNaMIGuide
+from pyro_nami.render import render
 
 Y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
 SIGMA = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
@@ -48,7 +50,7 @@ GUIDES: dict[str, Callable[[Callable], AutoGuide]] = {
     "AutoNaMIGuide": AutoNaMIGuide,
     'AutoNaMIGuide, families="flow"': lambda model: AutoNaMIGuide(model, families="flow"),
 }
-LEARNING_RATE = 0.01
+LEARNING_RATE = 0.03
 PARTICLES = 64
 
 
@@ -147,9 +149,7 @@ def judge(name: str, guide: AutoGuide, seconds: float, log_evidence: float, chun
     """The ELBO gap from ``chunks`` times 1,000 particles, and 1,000 draws for each chunk."""
     losses = torch.tensor([elbo(1000).loss(model, guide, SIGMA, Y) for _ in range(chunks)])
     sites = ("mu", "tau", "theta")
-    sampler = Predictive(
-        model, guide=guide, num_samples=1000 * chunks, return_sites=sites, parallel=True
-    )
+    sampler = Predictive(model, guide=guide, num_samples=1000 * chunks, return_sites=sites, parallel=True)
     values = sampler(SIGMA, Y)
     draws = torch.cat([values[site].reshape(1000 * chunks, -1) for site in sites], -1)
     gap = log_evidence + losses.mean().item()
@@ -159,7 +159,9 @@ def judge(name: str, guide: AutoGuide, seconds: float, log_evidence: float, chun
 def print_table(rows: list[Row], exact: Exact, exact_draws: Tensor) -> None:
     """ELBO gaps and marginals; deviations are in sds of the reference draws."""
     print("\nELBO gap: exact log evidence minus ELBO, in nats (0 is the exact posterior), +- standard error.")
-    print("Then posterior mean and sd, and the largest deviation of a mean and of an sd over all ten unknowns,")
+    print(
+        "Then posterior mean and sd, and the largest deviation of a mean and of an sd over all ten unknowns,"
+    )
     print("in sds of the reference draws.\n")
     names = ("mu", "tau", "theta_1")
     heads = "".join(f"{name:>15}" for name in names)
@@ -204,9 +206,28 @@ def plot_funnels(rows: list[Row], exact: Exact, exact_draws: Tensor, path: Path)
         axis.set_title(f"{name}\n{note}", fontsize=10)
     figure.supxlabel(r"$\theta_1$, effect in school 1")
     figure.supylabel(r"$\tau$, spread between schools (log scale)")
-    figure.suptitle("Eight schools: 2,000 draws of each guide; lines: 50% and 90% regions of the exact posterior")
+    figure.suptitle(
+        "Eight schools: 2,000 draws of each guide; lines: 50% and 90% regions of the exact posterior"
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def write_networks(guide: AutoNaMIGuide, folder: Path) -> list[Path]:
+    """The network and its inverse: drawn here, as Mermaid text, and by Graphviz where it is installed."""
+    parts = {"network": guide.bayesnet, "inverse": guide.inverse}
+    paths = [folder / "network.png", folder / "network.md"]
+    plot_networks(guide, paths[0])
+    paths[1].write_text(
+        "\n".join(
+            f"## {name}\n\n```mermaid\n{render(part, 'mermaid')}\n```\n" for name, part in parts.items()
+        )
+    )
+    if shutil.which("dot"):
+        paths += [folder / f"{name}.svg" for name in parts]
+        for name, part in parts.items():
+            render(part, "svg", folder / f"{name}.svg")
+    return paths
 
 
 def plot_networks(guide: AutoNaMIGuide, path: Path) -> None:
@@ -222,7 +243,10 @@ def plot_networks(guide: AutoNaMIGuide, path: Path) -> None:
     modelled = set(net.edges) | {(child, parent) for parent, child in net.edges}
     found = inverse.to_networkx().edges
     figure, axes = plt.subplots(1, 2, figsize=(8.6, 4.8), layout="constrained")
-    titles = (f"the model: {len(net.edges)} edges", f"its inverse, which the guide follows: {len(found)} edges")
+    titles = (
+        f"the model: {len(net.edges)} edges",
+        f"its inverse, which the guide follows: {len(found)} edges",
+    )
     for axis, title, edges in zip(axes, titles, (net.edges, found)):
         plate = FancyBboxPatch((-0.62, -0.6), 1.24, 2.35, boxstyle="round,pad=0.05", fill=False, color="gray")
         axis.add_patch(plate)
@@ -238,16 +262,19 @@ def plot_networks(guide: AutoNaMIGuide, path: Path) -> None:
                 "linewidth": 1.4,
                 "color": "tab:orange" if added else "black",
                 "linestyle": "--" if added else "-",
-                "connectionstyle": f"arc3,rad={-0.35 * side}",
+                "connectionstyle": f"arc3,rad={0.55 * side}",
             }
             axis.annotate("", places[child], places[parent], arrowprops=style)
         for name, place in places.items():
             color = "lightgray" if net.sites[name].observed else "white"
             axis.scatter(*place, s=1150, color=color, edgecolors="black", linewidths=1.2, zorder=3)
             axis.text(*place, name, ha="center", va="center", zorder=4)
-        axis.set(xlim=(-1.9, 1.9), ylim=(-0.85, 2.9), aspect="equal", title=title)
+        axis.set(xlim=(-2.1, 2.1), ylim=(-0.85, 2.9), aspect="equal", title=title)
         axis.axis("off")
-    figure.supxlabel("gray: observed.   dashed: dependence that inversion adds.   box: repeated for every school", fontsize=9)
+    figure.supxlabel(
+        "gray: observed.   dashed: dependence that inversion adds.   box: repeated for every school",
+        fontsize=9,
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -269,7 +296,7 @@ def main() -> None:
     guide = AutoNaMIGuide(model)
     guide(SIGMA, Y)
     print(f"The model's network\n{guide.bayesnet}\n\nWhat the guide samples, in order\n{guide.inverse}\n")
-    plot_networks(guide, arguments.out / "network.png")
+    written = write_networks(guide, arguments.out)
 
     exact = Exact()
     rows = []
@@ -279,8 +306,9 @@ def main() -> None:
     pyro.set_rng_seed(arguments.seed)
     exact_draws = exact.sample(1000 * chunks)
     print_table(rows, exact, exact_draws)
-    plot_funnels(rows, exact, exact_draws, arguments.out / "funnels.png")
-    print(f"Written: {arguments.out / 'network.png'}, {arguments.out / 'funnels.png'}")
+    written.append(arguments.out / "funnels.png")
+    plot_funnels(rows, exact, exact_draws, written[-1])
+    print(f"Written: {', '.join(map(str, written))}")
 
 
 if __name__ == "__main__":

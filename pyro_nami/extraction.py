@@ -31,7 +31,7 @@ from pyro_nami.isolation import untouched
 from pyro_nami.provenance import ProvenanceTracker
 from pyro_nami.replay import Probe, Run, equal, redraw_part, same
 
-__all__ = ["Extraction", "extract", "extract_bayesnet"]
+__all__ = ["Extraction", "extract", "extract_bayesnet", "is_blocked"]
 
 # Draws per site downstream of a value that left torch: one draw may well take the same branch of an `if`.
 _ROUNDS = 16
@@ -336,7 +336,7 @@ class _Network:
                 "`torch.where` for `if`, tensors as indices, no `.item()`, `float()` or numpy in between.",
                 stacklevel=4,
             )
-        if self.hidden and not _is_blocked(self.probe.model):
+        if self.hidden and not is_blocked(self.probe.model):
             names = ", ".join(f"'{name}'" for name in self.probe.order if name in self.hidden)
             warnings.warn(
                 f"Hidden randomness: {names} differ between runs of the model at equal values of all sites, "
@@ -346,10 +346,10 @@ class _Network:
             )
 
 
-def _is_blocked(model: Any) -> bool:
+def is_blocked(model: Any) -> bool:
     """Whether a model hides sites on purpose: it is wrapped in ``poutine.block``, whatever else is around that."""
     if isinstance(model, partial):
-        return any(isinstance(part, BlockMessenger) or _is_blocked(part) for part in model.args)
+        return any(isinstance(part, BlockMessenger) or is_blocked(part) for part in model.args)
     return False
 
 

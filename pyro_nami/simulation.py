@@ -18,7 +18,7 @@ from pyro.poutine.runtime import _DIM_ALLOCATOR
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-__all__ = ["AllSeen", "Hidden", "own_dims", "prior_draws"]
+__all__ = ["AllSeen", "Hidden", "changed_event_shape", "own_dims", "prior_draws"]
 
 
 class AllSeen(BaseException):
@@ -61,7 +61,7 @@ class Hidden(Messenger):
                 msg["stop"] = False
         elif name in self.values:
             value = self.values[name]
-            msg["value"] = value.expand(msg["fn"].shape()) if self.broadcast else value
+            msg["value"] = _expanded(name, value, msg["fn"]) if self.broadcast else value
 
     def _postprocess_message(self, msg: Any) -> None:
         # Sequential enumeration puts the run off at a site, and there is no value yet.
@@ -78,6 +78,22 @@ class Hidden(Messenger):
         with own_dims(), self, suppress(AllSeen):
             model(*args, **kwargs)
         return self.sites
+
+
+def _expanded(name: str, value: Tensor, fn: Any) -> Tensor:
+    """Returns a value at the full shape of its site."""
+    event_shape = fn.event_shape
+    if value.shape[value.dim() - len(event_shape) :] != event_shape:
+        raise ValueError(changed_event_shape(name, value.shape[value.dim() - len(event_shape) :], event_shape))
+    return value.expand(fn.shape())
+
+
+def changed_event_shape(name: str, before: torch.Size, now: torch.Size) -> str:
+    """Returns the message for a site whose event shape is not that of the guide's first call."""
+    return (
+        f"Expected site '{name}' of event shape {tuple(before)}, as at the guide's first call; got {tuple(now)}. "
+        "A guide's networks are fixed at its first call: make a new guide."
+    )
 
 
 @contextmanager

@@ -60,7 +60,9 @@ class LinearGaussian:
         sd: standard deviation of every site given its parents.
     """
 
-    def __init__(self, weights: Mapping[tuple[str, str], float], observed: tuple[str, ...], sd: float = 1.0) -> None:
+    def __init__(
+        self, weights: Mapping[tuple[str, str], float], observed: tuple[str, ...], sd: float = 1.0
+    ) -> None:
         self.weights, self.observed, self.sd = dict(weights), tuple(observed), sd
         self.sites = list(dict.fromkeys(name for edge in weights for name in edge))
         while True:  # a topological order that is stable
@@ -108,19 +110,21 @@ class LinearGaussian:
 CHAIN = LinearGaussian({("a", "b"): 1.0, ("b", "c"): 1.0, ("c", "y"): 1.0}, ("y",))
 # Webb et al. 2018: explaining away needs the edge a - e, which the moral graph alone lacks.
 COLLIDER = LinearGaussian({("a", "c"): 1.0, ("c", "d"): 1.0, ("e", "d"): 1.0}, ("d",))
+# Weak data: s and t stay coupled through r.
 TREE = LinearGaussian(
     {
-        ("r", "s"): 0.8,
-        ("r", "t"): -0.7,
-        ("s", "y0"): 1.0,
-        ("s", "y1"): 0.5,
-        ("t", "y2"): 1.0,
-        ("t", "y3"): -1.0,
+        ("r", "s"): 2.0,
+        ("r", "t"): -1.5,
+        ("s", "y0"): 0.3,
+        ("s", "y1"): 0.15,
+        ("t", "y2"): 0.3,
+        ("t", "y3"): -0.3,
     },
     ("y0", "y1", "y2", "y3"),
 )
 DIAMOND = LinearGaussian(
-    {("a", "b"): 1.0, ("a", "c"): -1.0, ("b", "d"): 0.7, ("c", "d"): 0.9, ("d", "y"): 1.0, ("b", "x"): 0.5}, ("y", "x")
+    {("a", "b"): 1.0, ("a", "c"): -1.0, ("b", "d"): 0.7, ("c", "d"): 0.9, ("d", "y"): 1.0, ("b", "x"): 0.5},
+    ("y", "x"),
 )
 NETWORKS = {"chain": CHAIN, "collider": COLLIDER, "tree": TREE, "diamond": DIAMOND}
 
@@ -327,7 +331,7 @@ def regression(x: Tensor, y: Tensor | None = None) -> None:
 
 
 def network_case(network: LinearGaussian) -> Case:
-    return Case(network, lambda: tuple(torch.randn(len(network.observed))), {name: () for name in network.latent})
+    return Case(network, lambda: tuple(torch.randn(len(network.observed))), dict.fromkeys(network.latent, ()))
 
 
 CASES: dict[str, Case] = {
@@ -348,7 +352,9 @@ CASES: dict[str, Case] = {
     "deterministic_and_delta": Case(
         deterministic_and_delta, lambda: (torch.tensor(1.0),), {"a": (), "same": ()}
     ),
-    "vae_like": Case(vae_like, lambda: ((torch.randn(5, 3) > 0).to(torch.get_default_dtype()),), {"z": (5, 2)}, 1),
+    "vae_like": Case(
+        vae_like, lambda: ((torch.randn(5, 3) > 0).to(torch.get_default_dtype()),), {"z": (5, 2)}, 1
+    ),
     "regression": Case(regression, lambda: (torch.randn(6, 2), torch.randn(6)), {"w": (2,), "s": ()}, 1),
 }
 

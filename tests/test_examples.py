@@ -26,9 +26,16 @@ def test_quickstart_prints_network_inverse_and_table_and_writes_plots(tmp_path):
     printed = run("examples/quickstart.py", "--smoke", "--out", str(tmp_path))
     assert "theta[schools]: latent, given mu, tau" in printed
     assert "theta[schools] | mu, tau, y" in printed
-    for guide in ("AutoNormal", "AutoMultivariateNormal", "AutoStructured", "AutoNaMIGuide", 'families="flow"'):
+    for guide in (
+        "AutoNormal",
+        "AutoMultivariateNormal",
+        "AutoStructured",
+        "AutoNaMIGuide",
+        'families="flow"',
+    ):
         assert guide in printed
     assert "-31.3113 nats" in printed  # by an independent adaptive quadrature
+    assert (tmp_path / "network.md").read_text().count("```mermaid") == 2
     for name in ("network.png", "funnels.png"):
         assert (tmp_path / name).stat().st_size > 10_000
 

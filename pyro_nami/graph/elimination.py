@@ -183,7 +183,7 @@ class Factors:
             else:
                 ends = {b for b in clique | rest if b != v and self.added(x, b, batch)}
             # A disturbed site touches both ends of a new edge: look from the side that has fewer factors.
-            if len(ids) <= len(ends) or x in ends:
+            if len(ids) <= len(ends):
                 found.update(*(self.scopes[i] & waiting for i in ids))
                 continue
             for b in ends:

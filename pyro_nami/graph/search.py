@@ -117,8 +117,8 @@ class Frontier:
     """The latents of one block that may go next, and the greedy min-fill choice among them.
 
     Fill is recounted only for sites whose neighbourhood changed, and for these only once a lower bound no longer
-    rules them out: one elimination lowers the fill of a site by at most its degree (the edges of the eliminated
-    site) plus the eliminated site's own fill (the edges added).
+    rules them out: of the pairs counted as missing between a site's neighbours, one elimination takes away at most
+    those of the eliminated site (the site's degree when counted) and those it joins (the eliminated site's own fill).
 
     Args:
         factors: the factors, which `choose` reads.
@@ -163,7 +163,7 @@ class Frontier:
         scope, joint = self.factors.eliminate(v)
         touched |= scope & self.ready
         for u in touched - self.uncounted:
-            self._loosen(u, self.bound.get(v, 0), len(scope))
+            self._loosen(u, self.bound.get(v, 0))
         for u in self.precedence.after(v):
             self.pending[u] -= 1
             if not self.pending[u]:
@@ -176,9 +176,8 @@ class Frontier:
         self.bounded.discard(v)
         heapq.heappush(self.heap, (self.bound[v], self.sign * v))
 
-    def _loosen(self, u: int, fill: int, growth: int) -> None:
+    def _loosen(self, u: int, fill: int) -> None:
         bound = self.bound[u] - self.degree[u] - fill
-        self.degree[u] += growth
         if bound > 0 and self.factors.uniform:
             self.bound[u] = bound
             self.bounded.add(u)

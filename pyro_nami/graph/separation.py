@@ -13,9 +13,10 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from pyro_nami.graph.bayesnet import BayesNet, Indexed, Instance, label
-from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.inverse import Inverse, check_net
 
 Dependency = tuple[Hashable, Hashable]
+Plates = frozenset[Hashable]
 ENOUGH_INSTANCES = 3
 
 
@@ -29,8 +30,8 @@ class Verification:
         redundant: the dependencies of the inverse that the posterior does not have, likewise.
     """
 
-    missing: Mapping[Dependency, frozenset[Hashable]]
-    redundant: Mapping[Dependency, frozenset[Hashable]]
+    missing: Mapping[Dependency, Plates]
+    redundant: Mapping[Dependency, Plates]
 
     def __bool__(self) -> bool:
         return not self.missing
@@ -54,36 +55,40 @@ def verify_inverse(net: BayesNet, inverse: Inverse) -> Verification:
     """Decides by d-separation on the grounded network whether an inverse is faithful and minimal.
 
     Along the sampling order, instance by instance (a joint block in the order of its indices), let W be the data and
-    the instances sampled so far. The posterior of v given W depends on u in W iff u is not d-separated from v by
-    the rest of W; an inverse is faithful iff v's parents hold all such u, and minimal iff they hold no other.
+    the instances sampled so far. The posterior of v given W *needs* those u in W that are not d-separated from v by
+    the rest of W. An inverse is faithful iff every v reads all it needs. It is minimal iff besides that a factor (an
+    instance or a joint block) reads nothing that none of its instances needs, and a block is joint over no plate
+    across which none of its instances needs another.
 
     Instances of a plate are exchangeable, so plates of more than 3 instances are cut to 3.
 
     Raises:
-        ValueError: the inverse is one of other latents, or lies in other plates, than the network's.
+        TypeError: ``net`` is not a `BayesNet`.
+        ValueError: the inverse does not fit the network.
     """
-    if inverse.net is not net and inverse.net != net:
-        # An inverse built for another network is taken over to this one, which checks that it fits.
-        inverse = Inverse(net, inverse.order, inverse.parents, inverse.joint, inverse.predictive)
+    check_net(net)
     small = BayesNet(
         net.sites, net.edges, {plate: min(size, ENOUGH_INSTANCES) for plate, size in net.plate_sizes.items()}
     )
-    grounded = replace(inverse, net=small).ground()
-    names, position, *_ = graph = grounded.net.indexed
-    ancestry = _Ancestry(graph)
-    known = {position[x] for x in grounded.net.observed}
-    for x in known:
-        ancestry.add(x)
-    missing: dict[Dependency, frozenset[Hashable]] = {}
-    redundant: dict[Dependency, frozenset[Hashable]] = {}
-    for v in reversed(grounded.order):
-        ancestry.add(position[v])
-        needed = {names[u] for u in ancestry.reach(position[v], known) & known}
-        read = grounded.parents[v].keys()
-        for found, sources in ((missing, needed - read), (redundant, read - needed)):
-            for u in sorted(sources, key=position.__getitem__):
-                _note(found, u, v)
-        known.add(position[v])
+    read = replace(inverse, net=small).ground().parents
+    posterior = _Posterior(small.ground())
+    missing: dict[Dependency, Plates] = {}
+    redundant: dict[Dependency, Plates] = {}
+    for v in reversed(inverse.order):
+        crossed: set[Hashable] = set()
+        for block in _blocks(small, v, inverse.joint[v]):
+            needed_by_block = set()
+            for instance in block:
+                needed = posterior.sample(instance)
+                needed_by_block |= needed
+                _note(missing, instance, posterior.ordered(needed - read[instance].keys()))
+                crossed.update(*(_across(other, instance) for other in needed.intersection(block)))
+            for instance in block:
+                idle = read[instance].keys() - needed_by_block - set(block)
+                _note(redundant, instance, posterior.ordered(idle))
+        uncrossed = frozenset(p for p in inverse.joint[v] - crossed if small.plate_sizes[p] > 1)
+        if uncrossed:
+            redundant[v, v] = uncrossed
     return Verification(missing, redundant)
 
 
@@ -107,6 +112,28 @@ def d_separated(net: BayesNet, x: Hashable, y: Hashable, given: Iterable[Hashabl
     for name in (x, y, *given):
         ancestry.add(graph.position[name])
     return graph.position[y] not in ancestry.reach(graph.position[x], known)
+
+
+class _Posterior:
+    """What each latent needs when the latents of a grounded network are sampled one by one given the data."""
+
+    def __init__(self, net: BayesNet) -> None:
+        self.names, self.position = net.indexed.names, net.indexed.position
+        self.ancestry = _Ancestry(net.indexed)
+        self.known = {self.position[name] for name in net.observed}
+        for i in self.known:
+            self.ancestry.add(i)
+
+    def ordered(self, names: Iterable[Hashable]) -> list[Hashable]:
+        return sorted(names, key=self.position.__getitem__)
+
+    def sample(self, name: Hashable) -> set[Hashable]:
+        """The data and earlier latents that this latent depends on given the rest of them; it is known from now on."""
+        i = self.position[name]
+        self.ancestry.add(i)
+        needed = self.ancestry.reach(i, self.known) & self.known
+        self.known.add(i)
+        return {self.names[u] for u in needed}
 
 
 class _Ancestry:
@@ -144,14 +171,28 @@ class _Ancestry:
         return found - {site}
 
 
-def _note(found: dict[Dependency, frozenset[Hashable]], u: Hashable, v: Hashable) -> None:
-    assert isinstance(u, Instance) and isinstance(v, Instance)
-    place = dict(v.indices)
-    across = frozenset(plate for plate, i in u.indices if place.get(plate, i) != i)
-    found[u.site, v.site] = found.get((u.site, v.site), frozenset()) | across
+def _blocks(net: BayesNet, name: Hashable, joint: Plates) -> list[list[Instance]]:
+    batches: dict[Hashable, list[Instance]] = {}
+    for instance in net.instances(name):
+        batches.setdefault(tuple(at for at in instance.indices if at[0] not in joint), []).append(instance)
+    return list(batches.values())
 
 
-def _described(pair: Dependency, plates: frozenset[Hashable]) -> str:
+def _across(source: Hashable, target: Instance) -> Plates:
+    """The plates on which two instances differ."""
+    assert isinstance(source, Instance)
+    place = dict(target.indices)
+    return frozenset(plate for plate, i in source.indices if place.get(plate, i) != i)
+
+
+def _note(found: dict[Dependency, Plates], target: Instance, sources: Iterable[Hashable]) -> None:
+    for source in sources:
+        assert isinstance(source, Instance)
+        pair = (source.site, target.site)
+        found[pair] = found.get(pair, frozenset()) | _across(source, target)
+
+
+def _described(pair: Dependency, plates: Plates) -> str:
     u, v = pair
     across = f" across {' and '.join(sorted(map(label, plates)))}" if plates else ""
     return f"{label(u)} -> {label(v)}{across}"

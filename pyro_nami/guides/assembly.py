@@ -11,17 +11,18 @@ import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import networkx as nx
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta
+from pyro.distributions import Delta, NanMaskedMultivariateNormal, NanMaskedNormal
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_nami.conditioning import covariates_of, flatten, plan_sources
 from pyro_nami.covariates import Column, ColumnSearch, columns_of
-from pyro_nami.extraction import Extraction, extract
+from pyro_nami.extraction import Extraction, extract, is_blocked
 from pyro_nami.families import Family, features_of, make_family
 from pyro_nami.graph import BayesNet, Inverse, Site, eliminate, fully_connected, mean_field, nami, stuhlmueller
 from pyro_nami.guides.network import Factor, InverseNetwork
@@ -80,6 +81,7 @@ class Assembly:
         sizes: plate -> size at the first call.
         factory: dtype and device of the networks.
         names: all sites of the model, deterministic ones included.
+        nan_allowed: observed sites whose distribution or mask allows for NaN.
         flattened: plate of fixed size -> a latent whose instances form one block over it.
     """
 
@@ -106,6 +108,7 @@ class Assembly:
     factory: dict[str, Any]
     names: frozenset[str]
     flattened: dict[str, str]
+    nan_allowed: frozenset[str]
 
     @property
     def varies(self) -> bool:
@@ -203,6 +206,9 @@ class _Assembler:
         self.dims = {name: frame.dim for name, frame in frames.items()}
         self.sizes = {name: frame.size for name, frame in frames.items()}
         self.plate_order = sorted(frames, key=depth.__getitem__)
+        if is_blocked(model):
+            self.net = _with_hidden_evidence(self.net)
+        self.data = [name for name in self.net.observed if name in self.nodes]
         own = (name for name, frame in frames.items() if frame.full_size not in (None, frame.size))
         self.subsampled = subsampled | frozenset(own)
         self.program_rank = {name: i for i, name in enumerate(self.nodes)}
@@ -228,8 +234,8 @@ class _Assembler:
         if interleaved:
             order.sort(key=self.program_rank.__getitem__)
         families = {name: self._family(name) for name in order}
-        _check_names("embeddings", options.embeddings, net.observed, "an observed site")
-        features = {name: families.get(name) or self._features(name) for name in (*order, *net.observed)}
+        _check_names("embeddings", options.embeddings, self.data, "an observed site")
+        features = {name: families.get(name) or self._features(name) for name in (*order, *self.data)}
         columns, references = self._covariates()
         reads = self._reads(inverse, order, columns)
         factors = [self._factor(name, inverse, families[name], reads[name]) for name in order]
@@ -246,12 +252,12 @@ class _Assembler:
             factors={factor.name: factor for factor in factors},
             families=families,
             encodings=features,
-            event_dims={name: self.nodes[name]["fn"].event_dim for name in (*latents, *net.observed)},
+            event_dims={name: self.nodes[name]["fn"].event_dim for name in (*latents, *self.data)},
             dims=self.dims,
             subsampled=self.subsampled,
             anchored=anchored,
             interleaved=interleaved,
-            read=tuple(name for name in net.observed if any(name in read for read in reads.values())),
+            read=tuple(name for name in self.data if any(name in read for read in reads.values())),
             semi_observed=frozenset(net.latent) & frozenset(self.found.bayesnet.observed)
             | frozenset(name for block in options.blocks or () for name in block),
             columns=columns,
@@ -260,6 +266,7 @@ class _Assembler:
             sizes=self.sizes,
             factory=self._factory(order),
             names=frozenset(self.nodes),
+            nan_allowed=frozenset(name for name in self.data if _allows_nan(self.nodes[name])),
             flattened={plate: factor.name for factor in factors for plate in factor.joint},
         )
         return assembly, self._network(assembly, factors, columns)
@@ -281,7 +288,9 @@ class _Assembler:
     def _covariates(self) -> tuple[dict[str, tuple[Column, ...]], list[dict[str, Tensor]]]:
         """Returns the covariate columns of every site in a plate, and the reference draws that they are found at."""
         searches = {
-            name: ColumnSearch(_MOST_COVARIATES) for name, site in self.net.sites.items() if site.plates
+            name: ColumnSearch(_MOST_COVARIATES)
+            for name, site in self.net.sites.items()
+            if site.plates and name in self.nodes
         }
         if callable(self.options.covariates):
             given = self.options.covariates(*self.args, **self.kwargs)
@@ -293,7 +302,8 @@ class _Assembler:
         while len(references) < _MOST_COVARIATES:
             if len(references) == len(self.draws):
                 break
-            draw = {name: _first_instance(self.draws[len(references)][name], self.nodes[name]) for name in self.net.sites}
+            drawn = self.draws[len(references)]
+            draw = {n: _first_instance(drawn[n], self.nodes[n]) for n in self.net.sites if n in self.nodes}
             references.append(draw)
             sites = self.run(draw)
             number = len(references) - 1
@@ -331,8 +341,8 @@ class _Assembler:
         return reads
 
     def _is_empty(self, name: str) -> bool:
-        """Whether a site has no elements to read: a ``pyro.factor`` couples what it reads, but holds no value."""
-        return self.nodes[name]["value"].numel() == 0
+        """Whether a node has nothing to read: a ``pyro.factor`` couples what it reads, but holds no value."""
+        return name not in self.nodes or self.nodes[name]["value"].numel() == 0
 
     def _factor(
         self, name: str, inverse: Inverse, family: Family, reads: Mapping[Hashable, frozenset]
@@ -369,7 +379,7 @@ class _Assembler:
 
     def _factory(self, order: Sequence[str]) -> dict[str, Any]:
         """Returns dtype and device of the networks: those of the first continuous value of the model."""
-        values = [self.nodes[name]["value"] for name in (*order, *self.net.observed)]
+        values = [self.nodes[name]["value"] for name in (*order, *self.data)]
         like = next((value for value in values if value.is_floating_point()), None)
         device = values[0].device if values else None
         return {"dtype": torch.get_default_dtype() if like is None else like.dtype, "device": device}
@@ -498,6 +508,24 @@ def _with_latent_blocks(net: BayesNet, blocks: Sequence[Sequence[str]] | None) -
     return BayesNet(sites, net.edges, plate_sizes=net.plate_sizes)
 
 
+def _with_hidden_evidence(net: BayesNet) -> BayesNet:
+    """Returns the network of a blocked model, with evidence that the guide cannot see on its barren latents.
+
+    ``poutine.block`` may hide data, so a latent without observed descendants need not be without evidence. All such
+    latents get an observed child in common for each set of plates that they lie in.
+    """
+    seen = set(net.observed)
+    for name in net.observed:
+        seen |= nx.ancestors(net.graph, name)
+    barren = [name for name in net.latent if name not in seen]
+    sites, edges = dict(net.sites), list(net.edges)
+    for plates in {net.plates[name] for name in barren}:
+        node = ("hidden", *sorted(plates))
+        sites[node] = Site(node, plates=plates, observed=True)
+        edges.extend((name, node) for name in barren if net.plates[name] <= plates)
+    return BayesNet(sites, edges, plate_sizes=net.plate_sizes)
+
+
 def _check_names(option: str, names: Collection[str], known: Collection[str], kind: str) -> frozenset[str]:
     for name in names:
         if name not in known:
@@ -529,6 +557,13 @@ def _is_transparent(site: Mapping[str, Any]) -> bool:
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
     return isinstance(fn, Delta)
+
+
+def _allows_nan(site: Mapping[str, Any]) -> bool:
+    fn = site["fn"]
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return site["mask"] is not None or isinstance(fn, (NanMaskedNormal, NanMaskedMultivariateNormal))
 
 
 def _first_instance(value: Tensor, site: Mapping[str, Any]) -> Tensor:

@@ -7,21 +7,22 @@ elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import pyro
 import torch
+from pyro.poutine.util import is_validation_enabled, site_is_subsample
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_nami.conditioning import covariates_of
 from pyro_nami.guides.assembly import Assembly, covariate_values
-from pyro_nami.guides.sampling import fixed_size
+from pyro_nami.guides.sampling import fixed_size, new_site
 from pyro_nami.isolation import untouched
 from pyro_nami.simulation import Hidden
 
-__all__ = ["Call", "DataReader", "find_slots"]
+__all__ = ["Call", "DataReader", "check_data"]
 
 
 class Call:
@@ -60,34 +61,21 @@ class Call:
         return Hidden(values, self.indices, **options).run(self.model, self.args, self.kwargs)
 
 
-def find_slots(
-    values: Mapping[str, Tensor], arguments: Mapping[int | str, Any]
-) -> dict[str, int | str]:
-    """Returns observed site -> the argument that is its very value, so that calls need no extra run to find it."""
-    return {
-        name: slot
-        for name, value in values.items()
-        for slot, argument in arguments.items()
-        if isinstance(argument, Tensor) and argument is value
-    }
-
-
 class DataReader:
     """Finds the data of each call of one guide.
 
     Args:
         assembly: the guide's structure.
         covariates: the guide's option of that name.
-        slots: observed site -> the argument that is its value.
 
     Attributes:
         seen: observed site or its covariates -> values last seen in training; part of the guide's state.
     """
 
-    def __init__(self, assembly: Assembly, covariates: Any, slots: Mapping[str, int | str]) -> None:
-        self.assembly, self.covariates, self.slots = assembly, covariates, slots
+    def __init__(self, assembly: Assembly, covariates: Any) -> None:
+        self.assembly, self.covariates = assembly, covariates
         self.seen: dict[Any, Tensor] = {}
-        self._first: list | None = None
+        self._slots: dict[Hashable, dict[str, int | str]] = {}
         self._probed: tuple[list, dict[str, Tensor]] | None = None
 
     def read(self, call: Call, observations: Mapping[str, Any], *, remember: bool) -> None:
@@ -103,7 +91,9 @@ class DataReader:
         """
         assembly = self.assembly
         leaves = tree_leaves((call.args, dict(call.kwargs)))
-        slots = self.slots if self._is_like_first(leaves) else {}
+        kind = self._kind(leaves)
+        slots = self._slots.get(kind)
+        known, slots = slots is not None, slots or {}
         own: dict[str, Tensor] = {}
         for name in (*assembly.read, *assembly.semi_observed):
             if observations.get(name) is not None:
@@ -113,8 +103,11 @@ class DataReader:
                 if isinstance(value, Tensor):
                     call.values[name] = own[name] = value
         complete = all(name in call.values for name in assembly.read)
-        if not (complete and assembly.interleaved) or assembly.subsampled or assembly.semi_observed:
+        if not (known and complete and assembly.interleaved) or assembly.subsampled or assembly.semi_observed:
             own.update(self._look(call))
+        if not known:
+            arguments = {**dict(enumerate(call.args)), **call.kwargs}
+            self._slots[kind] = {} if assembly.subsampled else _find_slots(own, arguments)
         if assembly.columns:
             call.covariates = self._covariates(call, leaves)
         if remember and own:
@@ -133,8 +126,13 @@ class DataReader:
         assembly = self.assembly
         shown = assembly.subsampled - call.indices.keys()
         with torch.no_grad():
-            call.sites = sites = call.run(assembly.reference, shown=shown, broadcast=True)
+            # A semi-observed site may bring its own value.
+            latents = {name: assembly.reference[name] for name in assembly.reference if name not in assembly.semi_observed}
+            call.sites = sites = call.run(latents, shown=shown, broadcast=True)
         call.indices.update({name: sites[name]["value"] for name in shown if name in sites})
+        for name, site in sites.items():
+            if name not in assembly.names and not site_is_subsample(site):
+                raise ValueError(new_site(name))
         own = {}
         for name in (*assembly.read, *assembly.semi_observed):
             if name not in sites:
@@ -145,15 +143,20 @@ class DataReader:
                     call.given[name] = call.values[name]
         return own
 
-    def _is_like_first(self, leaves: list) -> bool:
-        """Whether the model's arguments are those of the first call, apart from what tensors hold.
+    def _kind(self, leaves: list) -> Hashable:
+        """Returns what a call's arguments have in common with those of other calls: all but what tensors hold.
 
-        Other arguments may change what the model does with its tensors, and so what it observes.
+        Calls of a new kind are looked at in a run of the model: its sites may be others, and what it observes too.
         """
-        plain = [(None, "tensor") if isinstance(leaf, Tensor) else (leaf, None) for leaf in leaves]
-        if self._first is None:
-            self._first = plain
-        return _same_arguments(self._first, plain)
+        if torch._C._get_tracing_state() and self._slots:
+            return next(reversed(self._slots))
+        kind = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                kind.append((tuple(leaf.shape), leaf.dtype))
+            else:
+                kind.append(leaf if isinstance(leaf, Hashable) else id(leaf))
+        return tuple(kind)
 
     def _covariates(self, call: Call, leaves: list) -> dict[str, Tensor]:
         """Returns the covariates of every site, probed anew only where the model's arguments changed."""
@@ -239,6 +242,30 @@ _MISSING_SITE = (
     "Expected the sites of the guide's first call; this call lacks '{}'. A guide's structure is fixed at its first "
     "call: make a new guide, or sample the site in every call."
 )
+
+
+def _find_slots(
+    values: Mapping[str, Tensor], arguments: Mapping[int | str, Any]
+) -> dict[str, int | str]:
+    """Returns observed site -> the argument that is its very value, so that calls need no extra run to find it."""
+    return {
+        name: slot
+        for name, value in values.items()
+        for slot, argument in arguments.items()
+        if isinstance(argument, Tensor) and argument is value
+    }
+
+
+def check_data(name: str, value: Tensor, assembly: Assembly) -> None:
+    """Raises for NaN in the data of a site whose distribution and mask do not allow for it."""
+    if name in assembly.nan_allowed or not is_validation_enabled() or not value.is_floating_point():
+        return
+    missing = int(value.isnan().sum())
+    if missing:
+        raise ValueError(
+            f"Expected data of site '{name}' without NaN; got {missing} of {value.numel()}. Mark missing values with "
+            "obs_mask=, or observe them by NanMaskedNormal."
+        )
 
 
 def _same_arguments(before: list, now: list) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pyro_nami.conditioning import covariates_of
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.assembly import Assembly, Options, assemble
-from pyro_nami.guides.data import Call, DataReader, find_slots
+from pyro_nami.guides.data import Call, DataReader, check_data
 from pyro_nami.guides.network import NetworkState, as_pyro_module
 from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached
 from pyro_nami.isolation import untouched
@@ -162,9 +162,7 @@ class AutoNaMIGuide(AutoGuide):
         assembly, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
         self._assembly = assembly
         self.network = network
-        data = {name: prototype.nodes[name]["value"] for name in assembly.read}
-        slots = find_slots(data, {**dict(enumerate(args)), **kwargs})
-        self._data = DataReader(assembly, self._options.covariates, slots)
+        self._data = DataReader(assembly, self._options.covariates)
         for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
             prototype.remove_node(name)
         self._prototype_frames = {
@@ -174,11 +172,24 @@ class AutoNaMIGuide(AutoGuide):
             if frame.vectorized
         }
         self.prototype_trace = prototype
+        self._check_store()
         if self.master is not None:
             self.master()._check_prototype(prototype)
         if self._waiting_state is not None:
             waiting, self._waiting_state = self._waiting_state, None
             self.load_state_dict(*waiting)
+
+    def _check_store(self) -> None:
+        """Raises where the parameter store holds parameters of the same names that cannot be this guide's."""
+        store = pyro.get_param_store()
+        for name, value in self.network.named_parameters():
+            full = f"{self._pyro_name}.network.{name.removesuffix('_unconstrained')}"
+            if full in store and store[full].shape != value.shape and not _module_local():
+                raise ValueError(
+                    f"Expected parameter '{full}' of shape {tuple(value.shape)}; the parameter store has one of shape "
+                    f"{tuple(store[full].shape)}, from another guide of this class. Call pyro.clear_param_store() first, "
+                    "or use pyro.settings.set(module_local_params=True)."
+                )
 
     def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, pyro.plate]:
         """Returns the plates that are made outside the model; all others are the model's own."""
@@ -260,7 +271,11 @@ class AutoNaMIGuide(AutoGuide):
         kept = self._read.get(node)
         if kept is not None and kept[0] is value and kept[1] == value._version:
             return kept[2]
-        features = value if node not in self._assembly.encodings else self._assembly.features(node, value)
+        if node in self._assembly.encodings:
+            check_data(node, value, self._assembly)
+            features = self._assembly.features(node, value)
+        else:
+            features = value
         if features.shape[-1] != self.network.num_features(node):
             raise ValueError(
                 f"Expected site '{node}' of the event shape of the guide's first call; got a value of shape "
@@ -328,7 +343,7 @@ class AutoNaMIGuide(AutoGuide):
             assembly, state = self._assembly, self._start(call)
             values = _with_plate_dims(latents, assembly, call.given)
             for name in assembly.order:
-                state.add(name, assembly.features(name, values[name]))
+                state.add(name, assembly.features(name, values[name] if name in values else call.given[name]))
             sites = self._priors(call, values) if assembly.anchored or assembly.predictive or assembly.varies else {}
             current = Pass(assembly, state, call.unseen)
             total = torch.zeros(())
@@ -437,6 +452,10 @@ class AutoNaMIGuide(AutoGuide):
             self._data.apply(fn)
         self._read = {}
         return self
+
+
+def _module_local() -> bool:
+    return pyro.settings.get("module_local_params")
 
 
 def _picklable(model: Any) -> bool:

@@ -17,7 +17,7 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.poutine.runtime import get_plates
-from pyro.poutine.util import site_is_subsample
+from pyro.poutine.util import is_validation_enabled, site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -26,9 +26,9 @@ from pyro_nami.distributions.relocated import Relocated, Relocation
 from pyro_nami.families import Family
 from pyro_nami.guides.assembly import Assembly
 from pyro_nami.guides.network import Factor, NetworkState
-from pyro_nami.simulation import Hidden
+from pyro_nami.simulation import Hidden, changed_event_shape
 
-__all__ = ["Interleaved", "Pass", "draw_detached", "fixed_size"]
+__all__ = ["Interleaved", "Pass", "draw_detached", "fixed_size", "new_site"]
 
 
 class Pass:
@@ -53,6 +53,11 @@ class Pass:
 
     def take(self, name: str, value: Tensor) -> Tensor:
         """Takes in the value that a latent got outside; returns it as the model sees it."""
+        if is_validation_enabled() and value.isnan().any():
+            raise ValueError(
+                f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite. The last step may "
+                "have been too large: lower the learning rate, or clip gradients."
+            )
         self.returned[name] = value
         if self._relocation is not None:
             value = self._relocation.value_inside(value, self.assembly.event_dims[name])
@@ -77,10 +82,7 @@ class Pass:
         factor, family = assembly.factors[name], assembly.families[name]
         event_shape = family.event_shape if prior is None else prior.event_shape
         if event_shape != family.event_shape:
-            raise ValueError(
-                f"Expected site '{name}' of event shape {tuple(family.event_shape)}, as at the guide's first call; got "
-                f"{tuple(event_shape)}. A guide's networks are fixed at its first call: make a new guide."
-            )
+            raise ValueError(changed_event_shape(name, family.event_shape, event_shape))
         for plate, dim, size in zip(factor.joint, *self._joint_plates(factor)):
             if batch_shape[dim] != size:
                 raise ValueError(fixed_size(name, plate, size, batch_shape[dim]))
@@ -176,8 +178,8 @@ class Interleaved(Hidden):
         if msg["type"] != "sample" or name in current.values or site_is_subsample(msg):
             return
         if name not in current.assembly.program:
-            if not msg["is_observed"] and name not in current.assembly.event_dims:
-                raise ValueError(_NEW_SITE.format(name))
+            if name not in current.assembly.names:
+                raise ValueError(new_site(name))
         elif msg["is_observed"] or name in self.values:
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
         else:
@@ -194,10 +196,12 @@ class Interleaved(Hidden):
         super()._postprocess_message(msg)
 
 
-_NEW_SITE = (
-    "Expected the sites of the guide's first call; got a new latent site '{}'. A guide's structure is fixed at its "
-    "first call: make a new guide, or sample the site in every call."
-)
+def new_site(name: str) -> str:
+    """Returns the message for a site that the guide's first call did not have."""
+    return (
+        f"Expected the sites of the guide's first call; got a new site '{name}'. A guide's structure is fixed at its "
+        "first call: make a new guide, or sample the site in every call."
+    )
 
 
 def draw_detached(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 __all__ = ["MaskedMLP", "MaskedState", "SeparateMLP", "SeparateState"]
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
@@ -500,13 +501,13 @@ def _flatten(x: Tensor, batch_shape: torch.Size) -> tuple[torch.Size, Tensor]:
     if batch_shape and shape != batch_shape:
         shape = torch.broadcast_shapes(shape, batch_shape)
         x = x.expand(*shape, x.shape[-1])
-    return shape, x if len(shape) == 1 else x.reshape(shape.numel(), x.shape[-1])
+    return shape, x if len(shape) == 1 else x.reshape(math.prod(shape), x.shape[-1])
 
 
 def _expand_batch(values: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
     """Returns values of one batch shape, ``(size of old, features)``, at a larger one, ``(size of new, features)``."""
     features = values.shape[1]
-    return values.reshape(*old, features).expand(*new, features).reshape(new.numel(), features)
+    return values.reshape(*old, features).expand(*new, features).reshape(math.prod(new), features)
 
 
 def _concatenated(parts: list[Tensor] | tuple[Tensor, ...], dim: int = 1) -> Tensor:

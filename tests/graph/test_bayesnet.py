@@ -35,10 +35,16 @@ def test_a_repeated_edge_counts_once():
 
 def test_networkx_round_trip():
     graph = nx.DiGraph([("z", "x"), ("w", "x")])
-    net = BayesNet.from_networkx(graph, observed=["x"], plates={"x": ["data"], "z": ["data"]}, plate_sizes={"data": 5})
+    net = BayesNet.from_networkx(
+        graph, observed=["x"], plates={"x": ["data"], "z": ["data"]}, plate_sizes={"data": 5}
+    )
     assert nx.utils.graphs_equal(nx.DiGraph(net.graph.edges), graph)
     assert net == BayesNet.from_edges(
-        graph.edges, nodes=graph.nodes, observed=["x"], plates={"x": ["data"], "z": ["data"]}, plate_sizes={"data": 5}
+        graph.edges,
+        nodes=graph.nodes,
+        observed=["x"],
+        plates={"x": ["data"], "z": ["data"]},
+        plate_sizes={"data": 5},
     )
 
 
@@ -127,7 +133,10 @@ def test_names_that_look_alike_are_told_apart_in_text():
         ({"edges": [("a", "b")], "nodes": ["a"]}, r"edge \('a', 'b'\).* unknown site 'b'"),
         ({"edges": [("a", "b")], "nodes": ["b"]}, r"edge \('a', 'b'\).* unknown site 'a'"),
         ({"edges": [("a", "b")], "observed": ["c"]}, "observed site to be a node of the graph; got 'c'"),
-        ({"edges": [("a", "b")], "plates": {"c": ["p"]}}, "site in plates to be a node of the graph; got 'c'"),
+        (
+            {"edges": [("a", "b")], "plates": {"c": ["p"]}},
+            "site in plates to be a node of the graph; got 'c'",
+        ),
         ({"edges": [("a", "b")], "plates": {"a": ["p"]}, "plate_sizes": {"p": 0}}, "plate 'p' .* positive"),
     ],
 )

@@ -84,6 +84,39 @@ def test_two_parts_of_this_class_have_parameters_of_their_own():
     assert {f"AutoGuideList.{name}" for name in names} == stored
 
 
+@pytest.mark.parametrize("part", [AutoNormal, AutoNaMIGuide])
+def test_a_part_that_sees_no_data_learns_all_the_same(part):
+    """`expose=` hides the observed sites too; the latent still has evidence, seen by the ELBO alone."""
+    guide = AutoGuideList(CHAIN)
+    guide.append(AutoNormal(poutine.block(CHAIN, hide=["a"])))
+    guide.append(part(poutine.block(CHAIN, expose=["a"])))
+    objective = Trace_ELBO(num_particles=4, vectorize_particles=True, max_plate_nesting=0)
+    svi = SVI(CHAIN, guide, Adam({"lr": 0.05}), objective)
+    y = torch.tensor(4.0)
+    for _ in range(150):
+        svi.step(y)
+    with torch.no_grad():
+        draws = torch.stack([guide(y)["a"] for _ in range(200)])
+    assert abs(draws.mean() - CHAIN.posterior(4.0)[0][0]) < 0.4  # the posterior's mean is 1, its sd 0.87
+
+
+def test_only_the_list_makes_plates():
+    y, sigma = CASES["eight_schools"].arguments()
+    guide = AutoGuideList(eight_schools)
+    part = AutoNaMIGuide(poutine.block(eight_schools, hide=["tau"]), create_plates=lambda y, sigma: [])
+    guide.append(part)
+    with pytest.raises((AssertionError, ValueError), match="create_plates"):
+        guide(y, sigma)
+
+
+def test_parts_set_as_attributes():
+    guide = AutoGuideList(CHAIN)
+    guide.most = AutoNaMIGuide(poutine.block(CHAIN, hide=["a"]))
+    guide.append(AutoNormal(poutine.block(CHAIN, expose=["a"])))
+    steps(CHAIN, guide, torch.tensor(1.0))
+    assert guide.most.master() is guide
+
+
 def test_a_plain_function_beside_it():
     def rest(y):
         loc = pyro.param("loc", torch.tensor(0.0))
@@ -152,6 +185,34 @@ def test_reparametrized_models(inverse):
     steps(model, guide, y, sigma)
     draws = Predictive(model, guide=guide, num_samples=3)(y, sigma)
     assert draws["theta"].shape[-1] == 8
+
+
+@DIRECTIONS
+def test_spheres_point_to_their_reparametrization(inverse):
+    """As Pyro's own guides do (tests/infer/test_autoguide.py:1289)."""
+
+    def model(y):
+        direction = pyro.sample("direction", dist.ProjectedNormal(torch.tensor([1.0, 0.0])))
+        pyro.sample("y", dist.Normal(direction[..., 0], 1.0), obs=y)
+
+    with pytest.raises((NotImplementedError, ValueError), match="(?s)direction.*ProjectedNormalReparam"):
+        AutoNaMIGuide(model, inverse=inverse)(torch.tensor(1.0))
+
+
+@DIRECTIONS
+def test_likelihoods_that_mask_missing_data(inverse):
+    """NaN is legal in NanMasked likelihoods: networks and loss stay finite (contract 5)."""
+
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            pyro.sample("y", dist.NanMaskedNormal(z, 1.0), obs=y)
+
+    y = torch.tensor([1.0, float("nan"), 0.5])
+    guide = AutoNaMIGuide(model, inverse=inverse)
+    steps(model, guide, y)
+    assert all(value.isfinite().all() for value in guide(y).values())
 
 
 @DIRECTIONS
@@ -249,7 +310,10 @@ def test_masks_reach_the_guides_sites(inverse):
     with pyro.plate("outer", 5, dim=-2):
         trace = poutine.trace(guide).get_trace(y)
     trace.compute_log_prob()
-    assert ((trace.nodes["z"]["log_prob"] != 0) == mask).all() and trace.nodes["z"]["log_prob"].shape == (5, 3)
+    assert ((trace.nodes["z"]["log_prob"] != 0) == mask).all() and trace.nodes["z"]["log_prob"].shape == (
+        5,
+        3,
+    )
 
 
 @DIRECTIONS
@@ -313,7 +377,9 @@ def test_deterministic_and_delta_sites_are_passed_through(inverse):
     trace = poutine.trace(guide).get_trace(y)
     trace.compute_log_prob()
     assert "twice" not in trace.nodes
-    assert trace.nodes["same"]["value"] == 2 * trace.nodes["a"]["value"] and trace.nodes["same"]["log_prob"] == 0
+    assert (
+        trace.nodes["same"]["value"] == 2 * trace.nodes["a"]["value"] and trace.nodes["same"]["log_prob"] == 0
+    )
     steps(model, guide, y)
 
 
@@ -338,7 +404,10 @@ def test_no_observed_sites_make_everything_predictive(inverse):
     guide = AutoNaMIGuide(model, inverse=inverse)
     trace = poutine.trace(guide).get_trace()
     assert guide.inverse.predictive == {"a", "b"}
-    assert isinstance(trace.nodes["b"]["fn"], dist.Normal) and trace.nodes["b"]["fn"].loc == trace.nodes["a"]["value"]
+    assert (
+        isinstance(trace.nodes["b"]["fn"], dist.Normal)
+        and trace.nodes["b"]["fn"].loc == trace.nodes["a"]["value"]
+    )
     assert steps(model, guide).abs().max() < 1e-5, "the guide is the prior, so the bound is zero"
 
 
@@ -357,7 +426,9 @@ def test_undeclared_independence_of_a_vector_is_no_plate(inverse):
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("name", ["nested", "constrained", "eight_schools", "coupled_instances", "discrete_locals"])
+@pytest.mark.parametrize(
+    "name", ["nested", "constrained", "eight_schools", "coupled_instances", "discrete_locals"]
+)
 def test_median_and_quantiles(name, inverse):
     case, args = CASES[name], CASES[name].arguments()
     guide = AutoNaMIGuide(case.model, inverse=inverse)

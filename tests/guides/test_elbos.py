@@ -183,7 +183,9 @@ def test_enumeration_in_the_guide_is_exact(inverse, how, particles):
     guide, wet = AutoNaMIGuide(sprinkler, inverse=inverse), torch.tensor(1.0)
     guide(wet)
     scatter(guide)
-    objective = TraceEnum_ELBO(max_plate_nesting=0, num_particles=particles, vectorize_particles=particles > 1)
+    objective = TraceEnum_ELBO(
+        max_plate_nesting=0, num_particles=particles, vectorize_particles=particles > 1
+    )
     loss = objective.differentiable_loss(sprinkler, config_enumerate(guide, how), wet)
     bound = sprinkler_bound(guide, wet)
     assert torch.allclose(-loss, bound)
@@ -215,7 +217,9 @@ def test_score_function_gradients_are_unbiased(inverse, elbo):
     guide(wet)
     scatter(guide)
     parameters = list(guide.parameters())
-    exact = torch.cat([part.flatten() for part in torch.autograd.grad(sprinkler_bound(guide, wet), parameters)])
+    exact = torch.cat(
+        [part.flatten() for part in torch.autograd.grad(sprinkler_bound(guide, wet), parameters)]
+    )
     objective = ELBOS[elbo](num_particles=20, vectorize_particles=True, max_plate_nesting=0)
     estimates = []
     for _ in range(300):
@@ -264,7 +268,10 @@ def test_a_guide_over_a_blocked_discrete_site_sees_through_it():
 @pytest.mark.parametrize("objective", [TraceEnum_ELBO, JitTraceEnum_ELBO])
 @pytest.mark.filterwarnings("ignore")
 def test_training_with_enumeration_in_the_model(objective):
-    guide, y = AutoNaMIGuide(poutine.block(mixture, hide=["k"])), torch.cat([torch.randn(10) - 3, torch.randn(10) + 3])
+    guide, y = (
+        AutoNaMIGuide(poutine.block(mixture, hide=["k"])),
+        torch.cat([torch.randn(10) - 3, torch.randn(10) + 3]),
+    )
     svi = SVI(mixture, guide, Adam({"lr": 0.01}), objective(max_plate_nesting=1))
     losses = torch.tensor([svi.step(y) for _ in range(150)])
     assert losses.isfinite().all() and losses[-20:].mean() < losses[:20].mean() - 1
@@ -324,10 +331,9 @@ def test_module_local_params_keep_guides_apart():
         assert len(pyro.get_param_store()) == 0
         moved = [torch.cat([p.detach().flatten() for p in guide.parameters()]) for guide in guides]
         assert not torch.equal(*moved)
-        fresh = AutoNaMIGuide(CHAIN)
-        fresh(y)
-        assert torch.equal(moved[1].abs() > 0, moved[1].abs() > 0)
-        assert all((p == 0).all() for p in [guides[1].network.networks[0].output[:, :-1]])
+        assert (guides[1].network.networks[0].output[:, :-1] == 0).all(), (
+            "the other guide is where it started"
+        )
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -336,9 +342,12 @@ def test_elbo_modules_train(objective, local):
     y = torch.tensor([1.0, 2.0, 0.5])
     with pyro.settings.context(module_local_params=local):
         guide = AutoNaMIGuide(conjugate_normal)
-        elbo = objective(num_particles=4, vectorize_particles=True, max_plate_nesting=1)(conjugate_normal, guide)
+        elbo = objective(num_particles=4, vectorize_particles=True, max_plate_nesting=1)(
+            conjugate_normal, guide
+        )
         elbo(y)
-        assert {name for name, _ in elbo.named_parameters()} == {f"guide.{name}" for name, _ in guide.named_parameters()}
+        names = {name for name, _ in guide.named_parameters()}
+        assert {name for name, _ in elbo.named_parameters()} == {f"guide.{name}" for name in names}
         optimizer = torch.optim.Adam(elbo.parameters(), lr=0.03)
         for _ in range(150):
             optimizer.zero_grad()

@@ -27,16 +27,17 @@ from pyro_nami import AutoNaMIGuide
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("double")]
 # forward couples instances or samples in another order; everywhere the start is the same
 NAMES = [
-    name for name in CASES if CASES[name].reparametrized and name not in ("deterministic_and_delta", "support_parents")
+    name
+    for name in CASES
+    if CASES[name].reparametrized and name not in ("deterministic_and_delta", "support_parents")
 ]
 
 
 def unconstrained_draws(guide, name, args, count=3000):
     """Returns latent -> draws of the guide in unconstrained space, ``(count, elements)``."""
     case = CASES[name]
-    with torch.no_grad(), poutine.trace() as tracer:
-        with pyro.plate("outer", count, dim=-1 - case.nesting):
-            guide(*args)
+    with torch.no_grad(), poutine.trace() as tracer, pyro.plate("outer", count, dim=-1 - case.nesting):
+        guide(*args)
     result = {}
     for key in case.shapes:
         site = tracer.trace.nodes[key]
@@ -99,7 +100,8 @@ STRATEGIES = {
     "uniform": init_to_uniform,
     "value": functools.partial(init_to_value, values={"mu": torch.tensor(1.5, dtype=torch.float64)}),
     "generated": functools.partial(
-        init_to_generated, generate=lambda: init_to_value(values={"mu": torch.tensor(1.5, dtype=torch.float64)})
+        init_to_generated,
+        generate=lambda: init_to_value(values={"mu": torch.tensor(1.5, dtype=torch.float64)}),
     ),
 }
 
@@ -140,7 +142,8 @@ def test_discrete_sites_are_hidden_from_strategies_that_refuse_them():
 def test_an_improper_prior_works_with_a_strategy_that_does_not_sample(inverse):
     def model(y):
         mu = pyro.sample(
-            "mu", dist.ImproperUniform(dist.constraints.real, batch_shape=torch.Size(), event_shape=torch.Size())
+            "mu",
+            dist.ImproperUniform(dist.constraints.real, batch_shape=torch.Size(), event_shape=torch.Size()),
         )
         with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Normal(mu, 1.0), obs=y)

@@ -97,11 +97,11 @@ def test_the_density_integrates_to_one(inverse):
 
 
 def test_density_on_a_constrained_support_integrates_to_one():
-    guide, y = AutoNaMIGuide(beta_bernoulli), torch.tensor([1.0, 0.0])
+    guide, y = AutoNaMIGuide(beta_bernoulli, init_scale=1.0), torch.tensor([1.0, 0.0])
     guide(y)
-    scatter(guide, 0.2)
-    edges = torch.linspace(-12.0, 12.0, 2001)
-    p = torch.sigmoid(edges)
+    scatter(guide, 0.05)
+    logits = torch.linspace(-12.0, 12.0, 2001)
+    p = torch.sigmoid(logits)
     log_prob = guide.log_prob({"p": p.unsqueeze(-1)}, y)
     assert log_prob.shape == (2001,)
     assert abs((log_prob.exp() * p * (1 - p)).sum().item() * 0.012 - 1) < 1e-3
@@ -120,7 +120,11 @@ def test_result_has_the_batch_dims_left_of_the_plates(shape):
     assert log_prob.shape == shape
     if shape:
         index = (0,) * len(shape)
-        one = {"mu": latents["mu"][index][0], "tau": latents["tau"][index][0], "theta": latents["theta"][index]}
+        one = {
+            "mu": latents["mu"][index][0],
+            "tau": latents["tau"][index][0],
+            "theta": latents["theta"][index],
+        }
         assert torch.allclose(guide.log_prob(one, *args), log_prob[index])
 
 
@@ -145,7 +149,9 @@ def test_a_batch_of_data_sets_with_plates_in_one_pass():
     data = torch.randn(6, 3, 4)
     batch = guide.log_prob(latents, y, observations={"y": data})
     each = [
-        guide.log_prob({"top": latents["top"][i, 0, 0], "group": latents["group"][i], "member": latents["member"][i]}, d)
+        guide.log_prob(
+            {"top": latents["top"][i, 0, 0], "group": latents["group"][i], "member": latents["member"][i]}, d
+        )
         for i, d in enumerate(data)
     ]
     assert batch.shape == (6,) and torch.allclose(batch, torch.stack(each))

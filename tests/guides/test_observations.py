@@ -72,11 +72,11 @@ def test_observations_come_before_what_the_model_observes(inverse):
     assert torch.equal(told, guide.log_prob(ABC, torch.tensor(2.0)))
     python = guide.log_prob(ABC, torch.tensor(1.0), observations={"y": 2.0})
     assert torch.equal(told, python)
-    with pyro.plate("outer", 50, dim=-1):
-        draws = guide(torch.tensor(1.0), observations={"y": torch.tensor(50.0)})["c"]
-    with pyro.plate("outer", 50, dim=-1):
-        others = guide(torch.tensor(1.0))["c"]
-    assert (draws.mean() - others.mean()).abs() > 1
+    draws = []
+    for told in ({}, {"observations": {"y": torch.tensor(2.0)}}):
+        pyro.set_rng_seed(0)
+        draws.append(guide(torch.tensor(1.0), **told)["c"])
+    assert draws[0] != draws[1]
 
 
 @DIRECTIONS
@@ -168,7 +168,9 @@ def test_another_plate_size_with_data(inverse, size):
     trace = poutine.trace(guide).get_trace(y)
     trace.compute_log_prob()
     assert trace.nodes["z"]["value"].shape == (size, 2)
-    assert torch.allclose(guide.log_prob({"z": trace.nodes["z"]["value"]}, y), trace.log_prob_sum(), rtol=1e-4)
+    assert torch.allclose(
+        guide.log_prob({"z": trace.nodes["z"]["value"]}, y), trace.log_prob_sum(), rtol=1e-4
+    )
 
 
 @DIRECTIONS

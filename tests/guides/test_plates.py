@@ -147,7 +147,9 @@ def test_parameters_do_not_grow_with_a_plate(inverse):
     shapes = []
     for size in (4, 40):
         pyro.clear_param_store()
-        shapes.append(names_of_shapes(ready(eight_schools, torch.randn(size), torch.rand(size) + 1, inverse=inverse)))
+        shapes.append(
+            names_of_shapes(ready(eight_schools, torch.randn(size), torch.rand(size) + 1, inverse=inverse))
+        )
     assert shapes[0] == shapes[1]
 
 
@@ -391,21 +393,48 @@ def test_create_plates(inverse):
 
 @DIRECTIONS
 @pytest.mark.parametrize("objective", [Trace_ELBO, TraceMeanField_ELBO])
-def test_dependent_plates_with_subsample(inverse, objective):
-    """tests/infer/test_autoguide.py:1148: one choice of instances for two plates."""
+def test_dependent_plates(inverse, objective):
+    """The guide draws the first plate's instances, and the second follows as in the model."""
 
-    def model(data):
-        origin = pyro.plate("origin", len(data), dim=-2)
-        destin = pyro.plate("destin", len(data), dim=-1)
-        with origin:
-            a = pyro.sample("a", dist.Normal(0.0, 1.0))
-        with destin:
-            b = pyro.sample("b", dist.Normal(0.0, 1.0))
-        with origin, destin:
-            pyro.sample("y", dist.Normal(a + b, 1.0), obs=data)
+    def model(y, size=3):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("origin", len(y), subsample_size=size) as indices:
+            a = pyro.sample("a", dist.Normal(mu, 1.0))
+            pyro.sample("x", dist.Normal(a, 1.0), obs=y[indices])
+        with pyro.plate("destin", len(y), subsample=indices):
+            b = pyro.sample("b", dist.Normal(mu, 1.0))
+            pyro.sample("y", dist.Normal(b, 1.0), obs=y[indices])
 
+    y = torch.arange(9.0)
     guide = AutoNaMIGuide(model, inverse=inverse)
-    assert torch.tensor(SVI(model, guide, Adam({"lr": 0.01}), objective()).step(torch.randn(3, 3))).isfinite()
+    svi = SVI(model, guide, Adam({"lr": 0.01}), objective())
+    assert torch.tensor([svi.step(y) for _ in range(3)]).isfinite().all()
+    run = poutine.trace(guide).get_trace(y)
+    model_run = poutine.trace(poutine.replay(model, run)).get_trace(y)
+    assert torch.equal(model_run.nodes["x"]["value"], model_run.nodes["y"]["value"])
+    assert all(trace.nodes[name]["scale"] == 3 for trace in (run, model_run) for name in ("a", "b"))
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("objective", [Trace_ELBO, TraceMeanField_ELBO])
+def test_crossed_plates_train(inverse, objective):
+    guide = AutoNaMIGuide(crossed, inverse=inverse)
+    assert torch.tensor(
+        SVI(crossed, guide, Adam({"lr": 0.01}), objective()).step(torch.randn(3, 3))
+    ).isfinite()
+
+
+@DIRECTIONS
+def test_a_first_call_on_a_minibatch_inside_particles(inverse):
+    """init_loc_fn is called in subsampled and particle plates; shapes must not take them in (contract 5)."""
+    y = torch.randn(20)
+    guide = AutoNaMIGuide(subsampled, inverse=inverse)
+    with pyro.plate("outer", 6, dim=-2):
+        values = guide(y, 5)
+    assert values["mu"].shape == (6, 1) and values["z"].shape == (6, 5)
+    plain = AutoNaMIGuide(subsampled, inverse=inverse)
+    plain(y, 5)
+    assert names_of_shapes(guide) == names_of_shapes(plain)
 
 
 def test_predictive_with_the_full_data_after_minibatches():

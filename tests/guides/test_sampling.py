@@ -186,7 +186,7 @@ def test_what_a_factor_reads_moves_it_and_the_rest_does_not():
         trace = guide_trace(poutine.condition(guide, {**base, **changed}), changed.get("y", y))
         return {name: trace.nodes[name]["log_prob"].item() for name in "abc"}
 
-    order = [name for name in reversed(guide.inverse.order)]
+    order = list(reversed(guide.inverse.order))
     reads = {name: set(guide.inverse.parents[name]) for name in order}
     for moved in "abc":
         before, after = locs(), locs(**{moved: torch.tensor(2.0)})
@@ -244,5 +244,7 @@ def test_gradient_reaches_every_parameter(name, inverse, shared):
     scatter(guide)
     model_and_guide = [guide_trace(guide, *args) for _ in range(3)]
     sum(trace.log_prob_sum() for trace in model_and_guide).backward()
-    missing = [key for key, value in guide.named_parameters() if value.grad is None or not value.grad.abs().sum() > 0]
+    missing = [
+        key for key, value in guide.named_parameters() if value.grad is None or not value.grad.abs().sum() > 0
+    ]
     assert not missing

@@ -36,6 +36,10 @@ def density(guide, name="nested"):
     return guide.log_prob(values, *case.arguments())
 
 
+def through_pickle(value):
+    return pickle.loads(pickle.dumps(value))
+
+
 def through_file(value, weights_only):
     file = io.BytesIO()
     torch.save(value, file)
@@ -134,8 +138,10 @@ def test_a_guide_with_waiting_state_has_that_state():
     other.load_state_dict(state)
     copied = copy.deepcopy(other)
     for one in (other, copied):
-        assert torch.equal(one.log_prob({k: torch.zeros(()) for k in "abc"}, torch.tensor(1.0)),
-                           guide.log_prob({k: torch.zeros(()) for k in "abc"}, torch.tensor(1.0)))
+        assert torch.equal(
+            one.log_prob({k: torch.zeros(()) for k in "abc"}, torch.tensor(1.0)),
+            guide.log_prob({k: torch.zeros(()) for k in "abc"}, torch.tensor(1.0)),
+        )
 
 
 def test_training_goes_on_after_loading():
@@ -182,7 +188,9 @@ def test_torch_save_of_a_whole_guide(inverse):
     guide = trained(eight_schools, *case.arguments(), inverse=inverse)
     other = through_file(guide, weights_only=False)
     assert same(guide, other, case)
-    assert {k: v.shape for k, v in other.named_parameters()} == {k: v.shape for k, v in guide.named_parameters()}
+    assert {k: v.shape for k, v in other.named_parameters()} == {
+        k: v.shape for k, v in guide.named_parameters()
+    }
 
 
 def test_a_guide_without_its_model_is_bound_again():
@@ -202,11 +210,13 @@ def test_a_guide_without_its_model_is_bound_again():
 
 
 @pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("how", [copy.deepcopy, through_pickle])
 def test_copies_leave_the_original_working_and_are_independent(how, called):
     """The base class drops the original's model (contract 2)."""
     case = CASES["nested"]
-    with pyro.settings.context(module_local_params=True):  # the parameter store would tie guides of equal names
+    with pyro.settings.context(
+        module_local_params=True
+    ):  # the parameter store would tie guides of equal names
         guide = AutoNaMIGuide(nested)
         if called:
             guide(*case.arguments())

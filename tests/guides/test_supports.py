@@ -1,0 +1,141 @@
+"""A latent on every support that a family covers, alone, in a plate, and beside another latent."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import scatter
+from pyro import poutine
+from pyro.distributions import constraints
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide.initialization import init_to_value
+from pyro.optim import Adam
+
+from pyro_nami import AutoNaMIGuide
+
+pytestmark = [
+    pytest.mark.filterwarnings("error", "ignore:Singular sample detected"),
+    pytest.mark.usefixtures("double"),
+]
+
+
+# name -> the prior, made when it is needed so that it has the dtype of the test
+SUPPORTS = {
+    "real": lambda: dist.Normal(torch.tensor(0.0), 1.0),
+    "real vector": lambda: dist.MultivariateNormal(torch.zeros(2), torch.eye(2)),
+    "matrix": lambda: dist.Normal(torch.zeros(2, 3), 1.0).to_event(2),
+    "positive": lambda: dist.Gamma(torch.tensor(2.0), torch.tensor(1.0)),
+    "nonnegative": lambda: dist.HalfCauchy(torch.tensor(1.0)),
+    "greater than": lambda: dist.Pareto(torch.tensor(1.5), torch.tensor(3.0)),
+    "interval": lambda: dist.Uniform(torch.tensor(-1.0), torch.tensor(2.0)),
+    "unit interval": lambda: dist.Beta(torch.tensor(2.0), torch.tensor(3.0)),
+    "circle": lambda: dist.VonMises(torch.tensor(0.5), torch.tensor(2.0)),
+    "simplex": lambda: dist.Dirichlet(torch.ones(3)),
+    "simplices": lambda: dist.Dirichlet(torch.ones(2, 3)).to_event(1),
+    "correlation Cholesky": lambda: dist.LKJCholesky(3, torch.tensor(2.0)),
+    "positive definite": lambda: dist.Wishart(torch.tensor(4.0), torch.eye(2)),
+    "mixture": lambda: dist.MixtureSameFamily(
+        dist.Categorical(torch.ones(2)), dist.Normal(torch.tensor([-2.0, 2.0]), 1.0)
+    ),
+    "transformed": lambda: dist.TransformedDistribution(
+        dist.Normal(torch.tensor(0.0), 1.0), [dist.transforms.AffineTransform(1.0, 2.0)]
+    ),
+    "masked": lambda: dist.Normal(torch.zeros(2), 1.0).mask(torch.tensor([True, False])).to_event(1),
+    "Stable": lambda: dist.Stable(torch.tensor(1.5), torch.tensor(0.0)),
+    "ordered": lambda: dist.TransformedDistribution(
+        dist.Normal(torch.zeros(3), 1.0).to_event(1), [dist.transforms.OrderedTransform()]
+    ),
+    "lower Cholesky": lambda: dist.TransformedDistribution(
+        dist.Normal(torch.zeros(3), 1.0).to_event(1), [dist.transforms.CorrCholeskyTransform()]
+    ),
+}
+
+
+def one_site(prior, plate):
+    """A model with a latent of this prior, one for each datum or one for all."""
+
+    def total(z, event_dim):
+        return z.reshape(z.shape[: z.dim() - event_dim] + (-1,)).sum(-1)
+
+    def local(y):
+        scale = pyro.sample("scale", dist.LogNormal(torch.tensor(0.0), 0.3))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", prior())
+            pyro.sample("y", dist.Normal(total(z, prior().event_dim), scale), obs=y)
+
+    def shared(y):
+        scale = pyro.sample("scale", dist.LogNormal(torch.tensor(0.0), 0.3))
+        z = pyro.sample("z", prior())
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(total(z, prior().event_dim), scale), obs=y)
+
+    return local if plate else shared
+
+
+@pytest.mark.parametrize("plate", [False, True])
+@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_every_support(support, inverse, plate):
+    prior, y = SUPPORTS[support], torch.randn(3)
+    model = one_site(prior, plate)
+    guide = AutoNaMIGuide(model, inverse=inverse)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO(num_particles=2, vectorize_particles=True))
+    assert torch.tensor([svi.step(y) for _ in range(3)]).isfinite().all()
+    scatter(guide, 0.03)
+    trace = poutine.trace(guide).get_trace(y)
+    trace.compute_log_prob()
+    values = {name: trace.nodes[name]["value"] for name in ("scale", "z")}
+    assert prior().support.check(values["z"]).all()
+    assert torch.allclose(guide.log_prob(values, y), trace.log_prob_sum(), rtol=1e-5, atol=1e-5)
+
+
+# constraint, number of event dims, a value to start from
+IMPROPER = {
+    "real": (constraints.real, 0, 0.5),
+    "positive": (constraints.positive, 0, 0.5),
+    "ordered": (constraints.ordered_vector, 1, [-1.0, 0.5, 2.0]),
+    "positive ordered": (constraints.positive_ordered_vector, 1, [0.3, 0.5, 2.0]),
+    "lower Cholesky": (constraints.lower_cholesky, 2, [[1.0, 0.0], [0.5, 2.0]]),
+    "half open": (constraints.half_open_interval(0.0, 1.0), 0, 0.5),
+    "softplus positive": (constraints.softplus_positive, 0, 0.5),
+}
+
+
+@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+@pytest.mark.parametrize("name", IMPROPER)
+def test_improper_priors_need_no_sampling(name, inverse):
+    """`ImproperUniform.sample` raises: nothing may call it, given a strategy that does not (contract 5)."""
+    constraint, event_dim, start = IMPROPER[name]
+    start = torch.tensor(start)
+
+    def model(y):
+        z = pyro.sample("z", dist.ImproperUniform(constraint, torch.Size(), start.shape))
+        pyro.sample("y", dist.Normal(z.reshape(z.shape[: z.dim() - event_dim] + (-1,)).sum(-1), 1.0), obs=y)
+
+    guide = AutoNaMIGuide(model, inverse=inverse, init_loc_fn=init_to_value(values={"z": start}))
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO(num_particles=2, vectorize_particles=True))
+    y = torch.tensor(1.0)
+    assert torch.tensor([svi.step(y) for _ in range(2)]).isfinite().all()
+    value = guide(y)["z"]
+    assert constraint.check(value).all() and value.shape == start.shape
+
+
+@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+def test_a_support_that_moves_with_another_latent_and_with_data(inverse):
+    """Bounds from a latent, from an argument, and both at once."""
+
+    def model(low, y):
+        width = pyro.sample("width", dist.Gamma(torch.tensor(3.0), torch.tensor(1.0)))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Uniform(low, low + width))
+            pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+
+    guide = AutoNaMIGuide(model, inverse=inverse)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO(num_particles=3, vectorize_particles=True))
+    for low in (torch.zeros(4), torch.tensor([5.0, -5.0, 0.0, 100.0])):
+        y = low + 1
+        assert torch.tensor(svi.step(low, y)).isfinite()
+        values = guide(low, y)
+        assert ((values["z"] > low) & (values["z"] < low + values["width"])).all()
