@@ -45,5 +45,9 @@ def test_quickstart_prints_network_inverse_and_table_and_writes_plots(tmp_path):
 def test_benchmark_runs_and_leaves_results_alone(script):
     results = ROOT / "benchmarks" / "results"
     before = {path: path.read_bytes() for path in results.glob("*.json")}
-    assert run(f"benchmarks/{script}", "--smoke").strip()
-    assert {path: path.read_bytes() for path in results.glob("*.json")} == before
+    try:
+        assert run(f"benchmarks/{script}", "--smoke").strip()
+        assert {path: path.read_bytes() for path in results.glob("*.json")} == before
+    finally:
+        for path, content in before.items():
+            path.write_bytes(content)

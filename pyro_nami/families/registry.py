@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pyro.distributions as dist
 import torch
+from pyro.distributions import constraints
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -140,10 +141,13 @@ def _is_normal(prior: Distribution) -> bool:
 
 
 def _unsupported(name: str, prior: Distribution) -> NotImplementedError:
+    hint = ""
+    if prior.support is constraints.sphere:
+        hint = f" A point on a sphere is best sampled through pyro.poutine.reparam with {{'{name}': ProjectedNormalReparam()}}."
     return NotImplementedError(
         f'Expected at site "{name}" a type or support that a family covers; got {type(innermost(prior)).__name__} '
         f"on {prior.support!r}. Give the site a family in families=, or add one with "
-        f"pyro_nami.register_family(family_name, factory)."
+        f"pyro_nami.register_family(family_name, factory).{hint}"
     )
 
 

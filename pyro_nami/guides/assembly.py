@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import networkx as nx
@@ -157,11 +158,12 @@ def assemble(
 
 
 class _InitContinuous(InitMessenger):
-    """Pyro's initialization for the sites that it covers; discrete sites are sampled."""
+    """Pyro's initialization for the sites that it covers; the others, discrete ones for instance, are sampled."""
 
     def _pyro_sample(self, msg: Any) -> None:
         if not _is_discrete(msg["fn"]):
-            super()._pyro_sample(msg)
+            with suppress(NotImplementedError):
+                super()._pyro_sample(msg)
 
 
 def _is_discrete(fn: Any) -> bool:

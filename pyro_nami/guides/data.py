@@ -102,6 +102,8 @@ class DataReader:
                 value = call.argument(slots[name])
                 if isinstance(value, Tensor):
                     call.values[name] = own[name] = value
+                    if name in assembly.semi_observed:
+                        call.given[name] = value
         complete = all(name in call.values for name in assembly.read)
         if not (known and complete and assembly.interleaved) or assembly.subsampled or assembly.semi_observed:
             own.update(self._look(call))
