@@ -1,2 +1,52 @@
-"""Automatic, structured, amortized guides for Pyro."""
+"""Automatic, structured, amortized guides for Pyro.
+
+Glossary, one word per concept:
+
+* site: a ``pyro.sample`` statement; latent or observed. An instance is a site at one index of each of its plates.
+* network: `BayesNet`, which sites depend on which, as read off a run of the model (`extract_bayesnet`).
+* inverse: `Inverse`, the network of a guide: for every latent, the parents that it is sampled given.
+* faithful: asserts no independence that the model lacks. Minimal: no parent can be left out.
+* elimination order: the reverse of the sampling order. Fill-in: a dependence that elimination adds.
+* predictive: a latent without observed descendants; drawn from the model's own conditional.
+* joint: plates whose instances depend on each other given the data; pooled: read as a set of instances.
+* factor: the guide's conditional of one latent. Family: what kind of distribution that is (`register_family`).
+* anchor: the model's own conditional, which a factor's location and scale are relative to.
+* covariate: what differs between the instances of a plate without being a site.
+"""
+
+from pyro_nami.extraction import extract_bayesnet
+from pyro_nami.families import Family, flow, mixture, register_family
+from pyro_nami.graph import (
+    BayesNet,
+    Inverse,
+    Site,
+    Verification,
+    fully_connected,
+    mean_field,
+    nami,
+    nami_steps,
+    stuhlmueller,
+    verify_inverse,
+)
 from pyro_nami.guides.nami import AutoNaMIGuide
+from pyro_nami.render import render
+
+__all__ = [
+    "AutoNaMIGuide",
+    "BayesNet",
+    "Family",
+    "Inverse",
+    "Site",
+    "Verification",
+    "extract_bayesnet",
+    "flow",
+    "fully_connected",
+    "mean_field",
+    "mixture",
+    "nami",
+    "nami_steps",
+    "register_family",
+    "render",
+    "stuhlmueller",
+    "verify_inverse",
+]

@@ -14,12 +14,22 @@ Change this module to add a way of reading (an index map, say); networks and fam
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Direct", "Pooled", "Source", "concatenate", "covariates_of", "evaluate", "flatten", "nodes_of", "plan_sources"]
+__all__ = [
+    "Direct",
+    "Pooled",
+    "Source",
+    "concatenate",
+    "covariates_of",
+    "evaluate",
+    "flatten",
+    "nodes_of",
+    "plan_sources",
+]
 
 
 class Direct(NamedTuple):
@@ -36,7 +46,7 @@ class Pooled(NamedTuple):
     inputs: tuple[Source, ...]
 
 
-Source = Union[Direct, Pooled]
+Source = Direct | Pooled
 
 
 def covariates_of(site: Hashable) -> Hashable:
@@ -145,9 +155,16 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
     first = parts[0].shape[:-1]
     if any(part.shape[:-1] != first for part in parts):
-        batch = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
+        batch = _broadcast([part.shape[:-1] for part in parts])
         parts = [part if part.shape[:-1] == batch else part.expand(batch + part.shape[-1:]) for part in parts]
     return torch.cat(list(parts), dim=-1)
+
+
+def _broadcast(shapes: Sequence[torch.Size]) -> tuple[int, ...]:
+    """Returns the shape that shapes broadcast to; `torch.broadcast_shapes` takes as long as a small network."""
+    ndims = max(map(len, shapes))
+    padded = [(1,) * (ndims - len(shape)) + tuple(shape) for shape in shapes]
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded))
 
 
 def flatten(value: Tensor, dim: int) -> Tensor:

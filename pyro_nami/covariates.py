@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent, TransformedDistribution, transform_to
+from torch.distributions import Distribution, TransformedDistribution, transform_to
 
 __all__ = ["Column", "ColumnSearch", "columns_of", "parameters"]
 

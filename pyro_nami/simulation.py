@@ -46,8 +46,8 @@ class Hidden(Messenger):
     ) -> None:
         super().__init__()
         self.values, self.indices, self.shown, self.broadcast = values, indices or {}, shown, broadcast
-        self.missing = None if until is None else set(until)
-        self.sites: dict[str, dict[str, Any]] = {}
+        self.missing: set[str] = set(until or ())
+        self.sites: dict[str, Any] = {}
 
     def _process_message(self, msg: Any) -> None:
         msg["stop"] = True
@@ -73,7 +73,7 @@ class Hidden(Messenger):
             if not self.missing:
                 raise AllSeen
 
-    def run(self, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def run(self, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Runs the model, to its end or until all is seen; returns its sample sites, as a trace holds them."""
         with own_dims(), self, suppress(AllSeen):
             model(*args, **kwargs)

@@ -19,7 +19,7 @@ from torch.distributions import constraints
 from .elements import Elements
 from .layout import Layout
 
-__all__ = ["AutoregressiveFactor", "Conditionals", "Factor"]
+__all__ = ["AutoregressiveFactor", "Conditionals", "Factor", "SiteDistribution"]
 
 Next = Callable[[Tensor], tuple[Tensor, Any]]
 
@@ -38,7 +38,7 @@ class Conditionals(Protocol):
         """Returns the parameters ``(*batch, E, k)`` from all features ``(*batch, E, f)`` in one dense pass."""
 
 
-class _SiteDistribution(TorchDistribution):
+class SiteDistribution(TorchDistribution):
     """What both factors share: shapes, support, and the memory of the latest draw."""
 
     arg_constraints: dict[str, constraints.Constraint] = {}
@@ -75,7 +75,7 @@ class _SiteDistribution(TorchDistribution):
     def _draw_elements(self, shape: torch.Size) -> Tensor:
         raise NotImplementedError
 
-    def _recall(self, value: Tensor) -> Tensor | None:
+    def recall(self, value: Tensor) -> Tensor | None:
         """Returns the elements of the latest draw if `value` is it, unchanged in its tie to autograd."""
         if self._latest is None:
             return None
@@ -98,7 +98,7 @@ class _SiteDistribution(TorchDistribution):
         return log_prob
 
 
-class Factor(_SiteDistribution):
+class Factor(SiteDistribution):
     """A site's distribution with elements independent given the factor's inputs.
 
     Args:
@@ -128,7 +128,7 @@ class Factor(_SiteDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities in nats ``(*batch,)``."""
-        elements = self._recall(value)
+        elements = self.recall(value)
         if elements is None:
             elements = self._elements_of(value)
         return self._total(self._elements.log_prob(elements), elements, value)
@@ -146,7 +146,7 @@ class Factor(_SiteDistribution):
         return self._elements.draw(shape + (self._layout.num_elements,))
 
 
-class AutoregressiveFactor(_SiteDistribution):
+class AutoregressiveFactor(SiteDistribution):
     """A site's distribution whose elements are drawn in sequence, each given those before it.
 
     Args:
@@ -195,7 +195,7 @@ class AutoregressiveFactor(_SiteDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities in nats ``(*batch,)``: one dense pass, or none for the latest draw."""
-        elements = self._recall(value)
+        elements = self.recall(value)
         params = None if elements is None else self._recall_params()
         if elements is None:
             elements = self._elements_of(value)

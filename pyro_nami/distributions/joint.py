@@ -60,13 +60,15 @@ class JointFactor(AutoregressiveFactor):
         sizes: of these plates.
     """
 
+    _conditionals: _Instances
+
     def __init__(
         self, conditionals: Conditionals, *args: Any, dims: Sequence[int], sizes: Sequence[int], **kwargs: Any
     ) -> None:
         super().__init__(_Instances(conditionals, dims, sizes), *args, **kwargs)
         self._dims, self._sizes = tuple(dims), tuple(sizes)
 
-    def expand(self, batch_shape: torch.Size, _instance: Any = None) -> JointFactor:
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> JointFactor:
         return JointFactor(
             self._conditionals.sequence,
             self._build,

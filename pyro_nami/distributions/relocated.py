@@ -60,7 +60,7 @@ class Relocated(TorchDistribution):
         super().__init__(relocation.outside(base.batch_shape), base.event_shape, validate_args=False)
 
     @constraints.dependent_property
-    def support(self) -> constraints.Constraint:
+    def support(self) -> constraints.Constraint | None:
         return self._base.support
 
     @property
@@ -74,11 +74,11 @@ class Relocated(TorchDistribution):
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Relocated:
         return Relocated(self._base.expand(self._relocation.inside(torch.Size(batch_shape))), self._relocation)
 
-    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:
         """Returns a reparameterized draw ``(*sample_shape, *batch, *event)``."""
         return self._out(self._base.rsample(sample_shape), len(sample_shape))
 
-    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:
         """Returns a draw ``(*sample_shape, *batch, *event)``."""
         return self._out(self._base.sample(sample_shape), len(sample_shape))
 
@@ -90,9 +90,8 @@ class Relocated(TorchDistribution):
     def enumerate_support(self, expand: bool = True) -> Tensor:
         """Returns every value, ``(values, *batch, *event)``."""
         values = self._base.enumerate_support(expand)
-        return values.reshape(values.shape[:1] + self.batch_shape + self.event_shape) if expand else values.reshape(
-            values.shape[:1] + (1,) * len(self.batch_shape) + self.event_shape
-        )
+        batch = self.batch_shape if expand else torch.Size((1,) * len(self.batch_shape))
+        return values.reshape(values.shape[:1] + batch + self.event_shape)
 
     def _out(self, inside: Tensor, sample_ndims: int) -> Tensor:
         value = inside.reshape(inside.shape[:sample_ndims] + self.batch_shape + self.event_shape)
@@ -101,6 +100,8 @@ class Relocated(TorchDistribution):
 
     def _inside(self, value: Tensor) -> Tensor:
         """Returns a value as the base knows it; for the latest draw, that draw itself."""
-        if self._latest is not None and self._latest[0] is value and self._latest[1].requires_grad == value.requires_grad:
-            return self._latest[1]
+        if self._latest is not None:
+            drawn, inside = self._latest
+            if drawn is value and inside.requires_grad == value.requires_grad:
+                return inside
         return self._relocation.value_inside(value, len(self.event_shape))

@@ -143,7 +143,7 @@ def _is_normal(prior: Distribution) -> bool:
 def _unsupported(name: str, prior: Distribution) -> NotImplementedError:
     hint = ""
     if prior.support is constraints.sphere:
-        hint = f" A point on a sphere is best sampled through pyro.poutine.reparam with {{'{name}': ProjectedNormalReparam()}}."
+        hint = f" A point on a sphere: use poutine.reparam(model, {{'{name}': ProjectedNormalReparam()}})."
     return NotImplementedError(
         f'Expected at site "{name}" a type or support that a family covers; got {type(innermost(prior)).__name__} '
         f"on {prior.support!r}. Give the site a family in families=, or add one with "

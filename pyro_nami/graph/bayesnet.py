@@ -100,9 +100,10 @@ class BayesNet:
         (('z',), ('x',))
     """
 
-    sites: Mapping[Hashable, Site]
-    edges: tuple[tuple[Hashable, Hashable], ...]
-    plate_sizes: Mapping[Hashable, int] = field(default_factory=dict)
+    # Names are any hashables. They are read as Any, so that who names sites by strings gets strings back.
+    sites: Mapping[Any, Site]
+    edges: tuple[tuple[Any, Any], ...]
+    plate_sizes: Mapping[Any, int] = field(default_factory=dict)
 
     def __init__(
         self,
@@ -191,17 +192,17 @@ class BayesNet:
         return nx.freeze(graph)
 
     @cached_property
-    def latent(self) -> tuple[Hashable, ...]:
+    def latent(self) -> tuple[Any, ...]:
         """The sites that are not observed, marginalized ones included, in model order."""
         return tuple(name for name, site in self.sites.items() if not site.observed)
 
     @cached_property
-    def observed(self) -> tuple[Hashable, ...]:
+    def observed(self) -> tuple[Any, ...]:
         """The observed sites in model order."""
         return tuple(name for name, site in self.sites.items() if site.observed)
 
     @cached_property
-    def plates(self) -> Mapping[Hashable, frozenset[Hashable]]:
+    def plates(self) -> Mapping[Any, frozenset[Any]]:
         """The plates of each site."""
         return MappingProxyType({name: site.plates for name, site in self.sites.items()})
 

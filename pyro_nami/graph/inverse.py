@@ -19,7 +19,7 @@ import networkx as nx
 from pyro_nami.graph.bayesnet import BayesNet, label, plate_list, site_label
 from pyro_nami.graph.elimination import NO_PLATES
 
-Plates = frozenset[Hashable]
+Plates = frozenset[Any]
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Inverse:
     """
 
     net: BayesNet
-    order: tuple[Hashable, ...]
-    parents: Mapping[Hashable, Mapping[Hashable, Plates]]
-    joint: Mapping[Hashable, Plates] = field(default_factory=dict)
+    order: tuple[Any, ...]
+    parents: Mapping[Any, Mapping[Any, Plates]]
+    joint: Mapping[Any, Plates] = field(default_factory=dict)
     predictive: Plates = NO_PLATES
 
     def __post_init__(self) -> None:

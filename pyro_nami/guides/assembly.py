@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import networkx as nx
 import pyro
 import torch
 from pyro import poutine
@@ -25,18 +24,19 @@ from pyro_nami.conditioning import covariates_of, flatten, plan_sources
 from pyro_nami.covariates import Column, ColumnSearch, columns_of
 from pyro_nami.extraction import Extraction, extract, is_blocked
 from pyro_nami.families import Family, features_of, make_family
-from pyro_nami.graph import BayesNet, Inverse, Site, eliminate, fully_connected, mean_field, nami, stuhlmueller
+from pyro_nami.graph import BayesNet, Inverse, Site, eliminate
+from pyro_nami.guides.features import Embedding, first_instance, standardization
+from pyro_nami.guides.inverting import invert, with_hidden_evidence, with_latent_blocks
 from pyro_nami.guides.network import Factor, InverseNetwork
 from pyro_nami.isolation import untouched
 from pyro_nami.nn import PoolingEncoder
 from pyro_nami.simulation import Hidden, own_dims, prior_draws
 
-__all__ = ["Assembly", "Options", "assemble", "covariate_values", "invert"]
+__all__ = ["Assembly", "Options", "assemble", "covariate_values"]
 
 _PRIOR_DRAWS = 16
 _MOST_COVARIATES = 64
 _POOLED_FEATURES = 16
-_MOST_ROWS = 100_000
 _PLENTY = 5  # instances from which an observed site is standardized by its own data
 
 
@@ -197,8 +197,8 @@ class _Assembler:
         self.run = lambda values: Hidden(values, broadcast=True).run(model, args, kwargs)
         self.args, self.kwargs = args, kwargs
         self.options, self.found, self.prototype, self.draws = options, found, prototype, draws
-        self.net = _with_latent_blocks(found.bayesnet, options.blocks)
-        self.nodes = prototype.nodes
+        self.net = with_latent_blocks(found.bayesnet, options.blocks)
+        self.nodes: Mapping[str, Any] = prototype.nodes
         frames: dict[str, Any] = {}
         depth: dict[str, int] = {}
         for name in self.net.sites:
@@ -209,7 +209,7 @@ class _Assembler:
         self.sizes = {name: frame.size for name, frame in frames.items()}
         self.plate_order = sorted(frames, key=depth.__getitem__)
         if is_blocked(model):
-            self.net = _with_hidden_evidence(self.net)
+            self.net = with_hidden_evidence(self.net)
         self.data = [name for name in self.net.observed if name in self.nodes]
         own = (name for name, frame in frames.items() if frame.full_size not in (None, frame.size))
         self.subsampled = subsampled | frozenset(own)
@@ -264,7 +264,7 @@ class _Assembler:
             | frozenset(name for block in options.blocks or () for name in block),
             columns=columns,
             references=references,
-            reference={name: _first_instance(self.nodes[name]["value"], self.nodes[name]) for name in emitted},
+            reference={name: first_instance(self.nodes[name]["value"], self.nodes[name]) for name in emitted},
             sizes=self.sizes,
             factory=self._factory(order),
             names=frozenset(self.nodes),
@@ -287,7 +287,7 @@ class _Assembler:
             return Embedding(self.options.embeddings[name], site["fn"].event_dim)
         return features_of(name, site["fn"], site["value"])
 
-    def _covariates(self) -> tuple[dict[str, tuple[Column, ...]], list[dict[str, Tensor]]]:
+    def _covariates(self) -> tuple[dict[str, tuple], list[dict[str, Tensor]]]:
         """Returns the covariate columns of every site in a plate, and the reference draws that they are found at."""
         searches = {
             name: ColumnSearch(_MOST_COVARIATES)
@@ -305,7 +305,7 @@ class _Assembler:
             if len(references) == len(self.draws):
                 break
             drawn = self.draws[len(references)]
-            draw = {n: _first_instance(drawn[n], self.nodes[n]) for n in self.net.sites if n in self.nodes}
+            draw = {n: first_instance(drawn[n], self.nodes[n]) for n in self.net.sites if n in self.nodes}
             references.append(draw)
             sites = self.run(draw)
             number = len(references) - 1
@@ -347,7 +347,7 @@ class _Assembler:
         return name not in self.nodes or self.nodes[name]["value"].numel() == 0
 
     def _factor(
-        self, name: str, inverse: Inverse, family: Family, reads: Mapping[Hashable, frozenset]
+        self, name: str, inverse: Inverse, family: Family, reads: Mapping[Any, frozenset]
     ) -> Factor:
         plates = {**self.net.plates}
         for node in reads:
@@ -430,11 +430,11 @@ class _Assembler:
             here = self._rows(name, self.nodes[name]["value"], assembly)
             drawn = [self._rows(name, draw[name], assembly) for draw in self.draws if name in draw]
             plenty = name in self.net.observed and len(here) >= _PLENTY
-            standard[name] = _standardization(here if plenty or not drawn else torch.cat(drawn), here, factory)
+            standard[name] = standardization(here if plenty or not drawn else torch.cat(drawn), here, factory)
         covariates = covariate_values(assembly, self.options.covariates, self.args, self.kwargs, self.run)
         for name, chosen in assembly.columns.items():
             rows = covariates[name].reshape(-1, len(chosen))
-            standard[covariates_of(name)] = _standardization(rows, rows, factory)
+            standard[covariates_of(name)] = standardization(rows, rows, factory)
         return standard
 
     def _rows(self, name: str, value: Tensor, assembly: Assembly) -> Tensor:
@@ -460,72 +460,11 @@ def covariate_values(
     if callable(option):
         return dict(option(*args, **kwargs))
     sites_at = functools.lru_cache(None)(lambda number: run(assembly.references[number]))
-    return {
-        name: columns_of(columns, lambda number, name=name: sites_at(number)[name]["fn"])
-        for name, columns in assembly.columns.items()
-    }
 
+    def at_draw(name: str, number: int) -> Any:
+        return sites_at(number)[name]["fn"]
 
-_INVERSIONS: dict[str, Callable[[BayesNet], Inverse]] = {
-    "stuhlmueller": stuhlmueller,
-    "mean_field": mean_field,
-    "fully_connected": fully_connected,
-}
-_DIRECTIONS = ("auto", "forward", "reverse", "free")
-
-
-def invert(net: BayesNet, inverse: Any, blocks: Sequence[Sequence[str]] | None) -> Inverse:
-    """Returns the inverse that an option ``inverse`` stands for."""
-    if isinstance(inverse, str) and inverse in _DIRECTIONS:
-        return nami(net, direction=inverse, blocks=blocks)
-    if blocks is not None:
-        raise ValueError(
-            f"Expected an inverse that honours `blocks`, one of {', '.join(map(repr, _DIRECTIONS))}; got {inverse!r}."
-        )
-    if isinstance(inverse, str):
-        if inverse not in _INVERSIONS:
-            names = ", ".join(map(repr, (*_DIRECTIONS, *_INVERSIONS)))
-            raise ValueError(f"Expected `inverse` to be one of {names}, an Inverse or a callable; got {inverse!r}.")
-        return _INVERSIONS[inverse](net)
-    result = inverse if isinstance(inverse, Inverse) else inverse(net)
-    if not isinstance(result, Inverse):
-        raise TypeError(f"Expected `inverse` to be, or to return, an Inverse; got {type(result).__name__}.")
-    missing = set(net.latent).symmetric_difference(result.net.latent)
-    if missing:
-        raise ValueError(
-            f"Expected an inverse over the model's latent sites {list(net.latent)}; got one that differs in "
-            f"{sorted(map(str, missing))}. Invert `extract_bayesnet(model, ...)` of the same model."
-        )
-    return result
-
-
-def _with_latent_blocks(net: BayesNet, blocks: Sequence[Sequence[str]] | None) -> BayesNet:
-    """Returns the network with the observed sites that ``blocks`` names latent: they are semi-observed."""
-    named = {name for block in blocks or () for name in block}
-    if not named & set(net.observed):
-        return net
-    sites = {
-        name: dataclasses.replace(site, observed=False) if name in named else site for name, site in net.sites.items()
-    }
-    return BayesNet(sites, net.edges, plate_sizes=net.plate_sizes)
-
-
-def _with_hidden_evidence(net: BayesNet) -> BayesNet:
-    """Returns the network of a blocked model, with evidence that the guide cannot see on its barren latents.
-
-    ``poutine.block`` may hide data, so a latent without observed descendants need not be without evidence. All such
-    latents get an observed child in common for each set of plates that they lie in.
-    """
-    seen = set(net.observed)
-    for name in net.observed:
-        seen |= nx.ancestors(net.graph, name)
-    barren = [name for name in net.latent if name not in seen]
-    sites, edges = dict(net.sites), list(net.edges)
-    for plates in {net.plates[name] for name in barren}:
-        node = ("hidden", *sorted(plates))
-        sites[node] = Site(node, plates=plates, observed=True)
-        edges.extend((name, node) for name in barren if net.plates[name] <= plates)
-    return BayesNet(sites, edges, plate_sizes=net.plate_sizes)
+    return {name: columns_of(columns, functools.partial(at_draw, name)) for name, columns in assembly.columns.items()}
 
 
 def _check_names(option: str, names: Collection[str], known: Collection[str], kind: str) -> frozenset[str]:
@@ -538,20 +477,7 @@ def _check_names(option: str, names: Collection[str], known: Collection[str], ki
     return frozenset(names)
 
 
-class Embedding(NamedTuple):
-    """Features of an observed site by a module of the user's."""
-
-    module: nn.Module
-    event_dim: int
-
-    def features(self, value: Tensor) -> Tensor:
-        """Returns ``(*batch, 1, features)``; the module sees the batch as its only leading dim."""
-        cut = value.dim() - self.event_dim
-        batch, event = value.shape[:cut], value.shape[cut:]
-        return self.module(value.reshape((-1,) + event)).reshape(batch + (1, -1))
-
-
-def _is_transparent(site: Mapping[str, Any]) -> bool:
+def _is_transparent(site: Any) -> bool:
     """Whether a trace's site is a latent that the model itself determines."""
     if site["type"] != "sample" or site["is_observed"] or site_is_subsample(site):
         return False
@@ -566,31 +492,3 @@ def _allows_nan(site: Mapping[str, Any]) -> bool:
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
     return site["mask"] is not None or isinstance(fn, (NanMaskedNormal, NanMaskedMultivariateNormal))
-
-
-def _first_instance(value: Tensor, site: Mapping[str, Any]) -> Tensor:
-    """Returns a value with its first instance only, size 1, in the plates of its site."""
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized:
-            dim = frame.dim - site["fn"].event_dim
-            if value.dim() >= -dim:
-                value = value.narrow(dim, 0, 1)
-    return value
-
-
-def _standardization(rows: Tensor, here: Tensor, factory: dict) -> tuple[Tensor, Tensor]:
-    """Returns (shift, scale) from rows of raw features; zeros and ones (categories) are left as they are."""
-    rows, here = rows.to(**factory), here.to(**factory)
-    if rows.shape[0] > 1:
-        low, center, high = torch.quantile(rows[:_MOST_ROWS], torch.tensor([0.16, 0.5, 0.84]).to(rows), dim=0)
-        spread = (high - low) / 2
-        flat = ~(spread > 1e-6 * center.abs()) | ~spread.isfinite()
-        spread = torch.where(flat, rows.std(0), spread)
-    else:
-        center, spread = here.mean(0), torch.ones_like(here[0])
-    usable = spread.isfinite() & (spread > 1e-6 * center.abs()) & (spread > 0)
-    spread = torch.where(usable, spread, torch.ones_like(spread))
-    categories = ((rows == 0) | (rows == 1)).all(0)
-    scale = torch.where(categories, torch.ones_like(spread), 1 / spread)
-    shift = torch.where(categories | ~center.isfinite(), torch.zeros_like(center), -center * scale)
-    return shift, scale

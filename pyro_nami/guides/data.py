@@ -48,7 +48,7 @@ class Call:
         self.given: dict[str, Tensor] = {}
         self.covariates: dict[str, Tensor] = {}
         self.unseen: frozenset[str] = frozenset()
-        self.sites: dict[str, dict[str, Any]] = {}
+        self.sites: dict[str, Any] = {}
 
     def argument(self, slot: int | str) -> Any:
         """Returns the model's argument at a position or of a name; None if this call has none."""
@@ -56,7 +56,7 @@ class Call:
             return self.kwargs.get(slot)
         return self.args[slot] if slot < len(self.args) else None
 
-    def run(self, values: Mapping[str, Tensor], **options: Any) -> dict[str, dict[str, Any]]:
+    def run(self, values: Mapping[str, Tensor], **options: Any) -> dict[str, Any]:
         """Returns the sites of a hidden run of the model on this call's arguments and instances; see `Hidden`."""
         return Hidden(values, self.indices, **options).run(self.model, self.args, self.kwargs)
 
@@ -108,7 +108,7 @@ class DataReader:
         if not (known and complete and assembly.interleaved) or assembly.subsampled or assembly.semi_observed:
             own.update(self._look(call))
         if not known:
-            arguments = {**dict(enumerate(call.args)), **call.kwargs}
+            arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
             self._slots[kind] = {} if assembly.subsampled else _find_slots(own, arguments)
         if assembly.columns:
             call.covariates = self._covariates(call, leaves)
@@ -129,7 +129,7 @@ class DataReader:
         shown = assembly.subsampled - call.indices.keys()
         with torch.no_grad():
             # A semi-observed site may bring its own value.
-            latents = {name: assembly.reference[name] for name in assembly.reference if name not in assembly.semi_observed}
+            latents = {name: v for name, v in assembly.reference.items() if name not in assembly.semi_observed}
             call.sites = sites = call.run(latents, shown=shown, broadcast=True)
         call.indices.update({name: sites[name]["value"] for name in shown if name in sites})
         for name, site in sites.items():
@@ -152,7 +152,7 @@ class DataReader:
         """
         if torch._C._get_tracing_state() and self._slots:
             return next(reversed(self._slots))
-        kind = []
+        kind: list[Hashable] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 kind.append((tuple(leaf.shape), leaf.dtype))
@@ -188,11 +188,11 @@ class DataReader:
         for name in absent:
             if name not in self.seen:
                 raise ValueError(
-                    f"Expected data for the observed site '{name}'; this call brings none, and the guide has seen none. "
-                    f"Pass it as the model takes it, or as observations={{'{name}': value}}."
+                    f"Expected data for the observed site '{name}'; this call brings none, and the guide has seen "
+                    f"none. Pass it as the model takes it, or as observations={{'{name}': value}}."
                 )
             call.values[name] = self.seen[name]
-        plates = frozenset().union(*(assembly.bayesnet.plates[name] for name in absent))
+        plates: frozenset[Any] = frozenset().union(*(assembly.bayesnet.plates[name] for name in absent))
         new_plates: dict[str, int] = {}
         for name in absent:
             new_plates.update(_resized_plates(call.values[name], call.sites[name], assembly.event_dims[name]))

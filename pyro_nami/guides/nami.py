@@ -7,9 +7,7 @@ The structure is made in `assembly`, the networks in `network`, and the drawing 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,12 +26,14 @@ from pyro_nami.guides.assembly import Assembly, Options, assemble
 from pyro_nami.guides.data import Call, DataReader, check_data
 from pyro_nami.guides.network import NetworkState, as_pyro_module
 from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached
+from pyro_nami.guides.shapes import own_shape, quantiles_of, sum_plates, with_plate_dims
 from pyro_nami.isolation import untouched
 from pyro_nami.simulation import Hidden
 
 __all__ = ["AutoNaMIGuide"]
 
 _MEDIAN_DRAWS = 1000
+_ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]  # made by Pyro's metaclass, which type checkers do not follow
 
 
 class AutoNaMIGuide(AutoGuide):
@@ -82,6 +82,9 @@ class AutoNaMIGuide(AutoGuide):
         Webb et al. 2018, "Faithful Inversion of Generative Models for Effective Amortized Inference".
     """
 
+    _assembly: Assembly  # this and the next are None before the first call
+    _data: DataReader
+
     def __init__(
         self,
         model: Callable,
@@ -115,7 +118,7 @@ class AutoNaMIGuide(AutoGuide):
             )
         super().__init__(model, create_plates=create_plates)
         embeddings = {site: as_pyro_module(copy.deepcopy(module)) for site, module in (embeddings or {}).items()}
-        self.embeddings = pyro.nn.PyroModule[nn.ModuleDict](embeddings)
+        self.embeddings = _ModuleDict(embeddings)
         self._options = Options(
             inverse=inverse,
             blocks=blocks,
@@ -131,8 +134,7 @@ class AutoNaMIGuide(AutoGuide):
             init_scale=init_scale,
             activation=activation,
         )
-        self._assembly: Assembly | None = None
-        self._data: DataReader | None = None
+        self._assembly = self._data = None  # type: ignore[assignment]
         self._read: dict[Any, tuple[Tensor, int, Tensor]] = {}
         self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None
 
@@ -186,9 +188,9 @@ class AutoNaMIGuide(AutoGuide):
             full = f"{self._pyro_name}.network.{name.removesuffix('_unconstrained')}"
             if full in store and store[full].shape != value.shape and not _module_local():
                 raise ValueError(
-                    f"Expected parameter '{full}' of shape {tuple(value.shape)}; the parameter store has one of shape "
-                    f"{tuple(store[full].shape)}, from another guide of this class. Call pyro.clear_param_store() first, "
-                    "or use pyro.settings.set(module_local_params=True)."
+                    f"Expected parameter '{full}' of shape {tuple(value.shape)}; the parameter store has one of "
+                    f"shape {tuple(store[full].shape)}, from another guide of this class. Call "
+                    "pyro.clear_param_store() first, or use pyro.settings.set(module_local_params=True)."
                 )
 
     def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, pyro.plate]:
@@ -341,7 +343,7 @@ class AutoNaMIGuide(AutoGuide):
         with self._pyro_context:
             call = self._begin(args, kwargs)
             assembly, state = self._assembly, self._start(call)
-            values = _with_plate_dims(latents, assembly, call.given)
+            values = with_plate_dims(latents, assembly, call.given)
             for name in assembly.order:
                 state.add(name, assembly.features(name, values[name] if name in values else call.given[name]))
             sites = self._priors(call, values) if assembly.anchored or assembly.predictive or assembly.varies else {}
@@ -350,11 +352,11 @@ class AutoNaMIGuide(AutoGuide):
             for name, value in values.items():
                 site = sites.get(name)
                 prior = site["fn"] if site else None
-                fn = prior if name in current.from_model else current.dense(name, prior)
+                fn: Any = prior if name in current.from_model else current.dense(name, prior)
                 log_prob = fn.log_prob(value)
                 if site is not None and site["mask"] is not None:
                     log_prob = torch.where(torch.as_tensor(site["mask"]), log_prob, torch.zeros_like(log_prob))
-                total = total + _sum_plates(log_prob, assembly.nesting)
+                total = total + sum_plates(log_prob, assembly.nesting)
             return total
 
     def _priors(self, call: Call, values: Mapping[str, Tensor]) -> Mapping[str, Any]:
@@ -378,7 +380,7 @@ class AutoNaMIGuide(AutoGuide):
             Latent -> tensor ``(quantiles, *site shape)``.
         """
         draws = self._draws(num_samples, args, kwargs)
-        return {name: _quantiles(value, quantiles) for name, value in draws.items()}
+        return {name: quantiles_of(value, quantiles) for name, value in draws.items()}
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Returns the Monte Carlo median of every latent, elementwise in constrained space; see `quantiles`."""
@@ -394,7 +396,7 @@ class AutoNaMIGuide(AutoGuide):
             pyro.set_rng_seed(0)
             with pyro.plate("_draws", count, dim=-1 - assembly.nesting):
                 values = self(*args, **kwargs)
-        return {name: _own_shape(name, value, count, self.prototype_trace.nodes[name]) for name, value in values.items()}
+        return {name: own_shape(name, value, count, self.prototype_trace.nodes[name]) for name, value in values.items()}
 
     # ---- state
 
@@ -468,60 +470,6 @@ def _picklable(model: Any) -> bool:
 
 def _key(name: Any) -> str:
     return name if isinstance(name, str) else ":".join(name)
-
-
-def _quantiles(value: Tensor, quantiles: Sequence[float]) -> Tensor:
-    ordered = value.sort(0).values
-    last = len(ordered) - 1
-    return torch.stack([ordered[min(last, max(0, math.floor(q * last + 0.5)))] for q in quantiles])
-
-
-def _own_shape(name: str, value: Tensor, count: int, site: Mapping[str, Any]) -> Tensor:
-    """Returns draws ``(count, *site shape)`` from values with the draws left of all plate dims."""
-    event_dim = site["fn"].event_dim
-    nesting = max((-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized), default=0)
-    cut = value.dim() - event_dim - nesting
-    return value.expand((count,) + value.shape[1:]).reshape((count,) + value.shape[cut:])
-
-
-def _with_plate_dims(
-    latents: Mapping[str, Tensor], assembly: Assembly, observed: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Returns every latent's value with batch dims left of the plate dims; see `AutoNaMIGuide.log_prob`."""
-    wanted = [name for name in assembly.program if name not in observed and name not in assembly.transparent]
-    for name in wanted:
-        if name not in latents:
-            raise ValueError(f"Expected a value for every latent, {wanted}; got none for '{name}'.")
-    own_dims = {name: {assembly.dims[plate] for plate in assembly.bayesnet.plates[name]} for name in wanted}
-
-    def fits(name: str) -> bool:
-        value = latents[name]
-        batch = value.shape[: value.dim() - assembly.event_dims[name]]
-        return all(
-            batch[dim] == 1 for dim in range(-min(len(batch), assembly.nesting), 0) if dim not in own_dims[name]
-        )
-
-    if all(map(fits, wanted)):
-        return {name: latents[name] for name in wanted}
-    values = {}
-    for name in wanted:
-        value, depth = latents[name], -min(own_dims[name], default=0)
-        cut = value.dim() - assembly.event_dims[name] - depth
-        if cut != 1:
-            raise ValueError(
-                f"Expected latent '{name}' of shape (*batch, *plates, *event), batch dims left of {assembly.nesting} "
-                f"plate dims, or with one batch dim in front of its own shape; got {tuple(value.shape)}."
-            )
-        values[name] = value.reshape(value.shape[:1] + (1,) * (assembly.nesting - depth) + value.shape[1:])
-    return values
-
-
-def _sum_plates(log_prob: Tensor, nesting: int) -> Tensor:
-    """Sums over the plate dims, the rightmost ``nesting``."""
-    if nesting == 0:
-        return log_prob
-    log_prob = log_prob[(None,) * max(0, nesting - log_prob.dim())]
-    return log_prob.sum(tuple(range(-nesting, 0)))
 
 
 _MISSING_SITE = (

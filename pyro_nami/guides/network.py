@@ -23,6 +23,8 @@ from pyro_nami.nn import MaskedMLP, PoolingEncoder, SeparateMLP
 
 __all__ = ["Factor", "InverseNetwork", "NetworkState", "as_pyro_module"]
 
+_ModuleList: Any = PyroModule[nn.ModuleList]  # made by Pyro's metaclass, which type checkers do not follow
+
 
 class Factor(NamedTuple):
     """One latent's place in the networks.
@@ -38,7 +40,7 @@ class Factor(NamedTuple):
         sources: what it reads.
     """
 
-    name: Hashable
+    name: Any  # a site's: any hashable
     batch: frozenset
     joint: tuple[str, ...]
     num_elements: int
@@ -89,6 +91,8 @@ class InverseNetwork(PyroModule):
         device, dtype: of the parameters.
     """
 
+    _buffers: dict[str, Any]  # none of them is None
+
     def __init__(
         self,
         factors: Sequence[Factor],
@@ -115,22 +119,24 @@ class InverseNetwork(PyroModule):
         self._plate_sizes = dict(sizes)
         self.register_buffer("_like", torch.empty(0, **factory), persistent=False)
         self._encoder_index: dict[Source, int] = {}
-        encoders = []
+        encoders: list[nn.Module] = []
         for factor in factors:
             for source in factor.sources:
                 self._add_encoders(source, make_encoder, encoders)
-        self.encoders = PyroModule[nn.ModuleList](encoders)
+        self.encoders = _ModuleList(encoders)
         position = {factor.name: i for i, factor in enumerate(factors)}
         batches = list(dict.fromkeys(factor.batch for factor in factors))
         self.groups = [
             _Group([f for f in factors if f.batch == batch], position, self._source_size) for batch in batches
         ]
         self.group_of = {row.name: i for i, group in enumerate(self.groups) for row in group.factors}
-        self.networks = PyroModule[nn.ModuleList](
+        self.networks = _ModuleList(
             [group.build(hidden_features, shared, activation, factory) for group in self.groups]
         )
         as_pyro_module(self.encoders)
         as_pyro_module(self.networks)
+        # Every attribute of a PyroModule that is a module takes a while to read.
+        self.parts = tuple(self.networks), tuple(self.encoders)
 
     def start(self) -> NetworkState:
         """Returns the state of a pass at which nothing is known."""
@@ -160,9 +166,10 @@ class InverseNetwork(PyroModule):
         return self._like.new_empty((1,) * self.nesting + (0,))
 
     def set_initial(self, initial: Mapping[Hashable, Tensor]) -> None:
-        """Writes raw parameters ``(elements, params)`` of every factor to the biases, which nothing else adds to."""
+        """Writes raw parameters ``(elements, params)`` of every factor to the output biases."""
         for group, network in zip(self.groups, self.networks):
-            values = [initial[f.name][elements.start : elements.stop] for step in group.steps for f, elements in step.rows]
+            rows = [row for step in group.steps for row in step.rows]
+            values = [initial[factor.name][elements.start : elements.stop] for factor, elements in rows]
             network.set_output_bias(torch.cat([value.flatten() for value in values]).to(network.output))
 
     def _add_encoders(self, source: Source, make_encoder: Callable, encoders: list) -> None:
@@ -184,8 +191,9 @@ class InverseNetwork(PyroModule):
 
     def bound_encoders(self) -> dict[Source, Callable]:
         """Returns pooled source -> its encoder, with its parameters read now."""
+        encoders = self.parts[1]
         return {
-            source: functools.partial(self.encoders[i].forward, weights=self.encoders[i].weights())
+            source: functools.partial(encoders[i].forward, weights=encoders[i].weights())
             for source, i in self._encoder_index.items()
         }
 
@@ -198,14 +206,14 @@ class _Group:
     ) -> None:
         self.factors = tuple(factors)
         self.steps = _plan_steps(factors, position)
-        self.head = {}
+        self.head: dict[Hashable, int] = {}
         widths: dict[Source, int] = {}
         for number, step in enumerate(self.steps):
             for factor, _ in step.rows:
                 self.head.setdefault(factor.name, number)
             for source, _ in step.reads:
                 widths[source] = size(source)
-        self._elements = {_own(f): f for f in factors}
+        self._elements: dict[Source, Factor] = {_own(f): f for f in factors}
         self._row_blocks: dict[tuple[int, int], tuple[list, list]] = {}
         self.columns = [[self._column(read, widths) for read in step.reads] for step in self.steps]
 
@@ -233,7 +241,8 @@ class _Group:
         for _, first, last in columns:
             starts.append(total)
             total += last - first
-        rows, blocks = [], []
+        rows: list[Tensor] = []
+        blocks: list[list[int]] = []
         for step in self.steps:
             for factor, elements in step.rows:
                 for element in elements:
@@ -245,7 +254,7 @@ class _Group:
                     blocks.append(list(range(len(rows), len(rows) + factor.num_params)))
                     rows.extend([row] * factor.num_params)
         dependency = torch.stack(rows)
-        splits = {
+        splits: dict[str, Any] = {
             "input_splits": [sum(last - first for _, first, last in step) for step in self.columns],
             "output_splits": [sum(f.num_params * len(elements) for f, elements in step.rows) for step in self.steps],
         }
@@ -303,7 +312,7 @@ class NetworkState:
         self._encoders = network.bound_encoders()
         self._features: dict[Hashable, Tensor] = {}
         self._pooled: dict[Source, Tensor] = {}
-        self._states: list[Any] = [part.start() for part in network.networks]
+        self._states: list[Any] = [part.start() for part in network.parts[0]]
         self._rows: dict[Hashable, Tensor] = {}
 
     def add(self, node: Hashable, features: Tensor) -> None:

@@ -16,11 +16,13 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions import TorchDistribution
 from pyro.poutine.runtime import get_plates
 from pyro.poutine.util import is_validation_enabled, site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_nami.distributions.factor import SiteDistribution
 from pyro_nami.distributions.joint import unfold
 from pyro_nami.distributions.relocated import Relocated, Relocation
 from pyro_nami.families import Family
@@ -46,31 +48,38 @@ class Pass:
         self.values: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
         self._relocation = _relocation(assembly)
+        self._validate = is_validation_enabled()
 
-    def outside(self, fn: Distribution) -> Distribution:
+    def outside(self, fn: TorchDistribution) -> TorchDistribution:
         """Returns a distribution as the handlers outside see it."""
         return fn if self._relocation is None else Relocated(fn, self._relocation)
 
-    def take(self, name: str, value: Tensor) -> Tensor:
-        """Takes in the value that a latent got outside; returns it as the model sees it."""
-        if is_validation_enabled() and value.isnan().any():
+    def take(self, name: str, value: Tensor, fn: Distribution) -> Tensor:
+        """Takes in the value that a latent got outside, by ``fn`` or by a replay; returns it as the model sees it."""
+        if self._validate and value.isnan().any():
             raise ValueError(
-                f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite. The last step may "
-                "have been too large: lower the learning rate, or clip gradients."
+                f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite. The last step "
+                "may have been too large: lower the learning rate, or clip gradients."
             )
         self.returned[name] = value
         if self._relocation is not None:
             value = self._relocation.value_inside(value, self.assembly.event_dims[name])
-        self.know(name, value)
+        elements = fn.recall(value) if isinstance(fn, SiteDistribution) else None
+        self.know(name, value, elements)
         return value
 
-    def know(self, name: str, value: Tensor) -> None:
-        """Takes in the value of a latent, sampled or replayed."""
+    def know(self, name: str, value: Tensor, elements: Tensor | None = None) -> None:
+        """Takes in the value of a latent, and its elements where they are known from the draw."""
         self.values[name] = value
-        if name in self.assembly.factors:
-            self.state.add(name, self.assembly.features(name, value))
+        if name not in self.assembly.factors:
+            return
+        if elements is None:
+            features = self.assembly.features(name, value)
+        else:
+            features = self.assembly.families[name].element_features(elements).flatten(-2)
+        self.state.add(name, features)
 
-    def distribution(self, name: str, batch_shape: torch.Size, prior: Distribution | None) -> Distribution:
+    def distribution(self, name: str, batch_shape: torch.Size, prior: Distribution | None) -> TorchDistribution:
         """Returns a latent's distribution given all that it reads, of a batch shape at least ``batch_shape``.
 
         Args:
@@ -101,7 +110,7 @@ class Pass:
 
     def _sequential(
         self, name: str, factor: Factor, family: Family, batch_shape: torch.Size, anchor: Tensor | None
-    ) -> Distribution:
+    ) -> TorchDistribution:
         """Returns the distribution of a factor that is drawn element by element."""
         conditionals = self.state.conditionals(name, len(batch_shape))
         target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
@@ -119,7 +128,7 @@ class Pass:
         dims, sizes = ([table[plate] for plate in factor.joint] for table in plates)
         return dims, sizes
 
-    def dense(self, name: str, prior: Distribution | None) -> Distribution:
+    def dense(self, name: str, prior: Any) -> TorchDistribution:
         """Returns a latent's distribution when the values of all latents are known, from one pass for all."""
         assembly = self.assembly
         factor, family = assembly.factors[name], assembly.families[name]
@@ -130,7 +139,7 @@ class Pass:
 
 def _relocation(assembly: Assembly) -> Relocation | None:
     """Returns what lies where if the guide is called inside a plate whose dim the model needs for itself."""
-    outer = [frame.dim for frame in get_plates() if frame.vectorized and frame.name not in assembly.dims]
+    outer: list[Any] = [frame.dim for frame in get_plates() if frame.vectorized and frame.name not in assembly.dims]
     kept = -1 - max(outer, default=-1 - assembly.nesting)
     return Relocation(kept, assembly.nesting - kept) if kept < assembly.nesting else None
 
@@ -192,7 +201,7 @@ class Interleaved(Hidden):
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self._ours and msg["value"] is not None:
-            msg["value"] = self.current.take(msg["name"], msg["value"])
+            msg["value"] = self.current.take(msg["name"], msg["value"], msg["fn"])
         super()._postprocess_message(msg)
 
 
@@ -234,7 +243,7 @@ def draw_detached(
                 stack.enter_context(poutine.scale(scale=scale))
             for frame in frames:
                 stack.enter_context(plates[frame.name])
-            current.take(name, pyro.sample(name, current.outside(fn)))
+            current.take(name, pyro.sample(name, current.outside(fn)), fn)
 
 
 def _own_scale(site: Mapping[str, Any]) -> Any:

@@ -4,7 +4,8 @@
 plate of instances into features that do not depend on their order.
 """
 
-from pyro_nami.nn.masked import MaskedMLP, MaskedState, SeparateMLP, SeparateState
+from pyro_nami.nn.masked import MaskedMLP, MaskedState
 from pyro_nami.nn.pooling import PoolingEncoder, segment_mean
+from pyro_nami.nn.separate import SeparateMLP, SeparateState
 
 __all__ = ["MaskedMLP", "MaskedState", "PoolingEncoder", "SeparateMLP", "SeparateState", "segment_mean"]

@@ -20,19 +20,18 @@ read by attribute at the start of every pass, so that they may be replaced by na
 
 from __future__ import annotations
 
-__all__ = ["MaskedMLP", "MaskedState", "SeparateMLP", "SeparateState"]
+__all__ = ["MaskedMLP", "MaskedState"]
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_nami.nn.masks import StepPlan, Steps, check_width, layer_masks, split_steps, step_plan
+from pyro_nami.nn.masks import StepPlan, check_width, layer_masks, split_steps, step_plan
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -40,7 +39,7 @@ Activation = Callable[[Tensor], Tensor]
 _BLOCK = 8
 
 
-class _SteppedMLP(nn.Module):
+class SteppedMLP(nn.Module):
     """What both networks share: steps, the parameter per layer with its mask, and how they start."""
 
     output: Tensor
@@ -96,12 +95,12 @@ class _SteppedMLP(nn.Module):
         """Returns the masked weights, read by attribute."""
         weights = []
         for name in self.layer_names:
-            weight, mask = getattr(self, name), getattr(self, f"{name}_mask")
+            weight, mask = getattr(self, name), self._buffers[f"{name}_mask"]
             weights.append(weight if mask is None else weight * mask)
         return weights
 
 
-class MaskedMLP(_SteppedMLP):
+class MaskedMLP(SteppedMLP):
     """A perceptron whose Jacobian's support is exactly a given dependency matrix, whatever its widths.
 
     Row i is a bias, plus (with ``skip``) a linear function of the inputs that it may read, plus a function of the
@@ -227,8 +226,8 @@ class MaskedState(NamedTuple):
         """
         plan, activation = self.run.plan, self.run.activation
         start = self.step
-        _check_advance(plan.sources[0], start, x, stop)
-        batch_shape, x = _flatten(x, self.batch_shape)
+        check_advance(plan.sources[0], start, x, stop)
+        batch_shape, x = flatten(x, self.batch_shape)
         state = self if batch_shape == self.batch_shape else self._expand(batch_shape)
         if state.end < stop or state.end == start:
             state = state._complete(stop)
@@ -258,7 +257,7 @@ class MaskedState(NamedTuple):
         """Returns the state at a larger batch shape, after adding all that is known at the smaller one."""
         state = self._complete(self.run.plan.num_steps) if self.frames else self
         pending = tuple(
-            total if len(total) == 1 else _expand_batch(total, self.batch_shape, shape)
+            total if len(total) == 1 else expand_batch(total, self.batch_shape, shape)
             for total in state.pending
         )
         return state._replace(batch_shape=shape, pending=pending)
@@ -280,7 +279,7 @@ class MaskedState(NamedTuple):
     def _add_known(self, layer: int, total: Tensor, since: int, start: int, stop: int) -> Tensor:
         """Adds what became known since a step to the pre-activations of steps ``start`` to ``stop - 1``."""
         target, reads = self.run.plan.targets[layer], self.run.plan.reads[layer]
-        value = _concatenated(
+        value = concatenated(
             [values[source] for source in reads for step, values in self.known if step >= since]
         )
         if value.shape[1] == 0 or target[start] == target[stop]:
@@ -320,7 +319,7 @@ class _Run(NamedTuple):
         parts = blocks[start:stop]
         if len(blocks) > count:
             parts += blocks[count + start : count + stop]
-        block = _concatenated(parts, 0)
+        block = concatenated(parts, 0)
         return block if block.shape[1] == last - first else block[:, first:last]
 
 
@@ -332,170 +331,7 @@ class _Frame(NamedTuple):
     pending: tuple[Tensor, ...]
 
 
-class SeparateMLP(_SteppedMLP):
-    """A perceptron of the same use as `MaskedMLP` in which every *factor*, a group of rows, has its own small network.
-
-    All rows of a factor read the same columns at the same step. Its network reads these columns, has hidden layers of
-    the given widths, and with ``skip`` also direct weights. The networks of all factors of an advance are evaluated
-    as one batched product; factors with fewer parents or rows than the largest are padded.
-
-    Parameters, for F factors of at most P parents and R rows, with factors in the order of their steps: ``layer_0``
-    ``(F, units, P + 1)``, ``layer_1`` ``(F, units, units below + 1)``, ..., ``output`` ``(F, R, units + P + 1)``
-    (without ``skip``: ``(F, R, units + 1)``).
-
-    Args:
-        dependency: boolean tensor ``(outputs, inputs)``; entry (i, j) says that output i may read input j.
-        hidden_features: units of each factor in each hidden layer.
-        factors: the rows of each factor; every row belongs to one.
-        input_splits: number of columns that become known at each step; one step by default.
-        output_splits: number of rows that are emitted at each step.
-        skip: whether rows also read their inputs directly.
-        activation: elementwise function of the hidden layers.
-        device: device of the parameters.
-        dtype: floating-point type of the parameters.
-
-    Raises:
-        ValueError: if the factors are no partition of the rows, or the rows of one differ in columns or step.
-    """
-
-    _gather: Tensor
-    _positions: Tensor | None
-
-    def __init__(
-        self,
-        dependency: Tensor,
-        hidden_features: Sequence[int] = (64,),
-        *,
-        factors: Sequence[Sequence[int]],
-        input_splits: Sequence[int] | None = None,
-        output_splits: Sequence[int] | None = None,
-        skip: bool = True,
-        activation: Activation = F.silu,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(dependency, hidden_features, input_splits, output_splits, skip, activation)
-        groups = _sorted_factors(dependency, factors, self.steps)
-        parents = [dependency[rows[0]].nonzero().flatten().tolist() for rows in groups]
-        num_factors, num_parents = len(groups), max(map(len, parents), default=0)
-        self._num_rows = max(map(len, groups), default=0)
-        starts = [rows[0] for rows in groups]
-        self._factor_bounds = tuple(sum(row < bound for row in starts) for bound in self.steps.rows)
-
-        gather = torch.zeros(num_factors, num_parents + 1, dtype=torch.long)
-        mask = F.pad(torch.zeros(num_factors, 1, num_parents, dtype=torch.bool), (0, 1), value=True)
-        positions = torch.zeros(self.out_features, dtype=torch.long)
-        for factor, (rows, columns) in enumerate(zip(groups, parents)):
-            gather[factor, : len(columns)] = torch.tensor(columns, dtype=torch.long) + 1
-            mask[factor, :, : len(columns)] = True
-            positions[list(rows)] = factor * self._num_rows + torch.arange(len(rows))
-        in_place = torch.equal(positions, torch.arange(num_factors * self._num_rows))
-        self.register_buffer("_gather", gather.flatten().to(device), persistent=False)
-        self.register_buffer("_positions", None if in_place else positions.to(device), persistent=False)
-
-        widths = [num_parents, *hidden_features]
-        shapes = [(num_factors, width, below + 1) for width, below in zip(widths[1:], widths)]
-        masks = [mask, *(mask.new_ones(1) for _ in hidden_features[1:])] if hidden_features else []
-        if hidden_features:
-            reads = mask[..., :-1].any(-1, keepdim=True).expand(-1, -1, widths[-1])
-            masks.append(torch.cat([reads, mask if skip else mask[..., -1:]], -1))
-        else:
-            masks.append(mask)
-        shapes.append((num_factors, self._num_rows, masks[-1].shape[-1]))
-        self._add_layers(shapes, masks, device=device, dtype=dtype)
-
-    def set_output_bias(self, values: Tensor) -> None:
-        """Writes ``values``, ``(outputs,)``, to the bias of the output layer."""
-        with torch.no_grad():
-            positions = slice(None) if self._positions is None else self._positions
-            self.output.view(-1, self.output.shape[-1])[positions, -1] = values
-
-    def start(self) -> SeparateState:
-        """Returns the state of a pass in which no input is known yet."""
-        return self._start(self.steps, self._factor_bounds)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""
-        steps = Steps((0, self.in_features), (0, self.out_features))
-        return self._start(steps, (0, self._factor_bounds[-1])).advance(x, 1)[0]
-
-    def _start(self, steps: Steps, factors: tuple[int, ...]) -> SeparateState:
-        sizes = [end - start for start, end in pairwise(factors)]
-        weights = self._weights()
-        blocks = tuple(weight.split(sizes) for weight in weights)
-        constants = (self._num_rows, self.skip, self.activation)
-        run = _SeparateRun(steps, factors, self._gather, self._positions, *constants, blocks)
-        return SeparateState(run, 0, torch.Size(), weights[0].new_ones(1, 1))
-
-
-class SeparateState(NamedTuple):
-    """A pass through a `SeparateMLP` in which the inputs of the steps before ``step`` are known.
-
-    Attributes:
-        run: constants of the pass.
-        step: the next step.
-        batch_shape: broadcast shape of the batches so far.
-        known: ones, and then the columns so far, ``(1 + columns, size of the batch)``.
-    """
-
-    run: _SeparateRun
-    step: int
-    batch_shape: torch.Size
-    known: Tensor
-
-    def advance(self, x: Tensor, stop: int) -> tuple[Tensor, SeparateState]:
-        """Returns the rows of steps ``step`` to ``stop - 1``, and the state after them, as `MaskedState.advance`."""
-        run, start, known = self.run, self.step, self.known
-        _check_advance(run.steps.columns, start, x, stop)
-        batch_shape, x = _flatten(x, self.batch_shape)
-        if batch_shape != self.batch_shape:
-            known = _expand_batch(known.t(), self.batch_shape, batch_shape).t()
-        if x.shape[1]:
-            known = torch.cat((known, x.t()))
-        rows = run.rows(known, start, stop).t()
-        if len(batch_shape) != 1:
-            rows = rows.reshape(*batch_shape, rows.shape[1])
-        return rows, SeparateState(run, stop, batch_shape, known)
-
-
-class _SeparateRun(NamedTuple):
-    """Constants of one pass: ``blocks[layer][step]`` are the masked weights of the factors of a step.
-
-    ``gather`` lists what each factor reads, as rows of `SeparateState.known` (row 0, the ones, for padding and bias);
-    ``positions`` is where each output row lies in the stack of the ``num_rows`` rows of each factor, None if in order.
-    """
-
-    steps: Steps
-    factors: tuple[int, ...]
-    gather: Tensor
-    positions: Tensor | None
-    num_rows: int
-    skip: bool
-    activation: Activation
-    blocks: tuple[tuple[Tensor, ...], ...]
-
-    def rows(self, known: Tensor, start: int, stop: int) -> Tensor:
-        """Returns the output rows of steps ``start`` to ``stop - 1``, ``(rows, size of the batch)``."""
-        first, last = self.factors[start], self.factors[stop]
-        if first == last:
-            return known[:0]
-        width = len(self.gather) // self.factors[-1]
-        inputs = known.index_select(0, self.gather[first * width : last * width]).view(
-            last - first, width, -1
-        )
-        value, ones = inputs, inputs[:, -1:]
-        *hidden, output = (_concatenated(blocks[start:stop], 0) for blocks in self.blocks)
-        for layer, weight in enumerate(hidden, 1):
-            units = self.activation(torch.bmm(weight, value))
-            value = torch.cat((units, inputs if self.skip and layer == len(hidden) else ones), 1)
-        rows = torch.bmm(output, value).flatten(0, 1)
-        if self.positions is None:
-            return rows
-        positions = self.positions[self.steps.rows[start] : self.steps.rows[stop]]
-        return rows.index_select(0, positions - first * self.num_rows if first else positions)
-
-
-def _flatten(x: Tensor, batch_shape: torch.Size) -> tuple[torch.Size, Tensor]:
+def flatten(x: Tensor, batch_shape: torch.Size) -> tuple[torch.Size, Tensor]:
     """Returns the batch shape that ``x`` makes of a state's, and ``x`` there, as ``(size of the batch, columns)``."""
     shape = x.shape[:-1]
     if batch_shape and shape != batch_shape:
@@ -504,13 +340,13 @@ def _flatten(x: Tensor, batch_shape: torch.Size) -> tuple[torch.Size, Tensor]:
     return shape, x if len(shape) == 1 else x.reshape(math.prod(shape), x.shape[-1])
 
 
-def _expand_batch(values: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
+def expand_batch(values: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
     """Returns values of one batch shape, ``(size of old, features)``, at a larger one, ``(size of new, features)``."""
     features = values.shape[1]
     return values.reshape(*old, features).expand(*new, features).reshape(math.prod(new), features)
 
 
-def _concatenated(parts: list[Tensor] | tuple[Tensor, ...], dim: int = 1) -> Tensor:
+def concatenated(parts: list[Tensor] | tuple[Tensor, ...], dim: int = 1) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -520,7 +356,7 @@ def _same_size(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return tuple(total.expand(size, -1) for total in pair)
 
 
-def _check_advance(columns: Sequence[int], start: int, x: Tensor, stop: int) -> None:
+def check_advance(columns: Sequence[int], start: int, x: Tensor, stop: int) -> None:
     if not start < stop < len(columns):
         raise ValueError(f"Expected stop from {start + 1} to {len(columns) - 1}, the steps left; got {stop}.")
     if x.shape[-1] != columns[stop] - columns[start]:
@@ -528,23 +364,3 @@ def _check_advance(columns: Sequence[int], start: int, x: Tensor, stop: int) -> 
             f"Expected x of shape (*batch, {columns[stop] - columns[start]}), the columns of steps {start} to "
             f"{stop - 1}; got {tuple(x.shape)}."
         )
-
-
-def _sorted_factors(
-    dependency: Tensor, factors: Sequence[Sequence[int]], steps: Steps
-) -> list[tuple[int, ...]]:
-    """Returns the factors in the order of their steps, after checking that they are a partition and uniform."""
-    groups = [tuple(int(row) for row in rows) for rows in factors]
-    if not all(groups) or sorted(chain.from_iterable(groups)) != list(range(len(dependency))):
-        raise ValueError(f"Expected factors to be a partition of the {len(dependency)} rows; got {groups}.")
-    step_of = [bisect_right(steps.rows, row) - 1 for row in range(len(dependency))]
-    for rows in groups:
-        if any(step_of[row] != step_of[rows[0]] for row in rows):
-            raise ValueError(
-                f"Expected all rows of a factor in one step; got rows {rows} of several. Split it."
-            )
-        if (dependency[list(rows)] != dependency[rows[0]]).any():
-            raise ValueError(
-                f"Expected all rows of a factor to read the same columns; got rows {rows}. Split it."
-            )
-    return sorted(groups, key=lambda rows: step_of[rows[0]])

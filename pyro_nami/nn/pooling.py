@@ -13,6 +13,7 @@ from __future__ import annotations
 
 __all__ = ["PoolingEncoder", "segment_mean"]
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -102,12 +103,12 @@ class PoolingEncoder(nn.Module):
         if x.shape[-1] != self.num_inputs:
             raise ValueError(f"Expected x of shape (*batch, {self.num_inputs}); got {tuple(x.shape)}.")
         weights = self.weights() if weights is None else weights
-        value = x
-        for weight in weights[:-1]:
-            value = self.activation(F.linear(value, weight[:, :-1], weight[:, -1]))
-        if len(weights) > 1:
-            value = torch.cat((value, x), -1)
-        return F.linear(value, weights[-1][:, :-1], weights[-1][:, -1])
+        inputs = F.pad(x, (0, 1), value=1.0)
+        value = inputs
+        for layer, weight in enumerate(weights[:-1], 1):
+            units = self.activation(F.linear(value, weight))
+            value = torch.cat((units, inputs if layer == len(weights) - 1 else inputs[..., -1:]), -1)
+        return F.linear(value, weights[-1])
 
     def forward(
         self, x: Tensor, dim: int, mask: Tensor | None = None, weights: Sequence[Tensor] | None = None
@@ -131,9 +132,9 @@ class PoolingEncoder(nn.Module):
                 f"Expected dim from {-len(batch_shape)} to -1, a batch dimension of x; got {dim}."
             )
         if mask is None:
-            count = x.new_tensor(float(batch_shape[dim]))
-            total = self.instance_features(x, weights).sum(dim - 1, keepdim=True)
-            return _with_count(total, count)
+            size = batch_shape[dim]
+            mean = self.instance_features(x, weights).sum(dim - 1, keepdim=True) / max(size, 1)
+            return F.pad(mean, (0, 1), value=math.log1p(size))
         mask = _checked_mask(mask, batch_shape)
         features = self.instance_features(torch.where(mask, x, 0.0), weights)
         total = torch.where(mask, features, 0.0).sum(dim - 1, keepdim=True)

@@ -124,7 +124,7 @@ def test_jacobian_support_is_the_dependency_at_every_width(build, dependency, hi
     assert torch.equal(support_of(mlp, dependency.shape[1]), dependency)
 
 
-@pytest.mark.parametrize("activation", [torch.tanh, nn.functional.elu, nn.Softplus()], ids=str)
+@pytest.mark.parametrize("activation", [torch.tanh, nn.functional.elu, nn.Softplus()], ids=["tanh", "elu", "softplus"])
 @both
 def test_jacobian_law_holds_for_other_activations(build, activation):
     mlp = randomized(build(DEPENDENCIES["random 0"], (6, 6), activation=activation, dtype=torch.double))
