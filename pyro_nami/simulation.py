@@ -67,7 +67,7 @@ class Hidden(Messenger):
         # Sequential enumeration puts the run off at a site, and there is no value yet.
         if msg["type"] != "sample" or msg["value"] is None:
             return
-        self.sites[msg["name"]] = msg.copy()
+        self.sites[msg["name"]] = msg  # of which nothing changes from here on
         if self.missing:
             self.missing.discard(msg["name"])
             if not self.missing:

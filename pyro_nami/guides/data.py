@@ -90,7 +90,9 @@ class DataReader:
             ValueError: a site has no data, or is missing from the run.
         """
         assembly = self.assembly
-        leaves = tree_leaves((call.args, dict(call.kwargs)))
+        leaves = [*call.args, *call.kwargs.values(), *call.kwargs]
+        if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
+            leaves = tree_leaves(leaves)
         kind = self._kind(leaves)
         slots = self._slots.get(kind)
         known, slots = slots is not None, slots or {}

@@ -9,6 +9,7 @@ run of the model follows only where some of them are drawn from the model's own 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -17,7 +18,8 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
-from pyro.poutine.runtime import get_plates
+from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.runtime import _PYRO_STACK, get_plates
 from pyro.poutine.util import is_validation_enabled, site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
@@ -48,7 +50,7 @@ class Pass:
         self.values: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
         self._relocation = _relocation(assembly)
-        self._validate = is_validation_enabled()
+        self._validate = is_validation_enabled() and not torch._C._get_tracing_state()
 
     def outside(self, fn: TorchDistribution) -> TorchDistribution:
         """Returns a distribution as the handlers outside see it."""
@@ -56,7 +58,7 @@ class Pass:
 
     def take(self, name: str, value: Tensor, fn: Distribution) -> Tensor:
         """Takes in the value that a latent got outside, by ``fn`` or by a replay; returns it as the model sees it."""
-        if self._validate and value.isnan().any():
+        if self._validate and math.isnan(value.detach().sum().item()):
             raise ValueError(
                 f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite. The last step "
                 "may have been too large: lower the learning rate, or clip gradients."
@@ -139,6 +141,8 @@ class Pass:
 
 def _relocation(assembly: Assembly) -> Relocation | None:
     """Returns what lies where if the guide is called inside a plate whose dim the model needs for itself."""
+    if not any(isinstance(handler, IndepMessenger) for handler in _PYRO_STACK):
+        return None
     outer: list[Any] = [frame.dim for frame in get_plates() if frame.vectorized and frame.name not in assembly.dims]
     kept = -1 - max(outer, default=-1 - assembly.nesting)
     return Relocation(kept, assembly.nesting - kept) if kept < assembly.nesting else None

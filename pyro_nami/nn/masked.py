@@ -66,12 +66,22 @@ class SteppedMLP(nn.Module):
             )
         self.layer_names = (*(f"layer_{layer}" for layer in range(len(hidden_features))), "output")
 
-    def _add_layers(self, shapes: Sequence[tuple[int, ...]], masks: Sequence[Tensor], **factory: Any) -> None:
-        """Registers a parameter per layer, and its mask (broadcastable to it) where that leaves anything out."""
+    def _add_layers(
+        self, shapes: Sequence[tuple[int, ...]], masks: Sequence[Tensor], units: int, **factory: Any
+    ) -> None:
+        """Registers a parameter per layer, and its mask (broadcastable to it) where that changes anything.
+
+        The output layer's mask also divides a row's weights from its hidden units, among the first ``units`` columns,
+        by the square root of their number: a step of Adam then moves the row as far whatever the width, and a step
+        size that suits the biases suits the network.
+        """
         for name, shape, mask in zip(self.layer_names, shapes, masks):
             weight = torch.empty(shape, **factory)
             self.register_parameter(name, nn.Parameter(weight))
-            self.register_buffer(f"{name}_mask", None if mask.all() else mask.to(weight), persistent=False)
+            scale = mask.to(weight)
+            if name == "output" and units:
+                scale[..., :units] /= scale[..., :units].sum(-1, keepdim=True).clamp(min=1).sqrt()
+            self.register_buffer(f"{name}_mask", None if (scale == 1).all() else scale, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -162,7 +172,8 @@ class MaskedMLP(SteppedMLP):
         masks = [F.pad(mask, (0, 1), value=True) for mask in masks]
         self._plan = step_plan(self.steps, last_columns, skip)
         self._dense_plan = self._plan.merged()
-        self._add_layers([tuple(mask.shape) for mask in masks], masks, device=device, dtype=dtype)
+        units = len(last_columns[-1]) if last_columns else 0
+        self._add_layers([tuple(mask.shape) for mask in masks], masks, units, device=device, dtype=dtype)
 
     def set_output_bias(self, values: Tensor) -> None:
         """Writes ``values``, ``(outputs,)``, to the bias of the output layer."""

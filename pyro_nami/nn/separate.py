@@ -91,7 +91,7 @@ class SeparateMLP(SteppedMLP):
         else:
             masks.append(mask)
         shapes.append((num_factors, self._num_rows, masks[-1].shape[-1]))
-        self._add_layers(shapes, masks, device=device, dtype=dtype)
+        self._add_layers(shapes, masks, widths[-1] if hidden_features else 0, device=device, dtype=dtype)
 
     def set_output_bias(self, values: Tensor) -> None:
         """Writes ``values``, ``(outputs,)``, to the bias of the output layer."""

@@ -202,7 +202,8 @@ def test_masked_network_is_a_perceptron_with_masked_weights():
     inside = (labels[None] <= upper_labels[:, None]).all(-1)
     upper = (layer_1[:, :-1] * inside) @ nn.functional.silu(lower) + layer_1[:, -1:]
     inside = (upper_labels[None] <= dependency[:, None]).all(-1)
-    rows = (output[:, :25] * inside) @ nn.functional.silu(upper) + (output[:, 25:33] * dependency) @ x.T
+    scale = inside.sum(1, keepdim=True).clamp(min=1).sqrt()
+    rows = (output[:, :25] * inside / scale) @ nn.functional.silu(upper) + (output[:, 25:33] * dependency) @ x.T
     torch.testing.assert_close(mlp(x), (rows + output[:, -1:]).T)
 
 
@@ -224,7 +225,7 @@ def test_separate_networks_are_small_perceptrons(skip):
             weight = output[factor, index]
             expected[:, row] = weight[-1]
             if count:
-                expected[:, row] += value @ weight[:4]
+                expected[:, row] += value @ weight[:4] / 2  # the square root of 4 units
             if skip:
                 expected[:, row] += read @ weight[4 : 4 + count]
     torch.testing.assert_close(mlp(x), expected)
