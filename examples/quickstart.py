@@ -50,7 +50,7 @@ GUIDES: dict[str, Callable[[Callable], AutoGuide]] = {
     "AutoNaMIGuide": AutoNaMIGuide,
     'AutoNaMIGuide, families="flow"': lambda model: AutoNaMIGuide(model, families="flow"),
 }
-LEARNING_RATE = 0.03
+LEARNING_RATE = 0.05
 PARTICLES = 64
 
 

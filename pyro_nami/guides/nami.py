@@ -197,7 +197,9 @@ class AutoNaMIGuide(AutoGuide):
         """Returns the plates that are made outside the model; all others are the model's own."""
         if self.master is not None:
             return super()._create_plates(*args, **kwargs)
-        plates = [] if self.create_plates is None else self.create_plates(*args, **kwargs)
+        if self.create_plates is None:
+            return {}
+        plates = self.create_plates(*args, **kwargs)
         plates = [plates] if isinstance(plates, pyro.plate) else list(plates)
         for plate in plates:
             if not isinstance(plate, pyro.plate):
