@@ -357,3 +357,15 @@ def test_a_guide_is_traced_saved_and_loaded_as_torch_script(inverse):
     expected = guide.call()
     pyro.set_rng_seed(5)
     assert all(torch.allclose(a, b) for a, b in zip(loaded.call(), expected))
+
+
+def test_parameters_of_another_guide_in_the_store_are_named():
+    import pyro.distributions as dist
+
+    def other():
+        z = pyro.sample("z", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=torch.tensor(0.0))
+
+    AutoNaMIGuide(CHAIN)(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="clear_param_store"):
+        AutoNaMIGuide(other)()
