@@ -118,7 +118,8 @@ class AutoNaMIGuide(AutoGuide):
             )
         super().__init__(model, create_plates=create_plates)
         embeddings = {site: as_pyro_module(copy.deepcopy(module)) for site, module in (embeddings or {}).items()}
-        self.embeddings = _ModuleDict(embeddings)
+        # A module's name has no dots; a site's may have some.
+        self.embeddings = _ModuleDict({site.replace(".", "/"): module for site, module in embeddings.items()})
         self._options = Options(
             inverse=inverse,
             blocks=blocks,
