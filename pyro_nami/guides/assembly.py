@@ -6,11 +6,10 @@ plain data beside one module, the networks. Change this module when a guide need
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro
 import torch
@@ -18,7 +17,7 @@ from pyro import poutine
 from pyro.distributions import Delta, NanMaskedMultivariateNormal, NanMaskedNormal
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_nami.conditioning import covariates_of, flatten, plan_sources
 from pyro_nami.covariates import Column, ColumnSearch, columns_of
@@ -28,108 +27,17 @@ from pyro_nami.graph import BayesNet, Inverse, Site, eliminate
 from pyro_nami.guides.features import Embedding, first_instance, standardization
 from pyro_nami.guides.inverting import invert, with_hidden_evidence, with_latent_blocks
 from pyro_nami.guides.network import Factor, InverseNetwork
+from pyro_nami.guides.structure import Assembly, Options
 from pyro_nami.isolation import untouched
 from pyro_nami.nn import PoolingEncoder
 from pyro_nami.simulation import Hidden, own_dims, prior_draws
 
-__all__ = ["Assembly", "Options", "assemble", "covariate_values"]
+__all__ = ["assemble", "covariate_values"]
 
 _PRIOR_DRAWS = 16
 _MOST_COVARIATES = 64
 _POOLED_FEATURES = 16
 _PLENTY = 5  # instances from which an observed site is standardized by its own data
-
-
-class Options(NamedTuple):
-    """The options of a guide, as `AutoNaMIGuide` documents them."""
-
-    inverse: Any
-    blocks: Sequence[Sequence[str]] | None
-    observed: tuple[str, ...]
-    families: Any
-    hidden_features: tuple[int, ...]
-    shared: bool
-    within: str
-    embeddings: Mapping[str, nn.Module]
-    covariates: Any
-    anchor: bool
-    init_loc_fn: Callable
-    init_scale: float
-    activation: Callable[[Tensor], Tensor]
-
-
-@dataclasses.dataclass
-class Assembly:
-    """A guide's fixed structure.
-
-    Attributes:
-        bayesnet: the model's network; inverse: its inverse.
-        order: latents with a factor, in sampling order.
-        predictive: latents drawn from the model's own conditional, in model order.
-        transparent: latent Delta sites, which the guide passes through.
-        program: all latents that the guide emits, in model order.
-        factors, families: of each latent in ``order``.
-        encodings: latent or observed site -> what gives its raw features, its family or another object that does.
-        event_dims: site -> event dims of its value.
-        dims: plate -> batch dim; nesting: the deepest.
-        subsampled: plates that the model subsamples.
-        anchored: latents whose factor is relative to the model's own conditional.
-        interleaved: whether sampling order is program order, so that one run of the model draws all latents.
-        read: observed sites that some factor reads.
-        semi_observed: latents that a call may observe.
-        columns: site -> its covariates; references: values of the latents at the draws they were found at.
-        reference: initial values of all latents, first instances.
-        sizes: plate -> size at the first call.
-        factory: dtype and device of the networks.
-        names: all sites of the model, deterministic ones included.
-        nan_allowed: observed sites whose distribution or mask allows for NaN.
-        flattened: plate of fixed size -> a latent whose instances form one block over it.
-    """
-
-    bayesnet: BayesNet
-    inverse: Inverse
-    order: tuple[str, ...]
-    predictive: tuple[str, ...]
-    transparent: tuple[str, ...]
-    program: tuple[str, ...]
-    factors: dict[str, Factor]
-    families: dict[str, Family]
-    encodings: dict[str, Any]
-    event_dims: dict[str, int]
-    dims: dict[str, int]
-    subsampled: frozenset[str]
-    anchored: frozenset[str]
-    interleaved: bool
-    read: tuple[str, ...]
-    semi_observed: frozenset[str]
-    columns: dict[str, tuple]
-    references: list[dict[str, Tensor]]
-    reference: dict[str, Tensor]
-    sizes: dict[str, int]
-    factory: dict[str, Any]
-    names: frozenset[str]
-    flattened: dict[str, str]
-    nan_allowed: frozenset[str]
-
-    @property
-    def varies(self) -> bool:
-        """Whether the support or a count of some latent depends on the call."""
-        return any(family.varies for family in self.families.values())
-
-    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Applies ``fn`` to all tensors held, to move them to another device."""
-        self.factory = {"dtype": (like := fn(torch.empty(0, **self.factory))).dtype, "device": like.device}
-        self.reference = {name: fn(value) for name, value in self.reference.items()}
-        self.references = [{name: fn(value) for name, value in draw.items()} for draw in self.references]
-
-    def features(self, name: str, value: Tensor) -> Tensor:
-        """Returns the raw features of a site's value, ``(*batch, features)``."""
-        return self.encodings[name].features(value).flatten(-2)
-
-    @property
-    def nesting(self) -> int:
-        """The number of plate dims."""
-        return -min(self.dims.values(), default=0)
 
 
 def assemble(

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_nami.conditioning import covariates_of
-from pyro_nami.guides.assembly import Assembly, covariate_values
+from pyro_nami.guides.assembly import covariate_values
 from pyro_nami.guides.sampling import fixed_size, new_site
+from pyro_nami.guides.structure import Assembly
 from pyro_nami.isolation import untouched
 from pyro_nami.simulation import Hidden
 

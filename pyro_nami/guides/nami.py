@@ -1,7 +1,8 @@
 """`AutoNaMIGuide`: a guide whose dependencies are a minimally faithful inverse of the model's.
 
-This module is the contract with Pyro: laziness, where observed values come from, plates, state, and what users call.
-The structure is made in `assembly`, the networks in `network`, and the drawing of latents in `sampling`.
+This module is the contract with Pyro: laziness, plates, state, and what users call. Its parts: `structure` is what is
+fixed at the first call and `assembly` makes it; `data` finds a call's data; `sampling` draws the latents; `network`
+gives their parameters.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from torch import Tensor, nn
 
 from pyro_nami.conditioning import covariates_of
 from pyro_nami.graph import BayesNet, Inverse
-from pyro_nami.guides.assembly import Assembly, Options, assemble
+from pyro_nami.guides.assembly import assemble
 from pyro_nami.guides.data import Call, DataReader, check_data
 from pyro_nami.guides.network import NetworkState, as_pyro_module
 from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached
 from pyro_nami.guides.shapes import own_shape, quantiles_of, sum_plates, with_plate_dims
+from pyro_nami.guides.structure import Assembly, Options
 from pyro_nami.isolation import untouched
 from pyro_nami.simulation import Hidden
 

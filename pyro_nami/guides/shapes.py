@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.guides.assembly import Assembly
+from pyro_nami.guides.structure import Assembly
 
 __all__ = ["own_shape", "quantiles_of", "sum_plates", "with_plate_dims"]
 
