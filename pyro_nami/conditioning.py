@@ -4,49 +4,122 @@ The guide keeps one feature tensor a *node* (a latent or observed site, or a sit
 ``(*left, *plates, features)`` with Pyro's plate dims in place. A factor that lies in some plates reads a node
 
 * *aligned* on the plates that both share, *broadcast* over the plates that the node lacks;
-* *pooled* over the plates that the factor lacks or reads across: a permutation-invariant encoder, nodes that are
-  read across the same plates jointly and instance by instance, nested plates from the inside out;
+* *gathered* where an index map says which instance belongs to a row: row n of ``obs`` reads ``alpha[county[n]]``;
+* *pooled* over the plates that the factor lacks or reads across: a permutation-invariant encoder, nodes that meet in
+  the same instances jointly and instance by instance, nested plates from the inside out; ragged ones, those nested by
+  an index map, by segments;
 * *flattened* over plates of fixed size, those over which a latent's own instances form a joint block.
 
-Change this module to add a way of reading (an index map, say); networks and families do not know of it.
+A plate *determines* another where an index map leads from it there. A node lies in all plates that its own determine,
+but its tensor has dims for its own only, its *frames*.
+
+Change this module to add a way of reading; networks and families do not know of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_nami.nn import Along, Segments
+
 __all__ = [
     "Direct",
+    "Flattened",
+    "Gathered",
+    "IndexMaps",
+    "Plates",
     "Pooled",
+    "Read",
     "Source",
+    "Sources",
     "concatenate",
     "covariates_of",
-    "evaluate",
     "flatten",
+    "flattened",
     "nodes_of",
     "plan_sources",
 ]
 
 
 class Direct(NamedTuple):
-    """Read a node instance by instance, with the plates ``flatten`` moved into its features."""
+    """Read a node instance by instance."""
 
     node: Hashable
-    flatten: tuple[str, ...] = ()
+
+
+class Flattened(NamedTuple):
+    """Read a source with some plates moved into its features, instances in order."""
+
+    source: Source
+    plates: tuple[str, ...]
+
+
+class Gathered(NamedTuple):
+    """Read a source at the rows of plate ``rows``, each row the instance of ``plates`` that its index maps name."""
+
+    source: Source
+    rows: str
+    plates: tuple[str, ...]
 
 
 class Pooled(NamedTuple):
-    """Encode the instances of ``plate`` one by one from ``inputs`` and average over them."""
+    """Encode the instances of ``plate`` one by one from ``inputs``, and reduce those that share an index of ``onto``.
+
+    With nothing in ``onto`` all instances form one set.
+    """
 
     plate: str
     inputs: tuple[Source, ...]
+    onto: tuple[str, ...] = ()
 
 
-Source = Direct | Pooled
+Source = Direct | Flattened | Gathered | Pooled
+
+
+class Read(NamedTuple):
+    """How elimination joins a factor and one of its parents.
+
+    Attributes:
+        across: shared plates that the parent is read across (``Inverse.parents``).
+        rows: plates of which every model factor that joins the two has one copy an index (``Elimination.rows``).
+    """
+
+    across: frozenset = frozenset()
+    rows: frozenset = frozenset()
+
+
+class Plates(NamedTuple):
+    """What a plan must know of a model's plates.
+
+    Attributes:
+        order: all plates, outermost first.
+        fixed: plates of fixed size: flattened rather than pooled.
+        subsampled: plates of which a call may see a part only; a node is never read across one of them.
+        determined: plate -> the plates that index maps lead to from it, closed transitively.
+    """
+
+    order: tuple[str, ...]
+    fixed: frozenset[str] = frozenset()
+    subsampled: frozenset[str] = frozenset()
+    determined: Mapping[str, frozenset[str]] = {}
+
+    def closure(self, plates: Iterable[str]) -> frozenset[str]:
+        """Returns plates with all that they determine."""
+        plates = frozenset(plates)
+        return plates.union(*(self.determined.get(plate, ()) for plate in plates))
+
+    def generators(self, plates: Iterable[str]) -> frozenset[str]:
+        """Returns those plates that no other one determines: the dims that a tensor needs."""
+        plates = frozenset(plates)
+        return plates.difference(*(self.determined.get(plate, ()) for plate in plates))
+
+    def sort(self, plates: Iterable[str]) -> tuple[str, ...]:
+        """Returns plates in order, outermost first."""
+        return tuple(sorted(plates, key=self.order.index))
 
 
 def covariates_of(site: Hashable) -> Hashable:
@@ -58,95 +131,244 @@ def nodes_of(source: Source) -> frozenset:
     """Returns the nodes that a source reads."""
     if isinstance(source, Direct):
         return frozenset([source.node])
-    return frozenset().union(*map(nodes_of, source.inputs))
+    if isinstance(source, Pooled):
+        return frozenset().union(*map(nodes_of, source.inputs))
+    return nodes_of(source.source)
+
+
+def flattened(source: Source, plates: tuple[str, ...]) -> Source:
+    """Returns a source with plates flattened; itself if there are none."""
+    return Flattened(source, plates) if plates else source
 
 
 def plan_sources(
     batch: Collection[str],
-    parents: Mapping[Hashable, Collection[str]],
-    plates: Mapping[Hashable, Collection[str]],
-    *,
-    nesting: Sequence[str],
-    fixed: Collection[str] = (),
-    subsampled: Collection[str] = (),
+    reads: Mapping[Hashable, Read],
+    frames: Mapping[Hashable, Collection[str]],
+    plates: Plates,
+    joint: Collection[str] = (),
 ) -> tuple[Source, ...]:
-    """Returns what a factor with batch plates ``batch`` reads of its ``parents``.
+    """Returns what a factor reads of its parents.
 
-    A parent u with shared plates S = plates[u] & batch and label R = parents[u] is aligned on S - R and read across
-    all of its other plates. Where R is not empty the factor also reads its own instance, since an average over
-    instances does not say which of them is its own.
+    A parent is aligned on the plates that it shares with ``batch`` and is not read across, and read across all of its
+    other plates: at the rows of the model factor that joins the two, where it meets the other parents of that factor.
+    Where it is read across shared plates the factor also reads its own instance, since an average over instances does
+    not say which of them is its own.
 
     Args:
-        batch: plates of the factor that are batch dims of its network.
-        parents: parent node -> shared plates that it is read across (``Inverse.parents``).
-        plates: node -> its plates.
-        nesting: all plates, outermost first.
-        fixed: plates of fixed size: flattened rather than pooled.
-        subsampled: plates of which a call may see a part only; a node is never read across one of them.
+        batch: plates of the factor that are batch dims of its network, with all that they determine.
+        reads: parent node -> how it is read.
+        frames: node -> the plates that its tensor has dims for.
+        plates: the model's.
+        joint: plates of the factor that are flattened into its elements.
 
     Returns:
         Sources in a canonical order, so that factors with the same reads have equal sources.
     """
-    batch, fixed, subsampled = frozenset(batch), frozenset(fixed), frozenset(subsampled)
-    rank = {plate: i for i, plate in enumerate(nesting)}
-    direct: set[Direct] = set()
-    streams: dict[frozenset, set[Source]] = {}
-    for node, label in parents.items():
-        own = frozenset(plates[node]) - batch
-        for across in {own, own | frozenset(label)}:
-            if across & subsampled:
-                continue
-            read = Direct(node, _ordered(across & fixed, rank))
-            pooled = across - fixed
-            if pooled:
-                streams.setdefault(pooled, set()).add(read)
-            else:
-                direct.add(read)
-    return (*_canonical(direct), *_canonical(_pool(streams, rank)))
+    return _Plan(plates.closure(batch), frozenset(joint), plates).sources(reads, frames)
 
 
-def _pool(streams: dict[frozenset, set[Source]], rank: Mapping[str, int]) -> set[Source]:
-    """Pools the innermost plate first; what comes out joins the reads across the plates that are left."""
-    while any(streams):
-        plate = max(frozenset().union(*streams), key=rank.__getitem__)
-        for left in [key for key in streams if plate in key]:
-            stage = Pooled(plate, _canonical(streams.pop(left)))
-            streams.setdefault(left - {plate}, set()).add(stage)
-    return streams.get(frozenset(), set())
+class _Stream(NamedTuple):
+    """What is pooled together: over ``pooled``, keeping apart the instances of ``kept``."""
+
+    pooled: frozenset[str]
+    kept: frozenset[str]
 
 
-def _ordered(plates: Collection[str], rank: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(sorted(plates, key=rank.__getitem__))
+class _Plan:
+    """The sources of one factor under construction."""
+
+    def __init__(self, batch: frozenset[str], joint: frozenset[str], plates: Plates) -> None:
+        self.batch, self.joint, self.plates = batch, joint, plates
+        self.found: set[Source] = set()
+        self.streams: dict[_Stream, set[Source]] = {}
+
+    def sources(self, reads: Mapping[Hashable, Read], frames: Mapping[Hashable, Collection[str]]) -> tuple[Source, ...]:
+        for node, read in reads.items():
+            own = frozenset(frames[node])
+            aligned = self.plates.closure((own & self.batch) - read.across)
+            for across in {frozenset(), read.across - aligned}:
+                self._add(node, own, across, read.rows)
+        self._pool()
+        return _canonical(self.found)
+
+    def _add(self, node: Hashable, frames: frozenset[str], across: frozenset[str], rows: frozenset[str]) -> None:
+        """Adds one way of reading a node: aligned on the shared plates that are not in ``across``."""
+        lies = self.plates.closure(frames)
+        if lies <= self.batch - across:
+            self.found.add(self._at(Direct(node), frames, self.plates.generators(self.batch)))
+            return
+        if not self.plates.generators(lies | rows) - frames & (self.plates.subsampled | self.plates.fixed):
+            lies |= rows
+        dims = self.plates.generators(lies)
+        read = lies - (self.batch - across)
+        if read & self.plates.subsampled:
+            return
+        flat = dims & read & self.plates.fixed & frames
+        source, frames = flattened(Direct(node), self.plates.sort(flat)), frames - flat
+        pooled = read - flat - (self.joint - dims)
+        if not pooled:
+            self.found.add(self._at(source, frames, self.plates.generators(self.batch)))
+            return
+        key = _Stream(pooled, lies - pooled - flat)
+        self.streams.setdefault(key, set()).add(self._at(source, frames, dims - flat))
+
+    def _pool(self) -> None:
+        """Pools the innermost plate first; what comes out joins the reads across the plates that are left."""
+        while self.streams:
+            plate = max(frozenset().union(*(key.pooled for key in self.streams)), key=self.plates.order.index)
+            for key in [key for key in self.streams if plate in key.pooled]:
+                inputs = _canonical(self.streams.pop(key))
+                determined = self.plates.determined.get(plate, frozenset())
+                kept, left = key.kept & determined, key.pooled & determined
+                onto = self.plates.generators(kept | left)
+                if len(onto) > 1 and onto != self.plates.generators(kept):
+                    # Crossed plates: one set for each of their combinations would be a set for hardly any row.
+                    onto, left = self.plates.generators(kept), frozenset()
+                stage = Pooled(plate, inputs, self.plates.sort(onto))
+                rest = _Stream(key.pooled - {plate} - (determined - left), key.kept)
+                if rest.pooled:
+                    self.streams.setdefault(rest, set()).add(stage)
+                else:
+                    self._finish(stage, key.kept)
+
+    def _finish(self, stage: Pooled, kept: frozenset[str]) -> None:
+        """Adds a pooled source, flattened over a block's plates and at the factor's own rows."""
+        flat = self.plates.sort(self.plates.generators(kept) & self.joint)
+        dims = self.plates.generators(kept) - set(flat)
+        self.found.add(self._at(flattened(stage, flat), dims, self.plates.generators(self.batch)))
+
+    def _at(self, source: Source, frames: frozenset[str], dims: frozenset[str]) -> Source:
+        """Returns a source that has dims ``frames`` as it is read at dims ``dims``."""
+        for rows in self.plates.sort(dims - frames):
+            mapped = frames & self.plates.determined.get(rows, frozenset()) - dims
+            if mapped:
+                source = Gathered(source, rows, self.plates.sort(mapped))
+                frames = frames - mapped
+        return source
 
 
 def _canonical(sources: Collection[Source]) -> tuple[Source, ...]:
     return tuple(sorted(sources, key=repr))
 
 
-def evaluate(
-    source: Source,
-    features: Mapping[Hashable, Tensor],
-    dims: Mapping[str, int],
-    encoders: Mapping[Source, Callable[[Tensor, int], Tensor]],
-    cache: dict[Source, Tensor],
-) -> Tensor:
-    """Returns the features that a factor reads from a source, of shape ``(*left, *plates, features)``.
+class IndexMaps:
+    """The index maps of one call.
 
     Args:
-        features: node -> features with plate dims in place (size 1 where a node lacks a plate).
+        maps: (plate of the rows, plate that they read) -> index of each row, ``(rows,)``.
+        sizes: plate that is read -> its size.
+    """
+
+    def __init__(self, maps: Mapping[tuple[str, str], Tensor], sizes: Mapping[str, int]) -> None:
+        self.maps, self.sizes = dict(maps), dict(sizes)
+        self._segments: dict[Any, Segments] = {}
+
+    def index(self, rows: str, plate: str) -> Tensor:
+        """Returns the instance of ``plate`` of each row, along a chain of maps if need be."""
+        if (rows, plate) not in self.maps:
+            between = next(p for q, p in self.maps if q == rows and self._leads(p, plate))
+            self.maps[rows, plate] = self.index(between, plate)[self.maps[rows, between]]
+        return self.maps[rows, plate]
+
+    def _leads(self, rows: str, plate: str) -> bool:
+        return (rows, plate) in self.maps or any(self._leads(p, plate) for q, p in self.maps if q == rows)
+
+    def segments(self, rows: str, plates: tuple[str, ...], dim: int) -> Segments:
+        """Returns the rows, along ``dim``, as sets, one for each combination of instances of ``plates``."""
+        key = rows, plates, dim
+        if key not in self._segments:
+            index, count = self.index(rows, plates[0]), self.sizes[plates[0]]
+            for plate in plates[1:]:
+                index = index * self.sizes[plate] + self.index(rows, plate)
+                count *= self.sizes[plate]
+            self._segments[key] = Segments(index, count, dim)
+        return self._segments[key]
+
+
+class Sources:
+    """The values of sources in one call: evaluated when they are first read.
+
+    Args:
+        features: node -> features with plate dims in place (size 1 where a node lacks a plate); may grow.
         dims: plate -> its (negative) batch dim.
         encoders: pooled source -> its encoder.
-        cache: pooled sources evaluated so far in this call; filled in.
+        maps: the call's index maps.
     """
-    if isinstance(source, Direct):
-        value = features[source.node]
-        for plate in source.flatten:
-            value = flatten(value, dims[plate] - 1)
-        return value
-    if source not in cache:
-        inputs = [evaluate(part, features, dims, encoders, cache) for part in source.inputs]
-        cache[source] = encoders[source](concatenate(inputs), dims[source.plate])
-    return cache[source]
+
+    def __init__(
+        self,
+        features: Mapping[Hashable, Tensor],
+        dims: Mapping[str, int],
+        encoders: Mapping[Any, Callable[[Tensor, Along | Segments], Tensor]],
+        maps: IndexMaps,
+    ) -> None:
+        self._features, self._dims, self._encoders, self._maps = features, dims, encoders, maps
+        self._known: dict[Any, Tensor] = {}
+
+    def value(self, source: Source) -> Tensor:
+        """Returns the features that a factor reads from a source, ``(*left, *plates, features)``."""
+        if isinstance(source, Direct):
+            return self._features[source.node]
+        if source not in self._known:
+            if isinstance(source, Flattened):
+                value = self.value(source.source)
+                for plate in source.plates:
+                    value = flatten(value, self._dims[plate] - 1)
+            elif isinstance(source, Gathered):
+                value = self._gather(self.value(source.source), source)
+            else:
+                value = self._pool(source, self._encoders[source])
+            self._known[source] = value
+        return self._known[source]
+
+    def evidence(self, source: Source, encoder: Callable[[Tensor, Along | Segments], Tensor]) -> Tensor:
+        """Returns what the instances of a pooled source, as read by a factor, add up to: ``(*left, *plates, sums)``."""
+        if isinstance(source, Gathered):
+            return self._gather(self.evidence(source.source, encoder), source)
+        assert isinstance(source, Pooled)
+        return self._pool(source, encoder)
+
+    def _pool(self, source: Pooled, encoder: Callable[[Tensor, Along | Segments], Tensor]) -> Tensor:
+        if source.inputs not in self._known:
+            self._known[source.inputs] = concatenate([self.value(part) for part in source.inputs])
+        x, dim = self._known[source.inputs], self._dims[source.plate]
+        if not source.onto:
+            return encoder(x, Along(dim))
+        result = encoder(x, self._maps.segments(source.plate, source.onto, dim))
+        return _spread(result, dim, *self._places(source.onto))
+
+    def _gather(self, value: Tensor, source: Gathered) -> Tensor:
+        dim = self._dims[source.rows]
+        segments = self._maps.segments(source.rows, source.plates, dim)
+        return segments.spread(_gathered(value, dim, *self._places(source.plates)))
+
+    def _places(self, plates: Sequence[str]) -> tuple[list[int], list[int]]:
+        return [self._dims[plate] for plate in plates], [self._maps.sizes[plate] for plate in plates]
+
+
+def _spread(x: Tensor, dim: int, dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Moves combinations of instances, ``prod(sizes)`` along ``dim``, to the dims of their plates.
+
+    Dims are negative and counted without the features; those of the plates have size 1, ``dim`` aside.
+    """
+    if list(dims) == [dim]:
+        return x
+    x = x.unsqueeze(-2).transpose(dim - 2, -2).unflatten(-2, tuple(sizes))
+    for plate_dim in reversed(dims):
+        x = x.transpose(plate_dim - 1 - len(dims), -2).squeeze(-2)
+        dims = dims[:-1]
+    return x
+
+
+def _gathered(x: Tensor, dim: int, dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Undoes `_spread`: instances of some plates to their combinations along ``dim``."""
+    if list(dims) == [dim]:
+        return x
+    for count, plate_dim in enumerate(dims):
+        x = x.unsqueeze(-2).transpose(plate_dim - 2 - count, -2)
+    x = x.expand(*x.shape[: -1 - len(dims)], *sizes, x.shape[-1]).flatten(-1 - len(dims), -2)
+    return x.transpose(dim - 2, -2).squeeze(-2)
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:

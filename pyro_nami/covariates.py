@@ -3,22 +3,24 @@
 A known standard deviation, a design matrix, an exposure: such covariates enter through the distribution of a site, and
 a network that is shared between instances cannot be right without them. They are found by probing: with every latent
 at the same value in all instances of a plate, the parameters of a site's distribution that still differ between
-instances are features of the instance. Change this module when covariates are missed.
+instances are features of the instance. So is a site's mask, which says where its value is missing. Change this module
+when covariates are missed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, TransformedDistribution, transform_to
 
-__all__ = ["Column", "ColumnSearch", "columns_of", "parameters"]
+__all__ = ["Argument", "Column", "ColumnSearch", "columns_of", "parameters"]
 
 _TOLERANCE = 1e-3
 _MOST_ROWS = 4096
+_MASK = "mask"
 
 
 class Column(NamedTuple):
@@ -77,6 +79,20 @@ def _entries(value: Tensor, batch: torch.Size) -> Tensor:
     return value.expand(batch + event).flatten(len(batch))
 
 
+class Argument(NamedTuple):
+    """One covariate: a column of an argument of the model that has a row for each instance.
+
+    Attributes:
+        leaf: position of the argument among the leaves of all arguments.
+        column: of its rows, flattened.
+        dim: batch dim of the instances.
+    """
+
+    leaf: int
+    column: int
+    dim: int
+
+
 class ColumnSearch:
     """Collects the covariates of one site, reference draw by reference draw.
 
@@ -84,21 +100,65 @@ class ColumnSearch:
         columns: those that differ between instances and are no linear function of the ones before, at most ``most``.
     """
 
+    columns: list[Column | Argument]
+
     def __init__(self, most: int) -> None:
-        self.columns: list[Column] = []
+        self.columns = []
         self._most = most
         self._basis: list[Tensor] = []
+        self._found: list[Tensor] = []
 
-    def add(self, draw: int, fn: Distribution) -> bool:
-        """Looks at the site's distribution at one more draw; returns whether it had anything new."""
+    def add(self, draw: int, site: Mapping[str, Any]) -> bool:
+        """Looks at the site, as a trace holds it, at one more draw; returns whether it had anything new.
+
+        A mask is a covariate whatever it is: it may vary in a later call.
+        """
         before = len(self.columns)
-        for name, value in parameters(fn).items():
+        if draw == 0 and isinstance(site["mask"], Tensor):
+            self.columns.append(Column(draw, _MASK, 0))
+        for name, value in parameters(site["fn"]).items():
             rows = value.reshape(-1, value.shape[-1]).double()
             if rows.shape[0] > 1:
-                rows = rows[:: -(-rows.shape[0] // _MOST_ROWS)]
+                rows = _some(rows)
                 entries = _independent(rows, self._basis, self._most - len(self.columns))
                 self.columns.extend(Column(draw, name, entry) for entry in entries)
+                self._found.extend(rows[:, entry] for entry in entries)
         return len(self.columns) > before
+
+    def explain(self, leaves: Sequence[Any], size: int, dim: int) -> bool:
+        """Takes columns of the model's arguments in place of those found, if the latter are linear functions of them.
+
+        Of a linear predictor every draw shows one more column; a design matrix among the arguments has them all.
+
+        Args:
+            leaves: of the model's arguments.
+            size: number of instances.
+            dim: their batch dim.
+        """
+        arguments = [
+            (Argument(i, column, dim), rows[:, column])
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(leaf) == size
+            for rows in [_some(leaf.detach().reshape(size, -1).double())]
+            for column in range(rows.shape[1] if rows.shape[1] <= self._most and rows.isfinite().all() else 0)
+        ]
+        if not arguments or not self._found:
+            return False
+        wanted = torch.stack(self._found, 1)
+        design = torch.stack([values for _, values in arguments], 1)
+        scale = design.std(0).clamp(min=1e-12)
+        design, wanted = (design - design.mean(0)) / scale, wanted - wanted.mean(0)
+        weights = torch.linalg.lstsq(design, wanted, driver="gelsd").solution
+        if len(design) <= 2 * design.shape[1] or (wanted - design @ weights).norm() > _TOLERANCE * wanted.norm():
+            return False
+        used = (weights.abs() > 1e-6 * weights.abs().amax(0)).any(1)
+        masks = [column for column in self.columns if isinstance(column, Column) and column.parameter == _MASK]
+        self.columns = masks + [argument for (argument, _), use in zip(arguments, used.tolist()) if use]
+        return len(self.columns) <= self._most
+
+
+def _some(rows: Tensor) -> Tensor:
+    return rows[:: -(-rows.shape[0] // _MOST_ROWS)]
 
 
 def _independent(rows: Tensor, basis: list[Tensor], most: int) -> list[int]:
@@ -123,11 +183,41 @@ def _independent(rows: Tensor, basis: list[Tensor], most: int) -> list[int]:
     return chosen
 
 
-def columns_of(columns: Sequence[Column], at_draw: Callable[[int], Distribution]) -> Tensor:
-    """Returns the values of columns, ``(*batch, columns)``; ``at_draw`` gives the distribution at a reference draw."""
+def columns_of(
+    columns: Sequence[Column | Argument], at_draw: Callable[[int], Mapping[str, Any]], leaves: Sequence[Any] = ()
+) -> Tensor:
+    """Returns the values of columns, ``(*batch, columns)``.
+
+    Args:
+        columns: the columns.
+        at_draw: gives the site at a reference draw.
+        leaves: of the model's arguments.
+
+    Raises:
+        ValueError: the site's distribution lacks a parameter that it had when the columns were found.
+    """
     found: dict[int, dict[str, Tensor]] = {}
+    parts = []
     for column in columns:
+        if isinstance(column, Argument):
+            leaf = leaves[column.leaf]
+            parts.append(leaf.reshape(len(leaf), -1)[:, column.column].reshape((-1,) + (1,) * (-1 - column.dim)))
+            continue
         if column.draw not in found:
-            found[column.draw] = parameters(at_draw(column.draw))
-    parts = [found[column.draw][column.parameter][..., column.entry] for column in columns]
+            site = at_draw(column.draw)
+            found[column.draw] = parameters(site["fn"]) | {_MASK: _mask_of(site)}
+        if column.parameter not in found[column.draw]:
+            raise ValueError(
+                f"Expected site '{at_draw(column.draw)['name']}' to have the parameter '{column.parameter}', as at the "
+                f"guide's first call; got {type(at_draw(column.draw)['fn']).__name__}. Make a new guide."
+            )
+        parts.append(found[column.draw][column.parameter][..., column.entry])
     return torch.stack(torch.broadcast_tensors(*parts), -1)
+
+
+def _mask_of(site: Mapping[str, Any]) -> Tensor:
+    """Returns a site's mask as numbers, ``(*batch, 1)``; ones where it has none."""
+    fn, mask = site["fn"], site["mask"]
+    like = next((value for _, value in _tensors(fn, "") if value.is_floating_point()), torch.empty(0))
+    mask = torch.as_tensor(True if mask is None else mask, device=like.device).to(like.dtype)
+    return mask.expand(torch.broadcast_shapes(mask.shape, fn.batch_shape)).unsqueeze(-1)

@@ -5,7 +5,8 @@ gives the *claimed* parents of every site: the sites whose values reached its lo
 Values that leave torch (``.item()``, ``if``, numpy, lists) lose their provenance, so the claims are then
 tested: with a site's claimed parents held and every other earlier site changed, its log density, shape and
 support must not move by a bit. Where they do, bisection names the parent that was lost. A random half of the
-instances of a plate is changed in the same way to see that the other half, declared independent, is.
+instances of a plate is changed in the same way to see that the other half, declared independent, is. Where a site
+reads a plate that it does not lie in through an index, `map_search` finds the index map, and nests its plate there.
 
 Deterministic and Delta sites are transparent, ``pyro.factor`` is an observed site, and plates are the
 vectorized ones. Change this module when Pyro gets a new kind of site, or when another property of the model
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,9 @@ from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
 from pyro_nami.graph.bayesnet import BayesNet, Site
+from pyro_nami.index_maps import MapPlan
 from pyro_nami.isolation import untouched
+from pyro_nami.map_search import search_maps
 from pyro_nami.provenance import ProvenanceTracker
 from pyro_nami.replay import Probe, Run, equal, redraw_part, same
 
@@ -46,6 +49,9 @@ class Extraction(NamedTuple):
         checked: How many sites were tested by intervention (sites with nothing to test count).
         escaped: The sites whose values left torch for Python somewhere in the model.
         hidden_randomness: The sites that differ between runs at equal values of all sites.
+        index_maps: For plates (q, p), nested raggedly, the instance of p to which each instance of q belongs,
+            ``(size_q,)``: as sites read it, without what follows from two of them.
+        map_plans: How to find these maps in other calls, for those that the caller did not give.
     """
 
     bayesnet: BayesNet
@@ -53,6 +59,8 @@ class Extraction(NamedTuple):
     checked: int
     escaped: frozenset[str]
     hidden_randomness: frozenset[str]
+    index_maps: dict[tuple[str, str], Tensor]
+    map_plans: tuple[MapPlan, ...]
 
 
 def extract_bayesnet(
@@ -82,6 +90,7 @@ def extract(
     observed: Iterable[str] = (),
     checks: int = 200,
     init: Callable[[dict], Tensor] | None = None,
+    index_maps: Mapping[tuple[str, str], Tensor] | None = None,
 ) -> Extraction:
     """The Bayesian network of a model, and the run that it was read off.
 
@@ -98,10 +107,13 @@ def extract(
             are taken to reach every later site.
         init: Takes a site and returns a constrained value, for latents that cannot be sampled
             (``ImproperUniform``); by default such sites are drawn in unconstrained space.
+        index_maps: By pair (latent, site), the instance of the latent that each row of the site reads, integers
+            ``(rows,)``. These pairs are not tested; other maps are found by intervention, within ``checks``.
 
     Raises:
-        ValueError: A name in ``observed`` is not a site; sites appear or disappear with the values of others;
-            or instances of a plate depend on each other.
+        TypeError: An index map is not a tensor of integers.
+        ValueError: A name in ``observed`` or ``index_maps`` is not a site; an index map points outside its plate;
+            sites appear or disappear with the values of others; or instances of a plate depend on each other.
         NotImplementedError: A latent site can neither be sampled nor initialized.
     """
     kwargs = dict(kwargs or {})
@@ -114,9 +126,22 @@ def extract(
         if checks > 0:
             network.check()
         network.settle()
+        found = search_maps(probe, network.parents, network.hidden, checks, index_maps or {})
     network.warn()
+    if not found.finished:
+        warnings.warn(
+            f"Not every plate that is read from another one was tested for an index map: the budget of {checks} runs "
+            "is spent. Such sites are taken to read all of it. Raise `checks`, or give the maps by `index_maps`.",
+            stacklevel=3,
+        )
     return Extraction(
-        network.build(), probe.trace, len(network.checked), network.escaped, frozenset(network.hidden)
+        network.build(found.maps),
+        probe.trace,
+        len(network.checked),
+        network.escaped,
+        frozenset(network.hidden),
+        found.maps,
+        found.plans,
     )
 
 
@@ -305,25 +330,27 @@ class _Network:
             )
         return candidates[low]
 
-    def build(self) -> BayesNet:
-        """The network as it stands."""
+    def build(self, index_maps: Collection[tuple[str, str]]) -> BayesNet:
+        """The network as it stands, with plates nested as the keys (inner, outer) of index maps say."""
         probe, sites = self.probe, []
+        nesting: dict[Any, set[str]] = {
+            q: {p for inner, p in index_maps if inner == q} for q, _ in index_maps
+        }
         for name in probe.order:
+            plates = _closed(probe.plate_names(name), nesting)
             if name in probe.observed:
-                sites.append(Site(name, plates=probe.plate_names(name), observed=True))
+                sites.append(Site(name, plates, observed=True))
             else:
                 enumerated = (probe.trace.nodes[name]["infer"] or {}).get("enumerate") == "parallel"
                 support = frozenset(self.support[name])
-                sites.append(
-                    Site(name, probe.plate_names(name), support_parents=support, marginalized=enumerated)
-                )
+                sites.append(Site(name, plates, support_parents=support, marginalized=enumerated))
         edges = [
             (u, name) for name in probe.order for u in sorted(self.parents[name], key=probe.rank.__getitem__)
         ]
         sizes = {
             plate: max(frame.full_size or 0, probe.plate_size(frame)) for plate, frame in probe.plates.items()
         }
-        return BayesNet(sites, edges, sizes)
+        return BayesNet(sites, edges, sizes, nesting)
 
     def warn(self) -> None:
         """Says once what was lost and what is hidden, and how to avoid it."""
@@ -344,6 +371,12 @@ class _Network:
                 "`pyro.sample`; to hide a latent on purpose (for enumeration, say), wrap the model in `poutine.block`.",
                 stacklevel=4,
             )
+
+
+def _closed(plates: frozenset[str], nesting: Mapping[str, set[str]]) -> frozenset[str]:
+    """The plates with all those that they determine."""
+    outer = plates.union(*(nesting.get(plate, ()) for plate in plates))
+    return plates if outer == plates else _closed(outer, nesting)
 
 
 def is_blocked(model: Any) -> bool:

@@ -113,9 +113,14 @@ def _draw(structure: BayesNet | Inverse) -> tuple[Box, list[Edge]]:
         box = outer
         for plate in _nesting(net):
             if plate in net.plates[name]:
-                box = box.boxes.setdefault(plate, Box(f"{label(plate)} ({net.plate_sizes[plate]})"))
+                box = box.boxes.setdefault(plate, Box(_title(net, plate)))
         box.nodes.append(_node(structure, net, name, ids[name]))
     return outer, list(_edges(structure, ids))
+
+
+def _title(net: BayesNet, plate: Hashable) -> str:
+    """A plate's name and size; that of a ragged nested plate is its number of instances in all outer ones together."""
+    return f"{label(plate)} ({net.plate_sizes[plate]}{' in all' if plate in net.nesting else ''})"
 
 
 def _nesting(net: BayesNet) -> list[Hashable]:
@@ -124,7 +129,7 @@ def _nesting(net: BayesNet) -> list[Hashable]:
     for plates in net.plates.values():
         for plate in plates:
             count[plate] += 1
-    return sorted(count, key=lambda plate: -count[plate])
+    return sorted(count, key=lambda plate: (-count[plate], len(net.nesting.get(plate, ()))))
 
 
 def _node(structure: BayesNet | Inverse, net: BayesNet, name: Hashable, id: str) -> Node:

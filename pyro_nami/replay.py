@@ -23,7 +23,7 @@ from torch.distributions.constraints import Constraint
 
 from pyro_nami.provenance import ProvenanceTracker
 
-__all__ = ["Probe", "Record", "Run", "equal", "redraw_part", "same"]
+__all__ = ["Probe", "Record", "Run", "equal", "redraw", "redraw_part", "redraw_rows", "same"]
 
 # What log_prob raises for a transform that knows the inverse of its own draws only.
 _NO_DENSITY = (NotImplementedError, KeyError)
@@ -62,6 +62,7 @@ class Run(Messenger):
     Attributes:
         values: The value of each site, and ``chosen`` those that ``choose`` gave.
         records: What each site was like.
+        sites: The message of each site, as the run left it.
         reads: With a tracker, per site the names that reached its log density, its support, and Python.
         error: What ended the run early.
     """
@@ -74,6 +75,7 @@ class Run(Messenger):
         self.values: dict[str, Any] = {}
         self.chosen: dict[str, Any] = {}
         self.records: dict[str, Record] = {}
+        self.sites: dict[str, Any] = {}
         self.reads: dict[str, tuple[frozenset, frozenset, frozenset]] = {}
         self.error: Exception | None = None
         self._judged: Any = None
@@ -93,7 +95,7 @@ class Run(Messenger):
             self.values[msg["name"]] = msg["value"]
         elif _is_site(msg):
             name, value = msg["name"], msg["value"]
-            self.values[name] = value
+            self.values[name], self.sites[name] = value, msg
             if self.tracker is not None:
                 msg["value"] = self._follow(msg, self.tracker)
             else:
@@ -220,10 +222,10 @@ class Probe:
         held = {name: value for name, value in origin.chosen.items() if name not in names}
 
         def draw(msg: Any) -> Any:
-            return _redraw(msg["fn"], origin.values[msg["name"]]) if msg["name"] in names else None
+            return redraw(msg["fn"], origin.values[msg["name"]]) if msg["name"] in names else None
 
         for _ in range(_RETRIES):
-            data = {u: _redraw(self.trace.nodes[u]["fn"], origin.values[u]) for u in observed}
+            data = {u: redraw(self.trace.nodes[u]["fn"], origin.values[u]) for u in observed}
             run = self.run({**held, **data}, draw)
             if run.error is None:
                 break
@@ -330,7 +332,7 @@ def _draw(fn: Any, otherwise: Tensor | None = None) -> Any:
     return transform(torch.randn(transform.inverse_shape(fn.shape())))
 
 
-def _redraw(fn: Any, base: Any) -> Any:
+def redraw(fn: Any, base: Any) -> Any:
     """A draw from ``fn`` that differs from ``base`` in every element, where ``fn`` has another value."""
     value = _draw(fn, base)
     while isinstance(fn, Independent):
@@ -370,11 +372,15 @@ def redraw_part(msg: Any, base: Mapping[str, Any], plate: str, kept: Tensor) -> 
     )
     if frame is None or msg["is_observed"]:
         return None
-    old, dim = base[msg["name"]], frame.dim - msg["fn"].event_dim
-    new = _redraw(msg["fn"], old)
-    if new.shape != old.shape or old.dim() < -dim or old.shape[dim] != len(kept):
-        return old
-    return torch.where(kept.to(old.device).reshape((-1,) + (1,) * (-dim - 1)), old, new)
+    return redraw_rows(msg["fn"], base[msg["name"]], frame.dim, kept)
+
+
+def redraw_rows(fn: Any, base: Tensor, dim: int, kept: Tensor) -> Tensor:
+    """A fresh draw for instances along batch dim ``dim`` that are not ``kept``, else base values."""
+    new, dim = redraw(fn, base), dim - fn.event_dim
+    if new.shape != base.shape or base.dim() < -dim or base.shape[dim] != len(kept):
+        return base
+    return torch.where(kept.to(base.device).reshape((-1,) + (1,) * (-dim - 1)), base, new)
 
 
 def _is_random_subsample(msg: Any) -> bool:

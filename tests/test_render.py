@@ -145,6 +145,18 @@ def test_awkward_names_stay_apart_and_are_escaped():
     assert len(dot.splitlines()) == 2 + len(AWKWARD) + len(AWKWARD) - 1
 
 
+def test_a_ragged_plate_is_drawn_inside_the_plates_it_determines():
+    net = BayesNet.from_edges(
+        [("y", "w")],
+        observed=["w"],
+        plates={"y": ["obs", "county"], "w": ["obs", "county"]},
+        plate_sizes={"obs": 9, "county": 3},
+        nesting={"obs": ["county"]},
+    )
+    titles = re.findall(r'subgraph p\d\["(.*)"\]', render(net, "mermaid"))
+    assert titles == ["county (3)", "obs (9 in all)"]
+
+
 def test_plates_with_the_same_sites_nest_in_the_order_they_were_given():
     net = BayesNet.from_edges(
         [("z", "x")], observed=["x"], plates={"z": ["a", "b"], "x": ["a", "b"]}, plate_sizes={"b": 2, "a": 3}

@@ -98,12 +98,13 @@ class NormalElements(Elements):
 
     Args:
         params: ``(*batch, E, 2)``, location and raw scale.
+        evidence: ``(*batch, E, 2)``, a precision and a precision-weighted mean that add to those of the parameters.
         anchor: ``(*batch, E, 2)``.
     """
 
-    def __init__(self, params: Tensor, anchor: Tensor | None = None) -> None:
+    def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
         location, raw = params.unbind(-1)
-        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor)
+        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
         self.shape = self.loc.shape
         self._drawn: _Drawn | None = None
 
@@ -183,16 +184,19 @@ class FlowElements(Elements):
 
     Args:
         params: ``(*batch, E, 2 + 3 bins - 1)``: location, raw scale, widths, heights, derivatives.
+        evidence: ``(*batch, E, 2)``, as for `NormalElements`, on location and scale.
         anchor: ``(*batch, E, 2)``.
 
     References:
         Durkan et al. 2019, Neural Spline Flows.
     """
 
-    def __init__(self, params: Tensor, anchor: Tensor | None = None) -> None:
+    def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
         bins = (params.shape[-1] - 1) // 3
         location, raw, widths, heights, derivatives = params.split([1, 1, bins, bins, bins - 1], -1)
-        self.loc, self.log_scale, self.scale = _anchored(location.squeeze(-1), raw.squeeze(-1), anchor)
+        self.loc, self.log_scale, self.scale = _anchored(
+            location.squeeze(-1), raw.squeeze(-1), anchor, evidence
+        )
         self.spline = _spline(widths, heights, derivatives)
         self.shape = self.loc.shape
         self._drawn: _Drawn | None = None
@@ -306,14 +310,23 @@ def _spline(widths: Tensor, heights: Tensor, derivatives: Tensor) -> _Spline:
     return MonotonicRQSTransform(widths, heights, derivatives)
 
 
-def _anchored(location: Tensor, raw: Tensor, anchor: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns location, log scale and scale, relative to the anchor if there is one."""
+def _anchored(
+    location: Tensor, raw: Tensor, anchor: Tensor | None, evidence: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns location, log scale and scale, relative to the anchor if there is one, and given the evidence."""
     scale = relative_scale(raw)
-    if anchor is None:
+    if anchor is not None:
+        prior_loc, prior_scale = anchor.unbind(-1)
+        scale = prior_scale * scale
+        location = torch.addcmul(prior_loc, prior_scale, location)
+    if evidence is None:
         return location, scale.log(), scale
-    prior_loc, prior_scale = anchor.unbind(-1)
-    scale = prior_scale * scale
-    return torch.addcmul(prior_loc, prior_scale, location), scale.log(), scale
+    precision, mean = evidence.unbind(-1)
+    # Relative to the scale before, so that a scale of any size keeps its digits.
+    share = 1 + precision * scale * scale
+    location = location + scale * scale * (mean - precision * location) / share
+    scale = scale * share.rsqrt()
+    return location, scale.log(), scale
 
 
 def _recall(drawn: _Drawn | None, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...] | None:

@@ -38,6 +38,7 @@ class Family(ABC):
         num_features: f, what the network reads of an element.
         has_rsample: whether draws are reparameterized.
         within: ``"autoregressive"`` or ``"independent"``: how the elements of a value depend on each other.
+        takes_evidence: whether `elements` takes evidence (precision, precision-weighted mean) behind the parameters.
         varies: whether the support or a count depends on the call, so that `at` must be told the current prior.
         layout: of the value as elements.
     """
@@ -46,6 +47,7 @@ class Family(ABC):
     num_features: int = 1
     has_rsample: bool = True
     within: str = "autoregressive"
+    takes_evidence: bool = False
     varies: bool = False
     layout: Layout
 

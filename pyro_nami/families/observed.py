@@ -28,6 +28,7 @@ class SiteFeatures:
         kind: ``"real"`` (unconstrained), ``"class"`` (one-hot code), ``"binary"`` or ``"count"`` (signed log1p).
         layout: of the value as elements.
         dtype: of the features.
+        marks_nan: whether a last feature of each element says that it is NaN.
     """
 
     num_elements: int
@@ -35,6 +36,7 @@ class SiteFeatures:
     kind: str
     layout: Layout
     dtype: torch.dtype
+    marks_nan: bool = False
 
     def features(self, value: Tensor) -> Tensor:
         """Returns finite features ``(*batch, E, f)`` of a value ``(*batch, *event)``; NaN is read as 0."""
@@ -43,7 +45,8 @@ class SiteFeatures:
         elements = self.layout.elements(value.to(self.dtype))
         if self.kind == "count":
             elements = elements.sign() * elements.abs().log1p()
-        return finite(elements).unsqueeze(-1)
+        features = finite(elements).unsqueeze(-1)
+        return torch.cat((features, elements.isnan().to(features).unsqueeze(-1)), -1) if self.marks_nan else features
 
 
 def features_of(name: str, prior: Distribution, value: Tensor) -> SiteFeatures:
@@ -78,7 +81,8 @@ def features_of(name: str, prior: Distribution, value: Tensor) -> SiteFeatures:
         except NotImplementedError:
             pass
         else:
-            return SiteFeatures(layout.num_elements, 1, "real", layout, dtype)
+            marks_nan = isinstance(leaf, (dist.NanMaskedNormal, dist.NanMaskedMultivariateNormal))
+            return SiteFeatures(layout.num_elements, 1 + marks_nan, "real", layout, dtype, marks_nan)
     free = UnconstrainedLayout(dist.constraints.real, event_shape, value)
     return SiteFeatures(free.num_elements, 1, "real", free, dtype)
 

@@ -36,6 +36,7 @@ class NormalFamily(Family):
     """
 
     num_params = 2
+    takes_evidence = True
 
     def anchor(self, prior: Distribution) -> Tensor | None:
         moments = location_and_scale(prior)
@@ -53,7 +54,13 @@ class NormalFamily(Family):
         return torch.stack(torch.broadcast_tensors(location, raw_scale(relative)), -1)
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        return NormalElements(params, anchor)
+        return NormalElements(*self._split(params), anchor)
+
+    def _split(self, params: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns own parameters, and the evidence behind them if there is any."""
+        if params.shape[-1] == self.num_params:
+            return params, None
+        return params[..., : self.num_params], params[..., self.num_params :]
 
     def _make_layout(self, support: Constraint, batch_shape: torch.Size, value: Tensor) -> Layout:
         return UnconstrainedLayout(support, self.event_shape, value, batch_shape=batch_shape)
@@ -65,6 +72,8 @@ class MixtureFamily(NormalFamily):
     At `initial` mean and standard deviation are the given ones; the components lie side by side, since equal ones
     would get equal gradients and stay equal.
     """
+
+    takes_evidence = False
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, components: int = 3) -> None:
         self.components = components
@@ -102,7 +111,7 @@ class FlowFamily(NormalFamily):
         return torch.cat([normal, normal.new_zeros(normal.shape[:-1] + (self.num_params - 2,))], -1)
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        return FlowElements(params, anchor)
+        return FlowElements(*self._split(params), anchor)
 
 
 def mixture(components: int) -> Callable[[str, Distribution, Tensor], Family]:

@@ -15,7 +15,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -84,15 +84,21 @@ class BayesNet:
     on the plates that ``t`` lacks. Model order is the order of ``sites``, made topological where it is not
     (stably: the earliest site whose parents are all placed comes next).
 
+    A plate may be *nested raggedly* in others: its index determines theirs, as a house determines its county. A site
+    in the nested plate lies in the outer ones, too; its instances are those of the nested plate alone.
+
     Args:
         sites: the sites, as a mapping from name to `Site` or as an iterable of them.
         edges: pairs ``(parent, child)`` of site names.
         plate_sizes: the number of instances of each plate. A plate that is not listed counts as 2 instances, the
             fewest at which instances can differ.
+        nesting: for each nested plate, the plates whose index it determines. As an attribute it is closed
+            transitively, and lists only plates of the network that determine any.
 
     Raises:
         TypeError: something other than a `Site` is among the sites.
-        ValueError: the edges have a cycle; or a site, plate or plate size is unknown, repeated or out of range.
+        ValueError: the edges or the nesting have a cycle; a site, plate or plate size is unknown, repeated or out of
+            range; or a site lies in a nested plate but not in every plate that this determines.
 
     Example:
         >>> net = BayesNet.from_edges([("z", "x")], observed=["x"], plates={"z": ["data"], "x": ["data"]})
@@ -104,12 +110,14 @@ class BayesNet:
     sites: Mapping[Any, Site]
     edges: tuple[tuple[Any, Any], ...]
     plate_sizes: Mapping[Any, int] = field(default_factory=dict)
+    nesting: Mapping[Any, frozenset[Any]] = field(default_factory=dict)
 
     def __init__(
         self,
         sites: Mapping[Hashable, Site] | Iterable[Site],
         edges: Iterable[tuple[Hashable, Hashable]],
         plate_sizes: Mapping[Hashable, int] | None = None,
+        nesting: Mapping[Hashable, Collection[Hashable]] | None = None,
     ) -> None:
         given = _by_name(sites)
         parents = _parents(given, edges)
@@ -124,7 +132,11 @@ class BayesNet:
                 )
         object.__setattr__(self, "sites", MappingProxyType(ordered))
         object.__setattr__(self, "edges", tuple((u, t) for t in ordered for u in parents[t]))
-        object.__setattr__(self, "plate_sizes", MappingProxyType(_sizes(ordered, plate_sizes or {})))
+        sizes, closed = _sizes(ordered, plate_sizes or {}), _closed(nesting or {})
+        _check_nesting(ordered, closed)
+        object.__setattr__(self, "plate_sizes", MappingProxyType(sizes))
+        nested = {plate: closed[plate] for plate in sizes if closed.get(plate)}
+        object.__setattr__(self, "nesting", MappingProxyType(nested))
 
     @classmethod
     def from_edges(
@@ -135,6 +147,7 @@ class BayesNet:
         nodes: Iterable[Hashable] | None = None,
         plates: Mapping[Hashable, Iterable[Hashable]] | None = None,
         plate_sizes: Mapping[Hashable, int] | None = None,
+        nesting: Mapping[Hashable, Collection[Hashable]] | None = None,
     ) -> BayesNet:
         """Builds a network from its edges.
 
@@ -144,9 +157,11 @@ class BayesNet:
             nodes: every site, in model order; by default the ends of the edges, as they first appear.
             plates: the plates of each site that lies in any.
             plate_sizes: the number of instances of each plate (2 where not given).
+            nesting: for each nested plate, the plates whose index it determines.
 
         Raises:
-            ValueError: the edges have a cycle, or a name is not among the nodes.
+            ValueError: the edges or the nesting have a cycle, a name is not among the nodes, or a site lies in a
+                nested plate but not in every plate that this determines.
         """
         edges = [(u, t) for u, t in edges]
         if nodes is None:
@@ -161,7 +176,7 @@ class BayesNet:
                         "Add it to the edges, or list it in nodes."
                     )
         sites = [Site(n, plates=frozenset(_names(lying.get(n, ()))), observed=n in seen) for n in names]
-        return cls(sites, edges, plate_sizes)
+        return cls(sites, edges, plate_sizes, nesting)
 
     @classmethod
     def from_networkx(
@@ -171,6 +186,7 @@ class BayesNet:
         observed: Iterable[Hashable],
         plates: Mapping[Hashable, Iterable[Hashable]] | None = None,
         plate_sizes: Mapping[Hashable, int] | None = None,
+        nesting: Mapping[Hashable, Collection[Hashable]] | None = None,
     ) -> BayesNet:
         """Builds a network from a directed graph; the arguments are those of `from_edges`."""
         if not isinstance(graph, nx.DiGraph):
@@ -181,6 +197,7 @@ class BayesNet:
             nodes=graph.nodes,
             plates=plates,
             plate_sizes=plate_sizes,
+            nesting=nesting,
         )
 
     @cached_property
@@ -220,7 +237,11 @@ class BayesNet:
         return Indexed(names, position, tuple(map(tuple, parents)), tuple(map(tuple, children)), plates)
 
     def ground(self) -> BayesNet:
-        """The network with every plate unrolled; its sites are named by `Instance`."""
+        """The network with every plate unrolled; its sites are named by `Instance`.
+
+        Nesting is ignored: sites get an instance for every combination of indices, as if all occurred. The ragged
+        network is a part of the result, and independent in it what is independent here.
+        """
         sites = [
             Site(
                 instance,
@@ -245,7 +266,7 @@ class BayesNet:
         return self.aligned(parent, target, self.plates[parent])
 
     def instances(self, name: Hashable) -> list[Instance]:
-        """The instances of a site, in lexicographic order of their indices."""
+        """The instances of a site in `ground`, in lexicographic order of their indices."""
         return self.aligned(name, Instance(name, ()), frozenset())
 
     def aligned(self, name: Hashable, other: Instance, plates: frozenset[Hashable]) -> list[Instance]:
@@ -258,9 +279,31 @@ class BayesNet:
         ]
         return [Instance(name, indices) for indices in itertools.product(*axes)]
 
+    def closure(self, plates: Iterable[Hashable]) -> frozenset[Any]:
+        """The plates, and those whose index they determine."""
+        plates = frozenset(plates)
+        return plates.union(*(self.nesting.get(plate, ()) for plate in plates))
+
+    def generators(self, plates: Iterable[Hashable]) -> frozenset[Any]:
+        """Those of ``plates`` that no other of them determines."""
+        plates = frozenset(plates)
+        return plates.difference(*(self.nesting.get(plate, ()) for plate in plates))
+
     def num_instances(self, plates: Iterable[Hashable]) -> int:
         """The number of instances of a site that lies in ``plates``."""
+        plates = self.generators(plates) if self.nesting else plates
         return math.prod(self.plate_sizes[plate] for plate in plates)
+
+    def num_pairs(self, a: frozenset[Hashable], b: frozenset[Hashable], across: frozenset[Hashable]) -> int:
+        """The number of pairs of an instance in plates ``a`` and one in plates ``b`` that an edge joins.
+
+        The two are aligned on the plates they share, those of ``across`` aside. Nested plates count as balanced, every
+        index of an outer plate equally frequent.
+        """
+        if not self.nesting:
+            return self.num_instances(a | b) * self.num_instances(across)
+        first, second = self.num_instances(a), self.num_instances(b)
+        return first * second // min(self.num_instances((a & b) - across), first, second)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BayesNet) and self._key() == other._key()
@@ -269,16 +312,22 @@ class BayesNet:
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        return tuple(self.sites.values()), self.edges, frozenset(self.plate_sizes.items())
+        plates = frozenset(self.plate_sizes.items()), frozenset(self.nesting.items())
+        return tuple(self.sites.values()), self.edges, *plates
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BayesNet, (tuple(self.sites.values()), self.edges, dict(self.plate_sizes))
+        return BayesNet, (
+            tuple(self.sites.values()),
+            self.edges,
+            dict(self.plate_sizes),
+            dict(self.nesting),
+        )
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        plates = "".join(f", plate {label(p)} of {size}" for p, size in self.plate_sizes.items())
+        plates = "".join(f", {self._plate_line(plate)}" for plate in self.plate_sizes)
         yield (
             f"BayesNet: {len(self.latent)} latent and {len(self.observed)} observed sites, "
             f"{len(self.edges)} edges{plates}"
@@ -289,6 +338,10 @@ class BayesNet:
             yield f"  {site_label(self, site.name)}: {kind}" + (
                 f", given {', '.join(label(names[u]) for u in parents[i])}" if parents[i] else ""
             )
+
+    def _plate_line(self, plate: Hashable) -> str:
+        outer = plate_list(self, self.nesting.get(plate, frozenset()))
+        return f"plate {label(plate)} of {self.plate_sizes[plate]}" + (f" within {outer}" if outer else "")
 
 
 def label(name: Hashable) -> str:
@@ -351,7 +404,30 @@ def _sizes(sites: Mapping[Hashable, Site], sizes: Mapping[Hashable, int]) -> dic
     return known | {plate: DEFAULT_PLATE_SIZE for plate in used if plate not in known}
 
 
-def _topological(names: Iterable[Hashable], parents: Mapping[Hashable, list]) -> list[Hashable]:
+def _closed(nesting: Mapping[Hashable, Collection[Hashable]]) -> dict[Hashable, frozenset]:
+    """The nesting, closed transitively."""
+    outer = {plate: list(_names(plates)) for plate, plates in nesting.items()}
+    for plates in list(outer.values()):
+        outer.update({plate: [] for plate in plates if plate not in outer})
+    closed: dict[Hashable, frozenset] = {}
+    for plate in _topological(outer, outer, "nesting of plates"):
+        closed[plate] = frozenset(outer[plate]).union(*(closed[q] for q in outer[plate]))
+    return closed
+
+
+def _check_nesting(sites: Mapping[Hashable, Site], nesting: Mapping[Hashable, frozenset]) -> None:
+    for site in sites.values():
+        for plate in site.plates:
+            for outer in nesting.get(plate, frozenset()) - site.plates:
+                raise ValueError(
+                    f"Expected site {site.name!r} in every plate that its plate {plate!r} determines; got plates "
+                    f"{sorted(site.plates, key=repr)!r} without {outer!r}. Add {outer!r} to the site's plates."
+                )
+
+
+def _topological(
+    names: Iterable[Hashable], parents: Mapping[Hashable, list], what: str = "graph"
+) -> list[Hashable]:
     order = list(names)
     rank = {name: i for i, name in enumerate(order)}
     waiting = {name: len(parents[name]) for name in order}
@@ -370,7 +446,7 @@ def _topological(names: Iterable[Hashable], parents: Mapping[Hashable, list]) ->
                 heapq.heappush(ready, rank[child])
     if len(placed) < len(order):
         cycle = _cycle([name for name in order if waiting[name]], parents)
-        raise ValueError(f"Expected an acyclic graph; got the cycle {' -> '.join(map(repr, cycle))}.")
+        raise ValueError(f"Expected an acyclic {what}; got the cycle {' -> '.join(map(repr, cycle))}.")
     return placed
 
 

@@ -39,10 +39,14 @@ class Elimination(NamedTuple):
     Attributes:
         parents: for each eliminated site, its neighbours when it went, each with the shared plates read across.
         joint: for each eliminated site, the plates over which its instances form one block.
+        rows: for each eliminated site and each of its neighbours, the plates in which *every* factor that joined the
+            two when the site went has one copy an index: over the rows of these plates the site reads the neighbour.
+            They may be more than the plates of the two (``y[obs]`` joins ``alpha[county]`` and ``beta[day]``).
     """
 
     parents: dict[Hashable, dict[Hashable, frozenset[Hashable]]]
     joint: dict[Hashable, frozenset[Hashable]]
+    rows: dict[Hashable, dict[Hashable, frozenset[Hashable]]]
 
 
 def moralize(net: BayesNet) -> dict[Hashable, dict[Hashable, frozenset[Hashable]]]:
@@ -72,15 +76,17 @@ def eliminate(net: BayesNet, order: Iterable[Hashable]) -> Elimination:
         ValueError: a site of the order is unknown, observed or repeated.
     """
     names, position, factors = net.indexed.names, net.indexed.position, Factors(net)
-    result = Elimination({}, {})
+    result = Elimination({}, {}, {})
     for name in order:
         site = net.sites.get(name)
         if site is None or site.observed or name in result.joint:
             kind = "unknown" if site is None else "observed" if site.observed else "there twice"
             raise ValueError(f"Expected an order of distinct latent sites; got {name!r}, which is {kind}.")
+        rows = factors.rows(position[name])
         scope, joint = factors.eliminate(position[name])
         result.parents[name] = {names[u]: joint & factors.plates[u] for u in sorted(scope)}
         result.joint[name] = joint
+        result.rows[name] = {names[u]: rows[u] for u in sorted(scope)}
     return result
 
 
@@ -142,6 +148,16 @@ class Factors:
         return (self.plates[a] & self.plates[b]).difference(
             frozenset.intersection(*(self.batches[i] for i in ids))
         )
+
+    def rows(self, v: int) -> dict[int, frozenset[Hashable]]:
+        """The plates common to the batches of all factors that join v and a neighbour, for each neighbour."""
+        found: dict[int, frozenset[Hashable]] = {}
+        for i in self.touching[v]:
+            batch = self.batches[i]
+            for u in self.scopes[i]:
+                found[u] = found[u] & batch if u in found else batch
+        found.pop(v, None)
+        return found
 
     def fill(self, v: int) -> tuple[int, int]:
         """Returns the number of grounded edges that eliminating v would add, and a bound on v's degree.
@@ -219,7 +235,5 @@ class Factors:
         yield from itertools.combinations_with_replacement(others, 2)
 
     def _num_edges(self, a: int, b: int, across: frozenset[Hashable]) -> int:
-        spread = self.net.num_instances(across)
-        if a == b:
-            return self.net.num_instances(self.plates[a] - across) * spread * (spread - 1) // 2
-        return self.net.num_instances(self.plates[a] | self.plates[b]) * spread
+        pairs = self.net.num_pairs(self.plates[a], self.plates[b], across)
+        return (pairs - self.net.num_instances(self.plates[a])) // 2 if a == b else pairs

@@ -72,10 +72,9 @@ class Inverse:
             return self.num_edges
         total = 0
         for v, reads in self.parents.items():
-            block = net.num_instances(self.joint[v])
-            total += net.num_instances(net.plates[v] - self.joint[v]) * block * (block - 1) // 2
-            for u, across in reads.items():
-                total += net.num_instances(net.plates[u] | net.plates[v]) * net.num_instances(across)
+            own = net.plates[v]
+            total += (net.num_pairs(own, own, self.joint[v]) - net.num_instances(own)) // 2
+            total += sum(net.num_pairs(net.plates[u], own, across) for u, across in reads.items())
         return total
 
     @cached_property

@@ -67,9 +67,8 @@ def verify_inverse(net: BayesNet, inverse: Inverse) -> Verification:
         ValueError: the inverse does not fit the network.
     """
     check_net(net)
-    small = BayesNet(
-        net.sites, net.edges, {plate: min(size, ENOUGH_INSTANCES) for plate, size in net.plate_sizes.items()}
-    )
+    sizes = {plate: min(size, ENOUGH_INSTANCES) for plate, size in net.plate_sizes.items()}
+    small = BayesNet(net.sites, net.edges, sizes, net.nesting)
     read = replace(inverse, net=small).ground().parents
     posterior = _Posterior(small.ground())
     missing: dict[Dependency, Plates] = {}

@@ -7,6 +7,8 @@ plain data beside one module, the networks. Change this module when a guide need
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,25 +20,29 @@ from pyro.distributions import Delta, NanMaskedMultivariateNormal, NanMaskedNorm
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from pyro_nami.conditioning import covariates_of, flatten, plan_sources
+from pyro_nami.conditioning import Plates, Read, covariates_of, flatten, plan_sources
 from pyro_nami.covariates import Column, ColumnSearch, columns_of
 from pyro_nami.extraction import Extraction, extract, is_blocked
 from pyro_nami.families import Family, features_of, make_family
 from pyro_nami.graph import BayesNet, Inverse, Site, eliminate
+from pyro_nami.guides.evidence import initial_evidence, pooled_part
 from pyro_nami.guides.features import Embedding, first_instance, standardization
 from pyro_nami.guides.inverting import invert, with_hidden_evidence, with_latent_blocks
 from pyro_nami.guides.network import Factor, InverseNetwork
 from pyro_nami.guides.structure import Assembly, Options
 from pyro_nami.isolation import untouched
-from pyro_nami.nn import PoolingEncoder
+from pyro_nami.nn import make_encoder
 from pyro_nami.simulation import Hidden, own_dims, prior_draws
 
 __all__ = ["assemble", "covariate_values"]
 
 _PRIOR_DRAWS = 16
+_FEW_DRAWS = 3  # after which a site whose covariates grow with every draw is explained by arguments, if it can be
 _MOST_COVARIATES = 64
-_POOLED_FEATURES = 16
+_POOLED_FEATURES, _POOLING_UNITS = 16, (16,)
+_STACK = 8  # frames from a warning here to the call of the guide
 _PLENTY = 5  # instances from which an observed site is standardized by its own data
 
 
@@ -59,7 +65,10 @@ def assemble(
         with untouched(model):
             # A guide's structure and scales are a function of the model and its arguments, not of the seed.
             pyro.set_rng_seed(0)
-            found = extract(model, args, kwargs, observed=options.observed, init=options.init_loc_fn)
+            maps = {pair: given(*args, **kwargs) for pair, given in options.index_maps.items()}
+            found = extract(
+                model, args, kwargs, observed=options.observed, init=options.init_loc_fn, index_maps=maps
+            )
             draws = prior_draws(model, args, kwargs, _PRIOR_DRAWS)
         assembler = _Assembler(model, args, kwargs, options, found, prototype, draws, frozenset(subsampled))
         return (*assembler.assemble(), prototype)
@@ -102,6 +111,7 @@ class _Assembler:
         draws: list[dict[str, Tensor]],
         subsampled: frozenset,
     ) -> None:
+        self.model = model
         self.run = lambda values: Hidden(values, broadcast=True).run(model, args, kwargs)
         self.args, self.kwargs = args, kwargs
         self.options, self.found, self.prototype, self.draws = options, found, prototype, draws
@@ -115,12 +125,22 @@ class _Assembler:
                 depth[frame.name] = max(depth.get(frame.name, 0), i)
         self.dims = {name: frame.dim for name, frame in frames.items()}
         self.sizes = {name: frame.size for name, frame in frames.items()}
-        self.plate_order = sorted(frames, key=depth.__getitem__)
+        self.frames = {
+            name: frozenset(frame.name for frame in self.nodes[name]["cond_indep_stack"] if frame.vectorized)
+            for name in self.net.sites
+            if name in self.nodes
+        }
         if is_blocked(model):
             self.net = with_hidden_evidence(self.net)
         self.data = [name for name in self.net.observed if name in self.nodes]
         own = (name for name, frame in frames.items() if frame.full_size not in (None, frame.size))
         self.subsampled = subsampled | frozenset(own)
+        nesting = self.net.nesting
+
+        def level(plate: str) -> int:
+            return max([depth[plate], *(1 + level(outer) for outer in nesting.get(plate, ()))])
+
+        self.plate_order = tuple(sorted(frames, key=lambda plate: (level(plate), depth[plate])))
         self.program_rank = {name: i for i, name in enumerate(self.nodes)}
 
     def assemble(self) -> tuple[Assembly, InverseNetwork]:
@@ -148,7 +168,11 @@ class _Assembler:
         features = {name: families.get(name) or self._features(name) for name in (*order, *self.data)}
         columns, references = self._covariates()
         reads = self._reads(inverse, order, columns)
-        factors = [self._factor(name, inverse, families[name], reads[name]) for name in order]
+        blocks = {name: self._block(name, inverse) for name in order}
+        plates = Plates(
+            self.plate_order, frozenset().union(*blocks.values()), self.subsampled, dict(net.nesting)
+        )
+        factors = [self._factor(name, families[name], reads[name], blocks[name], plates) for name in order]
         anchored = self._anchored(families) if options.anchor and interleaved else frozenset()
         transparent = [name for name, site in self.nodes.items() if _is_transparent(site)]
         emitted = {*latents, *transparent}
@@ -164,7 +188,9 @@ class _Assembler:
             encodings=features,
             event_dims={name: self.nodes[name]["fn"].event_dim for name in (*latents, *self.data)},
             dims=self.dims,
+            frames=self.frames,
             subsampled=self.subsampled,
+            map_plans=self.found.map_plans,
             anchored=anchored,
             interleaved=interleaved,
             read=tuple(name for name in self.data if any(name in read for read in reads.values())),
@@ -209,24 +235,48 @@ class _Assembler:
         if self.options.covariates is None or not searches:
             return {}, []
         references: list[dict[str, Tensor]] = []
+        explained: dict[str, ColumnSearch] = {}
+        leaves = tree_leaves((self.args, self.kwargs))
+        draws = list(self.draws)
         while len(references) < _MOST_COVARIATES:
-            if len(references) == len(self.draws):
+            if len(references) == len(draws):
+                draws += prior_draws(self.model, self.args, self.kwargs, _PRIOR_DRAWS)
+            if len(references) == len(draws):
                 break
-            drawn = self.draws[len(references)]
+            drawn = draws[len(references)]
             draw = {n: first_instance(drawn[n], self.nodes[n]) for n in self.net.sites if n in self.nodes}
             references.append(draw)
             sites = self.run(draw)
             number = len(references) - 1
-            found = [search.add(number, sites[name]["fn"]) for name, search in searches.items()]
+            found = [search.add(number, sites[name]) for name, search in searches.items()]
+            if number == _FEW_DRAWS:
+                searches = {
+                    name: search
+                    for (name, search), new in zip(searches.items(), found)
+                    if not (new and self._explained(name, search, leaves, explained))
+                }
             if number > 0 and not any(found):
                 break
+        searches |= explained
         columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
-        used = {column.draw for found in columns.values() for column in found}
+        used = {column.draw for found in columns.values() for column in found if isinstance(column, Column)}
         return columns, references[: max(used, default=-1) + 1]
+
+    def _explained(
+        self, name: str, search: ColumnSearch, leaves: Sequence[Any], explained: dict[str, ColumnSearch]
+    ) -> bool:
+        """Whether arguments of the model hold the covariates of a site; then it needs no more draws."""
+        if len(self.frames[name]) != 1:
+            return False
+        (plate,) = self.frames[name]
+        if plate in self.subsampled or not search.explain(leaves, self.sizes[plate], self.dims[plate]):
+            return False
+        explained[name] = search
+        return True
 
     def _reads(
         self, inverse: Inverse, order: Sequence[str], columns: Mapping[str, tuple[Column, ...]]
-    ) -> dict[str, dict[Hashable, frozenset]]:
+    ) -> dict[str, dict[Hashable, Read]]:
         """Returns what each factor reads: its parents in the inverse, and the covariates that elimination brings it.
 
         Covariates are observed roots with an edge to their site, so the algebra of the inverse says who reads them.
@@ -242,35 +292,52 @@ class _Assembler:
                 edges.append((node, name))
         hidden = [name for name in net.latent if net.sites[name].marginalized]
         eliminated = [*hidden, *(name for name in inverse.order if name in order)]
-        parents, _ = eliminate(BayesNet(sites, edges, plate_sizes=net.plate_sizes), eliminated)
+        parents, _, rows = eliminate(BayesNet(sites, edges, net.plate_sizes, net.nesting), eliminated)
         reads = {}
         for name in order:
             found = {u: label for u, label in parents[name].items() if u not in net.sites}
             own = {u: label for u, label in inverse.parents[name].items() if not self._is_empty(u)}
-            reads[name] = {**own, **found}
+            reads[name] = {
+                u: Read(label, rows[name].get(u, frozenset())) for u, label in {**own, **found}.items()
+            }
         return reads
 
     def _is_empty(self, name: str) -> bool:
         """Whether a node has nothing to read: a ``pyro.factor`` couples what it reads, but holds no value."""
         return name not in self.nodes or self.nodes[name]["value"].numel() == 0
 
+    def _block(self, name: str, inverse: Inverse) -> frozenset[str]:
+        """Returns the plates, of those that the site's tensor has dims for, whose instances form one block.
+
+        A plate that another of the site's plates determines adds nothing: instances of that one lie in it already.
+        """
+        block = frozenset(inverse.joint[name]) & self.frames[name]
+        if block and self.options.within == "independent":
+            plates = " and ".join(map(repr, sorted(block)))
+            warnings.warn(
+                f"The instances of '{name}' in plate {plates} depend on each other given the data; "
+                'within="independent" gives this up, and draws each given its own data alone.',
+                stacklevel=_STACK,
+            )
+            return frozenset()
+        return block
+
     def _factor(
-        self, name: str, inverse: Inverse, family: Family, reads: Mapping[Any, frozenset]
+        self, name: str, family: Family, reads: Mapping[Any, Read], joint: frozenset[str], plates: Plates
     ) -> Factor:
-        plates = {**self.net.plates}
-        for node in reads:
-            if node not in plates:
-                plates[node] = self.net.plates[node[1]]
-        joint = frozenset(inverse.joint[name])
-        fixed = frozenset().union(*(inverse.joint[other] for other in inverse.order))
-        batch = frozenset(self.net.plates[name]) - joint
-        flattened = tuple(plate for plate in self.plate_order if plate in joint)
+        frames = {node: self.frames[node if node in self.frames else node[1]] for node in reads}
+        batch = plates.closure(self.frames[name] - joint)
+        flattened = plates.sort(joint)
         elements = family.num_elements
         for plate in flattened:
             elements *= self.sizes[plate]
-        sources = plan_sources(
-            batch, reads, plates, nesting=self.plate_order, fixed=fixed, subsampled=self.subsampled
-        )
+        # What the block couples, its members read across.
+        coupled = plates.closure(joint)
+        reads = {
+            node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
+            for node, read in reads.items()
+        }
+        sources = plan_sources(batch, reads, frames, plates, joint)
         sequential = elements > 1 and self.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
         return Factor(
             name, batch, flattened, elements, family.num_params, family.num_features, sequential, sources
@@ -307,17 +374,24 @@ class _Assembler:
             self.sizes,
             hidden_features=hidden,
             shared=options.shared,
-            make_encoder=lambda size: PoolingEncoder(
-                size, _POOLED_FEATURES, hidden[:1], activation=options.activation, **factory
+            make_encoder=lambda size: make_encoder(
+                options.pooling, size, _POOLED_FEATURES, _POOLING_UNITS, **factory
             ),
+            evidence=[
+                factor.name
+                for factor in factors
+                if options.evidence and assembly.families[factor.name].takes_evidence and not factor.joint
+            ],
             activation=options.activation,
             **factory,
         )
-        network.set_initial({factor.name: self._initial(factor, assembly) for factor in factors})
+        network.set_initial(
+            {name: self._initial(factor, assembly, network) for name, factor in network.factors.items()}
+        )
         return network
 
-    def _initial(self, factor: Factor, assembly: Assembly) -> Tensor:
-        """Returns raw parameters ``(elements, params)`` at the initial value, averaged over batch plates."""
+    def _initial(self, factor: Factor, assembly: Assembly, network: InverseNetwork) -> Tensor:
+        """Returns raw parameters ``(elements, raw)`` at the initial value, averaged over batch plates."""
         site, family = self.nodes[factor.name], assembly.families[factor.name]
         anchor = family.anchor(site["fn"]) if factor.name in assembly.anchored else None
         raw = family.initial(site["value"], self.options.init_scale, anchor)
@@ -325,7 +399,21 @@ class _Assembler:
         raw = raw[(None,) * (assembly.nesting + 1 - raw.dim())]
         for plate in factor.joint:
             raw = flatten(raw, self.dims[plate] - 1)
-        return raw.reshape(-1, raw.shape[-1]).mean(0).reshape(factor.num_elements, factor.num_params)
+        raw = raw.reshape(-1, raw.shape[-1]).mean(0).reshape(factor.num_elements, factor.num_params)
+        if not factor.evidence:
+            return raw
+        free = family.initial(site["value"], self.options.init_scale)[..., 0]
+        location = free.reshape(-1, factor.num_elements).mean(0)
+        counts = [self._mean_count(pooled_part(read.source), factor) for read in factor.evidence]
+        evidence = initial_evidence(
+            location, self.options.init_scale, counts, factor.evidence, network.scaling(factor.name)
+        )
+        return torch.cat((raw, evidence), -1)
+
+    def _mean_count(self, source: Any, factor: Factor) -> float:
+        """Returns how many instances of a pooled source each instance of a factor reads on average."""
+        outside = math.prod(self.sizes[plate] for plate in source.onto)
+        return self.sizes[source.plate] / outside
 
     def _standard(self, assembly: Assembly, factory: dict) -> dict[Hashable, tuple[Tensor, Tensor]]:
         """Returns shift and scale of every node's features, such that shift + scale * features is of order one."""
@@ -370,9 +458,14 @@ def covariate_values(
     sites_at = functools.lru_cache(None)(lambda number: run(assembly.references[number]))
 
     def at_draw(name: str, number: int) -> Any:
-        return sites_at(number)[name]["fn"]
+        return sites_at(number)[name]
 
-    return {name: columns_of(columns, functools.partial(at_draw, name)) for name, columns in assembly.columns.items()}
+    leaves = tree_leaves((args, kwargs))
+
+    return {
+        name: columns_of(columns, functools.partial(at_draw, name), leaves)
+        for name, columns in assembly.columns.items()
+    }
 
 
 def _check_names(option: str, names: Collection[str], known: Collection[str], kind: str) -> frozenset[str]:

@@ -16,8 +16,9 @@ from pyro.poutine.util import is_validation_enabled, site_is_subsample
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_nami.conditioning import covariates_of
+from pyro_nami.conditioning import IndexMaps, covariates_of
 from pyro_nami.guides.assembly import covariate_values
+from pyro_nami.guides.maps import MapReader, arguments_key, same_arguments
 from pyro_nami.guides.sampling import fixed_size, new_site
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.isolation import untouched
@@ -36,6 +37,7 @@ class Call:
         values: observed site -> value that the factors read.
         given: values that the model is run with in place of its own.
         covariates: site -> its covariates.
+        maps: the index maps of the rows that the factors read.
         unseen: latents of rows that no data covers.
         sites: the model's sites at reference values of the latents, where a run was needed.
     """
@@ -48,6 +50,7 @@ class Call:
         self.values: dict[str, Tensor] = {}
         self.given: dict[str, Tensor] = {}
         self.covariates: dict[str, Tensor] = {}
+        self.maps = IndexMaps({}, {})
         self.unseen: frozenset[str] = frozenset()
         self.sites: dict[str, Any] = {}
 
@@ -67,14 +70,16 @@ class DataReader:
 
     Args:
         assembly: the guide's structure.
-        covariates: the guide's option of that name.
+        covariates, index_maps: the guide's options of these names.
 
     Attributes:
-        seen: observed site or its covariates -> values last seen in training; part of the guide's state.
+        seen: observed site, its covariates, or ``("index", rows, plate)`` -> values last seen in training; part of the
+            guide's state.
     """
 
-    def __init__(self, assembly: Assembly, covariates: Any) -> None:
+    def __init__(self, assembly: Assembly, covariates: Any, index_maps: Mapping[tuple[str, str], Callable]) -> None:
         self.assembly, self.covariates = assembly, covariates
+        self._maps = MapReader(assembly, index_maps)
         self.seen: dict[Any, Tensor] = {}
         self._slots: dict[Hashable, dict[str, int | str]] = {}
         self._probed: tuple[list, dict[str, Tensor]] | None = None
@@ -115,16 +120,28 @@ class DataReader:
             self._slots[kind] = {} if assembly.subsampled else _find_slots(own, arguments)
         if assembly.columns:
             call.covariates = self._covariates(call, leaves)
+        absent = [name for name in assembly.read if name not in call.values]
+        if assembly.map_plans:
+            stale = frozenset().union(*(assembly.frames[name] for name in absent))
+            call.maps = self._maps.read(call, leaves, self.seen, stale)
         if remember and own:
             self.seen.update({name: value.detach() for name, value in own.items()})
             self.seen.update({covariates_of(name): value for name, value in call.covariates.items()})
-        self._fill_from_seen(call)
+            self.seen.update(self._maps.state(call.maps))
+        self._fill_from_seen(call, absent)
         self._check_sizes(call)
+
+    @property
+    def names(self) -> list[Any]:
+        """The names under which values may be in `seen`."""
+        sites = self.assembly.event_dims
+        return [*sites, *map(covariates_of, sites), *self._maps.names]
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device."""
         self.seen = {name: fn(value) for name, value in self.seen.items()}
         self._probed = None
+        self._maps.forget()
 
     def _look(self, call: Call) -> dict[str, Tensor]:
         """Runs the model at reference values of the latents; returns the values that it observes itself."""
@@ -165,8 +182,8 @@ class DataReader:
 
     def _covariates(self, call: Call, leaves: list) -> dict[str, Tensor]:
         """Returns the covariates of every site, probed anew only where the model's arguments changed."""
-        key = [(leaf, leaf._version if isinstance(leaf, Tensor) else None) for leaf in leaves]
-        if self._probed is not None and not call.indices and _same_arguments(self._probed[0], key):
+        key = arguments_key(leaves)
+        if self._probed is not None and not call.indices and same_arguments(self._probed[0], key):
             return dict(self._probed[1])
         with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
             values = covariate_values(
@@ -179,13 +196,12 @@ class DataReader:
         self._probed = (key, values)
         return dict(values)
 
-    def _fill_from_seen(self, call: Call) -> None:
+    def _fill_from_seen(self, call: Call, absent: list[str]) -> None:
         """Takes the data last seen in training where a call brings none, and finds plate rows that it does not cover.
 
         Covariates go with the data: rows whose covariates are others than those last seen are new rows.
         """
         assembly = self.assembly
-        absent = [name for name in assembly.read if name not in call.values]
         if not absent:
             return
         for name in absent:
@@ -195,13 +211,13 @@ class DataReader:
                     f"none. Pass it as the model takes it, or as observations={{'{name}': value}}."
                 )
             call.values[name] = self.seen[name]
-        plates: frozenset[Any] = frozenset().union(*(assembly.bayesnet.plates[name] for name in absent))
-        new_plates: dict[str, int] = {}
+        plates: frozenset[Any] = frozenset().union(*(assembly.frames[name] for name in absent))
+        new_plates = self._maps.resized(call)
         for name in absent:
             new_plates.update(_resized_plates(call.values[name], call.sites[name], assembly.event_dims[name]))
         for name, now in call.covariates.items():
             seen = self.seen.get(covariates_of(name))
-            if seen is None or not plates & assembly.bayesnet.plates[name]:
+            if seen is None or not plates & assembly.frames[name]:
                 continue
             call.covariates[name] = seen
             if seen.shape != now.shape or not torch.equal(seen, now):
@@ -216,7 +232,7 @@ class DataReader:
         """Raises where a plate that the guide flattens has changed its size."""
         assembly = self.assembly
         for name in assembly.read if assembly.flattened else ():
-            for plate in assembly.bayesnet.plates[name] & assembly.flattened.keys():
+            for plate in assembly.frames[name] & assembly.flattened.keys():
                 value, dim = call.values[name], assembly.dims[plate] - assembly.event_dims[name]
                 if value.dim() >= -dim and value.shape[dim] not in (1, assembly.sizes[plate]):
                     latent = assembly.flattened[plate]
@@ -271,17 +287,6 @@ def check_data(name: str, value: Tensor, assembly: Assembly) -> None:
             f"Expected data of site '{name}' without NaN; got {missing} of {value.numel()}. Mark missing values with "
             "obs_mask=, or observe them by NanMaskedNormal."
         )
-
-
-def _same_arguments(before: list, now: list) -> bool:
-    if len(before) != len(now):
-        return False
-    for (old, old_version), (new, version) in zip(before, now):
-        if old_version != version:
-            return False
-        if old is not new and (isinstance(old, Tensor) or isinstance(new, Tensor) or old != new):
-            return False
-    return True
 
 
 def _resized_plates(value: Tensor, site: Mapping[str, Any], event_dim: int) -> dict[str, int]:

@@ -57,7 +57,7 @@ def with_latent_blocks(net: BayesNet, blocks: Sequence[Sequence[str]] | None) ->
     sites = {
         name: dataclasses.replace(site, observed=False) if name in named else site for name, site in net.sites.items()
     }
-    return BayesNet(sites, net.edges, plate_sizes=net.plate_sizes)
+    return BayesNet(sites, net.edges, plate_sizes=net.plate_sizes, nesting=net.nesting)
 
 
 def with_hidden_evidence(net: BayesNet) -> BayesNet:
@@ -75,4 +75,4 @@ def with_hidden_evidence(net: BayesNet) -> BayesNet:
         node = ("hidden", *sorted(plates))
         sites[node] = Site(node, plates=plates, observed=True)
         edges.extend((name, node) for name in barren if net.plates[name] <= plates)
-    return BayesNet(sites, edges, plate_sizes=net.plate_sizes)
+    return BayesNet(sites, edges, plate_sizes=net.plate_sizes, nesting=net.nesting)

@@ -30,6 +30,7 @@ from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached
 from pyro_nami.guides.shapes import own_shape, quantiles_of, sum_plates, with_plate_dims
 from pyro_nami.guides.structure import Assembly, Options
 from pyro_nami.isolation import untouched
+from pyro_nami.nn import ENCODERS
 from pyro_nami.simulation import Hidden
 
 __all__ = ["AutoNaMIGuide"]
@@ -70,7 +71,13 @@ class AutoNaMIGuide(AutoGuide):
         covariates: ``"auto"`` finds what differs between the instances of a plate by probing the model; None for
             nothing; or a callable from the model's arguments to a mapping from sites to tensors
             ``(*plates, features)``.
-        index_maps: not supported yet.
+        index_maps: ``(latent, site)`` -> callable from the model's arguments to the index by which the site's rows read
+            the latent's plate, integer ``(rows,)`` (of the full plate where it is subsampled). By default such maps
+            are found by group testing, in each call with new arguments.
+        pooling: how a set of instances is encoded: ``"mean"``, ``"sum"``, ``"max"``, ``"attention"``, or a callable
+            from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
+        evidence: whether the instances of a pooled plate add precision to Normal factors, one by one; see
+            `pyro_nami.guides.evidence`.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step.
         init_scale: scale at the first step, in unconstrained space.
@@ -101,6 +108,8 @@ class AutoNaMIGuide(AutoGuide):
         embeddings: Mapping[str, nn.Module] | None = None,
         covariates: str | None | Callable[..., Mapping[str, Tensor]] = "auto",
         index_maps: Mapping[tuple[str, str], Callable] | None = None,
+        pooling: str | Callable[[int], nn.Module] = "mean",
+        evidence: bool = True,
         anchor: bool = True,
         init_loc_fn: Callable = init_to_feasible,
         init_scale: float = 0.1,
@@ -113,11 +122,13 @@ class AutoNaMIGuide(AutoGuide):
             raise ValueError(f"Expected within to be 'autoregressive' or 'independent'; got {within!r}.")
         if covariates is not None and covariates != "auto" and not callable(covariates):
             raise TypeError(f"Expected covariates to be 'auto', None or a callable; got {covariates!r}.")
-        if index_maps:
-            raise NotImplementedError(
-                "Expected index_maps=None; explicit index maps are not supported yet. Sites that read a plate through "
-                "an index are pooled over it."
-            )
+        if pooling not in ENCODERS and not callable(pooling):
+            raise ValueError(f"Expected pooling to be one of {', '.join(ENCODERS)}, or a callable; got {pooling!r}.")
+        for pair, given in (index_maps or {}).items():
+            if not (isinstance(pair, tuple) and len(pair) == 2 and callable(given)):
+                raise TypeError(
+                    f"Expected index_maps to map pairs (latent, site) to callables; got {pair!r}: {given!r}."
+                )
         super().__init__(model, create_plates=create_plates)
         embeddings = {site: as_pyro_module(copy.deepcopy(module)) for site, module in (embeddings or {}).items()}
         # A module's name has no dots; a site's may have some.
@@ -132,6 +143,9 @@ class AutoNaMIGuide(AutoGuide):
             within=within,
             embeddings=embeddings,
             covariates=covariates,
+            index_maps=dict(index_maps or {}),
+            pooling=pooling,
+            evidence=evidence,
             anchor=anchor,
             init_loc_fn=init_loc_fn,
             init_scale=init_scale,
@@ -167,7 +181,7 @@ class AutoNaMIGuide(AutoGuide):
         assembly, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
         self._assembly = assembly
         self.network = network
-        self._data = DataReader(assembly, self._options.covariates)
+        self._data = DataReader(assembly, self._options.covariates, self._options.index_maps)
         for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
             prototype.remove_node(name)
         self._prototype_frames = {
@@ -266,7 +280,7 @@ class AutoNaMIGuide(AutoGuide):
 
     def _start(self, call: Call) -> NetworkState:
         """Returns the networks' state with everything observed known."""
-        state = self.network.start()
+        state = self.network.start(call.maps)
         for name in self._assembly.read:
             state.put(name, self._features(name, call.values[name]))
         for name, values in call.covariates.items():
@@ -442,7 +456,7 @@ class AutoNaMIGuide(AutoGuide):
         return {"seen": {_key(name): value for name, value in seen.items()}}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        names = {_key(name): name for site in self._made().event_dims for name in (site, covariates_of(site))}
+        names = {_key(name): name for name in self._data.names}
         self._data.seen = {names[key]: value for key, value in state["seen"].items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

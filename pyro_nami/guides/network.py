@@ -9,7 +9,8 @@ density) and the incremental one (sampling). Change this module to change what a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,23 @@ from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_nami.conditioning import Direct, Pooled, Source, concatenate, evaluate, nodes_of
-from pyro_nami.nn import MaskedMLP, PoolingEncoder, SeparateMLP
+from pyro_nami.conditioning import (
+    Direct,
+    Flattened,
+    IndexMaps,
+    Pooled,
+    Source,
+    Sources,
+    concatenate,
+    flattened,
+    nodes_of,
+)
+from pyro_nami.guides.evidence import EvidenceRead, add_evidence, pooled_part
+from pyro_nami.nn import Along, Evidence, MaskedMLP, Segments, SeparateMLP
 
 __all__ = ["Factor", "InverseNetwork", "NetworkState", "as_pyro_module"]
 
+_MOST_EVIDENCE_INPUTS, _MOST_EVIDENCE_ROWS = 128, 8192
 _ModuleList: Any = PyroModule[nn.ModuleList]  # made by Pyro's metaclass, which type checkers do not follow
 
 
@@ -34,10 +47,11 @@ class Factor(NamedTuple):
         batch: its batch plates, those that are dims of the network rather than elements of the factor.
         joint: its plates that are flattened into its elements, outermost first.
         num_elements: elements of the factor (those of its instances in ``joint``, one after the other).
-        num_params: raw parameters an element.
+        num_params: parameters an element, of its family.
         num_features: features an element.
         sequential: whether element e is drawn given elements before e.
         sources: what it reads.
+        evidence: those sources whose instances add evidence of their own.
     """
 
     name: Any  # a site's: any hashable
@@ -48,6 +62,12 @@ class Factor(NamedTuple):
     num_features: int
     sequential: bool
     sources: tuple[Source, ...]
+    evidence: tuple[EvidenceRead, ...] = ()
+
+    @property
+    def num_raw(self) -> int:
+        """Raw parameters an element: those of its family, then those of its evidence."""
+        return self.num_params + sum(read.num_params for read in self.evidence)
 
 
 def as_pyro_module(module: nn.Module) -> nn.Module:
@@ -87,6 +107,7 @@ class InverseNetwork(PyroModule):
         hidden_features: widths of the hidden layers.
         shared: one network for a group of factors; otherwise a small one for every factor.
         make_encoder: a function of (number of inputs) that builds the encoder of a pooled source.
+        evidence: names of the factors that take evidence from their pooled sources.
         activation: of the hidden layers.
         device, dtype: of the parameters.
     """
@@ -102,14 +123,14 @@ class InverseNetwork(PyroModule):
         *,
         hidden_features: Sequence[int],
         shared: bool,
-        make_encoder: Callable[[int], PoolingEncoder],
+        make_encoder: Callable[[int], Any],
+        evidence: Collection[Hashable] = (),
         activation: Callable[[Tensor], Tensor],
         **factory: Any,
     ) -> None:
         super().__init__()
         self.dims = dict(dims)
         self.nesting = -min(self.dims.values(), default=0)
-        self.factors = {factor.name: factor for factor in factors}
         self._affine = {}
         for i, (node, (shift, scale)) in enumerate(standard.items()):
             self._affine[node] = f"shift_{i}", f"scale_{i}"
@@ -124,6 +145,13 @@ class InverseNetwork(PyroModule):
             for source in factor.sources:
                 self._add_encoders(source, make_encoder, encoders)
         self.encoders = _ModuleList(encoders)
+        heads: dict[Pooled, int] = {}
+        factors = [self._with_evidence(f, heads) if f.name in evidence else f for f in factors]
+        self.factors = {factor.name: factor for factor in factors}
+        self._evidence_index = {source: i for i, source in enumerate(heads)}
+        self.evidence = _ModuleList(
+            [Evidence(self._num_inputs(source), count, **factory) for source, count in heads.items()]
+        )
         position = {factor.name: i for i, factor in enumerate(factors)}
         batches = list(dict.fromkeys(factor.batch for factor in factors))
         self.groups = [
@@ -133,14 +161,14 @@ class InverseNetwork(PyroModule):
         self.networks = _ModuleList(
             [group.build(hidden_features, shared, activation, factory) for group in self.groups]
         )
-        as_pyro_module(self.encoders)
-        as_pyro_module(self.networks)
+        for part in (self.encoders, self.evidence, self.networks):
+            as_pyro_module(part)
         # Every attribute of a PyroModule that is a module takes a while to read.
-        self.parts = tuple(self.networks), tuple(self.encoders)
+        self.parts = tuple(self.networks), tuple(self.encoders), tuple(self.evidence)
 
-    def start(self) -> NetworkState:
-        """Returns the state of a pass at which nothing is known."""
-        return NetworkState(self)
+    def start(self, maps: IndexMaps) -> NetworkState:
+        """Returns the state of a pass at which nothing is known, in a call with these index maps."""
+        return NetworkState(self, maps)
 
     def standardize(self, node: Hashable, features: Tensor) -> Tensor:
         """Returns features shifted and scaled as at the first call, with all plate dims: ``(*left, *plates, n)``."""
@@ -161,6 +189,11 @@ class InverseNetwork(PyroModule):
         shift, scale = (part.repeat(factor.num_elements // len(part), 1) for part in parts)
         return shift, scale
 
+    def scaling(self, name: Hashable) -> tuple[Tensor, Tensor]:
+        """Returns shift and scale of a factor with one feature an element, ``(elements,)``."""
+        shift, scale = self.affine(name)
+        return shift[:, 0], scale[:, 0]
+
     def no_columns(self) -> Tensor:
         """Returns the input of steps that read nothing."""
         return self._like.new_empty((1,) * self.nesting + (0,))
@@ -175,19 +208,41 @@ class InverseNetwork(PyroModule):
     def _add_encoders(self, source: Source, make_encoder: Callable, encoders: list) -> None:
         if isinstance(source, Direct) or source in self._encoder_index:
             return
+        if not isinstance(source, Pooled):
+            self._add_encoders(source.source, make_encoder, encoders)
+            return
         for part in source.inputs:
             self._add_encoders(part, make_encoder, encoders)
         self._encoder_index[source] = len(encoders)
-        encoders.append(make_encoder(sum(map(self._source_size, source.inputs))))
+        encoders.append(make_encoder(self._num_inputs(source)))
         self._node_sizes[source] = encoders[-1].num_features
 
+    def _num_inputs(self, source: Pooled) -> int:
+        return sum(map(self._source_size, source.inputs))
+
     def _source_size(self, source: Source) -> int:
+        if isinstance(source, Direct):
+            return self._node_sizes[source.node]
         if isinstance(source, Pooled):
             return self._node_sizes[source]
-        size = self._node_sizes[source.node]
-        for plate in source.flatten:
-            size *= self._plate_sizes[plate]
+        size = self._source_size(source.source)
+        if isinstance(source, Flattened):
+            size *= math.prod(self._plate_sizes[plate] for plate in source.plates)
         return size
+
+    def _with_evidence(self, factor: Factor, heads: dict[Pooled, int]) -> Factor:
+        """Returns a factor that takes evidence from its pooled sources, and counts the heads that this needs."""
+        reads = []
+        for source in factor.sources:
+            pooled = pooled_part(source)
+            if pooled is None:
+                continue
+            width = self._num_inputs(pooled)
+            if width <= _MOST_EVIDENCE_INPUTS and width * factor.num_elements <= _MOST_EVIDENCE_ROWS:
+                first = heads.get(pooled, 0)
+                heads[pooled] = first + factor.num_elements
+                reads.append(EvidenceRead(source, first, width))
+        return factor._replace(evidence=tuple(reads))
 
     def bound_encoders(self) -> dict[Source, Callable]:
         """Returns pooled source -> its encoder, with its parameters read now."""
@@ -196,6 +251,16 @@ class InverseNetwork(PyroModule):
             source: functools.partial(encoders[i].forward, weights=encoders[i].weights())
             for source, i in self._encoder_index.items()
         }
+
+    def bound_evidence(self) -> dict[Source, Callable]:
+        """Returns pooled source -> the sums of its evidence ``(*left, *plates, heads (inputs + 2))``, likewise."""
+        modules = self.parts[2]
+        weights = [module.weights() for module in modules]
+
+        def sums(i: int, x: Tensor, over: Along | Segments) -> Tensor:
+            return modules[i](x, over, weights[i]).flatten(-2)
+
+        return {source: functools.partial(sums, i) for source, i in self._evidence_index.items()}
 
 
 class _Group:
@@ -231,7 +296,7 @@ class _Group:
             sizes: dict[Hashable, int] = {}
             for step in self.steps[begin:stop]:
                 for factor, elements in step.rows:
-                    sizes[factor.name] = sizes.get(factor.name, 0) + len(elements) * factor.num_params
+                    sizes[factor.name] = sizes.get(factor.name, 0) + len(elements) * factor.num_raw
             self._row_blocks[begin, stop] = list(sizes), list(sizes.values())
         return self._row_blocks[begin, stop]
 
@@ -247,25 +312,33 @@ class _Group:
             for factor, elements in step.rows:
                 for element in elements:
                     row = torch.zeros(total, dtype=torch.bool)
+                    unpooled = row.clone()
                     for (source, first, last), start in zip(columns, starts):
                         own = factor.sequential and source == _own(factor)
                         if source in factor.sources or own and first < element * factor.num_features:
                             row[start : start + last - first] = True
-                    blocks.append(list(range(len(rows), len(rows) + factor.num_params)))
-                    rows.extend([row] * factor.num_params)
+                            unpooled[start : start + last - first] = not _pools(source)
+                    for kind, count in ((row, factor.num_params), (unpooled, factor.num_raw - factor.num_params)):
+                        if count:
+                            blocks.append(list(range(len(rows), len(rows) + count)))
+                            rows.extend([kind] * count)
         dependency = torch.stack(rows)
         splits: dict[str, Any] = {
             "input_splits": [sum(last - first for _, first, last in step) for step in self.columns],
-            "output_splits": [sum(f.num_params * len(elements) for f, elements in step.rows) for step in self.steps],
+            "output_splits": [sum(f.num_raw * len(elements) for f, elements in step.rows) for step in self.steps],
         }
         if shared:
             return MaskedMLP(dependency, hidden_features, activation=activation, **splits, **factory)
         return SeparateMLP(dependency, hidden_features, factors=blocks, activation=activation, **splits, **factory)
 
 
-def _own(factor: Factor) -> Direct:
+def _own(factor: Factor) -> Source:
     """The source of a factor's own elements, as the other factors of its group read them."""
-    return Direct(factor.name, factor.joint)
+    return flattened(Direct(factor.name), factor.joint)
+
+
+def _pools(source: Source) -> bool:
+    return isinstance(source, Pooled) or not isinstance(source, Direct) and _pools(source.source)
 
 
 def _plan_steps(factors: Sequence[Factor], position: Mapping[Hashable, int]) -> list[_Step]:
@@ -307,11 +380,11 @@ class NetworkState:
     a block) must not see them.
     """
 
-    def __init__(self, network: InverseNetwork) -> None:
+    def __init__(self, network: InverseNetwork, maps: IndexMaps) -> None:
         self._network = network
-        self._encoders = network.bound_encoders()
         self._features: dict[Hashable, Tensor] = {}
-        self._pooled: dict[Source, Tensor] = {}
+        self._sources = Sources(self._features, network.dims, network.bound_encoders(), maps)
+        self._evidence = network.bound_evidence()
         self._states: list[Any] = [part.start() for part in network.parts[0]]
         self._rows: dict[Hashable, Tensor] = {}
 
@@ -331,15 +404,32 @@ class NetworkState:
         factor = self._network.factors[name]
         group = self._network.groups[self._network.group_of[name]]
         self._advance(name, group.head[name] + (factor.num_elements if factor.sequential else 1))
-        return self._rows[name].unflatten(-1, (-1, factor.num_params))
+        raw = self._rows[name].unflatten(-1, (-1, factor.num_raw))
+        if not factor.evidence:
+            return raw
+        return add_evidence(raw, factor.num_params, self._sums(factor), *self._network.scaling(name))
+
+    def _sums(self, factor: Factor) -> list[Tensor]:
+        """Returns the sums of a factor's evidence, ``(*batch, elements, inputs + 2)`` for each source of it."""
+        sums = []
+        for read in factor.evidence:
+            pooled = pooled_part(read.source)
+            assert pooled is not None
+            total = self._sources.evidence(read.source, self._evidence[pooled])
+            width = read.num_params
+            part = total[..., read.first * width : (read.first + factor.num_elements) * width]
+            sums.append(part.unflatten(-1, (-1, width)))
+        return sums
 
     def conditionals(self, name: Hashable, ndims: int) -> ElementConditionals:
         """Returns what draws a sequential factor's elements one by one; ``ndims`` are the batch dims of its site."""
         index = self._network.group_of[name]
         self._advance(name, self._network.groups[index].head[name] + 1)
         factor = self._network.factors[name]
-        first = _trimmed(self._rows[name][..., : factor.num_params], ndims)
-        return ElementConditionals(factor, self._network.affine(name), first, self._states[index])
+        first = _trimmed(self._rows[name][..., : factor.num_raw], ndims)
+        sums = [_trimmed(total, ndims + 1) for total in self._sums(factor)]
+        scaling = self._network.scaling(name) if sums else ()
+        return ElementConditionals(factor, self._network.affine(name), first, self._states[index], sums, scaling)
 
     def _advance(self, name: Hashable, stop: int) -> None:
         """Takes the steps before ``stop`` of the group of ``name``, whose inputs must all be known, in one advance."""
@@ -358,7 +448,7 @@ class NetworkState:
 
     def _column(self, column: tuple[Source, int, int]) -> Tensor:
         source, first, last = column
-        value = evaluate(source, self._features, self._network.dims, self._encoders, self._pooled)
+        value = self._sources.value(source)
         return value if last - first == value.shape[-1] else value[..., first:last]
 
 
@@ -368,20 +458,38 @@ class ElementConditionals:
     Features come raw, and are standardized by ``affine``, shift and scale of shape ``(elements, features)``.
     """
 
-    def __init__(self, factor: Factor, affine: tuple[Tensor, Tensor], first: Tensor, state: Any) -> None:
+    def __init__(
+        self,
+        factor: Factor,
+        affine: tuple[Tensor, Tensor],
+        first: Tensor,
+        state: Any,
+        sums: Sequence[Tensor],
+        scaling: Sequence[Tensor],
+    ) -> None:
         self._factor, self._affine, self._first, self._state = factor, affine, first, state
+        self._sums, self._scaling = sums, scaling
 
     def first(self) -> tuple[Tensor, Callable]:
         """Returns the parameters ``(*batch, params)`` of element 0, and the function that goes on from there."""
-        return self._first, self._next(self._state, 0)
+        return self._params(self._first, 0), self._next(self._state, 0)
 
     def _next(self, state: Any, element: int) -> Callable:
         def following(features: Tensor) -> tuple[Tensor, Callable]:
             shift, scale = (part[element] for part in self._affine)
             rows, advanced = state.advance(torch.addcmul(shift, features, scale), state.step + 1)
-            return _trimmed(rows, features.dim() - 1), self._next(advanced, element + 1)
+            params = self._params(_trimmed(rows, features.dim() - 1), element + 1)
+            return params, self._next(advanced, element + 1)
 
         return following
+
+    def _params(self, raw: Tensor, element: int) -> Tensor:
+        """Returns one element's parameters from its rows."""
+        if not self._sums:
+            return raw
+        here = slice(element, element + 1)
+        sums, scaling = [total[..., here, :] for total in self._sums], [part[here] for part in self._scaling]
+        return add_evidence(raw.unsqueeze(-2), self._factor.num_params, sums, *scaling).squeeze(-2)
 
     def all(self, features: Tensor) -> Tensor:
         """Returns the parameters ``(*batch, elements, params)`` at ``features`` ``(*batch, elements, features)``."""
@@ -389,9 +497,10 @@ class ElementConditionals:
         shift, scale = self._affine
         seen = torch.addcmul(shift, features, scale)[..., :-1, :]
         rows, _ = self._state.advance(seen.flatten(-2), self._state.step + count - 1)
-        rows = _trimmed(rows, features.dim() - 2).unflatten(-1, (count - 1, self._factor.num_params))
+        rows = _trimmed(rows, features.dim() - 2).unflatten(-1, (count - 1, self._factor.num_raw))
         first = self._first.unsqueeze(-2)
-        return torch.cat([first.expand(rows.shape[:-2] + first.shape[-2:]), rows], -2)
+        raw = torch.cat([first.expand(rows.shape[:-2] + first.shape[-2:]), rows], -2)
+        return add_evidence(raw, self._factor.num_params, self._sums, *self._scaling) if self._sums else raw
 
 
 def _trimmed(rows: Tensor, ndims: int) -> Tensor:

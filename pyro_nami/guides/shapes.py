@@ -26,7 +26,7 @@ def with_plate_dims(
     for name in wanted:
         if name not in latents:
             raise ValueError(f"Expected a value for every latent, {wanted}; got none for '{name}'.")
-    own_dims = {name: {assembly.dims[plate] for plate in assembly.bayesnet.plates[name]} for name in wanted}
+    own_dims = {name: {assembly.dims[plate] for plate in assembly.frames[name]} for name in wanted}
 
     def fits(name: str) -> bool:
         value = latents[name]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pyro_nami.families import Family
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.network import Factor
+from pyro_nami.index_maps import MapPlan
 
 __all__ = ["Assembly", "Options"]
 
@@ -31,6 +32,9 @@ class Options(NamedTuple):
     within: str
     embeddings: Mapping[str, nn.Module]
     covariates: Any
+    index_maps: Mapping[tuple[str, str], Callable]
+    pooling: Any
+    evidence: bool
     anchor: bool
     init_loc_fn: Callable
     init_scale: float
@@ -51,7 +55,9 @@ class Assembly:
         encodings: latent or observed site -> what gives its raw features, its family or another object that does.
         event_dims: site -> event dims of its value.
         dims: plate -> batch dim; nesting: the deepest.
+        frames: site -> the plates that its tensor has dims for; `bayesnet` has those that these determine as well.
         subsampled: plates that the model subsamples.
+        map_plans: how a call's index maps are found.
         anchored: latents whose factor is relative to the model's own conditional.
         interleaved: whether sampling order is program order, so that one run of the model draws all latents.
         read: observed sites that some factor reads.
@@ -76,7 +82,9 @@ class Assembly:
     encodings: dict[str, Any]
     event_dims: dict[str, int]
     dims: dict[str, int]
+    frames: dict[str, frozenset[str]]
     subsampled: frozenset[str]
+    map_plans: tuple[MapPlan, ...]
     anchored: frozenset[str]
     interleaved: bool
     read: tuple[str, ...]
@@ -99,6 +107,10 @@ class Assembly:
         """Applies ``fn`` to all tensors held, to move them to another device."""
         self.factory = {"dtype": (like := fn(torch.empty(0, **self.factory))).dtype, "device": like.device}
         self.reference = {name: fn(value) for name, value in self.reference.items()}
+        self.map_plans = tuple(
+            plan._replace(values={name: (fn(a), fn(b)) for name, (a, b) in plan.values.items()})
+            for plan in self.map_plans
+        )
         self.references = [{name: fn(value) for name, value in draw.items()} for draw in self.references]
 
     def features(self, name: str, value: Tensor) -> Tensor:

@@ -1,11 +1,33 @@
 """Networks of the guide, in torch alone: masked perceptrons that obey a dependency matrix, and pooling encoders.
 
-`masks` says which units may be connected, `masked` computes the pass, densely or step by step, and `pooling` turns a
-plate of instances into features that do not depend on their order.
+`masks` says which units may be connected, `masked` computes the pass, densely or step by step. `pooling` and
+`attention` turn a set of instances into features that do not depend on their order, `encoders` chooses between them,
+`evidence` makes sums that contract a Normal factor, and `reductions` says which instances form a set.
 """
 
+from pyro_nami.nn.attention import AttentionEncoder
+from pyro_nami.nn.encoders import ENCODERS, OwnEncoder, make_encoder
+from pyro_nami.nn.evidence import Evidence
 from pyro_nami.nn.masked import MaskedMLP, MaskedState
-from pyro_nami.nn.pooling import PoolingEncoder, segment_mean
+from pyro_nami.nn.pooling import MaxEncoder, MeanEncoder, SetEncoder, SumEncoder
+from pyro_nami.nn.reductions import Along, Reduction, Segments
 from pyro_nami.nn.separate import SeparateMLP, SeparateState
 
-__all__ = ["MaskedMLP", "MaskedState", "PoolingEncoder", "SeparateMLP", "SeparateState", "segment_mean"]
+__all__ = [
+    "ENCODERS",
+    "Along",
+    "AttentionEncoder",
+    "Evidence",
+    "MaskedMLP",
+    "MaskedState",
+    "MaxEncoder",
+    "MeanEncoder",
+    "OwnEncoder",
+    "Reduction",
+    "Segments",
+    "SeparateMLP",
+    "SeparateState",
+    "SetEncoder",
+    "SumEncoder",
+    "make_encoder",
+]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import networkx as nx
@@ -123,6 +124,108 @@ def test_names_that_look_alike_are_told_apart_in_text():
     net = BayesNet.from_edges([], observed=[], nodes=names)
     lines = str(net).splitlines()[1:]
     assert len(lines) == len(set(lines)) == len(names)
+
+
+SCHOOLS = {"student": ["classroom"], "classroom": ["school"]}
+
+
+def schools(nesting=SCHOOLS):
+    """Twelve students in six classrooms in two schools, and three days on which all are asked."""
+    plates = {"s": ["school"], "c": ["classroom", "school"], "y": ["student", "classroom", "school", "day"]}
+    return BayesNet.from_edges(
+        [("s", "c"), ("c", "y"), ("d", "y")],
+        observed=["y"],
+        plates={**plates, "d": ["day"]},
+        plate_sizes={"student": 12, "classroom": 6, "school": 2, "day": 3},
+        nesting=nesting,
+    )
+
+
+def test_nesting_is_closed_transitively():
+    net = schools()
+    assert dict(net.nesting) == {"student": {"classroom", "school"}, "classroom": {"school"}}
+    assert net.closure(["classroom", "day"]) == {"classroom", "school", "day"}
+    assert net.generators(net.plates["y"]) == {"student", "day"}
+    assert net.generators(["school", "day"]) == {"school", "day"} and net.generators([]) == frozenset()
+    assert net == schools({"student": {"classroom", "school"}, "classroom": "school"})
+    with pytest.raises(TypeError):
+        net.nesting["day"] = frozenset()
+
+
+def test_nesting_of_plates_that_no_site_lies_in_is_dropped():
+    net = BayesNet.from_edges([("z", "x")], observed=["x"], plates={"x": ["p"]}, nesting={"q": ["p"]})
+    assert not net.nesting
+
+
+def nested_instances(net, plates, maps):
+    """The index combinations of plates that occur, listed one by one: outer indices follow from inner ones."""
+    free = [p for p in plates if not any(q in plates and p in net.nesting.get(q, ()) for q in plates)]
+    found = set()
+    for at in itertools.product(*(range(net.plate_sizes[p]) for p in free)):
+        place = dict(zip(free, at))
+        for inner, outer in (("student", "classroom"), ("classroom", "school"), ("student", "school")):
+            if inner in place and outer in plates:
+                place[outer] = maps[inner, outer][place[inner]]
+        found.add(tuple(sorted(place.items())))
+    return found
+
+
+def test_instances_and_pairs_are_counted_as_a_balanced_nested_design_has_them():
+    net = schools()
+    classroom, school = [n % 6 for n in range(12)], [c % 2 for c in range(6)]
+    maps = {
+        ("student", "classroom"): classroom,
+        ("classroom", "school"): school,
+        ("student", "school"): [school[c] for c in classroom],
+    }
+    places = {name: nested_instances(net, net.plates[name], maps) for name in net.sites}
+    assert {name: len(found) for name, found in places.items()} == {"s": 2, "c": 6, "d": 3, "y": 36}
+    for a, b in itertools.product(net.sites, repeat=2):
+        assert net.num_instances(net.plates[a]) == len(places[a])
+        shared = net.plates[a] & net.plates[b]
+        for count in range(len(shared) + 1):
+            for across in map(frozenset, itertools.combinations(shared, count)):
+                if net.closure(shared - across) != shared - across:
+                    continue  # aligned in an inner plate is aligned in the outer one
+                joined = sum(
+                    all(dict(x)[p] == dict(y)[p] for p in shared - across)
+                    for x, y in itertools.product(places[a], places[b])
+                )
+                assert net.num_pairs(net.plates[a], net.plates[b], across) == joined, (a, b, across)
+
+
+def test_nested_networks_compare_by_value_and_survive_copies():
+    net = schools()
+    assert net == schools() and hash(net) == hash(schools()) and net != schools({"student": ["classroom"]})
+    for other in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        assert other == net and other.nesting == net.nesting
+
+
+def test_grounding_a_nested_network_keeps_the_full_product():
+    ground = schools().ground()
+    assert sum(name.site == "y" for name in ground.sites) == 12 * 6 * 2 * 3 and not ground.nesting
+
+
+def test_the_text_says_what_is_nested_in_what():
+    first = str(schools()).splitlines()[0]
+    assert first.endswith(
+        "plate student of 12 within classroom and school, plate classroom of 6 within school, plate school of 2, "
+        "plate day of 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plates", "nesting", "error"),
+    [
+        ({"y": ["obs"]}, {"obs": ["county"]}, r"site 'y' .* plate 'obs' determines; .* Add 'county' to"),
+        ({"y": ["a", "b"]}, {"a": ["b"], "b": ["c"]}, r"site 'y' .* without 'c'"),
+        ({}, {"a": ["b"], "b": ["a"]}, "acyclic nesting of plates; got the cycle '.' -> '.' -> '.'"),
+        ({}, {"a": "a"}, "acyclic nesting of plates; got the cycle 'a' -> 'a'"),
+    ],
+)
+def test_errors_of_nesting(plates, nesting, error):
+    with pytest.raises(ValueError, match=error):
+        BayesNet.from_edges([("z", "y")], observed=["y"], plates=plates, nesting=nesting)
 
 
 @pytest.mark.parametrize(

@@ -138,13 +138,75 @@ def test_factors_say_what_the_labels_of_pairs_say():
         moral, parents, joint = labels_by_pairs(net, order)
         labels = moralize(net)
         assert {frozenset((a, b)): label for a in labels for b, label in labels[a].items()} == moral
-        assert tuple(eliminate(net, order)) == (parents, joint)
+        result = eliminate(net, order)
+        assert (result.parents, result.joint) == (parents, joint)
+
+
+def rows_by_factor_lists(net, order):
+    """The batches common to all factors of a pair, with every factor an explicit entry of a list of products."""
+    factors = [({t, *(u for u, v in net.edges if v == t)}, [net.plates[t]]) for t in net.sites]
+    rows = {}
+    for v in order:
+        joining = [factor for factor in factors if v in factor[0]]
+        around = set().union(*(scope for scope, _ in joining)) - {v}
+        rows[v] = {
+            u: frozenset.intersection(
+                *(frozenset.intersection(*batches) for scope, batches in joining if u in scope)
+            )
+            for u in around
+        }
+        batches = [batch for _, parts in joining for batch in parts]
+        factors = [factor for factor in factors if v not in factor[0]]
+        factors.append((around, [*batches, net.plates[v]]))
+    return rows
+
+
+def test_rows_are_the_batches_common_to_all_factors_that_join_a_pair():
+    rng, smaller, larger = random.Random(2), 0, 0
+    for _ in range(1000):
+        net = random_net(rng, sites=8)
+        order = rng.sample(net.latent, len(net.latent))
+        rows = eliminate(net, order).rows
+        assert rows == rows_by_factor_lists(net, order), (net.edges, order)
+        pairs = [(v, u) for v in order for u in rows[v]]
+        smaller += sum(rows[v][u] < net.plates[v] for v, u in pairs)
+        larger += sum(not rows[v][u] <= net.plates[v] | net.plates[u] for v, u in pairs)
+    assert smaller > 1000 and larger > 50
+
+
+CROSSED = BayesNet.from_edges(
+    [("mu", "alpha"), ("alpha", "y"), ("beta", "y")],
+    observed=["y"],
+    plates={"alpha": ["county"], "beta": ["day"], "y": ["obs", "county", "day"]},
+    plate_sizes={"obs": 12, "county": 4, "day": 3},
+    nesting={"obs": ["county", "day"]},
+)
+
+
+def test_crossed_effects_read_each_other_at_the_rows_of_their_data():
+    parents, joint, rows = eliminate(CROSSED, ["alpha", "beta", "mu"])
+    obs = frozenset({"obs", "county", "day"})
+    assert parents["alpha"] == {"mu": frozenset(), "beta": frozenset(), "y": frozenset()}
+    assert rows["alpha"] == {"mu": {"county"}, "beta": obs, "y": obs}
+    assert joint == {"alpha": frozenset(), "beta": {"day"}, "mu": frozenset()}
+
+
+def test_varying_effects_of_one_nested_plate_stay_independent_given_the_globals():
+    net = BayesNet.from_edges(
+        [("mu", "alpha"), ("alpha", "y"), ("sigma", "y")],
+        observed=["y"],
+        plates={"alpha": ["county"], "y": ["obs", "county"]},
+        nesting={"obs": ["county"]},
+    )
+    assert eliminate(net, ["alpha", "mu", "sigma"]).joint == dict.fromkeys(
+        ["alpha", "mu", "sigma"], frozenset()
+    )
 
 
 def test_a_parent_outside_the_plate_of_its_child_stays_one_and_local_latents_stay_local():
     plates = {"z": ["data"], "x": ["data"]}
     net = BayesNet.from_edges([("mu", "z"), ("z", "x")], observed=["x"], plates=plates)
-    parents, joint = eliminate(net, ["z", "mu"])
+    parents, joint, _ = eliminate(net, ["z", "mu"])
     assert parents == {"z": {"mu": frozenset(), "x": frozenset()}, "mu": {"x": frozenset()}}
     assert joint == {"z": frozenset(), "mu": frozenset()}
 
@@ -152,7 +214,7 @@ def test_a_parent_outside_the_plate_of_its_child_stays_one_and_local_latents_sta
 def test_eliminating_a_global_site_first_makes_the_local_ones_joint():
     plates = {"z": ["data"], "x": ["data"]}
     net = BayesNet.from_edges([("mu", "z"), ("z", "x")], observed=["x"], plates=plates)
-    parents, joint = eliminate(net, ["mu", "z"])
+    parents, joint, _ = eliminate(net, ["mu", "z"])
     assert parents == {"mu": {"z": frozenset()}, "z": {"x": {"data"}}}
     assert joint == {"mu": frozenset(), "z": {"data"}}
 

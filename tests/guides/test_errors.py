@@ -36,7 +36,8 @@ def called(model, *args, **options):
         ({"within": "joint"}, ValueError, "within .*got 'joint'"),
         ({"covariates": 3}, TypeError, "covariates .*got 3"),
         ({"covariates": "none"}, TypeError, "covariates .*got 'none'"),
-        ({"index_maps": {("a", "y"): None}}, NotImplementedError, "index_maps"),
+        ({"index_maps": {("a", "y"): None}}, TypeError, "index_maps .*callables"),
+        ({"pooling": "median"}, ValueError, "pooling"),
     ],
 )
 def test_options_out_of_range(options, error, message):

@@ -83,7 +83,7 @@ def test_observations_come_before_what_the_model_observes(inverse):
 def test_observations_with_a_batch_dim_on_the_left(inverse):
     """The sleep phase of wake-sleep: (particles, plate) beside (plate,)."""
     guide = ready(conjugate_normal, torch.zeros(4), inverse=inverse)
-    data = torch.randn(5, 4) * 10
+    data = torch.randn(5, 4)
     with pyro.plate("outer", 5, dim=-2):
         trace = poutine.trace(guide).get_trace(torch.zeros(4), observations={"y": data})
     trace.compute_log_prob()

@@ -1,0 +1,99 @@
+"""Evidence that adds: what the instances of a pooled plate contribute to a Normal factor, one by one.
+
+Each instance n is a pseudo-observation of the latent: q_n v = w . x_n + w_0 with precision exp(c + l_n), where x_n is
+what the factor's pooled source reads of the instance (`pyro_nami.nn.Evidence` sums over instances), and c, w and w_0
+are rows of the factor's network. These rows read what is known besides the pooled plates (globals, covariates of the
+factor itself, its earlier elements) but no pooled features, so what one instance says does not depend on how many
+there are: the factor's precision grows with their number by construction, at sizes never trained on as well. In a
+linear-Gaussian model this is the exact posterior: w holds the regression coefficients of the other latents.
+
+Change this module to change how evidence enters a factor's parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_nami.conditioning import Gathered, Pooled, Source
+
+__all__ = ["EvidenceRead", "add_evidence", "initial_evidence", "pooled_part"]
+
+_RANGE = 30.0
+_FIRST_SHARE = 1e-3  # of a factor's precision at the first step that evidence brings
+
+
+class EvidenceRead(NamedTuple):
+    """One source's evidence for one factor.
+
+    Attributes:
+        source: the pooled source, as the factor reads it.
+        first: the first of its heads that are the factor's, one an element.
+        num_inputs: inputs of an instance.
+    """
+
+    source: Source
+    first: int
+    num_inputs: int
+
+    @property
+    def num_params(self) -> int:
+        """Raw parameters an element: c, w_0 and w."""
+        return self.num_inputs + 2
+
+
+def pooled_part(source: Source) -> Pooled | None:
+    """Returns the pooled source below gathers; None for a source that is not pooled."""
+    while isinstance(source, Gathered):
+        source = source.source
+    return source if isinstance(source, Pooled) else None
+
+
+def add_evidence(raw: Tensor, num_params: int, sums: Sequence[Tensor], shift: Tensor, scale: Tensor) -> Tensor:
+    """Returns a family's parameters followed by precision and precision-weighted mean of the evidence.
+
+    Args:
+        raw: rows of the network, ``(*batch, E, num_params + evidence)``.
+        num_params: of the family.
+        sums: for each source, sums over instances ``(*batch, E, inputs + 2)`` of exp(l) q^2, exp(l) q, exp(l) q x.
+        shift, scale: that standardize the latent, ``(E,)``: w . x_n + w_0 is about shift + scale v.
+
+    Returns:
+        ``(*batch, E, num_params + 2)``.
+    """
+    own, *parts = raw.split([num_params, *(part.shape[-1] for part in sums)], -1)
+    evidence: Any = 0.0
+    for part, total in zip(parts, sums):
+        weight = part[..., 0].clamp(-_RANGE, _RANGE).exp()
+        precision = weight * total[..., 0]
+        mean = weight * (part[..., 1:] * total[..., 1:]).sum(-1) - shift * precision
+        evidence = evidence + torch.stack((scale * scale * precision, scale * mean), -1)
+    if evidence.shape[:-1] != own.shape[:-1]:
+        own = own.expand(evidence.shape[:-1] + own.shape[-1:])
+    return torch.cat((own, evidence), -1)
+
+
+def initial_evidence(
+    location: Tensor, scale: float, counts: Sequence[float], reads: Sequence[EvidenceRead], affine: Sequence[Tensor]
+) -> Tensor:
+    """Returns raw parameters ``(E, evidence)`` of pseudo-observations that agree with the factor's first location.
+
+    Args:
+        location: of the factor, in unconstrained space, ``(E,)``.
+        scale: of the factor.
+        counts: expected number of instances of each source.
+        reads: its sources.
+        affine: shift and scale that standardize the latent, ``(E,)`` each.
+    """
+    shift, spread = affine
+    columns = []
+    for count, read in zip(counts, reads):
+        rows = location.new_zeros(len(location), read.num_params)
+        rows[:, 0] = math.log(_FIRST_SHARE / (max(count, 1.0) * len(reads))) - 2 * math.log(scale) - 2 * spread.log()
+        rows[:, 1] = shift + spread * location
+        columns.append(rows)
+    return torch.cat(columns, -1)

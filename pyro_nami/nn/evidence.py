@@ -1,0 +1,89 @@
+"""Evidence that adds: what each instance of a set contributes to a Normal factor, summed rather than averaged.
+
+The mean of features says nothing of how a posterior contracts with the number of instances; it has to be learned from
+the logarithm of the count, at counts seen in training. Precisions of independent observations add, so a sum of
+precisions contracts rightly at any count.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyro_nami.nn.reductions import Reduction
+
+__all__ = ["Evidence"]
+
+_MAX_LOG_PRECISION = 10.0
+
+
+class Evidence(nn.Module):
+    """Sums of what each instance of a set says of a vector of heads, in the canonical parameters of a Normal.
+
+    Instance n is taken for an observation of every head v, ``q_n v = phi_n + noise of precision exp(l_n)``. It adds
+    ``exp(l_n) q_n^2`` to the precision of v and ``exp(l_n) q_n phi_n`` to its precision times mean; where phi is
+    linear in the inputs of the instance, that is ``exp(l_n) q_n`` times the inputs and 1. l and q are linear in the
+    inputs as well, l within -10 and 10; l starts at 0 and q at 1.
+
+    The parameter ``heads_weight``, ``(2 * heads, num_inputs + 1)``, has the rows of l, then those of q, and the bias as
+    last column.
+
+    Args:
+        num_inputs: number of inputs of each instance.
+        heads: number of elements that the instances are evidence of.
+        device: device of the parameters.
+        dtype: floating-point type of the parameters.
+
+    Example:
+        >>> from pyro_nami.nn import Along
+        >>> Evidence(1, heads=2)(torch.tensor([[1.0], [2.0], [5.0]]), Along(-1))[0]
+        tensor([[3., 3., 8.],
+                [3., 3., 8.]], grad_fn=<SelectBackward0>)
+    """
+
+    def __init__(
+        self,
+        num_inputs: int,
+        heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if heads < 1:
+            raise ValueError(f"Expected at least 1 head; got {heads}.")
+        self.num_inputs = num_inputs
+        self.heads = heads
+        self.heads_weight = nn.Parameter(torch.empty(2 * heads, num_inputs + 1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets l to 0 and q to 1 for any inputs."""
+        with torch.no_grad():
+            self.heads_weight.zero_()[self.heads :, -1] = 1
+
+    def weights(self) -> list[Tensor]:
+        """Returns the parameters, read by attribute."""
+        return [self.heads_weight]
+
+    def forward(self, x: Tensor, over: Reduction, weights: list[Tensor] | None = None) -> Tensor:
+        """Returns the sums of each set.
+
+        Args:
+            x: inputs of the instances, ``(*batch, num_inputs)``.
+            over: which instances form a set.
+            weights: what `weights` returned, to read no parameter now.
+
+        Returns:
+            ``(*sets, heads, num_inputs + 2)``: the sums of exp(l) q^2, of exp(l) q, and of exp(l) q times each
+            input. A set of no instances has zeros.
+        """
+        (weight,) = self.weights() if weights is None else weights
+        raw = F.linear(x, weight[:, :-1], weight[:, -1])
+        log_precision, slope = raw.unsqueeze(-1).split(self.heads, -2)
+        force = log_precision.clamp(-_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope
+        inputs = x.unsqueeze(-2)
+        parts = (force * slope, force, force * inputs)
+        sums = [over.sum(part.flatten(-2)) for part in parts]
+        return torch.cat([part.unflatten(-1, (self.heads, -1)) for part in sums], -1)

@@ -1,0 +1,190 @@
+"""Sums and maxima over sets of instances that lie along a batch dimension: all of them one set, or by an index.
+
+An encoder does not know how the instances of a plate fall into sets; it asks a reduction for sums, maxima and counts
+of the sets, and for what belongs to its set to be brought back to each instance. `Along` takes a whole plate for one
+set. `Segments` takes an index that says which set an instance belongs to, as the rows of a table belong to groups.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Along", "Reduction", "Segments"]
+
+
+class Along:
+    """All instances along a batch dimension form one set; results have size 1 there.
+
+    Args:
+        dim: the batch dimension, negative and counted without the dimension of features; -1 is the last.
+
+    Example:
+        >>> Along(-1).sum(torch.tensor([[1.0], [3.0], [5.0]]))
+        tensor([[9.]])
+    """
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.axis = dim - 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns the sum over each set; zeros for an empty one."""
+        return x.sum(self.axis, keepdim=True)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Returns the mean over each set; zeros for an empty one."""
+        return x.sum(self.axis, keepdim=True) / max(x.shape[self.axis], 1)
+
+    def amax(self, x: Tensor) -> Tensor:
+        """Returns the maximum over each set; zeros for an empty one."""
+        return x.amax(self.axis, keepdim=True) if x.shape[self.axis] else self.sum(x)
+
+    def count(self, x: Tensor) -> Tensor:
+        """Returns the number of instances of each set, of shape ``(1,)``."""
+        return x.new_full((1,), x.shape[self.axis])
+
+    def spread(self, z: Tensor) -> Tensor:
+        """Returns for each instance what ``z`` holds for its set, broadcastable to the instances."""
+        return z
+
+    def with_log_count(self, z: Tensor, x: Tensor) -> Tensor:
+        """Returns ``z``, ``(*sets, features)``, with log(1 + number of instances of x) as one more feature."""
+        return F.pad(z, (0, 1), value=math.log1p(x.shape[self.axis]))
+
+
+class Segments:
+    """Instance n along a batch dimension belongs to set ``index[n]``; results have ``num_segments`` there.
+
+    The index is checked once, here. Instances of size 1 along the dimension stand for one copy an instance.
+
+    Args:
+        index: set of each instance, integer, ``(instances,)``.
+        num_segments: number of sets; those without instances are empty.
+        dim: the batch dimension, negative and counted without the dimension of features; -1 is the last.
+
+    Raises:
+        TypeError: if ``index`` holds no integers.
+        ValueError: if ``index`` has more than one dimension, or an entry is no set.
+
+    Example:
+        >>> Segments(torch.tensor([0, 2, 0]), 3, -1).sum(torch.tensor([[1.0], [3.0], [5.0]]))
+        tensor([[6.],
+                [0.],
+                [3.]])
+    """
+
+    def __init__(self, index: Tensor, num_segments: int, dim: int) -> None:
+        if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+            raise TypeError(f"Expected an index of integers; got {index.dtype}. Convert it with .long().")
+        if index.dim() != 1:
+            raise ValueError(f"Expected an index of shape (instances,); got {tuple(index.shape)}.")
+        if len(index):
+            low, high = (int(bound) for bound in index.aminmax())
+            if low < 0 or high >= num_segments:
+                raise ValueError(f"Expected index from 0 to {num_segments - 1}; got {low} to {high}.")
+        self.index = index.long()
+        self.num_segments = num_segments
+        self.dim = dim
+        self.axis = dim - 1
+        self._bags: tuple[Tensor, Tensor] | None = None
+        self._counts: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns the sum over each set; zeros for an empty one."""
+        return _Sum.apply(self._instances(x), self)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Returns the mean over each set; zeros for an empty one."""
+        return self.sum(x) * self._count_tensors(x)[1]
+
+    def amax(self, x: Tensor) -> Tensor:
+        """Returns the maximum over each set; zeros for an empty one."""
+        x = self._instances(x)
+        index = self.index.view(-1, *(1,) * (-self.axis - 1)).expand(x.shape)
+        zeros = x.new_zeros(self._shape(x, self.num_segments))
+        return zeros.scatter_reduce(self.axis, index, x, "amax", include_self=False)
+
+    def count(self, x: Tensor) -> Tensor:
+        """Returns the number of instances of each set, ``(num_segments, ..., 1)`` with the dims from ``dim`` on."""
+        return self._count_tensors(x)[0]
+
+    def spread(self, z: Tensor) -> Tensor:
+        """Returns for each instance what ``z``, ``(*sets, features)``, holds for its set."""
+        if z.shape[self.axis] != self.num_segments:
+            z = z.expand(self._shape(z, self.num_segments))
+        return _Spread.apply(z, self)
+
+    def with_log_count(self, z: Tensor, x: Tensor) -> Tensor:
+        """Returns ``z``, ``(*sets, features)``, with log(1 + number of instances of x) as one more feature."""
+        return torch.cat((z, self._count_tensors(x)[2].expand(*z.shape[:-1], 1)), -1)
+
+    def _instances(self, x: Tensor) -> Tensor:
+        """Returns x with the size of the index along the dimension."""
+        if x.shape[self.axis] == len(self.index):
+            return x
+        if x.shape[self.axis] != 1:
+            raise ValueError(
+                f"Expected size {len(self.index)} along dim {self.dim}, that of the index; got {x.shape[self.axis]}."
+            )
+        return x.expand(self._shape(x, len(self.index)))
+
+    def _shape(self, x: Tensor, size: int) -> torch.Size:
+        """Returns the shape of x with ``size`` along the dimension."""
+        return x.shape[: self.axis] + (size,) + x.shape[self.axis :][1:]
+
+    def _count_tensors(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns count, 1/count (1 where it is 0) and log(1 + count) in the dtype of x."""
+        if x.dtype not in self._counts:
+            count = torch.bincount(self.index, minlength=self.num_segments)
+            count = count.to(x.dtype).view(-1, *(1,) * (-self.axis - 1))
+            self._counts[x.dtype] = count, count.clamp(min=1).reciprocal(), count.log1p()
+        return self._counts[x.dtype]
+
+    def _add(self, x: Tensor) -> Tensor:
+        """Returns sums over sets, outside of autograd.
+
+        `torch.embedding_bag`, with instances as embeddings and sets as bags, takes a tenth of the time of
+        ``index_add`` on a CPU; it has a fast kernel for single precision only.
+        """
+        if x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel() or not self.num_segments:
+            return x.new_zeros(self._shape(x, self.num_segments)).index_add(self.axis, self.index, x)
+        if self._bags is None:
+            counts = torch.bincount(self.index, minlength=self.num_segments)
+            self._bags = self.index.argsort(stable=True), counts.cumsum(0) - counts
+        moved = x.movedim(self.axis, 0)
+        sums = F.embedding_bag(self._bags[0], moved.reshape(len(moved), -1), self._bags[1], mode="sum")
+        return sums.view(self.num_segments, *moved.shape[1:]).movedim(0, self.axis)
+
+
+Reduction = Along | Segments
+
+
+class _Sum(torch.autograd.Function):
+    """Sums over the sets of `Segments`; the adjoint of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return segments._add(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Spread.apply(gradients[0], ctx.segments), None
+
+
+class _Spread(torch.autograd.Function):
+    """What each instance's set holds; the adjoint of `_Sum`."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return z.index_select(segments.axis, segments.index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(gradients[0], ctx.segments), None
