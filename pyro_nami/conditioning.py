@@ -165,7 +165,7 @@ def plan_sources(
     Returns:
         Sources in a canonical order, so that factors with the same reads have equal sources.
     """
-    return _Plan(plates.closure(batch), frozenset(joint), plates).sources(reads, frames)
+    return _Plan(plates.closure(batch), plates.closure(joint), plates).sources(reads, frames)
 
 
 class _Stream(NamedTuple):
@@ -204,7 +204,13 @@ class _Plan:
         read = lies - (self.batch - across)
         if read & self.plates.subsampled:
             return
-        flat = dims & read & self.plates.fixed & frames
+        aligned = lies - read
+        # A block is flattened, but not where the factor has rows of its own in it.
+        flat = frozenset(
+            plate
+            for plate in dims & read & self.plates.fixed & frames
+            if not self.plates.determined.get(plate, frozenset()) & aligned
+        )
         source, frames = flattened(Direct(node), self.plates.sort(flat)), frames - flat
         pooled = read - flat - (self.joint - dims)
         if not pooled:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, TransformedDistribution, transform_to
 
-__all__ = ["Argument", "Column", "ColumnSearch", "columns_of", "parameters"]
+__all__ = ["MASK", "Argument", "Column", "ColumnSearch", "columns_of", "parameters"]
 
 _TOLERANCE = 1e-3
 _MOST_ROWS = 4096
-_MASK = "mask"
+MASK = "mask"
 
 
 class Column(NamedTuple):
@@ -115,7 +115,7 @@ class ColumnSearch:
         """
         before = len(self.columns)
         if draw == 0 and isinstance(site["mask"], Tensor):
-            self.columns.append(Column(draw, _MASK, 0))
+            self.columns.append(Column(draw, MASK, 0))
         for name, value in parameters(site["fn"]).items():
             rows = value.reshape(-1, value.shape[-1]).double()
             if rows.shape[0] > 1:
@@ -152,7 +152,7 @@ class ColumnSearch:
         if len(design) <= 2 * design.shape[1] or (wanted - design @ weights).norm() > _TOLERANCE * wanted.norm():
             return False
         used = (weights.abs() > 1e-6 * weights.abs().amax(0)).any(1)
-        masks = [column for column in self.columns if isinstance(column, Column) and column.parameter == _MASK]
+        masks = [column for column in self.columns if isinstance(column, Column) and column.parameter == MASK]
         self.columns = masks + [argument for (argument, _), use in zip(arguments, used.tolist()) if use]
         return len(self.columns) <= self._most
 
@@ -205,7 +205,7 @@ def columns_of(
             continue
         if column.draw not in found:
             site = at_draw(column.draw)
-            found[column.draw] = parameters(site["fn"]) | {_MASK: _mask_of(site)}
+            found[column.draw] = parameters(site["fn"]) | {MASK: _mask_of(site)}
         if column.parameter not in found[column.draw]:
             raise ValueError(
                 f"Expected site '{at_draw(column.draw)['name']}' to have the parameter '{column.parameter}', as at the "

@@ -184,7 +184,7 @@ def moved(before: Any, after: Any) -> Tensor:
         after: its message in the other, None where it did not come up.
     """
     batch = before["fn"].batch_shape
-    old, new = _readings(before), {} if after is None else _readings(after)
+    old, new = _readings(before, before["value"]), {} if after is None else _readings(after, before["value"])
     result = torch.zeros(batch, dtype=torch.bool, device=_device(old))
     for key in old.keys() | new.keys():
         if key not in old or key not in new or old[key].shape != new[key].shape:
@@ -193,7 +193,7 @@ def moved(before: Any, after: Any) -> Tensor:
     return result
 
 
-def _readings(site: Any) -> dict[Any, Tensor]:
+def _readings(site: Any, value: Any) -> dict[Any, Tensor]:
     """Returns all that decides a site's effect, ``(*batch, entries)`` each.
 
     The parameters of its distribution show small changes that its log density, a sum of large terms, may absorb.
@@ -201,7 +201,7 @@ def _readings(site: Any) -> dict[Any, Tensor]:
     fn = site["fn"]
     found: dict[Any, Any] = dict(parameters(fn))
     with suppress(*_NO_DENSITY):
-        found["log_prob", ""] = fn.log_prob(site["value"]).detach().unsqueeze(-1)
+        found["log_prob", ""] = fn.log_prob(value).detach().unsqueeze(-1)
     for key in ("mask", "scale"):
         if isinstance(site[key], Tensor) and site[key].dim() <= len(fn.batch_shape):
             found[key, ""] = site[key].detach().expand(fn.batch_shape).unsqueeze(-1)

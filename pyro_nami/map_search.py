@@ -130,8 +130,8 @@ class _Search:
             self._drop(bad)
 
     def plans(self) -> tuple[MapPlan, ...]:
-        """The plans of the maps that are left and were not given."""
-        plans = []
+        """The plans of the maps that are left; those that were given are never to be tested, but have a place."""
+        plans = {}
         for plate, plan in self.candidates.items():
             found = self.maps.keys() - self.given.keys()
             targets = {name: q for name, q in plan.targets.items() if (q, plate) in found}
@@ -139,8 +139,15 @@ class _Search:
                 read = {u for name in targets for u in self.parents[name]}
                 values = {name: pair for name, pair in plan.values.items() if name in read}
                 dims = {q: plan.dims[q] for q in targets.values()}
-                plans.append(plan._replace(values=values, targets=targets, dims=dims))
-        return tuple(plans)
+                plans[plate] = plan._replace(values=values, targets=targets, dims=dims)
+        for (latent, site), (q, plate) in self.pairs.items():
+            old = plans.get(plate, MapPlan(plate, self.probe.plates[plate].dim, {}, {}, {}))
+            plans[plate] = old._replace(
+                values={latent: self._pair(latent), **old.values},
+                targets={**old.targets, site: q},
+                dims={**old.dims, q: self.probe.plates[q].dim},
+            )
+        return tuple(plans.values())
 
     def _drop(self, keys: Collection[Key]) -> None:
         for key in keys:

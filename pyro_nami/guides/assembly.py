@@ -424,6 +424,10 @@ class _Assembler:
                 standard[name] = torch.zeros(width, **factory), torch.ones(width, **factory)
                 continue
             here = self._rows(name, self.nodes[name]["value"], assembly)
+            mask = self.nodes[name]["mask"]
+            if isinstance(mask, Tensor) and name in self.net.observed:
+                seen = here[mask.expand(self.nodes[name]["fn"].batch_shape).reshape(-1)]
+                here = seen if len(seen) else torch.zeros_like(here)
             drawn = [self._rows(name, draw[name], assembly) for draw in self.draws if name in draw]
             plenty = name in self.net.observed and len(here) >= _PLENTY
             standard[name] = standardization(here if plenty or not drawn else torch.cat(drawn), here, factory)

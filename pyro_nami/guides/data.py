@@ -140,12 +140,17 @@ class DataReader:
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device."""
         self.seen = {name: fn(value) for name, value in self.seen.items()}
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was found for the arguments of earlier calls."""
         self._probed = None
         self._maps.forget()
 
     def _look(self, call: Call) -> dict[str, Tensor]:
         """Runs the model at reference values of the latents; returns the values that it observes itself."""
         assembly = self.assembly
+        call.indices.update({name: p.indices for name, p in call.plates.items() if name in assembly.subsampled})
         shown = assembly.subsampled - call.indices.keys()
         with torch.no_grad():
             # A semi-observed site may bring its own value.

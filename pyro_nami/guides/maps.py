@@ -64,7 +64,7 @@ class MapReader:
         if not stale and not call.indices and self._kept is not None and same_arguments(self._kept[0], key):
             return self._kept[1]
         with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
-            maps, sizes = self._find(call, leaves, pairs, key)
+            maps, sizes = self._find(call, leaves, pairs)
         for pair in self._plan_of.keys() - set(pairs):
             maps[pair] = seen[("index", *pair)]
             sizes[pair[1]] = int(seen["size", pair[1]])
@@ -88,7 +88,7 @@ class MapReader:
         return now
 
     def _find(
-        self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair], key: list
+        self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]
     ) -> tuple[dict[Pair, Tensor], dict[str, int]]:
         held = {n: v for n, v in self.assembly.reference.items() if n not in self.assembly.semi_observed}
 
@@ -97,7 +97,7 @@ class MapReader:
 
         sites = run({})
         sizes = {plan.plate: _size(plan, sites) for plan in self.assembly.map_plans}
-        maps = self._from_user(call, pairs, sizes) | self._from_table(call, key, pairs)
+        maps = self._from_user(call, pairs, sizes) | self._from_table(call, leaves, pairs)
         slots = {pair: leaves[i] for pair, i in self._slots.items() if pair not in maps and i < len(leaves)}
         slots = {pair: leaf for pair, leaf in slots.items() if pair in pairs and _is_map(leaf, sizes[pair[1]])}
         if slots and maps_hold(run, self._plans(slots), held, slots):
@@ -141,10 +141,15 @@ class MapReader:
             maps[pair] = index
         return maps
 
-    def _from_table(self, call: Any, key: list, pairs: Sequence[Pair]) -> dict[Pair, Tensor]:
-        """Returns the maps of the rows of subsampled plates, where all of them were met before."""
+    def _from_table(self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]) -> dict[Pair, Tensor]:
+        """Returns the maps of the rows of subsampled plates, where all of them were met before.
+
+        They are those of the full plates, so which rows a call holds is no matter.
+        """
         if not call.indices:
             return {}
+        rows = [id(index) for index in call.indices.values()]
+        key = arguments_key([leaf for leaf in leaves if id(leaf) not in rows])
         if not same_arguments(self._table_key, key):
             self._table, self._table_key = {}, key
         maps = {}

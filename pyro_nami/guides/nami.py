@@ -282,7 +282,12 @@ class AutoNaMIGuide(AutoGuide):
         """Returns the networks' state with everything observed known."""
         state = self.network.start(call.maps)
         for name in self._assembly.read:
-            state.put(name, self._features(name, call.values[name]))
+            features = self._features(name, call.values[name])
+            column = self._assembly.mask_column(name)
+            if column is not None:
+                mask = call.covariates[name][..., column : column + 1] != 0
+                features = torch.where(mask, features, torch.zeros_like(features))
+            state.put(name, features)
         for name, values in call.covariates.items():
             state.put(covariates_of(name), self._features(covariates_of(name), values))
         return state
@@ -451,19 +456,23 @@ class AutoNaMIGuide(AutoGuide):
         return result
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The data last seen in training, which belongs to a guide's state as its weights do."""
+        """The data last seen in training, and the draws that covariates are read at: they belong to the weights."""
         seen = {} if self._data is None else self._data.seen
-        return {"seen": {_key(name): value for name, value in seen.items()}}
+        references = [] if self._assembly is None else self._assembly.references
+        return {"seen": {_key(name): value for name, value in seen.items()}, "references": references}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         names = {_key(name): name for name in self._data.names}
         self._data.seen = {names[key]: value for key, value in state["seen"].items()}
+        self._assembly.references = list(state["references"])
+        self._data.forget()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state, or keeps it for the first call, when the guide gets its structure and parameters."""
         if self._assembly is None:
             self._waiting_state = dict(state_dict), strict, assign
             return nn.modules.module._IncompatibleKeys([], [])
+        self._read = {}
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> AutoNaMIGuide:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pyro_nami.covariates import MASK
 from pyro_nami.families import Family
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.network import Factor
@@ -112,6 +113,11 @@ class Assembly:
             for plan in self.map_plans
         )
         self.references = [{name: fn(value) for name, value in draw.items()} for draw in self.references]
+
+    def mask_column(self, name: str) -> int | None:
+        """Returns which of a site's covariates is its mask, if one is."""
+        columns = enumerate(self.columns.get(name, ()))
+        return next((i for i, column in columns if getattr(column, "parameter", None) == MASK), None)
 
     def features(self, name: str, value: Tensor) -> Tensor:
         """Returns the raw features of a site's value, ``(*batch, features)``."""

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_nami.nn.reductions import Reduction
+from pyro_nami.nn.reductions import Along, Reduction
+from pyro_nami.nn.rowwise import EvidenceRows, applies, summed
 
 __all__ = ["Evidence"]
 
@@ -80,10 +81,21 @@ class Evidence(nn.Module):
             input. A set of no instances has zeros.
         """
         (weight,) = self.weights() if weights is None else weights
+        if applies(x, over):
+            rows = EvidenceRows(self.heads, _MAX_LOG_PRECISION)
+            return summed(rows, x, weight, over).unflatten(-1, (self.heads, -1))
         raw = F.linear(x, weight[:, :-1], weight[:, -1])
         log_precision, slope = raw.unsqueeze(-1).split(self.heads, -2)
         force = log_precision.clamp(-_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope
-        inputs = x.unsqueeze(-2)
-        parts = (force * slope, force, force * inputs)
-        sums = [over.sum(part.flatten(-2)) for part in parts]
-        return torch.cat([part.unflatten(-1, (self.heads, -1)) for part in sums], -1)
+        sums = [over.sum(part.squeeze(-1)).unsqueeze(-1) for part in (force * slope, force)]
+        if isinstance(over, Along):
+            products = _products(force.squeeze(-1), x, over)
+        else:
+            products = over.sum((force * x.unsqueeze(-2)).flatten(-2)).unflatten(-1, (self.heads, -1))
+        return torch.cat((*sums, products), -1)
+
+
+def _products(force: Tensor, x: Tensor, over: Along) -> Tensor:
+    """Returns the sums of force ``(*batch, heads)`` times inputs ``(*batch, inputs)``, by one matrix product."""
+    force, x = force.movedim(over.axis, -2), x.movedim(over.axis, -2)
+    return (force.transpose(-1, -2) @ x).unsqueeze(over.axis - 1)

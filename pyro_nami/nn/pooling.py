@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_nami.nn.reductions import Reduction
+from pyro_nami.nn import rowwise
+from pyro_nami.nn.reductions import Reduction, Segments
 
 __all__ = ["Activation", "MaxEncoder", "MeanEncoder", "SetEncoder", "SumEncoder", "draw_layer"]
 
@@ -132,6 +133,8 @@ class _PerceptronEncoder(SetEncoder):
         for name in self.layer_names:
             draw_layer(getattr(self, name), 1 if name in ("layer_0", "output") else 2)
 
+    of_sums: Callable[[Segments, Tensor], Tensor] | None = None  # `reduce` as a function of the sums, if it is one
+
     @staticmethod
     def reduce(over: Reduction, values: Tensor) -> Tensor:
         """Returns what is kept of the values of each set, zeros for an empty one."""
@@ -141,7 +144,10 @@ class _PerceptronEncoder(SetEncoder):
         """Returns a linear function of the reduced units, inputs and ones."""
         inputs = F.pad(x, (0, 1), value=1.0)
         reduced = self.reduce(over, inputs)
-        if len(weights) > 1:
+        if len(weights) == 2 and self.of_sums is not None and rowwise.applies(x, over, self.activation):
+            sums = rowwise.summed(rowwise.UnitRows(self.activation), x, weights[0], over)
+            reduced = torch.cat((self.of_sums(over, sums), reduced), -1)
+        elif len(weights) > 1:
             units = self.activation(F.linear(inputs, weights[0]))
             for weight in weights[1:-1]:
                 units = self.activation(F.linear(units, weight[:, :-1], weight[:, -1]))
@@ -161,6 +167,8 @@ class MeanEncoder(_PerceptronEncoder):
         >>> MeanEncoder(3, 8)(torch.randn(10, 50, 3), Along(-1)).shape
         torch.Size([10, 1, 9])
     """
+
+    of_sums = staticmethod(Segments.averages)
 
     @staticmethod
     def reduce(over: Reduction, values: Tensor) -> Tensor:

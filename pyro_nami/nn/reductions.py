@@ -8,13 +8,16 @@ set. `Segments` takes an index that says which set an instance belongs to, as th
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Along", "Reduction", "Segments"]
+__all__ = ["Along", "Chunk", "Reduction", "Segments"]
+
+_CHUNK = 4096
 
 
 class Along:
@@ -57,6 +60,24 @@ class Along:
         return F.pad(z, (0, 1), value=math.log1p(x.shape[self.axis]))
 
 
+class Chunk(NamedTuple):
+    """Some rows of `Segments`, sorted by their set.
+
+    Attributes:
+        rows: which of the sorted rows.
+        sets: the sets that they belong to.
+        offsets: the first row of each of these sets, counted within the chunk.
+        index: the set of each row.
+        arange: the numbers of the rows within the chunk.
+    """
+
+    rows: slice
+    sets: slice
+    offsets: Tensor
+    index: Tensor
+    arange: Tensor
+
+
 class Segments:
     """Instance n along a batch dimension belongs to set ``index[n]``; results have ``num_segments`` there.
 
@@ -91,7 +112,7 @@ class Segments:
         self.num_segments = num_segments
         self.dim = dim
         self.axis = dim - 1
-        self._bags: tuple[Tensor, Tensor] | None = None
+        self._kept: tuple[Tensor, Tensor] | None = None
         self._counts: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
 
     def sum(self, x: Tensor) -> Tensor:
@@ -100,7 +121,11 @@ class Segments:
 
     def mean(self, x: Tensor) -> Tensor:
         """Returns the mean over each set; zeros for an empty one."""
-        return self.sum(x) * self._count_tensors(x)[1]
+        return self.averages(self.sum(x))
+
+    def averages(self, sums: Tensor) -> Tensor:
+        """Returns the mean over each set, given the sums."""
+        return sums * self._count_tensors(sums)[1]
 
     def amax(self, x: Tensor) -> Tensor:
         """Returns the maximum over each set; zeros for an empty one."""
@@ -153,12 +178,42 @@ class Segments:
         """
         if x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel() or not self.num_segments:
             return x.new_zeros(self._shape(x, self.num_segments)).index_add(self.axis, self.index, x)
-        if self._bags is None:
-            counts = torch.bincount(self.index, minlength=self.num_segments)
-            self._bags = self.index.argsort(stable=True), counts.cumsum(0) - counts
         moved = x.movedim(self.axis, 0)
-        sums = F.embedding_bag(self._bags[0], moved.reshape(len(moved), -1), self._bags[1], mode="sum")
+        sums = F.embedding_bag(self._order, moved.reshape(len(moved), -1), self._offsets, mode="sum")
         return sums.view(self.num_segments, *moved.shape[1:]).movedim(0, self.axis)
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """The instances, set by set."""
+        return self.index.argsort(stable=True)
+
+    @cached_property
+    def _offsets(self) -> Tensor:
+        """For each set the first of its instances in that order."""
+        counts = torch.bincount(self.index, minlength=self.num_segments)
+        return counts.cumsum(0) - counts
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """All rows, sorted by their set, in chunks that fit a cache."""
+        index, chunks = self.index[self._order], []
+        for start in range(0, len(index), _CHUNK):
+            here = index[start : start + _CHUNK]
+            sets = slice(int(here[0]), int(here[-1]) + 1)
+            offsets = (self._offsets[sets] - start).clamp(min=0)
+            rows = slice(start, start + len(here))
+            chunks.append(Chunk(rows, sets, offsets, here, torch.arange(len(here), device=here.device)))
+        return chunks
+
+    def sorted_rows(self, x: Tensor) -> Tensor:
+        """Returns rows ``(instances, inputs + 1)``, set by set and with a one behind, of ``x`` ``(*batch, inputs)``.
+
+        They are kept for the next call with the same tensor, unchanged.
+        """
+        if self._kept is None or self._kept[0] is not x:
+            rows = F.pad(x.reshape(-1, x.shape[-1]).index_select(0, self._order), (0, 1), value=1.0)
+            self._kept = x, rows
+        return self._kept[1]
 
 
 Reduction = Along | Segments

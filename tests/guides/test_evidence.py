@@ -1,0 +1,356 @@
+"""Evidence that adds: the posterior contracts with the number of instances, at sizes never trained on as well.
+
+The models are linear-Gaussian with known variances, so every factor's exact conditional is a Normal in closed form, and
+a factor is compared with it at 20, 200 and 2,000 instances after it was fitted at 5 to 50. Means and precisions of a
+factor are read off its log density, which is quadratic, by differentiation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import scatter
+from pyro import poutine
+from pyro.infer.autoguide import init_to_value
+
+from pyro_nami import AutoNaMIGuide
+
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("double")]
+NOISE = 0.5
+STEPS = 4000
+
+
+def hierarchy(size, y=None):
+    """m, then z_n | m, then y_n | z_n: y_n | m has variance 1 + NOISE^2."""
+    m = pyro.sample("m", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", size):
+        z = pyro.sample("z", dist.Normal(m, 1.0))
+        pyro.sample("y", dist.Normal(z, NOISE), obs=y)
+
+
+def hierarchy_posterior(y):
+    """Returns mean and precision of m given y ``(*sets, N)``."""
+    weight = 1 / (1 + NOISE**2)
+    precision = 1 + y.shape[-1] * weight
+    return weight * y.sum(-1) / precision, torch.tensor(precision)
+
+
+def slope(x, y=None):
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(b * x, NOISE), obs=y)
+
+
+def groups(county, counties, y=None):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("county", counties):
+        alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
+    with pyro.plate("obs", len(county)):
+        pyro.sample("y", dist.Normal(alpha[..., county], NOISE), obs=y)
+
+
+def conditional(guide, name, values, *args, **kwargs):
+    """Returns mean and precision of a latent given the others and the data, one for each of its instances."""
+    value = values[name].clone().requires_grad_()
+    trace = poutine.trace(poutine.condition(guide, {**values, name: value})).get_trace(*args, **kwargs)
+    trace.compute_log_prob()
+    log_prob = trace.nodes[name]["log_prob"].sum()
+    (slope,) = torch.autograd.grad(log_prob, value, create_graph=True)
+    (curve,) = torch.autograd.grad(slope.sum(), value, create_graph=True)
+    return value - slope / curve, -curve
+
+
+def divergence(found, exact):
+    """Returns KL(found || exact) in nats, the mean over instances of Normals given as (mean, precision)."""
+    (mean, precision), (exact_mean, exact_precision) = found, exact
+    ratio = exact_precision / precision
+    return 0.5 * (ratio - 1 - ratio.log() + exact_precision * (mean - exact_mean) ** 2).mean()
+
+
+def fit(guide, name, loss, weigh=False):
+    """Minimizes without noise over what the exact family needs: evidence, and constants beside it.
+
+    Args:
+        guide: a guide without hidden layers.
+        name: the latent whose factor is fitted.
+        loss: a function that returns the loss.
+        weigh: whether instances may weigh differently.
+    """
+    output = guide.network.networks[guide.network.group_of[name]].output_unconstrained
+    with torch.no_grad():
+        output[guide.network.factors[name].num_params, -1] += math.log(
+            300
+        )  # a share of the precision worth a descent
+    bias = torch.zeros_like(output)
+    bias[:, -1] = 1
+    output.register_hook(bias.mul)
+    optimizer = torch.optim.LBFGS(
+        [output, *guide.network.evidence.parameters()] if weigh else [output],
+        max_iter=200,
+        line_search_fn="strong_wolfe",
+        tolerance_change=1e-12,
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+
+
+def means_and_sds(found, exact):
+    """Returns the largest errors of means, in exact sds, and of sds, relative."""
+    (mean, precision), (exact_mean, exact_precision) = found, exact
+    sd = exact_precision**-0.5
+    return ((mean - exact_mean) / sd).abs().max().item(), (precision**-0.5 / sd - 1).abs().max().item()
+
+
+# ---- the exact posterior is in the family
+
+
+@pytest.mark.parametrize("anchor", [True, False])
+def test_a_global_mean_at_forty_times_the_size(anchor):
+    guide = AutoNaMIGuide(hierarchy, hidden_features=(), init_scale=0.5, anchor=anchor)
+    training = [torch.randn(()) + 1.1 * torch.randn(size) for size in (5, 8, 16, 30, 50)]
+    guide(len(training[0]), training[0])
+
+    def found(y):
+        values = {"m": torch.tensor(0.1), "z": torch.zeros(len(y))}
+        return conditional(guide, "m", values, len(y), y)
+
+    fit(guide, "m", lambda: sum(divergence(found(y), hierarchy_posterior(y)) for y in training))
+    for size in (20, 200, 2000):
+        y = torch.randn(()) + 1.1 * torch.randn(size)
+        mean, sd = means_and_sds(found(y), hierarchy_posterior(y))
+        assert mean < 0.01 and sd < 0.01, (size, mean, sd)
+
+
+def test_a_slope_whose_instances_weigh_differently():
+    """Instance n knows b with precision (x_n / NOISE)^2: its weight depends on its covariate."""
+    guide = AutoNaMIGuide(slope, hidden_features=(), init_scale=0.5)
+
+    def data(sets, size):
+        x = 2 * torch.randn(size)
+        return x, torch.randn(sets, 1) * x + NOISE * torch.randn(sets, size)
+
+    def found(x, y):
+        with pyro.plate("sets", len(y), dim=-2):
+            values = {"b": torch.full((len(y), 1), 0.2)}
+            mean, precision = conditional(guide, "b", values, x, observations={"y": y})
+        return mean.squeeze(-1), precision.squeeze(-1)
+
+    def exact(x, y):
+        precision = 1 + (x**2).sum() / NOISE**2
+        return (x * y).sum(-1) / NOISE**2 / precision, precision
+
+    training = [data(10, size) for size in (5, 5, 8, 8, 16, 30, 50)]
+    x, y = training[0]
+    guide(x, y[0])
+    with (
+        torch.no_grad()
+    ):  # an instance's slope is its covariate, the second of its inputs, but for what `fit` finds
+        guide.network.evidence[0].heads_weight_unconstrained[1] = torch.tensor([0.0, 1.0, 0.0])
+    fit(guide, "b", lambda: sum(divergence(found(*each), exact(*each)) for each in training), weigh=True)
+    for size in (20, 200, 2000):
+        each = data(3, size)
+        mean, sd = means_and_sds(found(*each), exact(*each))
+        assert mean < 0.05 and sd < 0.02, (size, mean, sd)
+
+
+def test_groups_of_any_size_and_number():
+    """alpha_j given mu: its own rows, few at the fit, many later; empty groups have the prior."""
+    guide = AutoNaMIGuide(groups, inverse="reverse", hidden_features=(), init_scale=0.5)
+
+    def data(counties, most):
+        county = torch.cat([torch.full((int(torch.randint(1, most + 1, ())),), j) for j in range(counties)])
+        mu = torch.randn(())
+        alpha = mu + torch.randn(counties)
+        return county, counties, alpha[county] + NOISE * torch.randn(len(county)), mu
+
+    def found(county, counties, y, mu):
+        values = {"mu": mu, "alpha": torch.full((counties,), 0.3)}
+        return conditional(guide, "alpha", values, county, counties, y)
+
+    def exact(county, counties, y, mu):
+        precision = 1 + torch.zeros(counties).index_add(0, county, torch.ones(len(y))) / NOISE**2
+        return (mu + torch.zeros(counties).index_add(0, county, y) / NOISE**2) / precision, precision
+
+    training = [data(6, 12) for _ in range(4)]
+    guide(*training[0][:3])
+    fit(guide, "alpha", lambda: sum(divergence(found(*each), exact(*each)) for each in training))
+    county, counties, y, mu = data(30, 200)
+    for each in (training[0], (county, counties, y, mu), (county, counties + 2, y, mu)):
+        mean, sd = means_and_sds(found(*each), exact(*each))
+        assert mean < 0.01 and sd < 0.01, (mean, sd)
+
+
+@pytest.mark.slow
+def test_training_by_simulation_reaches_sizes_never_trained_on():
+    """N log-uniform in 5..50; at 20 and 200 within 0.15 sds and 15%, at 2,000 within 0.25 and 25%; 100 data sets."""
+    guide = AutoNaMIGuide(hierarchy)
+    guide(20, torch.randn(20))
+    optimizer = torch.optim.Adam(guide.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.03, total_steps=STEPS)
+
+    def simulate(sets, size):
+        m = torch.randn(sets, 1)
+        z = m + torch.randn(sets, size)
+        return {"m": m, "z": z}, z + NOISE * torch.randn(sets, size)
+
+    for _ in range(STEPS):
+        size = round(math.exp(math.log(5) + math.log(10) * torch.rand(()).item()))
+        values, y = simulate(64, size)
+        loss = -guide.log_prob(values, size, observations={"y": y}).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    for size, off, wide in ((20, 0.15, 0.15), (200, 0.15, 0.15), (2000, 0.25, 0.25)):
+        values, y = simulate(100, size)
+        with pyro.plate("sets", 100, dim=-2):
+            mean, precision = conditional(guide, "m", values, size, observations={"y": y})
+        exact_mean, exact_precision = hierarchy_posterior(y)
+        sd = exact_precision**-0.5
+        assert ((mean.squeeze(-1) - exact_mean).abs() / sd).mean() < off, size
+        assert (precision**-0.5 / sd - 1).abs().mean() < wide, size
+
+
+# ---- by construction, whatever the weights
+
+
+def scatter_evidence(guide):
+    """Moves what the evidence is made of, and leaves the rest of the guide at its initial values."""
+    with torch.no_grad():
+        for parameter in guide.network.evidence.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("families", [None, {"m": "flow"}, "flow"], ids=["normal", "flow", "all flows"])
+@pytest.mark.parametrize("anchor", [True, False])
+def test_precision_and_weighted_mean_are_sums_over_instances(families, anchor):
+    """Of the union of two sets and of k copies of one: P - P_0 and P mean - P_0 mean_0 add."""
+    guide = AutoNaMIGuide(hierarchy, families=families, anchor=anchor, init_scale=0.5)
+    guide(6, torch.randn(6))
+    scatter_evidence(guide)
+
+    def found(y):
+        # at the mode, near which an untrained spline is the identity
+        mean, precision = conditional(
+            guide, "m", {"m": torch.tensor(0.05), "z": torch.zeros(len(y))}, len(y), y
+        )
+        return torch.stack((precision, precision * mean))
+
+    one, other = torch.randn(6), torch.randn(9)
+    both = torch.cat((one, other))
+    base = found(one) + found(other) - found(both)
+    assert (found(one)[0] > base[0]) and base[0] > 0
+    for copies in (2, 7):
+        assert torch.allclose(found(one.repeat(copies)) - base, copies * (found(one) - base))
+    assert torch.allclose(base[0], torch.tensor(4.0)), "the precision of init_scale, but for evidence"
+
+
+def test_the_evidence_of_a_group_is_that_of_its_own_rows():
+    """Likewise group by group, in one call with groups of 0, 1, 2 and 50 copies of one row."""
+    guide = AutoNaMIGuide(groups, inverse="reverse", init_scale=0.5)
+    guide(torch.tensor([0, 1, 1, 2]), 3, torch.randn(4))
+    scatter_evidence(guide)
+    copies = torch.tensor([0, 1, 2, 50])
+    county = torch.arange(4).repeat_interleave(copies)
+    values = {"mu": torch.tensor(0.3), "alpha": torch.zeros(4)}
+    mean, precision = conditional(guide, "alpha", values, county, 4, torch.full((53,), 1.3))
+    found = torch.stack((precision, precision * mean))
+    step = found[:, 1] - found[:, 0]
+    assert step[0] > 0
+    assert torch.allclose(found, found[:, :1] + step.unsqueeze(-1) * copies)
+
+
+@pytest.mark.parametrize("families", [None, "flow"])
+@pytest.mark.parametrize("model", [hierarchy, slope, groups])
+def test_evidence_can_be_turned_off(model, families):
+    args = {
+        hierarchy: (6, torch.randn(6)),
+        slope: (torch.randn(6), torch.randn(6)),
+        groups: (torch.tensor([0, 1, 2, 2, 1, 0]), 3, torch.randn(6)),
+    }[model]
+    with pyro.settings.context(module_local_params=True):
+        plain = AutoNaMIGuide(model, inverse="reverse", evidence=False, families=families)
+        guide = AutoNaMIGuide(model, inverse="reverse", families=families)
+        for one in (plain, guide):
+            one(*args)
+    assert not any("evidence" in name for name, _ in plain.named_parameters())
+    assert any("evidence" in name for name, _ in guide.named_parameters())
+    assert sum(p.numel() for p in plain.parameters()) < sum(p.numel() for p in guide.parameters())
+
+
+def test_families_without_evidence_have_none():
+    guide = AutoNaMIGuide(hierarchy, families={"m": "mixture"})
+    guide(6, torch.randn(6))
+    assert not guide.network.factors["m"].evidence and not list(guide.network.evidence.parameters())
+
+
+def test_evidence_of_a_subsampled_plate_does_not_reach_globals():
+    """A mini-batch is not the data."""
+
+    def model(y):
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y), subsample_size=3) as rows:
+            pyro.sample("y", dist.Normal(m, 1.0), obs=y[rows])
+
+    guide = AutoNaMIGuide(model)
+    guide(torch.randn(10))
+    assert not list(guide.network.evidence.parameters())
+
+
+# ---- the first step
+
+
+@pytest.mark.parametrize("anchor", [True, False])
+@pytest.mark.parametrize("families", [None, "flow"])
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+def test_the_guide_starts_at_init_loc_fn_and_init_scale(anchor, families, scale):
+    """Within 1% of the scale, at data far from the location as well."""
+    start = {"mu": torch.tensor(0.4), "alpha": torch.tensor([0.3, 0.3, 0.3, 0.3])}
+    county = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 3, 3])
+    guide = AutoNaMIGuide(
+        groups,
+        inverse="reverse",
+        anchor=anchor,
+        families=families,
+        init_loc_fn=init_to_value(values=start),
+        init_scale=scale,
+    )
+    y = 50 + 10 * torch.randn(10)
+    guide(county, 4, y)
+    for name in start:
+        mean, precision = conditional(guide, name, start, county, 4, y)
+        assert ((mean - start[name]).abs() < 0.01 * scale).all()
+        assert ((precision**-0.5 / scale - 1).abs() < 0.01).all()
+
+
+def test_every_parameter_of_the_evidence_learns_from_the_first_step():
+    guide = AutoNaMIGuide(hierarchy)
+    y = 1 + torch.randn(8)
+    guide(8, y)
+    (-guide.log_prob({"m": torch.tensor(1.0), "z": y}, 8, y)).backward()
+    for name, parameter in guide.network.evidence.named_parameters():
+        assert (parameter.grad != 0).any(), name
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max", "attention"])
+def test_evidence_adds_beside_every_encoder(pooling):
+    guide = AutoNaMIGuide(hierarchy, pooling=pooling)
+    guide(6, torch.randn(6))
+    scatter(guide, 0.1)
+    y = torch.randn(6)
+    precisions = []
+    for copies in (100, 200, 400):
+        size = 6 * copies
+        values = {"m": torch.tensor(0.0), "z": torch.zeros(size)}
+        precisions.append(conditional(guide, "m", values, size, y.repeat(copies))[1])
+    assert precisions[0] < precisions[1] < precisions[2]

@@ -1,0 +1,881 @@
+"""Guides for models that read latents through an index: alpha[county], crossed and nested designs, ragged sets.
+
+Who reads whom is known from the index alone, and is compared with the Jacobians of the guide's own densities. A guide
+at another size or on another index is compared with a guide that was made there and has the same state.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from models import scatter
+from pyro import poutine
+from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
+from pyro.optim import Adam
+from torch.autograd.functional import jacobian
+
+from pyro_nami import AutoNaMIGuide
+
+pytestmark = [
+    pytest.mark.filterwarnings("error", "ignore:Failed to verify mean field restriction"),
+    pytest.mark.usefixtures("double", "own_parameters"),
+]
+
+
+@pytest.fixture
+def own_parameters():
+    """Every guide has parameters of its own, though all have one name."""
+    with pyro.settings.context(module_local_params=True):
+        yield
+
+
+# ---- models: arguments are indices, sizes of the plates they point into, and data
+
+
+def varying_intercept(county, counties, y=None):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("county", counties):
+        alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
+    with pyro.plate("obs", len(county)):
+        pyro.sample("y", dist.Normal(alpha[..., county], 0.5), obs=y)
+
+
+def varying_slope(county, counties, x, y=None):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    tau = pyro.sample("tau", dist.LogNormal(0.0, 0.5))
+    with pyro.plate("county", counties):
+        alpha = pyro.sample("alpha", dist.Normal(mu, tau))
+        beta = pyro.sample("beta", dist.Normal(0.0, 1.0))
+    with pyro.plate("obs", len(county)):
+        pyro.sample("y", dist.Normal(alpha[..., county] + beta[..., county] * x, 0.5), obs=y)
+
+
+def crossed_effects(county, counties, day, days, y=None):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("county", counties):
+        alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
+    with pyro.plate("day", days):
+        beta = pyro.sample("beta", dist.Normal(0.0, 1.0))
+    with pyro.plate("obs", len(county)):
+        pyro.sample("y", dist.Normal(alpha[..., county] + beta[..., day], 0.5), obs=y)
+
+
+def nested_effects(school, schools, classroom, y=None):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("school", schools):
+        s = pyro.sample("s", dist.Normal(mu, 1.0))
+    with pyro.plate("classroom", len(school)):
+        c = pyro.sample("c", dist.Normal(s[..., school], 1.0))
+    with pyro.plate("student", len(classroom)):
+        pyro.sample("y", dist.Normal(c[..., classroom], 0.5), obs=y)
+
+
+def discrete_groups(county, counties, y=None):
+    p = pyro.sample("p", dist.Beta(torch.tensor(2.0), torch.tensor(2.0)))
+    with pyro.plate("county", counties):
+        k = pyro.sample("k", dist.Bernoulli(p))
+    with pyro.plate("obs", len(county)):
+        pyro.sample("y", dist.Normal(2 * k[..., county] - 1, 1.0), obs=y)
+
+
+def local_rows(county, counties, y=None):
+    """A latent a row, below the one that it reads through the index."""
+    with pyro.plate("county", counties):
+        alpha = pyro.sample("alpha", dist.Normal(0.0, 1.0))
+    with pyro.plate("obs", len(county)):
+        z = pyro.sample("z", dist.Normal(alpha[..., county], 1.0))
+        pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+
+
+def index_into(size, rows):
+    """A random index that leaves no instance out, if there are rows enough."""
+    return torch.cat((torch.arange(size), torch.randint(size, (rows,))))[torch.randperm(size + rows)[:rows]]
+
+
+def data_of(model, size=5, rows=14):
+    """Arguments for one of the models, with ``size`` groups and ``rows`` rows."""
+    if model is nested_effects:
+        return index_into(3, size), 3, index_into(size, rows), torch.randn(rows)
+    county = index_into(size, rows)
+    if model is crossed_effects:
+        return county, size, index_into(size - 1, rows), size - 1, torch.randn(rows)
+    more = (torch.randn(rows),) if model is varying_slope else ()
+    return (county, size, *more, torch.randn(rows))
+
+
+MODELS = [varying_intercept, varying_slope, crossed_effects, nested_effects, discrete_groups, local_rows]
+NO_BLOCKS = [model for model in MODELS if model is not crossed_effects]
+ALL = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+RAGGED = pytest.mark.parametrize("model", NO_BLOCKS, ids=lambda model: model.__name__)
+
+
+def ready(model, *args, **options):
+    """Returns a guide that was trained on ``args`` for one step, every weight away from zero."""
+    guide = AutoNaMIGuide(model, **options)
+    SVI(model, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(*args)
+    scatter(guide)
+    return guide
+
+
+def twin(guide, *args, **options):
+    """Returns a guide made on other arguments, with the weights of ``guide``."""
+    other = AutoNaMIGuide(guide.model, **options)
+    other(*args)
+    other.load_state_dict(guide.state_dict())
+    return other
+
+
+def shapes_of(guide):
+    return {key: value.shape for key, value in guide.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def draw(guide, *args):
+    with torch.no_grad():
+        return guide(*args)
+
+
+def local_density(guide, name, values, *args):
+    """Returns log q of every instance of a latent, at fixed values of all latents."""
+    trace = poutine.trace(poutine.condition(guide, values)).get_trace(*args)
+    trace.compute_log_prob()
+    return trace.nodes[name]["log_prob"]
+
+
+def reads(guide, name, values, args, of):
+    """Returns whether each instance of ``name`` reads each row of the data, or each instance of the latent ``of``."""
+
+    def of_data(y):
+        return local_density(guide, name, values, *args[:-1], y)
+
+    def of_latent(value):
+        return local_density(guide, name, {**values, of: value}, *args)
+
+    at = args[-1] if of == "y" else values[of]
+    return jacobian(of_data if of == "y" else of_latent, at) != 0
+
+
+def one_hot(index, size):
+    """Returns which rows point at each instance, ``(size, rows)``."""
+    return F.one_hot(index, size).T.bool()
+
+
+# ---- who reads what
+
+
+@pytest.mark.parametrize("model", [varying_intercept, varying_slope, discrete_groups])
+@pytest.mark.parametrize("options", [{}, {"shared": False}, {"evidence": False}, {"anchor": False}], ids=str)
+def test_a_group_reads_its_own_rows_only(model, options):
+    args = data_of(model)
+    county, size = args[:2]
+    guide = ready(model, *args, inverse="reverse", **options)
+    values = draw(guide, *args)
+    name = "k" if model is discrete_groups else "alpha"
+    assert torch.equal(reads(guide, name, values, args, "y"), one_hot(county, size))
+
+
+def test_other_rows_leave_no_trace_to_the_bit():
+    args = county, size, y = data_of(varying_intercept)
+    guide = ready(varying_intercept, *args)
+    values = draw(guide, *args)
+    before = local_density(guide, "alpha", values, *args)
+    moved = torch.where(county == 2, y, 100 * torch.randn(len(y)))
+    after = local_density(guide, "alpha", values, county, size, moved)
+    assert ((after == before) == (torch.arange(size) == 2)).all()
+    # nor do rows that come or go elsewhere
+    kept = county != 1
+    fewer = local_density(guide, "alpha", values, county[kept], size, y[kept])
+    assert ((fewer == before) == (torch.arange(size) != 1)).all()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "sum", "max", "attention"])
+def test_every_encoder_keeps_groups_apart(pooling):
+    args = county, size, _ = data_of(varying_intercept)
+    guide = ready(varying_intercept, *args, pooling=pooling, evidence=False)
+    values = draw(guide, *args)
+    seen = reads(guide, "alpha", values, args, "y")
+    assert not (seen & ~one_hot(county, size)).any()
+    assert seen.any(-1).all()
+
+
+@pytest.mark.parametrize("model", [varying_intercept, varying_slope, discrete_groups])
+def test_groups_are_independent_given_the_globals(model):
+    args = data_of(model)
+    guide = ready(model, *args, inverse="reverse")
+    values = draw(guide, *args)
+    name = "k" if model is discrete_groups else "alpha"
+    size = len(values[name])
+    before = local_density(guide, name, values, *args)
+    for j in range(size):
+        moved = values[name].clone()
+        moved[j] = 1 - moved[j]
+        after = local_density(guide, name, {**values, name: moved}, *args)
+        assert ((after != before) <= (torch.arange(size) == j)).all()
+
+
+def test_globals_read_every_row():
+    args = data_of(varying_intercept)
+    guide = ready(varying_intercept, *args)
+    assert reads(guide, "mu", draw(guide, *args), args, "y").all()
+
+
+def test_a_crossed_factor_reads_its_rows_and_what_meets_it_there():
+    """One side is one block; the other reads, in its own rows, the data beside the block's instances."""
+    args = county, counties, day, days, y = data_of(crossed_effects, 6, 9)
+    guide = ready(crossed_effects, *args)
+    values = draw(guide, *args)
+    block = next(name for name, plates in guide.inverse.joint.items() if plates)
+    free = "alpha" if block == "beta" else "beta"
+    (own, own_size), (met, met_size) = ((county, counties), (day, days))[:: 1 if free == "alpha" else -1]
+    rows = one_hot(own, own_size)
+    together = (rows.double() @ one_hot(met, met_size).double().T) > 0
+    assert not together.all(), "an example in which some pairs never meet"
+    assert torch.equal(reads(guide, free, values, args, "y"), rows)
+    assert torch.equal(reads(guide, free, values, args, block), together)
+    assert torch.equal(reads(guide, free, values, args, free), torch.eye(own_size, dtype=torch.bool))
+    # the block: every instance reads all data, and those before it
+    assert reads(guide, block, values, args, "y").all()
+    coupled = reads(guide, block, values, args, block)
+    assert torch.equal(coupled, torch.ones_like(coupled).tril())
+
+
+def test_a_crossed_factor_reads_a_pair_of_datum_and_effect_not_two_sets():
+    """Swapping the data of two rows of one county on different days changes alpha there."""
+    county, day = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
+    args = county, 2, day, 2, torch.randn(4)
+    for options in ({}, {"evidence": False}):
+        guide = ready(crossed_effects, *args, **options)
+        block = next(name for name, plates in guide.inverse.joint.items() if plates)
+        free = "alpha" if block == "beta" else "beta"
+        swapped = args[-1][[1, 0, 2, 3]] if free == "alpha" else args[-1][[2, 1, 0, 3]]
+        values = draw(guide, *args)
+        before, after = (local_density(guide, free, values, *args[:-1], y) for y in (args[-1], swapped))
+        assert before[0] != after[0] and before[1] == after[1]
+
+
+def test_nested_maps_are_read_level_by_level():
+    args = school, schools, classroom, y = data_of(nested_effects, 6, 14)
+    guide = ready(nested_effects, *args, inverse="reverse")
+    values = draw(guide, *args)
+    assert torch.equal(reads(guide, "s", values, args, "y"), one_hot(school[classroom], schools))
+    assert torch.equal(reads(guide, "c", values, args, "y"), one_hot(classroom, len(school)))
+    assert torch.equal(reads(guide, "c", values, args, "s"), one_hot(school, schools).T)
+    assert reads(guide, "mu", values, args, "y").all()
+
+
+@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+def test_latents_of_rows_and_of_groups(inverse):
+    """forward: z is drawn first, one block a county; reverse: alpha is, and z_n reads its own row and county."""
+    args = county, size, y = data_of(local_rows)
+    guide = ready(local_rows, *args, inverse=inverse)
+    values = draw(guide, *args)
+    if inverse == "reverse":
+        assert torch.equal(reads(guide, "alpha", values, args, "y"), one_hot(county, size))
+        assert torch.equal(reads(guide, "z", values, args, "y"), torch.eye(len(y), dtype=torch.bool))
+        assert torch.equal(reads(guide, "z", values, args, "alpha"), one_hot(county, size).T)
+    else:
+        assert torch.equal(reads(guide, "alpha", values, args, "z"), one_hot(county, size))
+
+
+def test_covariates_reach_the_groups_own_rows_only():
+    args = county, size, x, y = data_of(varying_slope)
+    guide = ready(varying_slope, *args, inverse="reverse")
+    values = draw(guide, *args)
+    before = local_density(guide, "alpha", values, *args)
+    after = local_density(guide, "alpha", values, county, size, torch.where(county == 2, x + 1, x), y)
+    assert ((after != before) == (torch.arange(size) == 2)).all()
+
+
+@ALL
+def test_rows_are_exchangeable(model):
+    """Rows in another order, with their indices: the same density."""
+    args = data_of(model)
+    guide = ready(model, *args, inverse="auto")
+    values = draw(guide, *args)
+    order = torch.randperm(len(args[-1]))
+    rows = len(args[-1])
+    moved = [a[order] if isinstance(a, torch.Tensor) and len(a) == rows else a for a in args]
+    reordered = {name: value[order] if name == "z" else value for name, value in values.items()}
+    assert torch.allclose(guide.log_prob(values, *args), guide.log_prob(reordered, *moved))
+
+
+def test_groups_are_exchangeable():
+    args = county, size, y = data_of(varying_intercept)
+    guide = ready(varying_intercept, *args)
+    values, order = draw(guide, *args), torch.randperm(size)
+    moved = {**values, "alpha": values["alpha"][order]}
+    expected = guide.log_prob(values, *args)
+    assert torch.allclose(guide.log_prob(moved, order.argsort()[county], size, y), expected)
+    assert not torch.allclose(guide.log_prob(moved, *args), expected)
+
+
+def test_a_balanced_index_is_a_nested_plate():
+    """The same weights, on data that are a table: the density of the guide of the model that is written with plates."""
+
+    def table(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("county", y.shape[0], dim=-2):
+            alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
+            with pyro.plate("obs", y.shape[1], dim=-1):
+                pyro.sample("y", dist.Normal(alpha, 0.5), obs=y)
+
+    y = torch.randn(4, 3)
+    county = torch.arange(4).repeat_interleave(3)
+    guide = ready(varying_intercept, county, 4, y.flatten())
+    plain = AutoNaMIGuide(table)
+    plain(y)
+    assert shapes_of(plain) == shapes_of(guide)
+    state = {key: value for key, value in guide.state_dict().items() if not key.endswith("_extra_state")}
+    plain.load_state_dict(state, strict=False)
+    values = draw(guide, county, 4, y.flatten())
+    nested = {"mu": values["mu"], "alpha": values["alpha"].unsqueeze(-1)}
+    assert torch.allclose(plain.log_prob(nested, y), guide.log_prob(values, county, 4, y.flatten()))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda alpha, county: alpha.index_select(-1, county),
+        lambda alpha, county: alpha.gather(-1, county.expand(alpha.shape[:-1] + county.shape)),
+        lambda alpha, county: alpha @ F.one_hot(county, alpha.shape[-1]).T.to(alpha),
+        lambda alpha, county: alpha.take_along_dim(county.expand(alpha.shape[:-1] + county.shape), -1),
+    ],
+    ids=["index_select", "gather", "one_hot", "take_along_dim"],
+)
+def test_ways_to_index_make_the_same_guide(read):
+    def model(county, counties, y=None):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("county", counties):
+            alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
+        with pyro.plate("obs", len(county)):
+            pyro.sample("y", dist.Normal(read(alpha, county), 0.5), obs=y)
+
+    args = data_of(varying_intercept)
+    guide = ready(varying_intercept, *args)
+    values = draw(guide, *args)
+    other = AutoNaMIGuide(model)
+    other(*args)
+    other.load_state_dict(guide.state_dict())
+    assert torch.equal(other.log_prob(values, *args), guide.log_prob(values, *args))
+
+
+def test_the_dims_of_the_plates_do_not_matter():
+    """Groups in a dim of their own, left of the rows."""
+
+    def model(county, counties, y=None):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("county", counties, dim=-2):
+            alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
+        with pyro.plate("obs", len(county), dim=-1):
+            pyro.sample("y", dist.Normal(alpha[..., county, 0], 0.5), obs=y)
+
+    args = data_of(varying_intercept)
+    guide = ready(varying_intercept, *args)
+    values = draw(guide, *args)
+    other = AutoNaMIGuide(model)
+    other(*args)
+    assert shapes_of(other) == shapes_of(guide)
+    other.load_state_dict(guide.state_dict())
+    moved = {**values, "alpha": values["alpha"].unsqueeze(-1)}
+    assert torch.allclose(other.log_prob(moved, *args), guide.log_prob(values, *args))
+
+
+# ---- sizes
+
+
+@RAGGED
+def test_no_shape_depends_on_sizes(model):
+    small, large = data_of(model, 4, 10), data_of(model, 9, 31)
+    guide = ready(model, *small, inverse="reverse")
+    other = twin(guide, *large, inverse="reverse")
+    assert shapes_of(other) == shapes_of(guide)
+    other.load_state_dict(guide.state_dict())
+    values = draw(guide, *small)
+    assert torch.allclose(other.log_prob(values, *small), guide.log_prob(values, *small))
+
+
+@RAGGED
+@pytest.mark.parametrize("size, rows", [(9, 31), (3, 40), (12, 20), (1, 6), (4, 1)])
+def test_other_sizes_in_a_later_call(model, size, rows):
+    guide = ready(model, *data_of(model), inverse="reverse")
+    args = data_of(model, size, rows)
+    trace = poutine.trace(guide).get_trace(*args)
+    values = {name: trace.nodes[name]["value"] for name in guide.bayesnet.latent}
+    dense = guide.log_prob(values, *args)
+    assert torch.allclose(dense, trace.log_prob_sum())
+    if min(size, rows) > 1:  # a guide that is made on one row cannot tell what varies between rows
+        assert torch.allclose(dense, twin(guide, *args, inverse="reverse").log_prob(values, *args))
+
+
+def test_all_levels_of_a_nested_design_change_in_one_call():
+    guide = ready(nested_effects, *data_of(nested_effects), inverse="reverse")
+    args = torch.tensor([0, 0, 0, 1]), 2, torch.tensor([3, 3, 3, 3, 3, 0, 2]), torch.randn(7)
+    values = guide(*args)
+    assert values["s"].shape == (2,) and values["c"].shape == (4,)
+    assert torch.allclose(
+        guide.log_prob(values, *args), twin(guide, *args, inverse="reverse").log_prob(values, *args)
+    )
+
+
+def test_the_free_side_of_a_crossed_design_changes_its_size_and_the_block_cannot():
+    args = county, counties, day, days, y = data_of(crossed_effects)
+    guide = ready(crossed_effects, *args)
+    block = next(name for name, plates in guide.inverse.joint.items() if plates)
+    sizes = {"alpha": counties, "beta": days}
+    free = "alpha" if block == "beta" else "beta"
+    more = {**sizes, free: sizes[free] + 3}
+    values = guide(county, more["alpha"], day, more["beta"], y)
+    assert len(values[free]) == more[free]
+    more = {**sizes, block: sizes[block] + 3}
+    plate = {"alpha": "county", "beta": "day"}[block]
+    with pytest.raises(ValueError, match=f"plate '{plate}' of size {sizes[block]}.*got {more[block]}"):
+        guide(county, more["alpha"], day, more["beta"], y)
+
+
+# ---- one density in all ways of computing it
+
+
+@ALL
+@pytest.mark.parametrize("inverse", ["auto", "forward", "reverse", "free", "mean_field"])
+def test_dense_and_traced_densities_agree(model, inverse):
+    args = data_of(model)
+    guide = ready(model, *args, inverse=inverse)
+    trace = poutine.trace(guide).get_trace(*args)
+    values = {name: trace.nodes[name]["value"] for name in guide.bayesnet.latent}
+    assert torch.allclose(guide.log_prob(values, *args), trace.log_prob_sum())
+
+
+@ALL
+@pytest.mark.parametrize("inverse", ["auto", "forward", "reverse"])
+def test_particles(model, inverse):
+    args = data_of(model)
+    guide = ready(model, *args, inverse=inverse)
+    with pyro.plate("particles", 6, dim=-2):
+        trace = poutine.trace(guide).get_trace(*args)
+    values = {name: trace.nodes[name]["value"] for name in guide.bayesnet.latent}
+    dense = guide.log_prob(values, *args)
+    assert dense.shape == (6,)
+    assert torch.allclose(dense.sum(), trace.log_prob_sum())
+    for i in range(6):
+        one = {name: value[i] if value.shape[-1] > 1 else value[i, 0] for name, value in values.items()}
+        assert torch.allclose(guide.log_prob(one, *args), dense[i])
+
+
+@ALL
+@pytest.mark.parametrize("objective", [Trace_ELBO, TraceMeanField_ELBO])
+def test_vectorized_particles_train_every_parameter(model, objective):
+    if model is discrete_groups and objective is TraceMeanField_ELBO:
+        pytest.skip("Pyro's mean-field ELBO takes reparametrized sites only")
+    args = data_of(model)
+    guide = ready(model, *args)
+    elbo = objective(num_particles=4, vectorize_particles=True, max_plate_nesting=1)
+    elbo.differentiable_loss(model, guide, *args).backward()
+    for name, parameter in guide.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert (parameter.grad != 0).any(), name
+
+
+@pytest.mark.parametrize("model", [varying_intercept, nested_effects])
+def test_single_precision(model):
+    *index, y = data_of(model)
+    exact = ready(model, *index, y)
+    values = draw(exact, *index, y)
+    torch.set_default_dtype(torch.float32)
+    single = AutoNaMIGuide(model)
+    assert single(*index, y.float())["mu"].dtype == torch.float32
+    single.load_state_dict(exact.state_dict(), strict=False)
+    rounded = single.log_prob({name: value.float() for name, value in values.items()}, *index, y.float())
+    assert rounded.dtype == torch.float32
+    assert torch.allclose(rounded.double(), exact.log_prob(values, *index, y), rtol=1e-3, atol=1e-2)
+
+
+# ---- data that are missing at prediction
+
+
+def test_prediction_for_new_rows():
+    """No data: groups are conditioned on the data of the training, new rows are drawn from the model."""
+    args = county, size, y = data_of(varying_intercept)
+    guide = ready(varying_intercept, *args)
+    values = draw(guide, *args)
+    expected = guide.log_prob(values, *args)
+    for new in (torch.tensor([0, 3, 3]), county.flip(0), torch.arange(size).repeat(4)):
+        assert torch.allclose(guide.log_prob(values, new, size), expected)
+        draws = Predictive(varying_intercept, guide=guide, num_samples=3000, parallel=True)(new, size)
+        assert draws["y"].shape == (3000, len(new)) and draws["alpha"].shape[-1] == size
+        # every row is its own group and noise of sd 0.5: 5 standard errors of 3000 draws
+        noise = draws["y"] - draws["alpha"].reshape(3000, size)[:, new]
+        assert (noise.mean(0).abs() < 5 * 0.5 / 3000**0.5).all()
+        assert (noise.std(0) - 0.5).abs().max() < 5 * 0.5 / 6000**0.5
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_predictive_in_both_modes(parallel):
+    args = county, size, y = data_of(varying_intercept)
+    guide = ready(varying_intercept, *args)
+    draws = Predictive(varying_intercept, guide=guide, num_samples=4, parallel=parallel)(
+        torch.tensor([0, 3, 3]), size
+    )
+    assert draws["y"].shape == (4, 3)
+
+
+def test_groups_that_were_never_seen_come_from_the_model():
+    args = county, size, y = data_of(varying_intercept)
+    guide = ready(varying_intercept, *args)
+    trace = poutine.trace(guide).get_trace(torch.arange(size + 2), size + 2)
+    fn, mu = trace.nodes["alpha"]["fn"], trace.nodes["mu"]["value"]
+    assert trace.nodes["alpha"]["value"].shape == (size + 2,)
+    assert torch.allclose(fn.mean, mu) and (fn.stddev == 1).all()
+    draws = Predictive(varying_intercept, guide=guide, num_samples=4)(torch.arange(size + 2), size + 2)
+    assert draws["y"].shape == (4, size + 2)
+
+
+def test_nested_prediction_for_new_rows():
+    args = school, schools, classroom, y = data_of(nested_effects)
+    guide = ready(nested_effects, *args, inverse="reverse")
+    values = draw(guide, *args)
+    assert torch.allclose(
+        guide.log_prob(values, school, schools, torch.tensor([1, 1])), guide.log_prob(values, *args)
+    )
+
+
+# ---- state
+
+
+def through_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("model", [varying_intercept, crossed_effects, nested_effects])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_state_dict_holds_weights_data_and_maps(model, early):
+    args = data_of(model)
+    guide = ready(model, *args)
+    values = draw(guide, *args)
+    state = through_file(guide.state_dict())
+    other_args = data_of(model)
+    other = AutoNaMIGuide(model)
+    if not early:
+        other(*other_args)
+    other.load_state_dict(state)
+    assert torch.equal(other.log_prob(values, *args), guide.log_prob(values, *args))
+    assert torch.equal(other.log_prob(values, *args[:-1]), guide.log_prob(values, *args))
+    with torch.no_grad():
+        told = other.log_prob(values, *other_args)
+    assert torch.equal(told, guide.log_prob(values, *other_args))
+
+
+def test_a_loaded_state_predicts_new_rows_before_it_sees_data():
+    args = county, size, y = data_of(varying_intercept)
+    guide = ready(varying_intercept, *args)
+    values = draw(guide, *args)
+    state = through_file(guide.state_dict())
+    other = AutoNaMIGuide(varying_intercept)
+    other(*data_of(varying_intercept, 3, 8))
+    other.load_state_dict(state)
+    new = torch.tensor([0, 3, 3])
+    assert torch.equal(other.log_prob(values, new, size), guide.log_prob(values, *args))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))])
+def test_copies_know_data_and_maps(clone):
+    args = county, size, y = data_of(varying_intercept)
+    guide = ready(varying_intercept, *args)
+    values, new = draw(guide, *args), torch.tensor([0, 3, 3])
+    other = clone(guide)
+    assert torch.equal(other.log_prob(values, new, size), guide.log_prob(values, *args))
+    changed = county.flip(0)
+    assert torch.equal(other.log_prob(values, changed, size, y), guide.log_prob(values, changed, size, y))
+
+
+# ---- what maps cost, and when they are found anew
+
+
+class Counted:
+    """A model that counts its runs."""
+
+    def __init__(self, model):
+        self.model, self.runs = model, 0
+
+    def __call__(self, *args):
+        self.runs += 1
+        return self.model(*args)
+
+    def runs_of(self, function, *args):
+        before = self.runs
+        function(*args)
+        return self.runs - before
+
+
+def recoded(county, counties, y=None):
+    """No argument is the index itself."""
+    varying_intercept(counties - 1 - county, counties, y)
+
+
+@pytest.mark.parametrize(
+    "model", [varying_intercept, varying_slope, crossed_effects, nested_effects, recoded]
+)
+def test_the_same_arguments_cost_no_runs(model):
+    """One run draws the latents where that order is the program's; otherwise one more finds the plates."""
+    args = data_of(model)
+    counted = Counted(model)
+    guide = AutoNaMIGuide(counted)
+    guide(*args)
+    again = counted.runs_of(guide, *args)
+    assert again <= (2 if model is crossed_effects else 1)
+    assert counted.runs_of(guide, *args) == again
+
+
+def test_new_data_on_the_same_index_cost_no_more_than_a_search():
+    """The key is all arguments: data that change every call bring a check of the maps, of few runs at any size."""
+    costs = []
+    for size in (4, 600):
+        counted = Counted(varying_intercept)
+        args = county, _, y = data_of(varying_intercept, size, 3 * size)
+        guide = AutoNaMIGuide(counted)
+        guide(*args)
+        costs.append(counted.runs_of(guide, county, size, y + 1))
+    assert costs[0] == costs[1] <= 8
+
+
+def test_group_testing_takes_two_runs_a_bit():
+    """2 ceil(log2 J) + 1 runs for J groups, and a constant beside."""
+    costs = []
+    for size in (4, 600):
+        counted = Counted(recoded)
+        guide = AutoNaMIGuide(counted)
+        guide(*data_of(recoded, size, 3 * size))
+        costs.append(counted.runs_of(guide, *data_of(recoded, size, 3 * size)))
+    assert costs[1] - costs[0] == 2 * (10 - 2)
+    assert costs[0] <= 2 * 2 + 1 + 4
+
+
+OVERRIDE = {("alpha", "y"): lambda county, counties, y=None: counties - 1 - county}
+
+
+def test_a_given_map_is_the_automatic_one():
+    args = data_of(recoded)
+    guide = ready(recoded, *args)
+    told = AutoNaMIGuide(recoded, index_maps=OVERRIDE)
+    told(*args)
+    assert shapes_of(told) == shapes_of(guide)
+    told.load_state_dict(guide.state_dict())
+    for now in (args, data_of(recoded, 7, 20)):
+        values = draw(guide, *now)
+        assert torch.equal(told.log_prob(values, *now), guide.log_prob(values, *now))
+
+
+def test_a_given_map_is_not_searched_for():
+    """The runs of a call do not grow with the number of groups, at the first call either."""
+    first, later = [], []
+    for size in (4, 600):
+        counted = Counted(recoded)
+        guide = AutoNaMIGuide(counted, index_maps=OVERRIDE)
+        first.append(counted.runs_of(guide, *data_of(recoded, size, 3 * size)))
+        later.append(counted.runs_of(guide, *data_of(recoded, size, 3 * size)))
+    assert later[0] == later[1] <= 4
+    assert first[1] <= first[0] + 2
+
+
+@pytest.mark.parametrize("model", [varying_intercept, recoded])
+@pytest.mark.parametrize("change", ["identity", "in place", "size", "other groups"])
+def test_a_changed_index_is_read_anew(model, change):
+    args = county, size, y = data_of(model)
+    guide = ready(model, *args)
+    stale = draw(guide, *args)
+    before = guide.log_prob(stale, *args)
+    if change == "identity":
+        county = county.roll(3)
+    elif change == "in place":
+        county.copy_(county.roll(3))
+    elif change == "size":
+        county, y = county[:-4], y[:-4]
+    else:
+        size += 3
+    now = county, size, y
+    values = guide(*now)
+    assert torch.allclose(guide.log_prob(values, *now), twin(guide, *now).log_prob(values, *now))
+    if size == args[1]:
+        assert guide.log_prob(stale, *now) != before
+    fixed = local_density(guide, "alpha", values, *now)
+    index = county if model is varying_intercept else size - 1 - county
+    one = index[0]
+    moved = local_density(guide, "alpha", values, county, size, torch.where(index == one, y + 9, y))
+    assert ((moved != fixed) == (torch.arange(size) == one)).all()
+
+
+def test_an_index_in_a_closure_is_read_at_every_call_with_new_arguments():
+    index = [torch.tensor([0, 0, 1, 2])]
+
+    def model(y):
+        varying_intercept(index[0], 3, y)
+
+    y = torch.randn(4)
+    guide = ready(model, y)
+    index[0] = torch.tensor([2, 1, 0, 0])
+    values = draw(guide, y.clone())
+    told = guide.log_prob(values, y.clone())
+    assert torch.allclose(told, twin(guide, y.clone()).log_prob(values, y.clone()))
+
+
+def test_an_index_may_come_to_read_what_was_no_map():
+    """From alpha[county] to the mean of alpha: a clear error that says what to do."""
+
+    def model(county, mean, y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("county", 4):
+            alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
+        loc = alpha[..., county]
+        if mean:
+            loc = alpha.mean(-1, keepdim=True) + loc
+        with pyro.plate("obs", len(county)):
+            pyro.sample("y", dist.Normal(loc, 0.5), obs=y)
+
+    county, y = index_into(4, 9), torch.randn(9)
+    guide = ready(model, county, False, y)
+    with pytest.raises(ValueError, match="'y' to read 'alpha' of plate 'county' through.*make a new guide"):
+        guide(county, True, y)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    "index, match",
+    [
+        (torch.tensor([0, 1, 5, 2]), "outside plate 'county'|from plate 'obs' to plate 'county'"),
+        (torch.tensor([0, 1, -1, 2]), "outside plate 'county'|from plate 'obs' to plate 'county'"),
+        (torch.tensor([0.0, 1.0, 2.0, 2.0]), "integer"),
+        (torch.tensor([0, 1, 2]), "rows|length|index"),
+    ],
+    ids=["too large", "negative", "no integers", "too short"],
+)
+@pytest.mark.parametrize("later", [False, True])
+def test_a_given_map_that_does_not_fit(index, match, later):
+    """TypeError or ValueError, at the first call or a later one."""
+    county = torch.tensor([0, 1, 1, 2])
+    answer = [county if later else index]
+    guide = AutoNaMIGuide(varying_intercept, index_maps={("alpha", "y"): lambda *args: answer[0]})
+    if later:
+        guide(county, 3, torch.randn(4))
+        answer[0] = index
+    with pytest.raises((ValueError, TypeError), match=match):
+        guide(county, 3, torch.randn(4))
+
+
+@pytest.mark.parametrize("pair", [("nobody", "y"), ("alpha", "nobody"), ("mu", "y")])
+def test_a_given_map_between_sites_that_have_none(pair):
+    args = county, *_ = data_of(varying_intercept)
+    guide = AutoNaMIGuide(varying_intercept, index_maps={pair: lambda *args: county})
+    with pytest.raises(ValueError, match=pair[0] if pair[0] != "alpha" else pair[1]):
+        guide(*args)
+
+
+@pytest.mark.parametrize("index_maps", [{"alpha": lambda *args: 0}, {("alpha", "y"): torch.zeros(3)}])
+def test_given_maps_of_the_wrong_kind(index_maps):
+    with pytest.raises(TypeError, match="index_maps"):
+        AutoNaMIGuide(varying_intercept, index_maps=index_maps)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_index_that_points_outside_is_the_models_own_error(later):
+    args = county, size, y = data_of(varying_intercept)
+    guide = AutoNaMIGuide(varying_intercept)
+    if later:
+        guide(*args)
+    with pytest.raises(IndexError, match="out of range|out of bounds"):
+        guide(county + 3, size, y)
+
+
+@RAGGED
+@pytest.mark.parametrize("size, rows", [(1, 6), (5, 1), (1, 1)])
+def test_plates_of_size_one_at_the_first_call(model, size, rows):
+    """And then the same guide at ordinary sizes, or a clear error."""
+    args = data_of(model, size, rows)
+    guide = AutoNaMIGuide(model, inverse="reverse")
+    for now in (args, data_of(model)):
+        try:
+            trace = poutine.trace(guide).get_trace(*now)
+        except ValueError as error:
+            assert now is not args and "make a new guide" in str(error)
+            return
+        values = {name: trace.nodes[name]["value"] for name in guide.bayesnet.latent}
+        assert all(value.isfinite().all() for value in values.values())
+        assert torch.allclose(guide.log_prob(values, *now), trace.log_prob_sum())
+
+
+def test_one_group_is_read_as_the_same_group_beside_an_empty_one():
+    guide = ready(varying_intercept, *data_of(varying_intercept))
+    county, y = torch.zeros(6, dtype=torch.long), torch.randn(6)
+    values = {"mu": torch.tensor(0.3), "alpha": torch.tensor([0.5, -0.2])}
+    beside = local_density(guide, "alpha", values, county, 2, y)
+    alone = local_density(guide, "alpha", {**values, "alpha": values["alpha"][:1]}, county, 1, y)
+    assert torch.allclose(alone, beside[:1])
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_plate_without_rows_is_an_error_of_pyro(later):
+    args = county, size, y = data_of(varying_intercept)
+    guide = AutoNaMIGuide(varying_intercept)
+    if later:
+        guide(*args)
+    with pytest.raises(ZeroDivisionError, match="size cannot be zero"):
+        guide(county[:0], size, y[:0])
+
+
+def test_two_indices_into_one_plate_are_no_map():
+    """home and away: every row reads two teams, so strengths are coupled, and one block."""
+
+    def matches(home, away, teams, y=None):
+        with pyro.plate("team", teams):
+            strength = pyro.sample("strength", dist.Normal(0.0, 1.0))
+        with pyro.plate("match", len(home)):
+            pyro.sample("y", dist.Normal(strength[..., home] - strength[..., away], 1.0), obs=y)
+
+    home, away = torch.tensor([0, 1, 2, 3, 0]), torch.tensor([1, 2, 3, 0, 2])
+    guide = ready(matches, home, away, 4, torch.randn(5))
+    assert guide.inverse.joint["strength"] == {"team"}
+    trace = poutine.trace(guide).get_trace(home[:3], away[:3], 4, torch.randn(3))
+    assert trace.nodes["strength"]["value"].shape == (4,)
+    with pytest.raises(ValueError, match="plate 'team' of size 4.*got 6"):
+        guide(home, away, 6, torch.randn(5))
+
+
+# ---- empty groups
+
+
+@pytest.mark.parametrize("evidence", [True, False])
+def test_an_empty_group_falls_back_to_the_prior_given_the_globals(evidence):
+    """Trained by simulation, some groups empty. Tolerances: 0.15 prior sds and 10%, about twice what is left."""
+    county = torch.tensor([0, 0, 1, 2, 2, 2, 4, 4, 4, 4, 5])  # 3 and 6 have no rows
+    guide = AutoNaMIGuide(varying_intercept, inverse="reverse", evidence=evidence, init_scale=0.5)
+    guide(county, 7, torch.randn(11))
+    optimizer = torch.optim.Adam(guide.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.03, total_steps=600)
+    for _ in range(600):
+        mu = torch.randn(64, 1)
+        alpha = mu + torch.randn(64, 7)
+        y = alpha[..., county] + 0.5 * torch.randn(64, 11)
+        values = {"mu": mu, "alpha": alpha}
+        loss = -guide.log_prob(values, county, 7, observations={"y": y}).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    y = torch.randn(11) + 0.5
+    with torch.no_grad(), pyro.plate("draws", 4000, dim=-2):
+        alpha = poutine.condition(guide, {"mu": torch.full((4000, 1), 0.7)})(county, 7, y)["alpha"]
+    empty, single = alpha[:, [3, 6]], alpha[:, 1]
+    assert ((empty.mean(0) - 0.7).abs() < 0.15).all()
+    assert ((empty.std(0) - 1).abs() < 0.1).all()
+    # county 1 has one row: precision 1 from the prior, 4 from the row
+    assert abs(single.mean() - (0.7 + 4 * y[2]) / 5) < 0.3 * 5**-0.5
+    assert abs(single.std() * 5**0.5 - 1) < 0.15
