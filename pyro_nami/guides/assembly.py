@@ -219,7 +219,13 @@ class _Assembler:
         site = self.nodes[name]
         if name in self.options.embeddings:
             return Embedding(self.options.embeddings[name], site["fn"].event_dim)
-        return features_of(name, site["fn"], site["value"])
+        features = features_of(name, site["fn"], site["value"])
+        if features.marks_nan and site["value"].isnan().all():
+            raise ValueError(
+                f"Expected at least one value of site '{name}' at the guide's first call, which shows what depends on "
+                "it; got NaN only. Make the first call with data that has some."
+            )
+        return features
 
     def _covariates(self) -> tuple[dict[str, tuple], list[dict[str, Tensor]]]:
         """Returns the covariate columns of every site in a plate, and the reference draws that they are found at."""

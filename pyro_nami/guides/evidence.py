@@ -24,7 +24,7 @@ from pyro_nami.conditioning import Gathered, Pooled, Source
 __all__ = ["EvidenceRead", "add_evidence", "initial_evidence", "pooled_part"]
 
 _RANGE = 30.0
-_FIRST_SHARE = 1e-3  # of a factor's precision at the first step that evidence brings
+_FIRST_SHARE = 1e-3  # of a factor's precision at the first step, that evidence brings
 
 
 class EvidenceRead(NamedTuple):

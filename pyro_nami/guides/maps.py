@@ -66,7 +66,8 @@ class MapReader:
         with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
             maps, sizes = self._find(call, leaves, pairs)
         for pair in self._plan_of.keys() - set(pairs):
-            maps[pair] = seen[("index", *pair)]
+            name: Any = ("index", *pair)
+            maps[pair] = seen[name]
             sizes[pair[1]] = int(seen["size", pair[1]])
         found = IndexMaps(maps, sizes)
         if not stale and not call.indices:
@@ -95,7 +96,7 @@ class MapReader:
         def run(values: Mapping[str, Tensor]) -> Mapping[str, Any]:
             return call.run({**held, **values}, broadcast=True)
 
-        sites = run({})
+        sites = call.sites or run({})
         sizes = {plan.plate: _size(plan, sites) for plan in self.assembly.map_plans}
         maps = self._from_user(call, pairs, sizes) | self._from_table(call, leaves, pairs)
         slots = {pair: leaves[i] for pair, i in self._slots.items() if pair not in maps and i < len(leaves)}

@@ -35,6 +35,7 @@ from pyro_nami.nn import Along, Evidence, MaskedMLP, Segments, SeparateMLP
 
 __all__ = ["Factor", "InverseNetwork", "NetworkState", "as_pyro_module"]
 
+_COPIES, _MOST_MEMORY = 6, 5e8  # weights, mask, masked weights, gradient and two of the optimizer's; bytes
 _MOST_EVIDENCE_INPUTS, _MOST_EVIDENCE_ROWS = 128, 8192
 _ModuleList: Any = PyroModule[nn.ModuleList]  # made by Pyro's metaclass, which type checkers do not follow
 
@@ -282,6 +283,22 @@ class _Group:
         self._row_blocks: dict[tuple[int, int], tuple[list, list]] = {}
         self.columns = [[self._column(read, widths) for read in step.reads] for step in self.steps]
 
+    def _check_memory(self, columns: int, units: int, factory: dict) -> None:
+        """Raises where the output layer, which holds rows times columns, would take more memory than is sensible."""
+        rows = sum(factor.num_elements * factor.num_raw for factor in self.factors)
+        size = rows * (columns + units + 1) * torch.empty(0, **factory).element_size() * _COPIES
+        if size <= _MOST_MEMORY:
+            return
+        largest = max(self.factors, key=lambda factor: factor.num_elements)
+        over = " and ".join(repr(plate) for plate in largest.joint)
+        what = f"a block of {largest.num_elements} elements" + (f" over plate {over}" if over else "")
+        raise ValueError(
+            f"Expected networks of at most {_MOST_MEMORY / 1e9:.1f} GB with their gradients and optimizer state; got "
+            f"{size / 1e9:.1f} GB, most of it for site '{largest.name}', {what} that depend on each other given the "
+            'data. Use within="independent", which gives these dependencies up and needs no fixed size; another '
+            "`inverse` or `blocks`, so that the smaller side of a crossed design forms the block; or fewer elements."
+        )
+
     def _column(self, read: tuple[Source, int | None], widths: Mapping[Source, int]) -> tuple[Source, int, int]:
         """Returns a read as (source, first feature, last feature + 1)."""
         source, element = read
@@ -306,6 +323,7 @@ class _Group:
         for _, first, last in columns:
             starts.append(total)
             total += last - first
+        self._check_memory(total, sum(hidden_features[-1:]), factory)
         rows: list[Tensor] = []
         blocks: list[list[int]] = []
         for step in self.steps:

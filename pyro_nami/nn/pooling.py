@@ -12,6 +12,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -133,7 +134,7 @@ class _PerceptronEncoder(SetEncoder):
         for name in self.layer_names:
             draw_layer(getattr(self, name), 1 if name in ("layer_0", "output") else 2)
 
-    of_sums: Callable[[Segments, Tensor], Tensor] | None = None  # `reduce` as a function of the sums, if it is one
+    of_sums: Callable[[Any, Tensor], Tensor] | None = None  # `reduce` as a function of the sums, if it is one
 
     @staticmethod
     def reduce(over: Reduction, values: Tensor) -> Tensor:

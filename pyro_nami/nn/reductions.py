@@ -67,14 +67,14 @@ class Chunk(NamedTuple):
         rows: which of the sorted rows.
         sets: the sets that they belong to.
         offsets: the first row of each of these sets, counted within the chunk.
-        index: the set of each row.
+        segments: the set of each row.
         arange: the numbers of the rows within the chunk.
     """
 
     rows: slice
     sets: slice
     offsets: Tensor
-    index: Tensor
+    segments: Tensor
     arange: Tensor
 
 

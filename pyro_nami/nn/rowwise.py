@@ -115,6 +115,6 @@ class _Summed(torch.autograd.Function):
         total = torch.zeros_like(weight)
         for chunk in ctx.over.chunks:
             here = rows[chunk.rows]
-            gradient = gradients[0].index_select(0, chunk.index)
+            gradient = gradients[0].index_select(0, chunk.segments)
             total.addmm_(ctx.function.gradient(here, weight, gradient).t(), here)
         return None, None, None, total

@@ -879,3 +879,17 @@ def test_an_empty_group_falls_back_to_the_prior_given_the_globals(evidence):
     # county 1 has one row: precision 1 from the prior, 4 from the row
     assert abs(single.mean() - (0.7 + 4 * y[2]) / 5) < 0.3 * 5**-0.5
     assert abs(single.std() * 5**0.5 - 1) < 0.15
+
+
+# ---- blocks that do not fit
+
+
+def test_a_block_too_large_is_an_error_that_names_it_and_the_choices():
+    sizes = {"counties": 3000, "days": 2000}
+    county, day = torch.randint(3000, (6000,)), torch.randint(2000, (6000,))
+    args = county, sizes["counties"], day, sizes["days"], torch.randn(6000)
+    with pytest.raises(ValueError, match=r"GB, most of it for site 'beta', a block of 2000 elements over plate 'day'"):
+        AutoNaMIGuide(crossed_effects)(*args)
+    with pytest.warns(UserWarning, match="'beta' in plate 'day' depend on each other"):
+        values = AutoNaMIGuide(crossed_effects, within="independent")(*args)
+    assert values["beta"].shape == (2000,)
