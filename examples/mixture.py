@@ -1,0 +1,223 @@
+"""A Gaussian mixture amortized over data sets: trained on sets of up to 200 points, run on 2,000 without retraining.
+
+Three components with ordered locations; which component a point is of is summed out, so all latents are continuous.
+The guide never sees real data in training: every step simulates data sets of one size, drawn log-uniformly, from the
+model itself, and maximizes the guide's log density of the latents that made them (the expected KL from posterior to
+guide). Afterwards one pass gives the posterior of any data set of any size. It is judged beside NUTS on a new data set,
+on its first 200 points and on all 2,000, ten times as many as it has ever seen. Run with::
+
+    python examples/mixture.py [--smoke] [--steps 12000] [--seed 0] [--device cpu] [--fresh] [--out out/mixture]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.distributions.transforms import OrderedTransform
+from radon import DIAGNOSTICS, Draws, Problem, argument_parser, compare, run_nuts
+from torch import Tensor
+from tqdm import tqdm
+
+from pyro_nami import AutoNaMIGuide
+
+COMPONENTS = 3
+SITES = ("weights", "locs", "scales")
+TRAINING_SIZES = (20, 200)
+TEST_SIZES = (200, 2000)
+BATCH = 64
+LEARNING_RATE = 1e-2
+TRUTH = {
+    "weights": torch.tensor([0.45, 0.30, 0.25]),
+    "locs": torch.tensor([-2.4, 0.3, 2.6]),
+    "scales": torch.tensor([0.55, 0.9, 0.45]),
+}
+
+
+def model(y: Tensor | None = None, size: int = 200) -> Tensor:
+    """The mixture with the components summed out; ``y`` of shape ``(*batch, size)``, or None to simulate it."""
+    weights = pyro.sample("weights", dist.Dirichlet(torch.full((COMPONENTS,), 5.0)))
+    # The first location is -2.5 +- 1, and the steps to the next ones are exp(0.9 +- 0.3), about 2.5.
+    start = dist.Normal(torch.tensor([-2.5, 0.9, 0.9]), torch.tensor([1.0, 0.3, 0.3])).to_event(1)
+    locs = pyro.sample("locs", dist.TransformedDistribution(start, OrderedTransform()))
+    scales = pyro.sample("scales", dist.LogNormal(torch.full((COMPONENTS,), -0.4), 0.4).to_event(1))
+    parts = dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, scales))
+    with pyro.plate("points", size if y is None else y.shape[-1]):
+        return pyro.sample("y", parts, obs=y)
+
+
+def density(draws: Draws, grid: Tensor) -> Tensor:
+    """The density of a new point given each draw, ``(draws, len(grid))``."""
+    parts = dist.Normal(draws["locs"][:, None], draws["scales"][:, None]).log_prob(grid[:, None])
+    return (parts + draws["weights"][:, None].log()).exp().sum(-1)
+
+
+# ---- training on simulations
+
+
+def simulate(count: int, size: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Latents and data of ``count`` data sets, ``(count, 1, components)`` and ``(count, size)``."""
+    with torch.no_grad(), pyro.plate("data sets", count, dim=-2):
+        trace = poutine.trace(model).get_trace(size=size)
+    return {site: trace.nodes[site]["value"] for site in SITES}, trace.nodes["y"]["value"]
+
+
+def train(guide: AutoNaMIGuide, steps: int) -> tuple[list[float], float]:
+    """Trains a guide on simulations; returns the loss per data set in nats at every step, and the seconds it took."""
+    guide(simulate(1, TRAINING_SIZES[-1])[1][0])  # the first call makes the networks
+    optimizer = torch.optim.Adam(guide.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    low, high = map(math.log, TRAINING_SIZES)
+    losses, start = [], time.perf_counter()
+    with tqdm(range(steps), desc="training on simulations", mininterval=0.2) as progress:
+        for step in progress:
+            size = round(math.exp(low + (high - low) * torch.rand(()).item()))
+            latents, y = simulate(BATCH, size)
+            loss = -guide.log_prob(latents, y).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(guide.parameters(), 10.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+            if step % 50 == 49:
+                progress.set_postfix_str(f"loss {sum(losses[-50:]) / 50:.2f} nats a data set", refresh=False)
+    return losses, time.perf_counter() - start
+
+
+@torch.no_grad()
+def sample(guide: AutoNaMIGuide, y: Tensor, count: int) -> tuple[Draws, float]:
+    """Draws of the latents given a data set, and the seconds they took."""
+    start = time.perf_counter()
+    with pyro.plate("draws", count, dim=-2):  # Predictive(parallel=True) takes no vectors outside plates
+        values = guide(y)
+    seconds = time.perf_counter() - start
+    return {site: values[site].reshape(count, COMPONENTS).double().cpu() for site in SITES}, seconds
+
+
+# ---- calibration
+
+
+@torch.no_grad()
+def coverage(guide: AutoNaMIGuide, size: int, data_sets: int) -> Tensor:
+    """The share of simulated data sets whose latents lie in the guide's 80% intervals, ``(9,)``; 0.8 if calibrated."""
+    inside = []
+    for _ in range(data_sets):
+        latents, y = simulate(1, size)
+        draws, _ = sample(guide, y[0], 400)
+        low, high = (torch.cat([draws[site].quantile(q, 0) for site in SITES]) for q in (0.1, 0.9))
+        truth = torch.cat([latents[site].flatten() for site in SITES]).cpu()
+        inside.append((low < truth) & (truth < high))
+    return torch.stack(inside).double().mean(0)
+
+
+# ---- the report
+
+
+def print_table(size: int, draws: Draws, nuts: Draws, seconds: float, numbers: dict[str, float]) -> dict[str, Any]:
+    """Prints means and sds beside those of NUTS; returns what it prints."""
+    shift, ratio = compare(draws, nuts, SITES)
+    print(f"\n{size:,} points. Guide: {seconds:.2f} s. NUTS: ", end="")
+    print(", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
+    print(f"{'':<12}{'truth':>9}{'NUTS':>18}{'AutoNaMIGuide':>18}{'mean off, sds':>15}{'sd ratio':>10}")
+    names = [f"{site}_{k + 1}" for site in SITES for k in range(COMPONENTS)]
+    flat = [torch.cat([part[site] for site in SITES], -1) for part in (nuts, draws)]
+    truth = torch.cat([TRUTH[site] for site in SITES])
+    for i, name in enumerate(names):
+        cells = [f"{part[:, i].mean():.3f} ({part[:, i].std():.3f})" for part in flat]
+        print(f"{name:<12}{truth[i]:>9.2f}{cells[0]:>18}{cells[1]:>18}{shift[i]:>15.2f}{ratio[i]:>10.2f}")
+    print(f"largest difference of a mean {shift.abs().max():.2f} sds; sd ratios {ratio.min():.2f} to {ratio.max():.2f}")
+    found = {name: {"mean off": s, "sd ratio": r} for name, s, r in zip(names, shift.tolist(), ratio.tolist())}
+    return {"latents": found, "seconds": seconds, "NUTS": numbers}
+
+
+def plot(found: list[tuple[int, Tensor, Draws, Draws]], path: Path) -> None:
+    """For each size, in a row: data with predictive densities, then posteriors of locations, scales and weights."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    grid = torch.linspace(-5.0, 5.0, 301).double()
+    truth = density({site: value[None].double() for site, value in TRUTH.items()}, grid)[0]
+    figure, axes = plt.subplots(2, 4, figsize=(15, 7), layout="constrained", width_ratios=(1.7, 1, 1, 1))
+    colors = ("tab:blue", "tab:orange", "tab:green")
+    for row, (size, y, draws, nuts) in zip(axes, found):
+        row[0].hist(y.cpu(), bins=60, range=(-5, 5), density=True, color="lightgray", label=f"{size:,} points")
+        curves = density(draws, grid)
+        low, high = curves.quantile(0.05, 0), curves.quantile(0.95, 0)
+        row[0].fill_between(grid, low, high, color="tab:blue", alpha=0.3, linewidth=0, label="guide, 90% band")
+        row[0].plot(grid, curves.mean(0), color="tab:blue", label="guide, predictive")
+        row[0].plot(grid, density(nuts, grid).mean(0), color="black", linestyle="--", label="NUTS, predictive")
+        row[0].plot(grid, truth, color="tab:red", linewidth=1, label="truth")
+        row[0].set(xlabel="y", ylabel="density", xlim=(-5, 5))
+        row[0].legend(frameon=False, fontsize=8)
+        for axis, site in zip(row[1:], ("locs", "scales", "weights")):
+            span = torch.cat([draws[site], nuts[site]])
+            bins = torch.linspace(*span.quantile(torch.tensor([0.001, 0.999]).double()[[0, 1]]).tolist(), 90).numpy()
+            for k, color in enumerate(colors):
+                axis.hist(draws[site][:, k], bins, density=True, color=color, alpha=0.45)
+                axis.hist(nuts[site][:, k], bins, density=True, color="black", histtype="step", linewidth=0.9)
+                axis.axvline(TRUTH[site][k].item(), color="tab:red", linewidth=1)
+            axis.set(title=f"{site}, {size:,} points", yticks=[])
+    figure.supxlabel("filled: AutoNaMIGuide, trained on 20 to 200 points.  black: NUTS.  red: truth.", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Trains on simulations, then prints tables and writes plots for two sizes of one data set."""
+    parser = argument_parser(__doc__, "out/mixture")
+    parser.set_defaults(steps=12000)
+    arguments = parser.parse_args()
+    steps, count, sets = (3, 50, 4) if arguments.smoke else (arguments.steps, 5000, 200)
+    chains, warmup, kept = (2, 10, 10) if arguments.smoke else (4, 500, 1000)
+    torch.set_num_threads(1)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+    pyro.set_rng_seed(arguments.seed)
+    data = poutine.condition(model, TRUTH)(size=TEST_SIZES[-1])
+    references = []
+    for size in TEST_SIZES:
+        problem = Problem(model, model, (data[:size],), SITES, ())
+        path = arguments.out / f"nuts_{size}.npz"
+        options = {"seed": arguments.seed, "chains": chains, "warmup": warmup, "kept": kept, "fresh": arguments.fresh}
+        references.append(run_nuts(problem, path, **options))
+
+    if arguments.device != "cpu":
+        torch.set_default_device(arguments.device)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(arguments.seed)
+    guide = AutoNaMIGuide(model)
+    losses, seconds = train(guide, steps)
+    print(guide.inverse)
+    last = losses[-len(losses) // 10 :]
+    loss = sum(last) / len(last)
+    print(f"\nTrained {seconds:.0f} s on {steps * BATCH:,} data sets; loss at the end {loss:.3f} nats.")
+    sampled = [sample(guide, data[:size].to(arguments.device), count) for size in TEST_SIZES]
+    covered = {size: coverage(guide, size, sets) for size in TEST_SIZES}
+    torch.set_default_device("cpu")
+
+    results: dict[str, Any] = {"training seconds": seconds, "loss": loss}
+    for size, (draws, took), (nuts, numbers) in zip(TEST_SIZES, sampled, references):
+        results[str(size)] = print_table(size, draws, nuts, took, {name: numbers[name] for name in DIAGNOSTICS})
+    print(f"\nShare of {sets} new data sets whose latents are in the guide's 80% intervals (0.8 is right, +- ", end="")
+    print(f"{math.sqrt(0.16 / sets):.2f}): weights, locs, scales")
+    for size, shares in covered.items():
+        print(f"{size:>6,} points: " + " ".join(f"{share:.2f}" for share in shares) + f"   mean {shares.mean():.3f}")
+        results[str(size)]["coverage of 80% intervals"] = shares.tolist()
+    (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    found = [(size, data[:size], draws, nuts) for size, (draws, _), (nuts, _) in zip(TEST_SIZES, sampled, references)]
+    plot(found, arguments.out / "mixture.png")
+    print(f"\nWritten to {arguments.out}: results.json, mixture.png, nuts_200.npz, nuts_2000.npz")
+
+
+if __name__ == "__main__":
+    main()
