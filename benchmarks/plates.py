@@ -25,6 +25,7 @@ from pathlib import Path
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from tqdm import tqdm
@@ -137,8 +138,8 @@ def sets(evidence, steps, batch, datasets, seed):
             mean_errors, sd_ratios = [], []
             for _ in range(datasets):
                 _, y = joint_draws(size, 1)
-                with pyro.plate("draws", 2000, dim=-2):
-                    m = guide(size, y[0])["m"].flatten()
+                factor = poutine.trace(guide).get_trace(size, y[0]).nodes["m"]["fn"]
+                m = factor.sample((10_000,)).flatten()
                 exact_mean, exact_sd = y.mean() / (1 + variance), (1 + 1 / variance) ** -0.5
                 mean_errors.append(abs(float(m.mean() - exact_mean)) / exact_sd)
                 sd_ratios.append(abs(float(m.std()) / exact_sd - 1))
