@@ -330,10 +330,14 @@ class Sources:
 
     def evidence(self, source: Source, encoder: Callable[[Tensor, Along | Segments], Tensor]) -> Tensor:
         """Returns what the instances of a pooled source, as read by a factor, add up to: ``(*left, *plates, sums)``."""
-        if isinstance(source, Gathered):
-            return self._gather(self.evidence(source.source, encoder), source)
-        assert isinstance(source, Pooled)
-        return self._pool(source, encoder)
+        key = "evidence", source
+        if key not in self._known:
+            if isinstance(source, Gathered):
+                self._known[key] = self._gather(self.evidence(source.source, encoder), source)
+            else:
+                assert isinstance(source, Pooled)
+                self._known[key] = self._pool(source, encoder)
+        return self._known[key]
 
     def _pool(self, source: Pooled, encoder: Callable[[Tensor, Along | Segments], Tensor]) -> Tensor:
         if source.inputs not in self._known:
