@@ -84,15 +84,15 @@ class Evidence(nn.Module):
         if applies(x, over):
             rows = EvidenceRows(self.heads, _MAX_LOG_PRECISION)
             return summed(rows, x, weight, over).unflatten(-1, (self.heads, -1))
-        raw = F.linear(x, weight[:, :-1], weight[:, -1])
-        log_precision, slope = raw.unsqueeze(-1).split(self.heads, -2)
+        ones = F.pad(x, (1, 0), value=1.0)
+        log_precision, slope = F.linear(x, weight[:, :-1], weight[:, -1]).split(self.heads, -1)
         force = log_precision.clamp(-_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope
-        sums = [over.sum(part.squeeze(-1)).unsqueeze(-1) for part in (force * slope, force)]
         if isinstance(over, Along):
-            products = _products(force.squeeze(-1), x, over)
+            products = _products(force, ones, over)
         else:
-            products = over.sum((force * x.unsqueeze(-2)).flatten(-2)).unflatten(-1, (self.heads, -1))
-        return torch.cat((*sums, products), -1)
+            terms = force.unsqueeze(-1) * ones.unsqueeze(-2)
+            products = over.sum(terms.flatten(-2)).unflatten(-1, (self.heads, -1))
+        return torch.cat((over.sum(force * slope).unsqueeze(-1), products), -1)
 
 
 def _products(force: Tensor, x: Tensor, over: Along) -> Tensor:
