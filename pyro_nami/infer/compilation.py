@@ -1,0 +1,378 @@
+"""Inference compilation: a guide trained on a model's own simulations, for all data sets at once.
+
+Change this module when the loss or the loop of training changes. Its parts: `joint` simulates, `batches` says where
+simulations come from, `losses` what they cost, `optimizing` moves the weights, `checkpoint` keeps them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.optim import PyroOptim
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from pyro_nami.infer.batches import Arguments, Batch, FreshBatches, OfflineBatches, WorkerBatches, as_draws
+from pyro_nami.infer.checkpoint import (
+    check_structure,
+    fingerprint,
+    load_checkpoint,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+    structure_of,
+)
+from pyro_nami.infer.history import History
+from pyro_nami.infer.joint import JointDraws, Simulator, forked_rng
+from pyro_nami.infer.losses import CompilationLoss, non_finite_sites
+from pyro_nami.infer.optimizing import Optimization, check_optimizer
+from pyro_nami.infer.tracking import Tracker
+
+__all__ = ["InferenceCompilation"]
+
+_VALIDATION_SEED = (
+    1_618_033_988  # held-out simulations are the same in every run, and apart from the training's
+)
+
+
+class InferenceCompilation:
+    """Trains a guide on joint draws of a model, to minimize E_p(z, x)[-log q(z | x)].
+
+    That is the KL divergence from posterior to guide, averaged over the model's own data, up to a constant. A step is
+    one vectorized run of the model and one dense pass of the guide::
+
+        compilation = InferenceCompilation(model, guide, lambda p: torch.optim.Adam(p, lr=1e-3), batch_size=250)
+        compilation.fit(2000, args=(x,), validation=1000, checkpoint="tree.ckpt")
+
+    The model is fixed: parameters that it may have are left alone. Data among its arguments are resampled, so only
+    their shapes count.
+
+    Args:
+        model: a Pyro model.
+        guide: any guide that accepts ``observations=``; see `CompilationLoss`.
+        optim: an optimizer of Pyro's, or a function from the guide's parameters to one of torch's, as
+            ``functools.partial(torch.optim.Adam, lr=1e-3)``.
+        batch_size: simulations a step.
+        observed: sites that the model samples when no data is given, but that the guide conditions on; those of a
+            guide with an attribute ``observed`` need not be named.
+        scheduler: a function from a torch optimizer to one of torch's schedulers, which steps once a step
+            (`ReduceLROnPlateau`: once a validation).
+        clip_norm: largest norm of the gradient.
+        wrap: what wraps the loss module before its first use, such as `DistributedDataParallel`.
+
+    Attributes:
+        history: of the last `fit`, or of the steps so far.
+
+    References:
+        Le, Baydin and Wood 2017, "Inference Compilation and Universal Probabilistic Programming".
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        guide: Callable,
+        optim: PyroOptim | Callable[[list[Tensor]], torch.optim.Optimizer],
+        *,
+        batch_size: int,
+        observed: Sequence[str] = (),
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        clip_norm: float | None = None,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> None:
+        check_optimizer(optim, scheduler, clip_norm)
+        _check_count("batch_size", batch_size)
+        self.model, self.guide, self.batch_size = model, guide, batch_size
+        self.history = History()
+        self._observed = (observed,) if isinstance(observed, str) else tuple(observed)
+        self._options = optim, scheduler, clip_norm
+        self._wrap = wrap
+        self._simulator: Simulator | None = None
+
+    # ---- single steps
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Takes one step on a fresh batch of simulations at the model's arguments.
+
+        Returns:
+            The loss, in nats per simulation.
+
+        Raises:
+            ValueError: if loss or gradient are not finite, naming the site; the guide then has the weights of the last
+                step at which they were. If more than a tenth of all simulations are not finite, naming the site.
+        """
+        loss = self._update(
+            next(FreshBatches(self._set_up(args, kwargs), lambda _: (args, kwargs), self.batch_size))
+        )
+        self.history.losses.append(loss)
+        return loss
+
+    def evaluate_loss(self, *args: Any, num: int = 1000, **kwargs: Any) -> float:
+        """Returns the loss on ``num`` fresh simulations at the model's arguments, in nats per simulation."""
+        _check_count("num", num)
+        return self._mean_loss(self._simulate(self._set_up(args, kwargs), lambda _: (args, kwargs), num))
+
+    # ---- the whole of training
+
+    def fit(
+        self,
+        steps: int,
+        args: Sequence[Any] | Arguments = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        data: Iterable[Any] | None = None,
+        num_workers: int = 0,
+        validation: int | Iterable[Any] | None = None,
+        validate_every: int = 100,
+        patience: int | None = None,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int = 100,
+        progress: bool = True,
+        tracker: Tracker | None = None,
+    ) -> History:
+        """Trains for a number of steps.
+
+        With validation the guide ends with the weights of the lowest validation loss, otherwise with the last ones.
+        With a checkpoint that exists, training goes on from there, and on a CPU to the same bits as without the
+        interruption; delete the file to start anew.
+
+        Args:
+            steps: number of steps, those before the checkpoint included.
+            args, kwargs: the model's arguments; or ``args`` is a function from the step to a pair of them, for
+                training over plates of varying size.
+            data: batches of simulations made before, read instead of fresh ones and again from the start when they
+                end: `JointDraws`, or site -> values ``(draws, *plates, *event)`` of latents and observed sites. Any
+                iterable, a `DataLoader` say. An iterator ends the training with its last batch.
+            num_workers: processes that simulate ahead, for models that are slow; 0: none.
+            validation: number of held-out simulations, the same in every run; or batches of them, as in ``data``.
+            validate_every: steps between validations.
+            patience: validations without a new lowest loss after which training ends.
+            checkpoint: file to write to and to go on from.
+            checkpoint_every: steps between checkpoints; one more comes at the end.
+            progress: whether to show a progress bar.
+            tracker: where to log ``loss`` and ``validation_loss``.
+
+        Raises:
+            ValueError: as `step` does; or if the checkpoint is of another structure, naming the sites.
+        """
+        for name, count in (
+            ("steps", steps),
+            ("validate_every", validate_every),
+            ("checkpoint_every", checkpoint_every),
+        ):
+            _check_count(name, count)
+        if patience is not None and validation is None:
+            raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
+        arguments = args if callable(args) else _constant(tuple(args), dict(kwargs or {}))
+        simulator = self._set_up(*arguments(0))
+        held_out = self._held_out(validation, simulator, arguments)
+        history = self.history = History()
+        best: dict[str, Any] | None = None
+        saved: dict[str, Any] = {}
+        if checkpoint is not None and Path(checkpoint).exists():
+            saved = load_checkpoint(checkpoint)
+            check_structure(saved["structure"], self._structure)
+            self._load_guide(saved["guide"])
+            self._optimization.load(saved["optimization"])
+            history = self.history = History.from_state(saved["history"])
+            best = saved["best"]
+        start, stream_state = len(history.losses), saved.get("stream")
+        stream: Any
+        if data is not None:
+            stream = OfflineBatches(data, simulator, arguments, start, stream_state)
+        elif num_workers > 0:
+            stream = WorkerBatches(
+                simulator, arguments, self.batch_size, range(start, steps), num_workers, stream_state
+            )
+        else:
+            stream = FreshBatches(simulator, arguments, self.batch_size, start)
+        if saved:
+            set_rng_state(saved["rng"])
+
+        def save() -> None:
+            if checkpoint is not None:
+                save_checkpoint(
+                    checkpoint,
+                    {
+                        "structure": self._structure,
+                        "fingerprint": fingerprint(self._structure),
+                        "guide": self._guide_state(),
+                        "best": best,
+                        "optimization": self._optimization.state(),
+                        "rng": rng_state(),
+                        "stream": stream.state(),
+                        "history": {
+                            **vars(history),
+                            "losses": torch.tensor(history.losses, dtype=torch.float64),
+                        },
+                    },
+                )
+
+        with tqdm(total=steps, initial=start, desc="compiling", disable=not progress, mininterval=0.2) as bar:
+            while (step := len(history.losses)) < steps:
+                if patience is not None and history.validations_since_best() >= patience:
+                    break
+                batch = next(stream, None)
+                if batch is None:
+                    break
+                loss = self._update(batch)
+                history.losses.append(loss)
+                step += 1
+                if tracker is not None:
+                    tracker.log("loss", loss, step)
+                if held_out is not None and (step % validate_every == 0 or step == steps):
+                    validated = self._mean_loss(held_out())
+                    history.validation.append((step, validated))
+                    self._optimization.validated(validated)
+                    if history.best_step == step:
+                        best = copy.deepcopy(self._guide_state())
+                    if tracker is not None:
+                        tracker.log("validation_loss", validated, step)
+                if step % checkpoint_every == 0 and step < steps:
+                    save()
+                if step % 50 == 0:
+                    bar.set_postfix_str(history.recent(), refresh=False)
+                bar.update()
+        if len(history.losses) > start:
+            save()
+        if best is not None:
+            self._load_guide(best)
+        if history.skipped:
+            warnings.warn(f"{history.shortfall()}; they were left out.", stacklevel=2)
+        return history
+
+    # ---- set-up
+
+    def _set_up(self, args: tuple, kwargs: dict[str, Any]) -> Simulator:
+        """Returns the simulator; at the first call makes it, the guide's structure and all that depends on it."""
+        if self._simulator is not None:
+            return self._simulator
+        observed = dict.fromkeys((*self._observed, *getattr(self.guide, "observed", ())))
+        simulator = Simulator(self.model, args, kwargs, tuple(observed))
+        if simulator.trainable:
+            warnings.warn(
+                f"The model has trainable parameters, {', '.join(map(repr, simulator.trainable))}. The guide is "
+                "compiled for the model as it is, and they are left alone; fit them first, by SVI say.",
+                stacklevel=4,
+            )
+        with forked_rng():
+            draws, _ = simulator.draw(16).finite()
+        loss: nn.Module = CompilationLoss(self.guide)
+        with torch.no_grad(), pyro.validation_enabled(False), poutine.trace(param_only=True) as capture:
+            loss(draws, args, kwargs)  # lazy guides get their parameters
+        if isinstance(self.guide, nn.Module):
+            parameters: dict[str, Tensor] = {
+                n: p for n, p in self.guide.named_parameters() if p.requires_grad
+            }
+        else:
+            sites: dict[str, Any] = dict(capture.trace.nodes)
+            parameters = {name: site["value"].unconstrained() for name, site in sites.items()}
+        if not parameters:
+            raise ValueError("Expected a guide with parameters; got none.")
+        self._parameters = parameters
+        self._finite = [value.detach().clone() for value in parameters.values()]
+        self._optimization = Optimization(*self._options, parameters)
+        self._structure = structure_of(self.guide, parameters)
+        self._loss = loss if self._wrap is None else self._wrap(loss)
+        self._simulator = simulator
+        return simulator
+
+    def _guide_state(self) -> dict[str, Any]:
+        if isinstance(self.guide, nn.Module):
+            return self.guide.state_dict()
+        return {name: value.detach() for name, value in self._parameters.items()}
+
+    def _load_guide(self, state: Mapping[str, Any]) -> None:
+        if isinstance(self.guide, nn.Module):
+            self.guide.load_state_dict(state)
+        else:
+            with torch.no_grad():
+                for name, value in self._parameters.items():
+                    value.copy_(state[name])
+        torch._foreach_copy_(self._finite, [*self._parameters.values()])
+
+    # ---- losses
+
+    def _simulate(self, simulator: Simulator, arguments: Arguments, num: int) -> Iterator[Batch]:
+        """Yields ``num`` simulations in batches."""
+        for step, done in enumerate(range(0, num, self.batch_size)):
+            yield next(FreshBatches(simulator, arguments, min(self.batch_size, num - done), step))
+
+    def _held_out(
+        self, validation: int | Iterable[Any] | None, simulator: Simulator, arguments: Arguments
+    ) -> Callable[[], Iterable[Batch]] | None:
+        """Returns what yields the held-out simulations, batch by batch."""
+        if validation is None:
+            return None
+        if isinstance(validation, int):
+            _check_count("validation", validation)
+            with forked_rng():
+                pyro.set_rng_seed(_VALIDATION_SEED)
+                batches = list(self._simulate(simulator, arguments, validation))
+            return lambda: batches
+        given = list(validation) if isinstance(validation, Iterator) else validation
+        return lambda: (Batch(*arguments(i), as_draws(batch, simulator)) for i, batch in enumerate(given))
+
+    @torch.no_grad()
+    def _mean_loss(self, batches: Iterable[Batch]) -> float:
+        """Returns the mean loss over all finite simulations."""
+        total, count = 0.0, 0
+        with pyro.validation_enabled(False), poutine.block():
+            for args, kwargs, draws in batches:
+                kept = draws.finite()[0]
+                if kept.num:
+                    total, count = total + self._loss(kept, args, kwargs).sum().item(), count + kept.num
+        if count == 0:
+            raise ValueError("Expected finite simulations; every one has NaN or infinite values.")
+        return total / count
+
+    def _update(self, batch: Batch) -> float:
+        """Moves the weights by one step; returns the loss before."""
+        args, kwargs, drawn = batch
+        draws, non_finite = drawn.finite()
+        self.history.count(drawn.num, drawn.num - draws.num, non_finite)
+        if draws.num == 0:
+            return math.nan
+        parameters: list[Tensor] = [*self._parameters.values()]
+        with pyro.validation_enabled(False), poutine.block():
+            loss = self._loss(draws, args, kwargs).mean()
+            self._optimization.zero_grad()
+            loss.backward(inputs=parameters)  # none for the model's own
+        norm = self._optimization.clip()
+        loss_value, norm_value = torch.stack((loss.detach(), norm.to(loss))).tolist()
+        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+            message = self._non_finite(loss_value, draws, args, kwargs)
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, self._finite)
+            raise ValueError(message)
+        torch._foreach_copy_(self._finite, parameters)
+        self._optimization.step()
+        return loss_value
+
+    def _non_finite(self, loss: float, draws: JointDraws, args: tuple, kwargs: dict[str, Any]) -> str:
+        """Returns the message for a loss or gradient that is not finite, with the sites that it comes from."""
+        with pyro.validation_enabled(False):
+            sites = non_finite_sites(self.guide, list(self._parameters.values()), draws, args, kwargs)
+        found = [f"'{name}' (values up to {draws.latents[name].abs().max().item():.3g})" for name in sites]
+        return (
+            f"Expected a finite loss and gradient; in step {len(self.history.losses) + 1} the guide's log density or "
+            f"its gradient is not finite at {', '.join(found) or 'no single site'}, and the loss is {loss:.3g}. The "
+            "guide has the weights of the last step at which all was finite. Lower the learning rate, pass clip_norm=, or "
+            "give the site a prior with lighter tails."
+        )
+
+
+def _constant(args: tuple, kwargs: dict[str, Any]) -> Arguments:
+    return lambda step: (args, kwargs)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not (isinstance(value, int) and value > 0):
+        raise ValueError(f"Expected {name} to be a positive number; got {value!r}.")

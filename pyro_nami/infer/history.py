@@ -1,0 +1,80 @@
+"""What happened in training, and when simulations are too bad to go on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["History"]
+
+_MAX_SKIPPED = 0.1  # share of simulations that may be non-finite
+_JUDGED_FROM = 100  # simulations from which on that share is judged
+
+
+@dataclasses.dataclass
+class History:
+    """What happened in training.
+
+    Attributes:
+        losses: -log q in nats per simulation, at every step; NaN where no simulation of a batch was finite.
+        validation: pairs of the steps done and the loss on the held-out simulations then.
+        simulations: number of simulations seen, skipped ones included.
+        skipped: number of those with NaN or infinite values, which are not trained on.
+        non_finite: site -> number of simulations that are not finite there.
+    """
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    simulations: int = 0
+    skipped: int = 0
+    non_finite: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def best_step(self) -> int | None:
+        """Steps done when the loss on the held-out simulations was lowest; None without validation."""
+        return min(self.validation, key=lambda pair: pair[1])[0] if self.validation else None
+
+    def validations_since_best(self) -> int:
+        """Returns the number of validations after the best one."""
+        best = self.best_step
+        return 0 if best is None else sum(step > best for step, _ in self.validation)
+
+    def count(self, drawn: int, skipped: int, non_finite: Mapping[str, int]) -> None:
+        """Takes the figures of one batch.
+
+        Raises:
+            ValueError: if more than a tenth of all simulations are not finite, naming the sites.
+        """
+        self.simulations += drawn
+        self.skipped += skipped
+        for name, number in non_finite.items():
+            self.non_finite[name] = self.non_finite.get(name, 0) + number
+        if self.simulations >= _JUDGED_FROM and self.skipped > _MAX_SKIPPED * self.simulations:
+            raise ValueError(
+                f"Expected at most {_MAX_SKIPPED:.0%} of the simulations with NaN or infinite values; "
+                f"{self.shortfall()}. Give the model priors under which it does not overflow."
+            )
+
+    def shortfall(self) -> str:
+        """Returns in words how many simulations are not finite, and where, the worst site first."""
+        worst = sorted(self.non_finite.items(), key=lambda item: -item[1])
+        sites = ", ".join(f"'{name}' ({number})" for name, number in worst)
+        return f"{self.skipped} of {self.simulations} simulations are not finite, at {sites}"
+
+    def recent(self) -> str:
+        """Returns the latest losses in words."""
+        losses = self.losses[-50:]
+        text = f"loss {sum(losses) / len(losses):.3f} nats"
+        return f"{text}, held out {self.validation[-1][1]:.3f}" if self.validation else text
+
+    def state(self) -> dict[str, Any]:
+        """Returns the history as tensors and plain Python."""
+        return {**vars(self), "losses": torch.tensor(self.losses, dtype=torch.float64)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> History:
+        """Returns the history that `state` was made of."""
+        return cls(**{**state, "losses": state["losses"].tolist()})
