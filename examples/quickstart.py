@@ -5,7 +5,7 @@ Eight schools coached pupils for a test; ``y`` are the estimated effects and ``s
 not. Given tau everything else is Gaussian, so evidence and posterior are known exactly by quadrature over tau, and
 every guide is judged against them. Run with::
 
-    python examples/quickstart.py [--smoke] [--steps 2500] [--seed 0] [--out out]
+    python examples/quickstart.py [--smoke] [--steps 2500] [--seed 0] [--device cpu] [--out out]
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,13 +20,13 @@ from typing import NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, AutoNormal, AutoStructured
-from pyro.optim import ClippedAdam
+from references import Problem
+from study import argument_parser, fit, pyplot
 from torch import Tensor
-from tqdm import tqdm
 
 from pyro_nami import AutoNaMIGuide
+from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.render import render
 
 Y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
@@ -50,8 +49,6 @@ GUIDES: dict[str, Callable[[Callable], AutoGuide]] = {
     "AutoNaMIGuide": AutoNaMIGuide,
     'AutoNaMIGuide, families="flow"': lambda model: AutoNaMIGuide(model, families="flow"),
 }
-LEARNING_RATE = 0.05
-PARTICLES = 64
 
 
 def model(sigma: Tensor, y: Tensor | None = None) -> Tensor:
@@ -114,7 +111,7 @@ class Exact:
         return self._weights[:, None] * dist.Normal(theta_mean[:, None], sd[:, None]).log_prob(theta_1).exp()
 
 
-class Row(NamedTuple):
+class Result(NamedTuple):
     """What is reported of one guide. ``gap`` in nats, with its standard error; ``draws (count, 10)``."""
 
     name: str
@@ -124,39 +121,26 @@ class Row(NamedTuple):
     draws: Tensor
 
 
-def train(name: str, steps: int, seed: int) -> tuple[AutoGuide, float]:
-    """A trained guide, and the seconds it took; the same settings for all."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(seed)
-    guide = GUIDES[name](model)
-    optimizer = ClippedAdam({"lr": LEARNING_RATE, "lrd": 0.01 ** (1 / steps)})
-    svi = SVI(model, guide, optimizer, elbo(PARTICLES))
-    start = time.perf_counter()
-    with tqdm(range(steps), desc=f"{name:<31}", mininterval=0.2) as progress:
-        for step in progress:
-            loss = svi.step(SIGMA, Y)
-            if step % 100 == 0:
-                progress.set_postfix_str(f"loss {loss:.2f}", refresh=False)
-    return guide, time.perf_counter() - start
+def judge(name: str, exact: Exact, arguments: argparse.Namespace) -> Result:
+    """Trains a guide and compares it with the exact posterior; the same settings for all."""
+    problem = Problem(model, (SIGMA, Y), ("mu", "tau", "theta")).convert(
+        lambda part: part.to(arguments.device)
+    )
+    steps, chunks = (3, 4) if arguments.smoke else (arguments.steps, 200)
+    settings = {
+        "steps": steps,
+        "seed": arguments.seed,
+        "chunks": chunks,
+        "learning_rate": 0.05,
+        "particles": 64,
+    }
+    with torch.device(arguments.device):
+        _, row = fit(problem, name, GUIDES[name], **settings)
+    draws = torch.cat([part.reshape(500 * chunks, -1) for part in row.draws.values()], -1)
+    return Result(name, exact.log_evidence - row.elbo, row.error, row.seconds, draws)
 
 
-def elbo(particles: int) -> Trace_ELBO:
-    return Trace_ELBO(num_particles=particles, vectorize_particles=True, max_plate_nesting=1)
-
-
-@torch.no_grad()
-def judge(name: str, guide: AutoGuide, seconds: float, log_evidence: float, chunks: int) -> Row:
-    """The ELBO gap from ``chunks`` times 1,000 particles, and 1,000 draws for each chunk."""
-    losses = torch.tensor([elbo(1000).loss(model, guide, SIGMA, Y) for _ in range(chunks)])
-    sites = ("mu", "tau", "theta")
-    sampler = Predictive(model, guide=guide, num_samples=1000 * chunks, return_sites=sites, parallel=True)
-    values = sampler(SIGMA, Y)
-    draws = torch.cat([values[site].reshape(1000 * chunks, -1) for site in sites], -1)
-    gap = log_evidence + losses.mean().item()
-    return Row(name, gap, losses.std().item() / math.sqrt(chunks), seconds, draws)
-
-
-def print_table(rows: list[Row], exact: Exact, exact_draws: Tensor) -> None:
+def print_table(rows: list[Result], exact: Exact, exact_draws: Tensor) -> None:
     """ELBO gaps and marginals; deviations are in sds of the reference draws."""
     print("\nELBO gap: exact log evidence minus ELBO, in nats (0 is the exact posterior), +- standard error.")
     print(
@@ -182,13 +166,9 @@ def print_table(rows: list[Row], exact: Exact, exact_draws: Tensor) -> None:
     print(f"\nExact log evidence by quadrature over tau: {exact.log_evidence:.4f} nats.")
 
 
-def plot_funnels(rows: list[Row], exact: Exact, exact_draws: Tensor, path: Path) -> None:
+def plot_funnels(rows: list[Result], exact: Exact, exact_draws: Tensor, path: Path) -> None:
     """tau against theta_1: each guide's draws, over the exact posterior's 50% and 90% regions."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     theta = torch.linspace(-14.0, 30.0, 221, dtype=torch.float64)
     density = exact.density(theta)
     ordered = density.flatten().sort(descending=True).values
@@ -215,7 +195,7 @@ def plot_funnels(rows: list[Row], exact: Exact, exact_draws: Tensor, path: Path)
 
 def write_networks(guide: AutoNaMIGuide, folder: Path) -> list[Path]:
     """The network and its inverse: drawn here, as Mermaid text, and by Graphviz where it is installed."""
-    parts = {"network": guide.bayesnet, "inverse": guide.inverse}
+    parts: dict[str, BayesNet | Inverse] = {"network": guide.bayesnet, "inverse": guide.inverse}
     paths = [folder / "network.png", folder / "network.md"]
     plot_networks(guide, paths[0])
     paths[1].write_text(
@@ -232,12 +212,9 @@ def write_networks(guide: AutoNaMIGuide, folder: Path) -> list[Path]:
 
 def plot_networks(guide: AutoNaMIGuide, path: Path) -> None:
     """The model's network and its inverse side by side, sites in the same places."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.patches import FancyBboxPatch
 
+    plt = pyplot()
     net, inverse = guide.bayesnet, guide.inverse
     places = {"mu": (-1.0, 2.4), "tau": (1.0, 2.4), "theta": (0.0, 1.2), "y": (0.0, 0.0)}
     modelled = set(net.edges) | {(child, parent) for parent, child in net.edges}
@@ -281,15 +258,7 @@ def plot_networks(guide: AutoNaMIGuide, path: Path) -> None:
 
 def main() -> None:
     """Trains all guides, prints the table and writes the plots."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that everything runs")
-    parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the plots")
-    arguments = parser.parse_args()
-    steps, chunks = (3, 2) if arguments.smoke else (arguments.steps, 100)
+    arguments = argument_parser(__doc__, "out", steps=2500).parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
@@ -299,12 +268,9 @@ def main() -> None:
     written = write_networks(guide, arguments.out)
 
     exact = Exact()
-    rows = []
-    for name in GUIDES:
-        trained, seconds = train(name, steps, arguments.seed)
-        rows.append(judge(name, trained, seconds, exact.log_evidence, chunks))
+    rows = [judge(name, exact, arguments) for name in GUIDES]
     pyro.set_rng_seed(arguments.seed)
-    exact_draws = exact.sample(1000 * chunks)
+    exact_draws = exact.sample(len(rows[0].draws))
     print_table(rows, exact, exact_draws)
     written.append(arguments.out / "funnels.png")
     plot_funnels(rows, exact, exact_draws, written[-1])

@@ -318,9 +318,7 @@ class Sources:
             return self._features[source.node]
         if source not in self._known:
             if isinstance(source, Flattened):
-                value = self.value(source.source)
-                for plate in source.plates:
-                    value = flatten(value, self._dims[plate] - 1)
+                value = self._flatten(self.value(source.source), source)
             elif isinstance(source, Gathered):
                 value = self._gather(self.value(source.source), source)
             else:
@@ -334,6 +332,8 @@ class Sources:
         if key not in self._known:
             if isinstance(source, Gathered):
                 self._known[key] = self._gather(self.evidence(source.source, encoder), source)
+            elif isinstance(source, Flattened):
+                self._known[key] = self._flatten(self.evidence(source.source, encoder), source)
             else:
                 assert isinstance(source, Pooled)
                 self._known[key] = self._pool(source, encoder)
@@ -347,6 +347,11 @@ class Sources:
             return encoder(x, Along(dim))
         result = encoder(x, self._maps.segments(source.plate, source.onto, dim))
         return _spread(result, dim, *self._places(source.onto))
+
+    def _flatten(self, value: Tensor, source: Flattened) -> Tensor:
+        for plate in source.plates:
+            value = flatten(value, self._dims[plate] - 1)
+        return value
 
     def _gather(self, value: Tensor, source: Gathered) -> Tensor:
         dim = self._dims[source.rows]

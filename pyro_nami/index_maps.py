@@ -3,7 +3,8 @@
 In ``alpha[county]`` row n of plate ``obs`` reads instance ``county[n]`` of plate ``county``. The model alone knows the
 index, however it is applied (indexing, ``gather``, a one-hot product), so it is found by group testing: instances whose
 number has a bit set take another value, then those that have it clear. Where exactly one of the two runs moves a row,
-for every bit, the row reads one instance, and the bits spell its number.
+for every bit, the row reads one instance, and the bits spell its number. A row that reads none (``slope[county] * x``
+where x is 0) shows nothing: it goes by what other sites, or the same one along other plates, read in the same row.
 
 Which plates are read through a map is decided once, in `map_search`; here the maps of one call are found again by the
 plan that was made then. Change this module to change how an index is read off runs of the model.
@@ -26,7 +27,8 @@ __all__ = [
     "Route",
     "Trial",
     "along",
-    "check_map",
+    "any_along",
+    "completed",
     "find_maps",
     "maps_hold",
     "moved",
@@ -75,19 +77,21 @@ def find_maps(
         held: one value of every latent, of its first instance.
 
     Raises:
-        ValueError: a row does not read exactly one instance, or two sites of a plate read different ones.
+        ValueError: a row reads several instances, or none at any site, or two sites of a plate read different ones.
     """
     maps: dict[tuple[str, str], Tensor] = {}
     for plan in plans:
         for name, index in Trial(run, plan, held).decode().items():
-            q = plan.targets[name]
-            rows = along(index, plan.dims[q])
-            if (
-                rows is None
-                or (rows < 0).any()
-                or not torch.equal(maps.setdefault((q, plan.plate), rows), rows)
+            key = plan.targets[name], plan.plate
+            rows = along(index, plan.dims[key[0]])
+            if rows is None or not torch.equal(
+                completed(rows, maps.get(key, rows)), completed(maps.get(key, rows), rows)
             ):
-                raise ValueError(_broken(plan, name, rows))
+                raise ValueError(_broken(plan, name, None))
+            maps[key] = completed(rows, maps.get(key, rows))
+        for name, q in plan.targets.items():
+            if (maps[q, plan.plate] < 0).any():
+                raise ValueError(_broken(plan, name, maps[q, plan.plate]))
     return maps
 
 
@@ -99,8 +103,8 @@ def maps_hold(
 ) -> bool:
     """Returns whether these are still the maps that the model reads through, by 4 runs a plan.
 
-    Three random halves of the instances are changed in turn: a row must move where its instance is in the half, and
-    there only. A change of one single row may be missed (one time in eight); one of many rows is not.
+    Three random halves of the instances are changed in turn: a row must move, at one site at least, where its instance
+    is in the half, and there only. A change of one single row may be missed (one time in eight), one of many is not.
     """
     generator = torch.Generator().manual_seed(_SEED)
     for plan in plans:
@@ -113,11 +117,16 @@ def maps_hold(
                 return False
         for _ in range(_HALVES if trial.size > 1 else 0):
             half = torch.randperm(trial.size, generator=generator) < trial.size // 2
+            still: dict[str, Tensor] = {}
             for name, rows in trial.moved(half).items():
-                index, dim = known[name], plan.dims[plan.targets[name]]
+                index, q = known[name], plan.targets[name]
                 assert index is not None
-                if not (rows == spread(half.to(rows.device)[index.to(rows.device)], dim)).all():
+                changed = half.to(rows.device)[index.to(rows.device)]
+                if (rows & spread(~changed, plan.dims[q])).any():
                     return False
+                still[q] = still.get(q, changed) & ~any_along(rows, plan.dims[q])
+            if any(rows.any() for rows in still.values()):
+                return False
     return True
 
 
@@ -155,7 +164,8 @@ class Trial:
     def decode(self) -> dict[str, Tensor]:
         """Returns the number of the instance that each instance ``(*batch)`` of a watched site reads.
 
-        It is negative where none or several are read; the search ends early where that is so for every site.
+        It is negative where none or several are read; the search ends early if every site has a row that reads several,
+        or none that reads any.
         """
         number = torch.arange(self.size)
         found = {name: self._zeros(name) for name in self.plan.targets}
@@ -167,7 +177,7 @@ class Trial:
                 read = torch.where(on, index | (1 << bit), index)
                 read = torch.where(index < 0, index, read)
                 found[name] = read.masked_fill(~(on | off), NONE).masked_fill(on & off, SEVERAL)
-            if all((index < 0).any() for index in found.values()):
+            if all((index == SEVERAL).any() or (index == NONE).all() for index in found.values()):
                 break
         return {name: index.masked_fill(index >= max(self.size, 1), SEVERAL) for name, index in found.items()}
 
@@ -209,11 +219,25 @@ def _readings(site: Any, value: Any) -> dict[Any, Tensor]:
 
 
 def along(index: Tensor, dim: int) -> Tensor | None:
-    """Returns an index ``(*batch)`` as one of the instances along ``dim``; None where it varies along other dims."""
+    """Returns an index ``(*batch)`` as one of the instances along ``dim``; None where it varies along other dims.
+
+    Entries that read no instance go by the others in their row.
+    """
     rows = index.movedim(dim, 0).unsqueeze(-1).flatten(1)
     if not rows.shape[1]:
         return rows.new_zeros(len(rows))
-    return rows[:, 0].clone() if bool((rows == rows[:, :1]).all()) else None
+    first = rows.gather(1, (rows != NONE).long().argmax(1, keepdim=True))
+    return first[:, 0] if bool(((rows == first) | (rows == NONE)).all()) else None
+
+
+def any_along(rows: Tensor, dim: int) -> Tensor:
+    """Returns for which instances along ``dim`` of ``(*batch)`` any entry is True."""
+    return rows.movedim(dim, 0).unsqueeze(-1).flatten(1).any(1)
+
+
+def completed(rows: Tensor, other: Tensor) -> Tensor:
+    """Returns an index ``(size,)`` that is that of another site in the rows that read no instance."""
+    return torch.where(rows == NONE, other, rows)
 
 
 class Route(NamedTuple):
@@ -241,31 +265,6 @@ def routes(maps: Mapping[tuple[str, str], Tensor], start: str) -> Iterator[Route
             )
 
 
-def check_map(pair: tuple[str, str], index: Any, plate: str, size: int) -> Tensor:
-    """Returns a user's index map of a pair ``(latent, site)``, checked to point into a plate of ``size`` instances.
-
-    Raises:
-        TypeError: it is not a tensor of integers.
-        ValueError: it is not one-dimensional, or points outside the plate.
-    """
-    if not isinstance(index, Tensor) or index.dtype == torch.bool or index.is_floating_point():
-        kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
-        raise TypeError(f"Expected the index map of {pair!r} to be a tensor of integers; got {kind}.")
-    if index.dim() != 1:
-        raise ValueError(
-            f"Expected the index map of {pair!r} to have one dim, the instances of a plate of '{pair[1]}'; got shape "
-            f"{tuple(index.shape)}."
-        )
-    outside = (index < 0) | (index >= size)
-    if outside.any():
-        row = int(outside.nonzero()[0])
-        raise ValueError(
-            f"Expected indices from 0 to {size - 1}; the index map of {pair!r} points outside plate '{plate}': got "
-            f"{int(index[row])} in row {row}. Number the instances of '{pair[0]}' from 0."
-        )
-    return index.long()
-
-
 def spread(rows: Tensor, dim: int) -> Tensor:
     """Returns ``(size,)`` with its dim at ``dim``, counted from the right."""
     return rows.reshape(rows.shape + (1,) * (-dim - 1))
@@ -278,8 +277,8 @@ def _device(readings: Mapping[Any, Tensor]) -> torch.device | None:
 def _broken(plan: MapPlan, name: str, rows: Tensor | None) -> str:
     latents = " and ".join(f"'{latent}'" for latent in plan.values)
     what = "an index that differs from that of another site, or along another plate"
-    if rows is not None and (rows < 0).any():
-        row = int((rows < 0).nonzero()[0])
+    if rows is not None:
+        row = int(rows.argmin())
         what = f"row {row} of plate '{plan.targets[name]}', which reads {'none' if rows[row] == NONE else 'several'}"
     return (
         f"Expected site '{name}' to read {latents} of plate '{plan.plate}' through an index map, one instance a row, "

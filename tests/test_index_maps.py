@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from pyro_nami.extraction import extract
+from pyro_nami.given_maps import check_map
 from pyro_nami.graph import nami
-from pyro_nami.index_maps import MapPlan, check_map, find_maps, maps_hold, routes
+from pyro_nami.index_maps import MapPlan, find_maps, maps_hold, routes
 from pyro_nami.simulation import Hidden
 
 COUNTY = torch.tensor([4, 0, 2, 2, 1, 3, 0, 4, 4, 1, 3])
@@ -81,6 +82,41 @@ def intercept_and_slope_where_most_covariates_are_zero():
     x = (torch.arange(ROWS) % 4 == 0).float()
     county = county_plate()
     rows(effects("alpha", county)[COUNTY] + effects("beta", county)[COUNTY] * x)
+
+
+FLOOR = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+
+
+def sites_of_the_rows(*locs):
+    with obs_plate():
+        for i, loc in enumerate(locs):
+            normal(f"y{i}", loc, obs=torch.zeros(ROWS))
+
+
+@idiom(obs__county=COUNTY)
+def slopes_beside_intercepts_of_another_site():
+    county = county_plate()
+    alpha, beta = effects("alpha", county), effects("beta", county)
+    sites_of_the_rows(alpha[COUNTY], beta[COUNTY] * FLOOR)
+
+
+@idiom(obs__county=COUNTY)
+def two_sites_that_read_some_rows_each():
+    alpha = effects()
+    sites_of_the_rows(alpha[COUNTY] * FLOOR, alpha[COUNTY] * (1 - FLOOR))
+
+
+@idiom(obs__county=COUNTY)
+def two_sites_of_which_one_reads_nothing_in_the_first_rows_and_one_nothing_in_the_last():
+    county, late = county_plate(), (torch.arange(ROWS) > 3).float()
+    sites_of_the_rows(effects("alpha", county)[COUNTY] * late, effects("beta", county)[COUNTY] * late.flip(0))
+
+
+@idiom(obs__county=COUNTY)
+def rows_that_read_at_some_times():
+    alpha = effects()
+    with pyro.plate("time", 2, dim=-2), pyro.plate("obs", ROWS, dim=-1):
+        normal("y", alpha[COUNTY] * torch.stack([FLOOR, 1 - FLOOR]), obs=torch.zeros(2, ROWS))
 
 
 @idiom(obs__county=COUNTY, county__state=torch.tensor([1, 0, 1, 1, 0]))
@@ -270,6 +306,46 @@ def two_sites_with_different_maps():
     with pyro.plate("obs", ROWS):
         normal("y", alpha[COUNTY], obs=torch.zeros(ROWS))
         normal("w", alpha[COUNTY.flip(0)], obs=torch.zeros(ROWS))
+
+
+@no_map
+def rows_that_read_nothing():
+    rows(effects()[COUNTY] * FLOOR)
+
+
+@no_map
+def rows_that_read_nothing_at_any_site():
+    county, some = county_plate(), FLOOR * (torch.arange(ROWS) > 3)
+    sites_of_the_rows(effects("alpha", county)[COUNTY] * FLOOR, effects("beta", county)[COUNTY] * some)
+
+
+@no_map
+def rows_that_read_nothing_at_any_time():
+    alpha = effects()
+    with pyro.plate("time", 2, dim=-2), pyro.plate("obs", ROWS, dim=-1):
+        normal("y", alpha[COUNTY] * torch.stack([FLOOR, FLOOR]), obs=torch.zeros(2, ROWS))
+
+
+@no_map
+def rows_that_read_different_instances_at_some_times():
+    """The third row does at the first time."""
+    alpha, other = effects(), (COUNTY + (torch.arange(ROWS) == 2)) % COUNTIES
+    with pyro.plate("time", 2, dim=-2), pyro.plate("obs", ROWS, dim=-1):
+        normal("y", torch.stack([alpha[other], alpha[COUNTY] * (1 - FLOOR)]), obs=torch.zeros(2, ROWS))
+
+
+@no_map
+def slopes_read_elsewhere_than_intercepts():
+    county = county_plate()
+    alpha, beta = effects("alpha", county), effects("beta", county)
+    sites_of_the_rows(alpha[COUNTY], beta[(COUNTY + 1) % COUNTIES] * FLOOR)
+
+
+@no_map
+def slopes_of_which_some_rows_read_two():
+    county = county_plate()
+    alpha, beta = effects("alpha", county), effects("beta", county)
+    sites_of_the_rows(alpha[COUNTY], (beta[COUNTY] - beta[(COUNTY + 1) % COUNTIES]) * FLOOR)
 
 
 @no_map
@@ -556,6 +632,57 @@ def test_a_row_that_reads_no_instance_in_a_later_call_is_an_error(found):
         find_maps(runner(model), found.map_plans, held(found))
 
 
+def radon(county, floor, counties=COUNTIES):
+    plate = pyro.plate("county", counties)
+    alpha, beta = effects("alpha", plate, loc=normal("mu")), effects("beta", plate)
+    rows(alpha[..., county] + beta[..., county] * floor)
+
+
+def slopes_apart(county, floor, counties=COUNTIES, beta_county=None):
+    """As `radon`, but a site of their own reads the slopes."""
+    plate = pyro.plate("county", counties)
+    alpha, beta = effects("alpha", plate, loc=normal("mu")), effects("beta", plate)
+    with pyro.plate("obs", len(county)):
+        normal("y", alpha[..., county], obs=torch.zeros(len(county)))
+        slope = beta[..., county if beta_county is None else beta_county]
+        normal("w", slope * floor, obs=torch.zeros(len(county)))
+
+
+@pytest.mark.parametrize("at_first", [FLOOR, torch.ones(ROWS)], ids=["zeros at first", "none at first"])
+@pytest.mark.parametrize("model", [radon, slopes_apart], ids=lambda model: model.__name__)
+def test_zeros_among_covariates_cost_no_run_more(model, at_first):
+    found = extract(model, (COUNTY, at_first))
+    assert torch.equal(found.index_maps["obs", "county"], COUNTY)
+    county, floor, log = torch.randint(85, (919,)), (torch.rand(919) < 0.2).float(), []
+    maps = find_maps(runner(model, county, floor, 85, log=log), found.map_plans, held(found))
+    assert torch.equal(maps["obs", "county"], county) and len(log) == 2 * (85 - 1).bit_length() + 1
+    log.clear()
+    assert maps_hold(runner(model, county, floor, 85, log=log), found.map_plans, held(found), maps)
+    assert len(log) == 4
+
+
+def test_zeros_hide_neither_another_map_nor_another_instance_in_a_later_call():
+    found = extract(slopes_apart, (COUNTY, FLOOR))
+    run = runner(slopes_apart, COUNTY, FLOOR, COUNTIES, (COUNTY + 1) % COUNTIES)
+    with pytest.raises(
+        ValueError, match="'w' to read 'alpha' and 'beta' .* differs from that of another site"
+    ):
+        find_maps(run, found.map_plans, held(found))
+    assert not maps_hold(run, found.map_plans, held(found), found.index_maps)
+
+
+def test_rows_that_read_nothing_at_any_site_in_a_later_call_are_an_error():
+    found = extract(two_sites_that_read_some_rows_each)
+
+    def model():
+        alpha = effects()
+        sites_of_the_rows(alpha[COUNTY] * FLOOR, alpha[COUNTY] * 0.0)
+
+    with pytest.raises(ValueError, match="row 0 of plate 'obs', which reads none"):
+        find_maps(runner(model), found.map_plans, held(found))
+    assert not maps_hold(runner(model), found.map_plans, held(found), found.index_maps)
+
+
 def test_maps_that_no_longer_hold_are_noticed_in_a_few_runs(found):
     log = []
     run = runner(of_any_size, *FIRST, log=log)
@@ -658,6 +785,30 @@ def test_given_maps_that_disagree_are_an_error():
         ValueError, match=r"given for \('alpha', 'y'\); got instance 4 in row 0, where the map has 3"
     ):
         extract(model, index_maps={("alpha", "y"): COUNTY.flip(0)})  # beta is tested
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda alpha, beta: beta[COUNTY.flip(0)] * FLOOR,
+        lambda alpha, beta: beta.mean() + torch.zeros(ROWS),
+        lambda alpha, beta: alpha.mean() + torch.zeros(ROWS),
+    ],
+    ids=["other rows", "all of another latent", "all of the same latent"],
+)
+def test_a_given_map_is_an_error_where_another_site_of_the_rows_reads_other_instances(read):
+    def model():
+        county = county_plate()
+        alpha, beta = effects("alpha", county), effects("beta", county)
+        sites_of_the_rows(alpha[COUNTY], read(alpha, beta))
+
+    with pytest.raises(ValueError, match=r"'y1' to read plate 'county' .* given for .*\('alpha', 'y0'\)"):
+        extract(model, index_maps={("alpha", "y0"): COUNTY})
+
+
+def test_a_given_map_serves_rows_of_other_sites_that_read_nothing():
+    found = extract(slopes_beside_intercepts_of_another_site, index_maps={("alpha", "y0"): COUNTY})
+    assert torch.equal(found.index_maps["obs", "county"], COUNTY)
 
 
 def test_routes_compose_maps_and_end_on_a_cycle():

@@ -2,19 +2,18 @@
 
 A `BayesNet` is what extraction reads off a model and what inversion works on: the sites in model order, the
 edges between them, the plates they lie in, and which of them are observed. It knows nothing of torch or Pyro,
-and a site's name may be any hashable value. Change this file to say more *about a site*; what follows from the
-graph belongs in `elimination.py` (moralization, fill-in) and `separation.py` (d-separation).
+and a site's name may be any hashable value. Change this file to ask a network something else; what a site is, and
+what makes sites a network, is in `sites.py`, and what follows from the graph in `elimination.py` (moralization,
+fill-in) and `separation.py` (d-separation).
 """
 
 from __future__ import annotations
 
 __all__ = ["BayesNet", "Instance", "Site", "label"]
 
-import heapq
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,37 +22,18 @@ from typing import Any, NamedTuple
 
 import networkx as nx
 
-DEFAULT_PLATE_SIZE = 2
+from pyro_nami.graph.sites import (
+    Site,
+    check_nesting,
+    closed_nesting,
+    names_of,
+    parents_by_name,
+    sites_by_name,
+    sizes_of,
+    topological,
+)
+
 _PLAIN_NAME = re.compile(r"[^\W\d][\w./\-]*")
-
-
-@dataclass(frozen=True)
-class Site:
-    """One sample site of a model.
-
-    Args:
-        name: any hashable value.
-        plates: the plates the site lies in.
-        observed: whether inference conditions on the site.
-        support_parents: the parents that the site's *support* depends on (``z ~ Uniform(0, hi)``); an inverse
-            samples them before the site.
-        marginalized: whether the model sums the latent out (enumeration), so that no guide samples it.
-
-    Raises:
-        ValueError: the site is both observed and marginalized.
-    """
-
-    name: Hashable
-    plates: frozenset[Hashable] = frozenset()
-    observed: bool = False
-    support_parents: frozenset[Hashable] = frozenset()
-    marginalized: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "plates", frozenset(_names(self.plates)))
-        object.__setattr__(self, "support_parents", frozenset(_names(self.support_parents)))
-        if self.observed and self.marginalized:
-            raise ValueError(f"Expected site {self.name!r} to be observed or marginalized; got both.")
 
 
 class Instance(NamedTuple):
@@ -119,9 +99,9 @@ class BayesNet:
         plate_sizes: Mapping[Hashable, int] | None = None,
         nesting: Mapping[Hashable, Collection[Hashable]] | None = None,
     ) -> None:
-        given = _by_name(sites)
-        parents = _parents(given, edges)
-        ordered = {name: given[name] for name in _topological(given, parents)}
+        given = sites_by_name(sites)
+        parents = parents_by_name(given, edges)
+        ordered = {name: given[name] for name in topological(given, parents)}
         rank = {name: i for i, name in enumerate(ordered)}
         parents = {name: sorted(parents[name], key=rank.__getitem__) for name in ordered}
         for site in ordered.values():
@@ -132,8 +112,8 @@ class BayesNet:
                 )
         object.__setattr__(self, "sites", MappingProxyType(ordered))
         object.__setattr__(self, "edges", tuple((u, t) for t in ordered for u in parents[t]))
-        sizes, closed = _sizes(ordered, plate_sizes or {}), _closed(nesting or {})
-        _check_nesting(ordered, closed)
+        sizes, closed = sizes_of(ordered, plate_sizes or {}), closed_nesting(nesting or {})
+        check_nesting(ordered, closed)
         object.__setattr__(self, "plate_sizes", MappingProxyType(sizes))
         nested = {plate: closed[plate] for plate in sizes if closed.get(plate)}
         object.__setattr__(self, "nesting", MappingProxyType(nested))
@@ -167,7 +147,7 @@ class BayesNet:
         if nodes is None:
             nodes = itertools.chain.from_iterable(edges)
         names = dict.fromkeys(nodes)
-        seen, lying = frozenset(_names(observed)), dict(plates or {})
+        seen, lying = frozenset(names_of(observed)), dict(plates or {})
         for what, group in (("observed site", seen), ("site in plates", lying)):
             for name in group:
                 if name not in names:
@@ -175,7 +155,7 @@ class BayesNet:
                         f"Expected every {what} to be a node of the graph; got {name!r}. "
                         "Add it to the edges, or list it in nodes."
                     )
-        sites = [Site(n, plates=frozenset(_names(lying.get(n, ()))), observed=n in seen) for n in names]
+        sites = [Site(n, plates=frozenset(names_of(lying.get(n, ()))), observed=n in seen) for n in names]
         return cls(sites, edges, plate_sizes, nesting)
 
     @classmethod
@@ -360,102 +340,3 @@ def site_label(net: BayesNet, name: Hashable) -> str:
 def plate_list(net: BayesNet, plates: frozenset[Hashable]) -> str:
     """Plates as text, in the order of the network's ``plate_sizes``."""
     return " and ".join(label(plate) for plate in net.plate_sizes if plate in plates)
-
-
-def _names(names: Iterable[Hashable]) -> Iterable[Hashable]:
-    return (names,) if isinstance(names, str) else names
-
-
-def _by_name(sites: Mapping[Hashable, Site] | Iterable[Site]) -> dict[Hashable, Site]:
-    values = list(sites.values() if isinstance(sites, Mapping) else sites)
-    for site in values:
-        if not isinstance(site, Site):
-            raise TypeError(f"Expected every site to be a Site; got {type(site).__name__} {site!r}.")
-    names = [site.name for site in values]
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ValueError(f"Expected every site once; got {name!r} {count} times.")
-    if isinstance(sites, Mapping) and list(sites) != names:
-        raise ValueError(f"Expected every site under its own name; got {list(sites)!r} for {names!r}.")
-    return dict(zip(names, values))
-
-
-def _parents(
-    sites: Mapping[Hashable, Site], edges: Iterable[tuple[Hashable, Hashable]]
-) -> dict[Hashable, list]:
-    parents: dict[Hashable, dict[Hashable, None]] = {name: {} for name in sites}
-    for u, t in edges:
-        if u not in sites or t not in sites:
-            unknown = t if u in sites else u
-            raise ValueError(
-                f"Expected the edge ({u!r}, {t!r}) to join known sites; got the unknown site {unknown!r}. "
-                "Add it to the sites (nodes)."
-            )
-        parents[t][u] = None
-    return {name: list(above) for name, above in parents.items()}
-
-
-def _sizes(sites: Mapping[Hashable, Site], sizes: Mapping[Hashable, int]) -> dict[Hashable, int]:
-    for plate, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"Expected the size of plate {plate!r} to be a positive integer; got {size!r}.")
-    used = {plate: None for site in sites.values() for plate in sorted(site.plates, key=repr)}
-    known = {plate: size for plate, size in sizes.items() if plate in used}
-    return known | {plate: DEFAULT_PLATE_SIZE for plate in used if plate not in known}
-
-
-def _closed(nesting: Mapping[Hashable, Collection[Hashable]]) -> dict[Hashable, frozenset]:
-    """The nesting, closed transitively."""
-    outer = {plate: list(_names(plates)) for plate, plates in nesting.items()}
-    for plates in list(outer.values()):
-        outer.update({plate: [] for plate in plates if plate not in outer})
-    closed: dict[Hashable, frozenset] = {}
-    for plate in _topological(outer, outer, "nesting of plates"):
-        closed[plate] = frozenset(outer[plate]).union(*(closed[q] for q in outer[plate]))
-    return closed
-
-
-def _check_nesting(sites: Mapping[Hashable, Site], nesting: Mapping[Hashable, frozenset]) -> None:
-    for site in sites.values():
-        for plate in site.plates:
-            for outer in nesting.get(plate, frozenset()) - site.plates:
-                raise ValueError(
-                    f"Expected site {site.name!r} in every plate that its plate {plate!r} determines; got plates "
-                    f"{sorted(site.plates, key=repr)!r} without {outer!r}. Add {outer!r} to the site's plates."
-                )
-
-
-def _topological(
-    names: Iterable[Hashable], parents: Mapping[Hashable, list], what: str = "graph"
-) -> list[Hashable]:
-    order = list(names)
-    rank = {name: i for i, name in enumerate(order)}
-    waiting = {name: len(parents[name]) for name in order}
-    children: dict[Hashable, list[Hashable]] = {name: [] for name in order}
-    for name in order:
-        for parent in parents[name]:
-            children[parent].append(name)
-    ready = [rank[name] for name in order if not waiting[name]]
-    placed = []
-    while ready:
-        name = order[heapq.heappop(ready)]
-        placed.append(name)
-        for child in children[name]:
-            waiting[child] -= 1
-            if not waiting[child]:
-                heapq.heappush(ready, rank[child])
-    if len(placed) < len(order):
-        cycle = _cycle([name for name in order if waiting[name]], parents)
-        raise ValueError(f"Expected an acyclic {what}; got the cycle {' -> '.join(map(repr, cycle))}.")
-    return placed
-
-
-def _cycle(left: list[Hashable], parents: Mapping[Hashable, list]) -> list[Hashable]:
-    """A cycle among ``left``, sites that each have a parent among ``left``."""
-    members, path, seen = set(left), [left[0]], {left[0]: 0}
-    while True:
-        parent = next(u for u in parents[path[-1]] if u in members)
-        if parent in seen:
-            return [parent, *reversed(path[seen[parent] :])]
-        seen[parent] = len(path)
-        path.append(parent)

@@ -22,7 +22,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_nami.conditioning import Plates, Read, covariates_of, flatten, plan_sources
+from pyro_nami.conditioning import Plates, Read, Source, covariates_of, flatten, plan_sources
 from pyro_nami.covariates import Column, ColumnSearch, columns_of
 from pyro_nami.extraction import Extraction, extract, is_blocked
 from pyro_nami.families import Family, features_of, make_family
@@ -383,11 +383,7 @@ class _Assembler:
             make_encoder=lambda size: make_encoder(
                 options.pooling, size, _POOLED_FEATURES, _POOLING_UNITS, **factory
             ),
-            evidence=[
-                factor.name
-                for factor in factors
-                if options.evidence and assembly.families[factor.name].takes_evidence and not factor.joint
-            ],
+            takes_evidence=functools.partial(self._takes_evidence, assembly.families),
             activation=options.activation,
             **factory,
         )
@@ -396,28 +392,37 @@ class _Assembler:
         )
         return network
 
+    def _takes_evidence(self, families: Mapping[str, Family], factor: Factor, source: Source) -> bool:
+        """Whether a factor takes evidence from a pooled source; a block does from sets of its members' own only."""
+        pooled, members = pooled_part(source)
+        wanted = self.options.evidence and families[factor.name].takes_evidence
+        return wanted and pooled is not None and members == factor.joint
+
     def _initial(self, factor: Factor, assembly: Assembly, network: InverseNetwork) -> Tensor:
         """Returns raw parameters ``(elements, raw)`` at the initial value, averaged over batch plates."""
         site, family = self.nodes[factor.name], assembly.families[factor.name]
         anchor = family.anchor(site["fn"]) if factor.name in assembly.anchored else None
-        raw = family.initial(site["value"], self.options.init_scale, anchor)
-        raw = raw.expand(site["fn"].batch_shape + raw.shape[-2:]).flatten(-2)
-        raw = raw[(None,) * (assembly.nesting + 1 - raw.dim())]
-        for plate in factor.joint:
-            raw = flatten(raw, self.dims[plate] - 1)
-        raw = raw.reshape(-1, raw.shape[-1]).mean(0).reshape(factor.num_elements, factor.num_params)
+        raw = self._averaged(family.initial(site["value"], self.options.init_scale, anchor), factor)
         if not factor.evidence:
             return raw
-        free = family.initial(site["value"], self.options.init_scale)[..., 0]
-        location = free.reshape(-1, factor.num_elements).mean(0)
-        counts = [self._mean_count(pooled_part(read.source), factor) for read in factor.evidence]
+        location = self._averaged(family.initial(site["value"], self.options.init_scale), factor)[:, 0]
+        counts = [self._mean_count(pooled_part(read.source)[0]) for read in factor.evidence]
         evidence = initial_evidence(
             location, self.options.init_scale, counts, factor.evidence, network.scaling(factor.name)
         )
         return torch.cat((raw, evidence), -1)
 
-    def _mean_count(self, source: Any, factor: Factor) -> float:
-        """Returns how many instances of a pooled source each instance of a factor reads on average."""
+    def _averaged(self, raw: Tensor, factor: Factor) -> Tensor:
+        """Returns ``(elements, params)`` of a factor from those of a site, ``(*batch, elements, params)``."""
+        count = raw.shape[-1]
+        raw = raw.expand(self.nodes[factor.name]["fn"].batch_shape + raw.shape[-2:]).flatten(-2)
+        raw = raw[(None,) * (1 - min(self.dims.values(), default=0) - raw.dim())]
+        for plate in factor.joint:
+            raw = flatten(raw, self.dims[plate] - 1)
+        return raw.reshape(-1, raw.shape[-1]).mean(0).reshape(factor.num_elements, count)
+
+    def _mean_count(self, source: Any) -> float:
+        """Returns how many instances of a pooled source each set of it holds on average."""
         outside = math.prod(self.sizes[plate] for plate in source.onto)
         return self.sizes[source.plate] / outside
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.conditioning import Gathered, Pooled, Source
+from pyro_nami.conditioning import Flattened, Gathered, Pooled, Source
 
 __all__ = ["EvidenceRead", "add_evidence", "initial_evidence", "pooled_part"]
 
@@ -32,12 +32,15 @@ class EvidenceRead(NamedTuple):
 
     Attributes:
         source: the pooled source, as the factor reads it.
-        first: the first of its heads that are the factor's, one an element.
+        first: the first of its heads that are the factor's.
+        heads: how many these are, one an element; one an element of each member, if the factor is a block and the
+            source holds one set for every member.
         num_inputs: inputs of an instance.
     """
 
     source: Source
     first: int
+    heads: int
     num_inputs: int
 
     @property
@@ -45,12 +48,19 @@ class EvidenceRead(NamedTuple):
         """Raw parameters an element: c, w_0 and w."""
         return self.num_inputs + 2
 
+    def of_elements(self, total: Tensor, num_elements: int) -> Tensor:
+        """Returns the sums of every element, ``(*batch, E, inputs + 2)``, from those of the source."""
+        members = total.unflatten(-1, (num_elements // self.heads, -1, self.num_params))
+        return members[..., self.first : self.first + self.heads, :].flatten(-3, -2)
 
-def pooled_part(source: Source) -> Pooled | None:
-    """Returns the pooled source below gathers; None for a source that is not pooled."""
-    while isinstance(source, Gathered):
+
+def pooled_part(source: Source) -> tuple[Pooled | None, tuple[str, ...]]:
+    """Returns the pooled source that a factor reads, None if it reads none, and the plates that it has flattened."""
+    members: tuple[str, ...] = ()
+    while isinstance(source, (Flattened, Gathered)):
+        members = source.plates if isinstance(source, Flattened) else members
         source = source.source
-    return source if isinstance(source, Pooled) else None
+    return (source if isinstance(source, Pooled) else None), members
 
 
 def add_evidence(raw: Tensor, num_params: int, sums: Sequence[Tensor], shift: Tensor, scale: Tensor) -> Tensor:

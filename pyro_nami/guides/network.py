@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -108,7 +108,7 @@ class InverseNetwork(PyroModule):
         hidden_features: widths of the hidden layers.
         shared: one network for a group of factors; otherwise a small one for every factor.
         make_encoder: a function of (number of inputs) that builds the encoder of a pooled source.
-        evidence: names of the factors that take evidence from their pooled sources.
+        takes_evidence: whether a factor takes evidence from one of its pooled sources.
         activation: of the hidden layers.
         device, dtype: of the parameters.
     """
@@ -125,7 +125,7 @@ class InverseNetwork(PyroModule):
         hidden_features: Sequence[int],
         shared: bool,
         make_encoder: Callable[[int], Any],
-        evidence: Collection[Hashable] = (),
+        takes_evidence: Callable[[Factor, Source], bool],
         activation: Callable[[Tensor], Tensor],
         **factory: Any,
     ) -> None:
@@ -147,7 +147,7 @@ class InverseNetwork(PyroModule):
                 self._add_encoders(source, make_encoder, encoders)
         self.encoders = _ModuleList(encoders)
         heads: dict[Pooled, int] = {}
-        factors = [self._with_evidence(f, heads) if f.name in evidence else f for f in factors]
+        factors = [self._with_evidence(factor, heads, takes_evidence) for factor in factors]
         self.factors = {factor.name: factor for factor in factors}
         self._evidence_index = {source: i for i, source in enumerate(heads)}
         self.evidence = _ModuleList(
@@ -231,18 +231,21 @@ class InverseNetwork(PyroModule):
             size *= math.prod(self._plate_sizes[plate] for plate in source.plates)
         return size
 
-    def _with_evidence(self, factor: Factor, heads: dict[Pooled, int]) -> Factor:
+    def _with_evidence(
+        self, factor: Factor, heads: dict[Pooled, int], takes: Callable[[Factor, Source], bool]
+    ) -> Factor:
         """Returns a factor that takes evidence from its pooled sources, and counts the heads that this needs."""
+        members = math.prod(self._plate_sizes[plate] for plate in factor.joint)
         reads = []
         for source in factor.sources:
-            pooled = pooled_part(source)
-            if pooled is None:
+            pooled, _ = pooled_part(source)
+            if pooled is None or not takes(factor, source):
                 continue
-            width = self._num_inputs(pooled)
+            width, count = self._num_inputs(pooled), factor.num_elements // members
             if width <= _MOST_EVIDENCE_INPUTS and width * factor.num_elements <= _MOST_EVIDENCE_ROWS:
                 first = heads.get(pooled, 0)
-                heads[pooled] = first + factor.num_elements
-                reads.append(EvidenceRead(source, first, width))
+                heads[pooled] = first + count
+                reads.append(EvidenceRead(source, first, count, width))
         return factor._replace(evidence=tuple(reads))
 
     def bound_encoders(self) -> dict[Source, Callable]:
@@ -431,12 +434,10 @@ class NetworkState:
         """Returns the sums of a factor's evidence, ``(*batch, elements, inputs + 2)`` for each source of it."""
         sums = []
         for read in factor.evidence:
-            pooled = pooled_part(read.source)
+            pooled, _ = pooled_part(read.source)
             assert pooled is not None
             total = self._sources.evidence(read.source, self._evidence[pooled])
-            width = read.num_params
-            part = total[..., read.first * width : (read.first + factor.num_elements) * width]
-            sums.append(part.unflatten(-1, (-1, width)))
+            sums.append(read.of_elements(total, factor.num_elements))
         return sums
 
     def conditionals(self, name: Hashable, ndims: int) -> ElementConditionals:

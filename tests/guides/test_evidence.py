@@ -53,6 +53,15 @@ def groups(county, counties, y=None):
         pyro.sample("y", dist.Normal(alpha[..., county], NOISE), obs=y)
 
 
+def crossed(county, counties, day, days, y=None):
+    with pyro.plate("county", counties):
+        alpha = pyro.sample("alpha", dist.Normal(0.0, 1.0))
+    with pyro.plate("day", days):
+        beta = pyro.sample("beta", dist.Normal(0.0, 1.0))
+    with pyro.plate("obs", len(day)):
+        pyro.sample("y", dist.Normal(alpha[..., county] + beta[..., day], NOISE), obs=y)
+
+
 def conditional(guide, name, values, *args, **kwargs):
     """Returns mean and precision of a latent given the others and the data, one for each of its instances."""
     value = values[name].clone().requires_grad_()
@@ -264,6 +273,23 @@ def test_the_evidence_of_a_group_is_that_of_its_own_rows():
     county = torch.arange(4).repeat_interleave(copies)
     values = {"mu": torch.tensor(0.3), "alpha": torch.zeros(4)}
     mean, precision = conditional(guide, "alpha", values, county, 4, torch.full((53,), 1.3))
+    found = torch.stack((precision, precision * mean))
+    step = found[:, 1] - found[:, 0]
+    assert step[0] > 0
+    assert torch.allclose(found, found[:, :1] + step.unsqueeze(-1) * copies)
+
+
+def test_the_evidence_of_a_blocks_member_is_that_of_its_own_rows():
+    """Member by member of the block that a crossed design makes, whose size is fixed but not the number of rows."""
+    guide = AutoNaMIGuide(crossed, init_scale=0.5)
+    guide(torch.arange(8) % 5, 5, torch.arange(8) % 4, 4, torch.randn(8))
+    (block,) = [factor for factor in guide.network.factors.values() if factor.joint]
+    assert block.name == "beta" and block.num_elements == 4 and len(block.evidence) == 1
+    scatter_evidence(guide)
+    copies = torch.tensor([0, 1, 2, 50])
+    day = torch.arange(4).repeat_interleave(copies)
+    values = {"alpha": torch.zeros(5), "beta": torch.zeros(4)}
+    mean, precision = conditional(guide, "beta", values, torch.arange(53) % 5, 5, day, 4, torch.full((53,), 1.3))
     found = torch.stack((precision, precision * mean))
     step = found[:, 1] - found[:, 0]
     assert step[0] > 0

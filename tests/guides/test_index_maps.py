@@ -785,14 +785,23 @@ def test_given_maps_of_the_wrong_kind(index_maps):
         AutoNaMIGuide(varying_intercept, index_maps=index_maps)
 
 
+@pytest.mark.parametrize(
+    "change, error, match",
+    [
+        (lambda county, y: (county + 3, y), IndexError, "out of range|out of bounds"),
+        (lambda county, y: (county[:0], y[:0]), ZeroDivisionError, "size cannot be zero"),
+    ],
+    ids=["an index outside", "no rows"],
+)
 @pytest.mark.parametrize("later", [False, True])
-def test_an_index_that_points_outside_is_the_models_own_error(later):
-    args = county, size, y = data_of(varying_intercept)
+def test_what_the_model_cannot_run_on_is_its_own_error(change, error, match, later):
+    county, size, y = data_of(varying_intercept)
     guide = AutoNaMIGuide(varying_intercept)
     if later:
-        guide(*args)
-    with pytest.raises(IndexError, match="out of range|out of bounds"):
-        guide(county + 3, size, y)
+        guide(county, size, y)
+    index, data = change(county, y)
+    with pytest.raises(error, match=match):
+        guide(index, size, data)
 
 
 @RAGGED
@@ -819,16 +828,6 @@ def test_one_group_is_read_as_the_same_group_beside_an_empty_one():
     beside = local_density(guide, "alpha", values, county, 2, y)
     alone = local_density(guide, "alpha", {**values, "alpha": values["alpha"][:1]}, county, 1, y)
     assert torch.allclose(alone, beside[:1])
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_a_plate_without_rows_is_an_error_of_pyro(later):
-    args = county, size, y = data_of(varying_intercept)
-    guide = AutoNaMIGuide(varying_intercept)
-    if later:
-        guide(*args)
-    with pytest.raises(ZeroDivisionError, match="size cannot be zero"):
-        guide(county[:0], size, y[:0])
 
 
 def test_two_indices_into_one_plate_are_no_map():
