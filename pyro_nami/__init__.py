@@ -12,6 +12,8 @@ Glossary, one word per concept:
 * factor: the guide's conditional of one latent. Family: what kind of distribution that is (`register_family`).
 * anchor: the model's own conditional, which a factor's location and scale are relative to.
 * covariate: what differs between the instances of a plate without being a site.
+* compilation: training a guide on the model's own simulations (`InferenceCompilation`), for all data sets at once.
+* weight: p(latents, data) / q(latents | data) of a draw, by which `importance_sample` corrects the guide.
 """
 
 from pyro_nami.extraction import extract_bayesnet
@@ -29,19 +31,35 @@ from pyro_nami.graph import (
     verify_inverse,
 )
 from pyro_nami.guides.nami import AutoNaMIGuide
+from pyro_nami.infer import (
+    InferenceCompilation,
+    WeightedSamples,
+    annealed_importance_sampling,
+    calibrate,
+    diagnose,
+    importance_sample,
+    misspecification,
+)
 from pyro_nami.render import render
 
 __all__ = [
     "AutoNaMIGuide",
     "BayesNet",
     "Family",
+    "InferenceCompilation",
     "Inverse",
     "Site",
     "Verification",
+    "WeightedSamples",
+    "annealed_importance_sampling",
+    "calibrate",
+    "diagnose",
     "extract_bayesnet",
     "flow",
     "fully_connected",
+    "importance_sample",
     "mean_field",
+    "misspecification",
     "mixture",
     "nami",
     "nami_steps",

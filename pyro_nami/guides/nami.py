@@ -163,6 +163,11 @@ class AutoNaMIGuide(AutoGuide):
         return self._made().bayesnet
 
     @property
+    def observed(self) -> tuple[str, ...]:
+        """The sites that the model samples where no data is given, but that the guide conditions on."""
+        return self._options.observed
+
+    @property
     def inverse(self) -> Inverse:
         """The inverse that the guide is built on."""
         return self._made().inverse

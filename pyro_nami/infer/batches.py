@@ -62,7 +62,7 @@ class WorkerBatches:
         num_workers: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self.seed = state["seed"] if state else int(torch.randint(2**31, ()))
+        self.seed: int = (state or {}).get("seed") or int(torch.randint(1, 2**31, ()))
         fork = "fork" in multiprocessing.get_all_start_methods()  # models are rarely picklable
         loader: DataLoader = DataLoader(
             _Simulations(simulator, arguments, batch_size, self.seed),
@@ -111,6 +111,7 @@ class OfflineBatches:
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self.data, self.simulator, self.arguments, self.step = data, simulator, arguments, start
+        state = state if state and "epoch" in state else None
         if state:
             set_rng_state(state["epoch"])
         self._begin()

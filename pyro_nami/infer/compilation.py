@@ -183,13 +183,14 @@ class InferenceCompilation:
             self._optimization.load(saved["optimization"])
             history = self.history = History.from_state(saved["history"])
             best = saved["best"]
-        start, stream_state = len(history.losses), saved.get("stream")
+        start = len(history.losses)
         stream: Any
         if data is not None:
-            stream = OfflineBatches(data, simulator, arguments, start, stream_state)
+            stream = OfflineBatches(data, simulator, arguments, start, saved.get("stream"))
         elif num_workers > 0:
+            ahead = range(start, steps)
             stream = WorkerBatches(
-                simulator, arguments, self.batch_size, range(start, steps), num_workers, stream_state
+                simulator, arguments, self.batch_size, ahead, num_workers, saved.get("stream")
             )
         else:
             stream = FreshBatches(simulator, arguments, self.batch_size, start)
@@ -198,22 +199,7 @@ class InferenceCompilation:
 
         def save() -> None:
             if checkpoint is not None:
-                save_checkpoint(
-                    checkpoint,
-                    {
-                        "structure": self._structure,
-                        "fingerprint": fingerprint(self._structure),
-                        "guide": self._guide_state(),
-                        "best": best,
-                        "optimization": self._optimization.state(),
-                        "rng": rng_state(),
-                        "stream": stream.state(),
-                        "history": {
-                            **vars(history),
-                            "losses": torch.tensor(history.losses, dtype=torch.float64),
-                        },
-                    },
-                )
+                save_checkpoint(checkpoint, {**self._state(), "best": best, "stream": stream.state()})
 
         with tqdm(total=steps, initial=start, desc="compiling", disable=not progress, mininterval=0.2) as bar:
             while (step := len(history.losses)) < steps:
@@ -283,6 +269,17 @@ class InferenceCompilation:
         self._loss = loss if self._wrap is None else self._wrap(loss)
         self._simulator = simulator
         return simulator
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of training, besides the stream of batches and the best weights."""
+        return {
+            "structure": self._structure,
+            "fingerprint": fingerprint(self._structure),
+            "guide": self._guide_state(),
+            "optimization": self._optimization.state(),
+            "rng": rng_state(),
+            "history": self.history.state(),
+        }
 
     def _guide_state(self) -> dict[str, Any]:
         if isinstance(self.guide, nn.Module):
@@ -364,8 +361,8 @@ class InferenceCompilation:
         return (
             f"Expected a finite loss and gradient; in step {len(self.history.losses) + 1} the guide's log density or "
             f"its gradient is not finite at {', '.join(found) or 'no single site'}, and the loss is {loss:.3g}. The "
-            "guide has the weights of the last step at which all was finite. Lower the learning rate, pass clip_norm=, or "
-            "give the site a prior with lighter tails."
+            "guide has the weights of the last step at which all was finite. Lower the learning rate, pass clip_norm=, "
+            "or give the site a prior with lighter tails."
         )
 
 

@@ -125,7 +125,12 @@ class Simulator:
             )
 
     def draw(self, num: int) -> JointDraws:
-        """Returns ``num`` joint draws, without gradients; values that are not finite are in them as drawn."""
+        """Returns ``num`` joint draws, without gradients; values that are not finite are in them as drawn.
+
+        Raises:
+            ValueError: naming a site whose distribution fails to be sampled (a `Categorical` with NaN for
+                probabilities, say), or that is not in every run, or not of the shape of its plates.
+        """
         if not (isinstance(num, int) and num > 0):
             raise ValueError(f"Expected a positive number of draws; got {num!r}.")
         if self.vectorized:

@@ -12,6 +12,7 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_nami.infer.joint import JointDraws
@@ -55,18 +56,13 @@ def site_log_probs(
     for name, value in draws.latents.items():
         values.add_node(name, name=name, type="sample", is_observed=False, value=value, infer={})
     replayed = poutine.trace(poutine.replay(guide, trace=values))
-    hidden, plate = (
-        poutine.block(hide_types=["sample", "observe"]),
-        pyro.plate("_draws", draws.num, dim=-1 - draws.nesting),
-    )
-    with hidden, plate:
+    hidden = poutine.block(hide_types=["sample", "observe"])  # parameters are to be seen
+    with hidden, pyro.plate("_draws", draws.num, dim=-1 - draws.nesting):
         nodes = replayed.get_trace(*args, **{**kwargs, "observations": draws.observed}).nodes
     sites: dict[str, Any] = {
-        name: site
-        for name, site in nodes.items()
-        if site["type"] == "sample" and type(site["fn"]).__name__ != "_Subsample"
+        name: site for name, site in nodes.items() if site["type"] == "sample" and not site_is_subsample(site)
     }
-    for name in sites.keys() ^ draws.latents.keys():
+    for name in sorted(sites.keys() ^ draws.latents.keys()):
         raise ValueError(
             f"Expected a guide with the model's latents, {', '.join(map(repr, draws.latents))}; "
             + (f"it has '{name}' as well." if name in sites else f"it lacks '{name}'.")

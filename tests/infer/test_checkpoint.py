@@ -66,7 +66,13 @@ def simulations():
 
 def varying(step):
     """Arguments that depend on every generator of random numbers."""
-    return (torch.full((), float(torch.rand(()) + np.random.rand() + random.random())),), {}
+    return (torch.rand(()) + np.random.rand() + random.random(),), {}
+
+
+def moved(x):
+    """Its argument moves the latent, so that it matters to the simulations."""
+    a = pyro.sample("a", dist.Normal(x, 1.0))
+    pyro.sample("y", dist.Normal(a, 1.0))
 
 
 SESSIONS = {
@@ -91,7 +97,10 @@ SESSIONS = {
     "offline": (lambda: new(), lambda: {"data": DataLoader(simulations(), batch_size=10, shuffle=True)}),
     "workers": (lambda: new(), lambda: {"num_workers": 1}),
     "hand-written": (lambda: new(by_if_free, guide=hand_written), dict),
-    "varying arguments": (lambda: new(), lambda: {"args": varying}),
+    "varying arguments": (
+        lambda: new(moved, guide=AutoNaMIGuide(moved, observed=["y"]), observed=["y"]),
+        lambda: {"args": varying},
+    ),
 }
 
 
@@ -126,12 +135,16 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(name, tmp_path):
 SESSION = """
 import functools, os, random, signal, sys, time, traceback
 import numpy, pyro, torch, torch._dynamo  # which every child would import at its first step
-from models import LinearGaussian
+import pyro.distributions as dist
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.infer.compilation import InferenceCompilation
 
 STEPS, EVERY, KILLS, path = 200, 4, 20, sys.argv[1]
-model = LinearGaussian({("a", "y"): 1.0}, ("y",))
+
+
+def model(x):
+    a = pyro.sample("a", dist.Normal(x, 1.0))
+    pyro.sample("y", dist.Normal(a, 1.0))
 
 
 class Pipe:  # a tracker that takes leave for every step, and tells of it
@@ -145,14 +158,15 @@ class Pipe:  # a tracker that takes leave for every step, and tells of it
 
 
 def arguments(step):  # that draw on every generator
-    return (torch.rand(()) + numpy.random.rand() + random.random(),), {}
+    return (torch.rand(()) + numpy.random.rand() + random.random(),), {}  # which move the latent
 
 
 def train(checkpoint, tracker=None):
     pyro.set_rng_seed(0)
-    guide = AutoNaMIGuide(model, hidden_features=(8,))
+    guide = AutoNaMIGuide(model, observed=["y"], hidden_features=(8,))
     compilation = InferenceCompilation(
         model, guide, functools.partial(torch.optim.Adam, lr=0.01), batch_size=10, clip_norm=10.0,
+        observed=["y"],
         scheduler=functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.02, total_steps=STEPS),
     )
     history = compilation.fit(

@@ -1,10 +1,9 @@
-"""`InferenceCompilation`: what it reaches, and that Pyro's own algorithms do the same with the same guide."""
+"""`InferenceCompilation`: what training reaches, what it reads, what it skips and what it refuses."""
 
 from __future__ import annotations
 
 import functools
 import math
-import sys
 
 import pyro
 import pyro.distributions as dist
@@ -14,21 +13,15 @@ from models import (
     CHAIN,
     COLLIDER,
     conjugate_normal,
-    conjugate_normal_evidence,
     conjugate_normal_posterior,
     scatter,
 )
-from pyro import poutine
-from pyro.infer import CSIS, SVI, EmpiricalMarginal, Importance, ReweightedWakeSleep, SMCFilter
-from pyro.infer.importance import vectorized_importance_weights
-from pyro.infer.reparam import NeuTraReparam
 from torch.utils.data import DataLoader
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.infer.compilation import InferenceCompilation
 from pyro_nami.infer.joint import Simulator
 from pyro_nami.infer.losses import CompilationLoss, site_log_probs
-from pyro_nami.infer.tracking import TensorBoardTracker, WandbTracker
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
@@ -69,8 +62,8 @@ def weights(guide):
 @pytest.mark.usefixtures("double")
 def test_training_reaches_the_expected_conditional_entropy():
     """min_q -E log q(z | y) is H(z | y), for a linear-Gaussian model the same at all y. The simulations of the
-    comparison serve the exact posterior too, so their error is that of the KL divergence, under 0.001 nats."""
-    optim, steps = functools.partial(torch.optim.Adam, lr=0.05), 500
+    comparison serve the exact posterior too, so their error is that of the KL divergence, about 0.002 nats."""
+    optim, steps = functools.partial(torch.optim.Adam, lr=0.05), 900
     scheduler = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=steps)
     guide = AutoNaMIGuide(COLLIDER, hidden_features=())
     compilation = InferenceCompilation(
@@ -87,8 +80,8 @@ def test_training_reaches_the_expected_conditional_entropy():
     values = torch.stack([draws.latents[name] for name in COLLIDER.latent], -1)
     exact = -torch.distributions.MultivariateNormal(mean, covariance).log_prob(values)
     gap = losses - exact
-    assert gap.std() / 100 < 2e-3
-    assert -0.005 < gap.mean() < 0.02
+    assert gap.std() / 100 < 3e-3
+    assert -0.01 < gap.mean() < 0.02
     assert abs(compilation.evaluate_loss(*ZERO, num=10_000) - entropy) < 0.02 + 5 * losses.std() / 100
 
 
@@ -218,6 +211,27 @@ def test_a_guide_without_parameters_is_an_error():
         InferenceCompilation(sized, guide, Adam, batch_size=5, observed=["y"]).step()
 
 
+def test_a_guide_may_say_itself_what_it_conditions_on():
+    class Guide(AutoNaMIGuide):
+        observed = ("y",)
+
+    compilation = InferenceCompilation(sized, Guide(sized, observed=["y"]), Adam, batch_size=5)
+    assert math.isfinite(compilation.step()) and compilation._simulator.observed == ("y",)
+
+
+def test_observations_among_the_arguments_are_those_of_the_model_alone():
+    """The guide gets the simulated ones."""
+    guide = AutoNaMIGuide(with_observations)
+    compilation = InferenceCompilation(with_observations, guide, Adam, batch_size=5)
+    assert math.isfinite(compilation.step(observations={"y": torch.zeros(6)}))
+
+
+def with_observations(observations):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", 6):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=observations["y"])
+
+
 # ---- validation, offline data, workers, trackers
 
 
@@ -342,62 +356,6 @@ def test_what_wraps_the_loss_is_used():
     assert compilation._loss.count == len(list(compilation.guide.parameters())) > 0
 
 
-@pytest.mark.parametrize(
-    ("tracker", "package", "args"),
-    [(TensorBoardTracker, "torch.utils.tensorboard", ("x",)), (WandbTracker, "wandb", ())],
-)
-def test_trackers_name_the_package_that_they_need(tracker, package, args, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match="pip install"):
-        tracker(*args)
-
-
-def test_wandb_logs_to_the_given_run(monkeypatch):
-    class Wandb:
-        run = None
-
-        @staticmethod
-        def Image(figure):
-            return ("image", figure)
-
-    class Run:
-        logged: list = []
-
-        def log(self, values, step):
-            self.logged.append((values, step))
-
-    monkeypatch.setitem(sys.modules, "wandb", Wandb)
-    with pytest.raises(ValueError, match=r"wandb.init"):
-        WandbTracker()
-    tracker = WandbTracker(Run())
-    tracker.log("loss", 1.5, 3)
-    tracker.figure("ranks", "a figure", 4)
-    assert Run.logged == [({"loss": 1.5}, 3), ({"ranks": ("image", "a figure")}, 4)]
-
-
-def test_tensorboard_gets_scalars_and_figures(monkeypatch):
-    class Module:
-        class SummaryWriter:
-            def __init__(self, folder):
-                self.calls = [folder]
-
-            def add_scalar(self, *call):
-                self.calls.append(call)
-
-            def add_figure(self, *call):
-                self.calls.append(call)
-
-            def close(self):
-                self.calls.append("closed")
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Module)
-    tracker = TensorBoardTracker("folder")
-    tracker.log("loss", 1.5, 3)
-    tracker.figure("ranks", "a figure", 4)
-    tracker.close()
-    assert tracker.writer.calls == ["folder", ("loss", 1.5, 3), ("ranks", "a figure", 4), "closed"]
-
-
 # ---- bad simulations, bad losses, parameters of the model
 
 
@@ -469,6 +427,13 @@ def test_a_loss_that_is_not_finite_names_the_site_and_keeps_the_last_good_weight
     assert pyro.param("shift").item() != 0.1 and len(compilation.history.losses) == 2
 
 
+@pytest.mark.parametrize("scale", [3e38, 1.0])
+def test_simulations_far_out_but_finite_are_kept(scale):
+    draws = Simulator(CHAIN, ZERO).draw(8)
+    kept, counts = draws._replace(observed={"y": scale * draws.observed["y"].sign()}).finite()
+    assert kept.num == 8 and counts == {}
+
+
 @pytest.mark.usefixtures("double")
 def test_weights_that_blow_up_go_back_to_the_last_finite_ones():
     compilation = compiled(optim=functools.partial(torch.optim.SGD, lr=1e308))
@@ -528,192 +493,6 @@ def test_bad_options(options, error, match):
 def test_bad_options_of_fit(options, match):
     with pytest.raises(ValueError, match=match):
         compiled().fit(**{"steps": 2, "args": ZERO, "progress": False, **options})
-
-
-# ---- unchanged Pyro
-
-
-@pytest.mark.usefixtures("double")
-def test_the_loss_is_the_same_in_three_ways():
-    """At equal parameters, each within five standard errors of the mean over 20,000 simulations."""
-    guide = AutoNaMIGuide(CHAIN)
-    compilation = InferenceCompilation(CHAIN, guide, Adam, batch_size=5000)
-    compilation.evaluate_loss(*ZERO, num=1)
-    scatter(guide, 0.1)
-    draws = Simulator(CHAIN, ZERO).draw(20_000)
-    with torch.no_grad():
-        losses = CompilationLoss(guide)(draws, ZERO, {})
-    loss, sd = losses.mean().item(), losses.std().item()
-
-    def within(value, count):
-        return abs(value - loss) < 5 * sd * (1 / count + 1 / 20_000) ** 0.5
-
-    assert within(compilation.evaluate_loss(*ZERO, num=20_000), 20_000)
-    csis = CSIS(CHAIN, guide, pyro.optim.Adam({"lr": 0.01}), validation_batch_size=300)
-    assert within(csis.validation_loss(*ZERO), 300)
-    sleep = ReweightedWakeSleep(
-        insomnia=0.0,
-        num_particles=2,
-        vectorize_particles=True,
-        num_sleep_particles=20_000,
-        max_plate_nesting=0,
-        model_has_params=False,
-    )
-    assert within(sleep.loss(CHAIN, guide, *ZERO)[1].item(), 20_000)
-
-
-@pytest.mark.usefixtures("double")
-def test_the_gradient_of_csis_is_that_of_compilation():
-    """On the very same simulations."""
-    guide, draws = AutoNaMIGuide(CHAIN), Simulator(CHAIN, ZERO).draw(6)
-    CompilationLoss(guide)(draws, ZERO, {})
-    scatter(guide, 0.1)
-    CompilationLoss(guide)(draws, ZERO, {}).mean().backward()
-    ours = {name: value.grad.clone() for name, value in guide.named_parameters()}
-    guide.zero_grad()
-    csis, traces = CSIS(CHAIN, guide, pyro.optim.Adam({"lr": 0.01})), []
-    for i in range(6):
-        values = {name: value[i] for name, value in {**draws.latents, **draws.observed}.items()}
-        replay = poutine.Trace()
-        for name, value in values.items():
-            seen = {"was_observed": True} if name == "y" else {}
-            replay.add_node(name, name=name, type="sample", is_observed=False, value=value, infer=seen)
-        model = poutine.replay(poutine.uncondition(CHAIN), trace=replay)
-        traces.append(poutine.trace(model).get_trace(*ZERO))
-    csis.loss_and_grads(True, traces, *ZERO)
-    for name, value in guide.named_parameters():
-        assert torch.allclose(value.grad, ours[name], rtol=1e-8, atol=1e-10), name
-
-
-def free(y=None):
-    """The chain with nothing given: CSIS and others pass data as ``observations=``."""
-    return conjugate_normal_free(6 if y is None else len(y), y)
-
-
-def conjugate_normal_free(size, y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-    with pyro.plate("data", size):
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=torch.zeros(size) if y is None else y)
-
-
-def trained_guide(steps=150):
-    guide = AutoNaMIGuide(free, observed=["y"], hidden_features=())
-    compiled(free, (torch.zeros(6),), steps, guide=guide, batch_size=100)
-    return guide
-
-
-def test_csis_trains_and_samples():
-    def model(observations=None):
-        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-        with pyro.plate("data", 6):
-            y = torch.zeros(6) if observations is None else observations["y"]
-            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
-    guide = AutoNaMIGuide(model, observed=["y"])
-    csis = CSIS(model, guide, pyro.optim.Adam({"lr": 0.05}), num_inference_samples=40, training_batch_size=5)
-    compilation = InferenceCompilation(model, guide, Adam, batch_size=100)
-    before = compilation.evaluate_loss(num=2000)
-    losses = [csis.step() for _ in range(20)]
-    assert torch.tensor(losses).isfinite().all() and compilation.evaluate_loss(num=2000) < before - 0.1
-    compilation.fit(150, progress=False)
-    y = torch.linspace(0.0, 2.0, 6)
-    posterior = csis.run(observations={"y": y})
-    mean, sd = conjugate_normal_posterior(y)
-    assert abs(EmpiricalMarginal(posterior, "mu").mean - mean) < 5 * sd / 40**0.5
-
-
-@pytest.mark.parametrize("insomnia", [0.0, 0.5, 1.0])
-def test_wake_sleep_trains(insomnia):
-    y = torch.linspace(0.0, 2.0, 6)
-    guide = AutoNaMIGuide(free)
-    objective = ReweightedWakeSleep(
-        num_particles=2,
-        insomnia=insomnia,
-        num_sleep_particles=50,
-        vectorize_particles=True,
-        max_plate_nesting=1,
-        model_has_params=False,
-    )
-    svi = SVI(free, guide, pyro.optim.Adam({"lr": 0.02}), objective)
-    svi.step(y)
-    before = weights(guide)
-    losses = [svi.step(y)[1] for _ in range(40)]
-    assert torch.tensor(losses).isfinite().all() and not torch.equal(weights(guide), before)
-    if insomnia == 0.0:
-        assert sum(losses[-10:]) < sum(losses[:10])
-
-
-@pytest.mark.usefixtures("double")
-def test_importance_sampling_with_a_compiled_guide():
-    guide, y = trained_guide(), torch.linspace(0.0, 2.0, 6)
-    exact = conjugate_normal_evidence(y)
-    importance = Importance(free, guide, num_samples=50)
-    importance.run(y)
-    assert abs(importance.get_log_normalizer() - exact) < 0.1  # sds of log weights are about 0.1
-    with torch.no_grad():
-        log_weights, *_ = vectorized_importance_weights(free, guide, y, num_samples=1000, max_plate_nesting=1)
-    assert abs(log_weights.logsumexp(0) - math.log(1000) - exact) < 0.05
-    assert (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0)).exp() > 900
-
-
-class Step:
-    """A random walk seen in noise, for `SMCFilter`; the guide's proposal reads the datum too."""
-
-    transition_sd, noise_sd = 1.0, 0.5
-
-    def transition(self):
-        z_before = pyro.sample("z_before", dist.Normal(0.0, 2.0))
-        z = pyro.sample("z", dist.Normal(z_before, self.transition_sd))
-        pyro.sample("y", dist.Normal(z, self.noise_sd))
-
-    def init(self, state):
-        state["z"] = torch.zeros(state._num_particles)
-
-    def step(self, state, y):
-        state["z"] = pyro.sample("z", dist.Normal(state["z"], self.transition_sd))
-        pyro.sample("y", dist.Normal(state["z"], self.noise_sd), obs=y)
-
-
-class Proposal:
-    def __init__(self, guide):
-        self.guide = guide
-
-    def init(self, state):
-        pass
-
-    def step(self, state, y):
-        self.guide(observations={"z_before": state["z"], "y": y.expand(state["z"].shape)})
-
-
-@pytest.mark.usefixtures("double")
-def test_a_particle_filter_takes_a_compiled_proposal():
-    """The particles' mean against the Kalman filter's, within five standard errors at the ESS that resampling keeps."""
-    model = Step()
-    guide = AutoNaMIGuide(model.transition, observed=["z_before", "y"], hidden_features=())
-    compilation = InferenceCompilation(
-        model.transition, guide, Adam, batch_size=100, observed=["z_before", "y"]
-    )
-    compilation.fit(200, progress=False)
-    smc = SMCFilter(model, Proposal(guide), num_particles=2000, max_plate_nesting=0)
-    smc.init()
-    mean, variance = 0.0, 0.0
-    with torch.no_grad():
-        for y in (0.7, -0.4, 1.5):
-            smc.step(torch.tensor(y))
-            variance += model.transition_sd**2
-            gain = variance / (variance + model.noise_sd**2)
-            mean, variance = mean + gain * (y - mean), (1 - gain) * variance
-    filtered = smc.get_empirical()["z"]
-    assert abs(filtered.mean - mean) < 5 * (variance / 1000) ** 0.5
-    assert abs(filtered.variance - variance) < 5 * variance * (2 / 1000) ** 0.5
-
-
-def test_neutra_takes_continuous_autoguides_only():
-    """It needs all latents as one vector of a closed form, which a product of conditionals is not."""
-    guide = AutoNaMIGuide(CHAIN)
-    guide(*ZERO)
-    with pytest.raises(TypeError, match="AutoContinuous"):
-        NeuTraReparam(guide)
 
 
 @pytest.mark.cuda
