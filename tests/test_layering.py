@@ -28,8 +28,8 @@ LAYERS = {
     "render": 2,
     "guides": 3,
     "cli": 4,
-    "__main__": 4,
-    "__init__": 5,
+    "__main__": 5,
+    "__init__": 6,
 }
 WITHIN_A_LAYER = {0: {("families", "distributions")}}
 TOGETHER = {1}  # layer 1 is one part in several modules: extraction and what it runs models with

@@ -440,7 +440,7 @@ class _Assembler:
                 seen = here[mask.expand(self.nodes[name]["fn"].batch_shape).reshape(-1)]
                 here = seen if len(seen) else torch.zeros_like(here)
             drawn = [self._rows(name, draw[name], assembly) for draw in self.draws if name in draw]
-            plenty = name in self.net.observed and len(here) >= _PLENTY
+            plenty = self.nodes[name]["is_observed"] and len(here) >= _PLENTY
             standard[name] = standardization(here if plenty or not drawn else torch.cat(drawn), here, factory)
         covariates = covariate_values(assembly, self.options.covariates, self.args, self.kwargs, self.run)
         for name, chosen in assembly.columns.items():

@@ -25,6 +25,7 @@ from pyro_nami.conditioning import covariates_of
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.assembly import assemble
 from pyro_nami.guides.data import Call, DataReader, check_data
+from pyro_nami.guides.features import tempered
 from pyro_nami.guides.network import NetworkState, as_pyro_module
 from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached
 from pyro_nami.guides.shapes import own_shape, quantiles_of, sum_plates, with_plate_dims
@@ -312,7 +313,7 @@ class AutoNaMIGuide(AutoGuide):
                 f"Expected site '{node}' of the event shape of the guide's first call; got a value of shape "
                 f"{tuple(value.shape)}. A guide's networks are fixed at its first call: make a new guide."
             )
-        features = self.network.standardize(node, features)
+        features = tempered(self.network.standardize(node, features))
         if node not in self._options.embeddings:
             self._read[node] = value, value._version, features
         return features

@@ -11,6 +11,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_nami.nn import rowwise
-from pyro_nami.nn.reductions import Reduction, Segments
+from pyro_nami.nn.reductions import Counts, Reduction, Segments
 
 __all__ = ["Activation", "MaxEncoder", "MeanEncoder", "SetEncoder", "SumEncoder", "draw_layer"]
 
@@ -40,7 +41,11 @@ class SetEncoder(nn.Module):
 
     Attributes:
         num_features: number of features returned, ``num_outputs + 1``.
+        trained: sizes of the smallest and the largest set that gradients have come back from. What depends on a count
+            outside is extrapolation, so the logarithm of the count is held within this range.
     """
+
+    trained: Counts | None = None
 
     def __init__(
         self,
@@ -81,14 +86,30 @@ class SetEncoder(nn.Module):
             weights: what `weights` returned, to read no parameter now.
 
         Returns:
-            ``(*sets, num_features)``, log(1 + number of instances) last. A set of no instances has zeros.
+            ``(*sets, num_features)``, log(1 + number of instances) last (of ``trained`` the nearest). A set of no
+            instances has zeros elsewhere.
         """
         if x.shape[-1] != self.num_inputs or x.dim() + over.axis < 0:
             raise ValueError(
                 f"Expected x of shape (*batch, {self.num_inputs}) with a batch dim {over.dim}; got {tuple(x.shape)}."
             )
         pooled = self.pool(x, over, self.weights() if weights is None else weights)
-        return over.with_log_count(pooled, x)
+        features = over.with_log_count(pooled, x, self.trained)
+        if features.requires_grad:
+            features.register_hook(functools.partial(self._train_on, over.counts(x)))
+        return features
+
+    def _train_on(self, counts: Counts, gradient: Tensor) -> None:
+        """Notes that the encoder learns, as a hook of what it returned."""
+        self.trained = counts if self.trained is None else self.trained.union(counts)
+
+    def get_extra_state(self) -> list[int]:
+        """Returns ``trained``, as plain numbers."""
+        return list(self.trained or ())
+
+    def set_extra_state(self, state: Sequence[int]) -> None:
+        """Restores ``trained``."""
+        self.trained = Counts(*state) if state else None
 
 
 class _PerceptronEncoder(SetEncoder):

@@ -15,9 +15,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Along", "Chunk", "Reduction", "Segments"]
+__all__ = ["Along", "Chunk", "Counts", "Reduction", "Segments"]
 
 _CHUNK = 4096
+
+
+class Counts(NamedTuple):
+    """Numbers of instances of the smallest and the largest of some sets."""
+
+    least: int
+    most: int
+
+    def nearest(self, count: int) -> int:
+        """Returns the number in this range that is nearest to one."""
+        return min(max(count, self.least), self.most)
+
+    def union(self, other: Counts) -> Counts:
+        """Returns the smallest range that holds both."""
+        return Counts(min(self.least, other.least), max(self.most, other.most))
 
 
 class Along:
@@ -55,9 +70,17 @@ class Along:
         """Returns for each instance what ``z`` holds for its set, broadcastable to the instances."""
         return z
 
-    def with_log_count(self, z: Tensor, x: Tensor) -> Tensor:
-        """Returns ``z``, ``(*sets, features)``, with log(1 + number of instances of x) as one more feature."""
-        return F.pad(z, (0, 1), value=math.log1p(x.shape[self.axis]))
+    def counts(self, x: Tensor) -> Counts:
+        """Returns the numbers of instances of the smallest and the largest set of x."""
+        return Counts(x.shape[self.axis], x.shape[self.axis])
+
+    def with_log_count(self, z: Tensor, x: Tensor, within: Counts | None = None) -> Tensor:
+        """Returns ``z``, ``(*sets, features)``, with log(1 + number of instances of x) as one more feature.
+
+        Numbers outside ``within`` are taken for its nearest end.
+        """
+        count = x.shape[self.axis]
+        return F.pad(z, (0, 1), value=math.log1p(count if within is None else within.nearest(count)))
 
 
 class Chunk(NamedTuple):
@@ -144,9 +167,19 @@ class Segments:
             z = z.expand(self._shape(z, self.num_segments))
         return _Spread.apply(z, self)
 
-    def with_log_count(self, z: Tensor, x: Tensor) -> Tensor:
-        """Returns ``z``, ``(*sets, features)``, with log(1 + number of instances of x) as one more feature."""
-        return torch.cat((z, self._count_tensors(x)[2].expand(*z.shape[:-1], 1)), -1)
+    def counts(self, x: Tensor) -> Counts:
+        """Returns the numbers of instances of the smallest and the largest set."""
+        return self._counts_range
+
+    def with_log_count(self, z: Tensor, x: Tensor, within: Counts | None = None) -> Tensor:
+        """Returns ``z``, ``(*sets, features)``, with log(1 + number of instances) as one more feature.
+
+        Numbers outside ``within`` are taken for its nearest end.
+        """
+        log_count = self._count_tensors(x)[2]
+        if within is not None and within.union(self._counts_range) != within:
+            log_count = log_count.clamp(math.log1p(within.least), math.log1p(within.most))
+        return torch.cat((z, log_count.expand(*z.shape[:-1], 1)), -1)
 
     def _instances(self, x: Tensor) -> Tensor:
         """Returns x with the size of the index along the dimension."""
@@ -181,6 +214,13 @@ class Segments:
         moved = x.movedim(self.axis, 0)
         sums = F.embedding_bag(self._order, moved.reshape(len(moved), -1), self._offsets, mode="sum")
         return sums.view(self.num_segments, *moved.shape[1:]).movedim(0, self.axis)
+
+    @cached_property
+    def _counts_range(self) -> Counts:
+        if not self.num_segments:
+            return Counts(0, 0)
+        least, most = torch.bincount(self.index, minlength=self.num_segments).aminmax()
+        return Counts(int(least), int(most))
 
     @cached_property
     def _order(self) -> Tensor:

@@ -238,3 +238,32 @@ def test_missing_data_are_read_as_a_finite_value(inverse):
     y = torch.tensor([1.0, float("nan"), 2.0])
     guide = AutoNaMIGuide(model, inverse=inverse)
     assert torch.isfinite(torch.tensor(SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO()).step(y)))
+
+
+# ---- the scale of what the guide reads
+
+
+def heavy_tailed(y=None):
+    """Data of scale 100 and more: tau is half Cauchy."""
+    tau = pyro.sample("tau", dist.HalfCauchy(100.0))
+    with pyro.plate("data", 9):
+        pyro.sample("y", dist.Normal(0.0, tau), obs=y)
+
+
+def test_simulated_data_are_read_in_units_of_the_models_own_draws():
+    """Of `observed=` there is no value at the first call; the initial value of such a site says nothing of its scale."""
+    guide = AutoNaMIGuide(heavy_tailed, observed=["y"])
+    guide(observations={"y": torch.randn(9)})
+    shift, scale = (guide.network._buffers[name] for name in guide.network._affine["y"])
+    assert 1e-4 < scale.item() < 2e-2 and shift.abs() < 1
+
+
+def test_data_far_outside_are_tempered_and_others_are_not():
+    guide = AutoNaMIGuide(heavy_tailed, observed=["y"])
+    guide(observations={"y": torch.randn(9)})
+    shift, scale = (guide.network._buffers[name] for name in guide.network._affine["y"])
+    units = torch.tensor([-9.9, -1.0, 0.0, 2.0, 9.9, 50.0, 1e6, -1e6, 3.0])
+    read = guide._features("y", (units - shift) / scale).flatten()
+    near = units.abs() < 10
+    assert torch.allclose(read[near], units[near], atol=1e-4)
+    assert (read.abs() < 30).all() and (read.sort().indices == units.sort().indices).all()

@@ -196,7 +196,7 @@ def test_trained_guide_passes_and_an_untrained_one_does_not():
     options = {"observed": ["x"], "num_datasets": 500, "seed": 0}
     before = calibrate(line, guide, **options)
     optimizer = torch.optim.Adam(guide.parameters(), 0.02)
-    for _ in range(200):
+    for _ in range(600):
         draws = simulator.draw(200)
         loss = -guide.log_prob(draws.latents, observations=draws.observed).mean()
         optimizer.zero_grad()

@@ -304,3 +304,33 @@ def test_choices_that_do_not_fit_are_errors():
         MeanEncoder(3, 0)
     with pytest.raises(ValueError, match="num_outputs, width and inducing of at least 1; got 5, 16 and 0"):
         AttentionEncoder(3, 5, inducing=0)
+
+
+# ---- sizes that the encoder was never trained on
+
+
+@pytest.mark.parametrize("name", ["mean", "attention"])
+def test_the_count_is_held_within_the_sizes_that_gradients_came_back_from(name):
+    encoder = make_encoder(name, 2, 3)
+
+    def log_count(*sizes):
+        x = torch.zeros(sum(sizes), 2)
+        index = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        over = Along(-1) if len(sizes) == 1 else Segments(index, len(sizes), -1)
+        return encoder(x, over)[..., -1].flatten()
+
+    def logs(*counts):
+        return torch.tensor(counts).to(torch.get_default_dtype()).log1p()
+
+    assert torch.allclose(log_count(100), logs(100)), "before training"
+    log_count(5).sum().backward()
+    log_count(7, 20).sum().backward()
+    log_count(100)  # no gradient comes back
+    with torch.no_grad():
+        log_count(200)
+    for size, held in ((3, 5), (5, 5), (12, 12), (20, 20), (100, 20)):
+        assert torch.allclose(log_count(size), logs(held)), size
+    assert torch.allclose(log_count(3, 12, 100), logs(5, 12, 20))
+    other = make_encoder(name, 2, 3)
+    other.load_state_dict(encoder.state_dict())
+    assert other.trained == encoder.trained == (5, 20)
