@@ -173,7 +173,7 @@ class _Assembler:
             self.plate_order, frozenset().union(*blocks.values()), self.subsampled, dict(net.nesting)
         )
         factors = [self._factor(name, families[name], reads[name], blocks[name], plates) for name in order]
-        anchored = self._anchored(families) if options.anchor and interleaved else frozenset()
+        anchored = self._anchored(families, inverse) if options.anchor and interleaved else frozenset()
         transparent = [name for name, site in self.nodes.items() if _is_transparent(site)]
         emitted = {*latents, *transparent}
         assembly = Assembly(
@@ -349,14 +349,21 @@ class _Assembler:
             name, batch, flattened, elements, family.num_params, family.num_features, sequential, sources
         )
 
-    def _anchored(self, families: Mapping[str, Family]) -> frozenset[str]:
-        """Returns the latents whose prior the guide knows when it draws them: a function of values drawn before."""
-        hidden = {name for name, site in self.net.sites.items() if site.marginalized}
+    def _anchored(self, families: Mapping[str, Family], inverse: Inverse) -> frozenset[str]:
+        """Returns the latents whose prior the guide knows when it draws them: a function of what their factor reads.
+
+        An inverse that drops an edge of the model (mean field) shall not get it back by the anchor.
+        """
+        given = frozenset(self.net.observed)
+
+        def known(name: str) -> bool:
+            return given.union(inverse.parents[name]).issuperset(self.net.graph.predecessors(name))
+
         return frozenset(
             name
             for name, family in families.items()
             if name not in self.found.hidden_randomness
-            and not hidden.intersection(self.net.graph.predecessors(name))
+            and known(name)
             and family.anchor(self.nodes[name]["fn"]) is not None
         )
 

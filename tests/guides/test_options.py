@@ -332,3 +332,18 @@ def test_embeddings_are_saved_with_the_guide():
     other = AutoNaMIGuide(pictures, embeddings={"y": Mean()})
     other.load_state_dict(state)
     assert torch.equal(other.log_prob({"z": torch.zeros(5, 2)}, y), expected)
+
+
+@pytest.mark.parametrize("inverse", ["mean_field", "auto"])
+def test_an_anchor_brings_back_no_edge_that_the_inverse_drops(inverse):
+    """In mean field c is drawn whatever b is, though the model's own conditional of c is at b."""
+    guide = AutoNaMIGuide(CHAIN, inverse=inverse)
+    y = torch.tensor(0.3)
+    guide(y)
+    found = []
+    for value in (0.0, 2.0):
+        fixed = {"a": torch.tensor(value), "b": torch.tensor(value)}
+        trace = poutine.trace(poutine.condition(guide, fixed)).get_trace(y)
+        found.append(trace.nodes["c"]["fn"].log_prob(torch.tensor(0.4)).item())
+    reads = {"a", "b"}.intersection(guide.inverse.parents["c"])
+    assert (found[0] == found[1]) == (not reads)
