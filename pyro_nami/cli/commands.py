@@ -27,7 +27,7 @@ from pyro_nami.cli.telling import (
     written,
 )
 from pyro_nami.extraction import is_blocked
-from pyro_nami.graph import BayesNet, Inverse, Step, nami_steps, verify_inverse
+from pyro_nami.graph import BayesNet, Inverse, nami_steps, verify_inverse
 from pyro_nami.graph.inversion import DIRECTIONS
 from pyro_nami.guides.inverting import invert, with_hidden_evidence, with_latent_blocks
 from pyro_nami.render import render
@@ -130,11 +130,10 @@ def _common_options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
     add = options.add_argument
     add("target", metavar="MODEL", help="path/to/file.py:name or package.module:name")
-    arguments = (
-        "the model's arguments, in Python: a tuple, or the only argument. torch, numpy (np) and all names of "
-    )
-    arguments += "the file are known. By default the file's <name>_args, if it has that, else none"
-    add("--args", metavar="EXPRESSION", help=arguments)
+    known = "torch, numpy (np) and all names of the file are known"
+    default = "by default the file's <name>_args, if it has that, else none"
+    a_tuple = "the model's arguments, in Python: a tuple, or the only argument"
+    add("--args", metavar="EXPRESSION", help=f"{a_tuple}. {known}; {default}")
     add("--kwargs", metavar="EXPRESSION", help="its keyword arguments: a dict")
     add(
         "--observed", metavar="A,B", help="sites that this call samples, but that inference will condition on"
@@ -196,16 +195,12 @@ def _inspect(options: argparse.Namespace, found: Found, format: str) -> tuple[st
 
 
 def _invert(options: argparse.Namespace, found: Found, format: str) -> tuple[str, int]:
-    inverted = _inverted(options, found)
-    net, inverse = inverted.net, inverted.inverse
-    steps: list[Step] = []
-    if options.steps:
-        steps = nami_steps(net, direction=options.inverse, blocks=inverted.blocks)
+    net, inverse, blocks = _inverted(options, found)
+    steps = nami_steps(net, direction=options.inverse, blocks=blocks) if options.steps else []
     if format == "json":
-        told = steps_object(steps) if options.steps else {}
-        return written(
-            _header(options, found), network_object(net), factors_object(options.inverse, inverse), told
-        ), 0
+        parts = [network_object(net), factors_object(options.inverse, inverse)]
+        parts += [steps_object(steps)] if options.steps else []
+        return written(_header(options, found), *parts), 0
     return "\n".join(inverse_lines(inverse, steps)) if format == "text" else str(render(inverse, format)), 0
 
 
@@ -237,8 +232,9 @@ def _inverted(options: argparse.Namespace, found: Found) -> _Inverted:
     blocks = None if options.blocks is None else [_names(block) for block in options.blocks.split(";")]
     net = with_latent_blocks(found.extraction.bayesnet, blocks)
     if not net.latent:
+        names = ", ".join(map(repr, net.observed))
         raise Failure(
-            f"Expected a model with at least one latent; got observed sites only: {', '.join(map(repr, net.observed))}. "
+            f"Expected a model with at least one latent; got observed sites only: {names}. "
             "Pass no data for a site that shall be inferred, or name it in --blocks."
         )
     if is_blocked(found.model):
