@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, TransformedDistribution, transform_to
 
-__all__ = ["MASK", "Argument", "Column", "ColumnSearch", "columns_of", "parameters"]
+__all__ = ["MASK", "Argument", "Column", "ColumnSearch", "Given", "columns_of", "parameters"]
 
 _TOLERANCE = 1e-3
 _MOST_ROWS = 4096
@@ -91,6 +91,16 @@ class Argument(NamedTuple):
     leaf: int
     column: int
     dim: int
+
+
+class Given(NamedTuple):
+    """One covariate: a column of a tensor that the user gives for the site.
+
+    Attributes:
+        column: of its last dim.
+    """
+
+    column: int
 
 
 class ColumnSearch:
@@ -184,7 +194,10 @@ def _independent(rows: Tensor, basis: list[Tensor], most: int) -> list[int]:
 
 
 def columns_of(
-    columns: Sequence[Column | Argument], at_draw: Callable[[int], Mapping[str, Any]], leaves: Sequence[Any] = ()
+    columns: Sequence[Column | Argument | Given],
+    at_draw: Callable[[int], Mapping[str, Any]],
+    leaves: Sequence[Any] = (),
+    given: Tensor | None = None,
 ) -> Tensor:
     """Returns the values of columns, ``(*batch, columns)``.
 
@@ -192,9 +205,11 @@ def columns_of(
         columns: the columns.
         at_draw: gives the site at a reference draw.
         leaves: of the model's arguments.
+        given: what the user gives for the site, ``(*batch, columns)``.
 
     Raises:
-        ValueError: the site's distribution lacks a parameter that it had when the columns were found.
+        ValueError: the user gives fewer columns, or the site's distribution lacks a parameter that it had when the
+            columns were found.
     """
     found: dict[int, dict[str, Tensor]] = {}
     parts = []
@@ -202,6 +217,15 @@ def columns_of(
         if isinstance(column, Argument):
             leaf = leaves[column.leaf]
             parts.append(leaf.reshape(len(leaf), -1)[:, column.column].reshape((-1,) + (1,) * (-1 - column.dim)))
+            continue
+        if isinstance(column, Given):
+            if given is None or given.shape[-1] <= column.column:
+                number = 0 if given is None else given.shape[-1]
+                raise ValueError(
+                    "Expected the callable `covariates` to give a site as many columns as at the guide's first call; "
+                    f"got {number}. Make a new guide."
+                )
+            parts.append(given[..., column.column])
             continue
         if column.draw not in found:
             site = at_draw(column.draw)

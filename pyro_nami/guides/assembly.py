@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_nami.conditioning import Plates, Read, Source, covariates_of, flatten, plan_sources
-from pyro_nami.covariates import Column, ColumnSearch, columns_of
+from pyro_nami.covariates import MASK, Column, ColumnSearch, Given, columns_of
 from pyro_nami.extraction import Extraction, extract, is_blocked
 from pyro_nami.families import Family, features_of, make_family
 from pyro_nami.graph import BayesNet, Inverse, Site, eliminate
@@ -234,11 +234,9 @@ class _Assembler:
             for name, site in self.net.sites.items()
             if site.plates and name in self.nodes
         }
-        if callable(self.options.covariates):
-            given = self.options.covariates(*self.args, **self.kwargs)
-            _check_names("covariates", given, searches, "a site in a plate")
-            return {name: tuple(range(value.shape[-1])) for name, value in given.items()}, []
-        if self.options.covariates is None or not searches:
+        if self.options.covariates != "auto":
+            return self._given_covariates(searches)
+        if not searches:
             return {}, []
         references: list[dict[str, Tensor]] = []
         explained: dict[str, ColumnSearch] = {}
@@ -267,6 +265,21 @@ class _Assembler:
         columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
         used = {column.draw for found in columns.values() for column in found if isinstance(column, Column)}
         return columns, references[: max(used, default=-1) + 1]
+
+    def _given_covariates(self, sites: Collection[str]) -> tuple[dict[str, tuple], list[dict[str, Tensor]]]:
+        """Returns the columns that the user gives, with the masks of all sites before them."""
+        option = self.options.covariates
+        given = {} if option is None else option(*self.args, **self.kwargs)
+        _check_names("covariates", given, sites, "a site in a plate")
+        columns = {
+            name: (
+                *([Column(0, MASK, 0)] if isinstance(self.nodes[name]["mask"], Tensor) else []),
+                *(map(Given, range(given[name].shape[-1])) if name in given else ()),
+            )
+            for name in sites
+        }
+        initial = {n: first_instance(self.nodes[n]["value"], self.nodes[n]) for n in self.net.sites if n in self.nodes}
+        return {name: found for name, found in columns.items() if found}, [initial]
 
     def _explained(
         self, name: str, search: ColumnSearch, leaves: Sequence[Any], explained: dict[str, ColumnSearch]
@@ -475,8 +488,7 @@ def covariate_values(
         args, kwargs: the model's arguments.
         run: runs the model on them at a reference draw.
     """
-    if callable(option):
-        return dict(option(*args, **kwargs))
+    given = option(*args, **kwargs) if callable(option) else {}
     sites_at = functools.lru_cache(None)(lambda number: run(assembly.references[number]))
 
     def at_draw(name: str, number: int) -> Any:
@@ -485,7 +497,7 @@ def covariate_values(
     leaves = tree_leaves((args, kwargs))
 
     return {
-        name: columns_of(columns, functools.partial(at_draw, name), leaves)
+        name: columns_of(columns, functools.partial(at_draw, name), leaves, given.get(name))
         for name, columns in assembly.columns.items()
     }
 

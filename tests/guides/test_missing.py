@@ -96,6 +96,18 @@ def test_what_stands_in_masked_entries_is_not_read(model, inverse, evidence, fil
 
 
 @ALL
+@pytest.mark.parametrize("given", [True, False])
+def test_masks_are_read_whoever_gives_the_covariates(model, given):
+    y = torch.randn(ROWS)
+    site = "y_observed" if model is observed_in_part else "y"
+    numbers = {site: torch.arange(float(ROWS)).unsqueeze(-1)}
+    guide = ready(model, y, PATTERN, covariates=(lambda y, mask: numbers) if given else None)
+    before = densities(guide, y, PATTERN)
+    assert torch.equal(densities(guide, torch.where(PATTERN, y, torch.tensor(-999.0)), PATTERN), before)
+    assert not torch.equal(densities(guide, y, ~PATTERN), before)
+
+
+@ALL
 @pytest.mark.parametrize("filler", [-999.0, NAN])
 def test_what_stands_in_masked_entries_at_the_first_call_leaves_no_trace(model, filler):
     """Not in the networks' shifts and scales, nor in the initial values."""

@@ -251,7 +251,7 @@ def heavy_tailed(y=None):
 
 
 def test_simulated_data_are_read_in_units_of_the_models_own_draws():
-    """Of `observed=` there is no value at the first call; the initial value of such a site says nothing of its scale."""
+    """Of `observed=` there is no value at the first call; its initial value says nothing of its scale."""
     guide = AutoNaMIGuide(heavy_tailed, observed=["y"])
     guide(observations={"y": torch.randn(9)})
     shift, scale = (guide.network._buffers[name] for name in guide.network._affine["y"])
