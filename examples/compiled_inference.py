@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import pyro
 import torch
-from quickstart import NAMES, SIGMA, Exact, Y, model
+from quickstart import SIGMA, Exact, Y, model
 from study import argument_parser
 from torch import Tensor
 
@@ -36,7 +36,7 @@ LEARNING_RATE = 5e-3
 
 
 def columns(values: Mapping[str, Tensor]) -> Tensor:
-    """Draws ``(count, 10)`` in the order of `NAMES`."""
+    """Draws ``(count, 10)``: mu, tau, and all theta."""
     count = len(values["mu"])
     return torch.cat([values[site].reshape(count, -1).double().cpu() for site in ("mu", "tau", "theta")], -1)
 

@@ -73,6 +73,16 @@ def test_example_prints_inverse_and_tables_and_writes_plots(tmp_path, script, op
     assert json.loads((tmp_path / "results.json").read_text())
 
 
+@pytest.mark.slow
+def test_compiled_inference_diagnoses_weighs_and_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    printed = run("examples/compiled_inference.py", "--smoke", "--out", str(tmp_path))
+    for text in ("Diagnosis:", "Calibration:", "-31.3113 exact", "annealed importance sampling", "guide, weighted"):
+        assert text in printed
+    assert (tmp_path / "diagnosis.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "results.json").read_text())["passed"] is False
+
+
 @pytest.fixture
 def example(monkeypatch):
     """Imports an example by name, as Python does when it is run."""
@@ -180,8 +190,13 @@ def model(y):
     assert not drawn_anew()
 
 
+BENCHMARKS = sorted(
+    path.name for path in (ROOT / "benchmarks").glob("*.py") if "def main" in path.read_text()
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if "def main" in path.read_text()))
+@pytest.mark.parametrize("script", BENCHMARKS)
 def test_benchmark_runs_and_leaves_results_alone(script):
     results = ROOT / "benchmarks" / "results"
     before = {path: path.read_bytes() for path in results.glob("*.json")}
