@@ -7,7 +7,7 @@ supplement D.2). All sites are jointly Gaussian, so posterior and conditional en
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 import pyro
 import pyro.distributions as dist
@@ -34,7 +34,7 @@ class GaussianTree:
         generator = torch.Generator().manual_seed(seed)
         self.weights = (0.5 + 1.5 * torch.rand(count, generator=generator, dtype=torch.float64)).tolist()
         names = [f"x_{i}" for i in range(count)]
-        self.index = {name: i for i, name in enumerate(names)}
+        self.index: dict[Hashable, int] = {name: i for i, name in enumerate(names)}
         self.latents, self.leaves = names[:inner], names[inner:]
         regression = torch.eye(count, dtype=torch.float64)
         for i in range(1, count):
@@ -69,10 +69,12 @@ class GaussianTree:
 
         It is attained by q(v | Pa(v)) = p(v | Pa(v)) and is sum_v H(v | Pa(v)) - H(z | x).
         """
-        entropies = [self._entropy([v, *inverse.parents[v]]) - self._entropy(inverse.parents[v]) for v in self.latents]
-        return sum(entropies) - self._entropy(self.index) + self._entropy(self.leaves)
+        entropies = [
+            self._entropy([v, *inverse.parents[v]]) - self._entropy(inverse.parents[v]) for v in self.latents
+        ]
+        return max(0.0, sum(entropies) - self._entropy(self.index) + self._entropy(self.leaves))
 
-    def _entropy(self, names: object) -> float:
-        rows = [self.index[name] for name in names]  # type: ignore[attr-defined]
+    def _entropy(self, names: Iterable[Hashable]) -> float:
+        rows = [self.index[name] for name in names]
         block = self.covariance[rows][:, rows]
         return 0.5 * float(torch.logdet(2 * math.pi * math.e * block)) if rows else 0.0

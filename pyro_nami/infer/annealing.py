@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from pyro_nami.infer.layout import Layout
+from pyro_nami.infer.observations import as_mapping
 from pyro_nami.infer.tempering import TemperedPath
 from pyro_nami.infer.transitions import ChainState, StepSize, hamiltonian_step
+from pyro_nami.infer.weights import WeightedSamples
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling", "sigmoid_temperatures"]
 
@@ -35,10 +37,11 @@ class AnnealedSamples(NamedTuple):
         log_weights: log weights in nats, ``(chains, *data sets)``. The mean of their exponentials is an unbiased
             estimate of p(x); with ``reverse``, of 1 / p(x).
         samples: latent -> where the chains ended, ``(chains, *data sets, *site shape)``. With the weights they stand
-            for the posterior, as in `WeightedSamples` (with ``reverse``, for the start).
+            for the posterior, see `weighted` (with ``reverse``, for the start).
         acceptance_rate: mean acceptance probability of a chain's transitions, ``(chains, *data sets)``.
         step_size: of the last transition, ``(*data sets)``.
         reverse: whether the chains ran from the posterior to the start.
+        plates: latent -> name of the plate of each batch dim, None for a dim that is no plate's.
     """
 
     log_weights: Tensor
@@ -46,6 +49,19 @@ class AnnealedSamples(NamedTuple):
     acceptance_rate: Tensor
     step_size: Tensor
     reverse: bool = False
+    plates: Mapping[str, Sequence[str | None]] = {}
+
+    def weighted(self) -> WeightedSamples:
+        """Returns samples and weights as those of importance sampling, with their estimates and diagnostics.
+
+        Raises:
+            ValueError: chains that ran from the posterior; all chains of a data set have no weight.
+        """
+        if self.reverse:
+            raise ValueError(
+                "Expected chains that end in the posterior; these ran from it. Anneal without posterior=."
+            )
+        return WeightedSamples(self.samples, self.log_weights, self.plates)
 
     @property
     def log_evidence(self) -> Tensor:
@@ -146,8 +162,8 @@ def annealed_importance_sampling(
     num_chains, pilots = _chain_counts(num_chains, posterior, target_acceptance is not None)
     _check(num_chains, num_leapfrog_steps, target_acceptance, chunk_size)
     with _fixed(model, guide):
-        layout = Layout.of(model, guide, args, kwargs, observations or {}, posterior)
-        num_data = layout.num_data or 1
+        layout = Layout.of(model, guide, args, kwargs, as_mapping(observations), posterior)
+        num_data = layout.data.num or 1
         steps = _step_sizes(step_size, num_data)
         size = min(chunk_size or num_data, num_data)
         parts: list[AnnealedSamples] = []
@@ -190,13 +206,13 @@ def _joined(parts: list[AnnealedSamples], layout: Layout, reverse: bool) -> Anne
 
     def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
         joined = torch.cat(list(tensors), dim)
-        return joined.squeeze(dim) if layout.num_data is None else joined
+        return joined.squeeze(dim) if layout.data.num is None else joined
 
-    weights, samples, acceptance, steps, _ = zip(*parts)
+    weights, samples, acceptance, steps, *_ = zip(*parts)
     joined = {name: join([values[name] for values in samples], 1) for name in samples[0]}
     log_weights = join(weights, 1)
     own = {name: value.reshape(log_weights.shape + layout.shapes[name]) for name, value in joined.items()}
-    return AnnealedSamples(log_weights, own, join(acceptance, 1), join(steps, 0), reverse)
+    return AnnealedSamples(log_weights, own, join(acceptance, 1), join(steps, 0), reverse, layout.plates)
 
 
 def _schedule(num: int, given: Sequence[float] | Tensor | None) -> list[float]:

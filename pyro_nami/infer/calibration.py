@@ -31,6 +31,7 @@ from torch import Tensor
 
 from pyro_nami.infer.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.infer.joint import JointDraws, Simulator, forked_rng
+from pyro_nami.infer.observations import observed_names, takes_observations
 from pyro_nami.infer.verdicts import CALIBRATED, Finding, holm, judge, judge_joint
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ JOINT_DENSITY, JOINT_TARP = "joint density", "joint TARP"
 _ROWS_A_CALL = 2**15  # draws of the guide in one call, over data sets, unless the caller says how many
 _REFERENCE_FEATURES = 256  # coordinates of the data, at most, that a reference point depends on
 _TOLERATED = 0.1  # share of simulations that may be NaN or infinite
+_FEW, _TOLERATED_OF_FEW = 100, 0.5  # a tenth of few simulations may be chance
 
 
 class Verdict(NamedTuple):
@@ -217,10 +219,10 @@ def calibrate(
     *args: Any,
     num_datasets: int = 1000,
     num_draws: int = 99,
-    observed: Sequence[str] | None = None,
+    observed: Sequence[str] = (),
     level: float = 0.01,
     seed: int | None = None,
-    chunk: int | None = None,
+    chunk_size: int | None = None,
     **kwargs: Any,
 ) -> Calibration:
     """Compares a guide with the exact posterior, on data sets that the model simulates.
@@ -235,30 +237,38 @@ def calibrate(
         *args, **kwargs: the model's arguments. Data among them is simulated anew.
         num_datasets: data sets; 1000 find sds that are off by 10 to 20%, and locations off by 0.2 sds.
         num_draws: draws of the guide for each data set.
-        observed: sites that the model samples when no data is given, but that the guide conditions on.
+        observed: sites that the model samples when no data is given, but that the guide conditions on; those of a
+            guide with an attribute ``observed`` need not be named.
         level: the probability with which a right guide is found wrong, over all sites.
         seed: of all random numbers; None goes on from the current state. The state outside stays as it was.
-        chunk: data sets in one call of the guide, which bounds memory; by default 2**15 draws are made at once.
+        chunk_size: data sets in one call of the guide, which bounds memory; by default 2**15 draws are made at once.
 
     Raises:
         ValueError: a number is not positive; the guide draws no latent of the model, or not under plates; more than
             10% of the simulations hold NaN or infinite values.
+        TypeError: the guide does not take ``observations``.
 
     References:
         Talts et al. 2018, "Validating Bayesian inference algorithms with simulation-based calibration"; Hermans et al.
         2022, "A trust crisis in simulation-based inference?"; Lemos et al. 2023, "Sampling-based accuracy testing of
         posterior estimators for general inference".
     """
-    for option, number in (("num_datasets", num_datasets), ("num_draws", num_draws), ("chunk", chunk)):
+    counts = {"num_datasets": num_datasets, "num_draws": num_draws, "chunk_size": chunk_size}
+    for option, number in counts.items():
         if number is not None and not (isinstance(number, int) and number > 0):
             raise ValueError(f"Expected {option} to be a positive integer; got {number!r}.")
-    size = max(1, _ROWS_A_CALL // num_draws) if chunk is None else chunk
+    size = max(1, _ROWS_A_CALL // num_draws) if chunk_size is None else chunk_size
     if not 0 < level < 1:
         raise ValueError(f"Expected level between 0 and 1; got {level}.")
+    if not takes_observations(guide, is_guide=True):
+        raise TypeError(
+            "Expected a guide that takes observations={site: value}, by which it is given simulated data; this one "
+            "does not."
+        )
     with forked_rng(), torch.no_grad(), poutine.block():
         if seed is not None:
             pyro.set_rng_seed(seed)
-        simulator = Simulator(model, args, kwargs, observed or ())
+        simulator = Simulator(model, args, kwargs, observed_names(observed, guide))
         truth, skipped = without_non_finite(simulator.draw(num_datasets))
         forms = site_forms(simulator)
         coordinates = Coordinates(truth.latents, forms)
@@ -344,7 +354,7 @@ def without_non_finite(draws: JointDraws) -> tuple[JointDraws, int]:
     """Returns the joint draws without NaN and infinite values, and how many had some; warns of them.
 
     Raises:
-        ValueError: for more than 10% of them, naming the first site that has them.
+        ValueError: for more than 10% of them (half, of fewer than 100), naming the first site that has them.
     """
     kept, bad = draws.finite()
     if not bad:
@@ -353,7 +363,7 @@ def without_non_finite(draws: JointDraws) -> tuple[JointDraws, int]:
     share = (
         f"{skipped} of {draws.num} simulations with NaN or infinite values, first at site '{next(iter(bad))}'"
     )
-    if skipped > _TOLERATED * draws.num:
+    if skipped > (_TOLERATED if draws.num >= _FEW else _TOLERATED_OF_FEW) * draws.num:
         raise ValueError(f"Expected a model whose simulations are finite; got {share}.")
     warnings.warn(f"Left out {share}.", stacklevel=3)
     return kept, skipped

@@ -1,7 +1,8 @@
 """Inference compilation: a guide trained on a model's own simulations, for all data sets at once.
 
 Change this module when the loss or the loop of training changes. Its parts: `joint` simulates, `batches` says where
-simulations come from, `losses` what they cost, `optimizing` moves the weights, `checkpoint` keeps them.
+simulations come from, `losses` what they cost, `optimizing` moves the weights, `checkpoint` keeps them, and `ranks` are
+the processes that share the work.
 """
 
 from __future__ import annotations
@@ -34,13 +35,12 @@ from pyro_nami.infer.history import History
 from pyro_nami.infer.joint import JointDraws, Simulator, forked_rng
 from pyro_nami.infer.losses import CompilationLoss, non_finite_sites
 from pyro_nami.infer.optimizing import Optimization, check_optimizer
+from pyro_nami.infer.ranks import Ranks
 from pyro_nami.infer.tracking import Tracker
 
 __all__ = ["InferenceCompilation"]
 
-_VALIDATION_SEED = (
-    1_618_033_988  # held-out simulations are the same in every run, and apart from the training's
-)
+_VALIDATION_SEED = 1_618_033_988  # held-out simulations are the same in every run, apart from the training's
 
 
 class InferenceCompilation:
@@ -55,12 +55,18 @@ class InferenceCompilation:
     The model is fixed: parameters that it may have are left alone. Data among its arguments are resampled, so only
     their shapes count.
 
+    Under ``torchrun``, after ``torch.distributed.init_process_group``, ``wrap=DistributedDataParallel`` makes many
+    processes train one guide, which must be a module. Each simulates ``batch_size`` draws a step, from random numbers
+    of its own though a script seeds all alike. A step is that of one process with all draws; losses, validation and
+    the end are the same for all. The first process alone shows progress, logs, and writes and reads the checkpoint.
+    All must call `step` and `fit`, and `evaluate_loss` where it is the first of the calls.
+
     Args:
         model: a Pyro model.
         guide: any guide that accepts ``observations=``; see `CompilationLoss`.
         optim: an optimizer of Pyro's, or a function from the guide's parameters to one of torch's, as
             ``functools.partial(torch.optim.Adam, lr=1e-3)``.
-        batch_size: simulations a step.
+        batch_size: simulations a step, of each process.
         observed: sites that the model samples when no data is given, but that the guide conditions on; those of a
             guide with an attribute ``observed`` need not be named.
         scheduler: a function from a torch optimizer to one of torch's schedulers, which steps once a step
@@ -140,8 +146,8 @@ class InferenceCompilation:
         """Trains for a number of steps.
 
         With validation the guide ends with the weights of the lowest validation loss, otherwise with the last ones.
-        With a checkpoint that exists, training goes on from there, and on a CPU to the same bits as without the
-        interruption; delete the file to start anew.
+        With a checkpoint that exists, training goes on from there, and on a CPU with as many processes to the same bits
+        as without the interruption; delete the file to start anew.
 
         Args:
             steps: number of steps, those before the checkpoint included.
@@ -149,7 +155,8 @@ class InferenceCompilation:
                 training over plates of varying size.
             data: batches of simulations made before, read instead of fresh ones and again from the start when they
                 end: `JointDraws`, or site -> values ``(draws, *plates, *event)`` of latents and observed sites. Any
-                iterable, a `DataLoader` say. An iterator ends the training with its last batch.
+                iterable, a `DataLoader` say. An iterator ends the training with its last batch. Of many processes each
+                reads its own: give them parts, by a `DistributedSampler` say.
             num_workers: processes that simulate ahead, for models that are slow; 0: none.
             validation: number of held-out simulations, the same in every run; or batches of them, as in ``data``.
             validate_every: steps between validations.
@@ -162,51 +169,60 @@ class InferenceCompilation:
         Raises:
             ValueError: as `step` does; or if the checkpoint is of another structure, naming the sites.
         """
-        for name, count in (
-            ("steps", steps),
-            ("validate_every", validate_every),
-            ("checkpoint_every", checkpoint_every),
-        ):
+        counts = {"steps": steps, "validate_every": validate_every, "checkpoint_every": checkpoint_every}
+        for name, count in counts.items():
             _check_count(name, count)
         if patience is not None and validation is None:
             raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
         arguments = args if callable(args) else _constant(tuple(args), dict(kwargs or {}))
         simulator = self._set_up(*arguments(0))
         held_out = self._held_out(validation, simulator, arguments)
-        history = self.history = History()
+        history, ranks = History(), self._ranks
+        self.history = history
         best: dict[str, Any] | None = None
         saved: dict[str, Any] = {}
-        if checkpoint is not None and Path(checkpoint).exists():
+        if checkpoint is not None and ranks.first and Path(checkpoint).exists():
             saved = load_checkpoint(checkpoint)
+        checkpoint, saved = ranks.of_first((checkpoint, saved))
+        if saved:
             check_structure(saved["structure"], self._structure)
             self._load_guide(saved["guide"])
             self._optimization.load(saved["optimization"])
             history = self.history = History.from_state(saved["history"])
             best = saved["best"]
         start = len(history.losses)
+        sessions = [saved, *saved.get("others", ())]  # by rank, if as many processes go on
+        own = sessions[ranks.rank] if len(sessions) == ranks.size else {}
+        if not own:
+            if saved:
+                set_rng_state(saved["rng"])
+            ranks.part()
         stream: Any
+        state = own.get("stream")
         if data is not None:
-            stream = OfflineBatches(data, simulator, arguments, start, saved.get("stream"))
+            stream = OfflineBatches(data, simulator, arguments, start, state)
         elif num_workers > 0:
             ahead = range(start, steps)
-            stream = WorkerBatches(
-                simulator, arguments, self.batch_size, ahead, num_workers, saved.get("stream")
-            )
+            stream = WorkerBatches(simulator, arguments, self.batch_size, ahead, num_workers, state)
         else:
             stream = FreshBatches(simulator, arguments, self.batch_size, start)
-        if saved:
-            set_rng_state(saved["rng"])
+        if own:
+            set_rng_state(own["rng"])
 
         def save() -> None:
             if checkpoint is not None:
-                save_checkpoint(checkpoint, {**self._state(), "best": best, "stream": stream.state()})
+                now, *others = ranks.gather({"rng": rng_state(), "stream": stream.state()})
+                if ranks.first:
+                    now = {**now, "others": others} if others else now
+                    save_checkpoint(checkpoint, {**self._state(), **now, "best": best})
 
+        tracker, progress = (tracker, progress) if ranks.first else (None, False)
         with tqdm(total=steps, initial=start, desc="compiling", disable=not progress, mininterval=0.2) as bar:
             while (step := len(history.losses)) < steps:
                 if patience is not None and history.validations_since_best() >= patience:
                     break
-                batch = next(stream, None)
-                if batch is None:
+                batch: Any = next(stream, None)
+                if data is not None and ranks.any(batch is None):
                     break
                 loss = self._update(batch)
                 history.losses.append(loss)
@@ -214,7 +230,7 @@ class InferenceCompilation:
                 if tracker is not None:
                     tracker.log("loss", loss, step)
                 if held_out is not None and (step % validate_every == 0 or step == steps):
-                    validated = self._mean_loss(held_out())
+                    validated = ranks.mean(self._mean_loss(held_out()))
                     history.validation.append((step, validated))
                     self._optimization.validated(validated)
                     if history.best_step == step:
@@ -230,7 +246,7 @@ class InferenceCompilation:
             save()
         if best is not None:
             self._load_guide(best)
-        if history.skipped:
+        if history.skipped and ranks.first:
             warnings.warn(f"{history.shortfall()}; they were left out.", stacklevel=2)
         return history
 
@@ -250,7 +266,7 @@ class InferenceCompilation:
             )
         with forked_rng():
             draws, _ = simulator.draw(16).finite()
-        loss: nn.Module = CompilationLoss(self.guide)
+        loss = CompilationLoss(self.guide)
         with torch.no_grad(), pyro.validation_enabled(False), poutine.trace(param_only=True) as capture:
             loss(draws, args, kwargs)  # lazy guides get their parameters
         if isinstance(self.guide, nn.Module):
@@ -263,21 +279,23 @@ class InferenceCompilation:
         if not parameters:
             raise ValueError("Expected a guide with parameters; got none.")
         self._parameters = parameters
-        self._finite = [value.detach().clone() for value in parameters.values()]
         self._optimization = Optimization(*self._options, parameters)
         self._structure = structure_of(self.guide, parameters)
-        self._loss = loss if self._wrap is None else self._wrap(loss)
+        self._bare_loss = loss
+        self._loss: nn.Module = loss if self._wrap is None else self._wrap(loss)
+        self._finite = [value.detach().clone() for value in parameters.values()]  # as the wrapper set them
+        self._ranks = Ranks(self._loss, self._finite[0].device)
+        self._ranks.part()
         self._simulator = simulator
         return simulator
 
     def _state(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of training, besides the stream of batches and the best weights."""
+        """Returns what a checkpoint holds of training, alike in all processes, besides the best weights."""
         return {
             "structure": self._structure,
             "fingerprint": fingerprint(self._structure),
             "guide": self._guide_state(),
             "optimization": self._optimization.state(),
-            "rng": rng_state(),
             "history": self.history.state(),
         }
 
@@ -319,31 +337,36 @@ class InferenceCompilation:
 
     @torch.no_grad()
     def _mean_loss(self, batches: Iterable[Batch]) -> float:
-        """Returns the mean loss over all finite simulations."""
+        """Returns the mean loss over all finite simulations of this process, without the others."""
         total, count = 0.0, 0
         with pyro.validation_enabled(False), poutine.block():
             for args, kwargs, draws in batches:
                 kept = draws.finite()[0]
                 if kept.num:
-                    total, count = total + self._loss(kept, args, kwargs).sum().item(), count + kept.num
+                    total, count = total + self._bare_loss(kept, args, kwargs).sum().item(), count + kept.num
         if count == 0:
             raise ValueError("Expected finite simulations; every one has NaN or infinite values.")
         return total / count
 
     def _update(self, batch: Batch) -> float:
-        """Moves the weights by one step; returns the loss before."""
+        """Moves the weights by one step; returns the loss before, over the simulations of all processes."""
         args, kwargs, drawn = batch
         draws, non_finite = drawn.finite()
-        self.history.count(drawn.num, drawn.num - draws.num, non_finite)
-        if draws.num == 0:
+        sites = (*drawn.latents, *drawn.observed)
+        own = [drawn.num, draws.num, draws.num == 0, *(non_finite.get(name, 0) for name in sites)]
+        total, kept, empty, *bad = map(int, self._ranks.sum(own))
+        self.history.count(total, total - kept, {name: count for name, count in zip(sites, bad) if count})
+        if empty:  # in any process: none may go on alone
             return math.nan
         parameters: list[Tensor] = [*self._parameters.values()]
         with pyro.validation_enabled(False), poutine.block():
-            loss = self._loss(draws, args, kwargs).mean()
+            share = draws.num * self._ranks.size / kept  # as gradients are averaged over processes
+            loss = self._loss(draws, args, kwargs).mean() * share
             self._optimization.zero_grad()
             loss.backward(inputs=parameters)  # none for the model's own
         norm = self._optimization.clip()
         loss_value, norm_value = torch.stack((loss.detach(), norm.to(loss))).tolist()
+        loss_value = self._ranks.mean(loss_value)
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
             message = self._non_finite(loss_value, draws, args, kwargs)
             with torch.no_grad():
@@ -358,6 +381,7 @@ class InferenceCompilation:
         with pyro.validation_enabled(False):
             sites = non_finite_sites(self.guide, list(self._parameters.values()), draws, args, kwargs)
         found = [f"'{name}' (values up to {draws.latents[name].abs().max().item():.3g})" for name in sites]
+        found = [words for part in self._ranks.gather(found) for words in part]
         return (
             f"Expected a finite loss and gradient; in step {len(self.history.losses) + 1} the guide's log density or "
             f"its gradient is not finite at {', '.join(found) or 'no single site'}, and the loss is {loss:.3g}. The "

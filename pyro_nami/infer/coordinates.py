@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pyro import poutine
 from torch import Tensor
 from torch.distributions import biject_to
 
@@ -32,11 +31,7 @@ class SiteForm(NamedTuple):
 
 def site_forms(simulator: Simulator) -> dict[str, SiteForm]:
     """Returns the form of every site of a model. Discrete sites, and those of varying support, are left as they are."""
-    with poutine.block():
-        model = poutine.uncondition(simulator.model)
-        runs: list[Any] = [
-            poutine.trace(model).get_trace(*simulator.args, **simulator.kwargs).nodes for _ in range(2)
-        ]
+    runs = [simulator.sites() for _ in range(2)]
     forms = {}
     for name in (*simulator.latent, *simulator.observed):
         value, fn = runs[0][name]["value"], runs[0][name]["fn"]

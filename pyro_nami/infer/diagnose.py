@@ -19,10 +19,11 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_nami.infer.calibration import Calibration, calibrate, listed, without_non_finite
+from pyro_nami.infer.calibration import Calibration, calibrate, listed
 from pyro_nami.infer.importance import importance_sample
 from pyro_nami.infer.joint import Simulator, forked_rng
 from pyro_nami.infer.misspecification import Misspecification, misspecification, observed_data
+from pyro_nami.infer.observations import as_mapping, observed_names
 from pyro_nami.infer.weights import K_MAX
 
 if TYPE_CHECKING:
@@ -151,7 +152,8 @@ def diagnose(
         model: by default the guide's own, ``guide.model``.
         history: of training, as ``InferenceCompilation(...).history``.
         observations: the real data, in place of what the model observes itself; without any, the data are not checked.
-        observed: sites that the model samples when no data is given, but that the guide conditions on.
+        observed: sites that the model samples when no data is given, but that the guide conditions on; those of a
+            guide with an attribute ``observed`` need not be named.
         num_datasets, num_draws: of calibration; see `calibrate`.
         num_weighted: simulated data sets that importance sampling is tried on.
         num_samples: draws of importance sampling for each of them.
@@ -166,25 +168,26 @@ def diagnose(
     model = getattr(guide, "model", None) if model is None else model
     if not callable(model):
         raise TypeError("Expected a guide with a model, or model=...; got neither.")
-    names = (*observed, *(observations or ()))
+    given = as_mapping(observations)
+    names = observed_names(observed, guide, given)
     with forked_rng(), torch.no_grad():
         if seed is not None:
             pyro.set_rng_seed(seed)
+        simulator = Simulator(model, args, kwargs, names)
+        found = None
+        if {*observed_data(simulator), *given} >= set(simulator.observed):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The data lie far outside")  # the diagnosis says so itself
+                found = misspecification(model, *args, observations=given, observed=names, **kwargs)
         calibration = calibrate(
             model, guide, *args, num_datasets=num_datasets, num_draws=num_draws, observed=names, **kwargs
         )
-        simulator = Simulator(model, args, kwargs, names)
-        simulated = without_non_finite(simulator.draw(num_weighted))[0].observed
+        simulated = simulator.draw(num_weighted).finite()[0].observed  # calibrate has judged how many are not
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The importance weights are")  # the diagnosis says so itself
+            warnings.filterwarnings("ignore", "The importance weights are")
             weighted = importance_sample(
                 model, guide, *args, num_samples=num_samples, observations=simulated, **kwargs
             )
-        found = None
-        if {*observed_data(simulator), *(observations or ())} >= set(simulator.observed):
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The data lie far outside")
-                found = misspecification(model, *args, observations=observations, observed=observed, **kwargs)
     return Diagnosis(
         calibration=calibration,
         effective_sample_size=weighted.effective_sample_size,

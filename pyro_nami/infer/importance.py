@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_nami.infer.observations import as_mapping
 from pyro_nami.infer.pair import BadDensity, Pair, Traces
 from pyro_nami.infer.weights import K_MAX, WeightedSamples
 
@@ -54,7 +55,8 @@ def importance_sample(
     Raises:
         ValueError: ``num_samples`` or ``chunk_size`` below 1; observations of an unknown site or of a wrong shape; a
             latent that only one of model and guide has; a log density that is NaN (the message names the site); a data
-            set for which all weights are zero.
+            set for which all weights are zero; a guide that is a point (AutoDelta).
+        NotImplementedError: plates with random subsampling.
 
     Warns:
         UserWarning: k-hat above 0.7, or draws one by one.
@@ -73,7 +75,7 @@ def importance_sample(
     _check_count("num_samples", num_samples)
     if chunk_size is not None:
         _check_count("chunk_size", chunk_size)
-    pair = Pair(model, guide, args, kwargs, observations or {})
+    pair = Pair(model, guide, args, kwargs, as_mapping(observations))
     size = min(num_samples, chunk_size or max(1, _ELEMENTS // pair.elements))
     sampler = _Sampler(pair)
     chunks = [sampler.draw(min(size, num_samples - start)) for start in range(0, num_samples, size)]

@@ -21,6 +21,8 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 
+from pyro_nami.infer.sites import check_full_plate, plate_nesting, with_plate_dims
+
 __all__ = ["JointDraws", "Simulator", "forked_rng"]
 
 _CHECKED = 5  # draws that are replayed one by one, at least
@@ -107,8 +109,7 @@ class Simulator:
                     raise ValueError(
                         f"Expected names of the model's sites, {known}, in observed; got '{name}'."
                     )
-            frames = [f for site in sites.values() for f in site["cond_indep_stack"] if f.vectorized]
-            self.nesting: int = max((-frame.dim for frame in frames), default=0)
+            self.nesting = plate_nesting(sites.values())
             is_observed = {name: name in given or name in first.observed for name in sites}
             self.observed = tuple(name for name, seen in is_observed.items() if seen)
             self.latent = tuple(name for name, seen in is_observed.items() if not seen)
@@ -144,7 +145,9 @@ class Simulator:
             for sites in runs:
                 self._check_names(sites)
             draws = {
-                name: torch.stack([_padded(sites[name], self.nesting) for sites in runs])
+                name: torch.stack(
+                    [with_plate_dims(sites[name]["value"], sites[name], self.nesting, 0) for sites in runs]
+                )
                 for name in (*self.latent, *self.observed)
             }
         self._check_names(draws)
@@ -159,6 +162,10 @@ class Simulator:
         other = copy.copy(self)
         other.args, other.kwargs = args, kwargs
         return other
+
+    def sites(self) -> dict[str, Any]:
+        """Returns the sites of a single run, with nothing observed, as messages."""
+        return self._run().sites
 
     # ---- runs of the model
 
@@ -267,12 +274,7 @@ class _Collector(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         self.current = None
         if site_is_subsample(msg):
-            plate = msg["fn"]
-            if plate.subsample_size is not None and plate.subsample_size < plate.size:
-                raise NotImplementedError(
-                    f"Expected simulations of all instances; plate '{msg['name']}' subsamples {plate.subsample_size} "
-                    f"of {plate.size}. Simulate with the full plate."
-                )
+            check_full_plate(msg["name"], msg["fn"])
         elif not _is_deterministic(msg):
             self.sites[msg["name"]] = msg
 
@@ -295,12 +297,6 @@ def _plate_shape(site: Any, nesting: int, num: int | None = None) -> torch.Size:
         if frame.vectorized and -frame.dim <= nesting:
             shape[frame.dim] = frame.size if frame.size >= 0 else own[frame.dim]
     return torch.Size(shape if num is None else [num, *shape])
-
-
-def _padded(site: Any, nesting: int) -> Tensor:
-    """Returns a site's value with all plate dims."""
-    shape = site["fn"].batch_shape
-    return site["value"].reshape((1,) * (nesting - len(shape)) + shape + site["fn"].event_shape)
 
 
 def _log_prob(site: Any) -> Tensor | None:

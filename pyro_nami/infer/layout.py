@@ -15,13 +15,14 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import Transform
 
+from pyro_nami.infer.observations import Observations, takes_observations
+from pyro_nami.infer.sites import check_full_plate, plate_names, plate_nesting, with_plate_dims
 from pyro_nami.infer.tempering import (
     GuideStart,
     SiteError,
     SiteReader,
     Slot,
     TemperedPath,
-    takes_observations,
 )
 
 __all__ = ["Layout"]
@@ -32,22 +33,21 @@ class Layout(NamedTuple):
 
     Attributes:
         model, guide, args, kwargs: the model, the guide to start from (None for the prior), and their arguments.
-        data: observed site -> given values, ``(data sets or 1, *plates, *event)``, with all plate dims.
-        num_data: number of data sets; None if they are not batched.
+        data: the observed values that are given.
         posterior: latent -> draws to start from, ``(chains, data sets, *plates, *event)``; None for the start's own.
         nesting: number of plate dims.
-        shapes: site -> its shape in a run without batch dims.
+        shapes: site -> its shape in a run without batch dims, and ``plates`` the names of its batch dims' plates.
     """
 
     model: Callable
     guide: Callable | None
     args: tuple
     kwargs: Mapping[str, Any]
-    data: Mapping[str, Tensor]
-    num_data: int | None
+    data: Observations
     posterior: Mapping[str, Tensor] | None
     nesting: int
     shapes: Mapping[str, torch.Size]
+    plates: Mapping[str, tuple[str | None, ...]]
 
     @classmethod
     def of(
@@ -70,21 +70,21 @@ class Layout(NamedTuple):
         reader = SiteReader((), _drawn_anywhere if guide is not None else _drawn, {})
         sites = reader.run(model, args, {**kwargs, **given}).sites
         _check_sites(reader, guide, observations)
-        frames = [frame for site in sites.values() for frame in site["cond_indep_stack"] if frame.vectorized]
-        nesting = max((-frame.dim for frame in frames), default=0)
-        data, num_data = _with_plate_dims(observations, sites, nesting)
+        nesting = plate_nesting(sites.values())
+        data = Observations(observations, sites, nesting)
         if posterior is not None:
             missing = [name for name in reader.values if name not in posterior]
             if missing:
                 raise ValueError(f"Expected posterior draws of every latent; got none of '{missing[0]}'.")
-            batch = 1 if num_data is None else 2
+            batch = 1 if data.num is None else 2
             posterior = {
-                name: _padded(posterior[name], sites[name], nesting, batch) for name in reader.values
+                name: with_plate_dims(posterior[name], sites[name], nesting, batch) for name in reader.values
             }
-            if num_data is None:
+            if data.num is None:
                 posterior = {name: value.unsqueeze(1) for name, value in posterior.items()}
         shapes = {name: site["fn"].shape() for name, site in sites.items()}
-        return cls(model, guide, args, kwargs, data, num_data, posterior, nesting, shapes)
+        plates = {name: plate_names(sites[name]) for name in reader.values}
+        return cls(model, guide, args, kwargs, data, posterior, nesting, shapes, plates)
 
     def start(self, num_chains: int, chunk: slice, *, check: bool) -> tuple[TemperedPath, Tensor]:
         """Returns the path for a chunk of data sets, and positions at its start, ``(chains, data sets, size)``.
@@ -97,7 +97,7 @@ class Layout(NamedTuple):
         Raises:
             ValueError: the model does not take batch dims; a log density is not finite. The site is named.
         """
-        data = {name: value[chunk] if len(value) > 1 else value for name, value in self.data.items()}
+        data = self.data.batch(chunk)
         with poutine.block():
             plates = (
                 pyro.plate("_chains", num_chains, dim=-2 - self.nesting),
@@ -108,7 +108,8 @@ class Layout(NamedTuple):
         if self.posterior is not None:
             choose = _Given({name: value[:, chunk] for name, value in self.posterior.items()})
         elif start is not None:
-            choose = _Given(start.draw(plates))
+            with pyro.validation_enabled(False):  # the model's sites tell, by name, which draws are bad
+                choose = _Given(start.draw(plates))
         path = TemperedPath(self.model, self.args, self._kwargs(data), start, data, plates, {})
         reader = SiteReader(path.batch, choose, data)
         try:
@@ -123,7 +124,7 @@ class Layout(NamedTuple):
             extra = min(choose.values.keys() - reader.values.keys())
             raise ValueError(f"Expected latents {list(reader.values)} only; the guide has '{extra}' as well.")
         if check:
-            self._compare(reader, data)
+            self._compare(reader, chunk.start)
         path.slots, position = _flattened(reader.unconstrained)
         _check_finite(reader, path)
         return path, position
@@ -132,12 +133,12 @@ class Layout(NamedTuple):
         given = {"observations": data} if data and takes_observations(self.model) else {}
         return {**self.kwargs, **given}
 
-    def _compare(self, reader: SiteReader, data: Mapping[str, Tensor]) -> None:
+    def _compare(self, reader: SiteReader, first: int) -> None:
         """Raises where the first and the last chain have other densities in a run of their own."""
         chains, sets = reader.batch
         for chain, index in {(0, 0), (chains - 1, sets - 1)}:
             values = {name: v[chain, index].reshape(self.shapes[name]) for name, v in reader.values.items()}
-            own = {name: v[index if len(v) > 1 else 0].reshape(self.shapes[name]) for name, v in data.items()}
+            own = self.data.one(first + index)
             single = SiteReader((), _Given(values), own).run(self.model, self.args, self._kwargs(own))
             for part, alone in ((reader.prior, single.prior), (reader.likelihood, single.likelihood)):
                 for name, log_prob in part.items():
@@ -195,12 +196,7 @@ def _check_sites(reader: SiteReader, guide: Callable | None, given: Mapping[str,
             "Expected a model with latent sites; it has none. Its log density is its log evidence."
         )
     for name, (fn, indices) in reader.subsamples.items():
-        size = fn.subsample_size if indices is None else len(indices)
-        if size is not None and size < fn.size:
-            raise NotImplementedError(
-                f"Expected the full data; plate '{name}' holds {size} of {fn.size} instances. Run the model without "
-                "subsample_size."
-            )
+        check_full_plate(name, fn, indices)
     for name in reader.values:
         site = reader.sites[name]
         if isinstance(site["scale"], Tensor) or site["scale"] != 1:
@@ -228,44 +224,6 @@ def _check_shapes(sites: Mapping[str, Any]) -> None:
                     f"Expected size {expected} at batch dim {-1 - i} of site '{name}'; got {size}. Declare dims by "
                     "plates or .to_event()."
                 )
-
-
-def _with_plate_dims(
-    observations: Mapping[str, Any], sites: Mapping[str, Any], nesting: int
-) -> tuple[dict[str, Tensor], int | None]:
-    """Returns observed values with one dim for data sets and all plate dims, and the number of data sets."""
-    data: dict[str, Tensor] = {}
-    num_data: int | None = None
-    for name, given in observations.items():
-        if name not in sites:
-            raise ValueError(
-                f"Expected observations of the model's sites, {list(sites)}; got one of '{name}'."
-            )
-        value = given if isinstance(given, Tensor) else torch.as_tensor(given)
-        is_batch = value.dim() > len(sites[name]["fn"].shape())
-        value = _padded(value if is_batch else value.unsqueeze(0), sites[name], nesting, 1)
-        if is_batch:
-            if num_data not in (None, len(value)) or not len(value):
-                raise ValueError(
-                    f"Expected {num_data or 'some'} data sets at site '{name}'; got {len(value)}."
-                )
-            num_data = len(value)
-        data[name] = value
-    return data, num_data
-
-
-def _padded(value: Tensor, site: Mapping[str, Any], nesting: int, num_batch: int) -> Tensor:
-    """Returns values of a site, which have batch dims, with all plate dims between these and the event."""
-    shape = site["fn"].shape()
-    missing = nesting + site["fn"].event_dim - len(shape)
-    if value.dim() == num_batch + len(shape):
-        value = value.reshape(value.shape[:num_batch] + (1,) * missing + value.shape[num_batch:])
-    if value.shape[num_batch:] != (1,) * missing + shape:
-        raise ValueError(
-            f"Expected values of site '{site['name']}' of shape {tuple(shape)}, with batch dims in front if there are "
-            f"several; got {tuple(value.shape)}."
-        )
-    return value
 
 
 def _flattened(unconstrained: Mapping[str, Tensor]) -> tuple[dict[str, Slot], Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from pyro_nami.infer.calibration import without_non_finite
 from pyro_nami.infer.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.infer.joint import Simulator, forked_rng
+from pyro_nami.infer.observations import as_mapping, as_tensor, observed_names
 
 _LEAST_SHRINKAGE = 1e-3  # so that features which never vary have some variance
 _FEW = 64  # elements of a site, or columns of its events, that are features one by one
@@ -103,12 +104,13 @@ def misspecification(
     """
     if num_datasets < 10:
         raise ValueError(f"Expected num_datasets of at least 10; got {num_datasets}.")
+    given = as_mapping(observations)
     with forked_rng(), torch.no_grad(), poutine.block():
         if seed is not None:
             pyro.set_rng_seed(seed)
-        simulator = Simulator(model, args, kwargs, (*observed, *(observations or ())))
+        simulator = Simulator(model, args, kwargs, observed_names(observed, observations=given))
         forms = site_forms(simulator)
-        data = {**observed_data(simulator), **(observations or {})}
+        data = {**observed_data(simulator), **given}
         simulated = without_non_finite(simulator.draw(num_datasets))[0].observed
     own = {name: _as_batch(name, data, forms[name], value) for name, value in simulated.items()}
     first, second = (
@@ -140,7 +142,7 @@ _ADVICE = (
 
 def observed_data(simulator: Simulator) -> dict[str, Tensor]:
     """Returns the values that a model observes itself; sites that it samples are not among them."""
-    with poutine.block(), torch.no_grad():
+    with poutine.block(), torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
         nodes = poutine.trace(simulator.model).get_trace(*simulator.args, **simulator.kwargs).nodes
     sites: dict[str, Any] = {name: nodes[name] for name in simulator.observed}
     return {name: site["value"] for name, site in sites.items() if site["is_observed"]}
@@ -152,7 +154,7 @@ def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) 
         raise ValueError(
             f"Expected data of every observed site; got none for '{name}'. Pass it in observations=."
         )
-    value = torch.as_tensor(data[name], device=like.device)
+    value = as_tensor(name, data[name], like)
     if value.numel() != form.shape.numel() or value.shape[value.dim() - len(form.shape) :] != form.shape:
         raise ValueError(
             f"Expected data of site '{name}' of shape {tuple(form.shape)}; got {tuple(value.shape)}."

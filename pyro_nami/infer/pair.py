@@ -7,7 +7,6 @@ fit. Change this module when a guide and a model are to be run together in anoth
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -15,13 +14,15 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.infer.inspect import is_sample_site
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_factor, site_is_subsample
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import transform_to
+
+from pyro_nami.infer.observations import Observations, takes_observations
+from pyro_nami.infer.sites import check_full_plate, is_delta, plate_names, plate_nesting
 
 __all__ = ["BadDensity", "Pair", "Traces", "sample_sites"]
 
@@ -54,25 +55,29 @@ class Pair:
         elements: of the values of all sites, for one draw and all data sets.
 
     Raises:
-        ValueError: observations of an unknown site or a wrong shape, or a latent that only one of the two has.
+        ValueError: observations of an unknown site or a wrong shape, a latent that only one of the two has, or a guide
+            that is a point.
+        NotImplementedError: plates with random subsampling.
     """
 
     def __init__(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, observations: Mapping[str, Any]
     ) -> None:
         self.model, self.guide, self.args, self.kwargs = model, guide, args, kwargs
-        self._told = {"model": _takes_observations(model), "guide": _takes_observations(guide)}
-        self._data: dict[str, Tensor] = {}
-        self._batched: dict[str, int] = {}  # site whose data have a dim of data sets -> its own batch dims
+        self._told = {"model": takes_observations(model), "guide": takes_observations(guide, is_guide=True)}
         self.nesting = 0
-        self.sets: tuple[int, ...] = ()
-        if observations:
-            self._read(observations)
+        self._data = self._read(observations)
+        self.sets: tuple[int, ...] = () if self._data.num is None else (self._data.num,)
         self.single = self.run(())
-        self.nesting = max(_nesting(trace) for trace in self.single)
+        self.nesting = max(plate_nesting(sample_sites(trace).values()) for trace in self.single)
+        for trace in self.single:
+            site: Any
+            for name, site in trace.nodes.items():
+                if site["type"] == "sample" and site_is_subsample(site):
+                    check_full_plate(name, site["fn"])
         sites = sample_sites(self.single.model)
         self.latents = self._matched(sites)
-        self.plates = {name: _plate_names(sites[name]) for name in self.latents}
+        self.plates = {name: plate_names(sites[name]) for name in self.latents}
         numbers = [
             site["fn"].shape().numel() for trace in self.single for site in sample_sites(trace).values()
         ]
@@ -103,7 +108,7 @@ class Pair:
             raise
 
     def _run(self, batch: tuple[int, ...], which: int, held: Mapping[str, Tensor] | None) -> Traces:
-        data = self._values_given(batch, which)
+        data = self._data.batch() if batch else self._data.one(which)
         guide, model = self._in_plates("guide", batch, data), self._in_plates("model", batch, data)
         with torch.no_grad(), poutine.block():
             with _Held(held or {}):
@@ -132,17 +137,6 @@ class Pair:
 
     def _kwargs(self, role: str, data: Mapping[str, Any]) -> dict[str, Any]:
         return {**self.kwargs, "observations": data} if data and self._told[role] else self.kwargs
-
-    def _values_given(self, batch: tuple[int, ...], which: int) -> dict[str, Tensor]:
-        """Returns the observed values of one data set, or of all with the batch dim left of all plate dims."""
-        if not batch:
-            return {name: v[which] if name in self._batched else v for name, v in self._data.items()}
-        return {
-            name: v.reshape(v.shape[:1] + (1,) * (self.nesting - self._batched[name]) + v.shape[1:])
-            if name in self._batched
-            else v
-            for name, v in self._data.items()
-        }
 
     # ---- what traces hold
 
@@ -198,39 +192,14 @@ class Pair:
 
     # ---- checks of what is given
 
-    def _read(self, observations: Mapping[str, Any]) -> None:
-        """Takes the observed values and finds out whether they are a batch of data sets."""
+    def _read(self, observations: Mapping[str, Any]) -> Observations:
+        """Returns the observed values, checked against a run of the model."""
+        if not observations:
+            return Observations({}, {}, 0)
         with torch.no_grad(), poutine.block(), InitMessenger(_any_value):
             trace = poutine.trace(self.model).get_trace(*self.args, **self._kwargs("model", observations))
-        nesting = _nesting(trace)
-        sites = {
-            name: site
-            for name, site in sample_sites(trace).items()
-            if not site_is_factor(site) and not site["infer"].get("_deterministic")
-        }
-        for name, given in observations.items():
-            if name not in sites:
-                known = ", ".join(map(repr, sites))
-                raise ValueError(f"Expected observations of the model's sites, {known}; got one of '{name}'.")
-            value, fn = torch.as_tensor(given, device=sites[name]["value"].device), sites[name]["fn"]
-            own = fn.shape()
-            wide = (1,) * (nesting - len(fn.batch_shape)) + own
-            if value.shape == own:
-                self._data[name] = value
-                continue
-            if value.shape[1:] not in (own, wide) or value.dim() == 0:
-                raise ValueError(
-                    f"Expected observations of site '{name}' of shape {tuple(own)}, or (data sets, *{tuple(own)}); "
-                    f"got {tuple(value.shape)}."
-                )
-            if value.shape[:1] != (self.sets or value.shape[:1]) or len(value) == 0:
-                raise ValueError(
-                    f"Expected observations of the same number of data sets at all sites, at least one; got "
-                    f"{len(value)} at '{name}'" + (f" and {self.sets[0]} before it." if self.sets else ".")
-                )
-            self.sets = tuple(value.shape[:1])
-            self._data[name] = value.reshape(value.shape[:1] + own)
-            self._batched[name] = len(fn.batch_shape)
+        sites = sample_sites(trace)
+        return Observations(observations, sites, plate_nesting(sites.values()))
 
     def _matched(self, sites: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the latents, and raises where the guide's and the model's differ."""
@@ -246,6 +215,11 @@ class Pair:
                     f"Expected a guide that samples every latent of the model; it does not sample '{name}'. If "
                     f"'{name}' is data, pass it as an argument or by observations=."
                 )
+        # A Delta of the guide has a density only if it is a function of an auxiliary site, or says so.
+        made = any(
+            site_is_factor(site) or (site["infer"].get("is_auxiliary") and not is_delta(site["fn"]))
+            for site in sample_sites(self.single.guide).values()
+        )
         for name, site in drawn.items():
             if name not in latents:
                 what = "observed" if name in sites else "none of its sites"
@@ -256,6 +230,15 @@ class Pair:
                 raise ValueError(
                     f"Expected the guide to sample '{name}' of the model's shape, "
                     f"{tuple(sites[name]['fn'].shape())}; got {tuple(site['fn'].shape())}."
+                )
+            if (
+                not made
+                and is_delta(site["fn"])
+                and not (is_delta(sites[name]["fn"]) or site["log_prob"].any())
+            ):
+                raise ValueError(
+                    f"Expected a guide with a density at every latent; it is a point at '{name}'. Use AutoNaMIGuide, "
+                    "or another guide that draws."
                 )
         return tuple(name for name in latents if name in drawn)
 
@@ -270,18 +253,6 @@ class _Held(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] in self.values and not msg["is_observed"]:
             msg["value"], msg["done"] = self.values[msg["name"]], True
-
-
-def _takes_observations(fn: Any) -> bool:
-    """Whether a model or guide takes ``observations=``. Pyro's own guides hand everything on to their model."""
-    if isinstance(fn, AutoGuide) and not hasattr(fn, "log_prob"):
-        fn = fn.model
-    try:
-        parameters = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters
-    except (TypeError, ValueError):
-        return False
-    variadic = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return "observations" in parameters or (variadic and hasattr(fn, "log_prob"))
 
 
 def _any_value(site: Any) -> Tensor:
@@ -300,19 +271,6 @@ def sample_sites(trace: poutine.Trace) -> dict[str, Any]:
         for name, site in trace.nodes.items()
         if site["type"] == "sample" and not site_is_subsample(site)
     }
-
-
-def _nesting(trace: poutine.Trace) -> int:
-    frames = (frame for site in sample_sites(trace).values() for frame in site["cond_indep_stack"])
-    return max((-frame.dim for frame in frames if frame.vectorized), default=0)
-
-
-def _plate_names(site: Any) -> tuple[str | None, ...]:
-    names: list[str | None] = [None] * len(site["fn"].batch_shape)
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized:
-            names[frame.dim] = frame.name
-    return tuple(names)
 
 
 _DENSITY = (

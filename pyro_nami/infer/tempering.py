@@ -7,7 +7,6 @@ between, or how a model is run.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -15,12 +14,15 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, MaskedDistribution
+from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.util import site_is_subsample
+from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
-from torch.distributions import Independent, Transform, biject_to
+from torch.distributions import Transform, biject_to
+
+from pyro_nami.infer.observations import takes_observations
+from pyro_nami.infer.sites import is_delta
 
 __all__ = ["GuideStart", "PathValue", "SiteError", "SiteReader", "Slot", "TemperedPath"]
 
@@ -122,7 +124,7 @@ class GuideStart:
     ) -> None:
         self.guide, self.args, self.kwargs = guide, args, dict(kwargs)
         self.density = getattr(guide, "log_prob", None)
-        if observations and (self.density is not None or takes_observations(guide)):
+        if observations and takes_observations(guide, is_guide=True):
             self.kwargs["observations"] = observations
 
     def draw(self, plates: tuple[pyro.plate, ...]) -> dict[str, Tensor]:
@@ -154,6 +156,10 @@ class _GuideReader(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         name, fn = msg["name"], msg["fn"]
+        if site_is_factor(msg):
+            raise NotImplementedError(
+                f"Expected a guide whose sites give its density; it has the factor '{name}' as well."
+            )
         if site_is_subsample(msg) or msg["is_observed"] or is_delta(fn):
             return
         if self.given:
@@ -247,21 +253,6 @@ class TemperedPath:
         position = position.detach().requires_grad_()
         total = self.value_of(self.read(position)).at(temperature).sum()
         return torch.autograd.grad(total, position)[0]
-
-
-def is_delta(fn: Any) -> bool:
-    """Tells whether a distribution is a Delta, below its event dims and masks."""
-    while isinstance(fn, (Independent, MaskedDistribution)):
-        fn = fn.base_dist
-    return isinstance(fn, Delta)
-
-
-def takes_observations(function: Callable) -> bool:
-    """Tells whether a model or a guide has an argument ``observations``."""
-    try:
-        return "observations" in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
 
 
 def _log_prob(name: str, fn: Any, value: Tensor) -> Tensor:

@@ -249,6 +249,42 @@ def test_constrained_exact_guide_for_batched_data():
 
 
 @pytest.mark.usefixtures("double")
+def test_guides_that_are_modules_read_observations():
+    class Guide(nn.Module):
+        def forward(self, y, observations=None):
+            mean, sd = conjugate_normal_posterior(observations["y"][0])
+            pyro.sample("mu", dist.Normal(mean, sd))
+
+    y = torch.randn(6)
+    data = {"y": y[None]}
+    result = anneal(
+        conjugate_normal, Guide(), torch.zeros(6), observations=data, num_chains=7, num_temperatures=5
+    )
+    assert torch.allclose(result.log_weights, torch.tensor(conjugate_normal_evidence(y)), rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("double")
+def test_results_are_weighted_samples():
+    """With their estimates and diagnostics; the posterior mean of every data set, and plates by name."""
+
+    def model(y):
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    y = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0]])
+    result = anneal(model, None, y[0], observations={"y": y}, num_chains=400, num_temperatures=30)
+    weighted = result.weighted()
+    assert weighted.plates == {"z": ("data",)}
+    assert torch.equal(weighted.log_evidence, result.log_evidence)
+    assert torch.allclose(weighted.log_evidence_error, result.log_evidence_error)
+    assert (weighted.effective_sample_size > 200).all()
+    assert ((weighted.mean("z") - y / 2).abs() < 4 * (0.5 / 200) ** 0.5).all()
+    with pytest.raises(ValueError, match="these ran from it"):
+        result._replace(reverse=True).weighted()
+
+
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("dense", [True, False])
 def test_networks_as_start(dense):
     """Untrained, so that the path has a way to go; with its own density and replayed."""
@@ -580,6 +616,22 @@ def test_masked_latents_are_refused_with_a_guide():
 def test_guides_without_a_density_are_refused():
     with pytest.raises(ValueError, match="density at every latent; it has none at 'mu'"):
         anneal(conjugate_normal, AutoNormal(conjugate_normal), ONE)
+
+
+def test_guides_with_factors_are_refused():
+    def guide(y):
+        pyro.factor("f", 2 * pyro.sample("mu", dist.Normal(0.0, 1.0)))
+
+    with pytest.raises(NotImplementedError, match="the factor 'f'"):
+        anneal(conjugate_normal, guide, ONE)
+
+
+def test_nan_data_name_the_latent_that_the_guide_draws_from_them():
+    def guide(y, observations):
+        pyro.sample("mu", dist.Normal(observations["y"].sum(), 1.0))
+
+    with pytest.raises(ValueError, match="site 'mu' in its support"):
+        anneal(conjugate_normal, guide, ONE, observations={"y": ONE * math.nan}, num_temperatures=3)
 
 
 def test_guides_with_other_latents_are_refused():

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import sys
+import warnings
 
 import numpy as np
 import pyro
@@ -231,7 +232,7 @@ def test_chunks_change_nothing_but_the_random_numbers():
             sizes.append(len(observations["y"]))
             super().__call__(observations)
 
-    result = calibrated(Counting(), num_datasets=100, num_draws=9, chunk=32)
+    result = calibrated(Counting(), num_datasets=100, num_draws=9, chunk_size=32)
     assert sizes == [32, 32, 32, 4]
     assert {len(ranks) for ranks in (*result.ranks.values(), *result.joint.values())} == {100}
     assert result.passed
@@ -373,7 +374,7 @@ def test_coordinates_are_standardized_and_unconstrained_where_supports_are_fixed
     [
         ({"num_draws": 0}, "num_draws to be a positive integer; got 0"),
         ({"num_datasets": -1}, "num_datasets to be a positive integer"),
-        ({"chunk": 1.5}, "chunk to be a positive integer; got 1.5"),
+        ({"chunk_size": 1.5}, "chunk_size to be a positive integer; got 1.5"),
         ({"level": 1.0}, "level between 0 and 1"),
     ],
 )
@@ -410,6 +411,51 @@ def test_latents_that_the_guide_leaves_out_are_named():
     result = calibrated(only_v)
     assert (result.absent, list(result.ranks), dict(result.joint)) == (("mu", "z"), ["v"], {})
     assert "Not drawn by the guide: mu, z." in str(result)
+
+
+def test_a_guide_that_was_never_called_knows_what_it_conditions_on():
+    result = calibrate(model, AutoNaMIGuide(model, observed=["y", "w"]), num_datasets=30, num_draws=9, seed=0)
+    assert {name: tuple(ranks.shape) for name, ranks in result.ranks.items()} == {
+        "mu": (30,),
+        "z": (30, 4),
+        "v": (30, 2),
+    }
+
+
+def test_a_guide_that_takes_no_data_is_refused():
+    with pytest.raises(TypeError, match="guide that takes observations="):
+        calibrated(lambda: prior_guide(None))
+
+
+def logarithm():
+    """Of a latent that is below 0 with probability 0.05: the location of x is NaN there, which validation refuses."""
+    z = pyro.sample("z", dist.Uniform(-0.05, 0.95))
+    pyro.sample("x", dist.Normal(z.log(), 1.0))
+
+
+def uniform_guide(observations):
+    pyro.sample("z", dist.Uniform(0.0, 0.95).expand(observations["x"].shape))
+
+
+def test_simulations_with_nan_parameters_are_left_out_whatever_the_seed():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Left out")
+        results = [
+            calibrate(logarithm, uniform_guide, observed="x", num_datasets=200, num_draws=9, seed=seed)
+            for seed in range(30)
+        ]
+    assert all(result.num_datasets == 200 - result.skipped for result in results)
+
+
+def test_few_simulations_are_not_refused_by_chance():
+    """Three of twenty are more than a tenth, where the model's share is a twentieth."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Left out")
+        results = [
+            calibrate(logarithm, uniform_guide, observed="x", num_datasets=20, num_draws=9, seed=seed)
+            for seed in range(20)
+        ]
+    assert max(result.skipped for result in results) > 2
 
 
 @pytest.mark.parametrize(("share", "fails"), [(0.02, False), (0.5, True)])

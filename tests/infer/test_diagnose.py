@@ -83,6 +83,50 @@ def test_a_guide_without_a_model_is_refused():
         diagnose(lambda observations: None)
 
 
+def test_what_a_guide_was_built_for_need_not_be_repeated():
+    guide = Guide()
+    guide.observed = ("x", "k")
+    result = diagnose(guide, **{**SMALL, "observed": ()})
+    assert result.passed
+
+
+def test_a_single_observed_site_may_be_given_as_a_string():
+    def noise():
+        z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+        pyro.sample("data", dist.Normal(z, 1.0))
+
+    def guide(observations):
+        pyro.sample("z", dist.Normal(observations["data"] / 2, 0.5**0.5))
+
+    small = {"num_datasets": 200, "num_weighted": 5, "num_samples": 100, "seed": 0}
+    assert diagnose(guide, model=noise, observed="data", **small).passed
+    assert misspecification(noise, observed="data", observations={"data": 0.3}, seed=0).passed
+
+
+def test_data_that_do_not_fit_are_found_before_anything_is_run():
+    guide = Guide()
+    guide.__class__ = type("Uncalled", (Guide,), {"__call__": lambda *args, **kwargs: pytest.fail("was run")})
+    with pytest.raises(ValueError, match=r"site 'x' of shape \(4,\); got \(3,\)"):
+        diagnose(guide, observations={**DATA, "x": torch.zeros(3)}, **SMALL)
+
+
+def test_few_simulations_that_are_not_finite_leave_a_diagnosis_alone():
+    """The share is judged where calibration draws many, not among those that are weighted."""
+
+    def logarithm():
+        z = pyro.sample("z", dist.Uniform(-0.05, 0.95))
+        pyro.sample("x", dist.Normal(z.log(), 1.0))
+
+    def guide(observations):
+        pyro.sample("z", dist.Uniform(0.0, 0.95).expand(observations["x"].shape))
+
+    small = {"num_datasets": 200, "num_weighted": 5, "num_samples": 30}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Left out")
+        results = [diagnose(guide, model=logarithm, observed="x", seed=i, **small) for i in range(12)]
+    assert {len(result.pareto_k) for result in results} > {5}
+
+
 # ---- misspecification
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import warnings
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -22,7 +23,13 @@ from models import (
 )
 from pyro import poutine
 from pyro.infer import SVI, Importance, Trace_ELBO
-from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, AutoNormalMessenger
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoLaplaceApproximation,
+    AutoMultivariateNormal,
+    AutoNormal,
+    AutoNormalMessenger,
+)
 from pyro.infer.importance import vectorized_importance_weights
 from pyro.optim import ClippedAdam
 
@@ -504,7 +511,7 @@ def test_nan_in_some_draws_is_no_reason_to_run_one_by_one(no_warnings):
     [
         ({"x": torch.zeros(4)}, "model's sites, 'mu', 'y'; got one of 'x'"),
         ({"data": torch.zeros(4)}, "got one of 'data'"),
-        ({"y": torch.zeros(5)}, r"site 'y' of shape \(4,\), or \(data sets, \*\(4,\)\); got \(5,\)"),
+        ({"y": torch.zeros(5)}, r"site 'y' of shape \(4,\), or \(data sets, 4\); got \(5,\)"),
         ({"y": torch.zeros(2, 3, 4)}, r"got \(2, 3, 4\)"),
         ({"y": torch.tensor(1.0)}, r"got \(\)"),
         ({"y": torch.zeros(0, 4)}, "at least one; got 0 at 'y'"),
@@ -548,6 +555,60 @@ def test_latents_of_only_one_side_are_errors():
     ]:
         with pytest.raises(ValueError, match=message):
             importance_sample(model, guide, y, num_samples=5)
+
+
+def test_weights_from_a_part_of_the_data_are_refused():
+    """With random subsampling every draw sees other data, and exp(scaled log density) has another mean."""
+
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", len(y), subsample_size=2) as index:
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])
+
+    with pytest.raises(NotImplementedError, match="plate 'data' holds 2 of 4 instances"):
+        importance_sample(model, prior_guide, torch.tensor(Y), num_samples=5)
+
+
+def test_a_chosen_part_of_the_data_is_weighted_by_its_scale():
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", len(y), subsample=torch.tensor([0, 2])) as index:
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])
+
+    y = torch.tensor(Y)
+    twice = y[[0, 0, 2, 2]]  # two of four instances count double
+    draws = importance_sample(model, lambda _: exact_guide(twice), y, num_samples=20)
+    assert draws.log_evidence.item() == pytest.approx(conjugate_normal_evidence(twice), abs=1e-5)
+
+
+@pytest.mark.parametrize("make", [AutoDelta, AutoLaplaceApproximation])
+def test_a_guide_that_is_a_point_is_refused(make):
+    """Its weights are all equal, and looked like those of an exact guide."""
+    with pytest.raises(ValueError, match="density at every latent; it is a point at 'mu'"):
+        importance_sample(conjugate_normal, make(conjugate_normal), torch.tensor(Y), num_samples=5)
+
+
+def test_numpy_data_for_a_single_precision_model(no_warnings):
+    draws = importance_sample(
+        conjugate_normal, exact_guide, torch.zeros(4), num_samples=30, observations={"y": np.array(DATA_SETS)}
+    )
+    assert draws.log_weights.dtype == torch.float32
+    exact = torch.tensor([conjugate_normal_evidence(torch.tensor(row)) for row in DATA_SETS])
+    torch.testing.assert_close(draws.log_evidence, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_guide_with_keywords_only_gets_observations(double):
+    def guide(y, **kwargs):
+        exact_guide(y, **kwargs)
+
+    draws = importance_sample(
+        conjugate_normal,
+        guide,
+        torch.zeros(4),
+        num_samples=5,
+        observations={"y": torch.tensor(DATA_SETS)},
+    )
+    assert draws.effective_sample_size == pytest.approx(5)
 
 
 @pytest.mark.parametrize(

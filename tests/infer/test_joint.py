@@ -237,7 +237,7 @@ def test_sites_that_come_and_go_are_an_error():
         (improper, (), NotImplementedError, "'scale', whose ImproperUniform raises"),
         (broken, (), ValueError, "'y', whose Bernoulli raises"),
         (undeclared, (), ValueError, r"batch dims of site 'a' to be those of its plates; got \(3,\)"),
-        (subsampled, (), NotImplementedError, "plate 'data' subsamples 3 of 10"),
+        (subsampled, (), NotImplementedError, "plate 'data' holds 3 of 10"),
         (no_latent, (), ValueError, "with latent sites; this one has none"),
         (wrong_by_if, (), ValueError, "with observed sites; this one has none.*observed="),
         (wrong_by_if, ("x",), ValueError, "the model's sites, 'a', 'y', in observed; got 'x'"),
