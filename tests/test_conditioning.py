@@ -3,19 +3,8 @@
 import pytest
 import torch
 
-from pyro_nami.conditioning import (
-    Direct,
-    Flattened,
-    Gathered,
-    IndexMaps,
-    Plates,
-    Pooled,
-    Read,
-    Sources,
-    concatenate,
-    flatten,
-    plan_sources,
-)
+from pyro_nami.conditioning import Direct, Flattened, Gathered, Plates, Pooled, Read, plan_sources
+from pyro_nami.sources import IndexMaps, Sources, concatenate, flatten
 
 FRAMES = {"m": (), "t": ("g",), "z": ("g", "i"), "y": ("g", "i"), "x": ("h",)}
 PLATES = Plates(("g", "i", "h"))

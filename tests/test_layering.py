@@ -26,12 +26,13 @@ LAYERS = {
     "conditioning": 2,
     "covariates": 1,
     "render": 2,
+    "sources": 2,
     "guides": 3,
     "cli": 4,
     "__main__": 5,
     "__init__": 6,
 }
-WITHIN_A_LAYER = {0: {("families", "distributions")}}
+WITHIN_A_LAYER = {0: {("families", "distributions")}, 2: {("sources", "conditioning")}}
 TOGETHER = {1}  # layer 1 is one part in several modules: extraction and what it runs models with
 FORBIDDEN = {"graph": {"torch", "pyro"}, "nn": {"pyro"}}
 

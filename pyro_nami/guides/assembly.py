@@ -10,37 +10,33 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, NanMaskedMultivariateNormal, NanMaskedNormal
-from pyro.infer.autoguide.initialization import InitMessenger
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from pyro_nami.conditioning import Plates, Read, Source, covariates_of, flatten, plan_sources
-from pyro_nami.covariates import MASK, Column, ColumnSearch, Given, columns_of
+from pyro_nami.conditioning import Plates, Read, Source, covariates_of, plan_sources
+from pyro_nami.covariates import Column
 from pyro_nami.extraction import Extraction, extract, is_blocked
 from pyro_nami.families import Family, features_of, make_family
 from pyro_nami.graph import BayesNet, Inverse, Site, eliminate
+from pyro_nami.guides.columns import PRIOR_DRAWS, CovariateFinder, covariate_values
 from pyro_nami.guides.evidence import initial_evidence, pooled_part
 from pyro_nami.guides.features import Embedding, first_instance, standardization
+from pyro_nami.guides.first_run import allows_nan, first_run, is_transparent
+from pyro_nami.guides.groups import Factor
 from pyro_nami.guides.inverting import invert, with_hidden_evidence, with_latent_blocks
-from pyro_nami.guides.network import Factor, InverseNetwork
-from pyro_nami.guides.structure import Assembly, Options
+from pyro_nami.guides.network import InverseNetwork
+from pyro_nami.guides.structure import Assembly, Options, check_names
 from pyro_nami.isolation import untouched
 from pyro_nami.nn import make_encoder
 from pyro_nami.simulation import Hidden, own_dims, prior_draws
+from pyro_nami.sources import flatten
 
-__all__ = ["assemble", "covariate_values"]
+__all__ = ["assemble"]
 
-_PRIOR_DRAWS = 16
-_FEW_DRAWS = 3  # after which a site whose covariates grow with every draw is explained by arguments, if it can be
-_MOST_COVARIATES = 64
 _POOLED_FEATURES, _POOLING_UNITS = 16, (16,)
 _STACK = 8  # frames from a warning here to the call of the guide
 _PLENTY = 5  # instances from which an observed site is standardized by its own data
@@ -61,7 +57,7 @@ def assemble(
         NotImplementedError: for a site that no family covers.
     """
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
-        prototype = _prototype(model, args, kwargs, options.init_loc_fn)
+        prototype = first_run(model, args, kwargs, options.init_loc_fn)
         with untouched(model):
             # A guide's structure and scales are a function of the model and its arguments, not of the seed.
             pyro.set_rng_seed(0)
@@ -69,32 +65,9 @@ def assemble(
             found = extract(
                 model, args, kwargs, observed=options.observed, init=options.init_loc_fn, index_maps=maps
             )
-            draws = prior_draws(model, args, kwargs, _PRIOR_DRAWS)
+            draws = prior_draws(model, args, kwargs, PRIOR_DRAWS)
         assembler = _Assembler(model, args, kwargs, options, found, prototype, draws, frozenset(subsampled))
         return (*assembler.assemble(), prototype)
-
-
-class _InitContinuous(InitMessenger):
-    """Pyro's initialization for the sites that it covers; the others, discrete ones for instance, are sampled."""
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if not _is_discrete(msg["fn"]):
-            with suppress(NotImplementedError):
-                super()._pyro_sample(msg)
-
-
-def _is_discrete(fn: Any) -> bool:
-    try:
-        return bool(fn.support.is_discrete)
-    except (AttributeError, NotImplementedError):
-        return False
-
-
-def _prototype(model: Callable, args: tuple, kwargs: Mapping[str, Any], init_loc_fn: Callable) -> poutine.Trace:
-    """Returns the trace of a run with every continuous latent at its initial value."""
-    with _InitContinuous(init_loc_fn):
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
-    return trace
 
 
 class _Assembler:
@@ -164,9 +137,22 @@ class _Assembler:
         if interleaved:
             order.sort(key=self.program_rank.__getitem__)
         families = {name: self._family(name) for name in order}
-        _check_names("embeddings", options.embeddings, self.data, "an observed site")
+        check_names("embeddings", options.embeddings, self.data, "an observed site")
         features = {name: families.get(name) or self._features(name) for name in (*order, *self.data)}
-        columns, references = self._covariates()
+        columns, references = CovariateFinder(
+            self.options.covariates,
+            self.model,
+            self.args,
+            self.kwargs,
+            self.net,
+            self.nodes,
+            self.frames,
+            self.sizes,
+            self.dims,
+            self.subsampled,
+            self.draws,
+            self.run,
+        ).find()
         reads = self._reads(inverse, order, columns)
         blocks = {name: self._block(name, inverse) for name in order}
         plates = Plates(
@@ -174,7 +160,7 @@ class _Assembler:
         )
         factors = [self._factor(name, families[name], reads[name], blocks[name], plates) for name in order]
         anchored = self._anchored(families, inverse) if options.anchor and interleaved else frozenset()
-        transparent = [name for name, site in self.nodes.items() if _is_transparent(site)]
+        transparent = [name for name, site in self.nodes.items() if is_transparent(site)]
         emitted = {*latents, *transparent}
         assembly = Assembly(
             bayesnet=net,
@@ -202,7 +188,7 @@ class _Assembler:
             sizes=self.sizes,
             factory=self._factory(order),
             names=frozenset(self.nodes),
-            nan_allowed=frozenset(name for name in self.data if _allows_nan(self.nodes[name])),
+            nan_allowed=frozenset(name for name in self.data if allows_nan(self.nodes[name])),
             flattened={plate: factor.name for factor in factors for plate in factor.joint},
         )
         return assembly, self._network(assembly, factors, columns)
@@ -211,7 +197,7 @@ class _Assembler:
         site = self.nodes[name]
         spec = self.options.families
         if isinstance(spec, Mapping):
-            _check_names("families", spec, self.net.latent, "a latent site")
+            check_names("families", spec, self.net.latent, "a latent site")
             spec = spec.get(name)
         return make_family(spec, name, site["fn"], site["value"], self.options.within)
 
@@ -226,72 +212,6 @@ class _Assembler:
                 "it; got NaN only. Make the first call with data that has some."
             )
         return features
-
-    def _covariates(self) -> tuple[dict[str, tuple], list[dict[str, Tensor]]]:
-        """Returns the covariate columns of every site in a plate, and the reference draws that they are found at."""
-        searches = {
-            name: ColumnSearch(_MOST_COVARIATES)
-            for name, site in self.net.sites.items()
-            if site.plates and name in self.nodes
-        }
-        if self.options.covariates != "auto":
-            return self._given_covariates(searches)
-        if not searches:
-            return {}, []
-        references: list[dict[str, Tensor]] = []
-        explained: dict[str, ColumnSearch] = {}
-        leaves = tree_leaves((self.args, self.kwargs))
-        draws = list(self.draws)
-        while len(references) < _MOST_COVARIATES:
-            if len(references) == len(draws):
-                draws += prior_draws(self.model, self.args, self.kwargs, _PRIOR_DRAWS)
-            if len(references) == len(draws):
-                break
-            drawn = draws[len(references)]
-            draw = {n: first_instance(drawn[n], self.nodes[n]) for n in self.net.sites if n in self.nodes}
-            references.append(draw)
-            sites = self.run(draw)
-            number = len(references) - 1
-            found = [search.add(number, sites[name]) for name, search in searches.items()]
-            if number == _FEW_DRAWS:
-                searches = {
-                    name: search
-                    for (name, search), new in zip(searches.items(), found)
-                    if not (new and self._explained(name, search, leaves, explained))
-                }
-            if number > 0 and not any(found):
-                break
-        searches |= explained
-        columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
-        used = {column.draw for found in columns.values() for column in found if isinstance(column, Column)}
-        return columns, references[: max(used, default=-1) + 1]
-
-    def _given_covariates(self, sites: Collection[str]) -> tuple[dict[str, tuple], list[dict[str, Tensor]]]:
-        """Returns the columns that the user gives, with the masks of all sites before them."""
-        option = self.options.covariates
-        given = {} if option is None else option(*self.args, **self.kwargs)
-        _check_names("covariates", given, sites, "a site in a plate")
-        columns = {
-            name: (
-                *([Column(0, MASK, 0)] if isinstance(self.nodes[name]["mask"], Tensor) else []),
-                *(map(Given, range(given[name].shape[-1])) if name in given else ()),
-            )
-            for name in sites
-        }
-        initial = {n: first_instance(self.nodes[n]["value"], self.nodes[n]) for n in self.net.sites if n in self.nodes}
-        return {name: found for name, found in columns.items() if found}, [initial]
-
-    def _explained(
-        self, name: str, search: ColumnSearch, leaves: Sequence[Any], explained: dict[str, ColumnSearch]
-    ) -> bool:
-        """Whether arguments of the model hold the covariates of a site; then it needs no more draws."""
-        if len(self.frames[name]) != 1:
-            return False
-        (plate,) = self.frames[name]
-        if plate in self.subsampled or not search.explain(leaves, self.sizes[plate], self.dims[plate]):
-            return False
-        explained[name] = search
-        return True
 
     def _reads(
         self, inverse: Inverse, order: Sequence[str], columns: Mapping[str, tuple[Column, ...]]
@@ -474,56 +394,3 @@ class _Assembler:
 
 
 
-def covariate_values(
-    assembly: Assembly,
-    option: Any,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    run: Callable[[Mapping[str, Tensor]], Mapping[str, Any]],
-) -> dict[str, Tensor]:
-    """Returns the covariates of every site that has some, ``(*batch, columns)``.
-
-    Args:
-        option: the guide's option ``covariates``.
-        args, kwargs: the model's arguments.
-        run: runs the model on them at a reference draw.
-    """
-    given = option(*args, **kwargs) if callable(option) else {}
-    sites_at = functools.lru_cache(None)(lambda number: run(assembly.references[number]))
-
-    def at_draw(name: str, number: int) -> Any:
-        return sites_at(number)[name]
-
-    leaves = tree_leaves((args, kwargs))
-
-    return {
-        name: columns_of(columns, functools.partial(at_draw, name), leaves, given.get(name))
-        for name, columns in assembly.columns.items()
-    }
-
-
-def _check_names(option: str, names: Collection[str], known: Collection[str], kind: str) -> frozenset[str]:
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"Expected the keys of `{option}` to be {kind} each, one of {', '.join(map(repr, known)) or 'none'}; "
-                f"got {name!r}."
-            )
-    return frozenset(names)
-
-
-def _is_transparent(site: Any) -> bool:
-    """Whether a trace's site is a latent that the model itself determines."""
-    if site["type"] != "sample" or site["is_observed"] or site_is_subsample(site):
-        return False
-    fn = site["fn"]
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return isinstance(fn, Delta)
-
-
-def _allows_nan(site: Mapping[str, Any]) -> bool:
-    fn = site["fn"]
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return site["mask"] is not None or isinstance(fn, (NanMaskedNormal, NanMaskedMultivariateNormal))

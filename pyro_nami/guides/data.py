@@ -16,13 +16,14 @@ from pyro.poutine.util import is_validation_enabled, site_is_subsample
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_nami.conditioning import IndexMaps, covariates_of
-from pyro_nami.guides.assembly import covariate_values
+from pyro_nami.conditioning import covariates_of
+from pyro_nami.guides.columns import covariate_values
 from pyro_nami.guides.maps import MapReader, arguments_key, same_arguments
 from pyro_nami.guides.sampling import fixed_size, new_site
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.isolation import untouched
 from pyro_nami.simulation import Hidden
+from pyro_nami.sources import IndexMaps
 
 __all__ = ["Call", "DataReader", "check_data"]
 

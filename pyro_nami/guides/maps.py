@@ -14,10 +14,10 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_nami.conditioning import IndexMaps
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.index_maps import MapPlan, find_maps, maps_hold
 from pyro_nami.isolation import untouched
+from pyro_nami.sources import IndexMaps
 
 __all__ = ["MapReader", "arguments_key", "same_arguments"]
 

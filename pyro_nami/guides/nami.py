@@ -8,15 +8,12 @@ gives their parameters.
 from __future__ import annotations
 
 import copy
-import inspect
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import init_to_feasible
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
@@ -27,11 +24,12 @@ from pyro_nami.guides.assembly import assemble
 from pyro_nami.guides.data import Call, DataReader, check_data
 from pyro_nami.guides.features import tempered
 from pyro_nami.guides.network import NetworkState, as_pyro_module
+from pyro_nami.guides.persistence import PersistentGuide
 from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached
 from pyro_nami.guides.shapes import own_shape, quantiles_of, sum_plates, with_plate_dims
 from pyro_nami.guides.structure import Assembly, Options
+from pyro_nami.infer.observations import takes_observations
 from pyro_nami.isolation import untouched
-from pyro_nami.nn import ENCODERS
 from pyro_nami.simulation import Hidden
 
 __all__ = ["AutoNaMIGuide"]
@@ -40,7 +38,7 @@ _MEDIAN_DRAWS = 1000
 _ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]  # made by Pyro's metaclass, which type checkers do not follow
 
 
-class AutoNaMIGuide(AutoGuide):
+class AutoNaMIGuide(PersistentGuide):
     r"""An amortized guide that can represent the posterior: a faithful inverse of the model, with no more edges.
 
     At its first call the guide runs the model, reads its Bayesian network off the run, inverts that network with NaMI,
@@ -92,9 +90,6 @@ class AutoNaMIGuide(AutoGuide):
         Webb et al. 2018, "Faithful Inversion of Generative Models for Effective Amortized Inference".
     """
 
-    _assembly: Assembly  # this and the next are None before the first call
-    _data: DataReader
-
     def __init__(
         self,
         model: Callable,
@@ -117,19 +112,6 @@ class AutoNaMIGuide(AutoGuide):
         create_plates: Callable | None = None,
         activation: Callable[[Tensor], Tensor] = torch.tanh,
     ) -> None:
-        if not (isinstance(init_scale, float) and init_scale > 0):
-            raise ValueError(f"Expected init_scale > 0.; got {init_scale}.")
-        if within not in ("autoregressive", "independent"):
-            raise ValueError(f"Expected within to be 'autoregressive' or 'independent'; got {within!r}.")
-        if covariates is not None and covariates != "auto" and not callable(covariates):
-            raise TypeError(f"Expected covariates to be 'auto', None or a callable; got {covariates!r}.")
-        if pooling not in ENCODERS and not callable(pooling):
-            raise ValueError(f"Expected pooling to be one of {', '.join(ENCODERS)}, or a callable; got {pooling!r}.")
-        for pair, given in (index_maps or {}).items():
-            if not (isinstance(pair, tuple) and len(pair) == 2 and callable(given)):
-                raise TypeError(
-                    f"Expected index_maps to map pairs (latent, site) to callables; got {pair!r}: {given!r}."
-                )
         super().__init__(model, create_plates=create_plates)
         embeddings = {site: as_pyro_module(copy.deepcopy(module)) for site, module in (embeddings or {}).items()}
         # A module's name has no dots; a site's may have some.
@@ -152,6 +134,7 @@ class AutoNaMIGuide(AutoGuide):
             init_scale=init_scale,
             activation=activation,
         )
+        self._options.check()
         self._assembly = self._data = None  # type: ignore[assignment]
         self._read: dict[Any, tuple[Tensor, int, Tensor]] = {}
         self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None
@@ -204,18 +187,6 @@ class AutoNaMIGuide(AutoGuide):
             waiting, self._waiting_state = self._waiting_state, None
             self.load_state_dict(*waiting)
 
-    def _check_store(self) -> None:
-        """Raises where the parameter store holds parameters of the same names that cannot be this guide's."""
-        store = pyro.get_param_store()
-        for name, value in self.network.named_parameters():
-            full = f"{self._pyro_name}.network.{name.removesuffix('_unconstrained')}"
-            if full in store and store[full].shape != value.shape and not _module_local():
-                raise ValueError(
-                    f"Expected parameter '{full}' of shape {tuple(value.shape)}; the parameter store has one of "
-                    f"shape {tuple(store[full].shape)}, from another guide of this class. Call "
-                    "pyro.clear_param_store() first, or use pyro.settings.set(module_local_params=True)."
-                )
-
     def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, pyro.plate]:
         """Returns the plates that are made outside the model; all others are the model's own."""
         if self.master is not None:
@@ -253,7 +224,7 @@ class AutoNaMIGuide(AutoGuide):
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         """Returns one call's data: arguments of the model, plates, and the values of observed sites."""
         observations = kwargs.get("observations") or {}
-        if "observations" in kwargs and not self._takes_observations():
+        if "observations" in kwargs and not takes_observations(self.model):
             kwargs = {key: value for key, value in kwargs.items() if key != "observations"}
         if self._assembly is None:
             if observations:
@@ -266,12 +237,6 @@ class AutoNaMIGuide(AutoGuide):
         call = Call(self.model, args, kwargs, self._create_plates(*args, **kwargs))
         self._data.read(call, observations, remember=self.training and torch.is_grad_enabled())
         return call
-
-    def _takes_observations(self) -> bool:
-        try:
-            return "observations" in inspect.signature(self.model).parameters
-        except (TypeError, ValueError):
-            return False
 
     def _note_observations(self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Takes sites given by ``observations`` at the first call as observed, though the model samples them.
@@ -427,84 +392,6 @@ class AutoNaMIGuide(AutoGuide):
             with pyro.plate("_draws", count, dim=-1 - assembly.nesting):
                 values = self(*args, **kwargs)
         return {name: own_shape(name, value, count, self.prototype_trace.nodes[name]) for name, value in values.items()}
-
-    # ---- state
-
-    def bind(self, model: Callable) -> AutoNaMIGuide:
-        """Gives a loaded guide its model back, and returns the guide."""
-        self._model = (model,)
-        return self
-
-    @property
-    def model(self) -> Callable:
-        if self._model is None or self._model[0] is None:
-            raise RuntimeError(
-                "Expected a guide with a model; its model could not be pickled with it. Call guide.bind(model) first."
-            )
-        return self._model[0]
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["master"] = None
-        state["_read"] = {}
-        state["plates"] = {}
-        state["_model"] = (self._model[0] if _picklable(self._model[0]) else None,)
-        return state
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AutoNaMIGuide:
-        """Copies everything but the model, which both guides then share."""
-        result = type(self).__new__(type(self))
-        memo[id(self)] = result
-        for module in [self._model[0], self.create_plates]:
-            memo[id(module)] = module
-        state = {**self.__dict__, "master": None, "_read": {}, "plates": {}}
-        result.__setstate__(copy.deepcopy(state, memo))
-        return result
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """The data last seen in training, and the draws that covariates are read at: they belong to the weights."""
-        seen = {} if self._data is None else self._data.seen
-        references = [] if self._assembly is None else self._assembly.references
-        return {"seen": {_key(name): value for name, value in seen.items()}, "references": references}
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        names = {_key(name): name for name in self._data.names}
-        self._data.seen = {names[key]: value for key, value in state["seen"].items()}
-        self._assembly.references = list(state["references"])
-        self._data.forget()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state, or keeps it for the first call, when the guide gets its structure and parameters."""
-        if self._assembly is None:
-            self._waiting_state = dict(state_dict), strict, assign
-            return nn.modules.module._IncompatibleKeys([], [])
-        self._read = {}
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> AutoNaMIGuide:
-        super()._apply(fn, recurse)
-        if self._assembly is not None:
-            self._assembly.apply(fn)
-            self._data.apply(fn)
-        self._read = {}
-        return self
-
-
-def _module_local() -> bool:
-    return pyro.settings.get("module_local_params")
-
-
-def _picklable(model: Any) -> bool:
-    try:
-        pickle.dumps(model)
-    except Exception:  # whatever the parts of a user's model raise
-        return False
-    return True
-
-
-def _key(name: Any) -> str:
-    return name if isinstance(name, str) else ":".join(name)
-
 
 _MISSING_SITE = (
     "Expected the sites of the guide's first call; this call lacks the latent site '{}'. A guide's structure is fixed "

@@ -1,9 +1,7 @@
 """The networks behind a guide: from features of parents to the raw parameters of every factor.
 
-Factors with the same batch plates form one *group*, and a group is one masked network whose weights are shared
-across its plates. Columns of that network are elements of *sources* (see `pyro_nami.conditioning`), rows are
-parameters of elements of factors, and both are numbered in *steps*, so that one network serves the dense pass (a
-density) and the incremental one (sampling). Change this module to change what a group looks like.
+`InverseNetwork` holds the networks of all groups of factors (see `pyro_nami.guides.groups`) with their encoders and
+evidence, and `NetworkState` is one pass through them. Change this module to change what a pass computes, or when.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pyro.nn import PyroModule, PyroParam
@@ -19,56 +17,16 @@ from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_nami.conditioning import (
-    Direct,
-    Flattened,
-    IndexMaps,
-    Pooled,
-    Source,
-    Sources,
-    concatenate,
-    flattened,
-    nodes_of,
-)
+from pyro_nami.conditioning import Direct, Flattened, Pooled, Source
 from pyro_nami.guides.evidence import EvidenceRead, add_evidence, pooled_part
-from pyro_nami.nn import Along, Evidence, MaskedMLP, Segments, SeparateMLP
+from pyro_nami.guides.groups import Factor, Group
+from pyro_nami.nn import Along, Evidence, Segments
+from pyro_nami.sources import IndexMaps, Sources, concatenate
 
-__all__ = ["Factor", "InverseNetwork", "NetworkState", "as_pyro_module"]
+__all__ = ["InverseNetwork", "NetworkState", "as_pyro_module"]
 
-_COPIES, _MOST_MEMORY = 6, 5e8  # weights, mask, masked weights, gradient and two of the optimizer's; bytes
 _MOST_EVIDENCE_INPUTS, _MOST_EVIDENCE_ROWS = 128, 8192
 _ModuleList: Any = PyroModule[nn.ModuleList]  # made by Pyro's metaclass, which type checkers do not follow
-
-
-class Factor(NamedTuple):
-    """One latent's place in the networks.
-
-    Attributes:
-        name: the latent.
-        batch: its batch plates, those that are dims of the network rather than elements of the factor.
-        joint: its plates that are flattened into its elements, outermost first.
-        num_elements: elements of the factor (those of its instances in ``joint``, one after the other).
-        num_params: parameters an element, of its family.
-        num_features: features an element.
-        sequential: whether element e is drawn given elements before e.
-        sources: what it reads.
-        evidence: those sources whose instances add evidence of their own.
-    """
-
-    name: Any  # a site's: any hashable
-    batch: frozenset
-    joint: tuple[str, ...]
-    num_elements: int
-    num_params: int
-    num_features: int
-    sequential: bool
-    sources: tuple[Source, ...]
-    evidence: tuple[EvidenceRead, ...] = ()
-
-    @property
-    def num_raw(self) -> int:
-        """Raw parameters an element: those of its family, then those of its evidence."""
-        return self.num_params + sum(read.num_params for read in self.evidence)
 
 
 def as_pyro_module(module: nn.Module) -> nn.Module:
@@ -84,17 +42,6 @@ def as_pyro_module(module: nn.Module) -> nn.Module:
                 delattr(owner, name)
                 setattr(owner, name, PyroParam(value.detach().clone(), constraint=constraints.real))
     return module
-
-
-class _Step(NamedTuple):
-    """What a group's network takes in and gives out at one step.
-
-    Reads are (source, element), rows are (factor, elements). The element is None where a source is read as a whole.
-    """
-
-    position: int
-    reads: list[tuple[Source, int | None]]
-    rows: list[tuple[Factor, range]]
 
 
 class InverseNetwork(PyroModule):
@@ -156,7 +103,7 @@ class InverseNetwork(PyroModule):
         position = {factor.name: i for i, factor in enumerate(factors)}
         batches = list(dict.fromkeys(factor.batch for factor in factors))
         self.groups = [
-            _Group([f for f in factors if f.batch == batch], position, self._source_size) for batch in batches
+            Group([f for f in factors if f.batch == batch], position, self._source_size) for batch in batches
         ]
         self.group_of = {row.name: i for i, group in enumerate(self.groups) for row in group.factors}
         self.networks = _ModuleList(
@@ -265,133 +212,6 @@ class InverseNetwork(PyroModule):
             return modules[i](x, over, weights[i]).flatten(-2)
 
         return {source: functools.partial(sums, i) for source, i in self._evidence_index.items()}
-
-
-class _Group:
-    """The columns and rows of one group's network, in steps."""
-
-    def __init__(
-        self, factors: Sequence[Factor], position: Mapping[Hashable, int], size: Callable[[Source], int]
-    ) -> None:
-        self.factors = tuple(factors)
-        self.steps = _plan_steps(factors, position)
-        self.head: dict[Hashable, int] = {}
-        widths: dict[Source, int] = {}
-        for number, step in enumerate(self.steps):
-            for factor, _ in step.rows:
-                self.head.setdefault(factor.name, number)
-            for source, _ in step.reads:
-                widths[source] = size(source)
-        self._elements: dict[Source, Factor] = {_own(f): f for f in factors}
-        self._row_blocks: dict[tuple[int, int], tuple[list, list]] = {}
-        self.columns = [[self._column(read, widths) for read in step.reads] for step in self.steps]
-
-    def _check_memory(self, columns: int, units: int, factory: dict) -> None:
-        """Raises where the output layer, which holds rows times columns, would take more memory than is sensible."""
-        rows = sum(factor.num_elements * factor.num_raw for factor in self.factors)
-        size = rows * (columns + units + 1) * torch.empty(0, **factory).element_size() * _COPIES
-        if size <= _MOST_MEMORY:
-            return
-        largest = max(self.factors, key=lambda factor: factor.num_elements)
-        over = " and ".join(repr(plate) for plate in largest.joint)
-        what = f"a block of {largest.num_elements} elements" + (f" over plate {over}" if over else "")
-        raise ValueError(
-            f"Expected networks of at most {_MOST_MEMORY / 1e9:.1f} GB with their gradients and optimizer state; got "
-            f"{size / 1e9:.1f} GB, most of it for site '{largest.name}', {what} that depend on each other given the "
-            'data. Use within="independent", which gives these dependencies up and needs no fixed size; another '
-            "`inverse` or `blocks`, so that the smaller side of a crossed design forms the block; or fewer elements."
-        )
-
-    def _column(self, read: tuple[Source, int | None], widths: Mapping[Source, int]) -> tuple[Source, int, int]:
-        """Returns a read as (source, first feature, last feature + 1)."""
-        source, element = read
-        if element is None:
-            return source, 0, widths[source]
-        count = self._elements[source].num_features
-        return source, element * count, (element + 1) * count
-
-    def row_blocks(self, begin: int, stop: int) -> tuple[list[Hashable], list[int]]:
-        """Returns the factors that steps ``begin`` to ``stop - 1`` give rows for, and the number of rows of each."""
-        if (begin, stop) not in self._row_blocks:
-            sizes: dict[Hashable, int] = {}
-            for step in self.steps[begin:stop]:
-                for factor, elements in step.rows:
-                    sizes[factor.name] = sizes.get(factor.name, 0) + len(elements) * factor.num_raw
-            self._row_blocks[begin, stop] = list(sizes), list(sizes.values())
-        return self._row_blocks[begin, stop]
-
-    def build(self, hidden_features: Sequence[int], shared: bool, activation: Callable, factory: dict) -> nn.Module:
-        columns = [column for step in self.columns for column in step]
-        starts, total = [], 0
-        for _, first, last in columns:
-            starts.append(total)
-            total += last - first
-        self._check_memory(total, sum(hidden_features[-1:]), factory)
-        rows: list[Tensor] = []
-        blocks: list[list[int]] = []
-        for step in self.steps:
-            for factor, elements in step.rows:
-                for element in elements:
-                    row = torch.zeros(total, dtype=torch.bool)
-                    unpooled = row.clone()
-                    for (source, first, last), start in zip(columns, starts):
-                        own = factor.sequential and source == _own(factor)
-                        if source in factor.sources or own and first < element * factor.num_features:
-                            row[start : start + last - first] = True
-                            unpooled[start : start + last - first] = not _pools(source)
-                    for kind, count in ((row, factor.num_params), (unpooled, factor.num_raw - factor.num_params)):
-                        if count:
-                            blocks.append(list(range(len(rows), len(rows) + count)))
-                            rows.extend([kind] * count)
-        dependency = torch.stack(rows)
-        splits: dict[str, Any] = {
-            "input_splits": [sum(last - first for _, first, last in step) for step in self.columns],
-            "output_splits": [sum(f.num_raw * len(elements) for f, elements in step.rows) for step in self.steps],
-        }
-        if shared:
-            return MaskedMLP(dependency, hidden_features, activation=activation, **splits, **factory)
-        return SeparateMLP(dependency, hidden_features, factors=blocks, activation=activation, **splits, **factory)
-
-
-def _own(factor: Factor) -> Source:
-    """The source of a factor's own elements, as the other factors of its group read them."""
-    return flattened(Direct(factor.name), factor.joint)
-
-
-def _pools(source: Source) -> bool:
-    return isinstance(source, Pooled) or not isinstance(source, Direct) and _pools(source.source)
-
-
-def _plan_steps(factors: Sequence[Factor], position: Mapping[Hashable, int]) -> list[_Step]:
-    """Returns the steps of a group: as few as the order of sampling allows.
-
-    A factor opens a step unless all it reads is known when the step before is taken; a sequential factor has one step
-    an element. A source is read at the first step at which it is known.
-    """
-    known = {s: max((position.get(n, -1) for n in nodes_of(s)), default=-1) for f in factors for s in f.sources}
-    sequential = {_own(factor): factor for factor in factors if factor.sequential}
-    steps: list[_Step] = []
-    head = None
-    for factor in factors:
-        needs = max((known[source] for source in factor.sources), default=-1)
-        if factor.sequential or head is None or needs >= head.position:
-            head = _Step(position[factor.name], [], [])
-            steps.append(head)
-        if not factor.sequential:
-            head.rows.append((factor, range(factor.num_elements)))
-            continue
-        head.rows.append((factor, range(1)))
-        for element in range(1, factor.num_elements):
-            steps.append(_Step(head.position, [(_own(factor), element - 1)], [(factor, range(element, element + 1))]))
-        head = None
-    heads = [step for step in steps if not step.reads]
-    for source, when in known.items():
-        step = next(step for step in heads if when < step.position)
-        if source in sequential:
-            step.reads.append((source, sequential[source].num_elements - 1))
-        else:
-            step.reads.append((source, None))
-    return steps
 
 
 class NetworkState:

@@ -28,7 +28,8 @@ from pyro_nami.distributions.factor import SiteDistribution
 from pyro_nami.distributions.joint import unfold
 from pyro_nami.distributions.relocated import Relocated, Relocation
 from pyro_nami.families import Family
-from pyro_nami.guides.network import Factor, NetworkState
+from pyro_nami.guides.groups import Factor
+from pyro_nami.guides.network import NetworkState
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.simulation import Hidden, changed_event_shape
 

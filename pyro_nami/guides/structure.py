@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from pyro_nami.covariates import MASK
 from pyro_nami.families import Family
 from pyro_nami.graph import BayesNet, Inverse
-from pyro_nami.guides.network import Factor
+from pyro_nami.guides.groups import Factor
 from pyro_nami.index_maps import MapPlan
+from pyro_nami.nn import ENCODERS
 
-__all__ = ["Assembly", "Options"]
+__all__ = ["Assembly", "Options", "check_names"]
 
 
 class Options(NamedTuple):
@@ -40,6 +41,23 @@ class Options(NamedTuple):
     init_loc_fn: Callable
     init_scale: float
     activation: Callable[[Tensor], Tensor]
+
+    def check(self) -> None:
+        """Raises for what can be told to be wrong before the guide's first call."""
+        if not (isinstance(self.init_scale, float) and self.init_scale > 0):
+            raise ValueError(f"Expected init_scale > 0.; got {self.init_scale}.")
+        if self.within not in ("autoregressive", "independent"):
+            raise ValueError(f"Expected within to be 'autoregressive' or 'independent'; got {self.within!r}.")
+        if self.covariates is not None and self.covariates != "auto" and not callable(self.covariates):
+            raise TypeError(f"Expected covariates to be 'auto', None or a callable; got {self.covariates!r}.")
+        if self.pooling not in ENCODERS and not callable(self.pooling):
+            names = ", ".join(ENCODERS)
+            raise ValueError(f"Expected pooling to be one of {names}, or a callable; got {self.pooling!r}.")
+        for pair, given in self.index_maps.items():
+            if not (isinstance(pair, tuple) and len(pair) == 2 and callable(given)):
+                raise TypeError(
+                    f"Expected index_maps to map pairs (latent, site) to callables; got {pair!r}: {given!r}."
+                )
 
 
 @dataclasses.dataclass
@@ -127,3 +145,14 @@ class Assembly:
     def nesting(self) -> int:
         """The number of plate dims."""
         return -min(self.dims.values(), default=0)
+
+
+def check_names(option: str, names: Collection[str], known: Collection[str], kind: str) -> frozenset[str]:
+    """Returns the names as a set; raises for one that is not known."""
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"Expected the keys of `{option}` to be {kind} each, one of {', '.join(map(repr, known)) or 'none'}; "
+                f"got {name!r}."
+            )
+    return frozenset(names)
