@@ -364,3 +364,15 @@ def scatter(guide: Any, amount: float = 0.3) -> None:
     with torch.no_grad():
         for parameter in guide.parameters():
             parameter.add_(amount * torch.randn_like(parameter))
+
+
+def minimize(optimizer, loss):
+    """Takes one step of an optimizer that evaluates its loss, a function without arguments, itself (LBFGS)."""
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    optimizer.step(closure)

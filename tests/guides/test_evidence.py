@@ -13,7 +13,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import scatter
+from models import minimize, scatter
 from pyro import poutine
 from pyro.infer.autoguide import init_to_value
 
@@ -103,14 +103,7 @@ def fit(guide, name, loss, weigh=False):
         line_search_fn="strong_wolfe",
         tolerance_change=1e-12,
     )
-
-    def closure():
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
-    optimizer.step(closure)
+    minimize(optimizer, loss)
 
 
 def means_and_sds(found, exact):

@@ -23,6 +23,7 @@ from models import (
     conjugate_normal_posterior,
     eight_schools,
     eight_schools_evidence,
+    minimize,
 )
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import ClippedAdam
@@ -68,14 +69,7 @@ def fitted(network, inverse, **options):
     guide(*data[0])
     hold_scales(guide)
     optimizer = torch.optim.LBFGS(guide.parameters(), max_iter=200, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = divergence(guide, network, data)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    minimize(optimizer, lambda: divergence(guide, network, data))
     fresh = torch.tensor([[1.3, -0.7, 0.4, 2.1]])[:, :count]
     left = divergence(guide, network, fresh).item()
     assert abs(left - divergence(guide, network, fresh, at=0.7).item()) < 1e-6, "q is not Gaussian"
@@ -110,14 +104,7 @@ def representable(network, inverse):
             + torch.logdet(precision)
             - torch.logdet(target)
         )
-
-    def closure():
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
-    optimizer.step(closure)
+    minimize(optimizer, loss)
     return loss().item()
 
 

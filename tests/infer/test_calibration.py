@@ -437,24 +437,21 @@ def uniform_guide(observations):
     pyro.sample("z", dist.Uniform(0.0, 0.95).expand(observations["x"].shape))
 
 
-def test_simulations_with_nan_parameters_are_left_out_whatever_the_seed():
+def calibrated_logarithms(num_datasets, seeds):
+    """Calibrations of a model of which a twentieth of the simulations has NaN parameters."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Left out")
-        results = [
-            calibrate(logarithm, uniform_guide, observed="x", num_datasets=200, num_draws=9, seed=seed)
-            for seed in range(30)
-        ]
-    assert all(result.num_datasets == 200 - result.skipped for result in results)
+        options = {"observed": "x", "num_datasets": num_datasets, "num_draws": 9}
+        return [calibrate(logarithm, uniform_guide, **options, seed=seed) for seed in range(seeds)]
+
+
+def test_simulations_with_nan_parameters_are_left_out_whatever_the_seed():
+    assert all(result.num_datasets == 200 - result.skipped for result in calibrated_logarithms(200, seeds=30))
 
 
 def test_few_simulations_are_not_refused_by_chance():
     """Three of twenty are more than a tenth, where the model's share is a twentieth."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Left out")
-        results = [
-            calibrate(logarithm, uniform_guide, observed="x", num_datasets=20, num_draws=9, seed=seed)
-            for seed in range(20)
-        ]
+    results = calibrated_logarithms(20, seeds=20)
     assert max(result.skipped for result in results) > 2
 
 
