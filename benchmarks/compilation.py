@@ -22,6 +22,7 @@ import functools
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,7 +33,6 @@ import torch
 from pyro.infer import CSIS, SVI, ReweightedWakeSleep
 from pyro.optim import ClippedAdam
 from svi_step import EFFECTS, ERRORS, eight_schools
-from trees import GaussianTree
 
 from pyro_nami import (
     AutoNaMIGuide,
@@ -47,6 +47,10 @@ from pyro_nami import (
     stuhlmueller,
 )
 from pyro_nami.infer import Simulator
+
+sys.path.append(str(Path(__file__).parent.parent / "examples" / "paper"))
+
+from gaussian_tree import GaussianTree  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "compilation.json"
 INVERSES: dict[str, Callable[[BayesNet], Inverse]] = {

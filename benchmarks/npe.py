@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import json
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +23,13 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor
-from trees import GaussianTree
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation
 from pyro_nami.infer import JointDraws, Simulator
+
+sys.path.append(str(Path(__file__).parent.parent / "examples" / "paper"))
+
+from gaussian_tree import GaussianTree  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "npe.json"
 BATCH = 200
