@@ -169,16 +169,16 @@ class InferenceCompilation:
         Raises:
             ValueError: as `step` does; or if the checkpoint is of another structure, naming the sites.
         """
-        counts = {"steps": steps, "validate_every": validate_every, "checkpoint_every": checkpoint_every}
-        for name, count in counts.items():
-            _check_count(name, count)
+        _check_count("steps", steps)
+        _check_count("validate_every", validate_every)
+        _check_count("checkpoint_every", checkpoint_every)
         if patience is not None and validation is None:
             raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
         arguments = args if callable(args) else _constant(tuple(args), dict(kwargs or {}))
         simulator = self._set_up(*arguments(0))
         held_out = self._held_out(validation, simulator, arguments)
-        history, ranks = History(), self._ranks
-        self.history = history
+        ranks = self._ranks
+        history = self.history = History()
         best: dict[str, Any] | None = None
         saved: dict[str, Any] = {}
         if checkpoint is not None and ranks.first and Path(checkpoint).exists():
@@ -326,34 +326,37 @@ class InferenceCompilation:
         """Returns what yields the held-out simulations, batch by batch."""
         if validation is None:
             return None
-        if isinstance(validation, int):
-            _check_count("validation", validation)
-            with forked_rng():
-                pyro.set_rng_seed(_VALIDATION_SEED)
-                batches = list(self._simulate(simulator, arguments, validation))
-            return lambda: batches
-        given = list(validation) if isinstance(validation, Iterator) else validation
-        return lambda: (Batch(*arguments(i), as_draws(batch, simulator)) for i, batch in enumerate(given))
+        if not isinstance(validation, int):
+            given = list(validation) if isinstance(validation, Iterator) else validation
+            return lambda: (Batch(*arguments(i), as_draws(batch, simulator)) for i, batch in enumerate(given))
+        _check_count("validation", validation)
+        with forked_rng():
+            pyro.set_rng_seed(_VALIDATION_SEED)
+            batches = list(self._simulate(simulator, arguments, validation))
+        return lambda: batches
 
     @torch.no_grad()
     def _mean_loss(self, batches: Iterable[Batch]) -> float:
-        """Returns the mean loss over all finite simulations of this process, without the others."""
-        total, count = 0.0, 0
+        """Returns the mean loss over all finite simulations of this process; warns of those left out."""
+        total, seen = 0.0, History()
         with pyro.validation_enabled(False), poutine.block():
             for args, kwargs, draws in batches:
-                kept = draws.finite()[0]
+                kept, non_finite = draws.finite()
+                seen.count(draws.num, draws.num - kept.num, non_finite)
                 if kept.num:
-                    total, count = total + self._bare_loss(kept, args, kwargs).sum().item(), count + kept.num
-        if count == 0:
-            raise ValueError("Expected finite simulations; every one has NaN or infinite values.")
-        return total / count
+                    total += self._bare_loss(kept, args, kwargs).sum().item()
+        if seen.skipped == seen.simulations:
+            raise ValueError(f"Expected finite simulations to evaluate the loss on; {seen.shortfall()}.")
+        if seen.skipped:
+            warnings.warn(f"Held out: {seen.shortfall()}; they were left out.", stacklevel=3)
+        return total / (seen.simulations - seen.skipped)
 
     def _update(self, batch: Batch) -> float:
         """Moves the weights by one step; returns the loss before, over the simulations of all processes."""
         args, kwargs, drawn = batch
         draws, non_finite = drawn.finite()
         sites = (*drawn.latents, *drawn.observed)
-        own = [drawn.num, draws.num, draws.num == 0, *(non_finite.get(name, 0) for name in sites)]
+        own = (drawn.num, draws.num, draws.num == 0, *(non_finite.get(name, 0) for name in sites))
         total, kept, empty, *bad = map(int, self._ranks.sum(own))
         self.history.count(total, total - kept, {name: count for name, count in zip(sites, bad) if count})
         if empty:  # in any process: none may go on alone
@@ -379,14 +382,15 @@ class InferenceCompilation:
     def _non_finite(self, loss: float, draws: JointDraws, args: tuple, kwargs: dict[str, Any]) -> str:
         """Returns the message for a loss or gradient that is not finite, with the sites that it comes from."""
         with pyro.validation_enabled(False):
-            sites = non_finite_sites(self.guide, list(self._parameters.values()), draws, args, kwargs)
+            sites, largest = non_finite_sites(self.guide, [*self._parameters.values()], draws, args, kwargs)
         found = [f"'{name}' (values up to {draws.latents[name].abs().max().item():.3g})" for name in sites]
         found = [words for part in self._ranks.gather(found) for words in part]
+        where = ", ".join(found) or f"no single site (the largest loss is that of '{largest}')"
         return (
             f"Expected a finite loss and gradient; in step {len(self.history.losses) + 1} the guide's log density or "
-            f"its gradient is not finite at {', '.join(found) or 'no single site'}, and the loss is {loss:.3g}. The "
-            "guide has the weights of the last step at which all was finite. Lower the learning rate, pass clip_norm=, "
-            "or give the site a prior with lighter tails."
+            f"its gradient is not finite at {where}, and the loss is {loss:.3g}. The guide has the weights of the last "
+            "step at which all was finite. Lower the learning rate, pass clip_norm=, or give the site a prior with "
+            "lighter tails."
         )
 
 

@@ -16,6 +16,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_nami.infer.joint import JointDraws
+from pyro_nami.infer.observations import takes_observations
 
 __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 
@@ -29,6 +30,12 @@ class CompilationLoss(nn.Module):
 
     def __init__(self, guide: Callable) -> None:
         super().__init__()
+        if not takes_observations(guide, is_guide=True):
+            raise TypeError(
+                "Expected a guide that takes observations=, a mapping from observed sites to values, as for "
+                f"pyro.infer.CSIS; got {getattr(guide, '__name__', type(guide).__name__)}, which does not. Add that "
+                "argument, and read the data from there."
+            )
         self.guide = guide
 
     def forward(self, draws: JointDraws, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -81,13 +88,17 @@ def site_log_probs(
 
 def non_finite_sites(
     guide: Callable, parameters: Sequence[Tensor], draws: JointDraws, args: tuple, kwargs: dict[str, Any]
-) -> list[str]:
-    """Returns the sites of a guide whose log density, or its gradient, is not finite for some of the simulations."""
+) -> tuple[list[str], str]:
+    """Returns the sites of a guide whose log density, or its gradient, is not finite for some of the simulations.
+
+    And the site of the largest loss, which a sum that overflows comes from.
+    """
     guilty = []
-    for name, log_prob in site_log_probs(guide, draws, args, kwargs).items():
+    log_probs = site_log_probs(guide, draws, args, kwargs)
+    for name, log_prob in log_probs.items():
         values: list[Any] = [log_prob.detach()]
         if log_prob.requires_grad:
             values += torch.autograd.grad(log_prob.sum(), parameters, allow_unused=True, retain_graph=True)
         if not all(value.isfinite().all() for value in values if value is not None):
             guilty.append(name)
-    return guilty
+    return guilty, min(log_probs, key=lambda name: log_probs[name].min().item())

@@ -203,6 +203,14 @@ def test_guides_that_do_not_fit_are_named(guide, match):
         InferenceCompilation(model, guide, Adam, batch_size=5).step(*ZERO)
 
 
+def test_a_guide_that_takes_no_observations_is_an_error():
+    def guide(y=None):
+        pyro.sample("mu", dist.Normal(pyro.param("shift", torch.tensor(0.0)), 1.0))
+
+    with pytest.raises(TypeError, match="takes observations=.*; got guide, which does not"):
+        InferenceCompilation(sized, guide, Adam, batch_size=5, observed=["y"]).step()
+
+
 def test_a_guide_without_parameters_is_an_error():
     def guide(observations):
         pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
@@ -373,9 +381,8 @@ def leaky(share):
 def test_simulations_that_are_not_finite_are_skipped_and_counted():
     model = leaky(0.03)
     compilation = compiled(model, (), batch_size=50)
-    with pytest.warns(
-        UserWarning, match=r"of 1000 simulations are not finite, at 'y' \(\d+\); they were left out"
-    ):
+    left_out = r"of 1000 simulations are not finite, at 'y' \(\d+\); they were left out"
+    with pytest.warns(UserWarning, match="Held out: 1 of 100 "), pytest.warns(UserWarning, match=left_out):
         history = compilation.fit(20, progress=False, validation=100)
     assert 5 < history.skipped < 70 and history.non_finite == {"y": history.skipped}
     assert torch.tensor(history.losses).isfinite().all() and weights(compilation.guide).isfinite().all()
@@ -386,6 +393,14 @@ def test_too_many_that_are_not_finite_are_an_error_that_names_the_site():
     with pytest.raises(ValueError, match=r"at most 10% of the simulations.* are not finite, at 'y'"):
         compilation.fit(50, progress=False)
     assert 100 <= compilation.history.simulations <= 150
+
+
+def test_held_out_simulations_that_are_not_finite_are_told_and_judged_alike():
+    compilation = compiled(leaky(0.03), (), batch_size=50)
+    with pytest.warns(UserWarning, match=r"Held out: \d+ of 2000 simulations are not finite, at 'y'"):
+        assert math.isfinite(compilation.evaluate_loss(num=2000))
+    with pytest.raises(ValueError, match=r"at most 10% of the simulations.* are not finite, at 'y'"):
+        compiled(leaky(0.4), (), batch_size=50).evaluate_loss(num=200)
 
 
 def test_a_batch_without_a_finite_simulation_moves_nothing():
@@ -425,6 +440,27 @@ def test_a_loss_that_is_not_finite_names_the_site_and_keeps_the_last_good_weight
     assert "'a'" not in str(caught.value)
     assert all(value.isfinite().all() for value in pyro.get_param_store().values())
     assert pyro.param("shift").item() != 0.1 and len(compilation.history.losses) == 2
+
+
+def test_a_sum_that_overflows_names_the_site_with_the_largest_loss():
+    def guide(observations):
+        far = observations["y"] > 100
+        pyro.sample(
+            "a", dist.Delta(pyro.param("a0", torch.tensor(0.0)).detach() * far, torch.where(far, -2e38, 0.0))
+        )
+        shift = pyro.param("shift", torch.tensor(0.1))
+        pyro.sample("b", dist.Normal(shift, 1.0).mask(~far))
+        pyro.sample("c", dist.Delta(0.0 * far, torch.where(far, -3e38, 0.0)))
+
+    def model(y=None):
+        a, c = (pyro.sample(name, dist.Delta(torch.tensor(0.0))) for name in "ac")
+        pyro.sample("y", dist.Normal(a + c + pyro.sample("b", dist.Normal(0.0, 1.0)), 1.0), obs=y)
+
+    good = Simulator(model, observed=["y"]).draw(4)
+    bad = good._replace(observed={"y": torch.full((4,), 1e3)})
+    compilation = InferenceCompilation(model, guide, Adam, batch_size=4, observed=["y"])
+    with pytest.raises(ValueError, match=r"not finite at no single site \(the largest loss is that of 'c'\)"):
+        compilation.fit(5, data=[good, bad], progress=False)
 
 
 @pytest.mark.parametrize("scale", [3e38, 1.0])
