@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class Family(ABC):
         within: ``"autoregressive"`` or ``"independent"``: how the elements of a value depend on each other.
         takes_evidence: whether `elements` takes evidence (precision, precision-weighted mean) behind the parameters.
         varies: whether the support or a count depends on the call, so that `at` must be told the current prior.
+        kind: families of one kind, unless it is None, make the same `elements` of the same parameters, so that the
+            elements of several sites can be taken together.
         layout: of the value as elements.
     """
 
@@ -49,6 +51,7 @@ class Family(ABC):
     within: str = "autoregressive"
     takes_evidence: bool = False
     varies: bool = False
+    kind: Hashable = None
     layout: Layout
 
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:

@@ -7,7 +7,7 @@ init value, scale at the init scale.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class NormalFamily(Family):
 
     num_params = 2
     takes_evidence = True
+    kind: Hashable = "normal"
 
     def anchor(self, prior: Distribution) -> Tensor | None:
         moments = location_and_scale(prior)
@@ -78,6 +79,7 @@ class MixtureFamily(NormalFamily):
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, components: int = 3) -> None:
         self.components = components
         self.num_params = 3 * components
+        self.kind = "mixture", components
         super().__init__(name, prior, value)
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
@@ -104,6 +106,7 @@ class FlowFamily(NormalFamily):
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8) -> None:
         self.num_params = 2 + 3 * bins - 1
+        self.kind = "flow", bins
         super().__init__(name, prior, value)
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:

@@ -335,28 +335,37 @@ class AutoNaMIGuide(PersistentGuide):
         Raises:
             ValueError: for a latent that is missing, or of a shape that does not fit.
         """
+        return self._log_prob(latents, None, args, kwargs)
+
+    def log_prob_of_run(self, sites: Mapping[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Returns `log_prob` at the values of a run of the model, without the run that anchors would else take.
+
+        Args:
+            sites: site -> message of that run, as the nodes of `pyro.poutine.trace` hold them.
+            *args, **kwargs: the arguments of that run, and its data as ``observations=``.
+        """
+        values = {name: site["value"] for name, site in sites.items() if site["type"] == "sample"}
+        return self._log_prob(values, sites, args, kwargs)
+
+    def _log_prob(
+        self, latents: Mapping[str, Tensor], sites: Mapping[str, Any] | None, args: tuple, kwargs: dict[str, Any]
+    ) -> Tensor:
         with self._pyro_context:
             call = self._begin(args, kwargs)
             assembly, state = self._assembly, self._start(call)
             values = with_plate_dims(latents, assembly, call.given)
             for name in assembly.order:
-                state.add(name, assembly.features(name, values[name] if name in values else call.given[name]))
-            sites = self._priors(call, values) if assembly.anchored or assembly.predictive or assembly.varies else {}
+                if name not in values:
+                    state.add(name, assembly.features(name, call.given[name]))
+            if not (assembly.anchored or assembly.predictive or assembly.varies):
+                sites = {}
+            elif sites is None:
+                sites = call.run({**call.given, **values}, until=assembly.program)
             current = Pass(assembly, state, call.unseen)
             total = torch.zeros(())
-            for name, value in values.items():
-                site = sites.get(name)
-                prior = site["fn"] if site else None
-                fn: Any = prior if name in current.from_model else current.dense(name, prior)
-                log_prob = fn.log_prob(value)
-                if site is not None and site["mask"] is not None:
-                    log_prob = torch.where(torch.as_tensor(site["mask"]), log_prob, torch.zeros_like(log_prob))
+            for log_prob in current.log_probs(values, sites or {}):
                 total = total + sum_plates(log_prob, assembly.nesting)
             return total
-
-    def _priors(self, call: Call, values: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        """Returns the model's sites at given values of the latents, from one hidden run."""
-        return call.run({**call.given, **values}, until=self._assembly.program)
 
     @torch.no_grad()
     def quantiles(

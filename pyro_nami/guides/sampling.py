@@ -10,9 +10,9 @@ run of the model follows only where some of them are drawn from the model's own 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -131,13 +131,68 @@ class Pass:
         dims, sizes = ([table[plate] for plate in factor.joint] for table in plates)
         return dims, sizes
 
-    def dense(self, name: str, prior: Any) -> TorchDistribution:
-        """Returns a latent's distribution when the values of all latents are known, from one pass for all."""
+    def log_probs(self, values: Mapping[str, Tensor], sites: Mapping[str, Any]) -> Iterator[Tensor]:
+        """Yields log densities ``(*batch, *plates)`` in nats that add up to that of all latents, in one dense pass.
+
+        Args:
+            values: of the latents; those of the observed sites are known.
+            sites: of a run of the model at these values, where one was needed.
+        """
         assembly = self.assembly
-        factor, family = assembly.factors[name], assembly.families[name]
-        family = family if prior is None else family.at(prior)
-        anchor = family.anchor(prior) if name in assembly.anchored else None
-        return family.distribution(self._instances(factor, self.state.params(name)), anchor)
+        elements = {}
+        for name in assembly.order:
+            if name in values:
+                elements[name] = assembly.families[name].layout.elements(values[name])
+                self.know(name, values[name], elements[name])
+        together: dict[Hashable, list[_Part]] = {}
+        for name, value in values.items():
+            site: Any = sites.get(name) or {"fn": None, "mask": None}
+            prior, mask = site["fn"], site["mask"]
+            if name in self.from_model:
+                yield _masked(prior.log_prob(value), mask)
+                continue
+            factor, family = assembly.factors[name], assembly.families[name]
+            family = family if prior is None else family.at(prior)
+            anchor = family.anchor(prior) if name in assembly.anchored else None
+            params = self._instances(factor, self.state.params(name))
+            if family.kind is None or mask is not None or family.varies:
+                yield _masked(family.distribution(params, anchor).log_prob(value), mask)
+                continue
+            if self._validate and not family.layout.support.check(value).all():
+                raise ValueError(f"Expected values of '{name}' in {family.layout.support}; some are outside of it.")
+            part = _Part(family, params, anchor, elements[name])
+            together.setdefault((family.kind, *part.shapes()), []).append(part)
+            log_abs_det = family.layout.log_abs_det(elements[name], value)
+            if log_abs_det is not None:
+                yield -log_abs_det
+        for parts in together.values():
+            params = _joined(-2, [part.params for part in parts])
+            anchors = [part.anchor for part in parts if part.anchor is not None]
+            anchor = _joined(-2, anchors) if anchors else None
+            free = _joined(-1, [part.elements for part in parts])
+            yield parts[0].family.elements(params, anchor).log_prob(free).sum(-1)
+
+
+class _Part(NamedTuple):
+    """What one latent's density is made of: its family, parameters, anchor, and elements in unconstrained space."""
+
+    family: Family
+    params: Tensor
+    anchor: Tensor | None
+    elements: Tensor
+
+    def shapes(self) -> tuple:
+        """Returns what has to be the same in sites whose elements are taken together."""
+        anchor = None if self.anchor is None else self.anchor.shape[:-2]
+        return self.params.shape[:-2], self.params.shape[-1], anchor, self.elements.shape[:-1]
+
+
+def _joined(dim: int, tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+
+def _masked(log_prob: Tensor, mask: Any) -> Tensor:
+    return log_prob if mask is None else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
 
 
 def _relocation(assembly: Assembly) -> Relocation | None:

@@ -44,7 +44,7 @@ class FreshBatches:
     def __next__(self) -> Batch:
         args, kwargs = self.arguments(self.step)
         self.step += 1
-        return Batch(args, kwargs, self.simulator.at(*args, **kwargs).draw(self.batch_size))
+        return Batch(args, kwargs, self.simulator.at(*args, **kwargs).draw(self.batch_size, keep_sites=True))
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -92,7 +92,8 @@ class _Simulations(Dataset):
 
     def __getitem__(self, step: int) -> Batch:
         pyro.set_rng_seed((self.seed + step) % 2**32)
-        return next(FreshBatches(self.simulator, self.arguments, self.batch_size, step))
+        batch = next(FreshBatches(self.simulator, self.arguments, self.batch_size, step))
+        return batch._replace(draws=batch.draws._replace(sites=None))  # not to go from process to process
 
 
 class OfflineBatches:

@@ -36,11 +36,14 @@ class JointDraws(NamedTuple):
         latents, observed: site -> values ``(draws, *plates, *event)``, with ``nesting`` plate dims at every site, of
             size 1 where the site is not in the plate.
         nesting: plate dims of the model.
+        sites: the sites of the one run that made all draws, if it was asked to be kept: so a guide that is relative to
+            the model's conditionals need not run the model again.
     """
 
     latents: dict[str, Tensor]
     observed: dict[str, Tensor]
     nesting: int
+    sites: Mapping[str, Any] | None = None
 
     @property
     def num(self) -> int:
@@ -125,8 +128,12 @@ class Simulator:
                 stacklevel=2,
             )
 
-    def draw(self, num: int) -> JointDraws:
+    def draw(self, num: int, *, keep_sites: bool = False) -> JointDraws:
         """Returns ``num`` joint draws, without gradients; values that are not finite are in them as drawn.
+
+        Args:
+            num: number of draws.
+            keep_sites: whether they come with their ``sites``, where one run of the model gives all of them.
 
         Raises:
             ValueError: naming a site whose distribution fails to be sampled (a `Categorical` with NaN for
@@ -134,8 +141,10 @@ class Simulator:
         """
         if not (isinstance(num, int) and num > 0):
             raise ValueError(f"Expected a positive number of draws; got {num!r}.")
+        kept = None
         if self.vectorized:
             sites = self._run(num).sites
+            kept = sites if keep_sites else None
             for name, site in sites.items():
                 if site["fn"].batch_shape != _plate_shape(site, self.nesting, num):
                     raise ValueError(_BATCH_SHAPE.format(name, tuple(site["fn"].batch_shape), num))
@@ -155,6 +164,7 @@ class Simulator:
             {name: draws[name] for name in self.latent},
             {name: draws[name] for name in self.observed},
             self.nesting,
+            kept,
         )
 
     def at(self, *args: Any, **kwargs: Any) -> Simulator:

@@ -24,8 +24,9 @@ __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 class CompilationLoss(nn.Module):
     """-log q of simulations under a guide: a module, so that `DistributedDataParallel` can wrap it.
 
-    A guide with ``log_prob(latents, *args, observations=..., **kwargs)`` takes one dense pass; any other is replayed
-    under an outer plate, and must accept ``observations=``, as for `pyro.infer.CSIS`.
+    A guide with ``log_prob(latents, *args, observations=..., **kwargs)`` takes one dense pass, with ``log_prob_of_run``
+    also one without another run of the model; any other is replayed under an outer plate, and must accept
+    ``observations=``, as for `pyro.infer.CSIS`.
     """
 
     def __init__(self, guide: Callable) -> None:
@@ -40,8 +41,11 @@ class CompilationLoss(nn.Module):
 
     def forward(self, draws: JointDraws, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """Returns the loss of every simulation in nats, ``(draws,)``."""
-        if hasattr(self.guide, "log_prob"):
-            log_prob = self.guide.log_prob(draws.latents, *args, **{**kwargs, "observations": draws.observed})
+        kwargs = {**kwargs, "observations": draws.observed}
+        if draws.sites is not None and hasattr(self.guide, "log_prob_of_run"):
+            log_prob = self.guide.log_prob_of_run(draws.sites, *args, **kwargs)
+        elif hasattr(self.guide, "log_prob"):
+            log_prob = self.guide.log_prob(draws.latents, *args, **kwargs)
         else:
             log_prob = torch.stack(list(site_log_probs(self.guide, draws, args, kwargs).values())).sum(0)
         if log_prob.shape != (draws.num,):

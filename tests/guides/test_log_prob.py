@@ -51,6 +51,9 @@ def check(guide, case, args):
     with pyro.plate("outer", 5, dim=-1 - case.nesting):
         trace, _ = traced(guide, *args)
     batch = guide.log_prob(values_of(trace, case), *args)
+    with pyro.plate("outer", 5, dim=-1 - case.nesting):
+        run = poutine.trace(poutine.replay(case.model, trace)).get_trace(*args)
+    assert torch.equal(guide.log_prob_of_run(run.nodes, *args), batch)
     each = sum(
         site["log_prob"].reshape(5, -1).sum(-1)
         for name, site in trace.nodes.items()
