@@ -29,6 +29,7 @@ class IndexMaps:
     def __init__(self, maps: Mapping[tuple[str, str], Tensor], sizes: Mapping[str, int]) -> None:
         self.maps, self.sizes = dict(maps), dict(sizes)
         self._segments: dict[Any, Segments] = {}
+        self._joined: dict[Any, tuple[list[Tensor], Tensor]] = {}
 
     def index(self, rows: str, plate: str) -> Tensor:
         """Returns the instance of ``plate`` of each row, along a chain of maps if need be."""
@@ -50,6 +51,16 @@ class IndexMaps:
                 count *= self.sizes[plate]
             self._segments[key] = Segments(index, count, dim)
         return self._segments[key]
+
+
+    def joined(self, key: Hashable, parts: list[Tensor]) -> Tensor:
+        """Returns parts concatenated; those of data, which are the same tensors in every call, once."""
+        if len(parts) == 1 or any(part.requires_grad for part in parts):
+            return concatenate(parts)
+        kept = self._joined.get(key)
+        if kept is None or any(old is not new for old, new in zip(kept[0], parts)):
+            kept = self._joined[key] = parts, concatenate(parts)
+        return kept[1]
 
 
 class Sources:
@@ -101,7 +112,8 @@ class Sources:
 
     def _pool(self, source: Pooled, encoder: Callable[[Tensor, Along | Segments], Tensor]) -> Tensor:
         if source.inputs not in self._known:
-            self._known[source.inputs] = concatenate([self.value(part) for part in source.inputs])
+            parts = [self.value(part) for part in source.inputs]
+            self._known[source.inputs] = self._maps.joined(source.inputs, parts)
         x, dim = self._known[source.inputs], self._dims[source.plate]
         if not source.onto:
             return encoder(x, Along(dim))

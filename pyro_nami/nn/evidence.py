@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_nami.nn.reductions import Along, Reduction
-from pyro_nami.nn.rowwise import EvidenceRows, applies, summed
+from pyro_nami.nn.rowwise import applies, evidence_sums
 
 __all__ = ["Evidence"]
 
@@ -81,9 +81,8 @@ class Evidence(nn.Module):
             input. A set of no instances has zeros.
         """
         (weight,) = self.weights() if weights is None else weights
-        if applies(x, over):
-            rows = EvidenceRows(self.heads, _MAX_LOG_PRECISION)
-            return summed(rows, x, weight, over).unflatten(-1, (self.heads, -1))
+        if applies(x, over, heads=self.heads):
+            return evidence_sums(x, weight, _MAX_LOG_PRECISION, over).unflatten(-1, (self.heads, -1))
         ones = F.pad(x, (1, 0), value=1.0)
         log_precision, slope = F.linear(x, weight[:, :-1], weight[:, -1]).split(self.heads, -1)
         force = log_precision.clamp(-_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope

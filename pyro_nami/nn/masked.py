@@ -37,6 +37,7 @@ Activation = Callable[[Tensor], Tensor]
 
 # Steps that what becomes known is added to at once; later steps wait. More saves calls, fewer save memory traffic.
 _BLOCK = 8
+_LARGE = 2048  # a batch
 
 
 class SteppedMLP(nn.Module):
@@ -248,10 +249,9 @@ class MaskedState(NamedTuple):
         values, pending = [x], []
         for layer, (reads, target) in enumerate(zip(plan.reads, plan.targets)):
             first, split, last = target[start], target[stop], target[end]
-            value = values[layer] if len(reads) == 1 else torch.cat([values[source] for source in reads], 1)
             total = state.pending[layer]
-            if value.shape[1] and last > first:
-                total = torch.addmm(total, value, state.run.block(layer, start, stop, first, last))
+            if last > first:
+                total = state.run.add(layer, total, [values[source] for source in reads], start, stop, first, last)
             if stop < end:
                 total, rest = total.split((split - first, last - split), 1)
                 pending.append(rest)
@@ -295,7 +295,7 @@ class MaskedState(NamedTuple):
         )
         if value.shape[1] == 0 or target[start] == target[stop]:
             return total
-        return torch.addmm(total, value, self.run.block(layer, since, self.step, target[start], target[stop]))
+        return torch.addmm(total, value, self.run.block(layer, since, self.step)[:, target[start] : target[stop]])
 
     def _set_aside(self, stop: int) -> MaskedState:
         """Returns the state with no more than `_BLOCK` steps pending, or those before ``stop``."""
@@ -324,14 +324,35 @@ class _Run(NamedTuple):
     activation: Activation
     blocks: tuple[tuple[Tensor, ...], ...]
 
-    def block(self, layer: int, start: int, stop: int, first: int, last: int) -> Tensor:
-        """Returns the weights from sources of steps ``start`` to ``stop - 1`` to units ``first`` to ``last - 1``."""
+    def block(self, layer: int, start: int, stop: int) -> Tensor:
+        """Returns the weights from sources of steps ``start`` to ``stop - 1`` to all units."""
         blocks, count = self.blocks[layer], self.plan.num_steps
         parts = blocks[start:stop]
         if len(blocks) > count:
             parts += blocks[count + start : count + stop]
-        block = concatenated(parts, 0)
-        return block if block.shape[1] == last - first else block[:, first:last]
+        return concatenated(parts, 0)
+
+    def add(
+        self, layer: int, total: Tensor, values: list[Tensor], start: int, stop: int, first: int, last: int
+    ) -> Tensor:
+        """Returns pre-activations of units ``first`` to ``last - 1``, with what sources of some steps add to them.
+
+        A large batch is neither copied nor multiplied by a matrix of few columns row by row: both take longer than the
+        products themselves.
+        """
+        large = len(values[0]) >= _LARGE
+        if large:
+            blocks, count = self.blocks[layer], self.plan.num_steps
+            parts = [concatenated(blocks[i * count + start : i * count + stop], 0) for i in range(len(values))]
+        else:
+            values, parts = [concatenated(values)], [self.block(layer, start, stop)]
+        for value, block in zip(values, parts):
+            if value.shape[1]:
+                block = block if block.shape[1] == last - first else block[:, first:last]
+                if large and block.shape[1] < block.shape[0]:
+                    block = block.t().contiguous().t()
+                total = torch.addmm(total, value, block)
+        return total
 
 
 class _Frame(NamedTuple):

@@ -166,8 +166,8 @@ class _PerceptronEncoder(SetEncoder):
         """Returns a linear function of the reduced units, inputs and ones."""
         inputs = F.pad(x, (0, 1), value=1.0)
         reduced = self.reduce(over, inputs)
-        if len(weights) == 2 and self.of_sums is not None and rowwise.applies(x, over, self.activation):
-            sums = rowwise.summed(rowwise.UnitRows(self.activation), x, weights[0], over)
+        if len(weights) == 2 and self.of_sums is not None and rowwise.applies(x, over, activation=self.activation):
+            sums = rowwise.unit_sums(self.activation, x, weights[0], over)
             reduced = torch.cat((self.of_sums(over, sums), reduced), -1)
         elif len(weights) > 1:
             units = self.activation(F.linear(inputs, weights[0]))

@@ -135,7 +135,7 @@ class Segments:
         self.num_segments = num_segments
         self.dim = dim
         self.axis = dim - 1
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
         self._counts: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
 
     def sum(self, x: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ class Segments:
     @cached_property
     def chunks(self) -> list[Chunk]:
         """All rows, sorted by their set, in chunks that fit a cache."""
-        index, chunks = self.index[self._order], []
+        index, chunks = self.sorted_index, []
         for start in range(0, len(index), _CHUNK):
             here = index[start : start + _CHUNK]
             sets = slice(int(here[0]), int(here[-1]) + 1)
@@ -245,15 +245,25 @@ class Segments:
             chunks.append(Chunk(rows, sets, offsets, here, torch.arange(len(here), device=here.device)))
         return chunks
 
-    def sorted_rows(self, x: Tensor) -> Tensor:
+    @cached_property
+    def sorted_index(self) -> Tensor:
+        """The set of each row, of rows sorted by their set."""
+        return self.index[self._order]
+
+    @cached_property
+    def bags(self) -> tuple[Tensor, Tensor]:
+        """The numbers of the sorted rows, and the first of each set."""
+        return torch.arange(len(self.index), device=self.index.device), self._offsets
+
+    def sorted_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns rows ``(instances, inputs + 1)``, set by set and with a one behind, of ``x`` ``(*batch, inputs)``.
 
-        They are kept for the next call with the same tensor, unchanged.
+        And the same rows as columns, contiguous. They are kept for the next call with the same tensor, unchanged.
         """
         if self._kept is None or self._kept[0] is not x:
             rows = F.pad(x.reshape(-1, x.shape[-1]).index_select(0, self._order), (0, 1), value=1.0)
-            self._kept = x, rows
-        return self._kept[1]
+            self._kept = x, rows, rows.t().contiguous()
+        return self._kept[1:]
 
 
 Reduction = Along | Segments
