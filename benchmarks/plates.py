@@ -2,6 +2,7 @@
 
     python benchmarks/plates.py             # prints tables, writes results/plates.json
     python benchmarks/plates.py --smoke
+    python benchmarks/plates.py --only scale,sizes
 
 Three questions:
 
@@ -147,33 +148,54 @@ def sets(evidence, steps, batch, datasets, seed):
     return {"evidence": evidence, "steps": steps, "batch": batch, "seed": seed, "errors": errors}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="seconds rather than minutes; writes nothing")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    pyro.set_rng_seed(0)
-    counts = (1000, 10_000) if options.smoke else (1000, 10_000, 100_000)
-    result = {"threads": options.threads, "scale": [scale(rows, 5 if options.smoke else 30) for rows in counts]}
+def print_scale(rows):
     print("    rows   groups  set-up s  AutoNormal ms  AutoNaMIGuide ms  ratio     MB")
-    for row in result["scale"]:
+    for row in rows:
         normal, nami = row["step_ms"].values()
         print(
             f"{row['rows']:>8} {row['groups']:>8} {row['setup_seconds']:>9.2f} {normal:>14.2f} {nami:>17.2f} "
             f"{row['ratio']:>6.2f} {row['peak_memory_mb']:>6.0f}"
         )
-    result["sizes"] = [sizes(rows, 3 if options.smoke else 9) for rows in counts]
-    for row in result["sizes"]:
+
+
+def print_sizes(rows):
+    for row in rows:
         print(f"{row['rows']:>8} rows: old size {row['old_size_ms']:.1f} ms, new size {row['new_size_ms']:.1f} ms")
-    steps, batch, datasets = (20, 16, 5) if options.smoke else (5000, 128, 100)
-    result["sets"] = [sets(evidence, steps, batch, datasets, seed=0) for evidence in (True, False)]
-    for row in result["sets"]:
+
+
+def print_sets(rows):
+    for row in rows:
         for size, error in row["errors"].items():
             print(
                 f"evidence={row['evidence']}, N = {size}: mean off by {error['mean_error_in_sds']:.3f} exact sds, "
                 f"sd by {error['sd_error']:.3f}"
             )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="seconds rather than minutes; writes nothing")
+    parser.add_argument("--only", default="scale,sizes,sets", help="questions, separated by commas")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    counts = (1000, 10_000) if options.smoke else (1000, 10_000, 100_000)
+    repeats, calls = (5, 3) if options.smoke else (30, 9)
+    steps, batch, datasets = (20, 16, 5) if options.smoke else (5000, 128, 100)
+    questions = {
+        "scale": (lambda: [scale(rows, repeats) for rows in counts], print_scale),
+        "sizes": (lambda: [sizes(rows, calls) for rows in counts], print_sizes),
+        "sets": (lambda: [sets(evidence, steps, batch, datasets, seed=0) for evidence in (True, False)], print_sets),
+    }
+    result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    result["threads"] = options.threads
+    for name in options.only.split(","):
+        if name not in questions:
+            parser.error(f"Expected --only to name questions, of {', '.join(questions)}; got {name}.")
+        pyro.set_rng_seed(0)
+        measure, show = questions[name]
+        result[name] = measure()
+        show(result[name])
     if not options.smoke:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(result, indent=2) + "\n")
