@@ -41,7 +41,7 @@ class Family(ABC):
         takes_evidence: whether `elements` takes evidence (precision, precision-weighted mean) behind the parameters.
         varies: whether the support or a count depends on the call, so that `at` must be told the current prior.
         kind: families of one kind, unless it is None, make the same `elements` of the same parameters, so that the
-            elements of several sites can be taken together.
+            elements of several sites can be taken together. Subclasses do not inherit it.
         layout: of the value as elements.
     """
 
@@ -53,6 +53,10 @@ class Family(ABC):
     varies: bool = False
     kind: Hashable = None
     layout: Layout
+
+    def __init_subclass__(cls) -> None:
+        if "kind" not in cls.__dict__:
+            cls.kind = None
 
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
         self.name = name

@@ -79,8 +79,11 @@ class MixtureFamily(NormalFamily):
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, components: int = 3) -> None:
         self.components = components
         self.num_params = 3 * components
-        self.kind = "mixture", components
         super().__init__(name, prior, value)
+
+    @property
+    def kind(self) -> Hashable:  # type: ignore[override]
+        return "mixture", self.num_params
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         location, raw = super().initial(value, scale, anchor).split(1, -1)
@@ -106,8 +109,11 @@ class FlowFamily(NormalFamily):
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8) -> None:
         self.num_params = 2 + 3 * bins - 1
-        self.kind = "flow", bins
         super().__init__(name, prior, value)
+
+    @property
+    def kind(self) -> Hashable:  # type: ignore[override]
+        return "flow", self.num_params
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         normal = super().initial(value, scale, anchor)

@@ -324,6 +324,7 @@ class _Assembler:
                 options.pooling, size, _POOLED_FEATURES, _POOLING_UNITS, **factory
             ),
             takes_evidence=functools.partial(self._takes_evidence, assembly.families),
+            skip=options.skip,
             activation=options.activation,
             **factory,
         )

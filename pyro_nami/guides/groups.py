@@ -118,7 +118,9 @@ class Group:
             self._row_blocks[begin, stop] = list(sizes), list(sizes.values())
         return self._row_blocks[begin, stop]
 
-    def build(self, hidden_features: Sequence[int], shared: bool, activation: Callable, factory: dict) -> nn.Module:
+    def build(
+        self, hidden_features: Sequence[int], shared: bool, skip: bool, activation: Callable, factory: dict
+    ) -> nn.Module:
         columns = [column for step in self.columns for column in step]
         starts, total = [], 0
         for _, first, last in columns:
@@ -142,13 +144,16 @@ class Group:
                             blocks.append(list(range(len(rows), len(rows) + count)))
                             rows.extend([kind] * count)
         dependency = torch.stack(rows)
-        splits: dict[str, Any] = {
+        options: dict[str, Any] = {
             "input_splits": [sum(last - first for _, first, last in step) for step in self.columns],
             "output_splits": [sum(f.num_raw * len(elements) for f, elements in step.rows) for step in self.steps],
+            "skip": skip,
+            "activation": activation,
+            **factory,
         }
         if shared:
-            return MaskedMLP(dependency, hidden_features, activation=activation, **splits, **factory)
-        return SeparateMLP(dependency, hidden_features, factors=blocks, activation=activation, **splits, **factory)
+            return MaskedMLP(dependency, hidden_features, **options)
+        return SeparateMLP(dependency, hidden_features, factors=blocks, **options)
 
 
 def _own(factor: Factor) -> Source:

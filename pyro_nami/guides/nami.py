@@ -64,6 +64,8 @@ class AutoNaMIGuide(PersistentGuide):
         families: a family's name for all latents, or a mapping from sites to names or families.
         hidden_features: widths of the hidden layers of every network.
         shared: one masked network for the latents in the same plates; otherwise a small one for every latent.
+        skip: whether factors also read their inputs directly, so that linear-Gaussian conditionals are exact from the
+            first layer on.
         within: ``"autoregressive"`` or ``"independent"``: how the elements of one site's vector depend on each other.
         embeddings: observed site -> module that embeds its values, ``(batch, *event)`` to ``(batch, features)``; the
             guide trains a copy.
@@ -100,6 +102,7 @@ class AutoNaMIGuide(PersistentGuide):
         families: Any = None,
         hidden_features: Sequence[int] = (64,),
         shared: bool = True,
+        skip: bool = True,
         within: str = "autoregressive",
         embeddings: Mapping[str, nn.Module] | None = None,
         covariates: str | None | Callable[..., Mapping[str, Tensor]] = "auto",
@@ -123,6 +126,7 @@ class AutoNaMIGuide(PersistentGuide):
             families=families,
             hidden_features=tuple(hidden_features),
             shared=shared,
+            skip=skip,
             within=within,
             embeddings=embeddings,
             covariates=covariates,
@@ -155,6 +159,12 @@ class AutoNaMIGuide(PersistentGuide):
     def inverse(self) -> Inverse:
         """The inverse that the guide is built on."""
         return self._made().inverse
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights that the guide computes with: masked ones and padding do not count."""
+        self._made()
+        return self.network.num_parameters + sum(value.numel() for value in self.embeddings.parameters())
 
     def _made(self) -> Assembly:
         if self._assembly is None:

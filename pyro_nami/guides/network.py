@@ -54,6 +54,7 @@ class InverseNetwork(PyroModule):
         sizes: plate -> size, of plates that are flattened.
         hidden_features: widths of the hidden layers.
         shared: one network for a group of factors; otherwise a small one for every factor.
+        skip: whether networks also read their inputs directly.
         make_encoder: a function of (number of inputs) that builds the encoder of a pooled source.
         takes_evidence: whether a factor takes evidence from one of its pooled sources.
         activation: of the hidden layers.
@@ -71,6 +72,7 @@ class InverseNetwork(PyroModule):
         *,
         hidden_features: Sequence[int],
         shared: bool,
+        skip: bool,
         make_encoder: Callable[[int], Any],
         takes_evidence: Callable[[Factor, Source], bool],
         activation: Callable[[Tensor], Tensor],
@@ -107,7 +109,7 @@ class InverseNetwork(PyroModule):
         ]
         self.group_of = {row.name: i for i, group in enumerate(self.groups) for row in group.factors}
         self.networks = _ModuleList(
-            [group.build(hidden_features, shared, activation, factory) for group in self.groups]
+            [group.build(hidden_features, shared, skip, activation, factory) for group in self.groups]
         )
         for part in (self.encoders, self.evidence, self.networks):
             as_pyro_module(part)
@@ -125,6 +127,13 @@ class InverseNetwork(PyroModule):
         if missing > 0:
             features = features[(None,) * missing]
         return torch.addcmul(self._buffers[shift], features, self._buffers[scale])
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights that are not masked."""
+        networks, *others = self.parts
+        whole = sum(value.numel() for part in others for module in part for value in module.parameters())
+        return whole + sum(network.num_parameters for network in networks)
 
     def num_features(self, node: Hashable) -> int:
         """Returns the number of features of a node."""

@@ -31,6 +31,7 @@ class Options(NamedTuple):
     families: Any
     hidden_features: tuple[int, ...]
     shared: bool
+    skip: bool
     within: str
     embeddings: Mapping[str, nn.Module]
     covariates: Any

@@ -85,6 +85,15 @@ class SteppedMLP(nn.Module):
             self.register_buffer(f"{name}_mask", None if (scale == 1).all() else scale, persistent=False)
         self.reset_parameters()
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights that are not masked."""
+        count = 0
+        for name in self.layer_names:
+            weight, mask = getattr(self, name), self._buffers[f"{name}_mask"]
+            count += weight.numel() if mask is None else int((mask != 0).expand_as(weight).sum())
+        return count
+
     def reset_parameters(self) -> None:
         """Draws the hidden layers anew and sets the output layer to zero.
 

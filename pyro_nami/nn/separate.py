@@ -84,12 +84,16 @@ class SeparateMLP(SteppedMLP):
 
         widths = [num_parents, *hidden_features]
         shapes = [(num_factors, width, below + 1) for width, below in zip(widths[1:], widths)]
-        masks = [mask, *(mask.new_ones(1) for _ in hidden_features[1:])] if hidden_features else []
+        reads = mask[..., :-1].any(-1, keepdim=True)  # a factor that reads nothing has no units
+        masks = [mask & reads, *(reads for _ in hidden_features[1:])] if hidden_features else []
         if hidden_features:
-            reads = mask[..., :-1].any(-1, keepdim=True).expand(-1, -1, widths[-1])
-            masks.append(torch.cat([reads, mask if skip else mask[..., -1:]], -1))
+            direct = mask if skip else mask[..., -1:]
+            masks.append(torch.cat([reads.expand(-1, -1, widths[-1]), direct], -1))
         else:
             masks.append(mask)
+        if any(len(rows) < self._num_rows for rows in groups):
+            real = torch.arange(self._num_rows) < torch.tensor([[len(rows)] for rows in groups])
+            masks[-1] = masks[-1] & real.unsqueeze(-1)
         shapes.append((num_factors, self._num_rows, masks[-1].shape[-1]))
         self._add_layers(shapes, masks, widths[-1] if hidden_features else 0, device=device, dtype=dtype)
 

@@ -11,6 +11,8 @@ from pyro import poutine
 from pyro.infer import Predictive
 
 from pyro_nami import AutoNaMIGuide
+from pyro_nami.distributions.elements import NormalElements
+from pyro_nami.families import NormalFamily
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
@@ -183,6 +185,21 @@ def test_accepts_the_draws_of_an_outer_plate_as_returned():
     with pyro.plate("outer", 4, dim=-3):
         values = guide(*args)
     assert guide.log_prob(values, *args).shape == (4,)
+
+
+def test_a_users_family_is_not_taken_for_the_one_it_derives_from():
+    """Latents of one kind are evaluated together, so kinds must not be inherited."""
+
+    class Wide(NormalFamily):
+        def elements(self, params, anchor=None):
+            return NormalElements(params + torch.tensor([0.0, 1.0]), None, anchor)
+
+    guide = AutoNaMIGuide(CHAIN, families={"a": Wide, "b": "normal", "c": "normal"})
+    guide(*CASES["chain"].arguments())
+    scatter(guide, 0.2)
+    trace, expected = traced(guide, *CASES["chain"].arguments())
+    values = values_of(trace, CASES["chain"])
+    assert torch.allclose(guide.log_prob(values, *CASES["chain"].arguments()), expected)
 
 
 def test_gradients_flow_to_parameters_and_values():

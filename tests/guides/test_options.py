@@ -242,6 +242,45 @@ def test_widths_and_sharing(inverse, hidden, shared):
     assert torch.tensor([svi.step(*case.arguments()) for _ in range(2)]).isfinite().all()
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", ["tree", "eight_schools", "vectors"])
+def test_the_number_of_parameters_is_that_of_weights_which_gradients_reach(name, shared):
+    """Of smooth networks with random weights, by the density at random values."""
+    case = CASES[name]
+    guide = AutoNaMIGuide(
+        case.model, inverse="reverse", shared=shared, hidden_features=(5, 4), families={}, anchor=False
+    )
+    with pytest.raises(RuntimeError, match="called once"):
+        guide.num_parameters  # noqa: B018
+    args = case.arguments()
+    guide(*args)
+    reached = [torch.zeros_like(value, dtype=torch.bool) for value in guide.parameters()]
+    for _ in range(3):
+        scatter(guide, 0.3)
+        values = {name: value.detach() for name, value in guide(*args).items()}
+        parameters = [*guide.parameters()]
+        gradients = torch.autograd.grad(guide.log_prob(values, *args), parameters, allow_unused=True)
+        reached = [seen if g is None else seen | (g != 0) for seen, g in zip(reached, gradients)]
+    assert guide.num_parameters == sum(int(seen.sum()) for seen in reached)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_without_skip_weights_there_are_no_direct_ones(shared):
+    def size(**options):
+        pyro.clear_param_store()
+        guide = AutoNaMIGuide(
+            TREE, shared=shared, hidden_features=(8,), families={}, evidence=False, **options
+        )
+        guide(*CASES["tree"].arguments())
+        return guide, guide.num_parameters
+
+    with_skip, without = size(), size(skip=False)
+    reads = sum(map(len, with_skip[0].inverse.parents.values()))
+    assert with_skip[1] - without[1] == 2 * reads  # location and scale of each parent
+    svi = SVI(TREE, without[0], Adam({"lr": 0.01}), Trace_ELBO())
+    assert all(torch.isfinite(torch.tensor(svi.step(*CASES["tree"].arguments()))) for _ in range(3))
+
+
 def test_activations():
     guide = AutoNaMIGuide(CHAIN, activation=torch.nn.functional.elu)
     guide(Y)
