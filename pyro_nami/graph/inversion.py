@@ -54,8 +54,8 @@ def nami(
         net: the network.
         direction: ``"forward"`` eliminates in topological order, ``"reverse"`` in reverse topological order (so it
             samples in the model's order), ``"free"`` by min-fill alone, and ``"auto"`` takes the one of forward and
-            reverse with fewer grounded edges (ties: fewer levels, then reverse). A latent goes before one that its
-            support depends on in every direction.
+            reverse with fewer grounded edges (ties: fewer levels, then reverse); on deep networks ``"free"`` can have
+            fewer than either. A latent goes before one that its support depends on in every direction.
         blocks: an ordered partition of the latents that are not marginalized; each block is eliminated completely
             before the next, so the last one is sampled first.
 
