@@ -83,6 +83,7 @@ class DataReader:
         self._maps = MapReader(assembly, index_maps)
         self.seen: dict[Any, Tensor] = {}
         self._slots: dict[Hashable, dict[str, int | str]] = {}
+        self._brought: set[Hashable] = set()  # calls in which a semi-observed site brings a value of its own
         self._probed: tuple[list, dict[str, Tensor]] | None = None
 
     def read(self, call: Call, observations: Mapping[str, Any], *, remember: bool) -> None:
@@ -114,11 +115,13 @@ class DataReader:
                     if name in assembly.semi_observed:
                         call.given[name] = value
         complete = all(name in call.values for name in assembly.read)
-        if not (known and complete and assembly.interleaved) or assembly.subsampled or assembly.semi_observed:
+        if not (known and complete and assembly.interleaved) or assembly.subsampled or kind in self._brought:
             own.update(self._look(call))
         if not known:
             arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
-            self._slots[kind] = {} if assembly.subsampled else _find_slots(own, arguments)
+            slots = self._slots[kind] = {} if assembly.subsampled else _find_slots(own, arguments)
+            if any(name in own and name not in slots for name in assembly.semi_observed):
+                self._brought.add(kind)
         if assembly.columns:
             call.covariates = self._covariates(call, leaves)
         absent = [name for name in assembly.read if name not in call.values]

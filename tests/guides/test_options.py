@@ -112,6 +112,44 @@ def test_one_guide_for_labelled_and_unlabelled_calls(first):
     assert guide.inverse.order == ("z", "y")
 
 
+def test_a_known_kind_of_call_does_not_run_the_likelihood():
+    """The run in which latents are drawn ends at the last of them, and labels are found among the arguments."""
+    runs = []
+
+    def model(x, y=None):
+        y = pyro.sample("y", dist.Bernoulli(0.5), obs=y)
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        runs.append(1)
+        pyro.sample("x", dist.Normal(2 * y - 1 + z, 0.5), obs=x)
+
+    guide = AutoNaMIGuide(model, **SEMI)
+    label = torch.tensor(1.0)
+    guide(X), guide(X, label)
+    runs.clear()
+    assert set(guide(X)) == {"y", "z"} and set(guide(X, label)) == {"z"}
+    assert set(guide(X, torch.tensor(0.0))) == {"z"}
+    assert not runs
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_label_that_the_model_makes_itself_is_read_in_every_call(first):
+    def model(x, known=False):
+        y = pyro.sample("y", dist.Bernoulli(0.5), obs=(x > 0.5).to(x) if known else None)
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(2 * y - 1 + z, 0.5), obs=x)
+
+    guide = AutoNaMIGuide(model, **SEMI)
+    guide(X, first)
+    guide(X, not first)
+    scatter(guide)
+    for x, label in ((X, 1.0), (torch.tensor(0.2), 0.0)):
+        assert set(guide(x, True)) == {"z"} and set(guide(x)) == {"y", "z"}
+        values = {"y": torch.tensor(label), "z": torch.tensor(0.2)}
+        y = poutine.trace(poutine.condition(guide, values)).get_trace(x).nodes["y"]
+        expected = guide.log_prob(values, x) - y["fn"].log_prob(values["y"])
+        assert torch.allclose(guide.log_prob({"z": values["z"]}, x, True), expected, atol=1e-5)
+
+
 def test_a_label_is_read_by_what_depends_on_it():
     guide = AutoNaMIGuide(labelled, **SEMI)
     guide(X)
