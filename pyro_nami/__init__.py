@@ -17,7 +17,7 @@ Glossary, one word per concept:
 """
 
 from pyro_nami.extraction import extract_bayesnet
-from pyro_nami.families import Family, flow, mixture, register_family
+from pyro_nami.families import Family, flow, mixture, register_family, relaxed
 from pyro_nami.graph import (
     BayesNet,
     Inverse,
@@ -64,6 +64,7 @@ __all__ = [
     "nami",
     "nami_steps",
     "register_family",
+    "relaxed",
     "render",
     "stuhlmueller",
     "verify_inverse",

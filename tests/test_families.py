@@ -12,7 +12,16 @@ import torch
 from pyro.distributions import constraints
 from torch.distributions import biject_to, kl_divergence
 
-from pyro_nami.families import Family, NormalFamily, features_of, flow, make_family, mixture, register_family
+from pyro_nami.families import (
+    Family,
+    NormalFamily,
+    features_of,
+    flow,
+    make_family,
+    mixture,
+    register_family,
+    relaxed,
+)
 
 DTYPE = torch.float64
 
@@ -87,6 +96,9 @@ CASES = {
     "match-laplace": ("match", dist.Laplace(t(0.5), t(2.0))),
     "match-cauchy": ("match", dist.Cauchy(t(0.5), t(2.0))),
     "match-gumbel": ("match", dist.Gumbel(t(0.5), t(2.0))),
+    "match-logistic": ("match", dist.Logistic(t(0.5), t(2.0))),
+    "tempered": (relaxed(0.6), dist.RelaxedBernoulli(t(0.5), t(0.3, 0.8)).to_event(1)),
+    "tempered-logits": (relaxed(0.6), dist.Logistic(t(0.0), t(2.0))),
     "match-discrete": ("match", dist.Bernoulli(t(0.3))),
 }
 ONE_PARAMETER = {"match-exponential", "match-half-normal", "match-half-cauchy", "match-chi2"}
@@ -455,6 +467,14 @@ def test_additive_families_are_the_prior_where_the_network_says_nothing(case):
     torch.testing.assert_close(family.distribution(start).log_prob(values), prior.log_prob(values))
 
 
+def test_a_relaxed_family_has_the_density_of_torchs_at_its_own_temperature():
+    logits, values = t(0.4, -1.0), t(0.3, 0.9)
+    torchs = dist.RelaxedBernoulli(t(0.6), logits=logits).to_event(1)
+    family = make_family(relaxed(0.6), "z", dist.RelaxedBernoulli(t(0.5), t(0.5, 0.5)).to_event(1), values)
+    found = family.distribution(logits.unsqueeze(-1))
+    torch.testing.assert_close(found.log_prob(values), torchs.log_prob(values))
+
+
 def test_initial_takes_values_with_batch_dims():
     for case in ("normal-vector", "match-dirichlet", "mixture-positive", "match-kumaraswamy"):
         family, prior, _, _ = build(case)
@@ -671,3 +691,5 @@ def test_families_can_be_registered_by_name_or_given_directly(monkeypatch):
         mixture(0)
     with pytest.raises(ValueError, match="at least 2 bins"):
         flow(1)
+    with pytest.raises(ValueError, match="positive temperature"):
+        relaxed(0.0)

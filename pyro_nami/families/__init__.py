@@ -7,7 +7,7 @@
 from .base import Family
 from .observed import SiteFeatures, features_of
 from .registry import FamilyFactory, FamilySpec, make_family, register_family
-from .unconstrained import FlowFamily, MixtureFamily, NormalFamily, flow, mixture
+from .unconstrained import FlowFamily, MixtureFamily, NormalFamily, RelaxedFamily, flow, mixture, relaxed
 
 __all__ = [
     "Family",
@@ -16,10 +16,12 @@ __all__ = [
     "FlowFamily",
     "MixtureFamily",
     "NormalFamily",
+    "RelaxedFamily",
     "SiteFeatures",
     "features_of",
     "flow",
     "make_family",
     "mixture",
     "register_family",
+    "relaxed",
 ]

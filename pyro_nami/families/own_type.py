@@ -271,6 +271,7 @@ OWN_TYPES: dict[type, OwnType] = {
     torch.distributions.StudentT: OwnType(3, _student_t, _student_t_start),
     torch.distributions.VonMises: OwnType(2, _von_mises, _von_mises_start),
     torch.distributions.Laplace: OwnType(2, _loc_scale(dist.Laplace), _loc_scale_start(math.sqrt(2.0))),
+    dist.Logistic: OwnType(2, _loc_scale(dist.Logistic), _loc_scale_start(math.pi / math.sqrt(3.0))),
     torch.distributions.Cauchy: OwnType(2, _loc_scale(dist.Cauchy), _loc_scale_start(1.0)),
     torch.distributions.Gumbel: OwnType(
         2, _loc_scale(dist.Gumbel), _loc_scale_start(math.pi / math.sqrt(6.0), math.log(_LOG_TWO))

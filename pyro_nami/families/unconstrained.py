@@ -1,7 +1,7 @@
 """Families of continuous sites whose elements live in unconstrained space: Normal (the default), mixture and flow.
 
 All three are location-scale types, so they share the anchor and, at step 0, Pyro's ``AutoNormal``: location at the
-init value, scale at the init scale.
+init value, scale at the init scale. The fourth, relaxed, has a fixed temperature instead of a scale.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from ..distributions.anchors import location_and_scale
 from ..distributions.elements import (
     Elements,
     FlowElements,
+    LogisticElements,
     MixtureElements,
     NormalElements,
     raw_scale,
     relative_scale,
 )
 from ..distributions.layout import Layout, UnconstrainedLayout
-from .base import Family
+from .base import Family, finite
 
-__all__ = ["FlowFamily", "MixtureFamily", "NormalFamily", "flow", "mixture"]
+__all__ = ["FlowFamily", "MixtureFamily", "NormalFamily", "RelaxedFamily", "flow", "mixture", "relaxed"]
 
 
 class NormalFamily(Family):
@@ -121,6 +122,54 @@ class FlowFamily(NormalFamily):
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return FlowElements(*self._split(params), anchor)
+
+
+class RelaxedFamily(NormalFamily):
+    """A logistic variable in unconstrained space, at a temperature of its own. Parameter: the logit.
+
+    On the unit interval that is a relaxed Bernoulli; on the real line, a relaxed Bernoulli's logit. `initial` has the
+    location at the value; the scale is the inverse temperature. The network reads the relaxed value, as -1 to 1.
+
+    References:
+        Maddison, Mnih and Teh 2017, The Concrete Distribution, appendix C.3.
+    """
+
+    num_params = 1
+    takes_evidence = False
+
+    def __init__(self, name: str, prior: Distribution, value: Tensor, *, temperature: float = 2 / 3) -> None:
+        self.temperature = temperature
+        super().__init__(name, prior, value)
+
+    @property
+    def kind(self) -> Hashable:  # type: ignore[override]
+        return "relaxed", self.temperature
+
+    def anchor(self, prior: Distribution) -> None:
+        return None
+
+    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
+        return finite(self.layout.elements(value)).unsqueeze(-1) * self.temperature
+
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+        return LogisticElements(params.squeeze(-1), params.new_tensor(self.temperature))
+
+    def element_features(self, elements: Tensor) -> Tensor:
+        return (2 * elements.sigmoid() - 1).unsqueeze(-1)
+
+
+def relaxed(temperature: float) -> Callable[[str, Distribution, Tensor], Family]:
+    """Returns the family of relaxed Bernoulli variables at this temperature, for ``families={"z": relaxed(2 / 3)}``.
+
+    For sites on the unit interval, and for their logits on the real line. By default a `RelaxedBernoulli` site keeps
+    the prior's temperature.
+
+    Raises:
+        ValueError: a temperature that is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"Expected a positive temperature; got {temperature}")
+    return functools.partial(RelaxedFamily, temperature=temperature)
 
 
 def mixture(components: int) -> Callable[[str, Distribution, Tensor], Family]:
