@@ -64,6 +64,23 @@ class Run(NamedTuple):
     checkpoint: Path
     tell: Callable[[float], None]
 
+    def tracker(self, steps: int) -> StepTracker:
+        """Returns a tracker for `InferenceCompilation.fit` that tells the share of its steps."""
+        return StepTracker(self.tell, steps)
+
+
+class StepTracker(NamedTuple):
+    """Tells how far a fit is; a `pyro_nami.infer.Tracker`."""
+
+    tell: Callable[[float], None]
+    steps: int
+
+    def log(self, name: str, value: float, step: int) -> None:
+        self.tell(step / self.steps)
+
+    def figure(self, name: str, figure: Any, step: int) -> None:
+        """No figures are kept."""
+
 
 Task = Callable[[Cell, Run], Any]
 
@@ -169,6 +186,14 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         print("  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip())
 
 
+def print_claims(claims: Sequence[Mapping[str, Any]]) -> None:
+    """Prints each claim with whether it holds, and if not why."""
+    print()
+    for each in claims:
+        why = f" ({each['why']})" if each.get("why") and not each["holds"] else ""
+        print(f"{'holds' if each['holds'] else 'FAILS'}: {each['claim']}{why}")
+
+
 def draw_band(
     axes: Any, x: Sequence[float], curves: Any, label: str, *, sds: float | None = None, **style: Any
 ) -> None:
@@ -198,9 +223,9 @@ def _share_with(shares: Any, bar: Any = None) -> None:
 
 def _run_cell(task: Task, cell: Cell, options: Options, file: Path, index: int) -> None:
     def tell(share: float) -> None:
-        if _bar is not None:
-            _bar.update(share - _shares[index])
         _shares[index] = share
+        if _bar is not None:
+            _show(_shares, _bar)
 
     pyro.clear_param_store()
     pyro.set_rng_seed(cell["seed"])
@@ -211,12 +236,16 @@ def _run_cell(task: Task, cell: Cell, options: Options, file: Path, index: int) 
     tell(1.0)
 
 
+def _show(shares: Any, bar: Any) -> None:
+    bar.update(min(sum(shares), bar.total) - bar.n)  # shares may sum to a little more
+
+
 def _follow(futures: Sequence[Future], shares: Any, bar: Any) -> None:
     """Waits for all, and raises the first error once the others are done."""
     left = set(futures)
     while left:
         _, left = wait(left, timeout=0.5, return_when=FIRST_COMPLETED)
-        bar.update(sum(shares) - bar.n)
+        _show(shares, bar)
     for future in futures:
         future.result()
 

@@ -60,9 +60,13 @@ class GaussianTree:
         """Returns log p(latents | leaves) of values ``(batch,)`` by site, ``(batch,)``, float64."""
         z = torch.stack([latents[name].double() for name in self.latents], -1)
         x = torch.stack([leaves[name].double() for name in self.leaves], -1)
-        residual = z - x @ self._from_leaves.t()
-        energy = ((residual @ self._precision) * residual).sum(-1)
+        residual = z - x @ self._from_leaves.t().to(x.device)
+        energy = ((residual @ self._precision.to(z.device)) * residual).sum(-1)
         return 0.5 * (torch.logdet(self._precision) - energy - len(self.latents) * math.log(2 * math.pi))
+
+    def posterior_entropy(self) -> float:
+        """Returns H(z | x) in nats, the same for all x."""
+        return self._entropy(self.index) - self._entropy(self.leaves)
 
     def limit(self, inverse: Inverse) -> float:
         """Returns the least E_x KL(p(z | x) || q(z | x)) of all q that factorize as an inverse, in nats.
@@ -72,7 +76,7 @@ class GaussianTree:
         entropies = [
             self._entropy([v, *inverse.parents[v]]) - self._entropy(inverse.parents[v]) for v in self.latents
         ]
-        return max(0.0, sum(entropies) - self._entropy(self.index) + self._entropy(self.leaves))
+        return max(0.0, sum(entropies) - self.posterior_entropy())
 
     def _entropy(self, names: Iterable[Hashable]) -> float:
         rows = [self.index[name] for name in names]

@@ -1,0 +1,78 @@
+"""The tree experiments of the paper: what their scripts count, build and write."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+sys.path.append(str(Path(__file__).parent.parent.parent / "examples" / "paper"))
+
+import minimality
+import trees
+from gaussian_tree import GaussianTree
+from tree_training import Networks, closest_width, count_parameters, network_of
+
+from pyro_nami import nami, verify_inverse
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trees", "minimality", "tree_depths"])
+def test_scripts_run_and_write_their_claims_and_figure(run_script, tmp_path, name):
+    done = run_script(name)
+    assert done.code == 0, done.errors
+    for claim in done.results["claims"]:
+        assert {"claim", "paper", "ours", "holds"} <= claim.keys()
+        assert claim["holds"] or claim["why"]
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_second_run_reads_what_the_first_kept(run_script):
+    run_script("minimality")
+    assert "6 of 6 runs are kept" in run_script("minimality").printed
+
+
+def test_separate_networks_have_the_weights_that_a_count_by_hand_gives():
+    tree = GaussianTree(3, seed=0)
+    inverse = nami(network_of(tree), direction="reverse")
+    for skip in (True, False):
+        by_hand = sum(
+            7 * (len(reads) + 1) + 7 * 8 + 2 * (7 + 1 + skip * len(reads))
+            for reads in inverse.parents.values()
+        )
+        assert count_parameters(tree, inverse, Networks(False, 7, skip)) == by_hand
+
+
+def test_the_width_found_comes_closest():
+    tree = GaussianTree(3, seed=0)
+    inverse = nami(network_of(tree), direction="forward")
+    found = closest_width(tree, inverse, 1000, shared=True, skip=True)
+    off = {
+        width: abs(count_parameters(tree, inverse, Networks(True, width)) - 1000)
+        for width in range(found.width - 2, found.width + 3)
+    }
+    assert off[found.width] == min(off.values())
+
+
+@pytest.mark.slow
+def test_networks_are_as_large_as_those_of_the_paper():
+    tree = GaussianTree(5, seed=0)
+    for system in trees.SYSTEMS.values():
+        if system.paper is None:
+            continue
+        inverse = system.inverse(network_of(tree))
+        networks = closest_width(tree, inverse, system.paper[0], shared=system.shared, skip=True)
+        assert count_parameters(tree, inverse, networks) == pytest.approx(system.paper[0], rel=0.01)
+
+
+@pytest.mark.parametrize("number", [12, 16])
+def test_extra_edges_are_as_many_as_told_and_all_redundant(number):
+    tree = GaussianTree(minimality.DEPTH, seed=0)
+    inverse = minimality.inverse_with(tree, number)
+    assert inverse.num_edges == minimality.inverse_with(tree, 0).num_edges + number
+    checked = verify_inverse(inverse.net, inverse)
+    assert checked and set(checked.redundant) == set(minimality.extra_edges(tree, number))
