@@ -11,7 +11,9 @@ STAMP  := $(VENV)/.ready-$(shell (cat pyproject.toml; pwd) | cksum | cut -d' ' -
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint bench setup clean
+PAPER := structure time_series trees minimality tree_depths gaussian_mixture
+
+.PHONY: demo test lint bench paper setup clean
 .NOTPARALLEL:
 
 demo: setup  ## eight schools with Pyro's guides and this one; plots go to out/
@@ -27,6 +29,11 @@ lint: setup
 
 bench: setup  ## rewrites benchmarks/results/*.json; needs an idle machine
 	@for script in benchmarks/*.py; do echo "==> $$script"; $(RUN) $$script || exit 1; done
+
+paper: setup  ## rewrites examples/paper/results, hours; DATA=folder with MNIST for the last two
+	@for script in $(PAPER); do echo "==> $$script"; $(RUN) examples/paper/$$script.py || exit 1; done
+	@for script in vae semi_supervised; do echo "==> $$script"; \
+	  $(RUN) examples/paper/$$script.py $(if $(DATA),--data $(DATA)) || exit 1; done
 
 setup: $(STAMP)
 
