@@ -43,11 +43,8 @@ from experiment import Cell, Run, draw_band, parse, print_claims, print_table, r
 from images import Images, read_images
 from pyro.infer import Trace_ELBO
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
 
-from pyro_nami import AutoNaMIGuide, annealed_importance_sampling
-from pyro_nami.distributions import Elements
-from pyro_nami.families import NormalFamily
+from pyro_nami import AutoNaMIGuide, annealed_importance_sampling, relaxed
 
 LATENTS, DECODER_UNITS = 30, 200
 MODEL_TEMPERATURE, GUIDE_TEMPERATURE = 1 / 2, 2 / 3
@@ -97,46 +94,11 @@ class Decoder(nn.Module):
             pyro.sample("x", dist.Bernoulli(logits=logits).to_event(1), obs=x)
 
 
-class RelaxedElements(Elements):
-    """Relaxed Bernoulli variables as logits: Logistic(logit / temperature, 1 / temperature)."""
-
-    def __init__(self, logits: Tensor) -> None:
-        self.logits, self.shape = logits, logits.shape
-
-    def draw(self, shape: torch.Size) -> Tensor:
-        eps = torch.finfo(self.logits.dtype).eps
-        uniform = torch.rand(shape, dtype=self.logits.dtype, device=self.logits.device)
-        return (self.logits + uniform.clamp(eps, 1 - eps).logit()) / GUIDE_TEMPERATURE
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        gap = self.logits - GUIDE_TEMPERATURE * x
-        return math.log(GUIDE_TEMPERATURE) + logsigmoid(gap) + logsigmoid(-gap)
-
-
-class RelaxedFamily(NormalFamily):
-    """Factors with one parameter, the logit, which starts at 0; networks read the relaxed values, as -1 to 1."""
-
-    num_params = 1
-    takes_evidence = False
-
-    def anchor(self, prior: Any) -> None:
-        return None
-
-    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        return torch.zeros_like(value).unsqueeze(-1)
-
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        return RelaxedElements(params.squeeze(-1))
-
-    def element_features(self, elements: Tensor) -> Tensor:
-        return (2 * elements.sigmoid() - 1).unsqueeze(-1)
-
-
 def make_guide(decoder: Decoder, kind: str, units: int) -> AutoNaMIGuide:
     """Returns an encoder with two hidden layers of ``units``."""
     return AutoNaMIGuide(
         decoder,
-        families={"z": RelaxedFamily},
+        families={"z": relaxed(GUIDE_TEMPERATURE)},
         within=KINDS[kind],
         hidden_features=(units, units),
         activation=torch.tanh,

@@ -67,17 +67,6 @@ def test_only_the_faithful_encoder_lets_latents_depend_on_each_other(digits):
         assert (cross[0, 1:].abs().max() > 1e-6) == depends
 
 
-def test_factors_are_relaxed_bernoulli_on_the_logit_scale():
-    logits, x = torch.randn(7), torch.randn(7)
-    temperature = torch.tensor(vae.GUIDE_TEMPERATURE)
-    expected = torch.distributions.relaxed_bernoulli.LogitRelaxedBernoulli(temperature, logits=logits)
-    elements = vae.RelaxedElements(logits)
-    torch.testing.assert_close(elements.log_prob(x), expected.log_prob(x))
-    draws = elements.draw(torch.Size((20_000, 7))).sigmoid()
-    # P(relaxed > 1/2) is that of the Bernoulli; four standard errors of a share of 20,000 draws.
-    torch.testing.assert_close((draws > 0.5).float().mean(0), logits.sigmoid(), rtol=0, atol=0.015)
-
-
 def test_training_goes_on_from_where_it_was_interrupted(digits, tmp_path, monkeypatch):
     monkeypatch.setattr(vae, "KEEP_EVERY", -1)
     (tmp_path / "whole").mkdir()
