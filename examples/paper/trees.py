@@ -289,8 +289,8 @@ def draw(runs: Runs, options: Options, file: Path) -> None:
         axes.set_title(title)
     for axes in rows[2]:
         axes.set_xlabel("epochs")
-    handles, labels = rows[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=6, frameon=False)
+    drawn = {label: handle for row in rows for handle, label in zip(*row[0].get_legend_handles_labels())}
+    figure.legend(drawn.values(), drawn.keys(), loc="lower center", ncol=6, frameon=False)
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(file, dpi=130)
 
