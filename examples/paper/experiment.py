@@ -12,6 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -259,7 +260,10 @@ def _key(cell: Cell, settings: Mapping[str, Any]) -> str:
 def _write(file: Path, value: Any, indent: int | None = None) -> None:
     """Writes JSON so that a reader finds the old file or the new one, never a part."""
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=indent) + "\n")
+    text = json.dumps(value, indent=indent)
+    if indent is not None:  # lists of numbers on one line
+        text = re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+    part.write_text(text + "\n")
     part.replace(file)
 
 
