@@ -6,7 +6,9 @@ call, when it is first read. Change this module to change how a way of reading i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -54,9 +56,7 @@ class IndexMaps:
 
 
     def joined(self, key: Hashable, parts: list[Tensor]) -> Tensor:
-        """Returns parts concatenated; those of data, which are the same tensors in every call, once."""
-        if len(parts) == 1 or any(part.requires_grad for part in parts):
-            return concatenate(parts)
+        """Returns the parts of data concatenated, which are the same tensors in every call, and are joined once."""
         kept = self._joined.get(key)
         if kept is None or any(old is not new for old, new in zip(kept[0], parts)):
             kept = self._joined[key] = parts, concatenate(parts)
@@ -71,6 +71,7 @@ class Sources:
         dims: plate -> its (negative) batch dim.
         encoders: pooled source -> its encoder.
         maps: the call's index maps.
+        data: nodes whose features are the same tensors in other calls with the same data; may grow.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class Sources:
         dims: Mapping[str, int],
         encoders: Mapping[Any, Callable[[Tensor, Along | Segments], Tensor]],
         maps: IndexMaps,
+        data: AbstractSet[Hashable] = frozenset(),
     ) -> None:
-        self._features, self._dims, self._encoders, self._maps = features, dims, encoders, maps
+        self._features, self._data = features, data
+        self._dims, self._encoders, self._maps = dims, encoders, maps
         self._known: dict[Any, Tensor] = {}
 
     def value(self, source: Source) -> Tensor:
@@ -113,7 +116,9 @@ class Sources:
     def _pool(self, source: Pooled, encoder: Callable[[Tensor, Along | Segments], Tensor]) -> Tensor:
         if source.inputs not in self._known:
             parts = [self.value(part) for part in source.inputs]
-            self._known[source.inputs] = self._maps.joined(source.inputs, parts)
+            nodes = {part.node if isinstance(part, Direct) else None for part in source.inputs}
+            join = functools.partial(self._maps.joined, source.inputs) if nodes <= self._data else concatenate
+            self._known[source.inputs] = join(parts)
         x, dim = self._known[source.inputs], self._dims[source.plate]
         if not source.onto:
             return encoder(x, Along(dim))

@@ -178,6 +178,7 @@ class _Assembler:
             subsampled=self.subsampled,
             map_plans=self.found.map_plans,
             anchored=anchored,
+            masked=any(self.nodes[name]["mask"] is not None for name in emitted),
             interleaved=interleaved,
             read=tuple(name for name in self.data if any(name in read for read in reads.values())),
             semi_observed=frozenset(net.latent) & frozenset(self.found.bayesnet.observed)

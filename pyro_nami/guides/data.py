@@ -7,7 +7,7 @@ elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import pyro
@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_nami.conditioning import covariates_of
 from pyro_nami.guides.columns import covariate_values
+from pyro_nami.guides.features import tempered
 from pyro_nami.guides.maps import MapReader, arguments_key, same_arguments
+from pyro_nami.guides.network import InverseNetwork, NetworkState
 from pyro_nami.guides.sampling import fixed_size, new_site
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.isolation import untouched
@@ -85,14 +87,19 @@ class DataReader:
         self._slots: dict[Hashable, dict[str, int | str]] = {}
         self._brought: set[Hashable] = set()  # calls in which a semi-observed site brings a value of its own
         self._probed: tuple[list, dict[str, Tensor]] | None = None
+        self._features: dict[Any, tuple[Tensor, int, Tensor]] = {}  # observed node -> value, its version, features
 
-    def read(self, call: Call, observations: Mapping[str, Any], *, remember: bool) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_features": {}}
+
+    def read(self, call: Call, observations: Mapping[str, Any], *, remember: bool, draws: bool) -> None:
         """Fills in a call.
 
         Args:
             call: with model, arguments and plates.
             observations: values by site; those that are no observed sites are passed over.
             remember: whether to keep what the call's own arguments bring, for calls that bring none.
+            draws: whether latents will be drawn; unless the model is run for that, it has to be run for their plates.
 
         Raises:
             ValueError: a site has no data, or is missing from the run.
@@ -115,7 +122,8 @@ class DataReader:
                     if name in assembly.semi_observed:
                         call.given[name] = value
         complete = all(name in call.values for name in assembly.read)
-        if not (known and complete and assembly.interleaved) or assembly.subsampled or kind in self._brought:
+        alone = known and complete and (assembly.interleaved or not draws)
+        if not alone or assembly.subsampled or kind in self._brought:
             own.update(self._look(call))
         if not known:
             arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
@@ -135,6 +143,47 @@ class DataReader:
         self._fill_from_seen(call, absent)
         self._check_sizes(call)
 
+    def tell(
+        self, state: NetworkState, call: Call, network: InverseNetwork, changing: Collection[Hashable] = ()
+    ) -> None:
+        """Makes everything observed in a call known to a pass through the networks.
+
+        Args:
+            state: the pass, at its start.
+            call: the call, read.
+            network: the networks.
+            changing: observed sites whose features depend on weights.
+        """
+        for name in self.assembly.read:
+            features = self._features_of(name, call.values[name], network, keep=name not in changing)
+            column = self.assembly.mask_column(name)
+            if column is not None:
+                mask = call.covariates[name][..., column : column + 1] != 0
+                features = torch.where(mask, features, torch.zeros_like(features))
+            state.put(name, features)
+        for name, values in call.covariates.items():
+            state.put(covariates_of(name), self._features_of(covariates_of(name), values, network))
+
+    def _features_of(self, node: Any, value: Tensor, network: InverseNetwork, keep: bool = True) -> Tensor:
+        """Returns the standardized features of an observed node, anew only where the value changed."""
+        kept = self._features.get(node)
+        if kept is not None and kept[0] is value and kept[1] == value._version:
+            return kept[2]
+        if node in self.assembly.encodings:
+            check_data(node, value, self.assembly)
+            features = self.assembly.features(node, value)
+        else:
+            features = value
+        if features.shape[-1] != network.num_features(node):
+            raise ValueError(
+                f"Expected site '{node}' of the event shape of the guide's first call; got a value of shape "
+                f"{tuple(value.shape)}. A guide's networks are fixed at its first call: make a new guide."
+            )
+        features = tempered(network.standardize(node, features))
+        if keep:
+            self._features[node] = value, value._version, features
+        return features
+
     @property
     def names(self) -> list[Any]:
         """The names under which values may be in `seen`."""
@@ -149,6 +198,7 @@ class DataReader:
     def forget(self) -> None:
         """Forgets what was found for the arguments of earlier calls."""
         self._probed = None
+        self._features = {}
         self._maps.forget()
 
     def _look(self, call: Call) -> dict[str, Tensor]:

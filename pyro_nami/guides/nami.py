@@ -18,11 +18,9 @@ from pyro.infer.autoguide.initialization import init_to_feasible
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_nami.conditioning import covariates_of
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.assembly import assemble
-from pyro_nami.guides.data import Call, DataReader, check_data
-from pyro_nami.guides.features import tempered
+from pyro_nami.guides.data import Call, DataReader
 from pyro_nami.guides.network import NetworkState, as_pyro_module
 from pyro_nami.guides.persistence import PersistentGuide
 from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached
@@ -140,7 +138,6 @@ class AutoNaMIGuide(PersistentGuide):
         )
         self._options.check()
         self._assembly = self._data = None  # type: ignore[assignment]
-        self._read: dict[Any, tuple[Tensor, int, Tensor]] = {}
         self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None
 
     # ---- what was found
@@ -231,7 +228,7 @@ class AutoNaMIGuide(PersistentGuide):
             self._run_detached(current, call)
         return {name: current.returned[name] for name in self._assembly.program if name in current.returned}
 
-    def _begin(self, args: tuple, kwargs: dict[str, Any]) -> Call:
+    def _begin(self, args: tuple, kwargs: dict[str, Any], *, draws: bool = True) -> Call:
         """Returns one call's data: arguments of the model, plates, and the values of observed sites."""
         observations = kwargs.get("observations") or {}
         if "observations" in kwargs and not takes_observations(self.model):
@@ -245,7 +242,7 @@ class AutoNaMIGuide(PersistentGuide):
                 known = ", ".join(map(repr, self._assembly.bayesnet.observed))
                 raise ValueError(f"Expected observations of the model's sites, {known}; got one of '{name}'.")
         call = Call(self.model, args, kwargs, self._create_plates(*args, **kwargs))
-        self._data.read(call, observations, remember=self.training and torch.is_grad_enabled())
+        self._data.read(call, observations, remember=self.training and torch.is_grad_enabled(), draws=draws)
         return call
 
     def _note_observations(self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -262,36 +259,8 @@ class AutoNaMIGuide(PersistentGuide):
     def _start(self, call: Call) -> NetworkState:
         """Returns the networks' state with everything observed known."""
         state = self.network.start(call.maps)
-        for name in self._assembly.read:
-            features = self._features(name, call.values[name])
-            column = self._assembly.mask_column(name)
-            if column is not None:
-                mask = call.covariates[name][..., column : column + 1] != 0
-                features = torch.where(mask, features, torch.zeros_like(features))
-            state.put(name, features)
-        for name, values in call.covariates.items():
-            state.put(covariates_of(name), self._features(covariates_of(name), values))
+        self._data.tell(state, call, self.network, self._options.embeddings)
         return state
-
-    def _features(self, node: Any, value: Tensor) -> Tensor:
-        """Returns the standardized features of an observed node, anew only where the value changed."""
-        kept = self._read.get(node)
-        if kept is not None and kept[0] is value and kept[1] == value._version:
-            return kept[2]
-        if node in self._assembly.encodings:
-            check_data(node, value, self._assembly)
-            features = self._assembly.features(node, value)
-        else:
-            features = value
-        if features.shape[-1] != self.network.num_features(node):
-            raise ValueError(
-                f"Expected site '{node}' of the event shape of the guide's first call; got a value of shape "
-                f"{tuple(value.shape)}. A guide's networks are fixed at its first call: make a new guide."
-            )
-        features = tempered(self.network.standardize(node, features))
-        if node not in self._options.embeddings:
-            self._read[node] = value, value._version, features
-        return features
 
     def _run_interleaved(self, current: Pass, call: Call) -> None:
         run = Interleaved(current, call.given, call.indices)
@@ -361,19 +330,18 @@ class AutoNaMIGuide(PersistentGuide):
         self, latents: Mapping[str, Tensor], sites: Mapping[str, Any] | None, args: tuple, kwargs: dict[str, Any]
     ) -> Tensor:
         with self._pyro_context:
-            call = self._begin(args, kwargs)
+            call = self._begin(args, kwargs, draws=False)
             assembly, state = self._assembly, self._start(call)
             values = with_plate_dims(latents, assembly, call.given)
             for name in assembly.order:
                 if name not in values:
                     state.add(name, assembly.features(name, call.given[name]))
-            if not (assembly.anchored or assembly.predictive or assembly.varies):
-                sites = {}
-            elif sites is None:
-                sites = call.run({**call.given, **values}, until=assembly.program)
+            if sites is None:
+                needed = assembly.anchored or assembly.predictive or assembly.varies or assembly.masked
+                sites = call.run({**call.given, **values}, until=assembly.program) if needed else {}
             current = Pass(assembly, state, call.unseen)
             total = torch.zeros(())
-            for log_prob in current.log_probs(values, sites or {}):
+            for log_prob in current.log_probs(values, sites):
                 total = total + sum_plates(log_prob, assembly.nesting)
             return total
 

@@ -233,18 +233,21 @@ class NetworkState:
     def __init__(self, network: InverseNetwork, maps: IndexMaps) -> None:
         self._network = network
         self._features: dict[Hashable, Tensor] = {}
-        self._sources = Sources(self._features, network.dims, network.bound_encoders(), maps)
+        self._data: set[Hashable] = set()
+        self._sources = Sources(self._features, network.dims, network.bound_encoders(), maps, self._data)
         self._evidence = network.bound_evidence()
         self._states: list[Any] = [part.start() for part in network.parts[0]]
         self._rows: dict[Hashable, Tensor] = {}
 
     def add(self, node: Hashable, features: Tensor) -> None:
         """Makes a node's raw features ``(*left, *plates, features)`` known; leading plate dims may be left out."""
-        self.put(node, self._network.standardize(node, features))
+        self._features[node] = self._network.standardize(node, features)
 
     def put(self, node: Hashable, features: Tensor) -> None:
-        """Makes a node's features known that are standardized already."""
+        """Makes the features of data known, which are standardized already."""
         self._features[node] = features
+        if not features.requires_grad:
+            self._data.add(node)
 
     def params(self, name: Hashable) -> Tensor:
         """Returns the parameters of a factor, ``(*batch, elements, params)``.

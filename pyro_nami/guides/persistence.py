@@ -9,7 +9,7 @@ from typing import Any
 
 import pyro
 from pyro.infer.autoguide import AutoGuide
-from torch import Tensor, nn
+from torch import nn
 
 from pyro_nami.guides.data import DataReader
 from pyro_nami.guides.network import InverseNetwork
@@ -27,7 +27,6 @@ class PersistentGuide(AutoGuide):
 
     _assembly: Assembly  # this and the next are None before the first call
     _data: DataReader
-    _read: dict[Any, tuple[Tensor, int, Tensor]]
     _waiting_state: tuple[dict[str, Any], bool, bool] | None
     network: InverseNetwork
 
@@ -59,7 +58,6 @@ class PersistentGuide(AutoGuide):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["master"] = None
-        state["_read"] = {}
         state["plates"] = {}
         state["_model"] = (self._model[0] if _picklable(self._model[0]) else None,)
         return state
@@ -70,7 +68,7 @@ class PersistentGuide(AutoGuide):
         memo[id(self)] = result
         for module in [self._model[0], self.create_plates]:
             memo[id(module)] = module
-        state = {**self.__dict__, "master": None, "_read": {}, "plates": {}}
+        state = {**self.__dict__, "master": None, "plates": {}}
         result.__setstate__(copy.deepcopy(state, memo))
         return result
 
@@ -91,7 +89,7 @@ class PersistentGuide(AutoGuide):
         if self._assembly is None:
             self._waiting_state = dict(state_dict), strict, assign
             return nn.modules.module._IncompatibleKeys([], [])
-        self._read = {}
+        self._data.forget()
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> PersistentGuide:
@@ -99,7 +97,6 @@ class PersistentGuide(AutoGuide):
         if self._assembly is not None:
             self._assembly.apply(fn)
             self._data.apply(fn)
-        self._read = {}
         return self
 
 

@@ -79,6 +79,7 @@ class Assembly:
         subsampled: plates that the model subsamples.
         map_plans: how a call's index maps are found.
         anchored: latents whose factor is relative to the model's own conditional.
+        masked: whether the model masks latents.
         interleaved: whether sampling order is program order, so that one run of the model draws all latents.
         read: observed sites that some factor reads.
         semi_observed: latents that a call may observe.
@@ -106,6 +107,7 @@ class Assembly:
     subsampled: frozenset[str]
     map_plans: tuple[MapPlan, ...]
     anchored: frozenset[str]
+    masked: bool
     interleaved: bool
     read: tuple[str, ...]
     semi_observed: frozenset[str]

@@ -17,9 +17,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pyro_nami.infer.checkpoint import rng_state, set_rng_state
-from pyro_nami.infer.joint import JointDraws, Simulator
+from pyro_nami.infer.joint import JointDraws, Simulator, forked_rng
 
-__all__ = ["Arguments", "Batch", "FreshBatches", "OfflineBatches", "WorkerBatches", "as_draws"]
+__all__ = [
+    "Arguments",
+    "Batch",
+    "FreshBatches",
+    "OfflineBatches",
+    "WorkerBatches",
+    "held_out_batches",
+    "simulated",
+]
+
+_HELD_OUT_SEED = 1_618_033_988  # apart from the training's
 
 Arguments = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
 
@@ -143,6 +153,30 @@ class OfflineBatches:
 
     def state(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position}
+
+
+def simulated(simulator: Simulator, arguments: Arguments, batch_size: int, num: int) -> Iterator[Batch]:
+    """Yields ``num`` simulations in batches."""
+    for step, done in enumerate(range(0, num, batch_size)):
+        yield next(FreshBatches(simulator, arguments, min(batch_size, num - done), step))
+
+
+def held_out_batches(
+    given: int | Iterable[Any] | None, simulator: Simulator, arguments: Arguments, batch_size: int
+) -> Callable[[], Iterable[Batch]] | None:
+    """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given.
+
+    None where none are asked for.
+    """
+    if given is None:
+        return None
+    if isinstance(given, int):
+        with forked_rng():
+            pyro.set_rng_seed(_HELD_OUT_SEED)
+            batches = list(simulated(simulator, arguments, batch_size, given))
+        return lambda: batches
+    kept = list(given) if isinstance(given, Iterator) else given
+    return lambda: (Batch(*arguments(i), as_draws(batch, simulator)) for i, batch in enumerate(kept))
 
 
 def as_draws(batch: Any, simulator: Simulator) -> JointDraws:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,15 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pyro_nami.infer.batches import Arguments, Batch, FreshBatches, OfflineBatches, WorkerBatches, as_draws
+from pyro_nami.infer.batches import (
+    Arguments,
+    Batch,
+    FreshBatches,
+    OfflineBatches,
+    WorkerBatches,
+    held_out_batches,
+    simulated,
+)
 from pyro_nami.infer.checkpoint import (
     check_structure,
     fingerprint,
@@ -39,8 +47,6 @@ from pyro_nami.infer.ranks import Ranks
 from pyro_nami.infer.tracking import Tracker
 
 __all__ = ["InferenceCompilation"]
-
-_VALIDATION_SEED = 1_618_033_988  # held-out simulations are the same in every run, apart from the training's
 
 
 class InferenceCompilation:
@@ -115,7 +121,7 @@ class InferenceCompilation:
                 step at which they were. If more than a tenth of all simulations are not finite, naming the site.
         """
         loss = self._update(
-            next(FreshBatches(self._set_up(args, kwargs), lambda _: (args, kwargs), self.batch_size))
+            next(FreshBatches(self._set_up(args, kwargs), _constant(args, kwargs), self.batch_size))
         )
         self.history.losses.append(loss)
         return loss
@@ -123,7 +129,9 @@ class InferenceCompilation:
     def evaluate_loss(self, *args: Any, num: int = 1000, **kwargs: Any) -> float:
         """Returns the loss on ``num`` fresh simulations at the model's arguments, in nats per simulation."""
         _check_count("num", num)
-        return self._mean_loss(self._simulate(self._set_up(args, kwargs), lambda _: (args, kwargs), num))
+        return self._mean_loss(
+            simulated(self._set_up(args, kwargs), _constant(args, kwargs), self.batch_size, num)
+        )
 
     # ---- the whole of training
 
@@ -172,11 +180,13 @@ class InferenceCompilation:
         _check_count("steps", steps)
         _check_count("validate_every", validate_every)
         _check_count("checkpoint_every", checkpoint_every)
+        if isinstance(validation, int):
+            _check_count("validation", validation)
         if patience is not None and validation is None:
             raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
         arguments = args if callable(args) else _constant(tuple(args), dict(kwargs or {}))
         simulator = self._set_up(*arguments(0))
-        held_out = self._held_out(validation, simulator, arguments)
+        held_out = held_out_batches(validation, simulator, arguments, self.batch_size)
         ranks = self._ranks
         history = self.history = History()
         best: dict[str, Any] | None = None
@@ -314,26 +324,6 @@ class InferenceCompilation:
         torch._foreach_copy_(self._finite, [*self._parameters.values()])
 
     # ---- losses
-
-    def _simulate(self, simulator: Simulator, arguments: Arguments, num: int) -> Iterator[Batch]:
-        """Yields ``num`` simulations in batches."""
-        for step, done in enumerate(range(0, num, self.batch_size)):
-            yield next(FreshBatches(simulator, arguments, min(self.batch_size, num - done), step))
-
-    def _held_out(
-        self, validation: int | Iterable[Any] | None, simulator: Simulator, arguments: Arguments
-    ) -> Callable[[], Iterable[Batch]] | None:
-        """Returns what yields the held-out simulations, batch by batch."""
-        if validation is None:
-            return None
-        if not isinstance(validation, int):
-            given = list(validation) if isinstance(validation, Iterator) else validation
-            return lambda: (Batch(*arguments(i), as_draws(batch, simulator)) for i, batch in enumerate(given))
-        _check_count("validation", validation)
-        with forked_rng():
-            pyro.set_rng_seed(_VALIDATION_SEED)
-            batches = list(self._simulate(simulator, arguments, validation))
-        return lambda: batches
 
     @torch.no_grad()
     def _mean_loss(self, batches: Iterable[Batch]) -> float:

@@ -1,6 +1,7 @@
 """Networks of the guide, in torch alone: masked perceptrons that obey a dependency matrix, and pooling encoders.
 
-`masks` says which units may be connected, `masked` computes the pass, densely or step by step. `pooling` and
+`masks` says which units may be connected; `masked` and `separate` compute the pass, densely or step by step, on what
+`stepped` holds. `pooling` and
 `attention` turn a set of instances into features that do not depend on their order, `encoders` chooses between them,
 `evidence` makes sums that contract a Normal factor, and `reductions` says which instances form a set.
 """

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_nami.nn.masked import Activation, SteppedMLP, check_advance, concatenated, expand_batch, flatten
 from pyro_nami.nn.masks import Steps
+from pyro_nami.nn.stepped import Activation, SteppedMLP, check_advance, concatenated, expand_batch, flatten
 
 __all__ = ["SeparateMLP", "SeparateState"]
 

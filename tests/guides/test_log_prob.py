@@ -227,14 +227,17 @@ def test_works_as_the_first_call():
     assert guide.log_prob({name: torch.tensor(0.1) for name in "abc"}, torch.tensor(1.0)).isfinite()
 
 
+@pytest.mark.parametrize("anchor", [True, False])
 @pytest.mark.parametrize("inverse", ["forward", "reverse"])
-def test_masks_of_the_model_apply(inverse):
+def test_masks_of_the_model_apply(inverse, anchor):
+    """Whether or not the guide needs a run of the model for something else."""
+
     def model(y):
         with pyro.plate("data", 3), poutine.mask(mask=torch.tensor([True, False, True])):
             z = pyro.sample("z", dist.Normal(0.0, 1.0))
             pyro.sample("y", dist.Normal(z, 1.0), obs=y)
 
-    guide, y = AutoNaMIGuide(model, inverse=inverse), torch.randn(3)
+    guide, y = AutoNaMIGuide(model, inverse=inverse, anchor=anchor), torch.randn(3)
     trace, expected = traced(guide, y)
     assert trace.nodes["z"]["log_prob"][1] == 0
     assert torch.allclose(guide.log_prob({"z": trace.nodes["z"]["value"]}, y), expected)
