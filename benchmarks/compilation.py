@@ -39,18 +39,17 @@ from pyro_nami import (
     BayesNet,
     InferenceCompilation,
     Inverse,
-    extract_bayesnet,
     fully_connected,
     importance_sample,
     mean_field,
     nami,
     stuhlmueller,
 )
-from pyro_nami.infer import Simulator
 
 sys.path.append(str(Path(__file__).parent.parent / "examples" / "paper"))
 
 from gaussian_tree import GaussianTree  # noqa: E402
+from tree_training import closest_width, divergence, network_of  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "compilation.json"
 INVERSES: dict[str, Callable[[BayesNet], Inverse]] = {
@@ -143,40 +142,11 @@ def throughput(smoke: bool) -> dict:
 # ---- trees
 
 
-def count_parameters(inverse: Inverse, width: int) -> int:
-    """Returns the number of parameters of separate networks, each of two hidden layers and direct weights.
-
-    A factor's network reads its parents and gives location and scale; padding of the batched products is not counted.
-    """
-    return sum(
-        width * (len(reads) + 1) + width * (width + 1) + 2 * (width + len(reads) + 1)
-        for reads in inverse.parents.values()
-    )
-
-
-def hidden_width(inverse: Inverse, num_parameters: int) -> int:
-    """Returns the width at which there are about this many parameters."""
-    return min(range(1, 1000), key=lambda width: abs(count_parameters(inverse, width) - num_parameters))
-
-
-@torch.no_grad()
-def divergence(tree: GaussianTree, guide: AutoNaMIGuide, num: int) -> tuple[float, float]:
-    """Returns E_x KL(p(z | x) || q(z | x)) by ``num`` fresh simulations, and its standard error."""
-    leaves = tree.example()
-    simulator, terms = Simulator(tree, (leaves,)), []
-    for _ in range(0, num, 5000):
-        draws = simulator.draw(min(num, 5000))
-        log_q = guide.log_prob(draws.latents, leaves, observations=draws.observed)
-        terms.append(tree.posterior_log_prob(draws.latents, draws.observed) - log_q.double())
-    differences = torch.cat(terms)
-    return differences.mean().item(), differences.std().item() / len(differences) ** 0.5
-
-
 def compile_tree(tree: GaussianTree, inverse: Inverse, steps: int, num_parameters: int, num: int) -> dict:
     """Compiles one tree on one inverse, and measures the guide on ``num`` simulations."""
+    width = closest_width(tree, inverse, num_parameters, shared=False, skip=True).width
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    width = hidden_width(inverse, num_parameters)
     guide = AutoNaMIGuide(
         tree, inverse=inverse, hidden_features=(width, width), shared=False, anchor=False, init_scale=1.0
     )
@@ -190,7 +160,7 @@ def compile_tree(tree: GaussianTree, inverse: Inverse, steps: int, num_parameter
         "kl_standard_error": error,
         "limit": limit,
         "gap": kl - limit,
-        "parameters": count_parameters(inverse, width),
+        "parameters": guide.num_parameters,
         "width": width,
         "seconds": seconds,
     }
@@ -207,7 +177,7 @@ def compile_trees(
     runs: dict[str, list[dict]] = {name: [] for name in INVERSES}
     for seed in seeds:
         tree = GaussianTree(depth, seed)
-        net = extract_bayesnet(tree, tree.example())
+        net = network_of(tree)
         for name, inversion in INVERSES.items():
             runs[name].append(compile_tree(tree, inversion(net), steps, num_parameters, num))
     return runs

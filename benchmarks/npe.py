@@ -40,7 +40,7 @@ TARGET = 3.0  # times lower KL
 def matrices(tree: GaussianTree, draws: JointDraws) -> tuple[Tensor, Tensor]:
     """Latents and leaves, ``(draws, sites)``."""
     z = torch.stack([draws.latents[name] for name in tree.latents], -1)
-    x = torch.stack([draws.observed[name] for name in tree.leaves], -1)
+    x = torch.stack([draws.observed[name] for name in tree.observed], -1)
     return z, x
 
 

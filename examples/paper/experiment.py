@@ -65,6 +65,25 @@ class Run(NamedTuple):
     checkpoint: Path
     tell: Callable[[float], None]
 
+    def keep(self, state: Any) -> None:
+        """Keeps tensors and plain Python as the state of the cell, with the random numbers' own, for `kept`."""
+        random = [torch.get_rng_state()]
+        if self.options.device != "cpu":
+            random.append(torch.cuda.get_rng_state(self.options.device))
+        part = self.checkpoint.with_suffix(".ckpt-part")
+        torch.save({"state": state, "random": random}, part)
+        part.replace(self.checkpoint)
+
+    def kept(self) -> Any:
+        """Returns what was kept, and goes on with the random numbers from there; None if nothing was."""
+        if not self.checkpoint.exists():
+            return None
+        found = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        torch.set_rng_state(found["random"][0])
+        for state in found["random"][1:]:
+            torch.cuda.set_rng_state(state, self.options.device)
+        return found["state"]
+
     def tracker(self, steps: int) -> StepTracker:
         """Returns a tracker for `InferenceCompilation.fit` that tells the share of its steps."""
         return StepTracker(self.tell, steps)
@@ -166,7 +185,15 @@ def run_cells(
 
 
 def write_results(name: str, payload: Mapping[str, Any], options: Options) -> Path:
-    """Writes the numbers to ``<results>/<name>.json``; returns where the figure goes."""
+    """Prints the claims and writes the numbers to ``<results>/<name>.json``; returns where the figure goes.
+
+    Args:
+        payload: JSON values; ``payload["claims"]`` holds records of a ``claim``, whether it ``holds``, and ``why`` not.
+    """
+    print()
+    for each in payload["claims"]:
+        why = f" ({each['why']})" if each.get("why") and not each["holds"] else ""
+        print(f"{'holds' if each['holds'] else 'FAILS'}: {each['claim']}{why}")
     options.results.mkdir(parents=True, exist_ok=True)
     file = options.results / f"{name}.json"
     _write(file, {"setting": options.setting, "device": options.device, **payload}, indent=1)
@@ -187,12 +214,11 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         print("  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip())
 
 
-def print_claims(claims: Sequence[Mapping[str, Any]]) -> None:
-    """Prints each claim with whether it holds, and if not why."""
-    print()
-    for each in claims:
-        why = f" ({each['why']})" if each.get("why") and not each["holds"] else ""
-        print(f"{'holds' if each['holds'] else 'FAILS'}: {each['claim']}{why}")
+def mean_and_error(values: Sequence[float] | torch.Tensor) -> tuple[float, float | None]:
+    """Returns the mean over runs and its standard error, None for one run."""
+    tensor = torch.as_tensor(values, dtype=torch.float64)
+    count = len(tensor)
+    return tensor.mean().item(), tensor.std().item() / count**0.5 if count > 1 else None
 
 
 def draw_band(

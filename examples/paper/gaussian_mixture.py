@@ -38,17 +38,7 @@ from typing import Any
 
 import pyro
 import torch
-from experiment import (
-    Cell,
-    Options,
-    Run,
-    draw_band,
-    parse,
-    print_claims,
-    print_table,
-    run_cells,
-    write_results,
-)
+from experiment import Cell, Options, Run, draw_band, parse, print_table, run_cells, write_results
 from mixture_model import (
     BATCH,
     EPOCH,
@@ -352,7 +342,6 @@ def main() -> None:
             for name, row in found.items()
         ],
     )
-    print_claims(claims)
     divergences = sum(r["divergences"] for cell, r in results if cell["system"] == "NUTS")
     payload = {
         "settings": settings,

@@ -28,17 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiment import (
-    Cell,
-    Options,
-    Run,
-    draw_band,
-    parse,
-    print_claims,
-    print_table,
-    run_cells,
-    write_results,
-)
+from experiment import Cell, Options, Run, draw_band, parse, print_table, run_cells, write_results
 from gaussian_tree import GaussianTree
 from tree_training import Networks, Schedule, network_of, train
 
@@ -244,7 +234,6 @@ def main() -> None:
         header, [[name, *("-" if v is None else v for v in s.values())] for name, s in summaries.items()]
     )
     made = claims(runs)
-    print_claims(made)
     payload = {
         "settings": schedule._asdict() | {"depth": DEPTH},
         "extra_edges": extra_edges(GaussianTree(DEPTH, 0), 16),

@@ -38,7 +38,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
-from experiment import Options, Run, draw_band, parse, print_claims, print_table, run_cells, write_results
+from experiment import Options, Run, draw_band, mean_and_error, parse, print_table, run_cells, write_results
 from images import Images, read_images
 from pyro import poutine
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO, config_enumerate
@@ -181,20 +181,17 @@ def run_cell(cell: dict[str, Any], run: Run) -> dict[str, Any]:
     images, size = read_images(run.options.extra["data"]), choose_size(run.options)
     trainer = Trainer(cell["system"], cell["seed"], images, size, run.options.device)
     errors: list[float] = []
-    if run.checkpoint.exists():
-        kept = torch.load(run.checkpoint, map_location=run.options.device, weights_only=True)
+    kept = run.kept()
+    if kept is not None:
         trainer.load_state(kept["state"])
         errors = kept["errors"]
-        torch.set_rng_state(kept["random"].cpu())
     every = max(1, size.epochs // 50)
     for epoch in range(len(errors), size.epochs):
         trainer.run_epoch()
         errors.append(trainer.error())
         run.tell((epoch + 1) / size.epochs)
         if (epoch + 1) % every == 0:
-            part = run.checkpoint.with_suffix(".new")
-            torch.save({"state": trainer.state(), "errors": errors, "random": torch.get_rng_state()}, part)
-            part.replace(run.checkpoint)
+            run.keep({"state": trainer.state(), "errors": errors})
     inverse = trainer.guide.inverse
     return {
         "errors": errors,
@@ -223,9 +220,9 @@ def summarize(results: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, A
         errors = torch.tensor([run["errors"] for run in runs], dtype=torch.float64)
         mean, best = errors.mean(0), int(errors.mean(0).argmin())
         summary[system] = {
-            "last": _with_error(errors[:, -1]),
+            "last": mean_and_error(errors[:, -1]),
             "best epoch": best + 1,
-            "best": _with_error(errors[:, best]),
+            "best": mean_and_error(errors[:, best]),
             "mean by epoch": mean.tolist(),
         }
     return summary
@@ -241,7 +238,7 @@ def claims(
     pairs = [
         (both["errors"][-1], one["errors"][epoch]) for both, one in zip(results[BOTH], results[baseline])
     ]
-    gain = _with_error(torch.tensor([one - both for both, one in pairs], dtype=torch.float64))
+    gain = mean_and_error([one - both for both, one in pairs])
     ratio, limit = ours[0] / max(other[0], 1e-9), 2 / 3
     parents = results[BOTH][0]["parents"]
     structure = all(
@@ -265,12 +262,6 @@ def claims(
             "why": "" if structure else "other parents, or not faithful",
         },
     ]
-
-
-def _with_error(values: Tensor) -> tuple[float, float]:
-    """Returns the mean and its standard error; 0 for one value."""
-    error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return values.mean().item(), error
 
 
 def draw(file: Path, results: dict[str, list[dict[str, Any]]], data: str, side: int) -> None:
@@ -327,12 +318,15 @@ def main() -> None:
         results[cell["system"]].append(result)
     summary = summarize(results)
     rows = [
-        (name, *(f"{100 * s[at][0]:.2f} +- {100 * s[at][1]:.2f}" for at in ("last", "best")), s["best epoch"])
+        (
+            name,
+            *(f"{100 * s[at][0]:.2f} +- {100 * (s[at][1] or 0):.2f}" for at in ("last", "best")),
+            s["best epoch"],
+        )
         for name, s in summary.items()
     ]
     print_table(("test error, %", "last epoch", "best epoch", "which"), rows)
     stated = claims(results, summary)
-    print_claims(stated)
     payload = {
         "settings": settings,
         "parameters": results[BOTH][0]["parameters"],

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import networkx as nx
-from experiment import Options, parse, print_claims, print_table, write_results
+from experiment import Options, parse, print_table, write_results
 from gaussian_tree import GaussianTree
 from graph_figures import (
     FILL_COLOR,
@@ -62,15 +62,7 @@ Positions = Mapping[Hashable, tuple[float, float]]
 STUDENT = BayesNet.from_edges(
     ["DG", "IG", "IS", "GL", "SJ", "LJ", "GH", "JH"], observed=["H", "J"], nodes="DIGSLJH"
 )
-STUDENT_AT = {
-    "D": (0, 3),
-    "I": (2, 3),
-    "G": (0.8, 2),
-    "S": (2.9, 2),
-    "L": (2.1, 1.1),
-    "J": (2.7, 0),
-    "H": (0.3, 0),
-}
+STUDENT_AT = dict(zip("DIGSLJH", [(0, 3), (2, 3), (0.8, 2), (2.9, 2), (2.1, 1.1), (2.7, 0), (0.3, 0)]))
 # Step by step: the frontier (not legible at the last step), what is eliminated, and its parents.
 TABLE_1 = [("DI", "D", "GI"), ("I", "I", "GS"), ("GS", "S", "GJL"), ("G", "G", "HJL"), (None, "L", "HJ")]
 MORAL = {frozenset("DI"), frozenset("SL"), frozenset("GJ")}
@@ -399,7 +391,6 @@ def experiment(options: Options) -> None:
     steps, on_steps = trace()
     record, on_trees = trees(depths, searched, options.seeds)
     claims = [*on_steps, *counterexample(), naturalness(), *on_trees]
-    print_claims(claims)
     settings = {"depths": depths, "searched": searched, "trees": options.seeds}
     payload = {"settings": settings, "table_1": steps, "figure_5": record, "claims": claims}
     draw_figures(write_results("structure", payload, options))

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,13 @@ from experiment import (
     Options,
     Run,
     draw_band,
+    mean_and_error,
     parse,
-    print_claims,
     print_table,
     run_cells,
     write_results,
 )
+from linear_gaussian import LinearGaussian
 from torch import Tensor
 
 from pyro_nami import (
@@ -70,20 +71,16 @@ LEARNING_RATE, BATCH = 2e-2, 250
 DATA_SEED, HELD_OUT_SEED, TEST_SEED = 11, 12, 13
 
 
-class LocalTrend:
+class LocalTrend(LinearGaussian):
     """The model, as a Pyro model of data ``(*batch, steps)``, and what is known of it exactly.
 
     Attributes:
         blocks: the latents of every step, in the order of time.
-        latents, data: names of the sites.
     """
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.blocks = [[f"level_{t}", f"slope_{t}"] for t in range(1, steps + 1)]
-        self.latents = [name for block in self.blocks for name in block]
-        self.data = [f"x_{t}" for t in range(1, steps + 1)]
-        self.index: dict[Hashable, int] = {name: i for i, name in enumerate((*self.latents, *self.data))}
         regression = torch.zeros(3 * steps, 3 * steps, dtype=torch.float64)
         deviations = torch.full((3 * steps,), NOISE, dtype=torch.float64)
         for t in range(steps):
@@ -93,12 +90,8 @@ class LocalTrend:
             if t:
                 regression[level, level - 2], regression[level, slope - 2] = DAMPED_LEVEL, 1.0
                 regression[slope, slope - 2] = DAMPED_SLOPE
-        spread = torch.linalg.inv(torch.eye(3 * steps, dtype=torch.float64) - regression) * deviations
-        self._covariance = spread @ spread.t()
-        inner = 2 * steps
-        cross, observed = self._covariance[:inner, inner:], self._covariance[inner:, inner:]
-        self._from_data = torch.linalg.solve(observed, cross, left=False)
-        self.posterior_covariance = self._covariance[:inner, :inner] - self._from_data @ cross.t()
+        latents = [name for block in self.blocks for name in block]
+        super().__init__(latents, [f"x_{t}" for t in range(1, steps + 1)], regression, deviations)
 
     def __call__(self, x: Tensor) -> None:
         level = pyro.sample("level_1", dist.Normal(x.new_zeros(()), FIRST_LEVEL))
@@ -111,10 +104,6 @@ class LocalTrend:
             )
             pyro.sample(f"x_{t}", dist.Normal(level, NOISE), obs=x[..., t - 1])
 
-    def posterior_mean(self, x: Tensor) -> Tensor:
-        """Returns E[latents | x] of data ``(*batch, steps)``, ``(*batch, latents)``, float64."""
-        return x.double() @ self._from_data.t()
-
     def best_log_prob(self, inverse: Inverse, draws: JointDraws) -> Tensor:
         """Returns the sum over latents of log p(v | Pa(v)) of joint draws, ``(draws,)``, float64, on the CPU.
 
@@ -124,24 +113,11 @@ class LocalTrend:
         total = torch.zeros(draws.num, dtype=torch.float64)
         for v, reads in inverse.parents.items():
             i, rows = self.index[v], [self.index[u] for u in reads]
-            weights = torch.linalg.solve(self._covariance[rows][:, rows], self._covariance[rows, i])
-            deviation = (self._covariance[i, i] - weights @ self._covariance[rows, i]).sqrt()
+            weights = torch.linalg.solve(self.covariance[rows][:, rows], self.covariance[rows, i])
+            deviation = (self.covariance[i, i] - weights @ self.covariance[rows, i]).sqrt()
             mean = sum((weight * values[u] for weight, u in zip(weights, reads)), torch.zeros(()))
             total = total + torch.distributions.Normal(mean, deviation).log_prob(values[v])
         return total
-
-    def limit(self, inverse: Inverse) -> float:
-        """Returns the least E_x KL(p(z | x) || q(z | x)) of all q that factorize as an inverse, in nats.
-
-        It is attained by q(v | Pa(v)) = p(v | Pa(v)) and is sum_v H(v | Pa(v)) - H(z | x).
-        """
-        own = sum(self._entropy([v, *reads]) - self._entropy(reads) for v, reads in inverse.parents.items())
-        return max(0.0, own - self._entropy(self.index) + self._entropy(self.data))
-
-    def _entropy(self, names: Any) -> float:
-        rows = [self.index[name] for name in names]
-        block = self._covariance[rows][:, rows]
-        return 0.5 * float(torch.logdet(2 * math.pi * math.e * block)) if rows else 0.0
 
 
 def forward_in_time(net: BayesNet, model: LocalTrend) -> Inverse:
@@ -153,7 +129,7 @@ def filtering(net: BayesNet, model: LocalTrend) -> Inverse:
     """Forward in time without the data of later steps: the best a particle filter can propose."""
     inverse = forward_in_time(net, model)
     reads = {
-        v: {u: across for u, across in parents.items() if u not in model.data or _time(u) <= _time(v)}
+        v: {u: across for u, across in parents.items() if u not in model.observed or _time(u) <= _time(v)}
         for v, parents in inverse.parents.items()
     }
     return Inverse(net, inverse.order, reads)
@@ -190,7 +166,7 @@ def draw(model: LocalTrend, x: Tensor, num: int, seed: int) -> JointDraws:
 def data_set(model: LocalTrend) -> Tensor:
     """Returns one data set ``(steps,)``."""
     observed = draw(model, torch.zeros(model.steps), 1, DATA_SEED).observed
-    return torch.stack([observed[name][0] for name in model.data])
+    return torch.stack([observed[name][0] for name in model.observed])
 
 
 @torch.no_grad()
@@ -234,18 +210,12 @@ def compile_guide(cell: Cell, run: Run) -> dict[str, Any]:
         "curve": [loss + offset for _, loss in history.validation],
         "kl": limit + gap,
         "gap_standard_error": error,
-        "parameters": sum(parameter.numel() for parameter in guide.parameters()),
+        "parameters": guide.num_parameters,
         "level": [quantiles[f"level_{t}"].flatten().tolist() for t in range(1, model.steps + 1)],
     }
 
 
 # ---- all runs
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean over runs and its standard error."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    return float(tensor.mean()), float(tensor.std()) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def facts(model: LocalTrend) -> dict[str, dict[str, Any]]:
@@ -269,7 +239,7 @@ def claims(model: LocalTrend, systems: Mapping[str, Mapping[str, Any]]) -> list[
     """Returns what the experiment says; the paper names the order, and has no numbers for it."""
     inverse = forward_in_time(extract_bayesnet(model, torch.zeros(model.steps)), model)
     read = {
-        v: all(_time(u) >= _time(v) if u in model.data else _time(v) - _time(u) in (0, 1) for u in reads)
+        v: all(_time(u) >= _time(v) if u in model.observed else _time(v) - _time(u) in (0, 1) for u in reads)
         for v, reads in inverse.parents.items()
     }
     limits, edges, kls, gaps, beaten, apart = {}, {}, {}, {}, [], []
@@ -279,7 +249,7 @@ def claims(model: LocalTrend, systems: Mapping[str, Mapping[str, Any]]) -> list[
         kls[name] = [system["kl_mean"], system["kl_error"]]
         gaps[name] = system["kl_mean"] - system["limit"]
         apart.append(system["faithful"] == (name in FAITHFUL) == (system["limit"] < 1e-6))
-        margin = 2 * math.hypot(system["kl_error"], best["kl_error"])
+        margin = 2 * math.hypot(system["kl_error"] or 0, best["kl_error"] or 0)
         beaten.append(name in FAITHFUL or system["kl_mean"] - best["kl_mean"] > margin)
     fewer = edges[FORWARD] <= 1.1 * edges[AUTO] and edges[MIN_FILL] < 0.75 * edges[FORWARD]
     paper = "blocks restrict the order (supplement B); no experiment"
@@ -384,7 +354,6 @@ def experiment(options: Options) -> None:
         ],
     )
     stated = claims(model, systems)
-    print_claims(stated)
     every = {**settings, **shared, "seeds": options.seeds}
     payload = {"settings": every, "systems": systems, "level_90": bands, "claims": stated}
     draw_figure(write_results("time_series", payload, options), model, systems, bands)

@@ -23,7 +23,7 @@ from typing import Any
 
 import pyro
 import torch
-from experiment import Cell, Options, Run, parse, print_claims, print_table, run_cells, write_results
+from experiment import Cell, Options, Run, parse, print_table, run_cells, write_results
 from gaussian_tree import GaussianTree
 from tree_training import divergence, network_of
 
@@ -72,7 +72,7 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
         found["wall_seconds"] = time.perf_counter() - wall
         found["sample_seconds"] = sample_seconds(tree, guide)
         kl, error = divergence(tree, guide, cell["measured"])
-    found["parameters"] = sum(parameter.numel() for parameter in guide.parameters())
+    found["parameters"] = guide.num_parameters
     return {**found, "kl": kl, "kl_standard_error": error, "kl_a_latent": kl / len(tree.latents)}
 
 
@@ -189,7 +189,6 @@ def main() -> None:
             rows.append([f"{label}, {depth}", *counts, *(float(means[key]) for key in list(columns)[4:])])
     print_table(["system, depth", *columns.values()], rows)
     made = claims(runs, depths)
-    print_claims(made)
     payload = {
         "settings": {**settings, "steps": cells[0]["steps"], "measured": cells[0]["measured"]},
         "summaries": summaries,

@@ -37,8 +37,8 @@ from experiment import (
     Options,
     Run,
     draw_band,
+    mean_and_error,
     parse,
-    print_claims,
     print_table,
     run_cells,
     write_results,
@@ -147,10 +147,10 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     excess = [run["nll"][-1] - run["entropy"] for run in runs]
     return {
         "runs": len(runs),
-        "kl": mean_error([run["kl"] for run in runs]),
-        "limit": mean_error([run["limit"] for run in runs]),
-        "gap": mean_error(gaps(runs)),
-        "nll_above_entropy": mean_error(excess),
+        "kl": mean_and_error([run["kl"] for run in runs]),
+        "limit": mean_and_error([run["limit"] for run in runs]),
+        "gap": mean_and_error(gaps(runs)),
+        "nll_above_entropy": mean_and_error(excess),
         "nll_sd_over_runs": statistics.stdev(excess) if len(runs) > 1 else None,
         "epochs_to_0.1": None if None in early else statistics.mean(map(float, early)),  # type: ignore[arg-type]
         "parameters": runs[0]["parameters"],
@@ -160,15 +160,9 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def mean_error(values: Sequence[float]) -> list[float]:
-    """Returns mean and standard error."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
-    return [round(statistics.mean(values), 5), None if math.isnan(error) else round(error, 5)]  # type: ignore[list-item]
-
-
-def difference(runs: Runs, row: str, worse: str, better: str) -> list[float]:
+def difference(runs: Runs, row: str, worse: str, better: str) -> tuple[float, float | None]:
     """Returns mean and standard error of how much higher the KL of ``worse`` is, over the trees that both have."""
-    return mean_error([a["kl"] - b["kl"] for a, b in zip(runs[worse, row], runs[better, row])])
+    return mean_and_error([a["kl"] - b["kl"] for a, b in zip(runs[worse, row], runs[better, row])])
 
 
 def claims(runs: Runs) -> list[dict[str, Any]]:
@@ -181,8 +175,8 @@ def claims_of(runs: Runs, row: str) -> list[dict[str, Any]]:
     found = []
     words = {"paper": "with the paper's schedule", "cosine": "with the cosine"}[row]
     for name, target in TARGETS.items():
-        mean, error = mean_error(gaps(runs[name, row]))
-        other = mean_error(gaps(runs[name, "cosine" if row == "paper" else "paper"]))[0]
+        mean, error = mean_and_error(gaps(runs[name, row]))
+        other = mean_and_error(gaps(runs[name, "cosine" if row == "paper" else "paper"]))[0]
         text = f"{words}, {SYSTEMS[name].label} ends at most {target} nats above its structure's limit"
         if name in ("reverse", "forward"):
             said = "a faithful inverse recovers the posterior"
@@ -344,7 +338,6 @@ def main() -> None:
     summaries = {key: summary(mine) for key, mine in runs.items()}
     table(summaries)
     made = claims(runs)
-    print_claims(made)
     payload = {
         "settings": {**settings, "depth": cells[0]["depth"], "band_sds": BAND},
         "summaries": {f"{name}, {row}": found for (name, row), found in summaries.items()},

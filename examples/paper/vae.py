@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
-from experiment import Cell, Run, draw_band, parse, print_claims, print_table, run_cells, write_results
+from experiment import Cell, Run, draw_band, mean_and_error, parse, print_table, run_cells, write_results
 from images import Images, read_images
 from pyro.infer import Trace_ELBO
 from torch import Tensor, nn
@@ -162,7 +162,12 @@ def train(
     elbo(data.train[: setting.batch])  # a guide makes its networks at its first call
     optimizer = torch.optim.Adam(elbo.parameters(), lr=setting.learning_rate)
     length = math.ceil(len(data.train) / setting.batch)
-    first, curve = resume(run, elbo, optimizer)
+    first, curve = 0, []
+    kept_state = run.kept()
+    if kept_state is not None:
+        first, curve = kept_state["step"], kept_state["curve"]
+        elbo.load_state_dict(kept_state["elbo"])
+        optimizer.load_state_dict(kept_state["optimizer"])
     steps, kept = setting.epochs * length, time.monotonic()
     looks = {math.ceil(setting.epochs * (i + 1) / 50) * length for i in range(50)}
     for step in range(first, steps):
@@ -182,35 +187,18 @@ def train(
         if step + 1 in looks:
             curve.append(negative_elbo(decoder, guide, data.valid[:2000], 1))
         if time.monotonic() - kept > KEEP_EVERY or step + 1 == steps:
-            keep(run, elbo, optimizer, step + 1, curve)
+            run.keep(
+                {
+                    "elbo": elbo.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "step": step + 1,
+                    "curve": curve,
+                }
+            )
             kept = time.monotonic()
         if step % TELL_EVERY == 0:
             run.tell(0.7 * step / steps)
     return curve
-
-
-def keep(run: Run, elbo: nn.Module, optimizer: torch.optim.Optimizer, step: int, curve: list[float]) -> None:
-    """Writes the state of training so that a reader finds the old file or the new one, never a part."""
-    state = {"elbo": elbo.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "curve": curve}
-    state["random"] = [torch.get_rng_state()]
-    if run.options.device != "cpu":
-        state["random"].append(torch.cuda.get_rng_state(run.options.device))
-    part = run.checkpoint.with_suffix(".ckpt-part")
-    torch.save(state, part)
-    part.replace(run.checkpoint)
-
-
-def resume(run: Run, elbo: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[float]]:
-    """Restores the state of training if it was kept; returns the next step and the curve so far."""
-    if not run.checkpoint.exists():
-        return 0, []
-    state = torch.load(run.checkpoint, map_location="cpu", weights_only=True)
-    elbo.load_state_dict(state["elbo"])
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["random"][0])
-    for device_state in state["random"][1:]:
-        torch.cuda.set_rng_state(device_state, run.options.device)
-    return state["step"], state["curve"]
 
 
 @torch.no_grad()
@@ -248,12 +236,6 @@ MEASURES = {"negative_elbo": "negative ELBO", "negative_ais": "negative AIS", "g
 Values = Mapping[str, Tensor]  # measure -> (seeds, sizes, kinds), as cells are ordered
 
 
-def estimate(values: Tensor) -> list[tuple[float, float]]:
-    """Returns means over seeds with their standard errors (0 for one seed), for ``(seeds, sizes)``."""
-    errors = values.std(0) / len(values) ** 0.5 if len(values) > 1 else torch.zeros_like(values[0])
-    return list(zip(values.mean(0).tolist(), errors.tolist()))
-
-
 def judge(values: Values, annealing: Mapping[str, float]) -> list[dict[str, Any]]:
     """Returns the claims; a sign holds beyond two standard errors over seeds, at every size."""
     signs = [
@@ -265,8 +247,8 @@ def judge(values: Values, annealing: Mapping[str, float]) -> list[dict[str, Any]
     signs.append(("the gap of mean field grows as the encoder grows", "it grows", -gap[..., 0]))
     rows = []
     for text, paper, change in signs:
-        found = estimate(change)
-        holds = all(mean < -2 * error for mean, error in found)
+        found = [mean_and_error(column) for column in change.t()]
+        holds = all(mean < -2 * (error or 0) for mean, error in found)
         rows.append((text, paper, found, holds, "Not beyond two standard errors over seeds at every size."))
     shorter, longer = annealing.values()
     text = "four times the temperatures change the difference in negative AIS by less than a quarter"
@@ -322,8 +304,8 @@ def main() -> None:
         return found.view(len(seeds), len(sizes), len(KINDS))
 
     values = {key: table(key) for key in MEASURES}
-    means = {key: estimate(value.flatten(1)) for key, value in values.items()}
-    paired = {key: estimate(value.diff()[..., 0]) for key, value in values.items()}
+    means = {key: [mean_and_error(run) for run in value.flatten(1).t()] for key, value in values.items()}
+    paired = {key: [mean_and_error(run) for run in value.diff()[..., 0].t()] for key, value in values.items()}
     header = [column for name in MEASURES.values() for column in (name, "s.e.")]
     firsts = [[f"{kind} {size}", results[i]["parameters"]] for i, (size, kind) in enumerate(pairs)]
     lines = [[*own, *sum(each, ())] for own, each in zip(firsts, zip(*means.values()))]
@@ -345,7 +327,6 @@ def main() -> None:
     figure = write_results("vae", payload, options)
     parameters = table("parameters")[0].tolist()
     draw(values, parameters, f"{data.name}: relaxed Bernoulli VAE after {setting.epochs} epochs", figure)
-    print_claims(claims)
 
 
 if __name__ == "__main__":
