@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "paper"))
-from images import GREY, PACKED, read_images  # noqa: E402
+from images import GREY, PACKED, halved, read_images  # noqa: E402
 
 
 def write_packed(folder: Path, counts: tuple[int, int, int] = (30, 10, 12), pixels: int = 784) -> dict:
@@ -150,3 +150,15 @@ def test_a_broken_gz_is_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(ValueError, match="readable"):
         read_images(tmp_path)
+
+
+def test_a_pixel_of_half_the_side_stands_for_at_least_two_of_four():
+    whole = read_images(None)
+    half = halved(whole)
+    assert half.side == 4 and "4 by 4" in half.name
+    assert torch.equal(half.test_labels, whole.test_labels)
+    for image, small in zip(whole.valid[:5], half.valid[:5]):
+        for row in range(4):
+            for column in range(4):
+                of = [image[8 * (2 * row + i) + 2 * column + j] for i in (0, 1) for j in (0, 1)]
+                assert small[4 * row + column] == float(sum(of) >= 2)
