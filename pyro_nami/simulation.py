@@ -29,7 +29,7 @@ class Hidden(Messenger):
     """Runs a model with given values, and stops its messages from reaching the handlers outside.
 
     Args:
-        values: site -> the value that the model gets there.
+        values: site -> the value that the model gets there, or a function of the site's distribution that makes it.
         indices: plate -> the instances that it holds in this run.
         shown: plates whose choice of instances is to be seen outside (and made there, by a replay, say).
         broadcast: whether values are expanded to the shape of their site.
@@ -38,7 +38,7 @@ class Hidden(Messenger):
 
     def __init__(
         self,
-        values: Mapping[str, Tensor],
+        values: Mapping[str, Any],
         indices: Mapping[str, Tensor] | None = None,
         shown: Collection[str] = (),
         broadcast: bool = False,
@@ -61,6 +61,7 @@ class Hidden(Messenger):
                 msg["stop"] = False
         elif name in self.values:
             value = self.values[name]
+            value = value(msg["fn"]) if callable(value) else value
             msg["value"] = _expanded(name, value, msg["fn"]) if self.broadcast else value
 
     def _postprocess_message(self, msg: Any) -> None:

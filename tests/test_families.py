@@ -534,7 +534,7 @@ def test_types_without_known_moments_have_no_anchor():
 
 def test_a_moving_support_is_that_of_the_current_prior():
     prototype = dist.Uniform(0.0, torch.tensor(2.0, requires_grad=True) * 1.0)
-    family = make_family(None, "z", prototype, torch.tensor(1.0))
+    family = make_family("normal", "z", prototype, torch.tensor(1.0))
     copy.deepcopy(family)
     pickle.loads(pickle.dumps(family))
     high = torch.tensor([[3.0], [50.0]], requires_grad=True)

@@ -29,7 +29,8 @@ def make_family(
     """Returns the family of one latent site.
 
     Args:
-        spec: None for the default (Normal for continuous, the model's own type for discrete and relaxed sites), a
+        spec: None for the default (the model's own type for discrete and relaxed sites; for continuous ones Normal, but
+            a flow for a single number outside of plates whose support is bounded, as a scale's posterior is skewed); a
             name (``"normal"``, ``"mixture"``, ``"flow"``, ``"match"``, or one of `register_family`), or a `Family`
             subclass or callable of name, prior and value.
         name: of the site.
@@ -108,7 +109,8 @@ def _default(name: str, prior: Distribution, value: Tensor) -> Family:
         return own(name, prior, value)
     if _is_discrete(prior) or _is_straight_through(prior):
         raise NotImplementedError
-    return NormalFamily(name, prior, value)
+    alone = prior.batch_shape == prior.event_shape == ()
+    return (FlowFamily if alone and support_of(prior) is not constraints.real else NormalFamily)(name, prior, value)
 
 
 def _match(name: str, prior: Distribution, value: Tensor) -> Family:

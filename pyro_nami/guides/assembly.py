@@ -15,6 +15,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_nami.conditioning import Plates, Read, Source, covariates_of, plan_sources
@@ -23,6 +24,7 @@ from pyro_nami.extraction import Extraction, extract, is_blocked
 from pyro_nami.families import Family, features_of, make_family
 from pyro_nami.graph import BayesNet, Inverse, Site, eliminate
 from pyro_nami.guides.columns import PRIOR_DRAWS, CovariateFinder, covariate_values
+from pyro_nami.guides.conjugacy import Conjugate, able_sites, find_conjugate
 from pyro_nami.guides.evidence import initial_evidence, pooled_part
 from pyro_nami.guides.features import Embedding, first_instance, standardization
 from pyro_nami.guides.first_run import allows_nan, first_run, is_transparent
@@ -155,10 +157,15 @@ class _Assembler:
         ).find()
         reads = self._reads(inverse, order, columns)
         blocks = {name: self._block(name, inverse) for name in order}
+        conjugate = self._conjugate(inverse, order, families, blocks) if interleaved else {}
         plates = Plates(
             self.plate_order, frozenset().union(*blocks.values()), self.subsampled, dict(net.nesting)
         )
-        factors = [self._factor(name, families[name], reads[name], blocks[name], plates) for name in order]
+        factors = [
+            self._factor(name, families[name], reads[name], blocks[name], plates)
+            for name in order
+            if name not in conjugate
+        ]
         anchored = self._anchored(families, inverse) if options.anchor and interleaved else frozenset()
         transparent = [name for name, site in self.nodes.items() if is_transparent(site)]
         emitted = {*latents, *transparent}
@@ -178,11 +185,11 @@ class _Assembler:
             subsampled=self.subsampled,
             map_plans=self.found.map_plans,
             anchored=anchored,
+            conjugate=conjugate,
             masked=any(self.nodes[name]["mask"] is not None for name in emitted),
             interleaved=interleaved,
             read=tuple(name for name in self.data if any(name in read for read in reads.values())),
-            semi_observed=frozenset(net.latent) & frozenset(self.found.bayesnet.observed)
-            | frozenset(name for block in options.blocks or () for name in block),
+            semi_observed=self._semi_observed(),
             columns=columns,
             references=references,
             reference={name: first_instance(self.nodes[name]["value"], self.nodes[name]) for name in emitted},
@@ -282,6 +289,48 @@ class _Assembler:
         return Factor(
             name, batch, flattened, elements, family.num_params, family.num_features, sequential, sources
         )
+
+    def _semi_observed(self) -> frozenset[str]:
+        """Returns the latents that a call may observe."""
+        named = (name for block in self.options.blocks or () for name in block)
+        return frozenset(self.net.latent) & frozenset(self.found.bayesnet.observed) | frozenset(named)
+
+    def _conjugate(
+        self,
+        inverse: Inverse,
+        order: Sequence[str],
+        families: Mapping[str, Family],
+        blocks: Mapping[str, frozenset[str]],
+    ) -> dict[str, Conjugate]:
+        """Returns the latents that are drawn from their exact conditional; never all of them."""
+        if not (self.options.anchor and self.options.conjugate):
+            return {}
+        sites = self.run({}) if self.subsampled else {}
+        indices = {name: site["value"] for name, site in sites.items() if site_is_subsample(site)}
+
+        def run(values: Mapping[str, Any], until: Collection[str]) -> Mapping[str, Any]:
+            return Hidden(values, indices, broadcast=True, until=until).run(self.model, self.args, self.kwargs)
+
+        own = {name: self.nodes[name]["value"] for name in order}
+        draws = [own, *(draw for draw in self.draws[:2] if set(order) <= draw.keys())]
+        able = able_sites(self.nodes, order, families, self.frames) - self._semi_observed()
+        able -= self.found.hidden_randomness | {name for name in order if blocks[name]}
+        found = find_conjugate(self.net, inverse, order, able, self._children(able), self.frames, run, draws)
+        return found if len(found) < len(order) else {}
+
+    def _children(self, able: Collection[str]) -> list[str]:
+        """Returns the observed sites that exact conditionals may be given.
+
+        Not those that a mini-batch alone is seen of, that may be missing, or that depend on what enumeration expands.
+        """
+        before = self.net.graph.predecessors
+        return [
+            name
+            for name in self.data
+            if not allows_nan(self.nodes[name])
+            and all(self.frames[name] & self.subsampled <= self.frames[v] for v in before(name) if v in able)
+            and not any(self.nodes[u]["fn"].has_enumerate_support for u in before(name) if u in self.nodes)
+        ]
 
     def _anchored(self, families: Mapping[str, Family], inverse: Inverse) -> frozenset[str]:
         """Returns the latents whose prior the guide knows when it draws them: a function of what their factor reads.

@@ -8,13 +8,14 @@ elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
+from types import NoneType
 from typing import Any
 
 import pyro
 import torch
 from pyro.poutine.util import is_validation_enabled, site_is_subsample
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_nami.conditioning import covariates_of
 from pyro_nami.guides.columns import covariate_values
@@ -43,6 +44,7 @@ class Call:
         maps: the index maps of the rows that the factors read.
         unseen: latents of rows that no data covers.
         sites: the model's sites at reference values of the latents, where a run was needed.
+        context: the call that the data is from: this one, or the last one in training where this one brings none.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Call:
         self.maps = IndexMaps({}, {})
         self.unseen: frozenset[str] = frozenset()
         self.sites: dict[str, Any] = {}
+        self.context = self
 
     def argument(self, slot: int | str) -> Any:
         """Returns the model's argument at a position or of a name; None if this call has none."""
@@ -78,19 +81,27 @@ class DataReader:
     Attributes:
         seen: observed site, its covariates, or ``("index", rows, plate)`` -> values last seen in training; part of the
             guide's state.
+        context: arguments, keyword arguments, instances and given values of the call that it was seen in, kept where
+            latents are drawn from exact conditionals, which are derived from them.
     """
 
     def __init__(self, assembly: Assembly, covariates: Any, index_maps: Mapping[tuple[str, str], Callable]) -> None:
         self.assembly, self.covariates = assembly, covariates
         self._maps = MapReader(assembly, index_maps)
         self.seen: dict[Any, Tensor] = {}
+        self.context: tuple[tuple, dict, dict, dict] | None = None
         self._slots: dict[Hashable, dict[str, int | str]] = {}
         self._brought: set[Hashable] = set()  # calls in which a semi-observed site brings a value of its own
         self._probed: tuple[list, dict[str, Tensor]] | None = None
         self._features: dict[Any, tuple[Tensor, int, Tensor]] = {}  # observed node -> value, its version, features
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_features": {}}
+        return {**self.__dict__, "_features": {}, "context": self.plain_context()}
+
+    def plain_context(self) -> tuple[tuple, dict, dict, dict] | None:
+        """Returns `context` if it consists of tensors and plain values, which can be saved anywhere."""
+        plain = (Tensor, int, float, str, NoneType)
+        return self.context if all(isinstance(leaf, plain) for leaf in tree_leaves(self.context)) else None
 
     def read(self, call: Call, observations: Mapping[str, Any], *, remember: bool, draws: bool) -> None:
         """Fills in a call.
@@ -140,6 +151,8 @@ class DataReader:
             self.seen.update({name: value.detach() for name, value in own.items()})
             self.seen.update({covariates_of(name): value for name, value in call.covariates.items()})
             self.seen.update(self._maps.state(call.maps))
+            if assembly.conjugate:
+                self.context = call.args, dict(call.kwargs), call.indices, call.given
         self._fill_from_seen(call, absent)
         self._check_sizes(call)
 
@@ -193,6 +206,7 @@ class DataReader:
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device."""
         self.seen = {name: fn(value) for name, value in self.seen.items()}
+        self.context = tree_map_only(Tensor, fn, self.context)
         self.forget()
 
     def forget(self) -> None:
@@ -270,6 +284,16 @@ class DataReader:
                     f"none. Pass it as the model takes it, or as observations={{'{name}': value}}."
                 )
             call.values[name] = self.seen[name]
+        if assembly.conjugate:
+            if self.context is None:
+                raise ValueError(
+                    f"Expected data for the observed site '{absent[0]}': latents {', '.join(assembly.conjugate)} are "
+                    "drawn from exact conditionals, derived from the arguments of the last call with data, which were "
+                    "not saved with the guide. Pass the data, or make the guide with conjugate=False."
+                )
+            args, kwargs, indices, given = self.context
+            call.context = Call(call.model, args, kwargs, {})
+            call.context.indices, call.context.given = indices, given
         plates: frozenset[Any] = frozenset().union(*(assembly.frames[name] for name in absent))
         new_plates = self._maps.resized(call)
         for name in absent:
@@ -309,7 +333,8 @@ class DataReader:
                     f"plate '{min(new_plates)}'; this one has the other order. Use inverse='reverse', or pass the "
                     "plate's data."
                 )
-            joint = [plate for plate in assembly.factors[name].joint if plate in new_plates]
+            factor = assembly.factors.get(name)
+            joint = [plate for plate in factor.joint if plate in new_plates] if factor else []
             if name in unseen and joint:
                 raise ValueError(fixed_size(name, joint[0], assembly.sizes[joint[0]], new_plates[joint[0]]))
         return unseen

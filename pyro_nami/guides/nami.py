@@ -77,6 +77,9 @@ class AutoNaMIGuide(PersistentGuide):
             from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
         evidence: whether the instances of a pooled plate add precision to Normal factors, one by one; see
             `pyro_nami.guides.evidence`.
+        conjugate: whether latents of a plate that are linear and Gaussian given what is drawn before them are drawn
+            from their exact conditional, which the guide derives from the model (with ``anchor=True`` only); see
+            `pyro_nami.guides.conjugacy`.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step.
         init_scale: scale at the first step, in unconstrained space.
@@ -108,6 +111,7 @@ class AutoNaMIGuide(PersistentGuide):
         pooling: str | Callable[[int], nn.Module] = "mean",
         evidence: bool = True,
         anchor: bool = True,
+        conjugate: bool = True,
         init_loc_fn: Callable = init_to_feasible,
         init_scale: float = 0.1,
         create_plates: Callable | None = None,
@@ -132,6 +136,7 @@ class AutoNaMIGuide(PersistentGuide):
             pooling=pooling,
             evidence=evidence,
             anchor=anchor,
+            conjugate=conjugate,
             init_loc_fn=init_loc_fn,
             init_scale=init_scale,
             activation=activation,
@@ -156,6 +161,11 @@ class AutoNaMIGuide(PersistentGuide):
     def inverse(self) -> Inverse:
         """The inverse that the guide is built on."""
         return self._made().inverse
+
+    @property
+    def conjugate(self) -> tuple[str, ...]:
+        """The latents that are drawn from their exact conditional."""
+        return tuple(self._made().conjugate)
 
     @property
     def num_parameters(self) -> int:
@@ -221,7 +231,7 @@ class AutoNaMIGuide(PersistentGuide):
             Latent -> value, in model order.
         """
         call = self._begin(args, kwargs)
-        current = Pass(self._made(), self._start(call), call.unseen)
+        current = Pass(self._made(), self._start(call), call)
         if self._assembly.interleaved:
             self._run_interleaved(current, call)
         else:
@@ -263,8 +273,12 @@ class AutoNaMIGuide(PersistentGuide):
         return state
 
     def _run_interleaved(self, current: Pass, call: Call) -> None:
-        run = Interleaved(current, call.given, call.indices)
-        run.run(call.model, call.args, call.kwargs)
+        while True:
+            run = Interleaved(current, call.given, call.indices)
+            run.run(call.model, call.args, call.kwargs)
+            if run.lacking is None:
+                break
+            current.derive(run.lacking)
         missing = run.missing.intersection(self._assembly.program)
         if missing:
             raise ValueError(_MISSING_SITE.format(min(missing)))
@@ -339,7 +353,7 @@ class AutoNaMIGuide(PersistentGuide):
             if sites is None:
                 needed = assembly.anchored or assembly.predictive or assembly.varies or assembly.masked
                 sites = call.run({**call.given, **values}, until=assembly.program) if needed else {}
-            current = Pass(assembly, state, call.unseen)
+            current = Pass(assembly, state, call)
             total = torch.zeros(())
             for log_prob in current.log_probs(values, sites):
                 total = total + sum_plates(log_prob, assembly.nesting)

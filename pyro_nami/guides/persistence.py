@@ -76,11 +76,14 @@ class PersistentGuide(AutoGuide):
         """The data last seen in training, and the draws that covariates are read at: they belong to the weights."""
         seen = {} if self._data is None else self._data.seen
         references = [] if self._assembly is None else self._assembly.references
-        return {"seen": {_key(name): value for name, value in seen.items()}, "references": references}
+        context = None if self._data is None else self._data.plain_context()
+        seen = {_key(name): value for name, value in seen.items()}
+        return {"seen": seen, "references": references, "context": context}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         names = {_key(name): name for name in self._data.names}
         self._data.seen = {names[key]: value for key, value in state["seen"].items()}
+        self._data.context = state.get("context")
         self._assembly.references = list(state["references"])
         self._data.forget()
 

@@ -10,11 +10,12 @@ run of the model follows only where some of them are drawn from the model's own 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
@@ -28,12 +29,25 @@ from pyro_nami.distributions.factor import SiteDistribution
 from pyro_nami.distributions.joint import unfold
 from pyro_nami.distributions.relocated import Relocated, Relocation
 from pyro_nami.families import Family
+from pyro_nami.guides.conjugacy import conditional, leading_shape
 from pyro_nami.guides.groups import Factor
 from pyro_nami.guides.network import NetworkState
 from pyro_nami.guides.structure import Assembly
-from pyro_nami.simulation import Hidden, changed_event_shape
+from pyro_nami.simulation import AllSeen, Hidden, changed_event_shape
 
 __all__ = ["Interleaved", "Pass", "draw_detached", "fixed_size", "new_site"]
+
+
+class Data(Protocol):
+    """What a pass needs of a call; see `pyro_nami.guides.data.Call`."""
+
+    given: dict[str, Tensor]
+    unseen: frozenset[str]
+
+    @property
+    def context(self) -> Data: ...
+
+    def run(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]: ...
 
 
 class Pass:
@@ -42,14 +56,15 @@ class Pass:
     Args:
         assembly: the guide's structure.
         state: the networks' state, with everything observed known.
-        unseen: latents of plate rows that the guide has no data for; drawn from the model's own conditional.
+        call: the call's data. Latents of plate rows that it has none for are drawn from the model's own conditional.
     """
 
-    def __init__(self, assembly: Assembly, state: NetworkState, unseen: frozenset[str] = frozenset()) -> None:
-        self.assembly, self.state = assembly, state
-        self.from_model = unseen.union(assembly.predictive, assembly.transparent)
+    def __init__(self, assembly: Assembly, state: NetworkState, call: Data) -> None:
+        self.assembly, self.state, self._call = assembly, state, call
+        self.from_model = call.unseen.union(assembly.predictive, assembly.transparent)
         self.values: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
+        self._exact: dict[str, dist.Normal] = {}
         self._relocation = _relocation(assembly)
         self._validate = is_validation_enabled() and not torch._C._get_tracing_state()
 
@@ -74,7 +89,7 @@ class Pass:
     def know(self, name: str, value: Tensor, elements: Tensor | None = None) -> None:
         """Takes in the value of a latent, and its elements where they are known from the draw."""
         self.values[name] = value
-        if name not in self.assembly.factors:
+        if name not in self.assembly.families:
             return
         if elements is None:
             features = self.assembly.features(name, value)
@@ -91,6 +106,10 @@ class Pass:
             prior: the model's distribution at the site given the values so far, if it is known.
         """
         assembly = self.assembly
+        if name in assembly.conjugate:
+            fn = self._exact.pop(name)
+            target, batch = _common(fn.batch_shape, batch_shape)
+            return dist.Normal(fn.loc.reshape(batch), fn.scale.reshape(batch), validate_args=False).expand(target)
         factor, family = assembly.factors[name], assembly.families[name]
         event_shape = family.event_shape if prior is None else prior.event_shape
         if event_shape != family.event_shape:
@@ -110,6 +129,24 @@ class Pass:
         if params.shape[:-2] != target:
             params = params.reshape(batch + params.shape[-2:]).expand(target + params.shape[-2:])
         return family.distribution(params, anchor)
+
+    def lacks(self, name: str) -> bool:
+        """Whether a latent's exact conditional has to be derived (`derive`) before it can be drawn."""
+        return name in self.assembly.conjugate and name not in self.from_model and name not in self._exact
+
+    def derive(self, name: str) -> None:
+        """Derives the exact conditional of a latent whose predecessors are drawn."""
+        self._exact[name] = self._conditional(name, self.values)
+
+    def _conditional(self, name: str, values: Mapping[str, Tensor]) -> dist.Normal:
+        """Returns the exact conditional of a latent at values of what is drawn before it."""
+        assembly, call = self.assembly, self._call.context
+        known = {**call.given, **values}
+
+        def run(points: Mapping[str, Any], until: Collection[str]) -> Mapping[str, Any]:
+            return call.run({**known, **points}, until=until)
+
+        return conditional(assembly.conjugate[name], run, leading_shape(known, assembly.event_dims, assembly.nesting))
 
     def _sequential(
         self, name: str, factor: Factor, family: Family, batch_shape: torch.Size, anchor: Tensor | None
@@ -150,6 +187,9 @@ class Pass:
             prior, mask = site["fn"], site["mask"]
             if name in self.from_model:
                 yield _masked(prior.log_prob(value), mask)
+                continue
+            if name in assembly.conjugate:
+                yield _masked(self._conditional(name, values).log_prob(value), mask)
                 continue
             factor, family = assembly.factors[name], assembly.families[name]
             family = family if prior is None else family.at(prior)
@@ -228,6 +268,10 @@ class Interleaved(Hidden):
         current: the pass.
         observed: values of the observed sites, as the guide reads them.
         indices: plate -> the instances that it holds.
+
+    Attributes:
+        lacking: the latent at which the run was given up, as its exact conditional has to be derived first. That takes
+            runs of the model, and a model that is a handler's cannot run inside its own run.
     """
 
     def __init__(
@@ -239,6 +283,7 @@ class Interleaved(Hidden):
         drawn = {name for name in current.assembly.program if name not in current.values}
         super().__init__({**observed, **current.values}, indices, until=drawn)
         self.current = current
+        self.lacking: str | None = None
         self._ours: set[str] = set()
 
     def _process_message(self, msg: Any) -> None:
@@ -251,6 +296,9 @@ class Interleaved(Hidden):
                 raise ValueError(new_site(name))
         elif msg["is_observed"] or name in self.values:
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
+        elif current.lacks(name):
+            self.lacking = name
+            raise AllSeen
         else:
             msg["stop"] = False
             self._ours.add(name)

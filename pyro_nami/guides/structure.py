@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pyro_nami.covariates import MASK
 from pyro_nami.families import Family
 from pyro_nami.graph import BayesNet, Inverse
+from pyro_nami.guides.conjugacy import Conjugate
 from pyro_nami.guides.groups import Factor
 from pyro_nami.index_maps import MapPlan
 from pyro_nami.nn import ENCODERS
@@ -39,6 +40,7 @@ class Options(NamedTuple):
     pooling: Any
     evidence: bool
     anchor: bool
+    conjugate: bool
     init_loc_fn: Callable
     init_scale: float
     activation: Callable[[Tensor], Tensor]
@@ -67,11 +69,11 @@ class Assembly:
 
     Attributes:
         bayesnet: the model's network; inverse: its inverse.
-        order: latents with a factor, in sampling order.
+        order: latents that the guide draws given what it reads, in sampling order.
         predictive: latents drawn from the model's own conditional, in model order.
         transparent: latent Delta sites, which the guide passes through.
         program: all latents that the guide emits, in model order.
-        factors, families: of each latent in ``order``.
+        factors: of the latents in ``order`` that networks serve; families: of each of them.
         encodings: latent or observed site -> what gives its raw features, its family or another object that does.
         event_dims: site -> event dims of its value.
         dims: plate -> batch dim; nesting: the deepest.
@@ -79,6 +81,7 @@ class Assembly:
         subsampled: plates that the model subsamples.
         map_plans: how a call's index maps are found.
         anchored: latents whose factor is relative to the model's own conditional.
+        conjugate: latents without a factor, which are drawn from their exact conditional.
         masked: whether the model masks latents.
         interleaved: whether sampling order is program order, so that one run of the model draws all latents.
         read: observed sites that some factor reads.
@@ -107,6 +110,7 @@ class Assembly:
     subsampled: frozenset[str]
     map_plans: tuple[MapPlan, ...]
     anchored: frozenset[str]
+    conjugate: dict[str, Conjugate]
     masked: bool
     interleaved: bool
     read: tuple[str, ...]

@@ -29,7 +29,7 @@ def positive_model():
 
 def positive_guide():
     params = pyro.param("params", torch.zeros(1, 2))
-    family = make_family(None, "z", dist.LogNormal(0.3, 0.8), torch.tensor(1.0))
+    family = make_family("normal", "z", dist.LogNormal(0.3, 0.8), torch.tensor(1.0))
     pyro.sample("z", family.distribution(params))
 
 
@@ -110,7 +110,7 @@ def test_a_guide_site_inside_plates_is_expanded_and_scored():
 
 def test_a_value_made_to_require_gradients_gets_them():
     for prior in (dist.Normal(torch.zeros(2), 1.0).to_event(1), dist.LogNormal(0.0, 1.0)):
-        family = make_family(None, "z", prior, prior.sample())
+        family = make_family("normal", "z", prior, prior.sample())
         q = family.distribution(torch.zeros(family.num_elements, 2))
         value = q.sample()
         value.requires_grad_()
@@ -121,7 +121,7 @@ def test_a_value_made_to_require_gradients_gets_them():
 
 
 def test_values_outside_the_support_are_refused_under_validation():
-    family = make_family(None, "z", GAMMA, torch.tensor(1.0))
+    family = make_family("normal", "z", GAMMA, torch.tensor(1.0))
     q = family.distribution(torch.zeros(1, 2))
     with pytest.raises(ValueError, match="within the support"):
         q.log_prob(torch.tensor(-1.0))
@@ -133,4 +133,4 @@ def test_types_without_a_reparameterization_say_so():
     with pytest.raises(NotImplementedError, match="no rsample"):
         q.rsample()
     with pytest.raises(NotImplementedError, match="enumerate"):
-        make_family(None, "z", GAMMA, torch.tensor(1.0)).distribution(torch.zeros(1, 2)).enumerate_support()
+        make_family("normal", "z", GAMMA, torch.tensor(1.0)).distribution(torch.zeros(1, 2)).enumerate_support()

@@ -135,7 +135,7 @@ def test_a_global_mean_at_forty_times_the_size(anchor):
 
 def test_a_slope_whose_instances_weigh_differently():
     """Instance n knows b with precision (x_n / NOISE)^2: its weight depends on its covariate."""
-    guide = AutoNaMIGuide(slope, hidden_features=(), init_scale=0.5)
+    guide = AutoNaMIGuide(slope, hidden_features=(), init_scale=0.5, conjugate=False)
 
     def data(sets, size):
         x = 2 * torch.randn(size)
@@ -167,7 +167,7 @@ def test_a_slope_whose_instances_weigh_differently():
 
 def test_groups_of_any_size_and_number():
     """alpha_j given mu: its own rows, few at the fit, many later; empty groups have the prior."""
-    guide = AutoNaMIGuide(groups, inverse="reverse", hidden_features=(), init_scale=0.5)
+    guide = AutoNaMIGuide(groups, inverse="reverse", hidden_features=(), init_scale=0.5, conjugate=False)
 
     def data(counties, most):
         county = torch.cat([torch.full((int(torch.randint(1, most + 1, ())),), j) for j in range(counties)])
@@ -259,7 +259,7 @@ def test_precision_and_weighted_mean_are_sums_over_instances(families, anchor):
 
 def test_the_evidence_of_a_group_is_that_of_its_own_rows():
     """Likewise group by group, in one call with groups of 0, 1, 2 and 50 copies of one row."""
-    guide = AutoNaMIGuide(groups, inverse="reverse", init_scale=0.5)
+    guide = AutoNaMIGuide(groups, inverse="reverse", init_scale=0.5, conjugate=False)
     guide(torch.tensor([0, 1, 1, 2]), 3, torch.randn(4))
     scatter_evidence(guide)
     copies = torch.tensor([0, 1, 2, 50])
@@ -274,7 +274,7 @@ def test_the_evidence_of_a_group_is_that_of_its_own_rows():
 
 def test_the_evidence_of_a_blocks_member_is_that_of_its_own_rows():
     """Member by member of the block that a crossed design makes, whose size is fixed but not the number of rows."""
-    guide = AutoNaMIGuide(crossed, init_scale=0.5)
+    guide = AutoNaMIGuide(crossed, init_scale=0.5, conjugate=False)
     guide(torch.arange(8) % 5, 5, torch.arange(8) % 4, 4, torch.randn(8))
     (block,) = [factor for factor in guide.network.factors.values() if factor.joint]
     assert block.name == "beta" and block.num_elements == 4 and len(block.evidence) == 1
@@ -298,8 +298,8 @@ def test_evidence_can_be_turned_off(model, families):
         groups: (torch.tensor([0, 1, 2, 2, 1, 0]), 3, torch.randn(6)),
     }[model]
     with pyro.settings.context(module_local_params=True):
-        plain = AutoNaMIGuide(model, inverse="reverse", evidence=False, families=families)
-        guide = AutoNaMIGuide(model, inverse="reverse", families=families)
+        plain = AutoNaMIGuide(model, inverse="reverse", evidence=False, families=families, conjugate=False)
+        guide = AutoNaMIGuide(model, inverse="reverse", families=families, conjugate=False)
         for one in (plain, guide):
             one(*args)
     assert not any("evidence" in name for name, _ in plain.named_parameters())
@@ -321,7 +321,7 @@ def test_evidence_of_a_subsampled_plate_does_not_reach_globals():
         with pyro.plate("data", len(y), subsample_size=3) as rows:
             pyro.sample("y", dist.Normal(m, 1.0), obs=y[rows])
 
-    guide = AutoNaMIGuide(model)
+    guide = AutoNaMIGuide(model, conjugate=False)
     guide(torch.randn(10))
     assert not list(guide.network.evidence.parameters())
 
@@ -343,6 +343,7 @@ def test_the_guide_starts_at_init_loc_fn_and_init_scale(anchor, families, scale)
         families=families,
         init_loc_fn=init_to_value(values=start),
         init_scale=scale,
+        conjugate=False,
     )
     y = 50 + 10 * torch.randn(10)
     guide(county, 4, y)

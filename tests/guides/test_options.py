@@ -286,7 +286,7 @@ def test_the_number_of_parameters_is_that_of_weights_which_gradients_reach(name,
     """Of smooth networks with random weights, by the density at random values."""
     case = CASES[name]
     guide = AutoNaMIGuide(
-        case.model, inverse="reverse", shared=shared, hidden_features=(5, 4), families={}, anchor=False
+        case.model, inverse="reverse", shared=shared, hidden_features=(5, 4), families="normal", anchor=False
     )
     with pytest.raises(RuntimeError, match="called once"):
         guide.num_parameters  # noqa: B018

@@ -1,0 +1,246 @@
+"""Latents of a plate that are linear and Gaussian given what is drawn before them: drawn from the exact conditional.
+
+Take such a latent v, the latents of its plates that are drawn after it and share its children (``others``), and those
+children, which are observed. As a function of v and the others the log density of all of these is quadratic, so its
+gradient and curvature at one point are all there is to know of it. Both come from a run of the model by automatic
+differentiation, and p(v | what is drawn before, data), with the others integrated out, follows by elimination. It needs
+no weights, holds for any data and any number of instances, and is differentiable in what was drawn before.
+
+`find_conjugate` finds these latents: by the network, who has to be known; by probing, that the density is quadratic
+(its gradient at a second point is what the curvature says). Change this module to take in other exact conditionals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_nami.families import Family, NormalFamily
+from pyro_nami.graph import BayesNet, Inverse
+
+__all__ = ["Conjugate", "able_sites", "conditional", "find_conjugate", "leading_shape"]
+
+_MOST_MEMBERS = 4
+_TOLERANCE = 1e-3
+_PROBED_AT = 3.0  # prior standard deviations from the mean, at most
+
+Run = Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]]
+
+
+class Conjugate(NamedTuple):
+    """A latent that is drawn from its exact conditional.
+
+    Attributes:
+        name: of the latent.
+        others: latents that are integrated out.
+        children: observed sites that the latent and the others are parents of.
+    """
+
+    name: str
+    others: tuple[str, ...]
+    children: tuple[str, ...]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The latent and the others."""
+        return self.name, *self.others
+
+
+class _Quadratic(NamedTuple):
+    """Points ``(*batch, *plates)`` of all members, and the log density, its gradient and negative curvature there."""
+
+    points: list[Tensor]
+    total: Tensor
+    gradient: list[Tensor]
+    precision: list[list[Tensor]]
+
+
+def able_sites(
+    nodes: Mapping[str, Any],
+    order: Sequence[str],
+    families: Mapping[str, Family],
+    frames: Mapping[str, frozenset[str]],
+) -> set[str]:
+    """Returns the latents that may be drawn from an exact conditional: real numbers in a plate, without a mask."""
+    return {
+        name
+        for name in order
+        if frames[name]
+        and type(families[name]) is NormalFamily
+        and nodes[name]["fn"].event_dim == 0
+        and nodes[name]["fn"].support is constraints.real
+        and nodes[name]["mask"] is None
+    }
+
+
+def find_conjugate(
+    net: BayesNet,
+    inverse: Inverse,
+    order: Sequence[str],
+    able: Collection[str],
+    data: Collection[str],
+    frames: Mapping[str, frozenset[str]],
+    run: Run,
+    draws: Sequence[Mapping[str, Tensor]],
+) -> dict[str, Conjugate]:
+    """Returns the latents that are drawn from their exact conditional.
+
+    Args:
+        net, inverse: the model's network and its inverse.
+        order: latents in sampling order.
+        able: latents that may be, of `able_sites`.
+        data: observed sites that may be children.
+        frames: site -> its plates.
+        run: a function of (values by site, sites that have to be reached) that runs the model and returns its sites.
+        draws: values of all latents, at which densities are probed.
+    """
+    found = {}
+    for plan in _candidates(net, inverse, order, able, data, frames):
+        drawn = order[: order.index(plan.name)]
+        if all(_is_quadratic(plan, run, {name: draw[name] for name in drawn}) for draw in draws):
+            found[plan.name] = plan
+    return found
+
+
+def _candidates(
+    net: BayesNet,
+    inverse: Inverse,
+    order: Sequence[str],
+    able: Collection[str],
+    data: Collection[str],
+    frames: Mapping[str, frozenset[str]],
+) -> Iterator[Conjugate]:
+    """Yields latents whose conditional the network allows: what it takes to know is what their factor reads."""
+    graph, observed = net.graph, set(net.observed)
+    for i, name in enumerate(order):
+        drawn = observed.union(order[:i])
+        members, children, needed = [name], set(), set()
+        for member in members:  # which grows
+            below = set(graph.successors(member))
+            children |= below & observed
+            near = below.union(graph.predecessors(member), *map(graph.predecessors, below & observed))
+            needed |= near & drawn
+            members += sorted(near - drawn - set(members), key=str)
+            if len(members) > _MOST_MEMBERS:
+                break
+        if (
+            len(members) <= _MOST_MEMBERS
+            and children
+            and all(member in able and frames[member] == frames[name] for member in members)
+            and children <= set(data)
+            and needed <= set(inverse.parents[name])
+        ):
+            yield Conjugate(name, tuple(members[1:]), tuple(sorted(children)))
+
+
+def conditional(plan: Conjugate, run: Run, leading: Sequence[int]) -> dist.Normal:
+    """Returns a latent's exact conditional, of batch shape ``(*batch, *plates)``.
+
+    Args:
+        plan: the latent.
+        run: as in `find_conjugate`; with what was drawn before at its values.
+        leading: sizes of the batch dims to the left of the plates, and 1 for each plate dim.
+    """
+    differentiable = torch.is_grad_enabled()
+    points, _, gradient, precision = _expanded(plan, run, leading, differentiable)
+    for k in range(len(points) - 1, 0, -1):
+        for i in range(k):
+            ratio = precision[i][k] / precision[k][k]
+            gradient[i] = gradient[i] - ratio * gradient[k]
+            for j in range(i, k):
+                precision[i][j] = precision[i][j] - ratio * precision[j][k]
+    loc, scale = points[0] + gradient[0] / precision[0][0], precision[0][0].rsqrt()
+    if not differentiable:
+        loc, scale = loc.detach(), scale.detach()
+    return dist.Normal(loc, scale, validate_args=False)
+
+
+def leading_shape(values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int) -> torch.Size:
+    """Returns the sizes of all batch dims to the left of the plates that values have, and 1 for each plate dim."""
+    plates, shape = (1,) * nesting, torch.Size((1,) * nesting)
+    for name, value in values.items():
+        batch = value.shape[: value.dim() - event_dims.get(name, 0)]
+        if len(batch) > nesting:
+            shape = torch.broadcast_shapes(shape, batch[: len(batch) - nesting] + plates)
+    return shape
+
+
+def _expanded(
+    plan: Conjugate, run: Run, leading: Sequence[int], differentiable: bool, away: float = 0.0
+) -> _Quadratic:
+    """Returns the expansion of the log density about the members' prior means, or points some deviations away."""
+    points: dict[str, Tensor] = {}
+
+    def point_of(name: str) -> Callable[[Any], Tensor]:
+        def point(fn: Any) -> Tensor:
+            value = fn.mean.detach()
+            if away:
+                spread = torch.arange(value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
+                value = value + away * fn.stddev.detach() * (1 + 2.4 * spread + len(points)).sin()
+            shape = torch.broadcast_shapes(leading, fn.batch_shape)
+            points[name] = value.expand(shape).clone().requires_grad_()
+            return points[name]
+
+        return point
+
+    with torch.enable_grad():
+        with pyro.validation_enabled(False):  # the model's own run validates the same
+            sites = run({name: point_of(name) for name in plan.members}, (*plan.members, *plan.children))
+        scale = sites[plan.name]["scale"]
+        densities = [_log_density(sites[name], scale) for name in (*plan.members, *plan.children)]
+        total = torch.stack(densities).sum()
+        values = [points[name] for name in plan.members]
+        gradient = list(torch.autograd.grad(total, values, create_graph=True))
+        precision = [
+            [
+                -part
+                for part in torch.autograd.grad(
+                    row.sum(), values, create_graph=differentiable, retain_graph=True, materialize_grads=True
+                )
+            ]
+            for row in gradient
+        ]
+    return _Quadratic(values, total, gradient, precision)
+
+
+def _log_density(site: Mapping[str, Any], scale: Any) -> Tensor:
+    """Returns the log density of a site, summed; scales count relative to that of the latent."""
+    log_prob = site["fn"].log_prob(site["value"])
+    if site["mask"] is not None:
+        log_prob = torch.where(torch.as_tensor(site["mask"]), log_prob, torch.zeros_like(log_prob))
+    same = site["scale"] is scale or not isinstance(scale, Tensor) and site["scale"] == scale
+    return (log_prob if same else log_prob * (site["scale"] / scale)).sum()
+
+
+def _is_quadratic(plan: Conjugate, run: Run, drawn: Mapping[str, Tensor]) -> bool:
+    """Whether density and gradient some deviations away are what gradient and curvature at the means say.
+
+    The density as well, since what the model detaches, or compares, has no gradient.
+    """
+
+    def at_draw(values: Mapping[str, Any], until: Collection[str]) -> Mapping[str, Any]:
+        return run({**drawn, **values}, until)
+
+    try:
+        here = _expanded(plan, at_draw, (), False)
+        there = _expanded(plan, at_draw, (), False, away=_PROBED_AT)
+    except (NotImplementedError, RuntimeError, ValueError):
+        return False  # no gradient, no mean, or a density that is not that of one instance each
+    steps = [b.detach() - a.detach() for a, b in zip(here.points, there.points)]
+    gain, slack = there.total.detach() - here.total.detach(), _TOLERANCE**2 * here.total.detach().abs()
+    for i, row in enumerate(here.precision):
+        bends = [each.detach() * step for each, step in zip(row, steps)]
+        before, after = here.gradient[i].detach(), there.gradient[i].detach()
+        size = sum(bend.abs() for bend in bends) + before.abs()
+        off = (after - before + sum(bends)).abs()
+        if not (row[i] > 0).all() or not (off <= _TOLERANCE * (size + _TOLERANCE * size.max())).all():
+            return False
+        gain = gain - (steps[i] * (before - sum(bends) / 2)).sum()
+        slack = slack + _TOLERANCE * (steps[i].abs() * size).sum()
+    return bool(gain.abs() <= slack)

@@ -1,0 +1,298 @@
+"""Latents drawn from exact conditionals: against linear algebra, and where there are none."""
+
+from __future__ import annotations
+
+import io
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.optim import Adam
+
+from pyro_nami import AutoNaMIGuide
+
+COUNTY = torch.tensor([0, 0, 0, 1, 1, 2, 4, 4, 4, 4])
+FLOOR = torch.tensor([0.0, 1.0, 1.0, 0.0, 2.0, 1.0, 0.5, 1.5, 0.0, 1.0], dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def double_precision_and_own_parameters():
+    torch.set_default_dtype(torch.float64)
+    pyro.set_rng_seed(0)
+    with pyro.settings.context(module_local_params=True):
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def slopes(county, floor, y=None, counties=5, weight=1.0, seen=None):
+    mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
+    tau = pyro.sample("tau", dist.HalfNormal(torch.ones(())))
+    with pyro.plate("counties", counties):
+        alpha = pyro.sample("alpha", dist.Normal(mu, tau))
+        beta = pyro.sample("beta", dist.Normal(-1.0 + 0.5 * alpha, 0.7))
+    with pyro.plate("houses", len(county)), poutine.scale(scale=weight):
+        fn = dist.Normal(alpha[..., county] + beta[..., county] * floor, 0.5)
+        return pyro.sample("y", fn if seen is None else fn.mask(seen), obs=y)
+
+
+def exact(county, floor, y, mu, tau, weight=1.0, counties=5):
+    """Returns p(alpha, beta | mu, tau, y): all counties' alphas first."""
+    one = torch.nn.functional.one_hot(county, counties).to(floor)
+    design = torch.cat([one, one * floor[:, None]], 1)
+    eye = torch.eye(counties)
+    # alpha = mu + tau e, beta - alpha / 2 = -1 + 0.7 f
+    mixing = torch.cat([torch.cat([eye, 0 * eye], 1), torch.cat([-0.5 * eye, eye], 1)])
+    noise = torch.cat([tau.expand(counties) ** -2, torch.full((counties,), 0.7**-2)])
+    center = torch.cat([mu.expand(counties), torch.full((counties,), -1.0)])
+    precision = mixing.t() @ (noise[:, None] * mixing) + weight * design.t() @ design / 0.25
+    information = mixing.t() @ (noise * center) + weight * design.t() @ y / 0.25
+    return dist.MultivariateNormal(torch.linalg.solve(precision, information), precision_matrix=precision)
+
+
+def data(seed=0, county=COUNTY):
+    y = torch.randn(len(county), generator=torch.Generator().manual_seed(seed)) * 2
+    return county, FLOOR[: len(county)].to(y), y
+
+
+def density_of(guide, names, *args, shape=(), **kwargs):
+    """Returns the guide's log density of some latents at a draw, and the draw."""
+    with pyro.plate_stack("particles", shape, rightmost_dim=-2), torch.no_grad():
+        trace = poutine.trace(guide).get_trace(*args, **kwargs)
+    values = {name: trace.nodes[name]["value"] for name in ("mu", "tau", "alpha", "beta")}
+    total = sum(
+        trace.nodes[name]["fn"].log_prob(values[name]).reshape(*shape, -1).sum(-1) for name in names
+    )
+    return total, values
+
+
+# ---- against linear algebra
+
+
+def test_two_latents_of_a_plate_have_their_exact_conditional():
+    args = data()
+    guide = AutoNaMIGuide(slopes, inverse="reverse")
+    guide(*args)
+    assert guide.conjugate == ("alpha", "beta")
+    for seed in (0, 1):
+        args = data(seed)
+        found, values = density_of(guide, guide.conjugate, *args)
+        joint = torch.cat([values["alpha"], values["beta"]])
+        assert torch.allclose(found, exact(*args, values["mu"], values["tau"]).log_prob(joint))
+
+
+def test_particles_and_the_dense_pass_agree_with_it():
+    args = data()
+    guide = AutoNaMIGuide(slopes, inverse="reverse")
+    guide(*args)
+    found, values = density_of(guide, guide.conjugate, *args, shape=(3,))
+    for i in range(3):
+        joint = torch.cat([values[name][i].flatten() for name in ("alpha", "beta")])
+        expected = exact(*args, values["mu"][i].flatten(), values["tau"][i].flatten()).log_prob(joint)
+        assert torch.allclose(found[i], expected)
+    all_of_it, values = density_of(guide, values, *args, shape=(3,))
+    assert torch.allclose(guide.log_prob(values, *args), all_of_it)
+
+
+def test_other_numbers_of_rows_and_groups_are_exact_too():
+    guide = AutoNaMIGuide(slopes, inverse="reverse")
+    guide(*data())
+    args = data(3, torch.tensor([2, 6, 1, 1, 0, 5]))
+    found, values = density_of(guide, guide.conjugate, *args, counties=7)
+    joint = torch.cat([values["alpha"], values["beta"]])
+    assert torch.allclose(found, exact(*args, values["mu"], values["tau"], counties=7).log_prob(joint))
+
+
+def test_it_is_differentiable_in_what_was_drawn_before():
+    args = data()
+    guide = AutoNaMIGuide(slopes, inverse="reverse")
+    values = guide(*args)
+    start = {name: values[name].detach().requires_grad_() for name in ("mu", "tau")}
+    fixed = {name: values[name].detach() for name in ("alpha", "beta")}
+    held = poutine.trace(poutine.condition(guide, {**start, **fixed})).get_trace(*args)
+    found = sum(held.nodes[name]["fn"].log_prob(fixed[name]).sum() for name in fixed)
+    expected = exact(*args, start["mu"], start["tau"]).log_prob(torch.cat([fixed["alpha"], fixed["beta"]]))
+    for ours, theirs in zip(*(torch.autograd.grad(total, list(start.values())) for total in (found, expected))):
+        assert torch.allclose(ours, theirs)
+
+
+def test_scales_and_masks_of_the_likelihood_count():
+    county, floor, y = data()
+    guide = AutoNaMIGuide(slopes, inverse="reverse")
+    guide(county, floor, y, weight=0.3)
+    found, values = density_of(guide, guide.conjugate, county, floor, y, weight=0.3)
+    joint = torch.cat([values["alpha"], values["beta"]])
+    assert torch.allclose(found, exact(county, floor, y, values["mu"], values["tau"], 0.3).log_prob(joint))
+    seen = torch.arange(10) % 3 != 0
+    guide = AutoNaMIGuide(slopes, inverse="reverse")
+    guide(county, floor, y, seen=seen)
+    assert guide.conjugate == ("alpha", "beta")
+    found, values = density_of(guide, guide.conjugate, county, floor, y, seen=seen)
+    joint = torch.cat([values["alpha"], values["beta"]])
+    expected = exact(county[seen], floor[seen], y[seen], values["mu"], values["tau"]).log_prob(joint)
+    assert torch.allclose(found, expected)
+
+
+def test_importance_weights_depend_on_the_globals_alone():
+    args = data()
+    guide = AutoNaMIGuide(slopes, inverse="reverse")
+    globals_alone = poutine.trace(guide).get_trace(*args)
+    for name in ("alpha", "beta"):
+        globals_alone.remove_node(name)
+    weights = []
+    for _ in range(3):
+        trace = poutine.trace(poutine.replay(guide, globals_alone)).get_trace(*args)
+        model = poutine.trace(poutine.replay(slopes, trace)).get_trace(*args)
+        weights.append(model.log_prob_sum() - trace.log_prob_sum())
+    assert torch.allclose(torch.stack(weights), weights[0])
+
+
+def test_single_precision_is_near():
+    torch.set_default_dtype(torch.float32)
+    args = data()
+    guide = AutoNaMIGuide(slopes, inverse="reverse")
+    guide(*args)
+    assert guide.conjugate == ("alpha", "beta")
+    found, values = density_of(guide, guide.conjugate, *args)
+    assert found.dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    joint = torch.cat([values["alpha"], values["beta"]]).double()
+    county, floor, y = args
+    expected = exact(county, floor.double(), y.double(), values["mu"].double(), values["tau"].double())
+    assert torch.allclose(found.double(), expected.log_prob(joint), atol=1e-3)
+
+
+def test_subsampled_groups_bring_their_own_rows_at_their_own_scale():
+    def model(y, size=None):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
+        with pyro.plate("groups", 6, subsample_size=size, dim=-1) as chosen:
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            with pyro.plate("rows", 3, dim=-2):
+                pyro.sample("y", dist.Normal(z, 0.5), obs=y[:, chosen])
+
+    y = torch.randn(3, 6)
+    guide = AutoNaMIGuide(model, inverse="reverse")
+    guide(y, 2)
+    assert guide.conjugate == ("z",)
+    trace = poutine.trace(guide).get_trace(y, 2)
+    chosen, fn = trace.nodes["groups"]["value"], trace.nodes["z"]["fn"]
+    precision = 1 + 3 / 0.25
+    mean = (trace.nodes["mu"]["value"] + y[:, chosen].sum(0) / 0.25) / precision
+    assert torch.allclose(fn.loc.flatten(), mean)
+    assert torch.allclose(fn.scale.flatten(), torch.full((2,), precision**-0.5))
+
+
+# ---- where there are none
+
+
+def below(likelihood, prior=None, *, scaled=False):
+    """A model of a latent a group with three rows each, of some likelihood and prior."""
+
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("groups", 4, dim=-1):
+            z = pyro.sample("z", dist.Normal(mu, 1.0) if prior is None else prior(mu))
+            with pyro.plate("rows", 3, dim=-2):
+                pyro.sample("y", likelihood(z), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        lambda z: dist.Poisson(z.exp()),
+        lambda z: dist.Bernoulli(logits=z),
+        lambda z: dist.StudentT(torch.tensor(4.0), z, 1.0),
+        lambda z: dist.Normal(z.tanh(), 1.0),
+        lambda z: dist.Normal(z, (0.1 * z).exp()),
+        lambda z: dist.Normal(z.detach(), 1.0),
+        lambda z: dist.Normal((z > 0).to(z), 1.0),
+    ],
+)
+def test_other_likelihoods_keep_their_networks(likelihood):
+    guide = AutoNaMIGuide(below(likelihood), inverse="reverse")
+    guide(torch.ones(3, 4))
+    assert guide.conjugate == () and "z" in guide.network.factors
+
+
+@pytest.mark.parametrize(
+    "prior", [lambda mu: dist.Laplace(mu, 1.0), lambda mu: dist.LogNormal(mu, 1.0), lambda mu: dist.Cauchy(mu, 1.0)]
+)
+def test_other_priors_keep_their_networks(prior):
+    guide = AutoNaMIGuide(below(lambda z: dist.Normal(z, 1.0), prior), inverse="reverse")
+    guide(torch.ones(3, 4))
+    assert guide.conjugate == ()
+
+
+@pytest.mark.parametrize(
+    "options", [{"conjugate": False}, {"anchor": False}, {"inverse": "mean_field"}, {"families": {"z": "flow"}}]
+)
+def test_options_that_exclude_them(options):
+    model = below(lambda z: dist.Normal(z, 1.0))
+    plain = AutoNaMIGuide(model, inverse="reverse")
+    plain(torch.ones(3, 4))
+    guide = AutoNaMIGuide(model, **{"inverse": "reverse", **options})
+    guide(torch.ones(3, 4))
+    assert plain.conjugate == ("z",) and guide.conjugate == ()
+
+
+def test_rows_that_are_subsampled_are_not_taken_for_the_data():
+    def model(y, size):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("groups", 4, dim=-1):
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            with pyro.plate("rows", 30, subsample_size=size, dim=-2) as chosen:
+                pyro.sample("y", dist.Normal(z, 1.0), obs=y[chosen])
+
+    guide = AutoNaMIGuide(model, inverse="reverse")
+    guide(torch.randn(30, 4), 5)
+    assert guide.conjugate == ()
+
+
+# ---- data that this call does not bring
+
+
+class Setting:
+    """An argument that no state dict holds."""
+
+
+def regression(x, y=None, setting=None):
+    mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
+    with pyro.plate("counties", 5):
+        alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
+    with pyro.plate("houses", len(x)):
+        pyro.sample("y", dist.Normal(alpha[..., COUNTY[: len(x)]] * x, 0.5), obs=y)
+
+
+def test_new_rows_are_predicted_from_the_arguments_of_the_data():
+    x, y = 1 + FLOOR, torch.randn(10)  # a row that is multiplied by 0 could read any county
+    guide = AutoNaMIGuide(regression, inverse="reverse")
+    SVI(regression, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(x, y)
+    assert guide.conjugate == ("alpha",)
+    values = {name: value.detach() for name, value in guide(x, y).items()}
+    expected = guide.log_prob(values, x, y)
+    for new in (x[:3], x.flip(0)):
+        assert torch.equal(guide.log_prob(values, new), expected)
+    assert Predictive(regression, guide=guide, num_samples=4, parallel=True)(x[:3])["y"].shape == (4, 3)
+    file = io.BytesIO()
+    torch.save(guide.state_dict(), file)
+    file.seek(0)
+    other = AutoNaMIGuide(regression, inverse="reverse")
+    other(x, torch.randn(10))
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other.log_prob(values, x[:3]), expected)
+
+
+def test_arguments_that_no_state_holds_are_asked_for():
+    x, y = 1 + FLOOR, torch.randn(10)  # a row that is multiplied by 0 could read any county
+    guide = AutoNaMIGuide(regression, inverse="reverse")
+    SVI(regression, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(x, y, Setting())
+    guide(x[:3])
+    other = AutoNaMIGuide(regression, inverse="reverse")
+    other(x, y)
+    other.load_state_dict(guide.state_dict())
+    with pytest.raises(ValueError, match="data for the observed site 'y'.*alpha.*conjugate=False"):
+        other(x[:3])
