@@ -47,7 +47,7 @@ GUIDES: dict[str, Callable[[Callable], AutoGuide]] = {
     "AutoMultivariateNormal": AutoMultivariateNormal,
     "AutoStructured": AutoStructured,
     "AutoNaMIGuide": AutoNaMIGuide,
-    'AutoNaMIGuide, families="flow"': lambda model: AutoNaMIGuide(model, families="flow"),
+    "AutoNaMIGuide, conjugate=False": lambda model: AutoNaMIGuide(model, conjugate=False),
 }
 
 

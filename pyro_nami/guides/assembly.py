@@ -22,14 +22,14 @@ from pyro_nami.conditioning import Plates, Read, Source, covariates_of, plan_sou
 from pyro_nami.covariates import Column
 from pyro_nami.extraction import Extraction, extract, is_blocked
 from pyro_nami.families import Family, features_of, make_family
-from pyro_nami.graph import BayesNet, Inverse, Site, eliminate
+from pyro_nami.graph import Inverse
 from pyro_nami.guides.columns import PRIOR_DRAWS, CovariateFinder, covariate_values
-from pyro_nami.guides.conjugacy import Conjugate, able_sites, find_conjugate
+from pyro_nami.guides.conjugacy import Conjugate, find_conjugate
 from pyro_nami.guides.evidence import initial_evidence, pooled_part
 from pyro_nami.guides.features import Embedding, first_instance, standardization
 from pyro_nami.guides.first_run import allows_nan, first_run, is_transparent
 from pyro_nami.guides.groups import Factor
-from pyro_nami.guides.inverting import invert, with_hidden_evidence, with_latent_blocks
+from pyro_nami.guides.inverting import invert, plan_reads, with_hidden_evidence, with_latent_blocks
 from pyro_nami.guides.network import InverseNetwork
 from pyro_nami.guides.structure import Assembly, Options, check_names
 from pyro_nami.isolation import untouched
@@ -155,9 +155,11 @@ class _Assembler:
             self.draws,
             self.run,
         ).find()
-        reads = self._reads(inverse, order, columns)
+        # A ``pyro.factor`` couples what it reads, but holds no value.
+        empty = {name for name in net.sites if name not in self.nodes or self.nodes[name]["value"].numel() == 0}
+        reads = plan_reads(net, inverse, order, columns, empty)
         blocks = {name: self._block(name, inverse) for name in order}
-        conjugate = self._conjugate(inverse, order, families, blocks) if interleaved else {}
+        conjugate = self._conjugate(inverse, families, blocks) if interleaved else {}
         plates = Plates(
             self.plate_order, frozenset().union(*blocks.values()), self.subsampled, dict(net.nesting)
         )
@@ -221,38 +223,6 @@ class _Assembler:
             )
         return features
 
-    def _reads(
-        self, inverse: Inverse, order: Sequence[str], columns: Mapping[str, tuple[Column, ...]]
-    ) -> dict[str, dict[Hashable, Read]]:
-        """Returns what each factor reads: its parents in the inverse, and the covariates that elimination brings it.
-
-        Covariates are observed roots with an edge to their site, so the algebra of the inverse says who reads them.
-        """
-        net = self.net
-        kept = {name: site for name, site in net.sites.items() if name in order or site.observed or site.marginalized}
-        sites = dict(kept)
-        edges = [(u, v) for u, v in net.edges if u in kept and v in kept]
-        for name in columns:
-            if name in kept:
-                node = covariates_of(name)
-                sites[node] = Site(node, plates=kept[name].plates, observed=True)
-                edges.append((node, name))
-        hidden = [name for name in net.latent if net.sites[name].marginalized]
-        eliminated = [*hidden, *(name for name in inverse.order if name in order)]
-        parents, _, rows = eliminate(BayesNet(sites, edges, net.plate_sizes, net.nesting), eliminated)
-        reads = {}
-        for name in order:
-            found = {u: label for u, label in parents[name].items() if u not in net.sites}
-            own = {u: label for u, label in inverse.parents[name].items() if not self._is_empty(u)}
-            reads[name] = {
-                u: Read(label, rows[name].get(u, frozenset())) for u, label in {**own, **found}.items()
-            }
-        return reads
-
-    def _is_empty(self, name: str) -> bool:
-        """Whether a node has nothing to read: a ``pyro.factor`` couples what it reads, but holds no value."""
-        return name not in self.nodes or self.nodes[name]["value"].numel() == 0
-
     def _block(self, name: str, inverse: Inverse) -> frozenset[str]:
         """Returns the plates, of those that the site's tensor has dims for, whose instances form one block.
 
@@ -296,41 +266,28 @@ class _Assembler:
         return frozenset(self.net.latent) & frozenset(self.found.bayesnet.observed) | frozenset(named)
 
     def _conjugate(
-        self,
-        inverse: Inverse,
-        order: Sequence[str],
-        families: Mapping[str, Family],
-        blocks: Mapping[str, frozenset[str]],
+        self, inverse: Inverse, families: Mapping[str, Family], blocks: Mapping[str, frozenset[str]]
     ) -> dict[str, Conjugate]:
         """Returns the latents that are drawn from their exact conditional; never all of them."""
         if not (self.options.anchor and self.options.conjugate):
             return {}
         sites = self.run({}) if self.subsampled else {}
         indices = {name: site["value"] for name, site in sites.items() if site_is_subsample(site)}
-
-        def run(values: Mapping[str, Any], until: Collection[str]) -> Mapping[str, Any]:
-            return Hidden(values, indices, broadcast=True, until=until).run(self.model, self.args, self.kwargs)
-
-        own = {name: self.nodes[name]["value"] for name in order}
-        draws = [own, *(draw for draw in self.draws[:2] if set(order) <= draw.keys())]
-        able = able_sites(self.nodes, order, families, self.frames) - self._semi_observed()
-        able -= self.found.hidden_randomness | {name for name in order if blocks[name]}
-        found = find_conjugate(self.net, inverse, order, able, self._children(able), self.frames, run, draws)
-        return found if len(found) < len(order) else {}
-
-    def _children(self, able: Collection[str]) -> list[str]:
-        """Returns the observed sites that exact conditionals may be given.
-
-        Not those that a mini-batch alone is seen of, that may be missing, or that depend on what enumeration expands.
-        """
-        before = self.net.graph.predecessors
-        return [
-            name
-            for name in self.data
-            if not allows_nan(self.nodes[name])
-            and all(self.frames[name] & self.subsampled <= self.frames[v] for v in before(name) if v in able)
-            and not any(self.nodes[u]["fn"].has_enumerate_support for u in before(name) if u in self.nodes)
-        ]
+        found = find_conjugate(
+            self.net,
+            inverse,
+            list(families),
+            self.nodes,
+            {name: family for name, family in families.items() if not blocks[name]},
+            self.frames,
+            subsampled=self.subsampled,
+            excluded=self._semi_observed() | self.found.hidden_randomness,
+            run=lambda values, until: Hidden(values, indices, broadcast=True, until=until).run(
+                self.model, self.args, self.kwargs
+            ),
+            draws=[{name: self.nodes[name]["value"] for name in families}, *self.draws[:2]],
+        )
+        return found if len(found) < len(families) else {}
 
     def _anchored(self, families: Mapping[str, Family], inverse: Inverse) -> frozenset[str]:
         """Returns the latents whose prior the guide knows when it draws them: a function of what their factor reads.

@@ -23,8 +23,9 @@ from torch.distributions import constraints
 
 from pyro_nami.families import Family, NormalFamily
 from pyro_nami.graph import BayesNet, Inverse
+from pyro_nami.guides.first_run import allows_nan
 
-__all__ = ["Conjugate", "able_sites", "conditional", "find_conjugate", "leading_shape"]
+__all__ = ["Conjugate", "conditional", "find_conjugate", "leading_shape"]
 
 _MOST_MEMBERS = 4
 _TOLERANCE = 1e-3
@@ -61,49 +62,58 @@ class _Quadratic(NamedTuple):
     precision: list[list[Tensor]]
 
 
-def able_sites(
-    nodes: Mapping[str, Any],
-    order: Sequence[str],
-    families: Mapping[str, Family],
-    frames: Mapping[str, frozenset[str]],
-) -> set[str]:
-    """Returns the latents that may be drawn from an exact conditional: real numbers in a plate, without a mask."""
-    return {
-        name
-        for name in order
-        if frames[name]
-        and type(families[name]) is NormalFamily
-        and nodes[name]["fn"].event_dim == 0
-        and nodes[name]["fn"].support is constraints.real
-        and nodes[name]["mask"] is None
-    }
-
-
 def find_conjugate(
     net: BayesNet,
     inverse: Inverse,
     order: Sequence[str],
-    able: Collection[str],
-    data: Collection[str],
+    nodes: Mapping[str, Any],
+    families: Mapping[str, Family],
     frames: Mapping[str, frozenset[str]],
+    *,
+    subsampled: Collection[str],
+    excluded: Collection[str],
     run: Run,
     draws: Sequence[Mapping[str, Tensor]],
 ) -> dict[str, Conjugate]:
-    """Returns the latents that are drawn from their exact conditional.
+    """Returns the latents that are drawn from their exact conditional: real numbers in a plate, without a mask.
+
+    Their children are not sites that only a mini-batch is seen of, or that may be missing, and nothing that they depend
+    on is discrete, as enumeration gives that dims of its own.
 
     Args:
         net, inverse: the model's network and its inverse.
         order: latents in sampling order.
-        able: latents that may be, of `able_sites`.
-        data: observed sites that may be children.
+        nodes: the sites of a run of the model.
+        families: of the latents whose instances are no joint block.
         frames: site -> its plates.
+        subsampled: plates that are.
+        excluded: latents that may not be.
         run: a function of (values by site, sites that have to be reached) that runs the model and returns its sites.
-        draws: values of all latents, at which densities are probed.
+        draws: values of all latents, at which densities are probed; those that lack a latent are passed over.
     """
+    able = {
+        name
+        for name, family in families.items()
+        if frames[name]
+        and name not in excluded
+        and type(family) is NormalFamily
+        and nodes[name]["fn"].event_dim == 0
+        and nodes[name]["fn"].support is constraints.real
+        and nodes[name]["mask"] is None
+    }
+    data = set()
+    for name in set(net.observed) & nodes.keys():
+        above = [parent for parent in net.graph.predecessors(name) if parent in nodes]
+        batches = frames[name] & frozenset(subsampled)
+        whole = all(batches <= frames[parent] for parent in above if parent in able)
+        if whole and not allows_nan(nodes[name]):
+            data.add(name)
+    counted = {name for name in order if nodes[name]["fn"].has_enumerate_support}
     found = {}
-    for plan in _candidates(net, inverse, order, able, data, frames):
+    for plan in _candidates(net, inverse, order, able, data, frames, counted):
         drawn = order[: order.index(plan.name)]
-        if all(_is_quadratic(plan, run, {name: draw[name] for name in drawn}) for draw in draws):
+        given = [{name: draw[name] for name in drawn} for draw in draws if draw.keys() >= set(drawn)]
+        if all(_is_quadratic(plan, run, values) for values in given):
             found[plan.name] = plan
     return found
 
@@ -115,6 +125,7 @@ def _candidates(
     able: Collection[str],
     data: Collection[str],
     frames: Mapping[str, frozenset[str]],
+    counted: Collection[str],
 ) -> Iterator[Conjugate]:
     """Yields latents whose conditional the network allows: what it takes to know is what their factor reads."""
     graph, observed = net.graph, set(net.observed)
@@ -134,7 +145,7 @@ def _candidates(
             and children
             and all(member in able and frames[member] == frames[name] for member in members)
             and children <= set(data)
-            and needed <= set(inverse.parents[name])
+            and needed <= set(inverse.parents[name]).difference(counted)
         ):
             yield Conjugate(name, tuple(members[1:]), tuple(sorted(children)))
 
@@ -146,7 +157,15 @@ def conditional(plan: Conjugate, run: Run, leading: Sequence[int]) -> dist.Norma
         plan: the latent.
         run: as in `find_conjugate`; with what was drawn before at its values.
         leading: sizes of the batch dims to the left of the plates, and 1 for each plate dim.
+
+    Raises:
+        NotImplementedError: under ``torch.jit``.
     """
+    if torch._C._get_tracing_state():
+        raise NotImplementedError(
+            f"Expected a guide made with conjugate=False in a compiled ELBO; the exact conditional of '{plan.name}' is "
+            "derived by automatic differentiation, which torch.jit cannot trace."
+        )
     differentiable = torch.is_grad_enabled()
     points, _, gradient, precision = _expanded(plan, run, leading, differentiable)
     for k in range(len(points) - 1, 0, -1):

@@ -81,8 +81,8 @@ class DataReader:
     Attributes:
         seen: observed site, its covariates, or ``("index", rows, plate)`` -> values last seen in training; part of the
             guide's state.
-        context: arguments, keyword arguments, instances and given values of the call that it was seen in, kept where
-            latents are drawn from exact conditionals, which are derived from them.
+        context: arguments, keyword arguments, instances and values of the call that it was seen in, kept where latents
+            are drawn from exact conditionals, which are derived from them.
     """
 
     def __init__(self, assembly: Assembly, covariates: Any, index_maps: Mapping[tuple[str, str], Callable]) -> None:
@@ -152,7 +152,7 @@ class DataReader:
             self.seen.update({covariates_of(name): value for name, value in call.covariates.items()})
             self.seen.update(self._maps.state(call.maps))
             if assembly.conjugate:
-                self.context = call.args, dict(call.kwargs), call.indices, call.given
+                self.context = call.args, dict(call.kwargs), call.indices, call.values
         self._fill_from_seen(call, absent)
         self._check_sizes(call)
 
@@ -291,9 +291,9 @@ class DataReader:
                     "drawn from exact conditionals, derived from the arguments of the last call with data, which were "
                     "not saved with the guide. Pass the data, or make the guide with conjugate=False."
                 )
-            args, kwargs, indices, given = self.context
+            args, kwargs, indices, values = self.context
             call.context = Call(call.model, args, kwargs, {})
-            call.context.indices, call.context.given = indices, given
+            call.context.indices, call.context.values, call.context.given = indices, values, values
         plates: frozenset[Any] = frozenset().union(*(assembly.frames[name] for name in absent))
         new_plates = self._maps.resized(call)
         for name in absent:

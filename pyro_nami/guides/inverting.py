@@ -7,14 +7,24 @@ the choice of an inversion. Change this module to give a further inversion a nam
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import networkx as nx
 
-from pyro_nami.graph import BayesNet, Inverse, Site, fully_connected, mean_field, nami, stuhlmueller
+from pyro_nami.conditioning import Read, covariates_of
+from pyro_nami.graph import (
+    BayesNet,
+    Inverse,
+    Site,
+    eliminate,
+    fully_connected,
+    mean_field,
+    nami,
+    stuhlmueller,
+)
 
-__all__ = ["invert", "with_hidden_evidence", "with_latent_blocks"]
+__all__ = ["invert", "plan_reads", "with_hidden_evidence", "with_latent_blocks"]
 
 _INVERSIONS: dict[str, Callable[[BayesNet], Inverse]] = {
     "stuhlmueller": stuhlmueller,
@@ -76,3 +86,35 @@ def with_hidden_evidence(net: BayesNet) -> BayesNet:
         sites[node] = Site(node, plates=plates, observed=True)
         edges.extend((name, node) for name in barren if net.plates[name] <= plates)
     return BayesNet(sites, edges, plate_sizes=net.plate_sizes, nesting=net.nesting)
+
+
+def plan_reads(
+    net: BayesNet, inverse: Inverse, order: Sequence[str], columns: Collection[str], empty: Collection[str]
+) -> dict[str, dict[Hashable, Read]]:
+    """Returns what each factor reads: its parents in the inverse, and the covariates that elimination brings it.
+
+    Covariates are observed roots with an edge to their site, so the algebra of the inverse says who reads them.
+
+    Args:
+        net: the model's network; inverse: its inverse.
+        order: latents in sampling order.
+        columns: sites with covariates.
+        empty: sites without values to read.
+    """
+    kept = {name: site for name, site in net.sites.items() if name in order or site.observed or site.marginalized}
+    sites = dict(kept)
+    edges = [(u, v) for u, v in net.edges if u in kept and v in kept]
+    for name in columns:
+        if name in kept:
+            node = covariates_of(name)
+            sites[node] = Site(node, plates=kept[name].plates, observed=True)
+            edges.append((node, name))
+    hidden = [name for name in net.latent if net.sites[name].marginalized]
+    eliminated = [*hidden, *(name for name in inverse.order if name in order)]
+    parents, _, rows = eliminate(BayesNet(sites, edges, net.plate_sizes, net.nesting), eliminated)
+    reads = {}
+    for name in order:
+        found = {u: label for u, label in parents[name].items() if u not in net.sites}
+        own = {u: label for u, label in inverse.parents[name].items() if u not in empty}
+        reads[name] = {u: Read(label, rows[name].get(u, frozenset())) for u, label in {**own, **found}.items()}
+    return reads

@@ -41,6 +41,7 @@ __all__ = ["Interleaved", "Pass", "draw_detached", "fixed_size", "new_site"]
 class Data(Protocol):
     """What a pass needs of a call; see `pyro_nami.guides.data.Call`."""
 
+    values: dict[str, Tensor]
     given: dict[str, Tensor]
     unseen: frozenset[str]
 
@@ -141,12 +142,12 @@ class Pass:
     def _conditional(self, name: str, values: Mapping[str, Tensor]) -> dist.Normal:
         """Returns the exact conditional of a latent at values of what is drawn before it."""
         assembly, call = self.assembly, self._call.context
-        known = {**call.given, **values}
 
         def run(points: Mapping[str, Any], until: Collection[str]) -> Mapping[str, Any]:
-            return call.run({**known, **points}, until=until)
+            return call.run({**call.given, **values, **points}, until=until)
 
-        return conditional(assembly.conjugate[name], run, leading_shape(known, assembly.event_dims, assembly.nesting))
+        leading = leading_shape({**call.values, **values}, assembly.event_dims, assembly.nesting)
+        return conditional(assembly.conjugate[name], run, leading)
 
     def _sequential(
         self, name: str, factor: Factor, family: Family, batch_shape: torch.Size, anchor: Tensor | None

@@ -9,7 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.infer import SVI, JitTrace_ELBO, Predictive, Trace_ELBO
 from pyro.optim import Adam
 
 from pyro_nami import AutoNaMIGuide
@@ -184,6 +184,25 @@ def test_subsampled_groups_bring_their_own_rows_at_their_own_scale():
     assert torch.allclose(fn.scale.flatten(), torch.full((2,), precision**-0.5))
 
 
+def test_data_sets_side_by_side_are_separate():
+    """Also where they come as an argument of the model, whose plate does not tell of them."""
+
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("groups", 4):
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+
+    y = torch.randn(3, 4)
+    guide = AutoNaMIGuide(model, inverse="reverse")
+    guide(y[0])
+    assert guide.conjugate == ("z",)
+    values = {"mu": torch.randn(3, 1), "z": torch.randn(3, 4)}
+    one_by_one = [guide.log_prob({name: v[i].squeeze() for name, v in values.items()}, y[i]) for i in range(3)]
+    assert torch.allclose(guide.log_prob(values, y), torch.stack(one_by_one))
+    assert torch.allclose(guide.log_prob(values, y[0], observations={"y": y}), torch.stack(one_by_one))
+
+
 # ---- where there are none
 
 
@@ -250,6 +269,22 @@ def test_rows_that_are_subsampled_are_not_taken_for_the_data():
     guide = AutoNaMIGuide(model, inverse="reverse")
     guide(torch.randn(30, 4), 5)
     assert guide.conjugate == ()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_elbo_asks_for_a_guide_without():
+    model, y = below(lambda z: dist.Normal(z, 1.0)), torch.ones(3, 4)
+    with pyro.settings.context(module_local_params=False):
+        for conjugate in (True, False):
+            pyro.clear_param_store()
+            guide = AutoNaMIGuide(model, inverse="reverse", conjugate=conjugate)
+            svi = SVI(model, guide, Adam({"lr": 0.05}), JitTrace_ELBO(max_plate_nesting=2))
+            if conjugate:
+                with pytest.raises(NotImplementedError, match="conjugate=False.*'z'"):
+                    svi.step(y)
+            else:
+                svi.step(y)
+        pyro.clear_param_store()
 
 
 # ---- data that this call does not bring
