@@ -175,7 +175,7 @@ def plot_funnels(rows: list[Result], exact: Exact, exact_draws: Tensor, path: Pa
     mass = ordered.cumsum(0) / ordered.sum()
     levels = [ordered[(mass < share).sum()].item() for share in (0.9, 0.5)]
     panels = [("exact posterior", "exact draws", exact_draws)]
-    panels += [(row.name, f"ELBO gap {row.gap:.2f} nats", row.draws) for row in rows]
+    panels += [(row.name, f"ELBO gap {row.gap:.3f} nats", row.draws) for row in rows]
     figure, axes = plt.subplots(2, 3, figsize=(11.5, 7.2), sharex=True, sharey=True, layout="constrained")
     for axis, (name, note, draws) in zip(axes.flat, panels):
         color = "tab:gray" if name == "exact posterior" else "tab:blue"
