@@ -157,15 +157,7 @@ def conditional(plan: Conjugate, run: Run, leading: Sequence[int]) -> dist.Norma
         plan: the latent.
         run: as in `find_conjugate`; with what was drawn before at its values.
         leading: sizes of the batch dims to the left of the plates, and 1 for each plate dim.
-
-    Raises:
-        NotImplementedError: under ``torch.jit``.
     """
-    if torch._C._get_tracing_state():
-        raise NotImplementedError(
-            f"Expected a guide made with conjugate=False in a compiled ELBO; the exact conditional of '{plan.name}' is "
-            "derived by automatic differentiation, which torch.jit cannot trace."
-        )
     differentiable = torch.is_grad_enabled()
     points, _, gradient, precision = _expanded(plan, run, leading, differentiable)
     for k in range(len(points) - 1, 0, -1):
