@@ -271,8 +271,7 @@ class _Assembler:
         """Returns the latents that are drawn from their exact conditional; never all of them."""
         if not (self.options.anchor and self.options.conjugate):
             return {}
-        sites = self.run({}) if self.subsampled else {}
-        indices = {name: site["value"] for name, site in sites.items() if site_is_subsample(site)}
+        indices = {name: site["value"] for name, site in self.run({}).items() if site_is_subsample(site)}
         found = find_conjugate(
             self.net,
             inverse,
@@ -376,29 +375,26 @@ class _Assembler:
 
     def _standard(self, assembly: Assembly, factory: dict) -> dict[Hashable, tuple[Tensor, Tensor]]:
         """Returns shift and scale of every node's features, such that shift + scale * features is of order one."""
+
+        def rows(name: str, value: Tensor) -> Tensor:
+            return torch.atleast_2d(assembly.features(name, value)).flatten(0, -2)
+
         standard: dict[Hashable, tuple[Tensor, Tensor]] = {}
         for name in (*assembly.order, *assembly.read):
             if name in self.options.embeddings:
                 width = assembly.features(name, self.nodes[name]["value"]).shape[-1]
                 standard[name] = torch.zeros(width, **factory), torch.ones(width, **factory)
                 continue
-            here = self._rows(name, self.nodes[name]["value"], assembly)
+            here = rows(name, self.nodes[name]["value"])
             mask = self.nodes[name]["mask"]
             if isinstance(mask, Tensor) and name in self.net.observed:
                 seen = here[mask.expand(self.nodes[name]["fn"].batch_shape).reshape(-1)]
                 here = seen if len(seen) else torch.zeros_like(here)
-            drawn = [self._rows(name, draw[name], assembly) for draw in self.draws if name in draw]
+            drawn = [rows(name, draw[name]) for draw in self.draws if name in draw]
             plenty = self.nodes[name]["is_observed"] and len(here) >= _PLENTY
             standard[name] = standardization(here if plenty or not drawn else torch.cat(drawn), here, factory)
         covariates = covariate_values(assembly, self.options.covariates, self.args, self.kwargs, self.run)
         for name, chosen in assembly.columns.items():
-            rows = covariates[name].reshape(-1, len(chosen))
-            standard[covariates_of(name)] = standardization(rows, rows, factory)
+            values = covariates[name].reshape(-1, len(chosen))
+            standard[covariates_of(name)] = standardization(values, values, factory)
         return standard
-
-    def _rows(self, name: str, value: Tensor, assembly: Assembly) -> Tensor:
-        raw = assembly.features(name, value)
-        return raw.reshape(-1, raw.shape[-1])
-
-
-

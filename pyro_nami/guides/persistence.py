@@ -73,7 +73,10 @@ class PersistentGuide(AutoGuide):
         return result
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The data last seen in training, and the draws that covariates are read at: they belong to the weights."""
+        """What belongs to the weights: the data last seen in training, and the draws that covariates are read at.
+
+        Where latents have exact conditionals, also the arguments that the data came with, if these can be saved.
+        """
         seen = {} if self._data is None else self._data.seen
         references = [] if self._assembly is None else self._assembly.references
         context = None if self._data is None else self._data.plain_context()
