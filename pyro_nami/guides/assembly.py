@@ -284,7 +284,7 @@ class _Assembler:
             run=lambda values, until: Hidden(values, indices, broadcast=True, until=until).run(
                 self.model, self.args, self.kwargs
             ),
-            draws=[{name: self.nodes[name]["value"] for name in families}, *self.draws[:2]],
+            draws=[{name: self.nodes[name]["value"] for name in (*families, *self.data)}, *self.draws[:2]],
         )
         return found if len(found) < len(families) else {}
 

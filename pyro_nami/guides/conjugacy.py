@@ -4,10 +4,12 @@ Take such a latent v, the latents of its plates that are drawn after it and shar
 children, which are observed. As a function of v and the others the log density of all of these is quadratic, so its
 gradient and curvature at one point are all there is to know of it. Both come from a run of the model by automatic
 differentiation, and p(v | what is drawn before, data), with the others integrated out, follows by elimination. It needs
-no weights, holds for any data and any number of instances, and is differentiable in what was drawn before.
+no weights, holds for any data and any number of instances, and is differentiable in what was drawn before. It costs
+two runs of the model a latent in each call of the guide.
 
 `find_conjugate` finds these latents: by the network, who has to be known; by probing, that the density is quadratic
-(its gradient at a second point is what the curvature says). Change this module to take in other exact conditionals.
+(density and gradient at other points, near and far, are what the curvature says, at data drawn with the latents as
+well). Change this module to take in other exact conditionals.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ __all__ = ["Conjugate", "conditional", "find_conjugate", "leading_shape"]
 
 _MOST_MEMBERS = 4
 _TOLERANCE = 1e-3
-_PROBED_AT = 3.0  # prior standard deviations from the mean, at most
+_PROBED_AT = 3.0, 300.0  # prior standard deviations from the mean, at most; far, to see slow bends as well
 
 Run = Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]]
 
@@ -112,7 +114,11 @@ def find_conjugate(
     found = {}
     for plan in _candidates(net, inverse, order, able, data, frames, counted):
         drawn = order[: order.index(plan.name)]
-        given = [{name: draw[name] for name in drawn} for draw in draws if draw.keys() >= set(drawn)]
+        # With data of the same draw: far from the data many a density looks quadratic.
+        probed = {*drawn, *plan.children}
+        given = [
+            {name: draw[name] for name in probed & draw.keys()} for draw in draws if draw.keys() >= set(drawn)
+        ]
         if all(_is_quadratic(plan, run, values) for values in given):
             found[plan.name] = plan
     return found
@@ -159,13 +165,17 @@ def conditional(plan: Conjugate, run: Run, leading: Sequence[int]) -> dist.Norma
         leading: sizes of the batch dims to the left of the plates, and 1 for each plate dim.
     """
     differentiable = torch.is_grad_enabled()
-    points, _, gradient, precision = _expanded(plan, run, leading, differentiable)
+    with torch.inference_mode(False):
+        points, _, gradient, precision = _expanded(plan, run, leading, differentiable)
+    # What elimination leaves below this is rounding.
+    least = [torch.finfo(row[i].dtype).eps * row[i].detach() for i, row in enumerate(precision)]
     for k in range(len(points) - 1, 0, -1):
         for i in range(k):
             ratio = precision[i][k] / precision[k][k]
             gradient[i] = gradient[i] - ratio * gradient[k]
             for j in range(i, k):
                 precision[i][j] = precision[i][j] - ratio * precision[j][k]
+            precision[i][i] = precision[i][i].maximum(least[i])
     loc, scale = points[0] + gradient[0] / precision[0][0], precision[0][0].rsqrt()
     if not differentiable:
         loc, scale = loc.detach(), scale.detach()
@@ -183,9 +193,17 @@ def leading_shape(values: Mapping[str, Tensor], event_dims: Mapping[str, int], n
 
 
 def _expanded(
-    plan: Conjugate, run: Run, leading: Sequence[int], differentiable: bool, away: float = 0.0
+    plan: Conjugate,
+    run: Run,
+    leading: Sequence[int],
+    differentiable: bool,
+    away: float = 0.0,
+    parts: Sequence[str] | None = None,
 ) -> _Quadratic:
-    """Returns the expansion of the log density about the members' prior means, or points some deviations away."""
+    """Returns the expansion of the log density about the members' prior means, or points some deviations away.
+
+    ``parts`` are the sites whose density it is, by default all.
+    """
     points: dict[str, Tensor] = {}
 
     def point_of(name: str) -> Callable[[Any], Tensor]:
@@ -204,9 +222,14 @@ def _expanded(
         with pyro.validation_enabled(False):  # the model's own run validates the same
             sites = run({name: point_of(name) for name in plan.members}, (*plan.members, *plan.children))
         scale = sites[plan.name]["scale"]
-        densities = [_log_density(sites[name], scale) for name in (*plan.members, *plan.children)]
-        total = torch.stack(densities).sum()
         values = [points[name] for name in plan.members]
+        densities = [
+            _log_density(sites[name], scale, masked=name in plan.children)
+            for name in parts or (*plan.members, *plan.children)
+        ]
+        if parts:  # which need not depend on all values
+            densities += [0 * value.square().sum() for value in values]
+        total = torch.stack(densities).sum()
         gradient = list(torch.autograd.grad(total, values, create_graph=True))
         precision = [
             [
@@ -220,37 +243,58 @@ def _expanded(
     return _Quadratic(values, total, gradient, precision)
 
 
-def _log_density(site: Mapping[str, Any], scale: Any) -> Tensor:
-    """Returns the log density of a site, summed; scales count relative to that of the latent."""
+def _log_density(site: Mapping[str, Any], scale: Any, masked: bool) -> Tensor:
+    """Returns the log density of a site, summed; scales count relative to that of the latent.
+
+    Latents count where they are masked too, so that they have a conditional there, which no density counts.
+    """
     log_prob = site["fn"].log_prob(site["value"])
-    if site["mask"] is not None:
+    if masked and site["mask"] is not None:
         log_prob = torch.where(torch.as_tensor(site["mask"]), log_prob, torch.zeros_like(log_prob))
-    same = site["scale"] is scale or not isinstance(scale, Tensor) and site["scale"] == scale
-    return (log_prob if same else log_prob * (site["scale"] / scale)).sum()
+    own = site["scale"]
+    same = own is scale or not isinstance(own, Tensor) and not isinstance(scale, Tensor) and own == scale
+    return (log_prob if same else log_prob * (own / scale)).sum()
 
 
 def _is_quadratic(plan: Conjugate, run: Run, drawn: Mapping[str, Tensor]) -> bool:
     """Whether density and gradient some deviations away are what gradient and curvature at the means say.
 
-    The density as well, since what the model detaches, or compares, has no gradient.
+    The density as well, since what the model detaches, or compares, has no gradient; and members and children apart, as
+    the members' own density may be so large that nothing is seen of that of the children.
     """
 
     def at_draw(values: Mapping[str, Any], until: Collection[str]) -> Mapping[str, Any]:
         return run({**drawn, **values}, until)
 
     try:
-        here = _expanded(plan, at_draw, (), False)
-        there = _expanded(plan, at_draw, (), False, away=_PROBED_AT)
+        whole = _expanded(plan, at_draw, (), False)
+        if not all((row[i] > 0).all() for i, row in enumerate(whole.precision)):
+            return False
+        return all(
+            _agrees(plan, at_draw, away, parts)
+            for away in _PROBED_AT
+            for parts in (plan.members, plan.children)
+        )
     except (NotImplementedError, RuntimeError, ValueError):
         return False  # no gradient, no mean, or a density that is not that of one instance each
+
+
+def _agrees(plan: Conjugate, run: Run, away: float, parts: Sequence[str]) -> bool:
+    """Whether the density of some sites is quadratic, and no constant, as far as two points tell."""
+    here = _expanded(plan, run, (), False, parts=parts)
+    there = _expanded(plan, run, (), False, away=away, parts=parts)
     steps = [b.detach() - a.detach() for a, b in zip(here.points, there.points)]
+    if all((each == 0).all() for row in here.precision for each in row):
+        return False  # weights that are zero as yet
     gain, slack = there.total.detach() - here.total.detach(), _TOLERANCE**2 * here.total.detach().abs()
     for i, row in enumerate(here.precision):
         bends = [each.detach() * step for each, step in zip(row, steps)]
         before, after = here.gradient[i].detach(), there.gradient[i].detach()
-        size = sum(bend.abs() for bend in bends) + before.abs()
+        bend = torch.stack([each.abs() for each in bends]).sum(0)
+        size = bend + before.abs()
+        rounding = 100 * torch.finfo(size.dtype).eps * size.max()
         off = (after - before + sum(bends)).abs()
-        if not (row[i] > 0).all() or not (off <= _TOLERANCE * (size + _TOLERANCE * size.max())).all():
+        if not (off <= _TOLERANCE * (bend + _TOLERANCE * bend.max()) + rounding).all():
             return False
         gain = gain - (steps[i] * (before - sum(bends) / 2)).sum()
         slack = slack + _TOLERANCE * (steps[i].abs() * size).sum()

@@ -7,6 +7,7 @@ elsewhere.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Hashable, Mapping
 from types import NoneType
 from typing import Any
@@ -23,6 +24,7 @@ from pyro_nami.guides.features import tempered
 from pyro_nami.guides.maps import MapReader, arguments_key, same_arguments
 from pyro_nami.guides.network import InverseNetwork, NetworkState
 from pyro_nami.guides.sampling import fixed_size, new_site
+from pyro_nami.guides.shapes import resized_plates
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.isolation import untouched
 from pyro_nami.simulation import Hidden
@@ -44,7 +46,8 @@ class Call:
         maps: the index maps of the rows that the factors read.
         unseen: latents of rows that no data covers.
         sites: the model's sites at reference values of the latents, where a run was needed.
-        context: the call that the data is from: this one, or the last one in training where this one brings none.
+        context, derived: the last call in training, and the latents whose exact conditionals are derived from it, since
+            this call lacks data of theirs.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class Call:
         self.maps = IndexMaps({}, {})
         self.unseen: frozenset[str] = frozenset()
         self.sites: dict[str, Any] = {}
-        self.context = self
+        self.context: Call | None = None
+        self.derived: frozenset[str] = frozenset()
 
     def argument(self, slot: int | str) -> Any:
         """Returns the model's argument at a position or of a name; None if this call has none."""
@@ -98,10 +102,14 @@ class DataReader:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_features": {}, "context": self.plain_context()}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataReader:
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo), context=self.context)
+        return copied
+
     def plain_context(self) -> tuple[tuple, dict, dict, dict] | None:
         """Returns `context` if it consists of tensors and plain values, which can be saved anywhere."""
-        plain = (Tensor, int, float, str, NoneType)
-        return self.context if all(isinstance(leaf, plain) for leaf in tree_leaves(self.context)) else None
+        return self.context if _is_plain(self.context) else None
 
     def read(self, call: Call, observations: Mapping[str, Any], *, remember: bool, draws: bool) -> None:
         """Fills in a call.
@@ -152,7 +160,8 @@ class DataReader:
             self.seen.update({covariates_of(name): value for name, value in call.covariates.items()})
             self.seen.update(self._maps.state(call.maps))
             if assembly.conjugate:
-                self.context = call.args, dict(call.kwargs), call.indices, call.values
+                context = call.args, dict(call.kwargs), dict(call.indices), dict(call.values)
+                self.context = tree_map_only(Tensor, Tensor.detach, context)
         self._fill_from_seen(call, absent)
         self._check_sizes(call)
 
@@ -284,20 +293,10 @@ class DataReader:
                     f"none. Pass it as the model takes it, or as observations={{'{name}': value}}."
                 )
             call.values[name] = self.seen[name]
-        if assembly.conjugate:
-            if self.context is None:
-                raise ValueError(
-                    f"Expected data for the observed site '{absent[0]}': latents {', '.join(assembly.conjugate)} are "
-                    "drawn from exact conditionals, derived from the arguments of the last call with data, which were "
-                    "not saved with the guide. Pass the data, or make the guide with conjugate=False."
-                )
-            args, kwargs, indices, values = self.context
-            call.context = Call(call.model, args, kwargs, {})
-            call.context.indices, call.context.values, call.context.given = indices, values, values
         plates: frozenset[Any] = frozenset().union(*(assembly.frames[name] for name in absent))
         new_plates = self._maps.resized(call)
         for name in absent:
-            new_plates.update(_resized_plates(call.values[name], call.sites[name], assembly.event_dims[name]))
+            new_plates.update(resized_plates(call.values[name], call.sites[name], assembly.event_dims[name]))
         for name, now in call.covariates.items():
             seen = self.seen.get(covariates_of(name))
             if seen is None or not plates & assembly.frames[name]:
@@ -310,6 +309,28 @@ class DataReader:
             call.unseen = self._unseen(new_plates)
         else:
             call.given.update({name: call.values[name] for name in absent})
+        lacking = frozenset(
+            name
+            for name, plan in assembly.conjugate.items()
+            if name not in call.unseen and not set(plan.children).isdisjoint(absent)
+        )
+        if lacking:
+            brought = {name: value for name, value in call.values.items() if name not in absent}
+            call.context, call.derived = self._context(call, brought, absent[0]), lacking
+
+    def _context(self, call: Call, brought: Mapping[str, Tensor], absent: str) -> Call:
+        """Returns the last call in training, with the values that this one brings."""
+        if self.context is None:
+            raise ValueError(
+                f"Expected data for the observed site '{absent}': latents {', '.join(self.assembly.conjugate)} are "
+                "drawn from exact conditionals, derived from the arguments of the last call with data, which were not "
+                "saved with the guide. Pass the data, or make the guide with conjugate=False."
+            )
+        args, kwargs, indices, values = self.context
+        context = Call(call.model, args, kwargs, {})
+        context.indices, context.values = indices, {**values, **brought}
+        context.given = context.values
+        return context
 
     def _check_sizes(self, call: Call) -> None:
         """Raises where a plate that the guide flattens has changed its size."""
@@ -349,9 +370,14 @@ _MISSING_SITE = (
 )
 
 
-def _find_slots(
-    values: Mapping[str, Tensor], arguments: Mapping[int | str, Any]
-) -> dict[str, int | str]:
+def _is_plain(value: Any) -> bool:
+    """Whether a value is made of what ``torch.load`` reads with ``weights_only=True``."""
+    if type(value) in (list, tuple, dict):
+        return all(map(_is_plain, [*value, *value.values()] if isinstance(value, dict) else value))
+    return isinstance(value, Tensor) or type(value) in (int, float, bool, str, NoneType)
+
+
+def _find_slots(values: Mapping[str, Tensor], arguments: Mapping[int | str, Any]) -> dict[str, int | str]:
     """Returns observed site -> the argument that is its very value, so that calls need no extra run to find it."""
     return {
         name: slot
@@ -371,13 +397,3 @@ def check_data(name: str, value: Tensor, assembly: Assembly) -> None:
             f"Expected data of site '{name}' without NaN; got {missing} of {value.numel()}. Mark missing values with "
             "obs_mask=, or observe them by NanMaskedNormal."
         )
-
-
-def _resized_plates(value: Tensor, site: Mapping[str, Any], event_dim: int) -> dict[str, int]:
-    """Returns the plates of a site, with their sizes now, in which ``value`` has another size."""
-    batch = value.shape[: value.dim() - event_dim]
-    return {
-        frame.name: frame.size
-        for frame in site["cond_indep_stack"]
-        if frame.vectorized and len(batch) >= -frame.dim and batch[frame.dim] != frame.size
-    }

@@ -78,8 +78,8 @@ class AutoNaMIGuide(PersistentGuide):
         evidence: whether the instances of a pooled plate add precision to Normal factors, one by one; see
             `pyro_nami.guides.evidence`.
         conjugate: whether latents of a plate that are linear and Gaussian given what is drawn before them are drawn
-            from their exact conditional, which the guide derives from the model (with ``anchor=True`` only); see
-            `pyro_nami.guides.conjugacy`.
+            from their exact conditional in place of a Normal factor; `pyro_nami.guides.conjugacy` derives it from the
+            model. They have no weights and no first step. With ``anchor=True`` only.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step.
         init_scale: scale at the first step, in unconstrained space.

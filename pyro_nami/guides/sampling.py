@@ -44,9 +44,10 @@ class Data(Protocol):
     values: dict[str, Tensor]
     given: dict[str, Tensor]
     unseen: frozenset[str]
+    derived: frozenset[str]
 
     @property
-    def context(self) -> Data: ...
+    def context(self) -> Data | None: ...
 
     def run(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]: ...
 
@@ -141,10 +142,14 @@ class Pass:
 
     def _conditional(self, name: str, values: Mapping[str, Tensor]) -> dist.Normal:
         """Returns the exact conditional of a latent at values of what is drawn before it."""
-        assembly, call = self.assembly, self._call.context
+        assembly, call = self.assembly, self._call
+        if name in call.derived:
+            assert call.context is not None
+            call = call.context
 
         def run(points: Mapping[str, Any], until: Collection[str]) -> Mapping[str, Any]:
-            return call.run({**call.given, **values, **points}, until=until)
+            known = {key: value.clone() if value.is_inference() else value for key, value in values.items()}
+            return call.run({**call.given, **known, **points}, until=until)
 
         leading = leading_shape({**call.values, **values}, assembly.event_dims, assembly.nesting)
         return conditional(assembly.conjugate[name], run, leading)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_nami.guides.structure import Assembly
 
-__all__ = ["own_shape", "quantiles_of", "sum_plates", "with_plate_dims"]
+__all__ = ["own_shape", "quantiles_of", "resized_plates", "sum_plates", "with_plate_dims"]
 
 
 def with_plate_dims(
@@ -70,3 +70,13 @@ def quantiles_of(value: Tensor, quantiles: Sequence[float]) -> Tensor:
     ordered = value.sort(0).values
     last = len(ordered) - 1
     return torch.stack([ordered[min(last, max(0, math.floor(q * last + 0.5)))] for q in quantiles])
+
+
+def resized_plates(value: Tensor, site: Mapping[str, Any], event_dim: int) -> dict[str, int]:
+    """Returns the plates of a site, with their sizes now, in which ``value`` has another size."""
+    batch = value.shape[: value.dim() - event_dim]
+    return {
+        frame.name: frame.size
+        for frame in site["cond_indep_stack"]
+        if frame.vectorized and len(batch) >= -frame.dim and batch[frame.dim] != frame.size
+    }

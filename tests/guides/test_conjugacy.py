@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pyro
@@ -229,6 +230,67 @@ def test_a_compiled_elbo_is_the_plain_one():
     assert losses[0] == pytest.approx(losses[1])
 
 
+def test_data_that_the_model_samples_itself():
+    def model(y=None):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("groups", 4):
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            return pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+
+    guide, y = AutoNaMIGuide(model, inverse="reverse", observed=["y"]), torch.randn(4)
+    guide(observations={"y": torch.randn(4)})
+    assert guide.conjugate == ("z",)
+    trace = poutine.trace(guide).get_trace(observations={"y": y})
+    assert torch.allclose(trace.nodes["z"]["fn"].loc, (trace.nodes["mu"]["value"] + 4 * y) / 5)
+
+
+def test_without_gradients_and_in_inference_mode():
+    args = data()
+    guide = AutoNaMIGuide(slopes, inverse="reverse")
+    guide(*args)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            trace = poutine.trace(guide).get_trace(*args)
+            assert not trace.nodes["alpha"]["fn"].loc.requires_grad
+        values = {name: trace.nodes[name]["value"].clone() for name in ("mu", "tau", "alpha", "beta")}
+        found = sum(trace.nodes[name]["fn"].log_prob(values[name]).sum() for name in ("alpha", "beta"))
+        joint = torch.cat([values["alpha"], values["beta"]])
+        assert torch.allclose(found, exact(*args, values["mu"], values["tau"]).log_prob(joint))
+
+
+def test_a_mask_that_comes_later():
+    y = torch.randn(4)
+
+    def model(y, seen=None):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("groups", 4), poutine.mask(mask=torch.ones(4).bool() if seen is None else seen):
+            z = pyro.sample("z", dist.Normal(mu, 1.0).mask(True))
+            pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+
+    guide = AutoNaMIGuide(model, inverse="reverse")
+    guide(y)
+    seen = torch.tensor([True, False, True, True])
+    values = guide(y, seen)
+    assert all(value.isfinite().all() for value in values.values())
+
+
+def test_members_that_can_hardly_be_told_apart_stay_finite():
+    torch.set_default_dtype(torch.float32)
+
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("groups", 4, dim=-1):
+            a = pyro.sample("a", dist.Normal(mu, 1000.0))
+            b = pyro.sample("b", dist.Normal(0.0 * mu, 1000.0))
+            with pyro.plate("rows", 3, dim=-2):
+                pyro.sample("y", dist.Normal(a + 0.7 * b, 0.1), obs=y)
+
+    guide = AutoNaMIGuide(model, inverse="reverse")
+    for _ in range(20):
+        values = guide(torch.randn(3, 4))
+        assert all(value.isfinite().all() for value in values.values())
+
+
 # ---- where there are none
 
 
@@ -261,6 +323,27 @@ def test_other_likelihoods_keep_their_networks(likelihood):
     guide = AutoNaMIGuide(below(likelihood), inverse="reverse")
     guide(torch.ones(3, 4))
     assert guide.conjugate == () and "z" in guide.network.factors
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        lambda z: dist.Laplace(z, 0.5),
+        lambda z: dist.StudentT(torch.tensor(4.0), z, 0.5),
+        lambda z: dist.Bernoulli(logits=torch.tensor(0.1) * z),
+        lambda z: dist.Normal((torch.tensor(0.05) * z).tanh(), 1.0),
+        lambda z: dist.Normal(torch.tensor(0.0) * z.tanh(), 1.0),
+    ],
+)
+def test_what_looks_quadratic_at_first_is_seen_through(likelihood, offset):
+    """Far from the data, by weights that have not learned yet, or beside a much stronger prior."""
+    y = offset + torch.randn(3, 4)
+    y = (y > offset).to(y) if isinstance(likelihood(y), dist.Bernoulli) else y
+    for prior in (None, lambda mu: dist.Normal(mu, 0.05)):
+        guide = AutoNaMIGuide(below(likelihood, prior), inverse="reverse")
+        guide(y)
+        assert guide.conjugate == ()
 
 
 @pytest.mark.parametrize(
@@ -341,3 +424,31 @@ def test_arguments_that_no_state_holds_are_asked_for():
     other.load_state_dict(guide.state_dict())
     with pytest.raises(ValueError, match="data for the observed site 'y'.*alpha.*conjugate=False"):
         other(x[:3])
+
+
+def two_children(w, y=None):
+    mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
+    with pyro.plate("data", len(w)):
+        z = pyro.sample("z", dist.Normal(mu, 1.0))
+        pyro.sample("w", dist.Normal(z, 0.3), obs=w)
+    pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+def test_what_a_call_brings_is_used_beside_what_it_does_not():
+    w, y = torch.randn(5), torch.tensor(0.3)
+    guide = AutoNaMIGuide(two_children, inverse="reverse")
+    SVI(two_children, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(w, y)
+    assert guide.conjugate == ("z",)
+    trace = poutine.trace(guide).get_trace(w + 10)
+    expected = (trace.nodes["mu"]["value"] + (w + 10) / 0.09) / (1 + 1 / 0.09)
+    assert torch.allclose(trace.nodes["z"]["fn"].loc, expected)
+
+
+def test_copies_of_guides_whose_arguments_have_a_graph_or_no_tensors():
+    x, y = 1 + FLOOR, torch.randn(10)
+    slope = torch.ones((), requires_grad=True)
+    guide = AutoNaMIGuide(regression, inverse="reverse")
+    SVI(regression, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(slope * x, y, Setting())
+    values = {name: value.detach() for name, value in guide(x, y).items()}
+    other = copy.deepcopy(guide)
+    assert torch.equal(other.log_prob(values, x[:3]), guide.log_prob(values, x[:3]))

@@ -195,7 +195,7 @@ def test_groups_of_any_size_and_number():
 @pytest.mark.slow
 def test_training_by_simulation_reaches_sizes_never_trained_on():
     """N log-uniform in 5..50; at 20 and 200 within 0.15 sds and 15%, at 2,000 within 0.25 and 25%; 100 data sets."""
-    guide = AutoNaMIGuide(hierarchy)
+    guide = AutoNaMIGuide(hierarchy, conjugate=False)
     guide(20, torch.randn(20))
     optimizer = torch.optim.Adam(guide.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.03, total_steps=STEPS)
@@ -364,7 +364,7 @@ def test_every_parameter_of_the_evidence_learns_from_the_first_step():
 
 @pytest.mark.parametrize("pooling", ["mean", "max", "attention"])
 def test_evidence_adds_beside_every_encoder(pooling):
-    guide = AutoNaMIGuide(hierarchy, pooling=pooling)
+    guide = AutoNaMIGuide(hierarchy, pooling=pooling, conjugate=False)
     guide(6, torch.randn(6))
     scatter(guide, 0.1)
     y = torch.randn(6)
