@@ -86,9 +86,10 @@ class _Assembler:
         draws: list[dict[str, Tensor]],
         subsampled: frozenset,
     ) -> None:
-        self.model = model
-        self.run = lambda values: Hidden(values, broadcast=True).run(model, args, kwargs)
-        self.args, self.kwargs = args, kwargs
+        self.run = lambda values, indices=None, until=None: (
+            Hidden(values, indices, broadcast=True, until=until).run(model, args, kwargs)
+        )
+        self.model, self.args, self.kwargs = model, args, kwargs
         self.options, self.found, self.prototype, self.draws = options, found, prototype, draws
         self.net = with_latent_blocks(found.bayesnet, options.blocks)
         self.nodes: Mapping[str, Any] = prototype.nodes
@@ -108,8 +109,7 @@ class _Assembler:
         if is_blocked(model):
             self.net = with_hidden_evidence(self.net)
         self.data = [name for name in self.net.observed if name in self.nodes]
-        own = (name for name, frame in frames.items() if frame.full_size not in (None, frame.size))
-        self.subsampled = subsampled | frozenset(own)
+        self.subsampled = subsampled | {n for n, frame in frames.items() if frame.full_size not in (None, frame.size)}
         nesting = self.net.nesting
 
         def level(plate: str) -> int:
@@ -271,7 +271,9 @@ class _Assembler:
         """Returns the latents that are drawn from their exact conditional; never all of them."""
         if not (self.options.anchor and self.options.conjugate):
             return {}
-        indices = {name: site["value"] for name, site in self.run({}).items() if site_is_subsample(site)}
+        own = {name: self.nodes[name]["value"] for name in (*families, *self.data)}
+        sites = self.run(own) if self.subsampled else {}
+        indices = {name: site["value"] for name, site in sites.items() if site_is_subsample(site)}
         found = find_conjugate(
             self.net,
             inverse,
@@ -281,10 +283,8 @@ class _Assembler:
             self.frames,
             subsampled=self.subsampled,
             excluded=self._semi_observed() | self.found.hidden_randomness,
-            run=lambda values, until: Hidden(values, indices, broadcast=True, until=until).run(
-                self.model, self.args, self.kwargs
-            ),
-            draws=[{name: self.nodes[name]["value"] for name in (*families, *self.data)}, *self.draws[:2]],
+            run=lambda values, until: self.run(values, indices, until=until),
+            draws=[own, *self.draws[:2]],
         )
         return found if len(found) < len(families) else {}
 
