@@ -1,11 +1,12 @@
 """Latents of a plate that are linear and Gaussian given what is drawn before them: drawn from the exact conditional.
 
-Take such a latent v, the latents of its plates that are drawn after it and share its children (``others``), and those
-children, which are observed. As a function of v and the others the log density of all of these is quadratic, so its
+Take such a latent, the latents of its plates that are drawn after it and share its children (with it: ``members``), and
+those children, which are observed. As a function of the members the log density of all of these is quadratic, so its
 gradient and curvature at one point are all there is to know of it. Both come from a run of the model by automatic
-differentiation, and p(v | what is drawn before, data), with the others integrated out, follows by elimination. It needs
-no weights, holds for any data and any number of instances, and is differentiable in what was drawn before. It costs
-two runs of the model a latent in each call of the guide.
+differentiation, and p(member | members before it, what is drawn before, data), with later members integrated out,
+follows for all of them by one elimination (`Elimination`). It needs no weights, holds for any data and any number of
+instances, and is differentiable in what was drawn before. It costs two runs of the model a group of members in each
+call of the guide.
 
 `find_conjugate` finds these latents: by the network, who has to be known; by probing, that the density is quadratic
 (density and gradient at other points, near and far, are what the curvature says, at data drawn with the latents as
@@ -27,7 +28,7 @@ from pyro_nami.families import Family, NormalFamily
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.first_run import allows_nan
 
-__all__ = ["Conjugate", "conditional", "find_conjugate", "leading_shape"]
+__all__ = ["Conjugate", "Elimination", "find_conjugate", "leading_shape"]
 
 _MOST_MEMBERS = 4
 _TOLERANCE = 1e-3
@@ -37,22 +38,15 @@ Run = Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]]
 
 
 class Conjugate(NamedTuple):
-    """A latent that is drawn from its exact conditional.
+    """Latents that are drawn from their exact conditionals together.
 
     Attributes:
-        name: of the latent.
-        others: latents that are integrated out.
-        children: observed sites that the latent and the others are parents of.
+        members: the latents, in sampling order.
+        children: observed sites that they are parents of.
     """
 
-    name: str
-    others: tuple[str, ...]
+    members: tuple[str, ...]
     children: tuple[str, ...]
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """The latent and the others."""
-        return self.name, *self.others
 
 
 class _Quadratic(NamedTuple):
@@ -78,6 +72,8 @@ def find_conjugate(
     draws: Sequence[Mapping[str, Tensor]],
 ) -> dict[str, Conjugate]:
     """Returns the latents that are drawn from their exact conditional: real numbers in a plate, without a mask.
+
+    Every one comes with its group.
 
     Their children are not sites that only a mini-batch is seen of, or that may be missing, and nothing that they depend
     on is discrete, as enumeration gives that dims of its own.
@@ -113,14 +109,17 @@ def find_conjugate(
     counted = {name for name in order if nodes[name]["fn"].has_enumerate_support}
     found = {}
     for plan in _candidates(net, inverse, order, able, data, frames, counted):
-        drawn = order[: order.index(plan.name)]
+        first = plan.members[0]
+        if first in found:
+            continue
+        drawn = order[: order.index(first)]
         # With data of the same draw: far from the data many a density looks quadratic.
         probed = {*drawn, *plan.children}
         given = [
             {name: draw[name] for name in probed & draw.keys()} for draw in draws if draw.keys() >= set(drawn)
         ]
         if all(_is_quadratic(plan, run, values) for values in given):
-            found[plan.name] = plan
+            found.update(dict.fromkeys(plan.members, plan))
     return found
 
 
@@ -153,33 +152,44 @@ def _candidates(
             and children <= set(data)
             and needed <= set(inverse.parents[name]).difference(counted)
         ):
-            yield Conjugate(name, tuple(members[1:]), tuple(sorted(children)))
+            yield Conjugate(tuple(sorted(members, key=order.index)), tuple(sorted(children)))
 
 
-def conditional(plan: Conjugate, run: Run, leading: Sequence[int]) -> dist.Normal:
-    """Returns a latent's exact conditional, of batch shape ``(*batch, *plates)``.
+class Elimination:
+    """The exact conditionals of a group's members, each given those before it and with those behind integrated out.
 
     Args:
-        plan: the latent.
+        plan: the group.
         run: as in `find_conjugate`; with what was drawn before at its values.
         leading: sizes of the batch dims to the left of the plates, and 1 for each plate dim.
     """
-    differentiable = torch.is_grad_enabled()
-    with torch.inference_mode(False):
-        points, _, gradient, precision = _expanded(plan, run, leading, differentiable)
-    # What elimination leaves below this is rounding.
-    least = [torch.finfo(row[i].dtype).eps * row[i].detach() for i, row in enumerate(precision)]
-    for k in range(len(points) - 1, 0, -1):
+
+    def __init__(self, plan: Conjugate, run: Run, leading: Sequence[int]) -> None:
+        differentiable = torch.is_grad_enabled()
+        with torch.inference_mode(False):
+            points, _, gradient, precision = _expanded(plan, run, leading, differentiable)
+        # What elimination leaves below this is rounding.
+        least = [torch.finfo(row[i].dtype).eps * row[i].detach() for i, row in enumerate(precision)]
+        for k in range(len(points) - 1, 0, -1):
+            for i in range(k):
+                ratio = precision[i][k] / precision[k][k]
+                gradient[i] = gradient[i] - ratio * gradient[k]
+                for j in range(i, k):
+                    precision[i][j] = precision[i][j] - ratio * precision[j][k]
+                precision[i][i] = precision[i][i].maximum(least[i])
+        self._names, self._differentiable = plan.members, differentiable
+        self._points, self._gradient, self._precision = points, gradient, precision
+
+    def conditional(self, name: str, values: Mapping[str, Tensor]) -> dist.Normal:
+        """Returns a member's exact conditional, of batch shape ``(*batch, *plates)``, at values of those before it."""
+        k = self._names.index(name)
+        gradient = self._gradient[k]
         for i in range(k):
-            ratio = precision[i][k] / precision[k][k]
-            gradient[i] = gradient[i] - ratio * gradient[k]
-            for j in range(i, k):
-                precision[i][j] = precision[i][j] - ratio * precision[j][k]
-            precision[i][i] = precision[i][i].maximum(least[i])
-    loc, scale = points[0] + gradient[0] / precision[0][0], precision[0][0].rsqrt()
-    if not differentiable:
-        loc, scale = loc.detach(), scale.detach()
-    return dist.Normal(loc, scale, validate_args=False)
+            gradient = gradient - self._precision[i][k] * (values[self._names[i]] - self._points[i])
+        loc, scale = self._points[k] + gradient / self._precision[k][k], self._precision[k][k].rsqrt()
+        if not self._differentiable:
+            loc, scale = loc.detach(), scale.detach()
+        return dist.Normal(loc, scale, validate_args=False)
 
 
 def leading_shape(values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int) -> torch.Size:
@@ -221,7 +231,7 @@ def _expanded(
     with torch.enable_grad():
         with pyro.validation_enabled(False):  # the model's own run validates the same
             sites = run({name: point_of(name) for name in plan.members}, (*plan.members, *plan.children))
-        scale = sites[plan.name]["scale"]
+        scale = sites[plan.members[0]]["scale"]
         values = [points[name] for name in plan.members]
         densities = [
             _log_density(sites[name], scale, masked=name in plan.children)
@@ -231,15 +241,12 @@ def _expanded(
             densities += [0 * value.square().sum() for value in values]
         total = torch.stack(densities).sum()
         gradient = list(torch.autograd.grad(total, values, create_graph=True))
-        precision = [
-            [
-                -part
-                for part in torch.autograd.grad(
-                    row.sum(), values, create_graph=differentiable, retain_graph=True, materialize_grads=True
-                )
-            ]
-            for row in gradient
-        ]
+        precision: list[list[Tensor]] = []
+        for i, row in enumerate(gradient):  # symmetric: what is below the diagonal is known
+            parts_above = torch.autograd.grad(
+                row.sum(), values[i:], create_graph=differentiable, retain_graph=True, materialize_grads=True
+            )
+            precision.append([*(above[i] for above in precision), *(-part for part in parts_above)])
     return _Quadratic(values, total, gradient, precision)
 
 

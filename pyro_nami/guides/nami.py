@@ -278,7 +278,7 @@ class AutoNaMIGuide(PersistentGuide):
             run.run(call.model, call.args, call.kwargs)
             if run.lacking is None:
                 break
-            current.derive(run.lacking)
+            current.derive(run.lacking, current.values)
         missing = run.missing.intersection(self._assembly.program)
         if missing:
             raise ValueError(_MISSING_SITE.format(min(missing)))

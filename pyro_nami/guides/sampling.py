@@ -29,7 +29,7 @@ from pyro_nami.distributions.factor import SiteDistribution
 from pyro_nami.distributions.joint import unfold
 from pyro_nami.distributions.relocated import Relocated, Relocation
 from pyro_nami.families import Family
-from pyro_nami.guides.conjugacy import conditional, leading_shape
+from pyro_nami.guides.conjugacy import Conjugate, Elimination, leading_shape
 from pyro_nami.guides.groups import Factor
 from pyro_nami.guides.network import NetworkState
 from pyro_nami.guides.structure import Assembly
@@ -66,7 +66,7 @@ class Pass:
         self.from_model = call.unseen.union(assembly.predictive, assembly.transparent)
         self.values: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
-        self._exact: dict[str, dist.Normal] = {}
+        self._eliminations: dict[Conjugate, Elimination] = {}
         self._relocation = _relocation(assembly)
         self._validate = is_validation_enabled() and not torch._C._get_tracing_state()
 
@@ -109,7 +109,7 @@ class Pass:
         """
         assembly = self.assembly
         if name in assembly.conjugate:
-            fn = self._exact.pop(name)
+            fn = self._eliminations[assembly.conjugate[name]].conditional(name, self.values)
             target, batch = _common(fn.batch_shape, batch_shape)
             return dist.Normal(fn.loc.reshape(batch), fn.scale.reshape(batch), validate_args=False).expand(target)
         factor, family = assembly.factors[name], assembly.families[name]
@@ -134,14 +134,11 @@ class Pass:
 
     def lacks(self, name: str) -> bool:
         """Whether a latent's exact conditional has to be derived (`derive`) before it can be drawn."""
-        return name in self.assembly.conjugate and name not in self.from_model and name not in self._exact
+        group = self.assembly.conjugate.get(name)
+        return group is not None and name not in self.from_model and group not in self._eliminations
 
-    def derive(self, name: str) -> None:
-        """Derives the exact conditional of a latent whose predecessors are drawn."""
-        self._exact[name] = self._conditional(name, self.values)
-
-    def _conditional(self, name: str, values: Mapping[str, Tensor]) -> dist.Normal:
-        """Returns the exact conditional of a latent at values of what is drawn before it."""
+    def derive(self, name: str, values: Mapping[str, Tensor]) -> None:
+        """Derives the exact conditional of a latent, and of the others of its group, at values of what is before it."""
         assembly, call = self.assembly, self._call
         if name in call.derived:
             assert call.context is not None
@@ -152,7 +149,8 @@ class Pass:
             return call.run({**call.given, **known, **points}, until=until)
 
         leading = leading_shape({**call.values, **values}, assembly.event_dims, assembly.nesting)
-        return conditional(assembly.conjugate[name], run, leading)
+        group = assembly.conjugate[name]
+        self._eliminations[group] = Elimination(group, run, leading)
 
     def _sequential(
         self, name: str, factor: Factor, family: Family, batch_shape: torch.Size, anchor: Tensor | None
@@ -195,7 +193,10 @@ class Pass:
                 yield _masked(prior.log_prob(value), mask)
                 continue
             if name in assembly.conjugate:
-                yield _masked(self._conditional(name, values).log_prob(value), mask)
+                if self.lacks(name):
+                    self.derive(name, values)
+                fn = self._eliminations[assembly.conjugate[name]].conditional(name, values)
+                yield _masked(fn.log_prob(value), mask)
                 continue
             factor, family = assembly.factors[name], assembly.families[name]
             family = family if prior is None else family.at(prior)
