@@ -27,6 +27,7 @@ __all__ = [
     "MixtureElements",
     "NormalElements",
     "OwnElements",
+    "SinhArcsinhElements",
     "log_positive",
     "positive",
     "raw_positive",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 _RANGE = 40.0
+_MOST_BEND = 2.0
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -216,6 +218,67 @@ class FlowElements(Elements):
         else:
             noise, log_slope = kept
         return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
+
+
+class SinhArcsinhElements(Elements):
+    """A standard Normal e with two tails of their own weight, then location and scale: x = loc + scale bend(e).
+
+    bend(e) = sinh(a(arcsinh(e))), where a is a branch of a hyperbola through 0 with slopes ``exp(left)`` and
+    ``exp(right)`` far out: a density falls off as that of a Normal at slope 1 and as an exponential at slope 2. It is
+    the identity where both parameters are zero. The logarithms of the slopes are kept within -2 and 2.
+
+    Args:
+        params: ``(*batch, E, 4)``: location, raw scale, left, right.
+        evidence: ``(*batch, E, 2)``, as for `NormalElements`, on location and scale.
+        anchor: ``(*batch, E, 2)``.
+
+    References:
+        Jones and Pewsey 2009, Sinh-arcsinh distributions: there a is linear, with one slope and a shift.
+    """
+
+    def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
+        location, raw = params[..., :2].unbind(-1)
+        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
+        left, right = (_MOST_BEND * (params[..., 2:] / _MOST_BEND).tanh()).exp().unbind(-1)
+        self._mean, self._half = (left + right) / 2, (right - left) / 2
+        self.shape = self.loc.shape
+        self._drawn: _Drawn | None = None
+
+    def draw(self, shape: torch.Size) -> Tensor:
+        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
+        bent, log_slope = self._bend(noise.asinh())
+        x = torch.addcmul(self.loc, self.scale, bent)
+        self._drawn = _Drawn(x, x.requires_grad, (noise, log_slope))
+        return x
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        kept = _recall(self._drawn, x, self.loc, self.scale, self._mean)
+        if kept is None:
+            w = self._straighten((x - self.loc) / self.scale)
+            noise, log_slope = w.sinh(), self._bend(w)[1]
+        else:
+            noise, log_slope = kept
+        return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
+
+    def _bend(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what sinh(w) is bent to, and the logarithm of the slope there."""
+        root = (1 + w * w).sqrt()
+        a = self._mean * w + self._half * (root - 1)
+        log_slope = (self._mean + self._half * (w / root)).log() + torch.logaddexp(a, -a) - torch.logaddexp(w, -w)
+        return a.sinh(), log_slope
+
+    def _straighten(self, bent: Tensor) -> Tensor:
+        """Returns the w whose sinh is bent so, on the hyperbola the root of a quadratic equation."""
+        a = bent.asinh()
+        c = a + self._half
+        product = (self._mean - self._half) * (self._mean + self._half)
+        along, root = self._mean * c, self._half * (c * c + product).sqrt()
+        # The root in two ways, each without cancellation where the other has some.
+        same = along * root > 0
+        w = torch.where(
+            same, a * (c + self._half) / torch.where(same, along + root, product), (along - root) / product
+        )
+        return w.clamp(-_RANGE, _RANGE)
 
 
 class LogisticElements(Elements):

@@ -7,7 +7,16 @@
 from .base import Family
 from .observed import SiteFeatures, features_of
 from .registry import FamilyFactory, FamilySpec, make_family, register_family
-from .unconstrained import FlowFamily, MixtureFamily, NormalFamily, RelaxedFamily, flow, mixture, relaxed
+from .unconstrained import (
+    FlowFamily,
+    MixtureFamily,
+    NormalFamily,
+    RelaxedFamily,
+    SinhArcsinhFamily,
+    flow,
+    mixture,
+    relaxed,
+)
 
 __all__ = [
     "Family",
@@ -17,6 +26,7 @@ __all__ = [
     "MixtureFamily",
     "NormalFamily",
     "RelaxedFamily",
+    "SinhArcsinhFamily",
     "SiteFeatures",
     "features_of",
     "flow",

@@ -15,7 +15,7 @@ from ..distributions.bijections import support_of
 from .base import Family
 from .discrete import DISCRETE
 from .own_type import OwnTypeFamily
-from .unconstrained import FlowFamily, MixtureFamily, NormalFamily
+from .unconstrained import FlowFamily, MixtureFamily, NormalFamily, SinhArcsinhFamily
 
 __all__ = ["FamilyFactory", "FamilySpec", "make_family", "register_family"]
 
@@ -30,9 +30,9 @@ def make_family(
 
     Args:
         spec: None for the default (the model's own type for discrete and relaxed sites; for continuous ones Normal, but
-            a flow for a single number outside of plates whose support is bounded, as a scale's posterior is skewed); a
-            name (``"normal"``, ``"mixture"``, ``"flow"``, ``"match"``, or one of `register_family`), or a `Family`
-            subclass or callable of name, prior and value.
+            sinh-arcsinh for a single number outside of plates whose support is bounded, as a scale's posterior is
+            skewed); a name (``"normal"``, ``"sinh_arcsinh"``, ``"mixture"``, ``"flow"``, ``"match"``, or one of
+            `register_family`), or a `Family` subclass or callable of name, prior and value.
         name: of the site.
         prior: the model's distribution at the site in the prototype run, possibly masked, expanded or independent.
         value: the site's value there.
@@ -110,7 +110,8 @@ def _default(name: str, prior: Distribution, value: Tensor) -> Family:
     if _is_discrete(prior) or _is_straight_through(prior):
         raise NotImplementedError
     alone = prior.batch_shape == prior.event_shape == ()
-    return (FlowFamily if alone and support_of(prior) is not constraints.real else NormalFamily)(name, prior, value)
+    skewed = alone and support_of(prior) is not constraints.real
+    return (SinhArcsinhFamily if skewed else NormalFamily)(name, prior, value)
 
 
 def _match(name: str, prior: Distribution, value: Tensor) -> Family:
@@ -167,6 +168,7 @@ _TRANSFORMED = (
 )
 _BUILT_IN: dict[str, FamilyFactory] = {
     "normal": NormalFamily,
+    "sinh_arcsinh": SinhArcsinhFamily,
     "mixture": MixtureFamily,
     "flow": FlowFamily,
     "match": _match,

@@ -1,7 +1,7 @@
-"""Families of continuous sites whose elements live in unconstrained space: Normal (the default), mixture and flow.
+"""Families of continuous sites whose elements live in unconstrained space: Normal (the default), sinh-arcsinh, mixture and flow.
 
-All three are location-scale types, so they share the anchor and, at step 0, Pyro's ``AutoNormal``: location at the
-init value, scale at the init scale. The fourth, relaxed, has a fixed temperature instead of a scale.
+All four are location-scale types, so they share the anchor and, at step 0, Pyro's ``AutoNormal``: location at the
+init value, scale at the init scale. The fifth, relaxed, has a fixed temperature instead of a scale.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Hashable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions.constraints import Constraint
@@ -21,13 +22,23 @@ from ..distributions.elements import (
     LogisticElements,
     MixtureElements,
     NormalElements,
+    SinhArcsinhElements,
     raw_scale,
     relative_scale,
 )
 from ..distributions.layout import Layout, UnconstrainedLayout
 from .base import Family, finite
 
-__all__ = ["FlowFamily", "MixtureFamily", "NormalFamily", "RelaxedFamily", "flow", "mixture", "relaxed"]
+__all__ = [
+    "FlowFamily",
+    "MixtureFamily",
+    "NormalFamily",
+    "RelaxedFamily",
+    "SinhArcsinhFamily",
+    "flow",
+    "mixture",
+    "relaxed",
+]
 
 
 class NormalFamily(Family):
@@ -117,11 +128,27 @@ class FlowFamily(NormalFamily):
         return "flow", self.num_params
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        normal = super().initial(value, scale, anchor)
-        return torch.cat([normal, normal.new_zeros(normal.shape[:-1] + (self.num_params - 2,))], -1)
+        return F.pad(super().initial(value, scale, anchor), (0, self.num_params - 2))
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return FlowElements(*self._split(params), anchor)
+
+
+class SinhArcsinhFamily(NormalFamily):
+    """A Normal with two tails of their own weight, under location and scale. Parameters: these two, left, right.
+
+    The default for a scale and other single bounded numbers: the posterior of its logarithm is skewed, with a tail that
+    is exponential on one side. At `initial` the factor is `NormalFamily`'s.
+    """
+
+    num_params = 4
+    kind: Hashable = "sinh_arcsinh"
+
+    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
+        return F.pad(super().initial(value, scale, anchor), (0, self.num_params - 2))
+
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+        return SinhArcsinhElements(*self._split(params), anchor)
 
 
 class RelaxedFamily(NormalFamily):

@@ -142,8 +142,11 @@ class InverseNetwork(PyroModule):
     def affine(self, name: Hashable) -> tuple[Tensor, Tensor]:
         """Returns shift and scale of a factor's own features, ``(elements, features)``."""
         factor = self.factors[name]
-        parts = (getattr(self, part).view(-1, factor.num_features) for part in self._affine[name])
-        shift, scale = (part.repeat(factor.num_elements // len(part), 1) for part in parts)
+        parts = (self._buffers[part].view(-1, factor.num_features) for part in self._affine[name])
+        shift, scale = (
+            part if len(part) == factor.num_elements else part.repeat(factor.num_elements // len(part), 1)
+            for part in parts
+        )
         return shift, scale
 
     def scaling(self, name: Hashable) -> tuple[Tensor, Tensor]:

@@ -83,15 +83,15 @@ class Evidence(nn.Module):
         (weight,) = self.weights() if weights is None else weights
         if applies(x, over, heads=self.heads):
             return evidence_sums(x, weight, _MAX_LOG_PRECISION, over).unflatten(-1, (self.heads, -1))
-        ones = F.pad(x, (1, 0), value=1.0)
         log_precision, slope = F.linear(x, weight[:, :-1], weight[:, -1]).split(self.heads, -1)
         force = log_precision.clamp(-_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope
         if isinstance(over, Along):
-            products = _products(force, ones, over)
+            products = _products(force, x, over)
         else:
-            terms = force.unsqueeze(-1) * ones.unsqueeze(-2)
+            terms = force.unsqueeze(-1) * x.unsqueeze(-2)
             products = over.sum(terms.flatten(-2)).unflatten(-1, (self.heads, -1))
-        return torch.cat((over.sum(force * slope).unsqueeze(-1), products), -1)
+        sums = over.sum(torch.stack((force * slope, force), -1).flatten(-2)).unflatten(-1, (self.heads, 2))
+        return torch.cat((sums, products), -1)
 
 
 def _products(force: Tensor, x: Tensor, over: Along) -> Tensor:

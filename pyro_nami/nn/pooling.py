@@ -164,17 +164,18 @@ class _PerceptronEncoder(SetEncoder):
 
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
         """Returns a linear function of the reduced units, inputs and ones."""
-        inputs = F.pad(x, (0, 1), value=1.0)
-        reduced = self.reduce(over, inputs)
         if len(weights) == 2 and self.of_sums is not None and rowwise.applies(x, over, activation=self.activation):
-            sums = rowwise.unit_sums(self.activation, x, weights[0], over)
-            reduced = torch.cat((self.of_sums(over, sums), reduced), -1)
-        elif len(weights) > 1:
-            units = self.activation(F.linear(inputs, weights[0]))
-            for weight in weights[1:-1]:
+            units = rowwise.unit_sums(self.activation, x, weights[0], over)
+            reduced = [self.of_sums(over, sums) for sums in (units, rowwise.input_sums(x, over))]
+        else:
+            values, units = [x, x.new_ones(*x.shape[:-1], 1)], x
+            for weight in weights[:-1]:
                 units = self.activation(F.linear(units, weight[:, :-1], weight[:, -1]))
-            reduced = torch.cat((self.reduce(over, units), reduced), -1)
-        return F.linear(reduced, weights[-1])
+            if units.requires_grad:  # that of a sum is one row for all, and activations are slow at that
+                units.register_hook(_contiguous)
+            values = values if len(weights) == 1 else [units, *values]
+            reduced = [self.reduce(over, value) for value in values]
+        return F.linear(torch.cat(reduced, -1), weights[-1])
 
 
 class MeanEncoder(_PerceptronEncoder):
@@ -225,3 +226,7 @@ def draw_layer(weight: Tensor, gain: float = 1.0) -> None:
     with torch.no_grad():
         weight.normal_(std=(gain / fan_in) ** 0.5)
         weight[:, -1].uniform_(-1, 1).mul_(fan_in**-0.5)
+
+
+def _contiguous(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.contiguous()

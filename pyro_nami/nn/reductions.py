@@ -17,7 +17,7 @@ from torch import Tensor
 
 __all__ = ["Along", "Chunk", "Counts", "Reduction", "Segments"]
 
-_CHUNK = 4096
+_CHUNK = 8192
 
 
 class Counts(NamedTuple):
@@ -135,7 +135,7 @@ class Segments:
         self.num_segments = num_segments
         self.dim = dim
         self.axis = dim - 1
-        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+        self._kept: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._counts: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
 
     def sum(self, x: Tensor) -> Tensor:
@@ -255,14 +255,17 @@ class Segments:
         """The numbers of the sorted rows, and the first of each set."""
         return torch.arange(len(self.index), device=self.index.device), self._offsets
 
-    def sorted_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def sorted_rows(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rows ``(instances, inputs + 1)``, set by set and with a one behind, of ``x`` ``(*batch, inputs)``.
 
-        And the same rows as columns, contiguous. They are kept for the next call with the same tensor, unchanged.
+        And the same rows as columns, contiguous, and their sums over the sets. All are kept for the next call with the
+        same tensor, unchanged.
         """
         if self._kept is None or self._kept[0] is not x:
             rows = F.pad(x.reshape(-1, x.shape[-1]).index_select(0, self._order), (0, 1), value=1.0)
-            self._kept = x, rows, rows.t().contiguous()
+            arange, offsets = self.bags
+            sums = F.embedding_bag(arange, rows, offsets, mode="sum")
+            self._kept = x, rows, rows.t().contiguous(), sums
         return self._kept[1:]
 
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from pyro_nami.nn.reductions import Reduction, Segments
 
-__all__ = ["applies", "evidence_sums", "unit_sums"]
+__all__ = ["applies", "evidence_sums", "input_sums", "unit_sums"]
 
 _FEWEST = 8192
 _MOST_HEADS = 4
@@ -46,7 +46,13 @@ def applies(x: Tensor, over: Reduction, *, activation: Any = F.silu, heads: int 
 
 def unit_sums(activation: Any, x: Tensor, weight: Tensor, over: Any) -> Tensor:
     """Returns the sums over sets ``(*sets, units)`` of a hidden layer ``(units, inputs + 1)`` of rows of ``x``."""
-    return _in_place(_UnitSums.apply(activation, over, *over.sorted_rows(x), weight), x, over)
+    rows, columns, _ = over.sorted_rows(x)
+    return _in_place(_UnitSums.apply(activation, over, rows, columns, weight), x, over)
+
+
+def input_sums(x: Tensor, over: Any) -> Tensor:
+    """Returns the sums over sets ``(*sets, inputs + 1)`` of rows of ``x`` and of ones."""
+    return _in_place(over.sorted_rows(x)[2], x, over)
 
 
 def evidence_sums(x: Tensor, weight: Tensor, most: float, over: Any) -> Tensor:
@@ -54,7 +60,8 @@ def evidence_sums(x: Tensor, weight: Tensor, most: float, over: Any) -> Tensor:
 
     Both q and the regression of phi are linear in the inputs, so that all sums follow from those of exp(l) q (x, 1).
     """
-    return _in_place(_EvidenceSums.apply(most, over, *over.sorted_rows(x), weight).flatten(1), x, over)
+    rows, columns, _ = over.sorted_rows(x)
+    return _in_place(_EvidenceSums.apply(most, over, rows, columns, weight).flatten(1), x, over)
 
 
 def _in_place(sums: Tensor, x: Tensor, over: Any) -> Tensor:
