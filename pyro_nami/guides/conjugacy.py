@@ -15,7 +15,9 @@ well). Change this module to take in other exact conditionals.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pyro
@@ -28,7 +30,7 @@ from pyro_nami.families import Family, NormalFamily
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.first_run import allows_nan
 
-__all__ = ["Conjugate", "Elimination", "find_conjugate", "leading_shape"]
+__all__ = ["Conjugate", "Elimination", "expanding", "find_conjugate", "leading_shape"]
 
 _MOST_MEMBERS = 4
 _TOLERANCE = 1e-3
@@ -158,17 +160,24 @@ def _candidates(
 class Elimination:
     """The exact conditionals of a group's members, each given those before it and with those behind integrated out.
 
+    A run of the model goes between its two halves: with what was drawn before at its values, the members at `points`,
+    and gradients; `until` names the sites that it has to reach. Then `solve` is told its sites.
+
     Args:
         plan: the group.
-        run: as in `find_conjugate`; with what was drawn before at its values.
         leading: sizes of the batch dims to the left of the plates, and 1 for each plate dim.
+        differentiable: whether gradients are to flow to what was drawn before.
     """
 
-    def __init__(self, plan: Conjugate, run: Run, leading: Sequence[int]) -> None:
-        differentiable = torch.is_grad_enabled()
+    def __init__(self, plan: Conjugate, leading: Sequence[int], differentiable: bool) -> None:
+        self._expansion = _Expansion(plan, leading)
+        self._names, self._differentiable = plan.members, differentiable
+        self.points, self.until = self._expansion.values, self._expansion.until
+
+    def solve(self, sites: Mapping[str, Any]) -> None:
+        """Eliminates the members, last ones first."""
         whole = bool(torch._C._get_tracing_state())  # a traced tensor's shape is none that autograd can compare
-        with torch.inference_mode(False):
-            points, _, gradient, precision = _expanded(plan, run, leading, differentiable, whole=whole)
+        points, _, gradient, precision = self._expansion.quadratic(sites, self._differentiable, whole=whole)
         # What elimination leaves below this is rounding.
         least = [torch.finfo(row[i].dtype).eps * row[i].detach() for i, row in enumerate(precision)]
         for k in range(len(points) - 1, 0, -1):
@@ -178,7 +187,6 @@ class Elimination:
                 for j in range(i, k):
                     precision[i][j] = precision[i][j] - ratio * precision[j][k]
                 precision[i][i] = precision[i][i].maximum(least[i])
-        self._names, self._differentiable = plan.members, differentiable
         self._points, self._gradient, self._precision = points, gradient, precision
 
     def conditional(self, name: str, values: Mapping[str, Tensor]) -> dist.Normal:
@@ -203,55 +211,67 @@ def leading_shape(values: Mapping[str, Tensor], event_dims: Mapping[str, int], n
     return shape
 
 
-def _expanded(
-    plan: Conjugate,
-    run: Run,
-    leading: Sequence[int],
-    differentiable: bool,
-    away: float = 0.0,
-    parts: Sequence[str] | None = None,
-    whole: bool = True,
-) -> _Quadratic:
-    """Returns the expansion of the log density about the members' prior means, or points some deviations away.
+class _Expansion:
+    """The expansion of a log density about the members' prior means, or points some deviations away.
 
-    ``parts`` are the sites whose density it is, by default all. If it is known to be quadratic, ``whole=False`` leaves
-    out its value there, and takes less time.
+    Attributes:
+        values: member -> a function of its prior that makes its point.
+        until: the sites whose density it is.
     """
-    points: dict[str, Tensor] = {}
 
-    def point_of(name: str) -> Callable[[Any], Tensor]:
-        def point(fn: Any) -> Tensor:
-            value = fn.mean.detach()
-            if away:
-                spread = torch.arange(value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
-                value = value + away * fn.stddev.detach() * (1 + 2.4 * spread + len(points)).sin()
-            shape = torch.broadcast_shapes(leading, fn.batch_shape)
-            points[name] = value.expand(shape).clone().requires_grad_()
-            return points[name]
+    def __init__(self, plan: Conjugate, leading: Sequence[int] = (), away: float = 0.0) -> None:
+        self._plan, self._leading, self._away = plan, leading, away
+        self._points: dict[str, Tensor] = {}
+        self.values = {name: functools.partial(self._point, name) for name in plan.members}
+        self.until = (*plan.members, *plan.children)
 
-        return point
+    def _point(self, name: str, prior: Any) -> Tensor:
+        value = prior.mean.detach()
+        if self._away:
+            spread = torch.arange(value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
+            value = value + self._away * prior.stddev.detach() * (1 + 2.4 * spread + len(self._points)).sin()
+        shape = torch.broadcast_shapes(self._leading, prior.batch_shape)
+        self._points[name] = value.expand(shape).clone().requires_grad_()
+        return self._points[name]
 
-    with torch.enable_grad():
-        with pyro.validation_enabled(False):  # the model's own run validates the same
-            sites = run({name: point_of(name) for name in plan.members}, (*plan.members, *plan.children))
-        scale = sites[plan.members[0]]["scale"]
-        values = [points[name] for name in plan.members]
-        terms = [
-            _term(sites[name], scale, masked=name in plan.children, whole=whole)
-            for name in parts or (*plan.members, *plan.children)
-        ]
-        if parts:  # which need not depend on all values
-            terms += [(0 * value.square().sum(), None) for value in values]
-        outputs, cotangents = zip(*(term for term in terms if term[0].requires_grad))
-        gradient = list(torch.autograd.grad(outputs, values, cotangents, create_graph=True))
-        precision: list[list[Tensor]] = []
-        for i, row in enumerate(gradient):  # symmetric: what is below the diagonal is known
-            parts_above = torch.autograd.grad(
-                row.sum(), values[i:], create_graph=differentiable, retain_graph=True, materialize_grads=True
-            )
-            precision.append([*(above[i] for above in precision), *(-part for part in parts_above)])
-    total = torch.stack([output.detach() for output, _ in terms]).sum() if whole else None
-    return _Quadratic(values, total, gradient, precision)
+    def quadratic(
+        self,
+        sites: Mapping[str, Any],
+        differentiable: bool = False,
+        parts: Sequence[str] | None = None,
+        whole: bool = True,
+    ) -> _Quadratic:
+        """Returns it, given the sites of a run of the model with gradients.
+
+        ``parts`` are the sites whose density it is, by default all. If it is known to be quadratic, ``whole=False``
+        leaves out its value there, and takes less time.
+        """
+        plan = self._plan
+        with torch.inference_mode(False), torch.enable_grad():
+            scale = sites[plan.members[0]]["scale"]
+            values = [self._points[name] for name in plan.members]
+            terms = [
+                _term(sites[name], scale, masked=name in plan.children, whole=whole) for name in parts or self.until
+            ]
+            if parts:  # which need not depend on all values
+                terms += [(0 * value.square().sum(), None) for value in values]
+            outputs, cotangents = zip(*(term for term in terms if term[0].requires_grad))
+            gradient = list(torch.autograd.grad(outputs, values, cotangents, create_graph=True))
+            precision: list[list[Tensor]] = []
+            for i, row in enumerate(gradient):  # symmetric: what is below the diagonal is known
+                parts_above = torch.autograd.grad(
+                    row.sum(), values[i:], create_graph=differentiable, retain_graph=True, materialize_grads=True
+                )
+                precision.append([*(above[i] for above in precision), *(-part for part in parts_above)])
+        total = torch.stack([output.detach() for output, _ in terms]).sum() if whole else None
+        return _Quadratic(values, total, gradient, precision)
+
+
+@contextmanager
+def expanding() -> Iterator[None]:
+    """Runs a model for an expansion: with gradients, and unvalidated, as its own run validates the same."""
+    with torch.inference_mode(False), torch.enable_grad(), pyro.validation_enabled(False):
+        yield
 
 
 def _term(site: Mapping[str, Any], scale: Any, masked: bool, whole: bool) -> tuple[Tensor, Tensor | None]:
@@ -282,30 +302,29 @@ def _is_quadratic(plan: Conjugate, run: Run, drawn: Mapping[str, Tensor]) -> boo
     the members' own density may be so large that nothing is seen of that of the children.
     """
 
-    def at_draw(values: Mapping[str, Any], until: Collection[str]) -> Mapping[str, Any]:
-        return run({**drawn, **values}, until)
+    def expansion(away: float = 0.0, parts: Sequence[str] | None = None) -> _Quadratic:
+        about = _Expansion(plan, away=away)
+        with expanding():
+            sites = run({**drawn, **about.values}, about.until)
+        return about.quadratic(sites, parts=parts)
 
     try:
-        whole = _expanded(plan, at_draw, (), False)
+        whole = expansion()
         if not all((row[i] > 0).all() for i, row in enumerate(whole.precision)):
             return False
-        return all(
-            _agrees(plan, at_draw, away, parts)
-            for away in _PROBED_AT
-            for parts in (plan.members, plan.children)
-        )
+        return all(_agrees(expansion, away, parts) for away in _PROBED_AT for parts in (plan.members, plan.children))
     except (NotImplementedError, RuntimeError, ValueError):
         return False  # no gradient, no mean, or a density that is not that of one instance each
 
 
-def _agrees(plan: Conjugate, run: Run, away: float, parts: Sequence[str]) -> bool:
+def _agrees(expansion: Callable[..., _Quadratic], away: float, parts: Sequence[str]) -> bool:
     """Whether the density of some sites is quadratic, and no constant, as far as two points tell."""
-    here = _expanded(plan, run, (), False, parts=parts)
-    there = _expanded(plan, run, (), False, away=away, parts=parts)
+    here, there = expansion(parts=parts), expansion(away, parts)
+    assert here.total is not None and there.total is not None
     steps = [b.detach() - a.detach() for a, b in zip(here.points, there.points)]
     if all((each == 0).all() for row in here.precision for each in row):
         return False  # weights that are zero as yet
-    gain, slack = there.total.detach() - here.total.detach(), _TOLERANCE**2 * here.total.detach().abs()
+    gain, slack = there.total - here.total, _TOLERANCE**2 * here.total.abs()
     for i, row in enumerate(here.precision):
         bends = [each.detach() * step for each, step in zip(row, steps)]
         before, after = here.gradient[i].detach(), there.gradient[i].detach()

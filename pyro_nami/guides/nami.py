@@ -275,10 +275,13 @@ class AutoNaMIGuide(PersistentGuide):
     def _run_interleaved(self, current: Pass, call: Call) -> None:
         while True:
             run = Interleaved(current, call.given, call.indices)
-            run.run(call.model, call.args, call.kwargs)
+            sites = run.run(call.model, call.args, call.kwargs)
             if run.lacking is None:
                 break
-            current.derive(run.lacking, current.values)
+            if run.elimination is None:
+                current.derive(run.lacking, current.values)
+            else:
+                current.solve(run.lacking, run.elimination, sites)
         missing = run.missing.intersection(self._assembly.program)
         if missing:
             raise ValueError(_MISSING_SITE.format(min(missing)))

@@ -29,7 +29,7 @@ from pyro_nami.distributions.factor import SiteDistribution
 from pyro_nami.distributions.joint import unfold
 from pyro_nami.distributions.relocated import Relocated, Relocation
 from pyro_nami.families import Family
-from pyro_nami.guides.conjugacy import Conjugate, Elimination, leading_shape
+from pyro_nami.guides.conjugacy import Conjugate, Elimination, expanding, leading_shape
 from pyro_nami.guides.groups import Factor
 from pyro_nami.guides.network import NetworkState
 from pyro_nami.guides.structure import Assembly
@@ -139,18 +139,28 @@ class Pass:
 
     def derive(self, name: str, values: Mapping[str, Tensor]) -> None:
         """Derives the exact conditional of a latent, and of the others of its group, at values of what is before it."""
-        assembly, call = self.assembly, self._call
+        call, elimination = self._call, self.elimination(name, values)
         if name in call.derived:
             assert call.context is not None
             call = call.context
+        known = {key: value.clone() if value.is_inference() else value for key, value in values.items()}
+        with expanding():
+            sites = call.run({**call.given, **known, **elimination.points}, until=elimination.until)
+        self.solve(name, elimination, sites)
 
-        def run(points: Mapping[str, Any], until: Collection[str]) -> Mapping[str, Any]:
-            known = {key: value.clone() if value.is_inference() else value for key, value in values.items()}
-            return call.run({**call.given, **known, **points}, until=until)
+    def derives_here(self, name: str) -> bool:
+        """Whether a latent's exact conditional can be derived in the run that draws what is before it."""
+        return name not in self._call.derived and not torch.is_inference_mode_enabled()
 
-        leading = leading_shape({**call.values, **values}, assembly.event_dims, assembly.nesting)
-        group = assembly.conjugate[name]
-        self._eliminations[group] = Elimination(group, run, leading)
+    def elimination(self, name: str, values: Mapping[str, Tensor]) -> Elimination:
+        """Returns the elimination of a latent's group at values of what is before it; it needs a run of the model."""
+        leading = leading_shape({**self._call.values, **values}, self.assembly.event_dims, self.assembly.nesting)
+        return Elimination(self.assembly.conjugate[name], leading, torch.is_grad_enabled())
+
+    def solve(self, name: str, elimination: Elimination, sites: Mapping[str, Any]) -> None:
+        """Takes in the sites of that run."""
+        elimination.solve(sites)
+        self._eliminations[self.assembly.conjugate[name]] = elimination
 
     def _sequential(
         self, name: str, factor: Factor, family: Family, batch_shape: torch.Size, anchor: Tensor | None
@@ -277,8 +287,10 @@ class Interleaved(Hidden):
         indices: plate -> the instances that it holds.
 
     Attributes:
-        lacking: the latent at which the run was given up, as its exact conditional has to be derived first. That takes
-            runs of the model, and a model that is a handler's cannot run inside its own run.
+        lacking: the latent at which drawing was given up, as its exact conditional has to be derived first. That takes
+            the rest of a run of the model, with gradients. It is this run's, but where the conditional is derived from
+            other data; a model that is a handler's cannot run inside its own run.
+        elimination: what this run goes on for, if it does.
     """
 
     def __init__(
@@ -291,12 +303,23 @@ class Interleaved(Hidden):
         super().__init__({**observed, **current.values}, indices, until=drawn)
         self.current = current
         self.lacking: str | None = None
+        self.elimination: Elimination | None = None
         self._ours: set[str] = set()
+
+    def run(self, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs the model, to its end or until all is seen; returns its sample sites, as a trace holds them."""
+        gradients, validation = torch.is_grad_enabled(), dist.is_validation_enabled()
+        try:
+            return super().run(model, args, kwargs)
+        finally:
+            if self.elimination is not None:
+                torch.set_grad_enabled(gradients)
+                dist.enable_validation(validation)
 
     def _process_message(self, msg: Any) -> None:
         super()._process_message(msg)
         name, current = msg["name"], self.current
-        if msg["type"] != "sample" or name in current.values or site_is_subsample(msg):
+        if self.lacking or msg["type"] != "sample" or name in current.values or site_is_subsample(msg):
             return
         if name not in current.assembly.program:
             if name not in current.assembly.names:
@@ -304,8 +327,8 @@ class Interleaved(Hidden):
         elif msg["is_observed"] or name in self.values:
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
         elif current.lacks(name):
-            self.lacking = name
-            raise AllSeen
+            self._expand(name)
+            super()._process_message(msg)
         else:
             msg["stop"] = False
             self._ours.add(name)
@@ -313,6 +336,17 @@ class Interleaved(Hidden):
             if name not in current.from_model:
                 msg["fn"] = current.distribution(name, msg["fn"].batch_shape, msg["fn"])
             msg["fn"] = current.outside(msg["fn"])
+
+    def _expand(self, name: str) -> None:
+        """Goes on for the exact conditional of a latent, out of sight and with gradients, or ends the run."""
+        self.lacking = name
+        if not self.current.derives_here(name):
+            raise AllSeen
+        self.elimination = self.current.elimination(name, self.current.values)
+        self.values = {**self.values, **self.elimination.points}
+        self.missing = set(self.elimination.until)
+        torch.set_grad_enabled(True)
+        dist.enable_validation(False)  # the model's own run validates the same
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self._ours and msg["value"] is not None:

@@ -84,14 +84,16 @@ class Evidence(nn.Module):
         if applies(x, over, heads=self.heads):
             return evidence_sums(x, weight, _MAX_LOG_PRECISION, over).unflatten(-1, (self.heads, -1))
         log_precision, slope = F.linear(x, weight[:, :-1], weight[:, -1]).split(self.heads, -1)
-        force = log_precision.clamp(-_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope
+        force = F.hardtanh(log_precision, -_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope
         if isinstance(over, Along):
             products = _products(force, x, over)
         else:
             terms = force.unsqueeze(-1) * x.unsqueeze(-2)
             products = over.sum(terms.flatten(-2)).unflatten(-1, (self.heads, -1))
-        sums = over.sum(torch.stack((force * slope, force), -1).flatten(-2)).unflatten(-1, (self.heads, 2))
-        return torch.cat((sums, products), -1)
+        forces = over.sum(force).unsqueeze(-1)
+        # As q is linear in the inputs; rounding may take what is next to nothing below it.
+        squares = (torch.cat((products, forces), -1) * weight[self.heads :]).sum(-1, keepdim=True).clamp(min=0)
+        return torch.cat((squares, forces, products), -1)
 
 
 def _products(force: Tensor, x: Tensor, over: Along) -> Tensor:

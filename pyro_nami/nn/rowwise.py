@@ -112,7 +112,7 @@ class _EvidenceSums(torch.autograd.Function):
         )
         ctx.over, ctx.within = over, log_precision.abs() < most
         ctx.save_for_backward(rows, columns, weight, precision, force, sums)
-        squares = (sums * weight[len(force) :]).sum(-1, keepdim=True)
+        squares = (sums * weight[len(force) :]).sum(-1, keepdim=True).clamp_(min=0)  # which only rounding makes smaller
         return torch.cat((squares, sums[..., -1:], sums[..., :-1]), -1)
 
     @staticmethod
