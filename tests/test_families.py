@@ -15,6 +15,7 @@ from torch.distributions import biject_to, kl_divergence
 from pyro_nami.families import (
     Family,
     NormalFamily,
+    SinhArcsinhFamily,
     features_of,
     flow,
     make_family,
@@ -55,6 +56,8 @@ CASES = {
     "mixture-real": (mixture(4), dist.Normal(t(0.0), t(1.0))),
     "mixture-positive": ("mixture", dist.Gamma(t(2.0), t(1.0))),
     "mixture-vector": ("mixture", dist.Normal(torch.zeros(2, dtype=DTYPE), 1.0).to_event(1)),
+    "sinh_arcsinh-real": ("sinh_arcsinh", dist.Normal(t(0.0), t(1.0))),
+    "sinh_arcsinh-vector": ("sinh_arcsinh", dist.Gamma(torch.full((2,), 2.0, dtype=DTYPE), 1.0).to_event(1)),
     "flow-real": ("flow", dist.Normal(t(0.0), t(1.0))),
     "flow-unit": (flow(4), dist.Beta(t(2.0), t(3.0))),
     "flow-vector": ("flow", dist.Normal(torch.zeros(2, dtype=DTYPE), 1.0).to_event(1)),
@@ -405,7 +408,7 @@ def test_finite_supports_are_enumerated_over_a_batch(case):
 
 # Step 0 ---------------------------------------------------------------------------------------------------------------
 
-unconstrained = [name for name in ids if name.split("-")[0] in ("normal", "mixture", "flow")]
+unconstrained = [name for name in ids if name.split("-")[0] in ("normal", "sinh_arcsinh", "mixture", "flow")]
 
 
 @pytest.mark.parametrize("anchored", [False, True], ids=["plain", "anchored"])
@@ -649,7 +652,7 @@ def test_an_unsupported_site_names_itself_and_the_way_out():
 
 
 def test_an_unknown_name_lists_the_families():
-    with pytest.raises(ValueError, match=r"'flow', 'match', 'mixture', 'normal'.*\"z\".*'gauss'"):
+    with pytest.raises(ValueError, match=r"'flow', 'match', 'mixture', 'normal', 'sinh_arcsinh'.*\"z\".*'gauss'"):
         make_family("gauss", "z", dist.Normal(0.0, 1.0), torch.tensor(0.0))
     with pytest.raises(TypeError, match='site "z"; got int'):
         make_family(3, "z", dist.Normal(0.0, 1.0), torch.tensor(0.0))
@@ -657,7 +660,7 @@ def test_an_unknown_name_lists_the_families():
         make_family(lambda name, prior, value: 3, "z", dist.Normal(0.0, 1.0), torch.tensor(0.0))
 
 
-@pytest.mark.parametrize("spec", ["normal", "mixture", "flow", mixture(2), NormalFamily])
+@pytest.mark.parametrize("spec", ["normal", "sinh_arcsinh", "mixture", "flow", mixture(2), NormalFamily])
 def test_a_continuous_family_on_a_discrete_site_is_refused(spec):
     with pytest.raises(ValueError, match='discrete values at site "k" .Categorical.'):
         make_family(spec, "k", dist.Categorical(torch.ones(3)), torch.tensor(0))
@@ -693,3 +696,10 @@ def test_families_can_be_registered_by_name_or_given_directly(monkeypatch):
         flow(1)
     with pytest.raises(ValueError, match="positive temperature"):
         relaxed(0.0)
+
+
+def test_by_default_a_lone_bounded_number_has_two_tails_and_all_else_is_normal():
+    scale = dist.HalfCauchy(t(1.0))
+    assert type(make_family(None, "tau", scale, scale.sample())) is SinhArcsinhFamily
+    for prior in (dist.Normal(t(0.0), t(1.0)), scale.expand([3]), scale.expand([3]).to_event(1)):
+        assert type(make_family(None, "z", prior, prior.sample())) is NormalFamily

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _RANGE = 40.0
-_MOST_BEND = 2.0
+_TAIL_RANGE = 8.0  # raw parameters of tails move them less than that of the scale moves it, which training needs first
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -223,9 +223,9 @@ class FlowElements(Elements):
 class SinhArcsinhElements(Elements):
     """A standard Normal e with two tails of their own weight, then location and scale: x = loc + scale bend(e).
 
-    bend(e) = sinh(a(arcsinh(e))), where a is a branch of a hyperbola through 0 with slopes ``exp(left)`` and
-    ``exp(right)`` far out: a density falls off as that of a Normal at slope 1 and as an exponential at slope 2. It is
-    the identity where both parameters are zero. The logarithms of the slopes are kept within -2 and 2.
+    bend(e) = sinh(a(arcsinh(e))), where a is a branch of a hyperbola through 0 with slopes ``2 ** tanh(left / 8)`` and
+    ``2 ** tanh(right / 8)`` far out: from 1/2 over 1, where the density falls off as a Normal's, to 2, as that of an
+    exponential variable. It is the identity where both parameters are zero.
 
     Args:
         params: ``(*batch, E, 4)``: location, raw scale, left, right.
@@ -239,7 +239,7 @@ class SinhArcsinhElements(Elements):
     def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
         location, raw = params[..., :2].unbind(-1)
         self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
-        left, right = (_MOST_BEND * (params[..., 2:] / _MOST_BEND).tanh()).exp().unbind(-1)
+        left, right = (params[..., 2:] / _TAIL_RANGE).tanh().exp2().unbind(-1)
         self._mean, self._half = (left + right) / 2, (right - left) / 2
         self.shape = self.loc.shape
         self._drawn: _Drawn | None = None

@@ -1,4 +1,4 @@
-"""Families of continuous sites whose elements live in unconstrained space: Normal (the default), sinh-arcsinh, mixture and flow.
+"""Families of continuous sites whose elements live in unconstrained space: Normal, sinh-arcsinh, mixture and flow.
 
 All four are location-scale types, so they share the anchor and, at step 0, Pyro's ``AutoNormal``: location at the
 init value, scale at the init scale. The fifth, relaxed, has a fixed temperature instead of a scale.

@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pyro_nami.conditioning import covariates_of
 from pyro_nami.guides.columns import covariate_values
 from pyro_nami.guides.features import tempered
+from pyro_nami.guides.interleaved import new_site
 from pyro_nami.guides.maps import MapReader, arguments_key, same_arguments
 from pyro_nami.guides.network import InverseNetwork, NetworkState
-from pyro_nami.guides.sampling import fixed_size, new_site
+from pyro_nami.guides.sampling import fixed_size
 from pyro_nami.guides.shapes import resized_plates
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.isolation import untouched

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.assembly import assemble
 from pyro_nami.guides.data import Call, DataReader
+from pyro_nami.guides.interleaved import Interleaved
 from pyro_nami.guides.network import NetworkState, as_pyro_module
 from pyro_nami.guides.persistence import PersistentGuide
-from pyro_nami.guides.sampling import Interleaved, Pass, draw_detached
+from pyro_nami.guides.sampling import Pass, draw_detached
 from pyro_nami.guides.shapes import own_shape, quantiles_of, sum_plates, with_plate_dims
 from pyro_nami.guides.structure import Assembly, Options
 from pyro_nami.infer.observations import takes_observations
@@ -275,13 +276,9 @@ class AutoNaMIGuide(PersistentGuide):
     def _run_interleaved(self, current: Pass, call: Call) -> None:
         while True:
             run = Interleaved(current, call.given, call.indices)
-            sites = run.run(call.model, call.args, call.kwargs)
+            run.run(call.model, call.args, call.kwargs)
             if run.lacking is None:
                 break
-            if run.elimination is None:
-                current.derive(run.lacking, current.values)
-            else:
-                current.solve(run.lacking, run.elimination, sites)
         missing = run.missing.intersection(self._assembly.program)
         if missing:
             raise ValueError(_MISSING_SITE.format(min(missing)))

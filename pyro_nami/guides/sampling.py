@@ -1,16 +1,14 @@
-"""Drawing all latents of a guide in one pass, site by site.
+"""One pass over a guide's latents: each one's distribution, given what is known so far.
 
-Where sampling order is program order, the guide draws inside one interleaved run of the model (`Interleaved`): the
-messages of the latents, with the guide's distributions in place of the model's, go on to the handlers outside, and
-all others stay hidden. So plates, masks and scales are the model's own, and every latent's prior, at the parents just
-drawn, is at hand as its anchor. Otherwise latents are drawn in the guide's own plates first (`draw_detached`), and a
-run of the model follows only where some of them are drawn from the model's own conditional.
+Where sampling order is program order, the guide draws inside a run of the model (`pyro_nami.guides.interleaved`).
+Otherwise latents are drawn in the guide's own plates first (`draw_detached`), and a run of the model follows only where
+some of them are drawn from the model's own conditional.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +19,7 @@ from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_STACK, get_plates
-from pyro.poutine.util import is_validation_enabled, site_is_subsample
+from pyro.poutine.util import is_validation_enabled
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -33,9 +31,9 @@ from pyro_nami.guides.conjugacy import Conjugate, Elimination, expanding, leadin
 from pyro_nami.guides.groups import Factor
 from pyro_nami.guides.network import NetworkState
 from pyro_nami.guides.structure import Assembly
-from pyro_nami.simulation import AllSeen, Hidden, changed_event_shape
+from pyro_nami.simulation import changed_event_shape
 
-__all__ = ["Interleaved", "Pass", "draw_detached", "fixed_size", "new_site"]
+__all__ = ["Pass", "draw_detached", "fixed_size"]
 
 
 class Data(Protocol):
@@ -276,90 +274,6 @@ def _common(shape: torch.Size, target: torch.Size) -> tuple[torch.Size, torch.Si
         extra += 1
     shape = shape[extra:]
     return (target if shape == target else torch.broadcast_shapes(shape, target)), shape
-
-
-class Interleaved(Hidden):
-    """Runs the model with its latents drawn by the guide, on behalf of the handlers outside.
-
-    Args:
-        current: the pass.
-        observed: values of the observed sites, as the guide reads them.
-        indices: plate -> the instances that it holds.
-
-    Attributes:
-        lacking: the latent at which drawing was given up, as its exact conditional has to be derived first. That takes
-            the rest of a run of the model, with gradients. It is this run's, but where the conditional is derived from
-            other data; a model that is a handler's cannot run inside its own run.
-        elimination: what this run goes on for, if it does.
-    """
-
-    def __init__(
-        self,
-        current: Pass,
-        observed: Mapping[str, Tensor],
-        indices: Mapping[str, Tensor],
-    ) -> None:
-        drawn = {name for name in current.assembly.program if name not in current.values}
-        super().__init__({**observed, **current.values}, indices, until=drawn)
-        self.current = current
-        self.lacking: str | None = None
-        self.elimination: Elimination | None = None
-        self._ours: set[str] = set()
-
-    def run(self, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs the model, to its end or until all is seen; returns its sample sites, as a trace holds them."""
-        gradients, validation = torch.is_grad_enabled(), dist.is_validation_enabled()
-        try:
-            return super().run(model, args, kwargs)
-        finally:
-            if self.elimination is not None:
-                torch.set_grad_enabled(gradients)
-                dist.enable_validation(validation)
-
-    def _process_message(self, msg: Any) -> None:
-        super()._process_message(msg)
-        name, current = msg["name"], self.current
-        if self.lacking or msg["type"] != "sample" or name in current.values or site_is_subsample(msg):
-            return
-        if name not in current.assembly.program:
-            if name not in current.assembly.names:
-                raise ValueError(new_site(name))
-        elif msg["is_observed"] or name in self.values:
-            current.know(name, msg["value"])  # a semi-observed site, observed in this call
-        elif current.lacks(name):
-            self._expand(name)
-            super()._process_message(msg)
-        else:
-            msg["stop"] = False
-            self._ours.add(name)
-            msg["infer"] = {key: value for key, value in msg["infer"].items() if key != "enumerate"}
-            if name not in current.from_model:
-                msg["fn"] = current.distribution(name, msg["fn"].batch_shape, msg["fn"])
-            msg["fn"] = current.outside(msg["fn"])
-
-    def _expand(self, name: str) -> None:
-        """Goes on for the exact conditional of a latent, out of sight and with gradients, or ends the run."""
-        self.lacking = name
-        if not self.current.derives_here(name):
-            raise AllSeen
-        self.elimination = self.current.elimination(name, self.current.values)
-        self.values = {**self.values, **self.elimination.points}
-        self.missing = set(self.elimination.until)
-        torch.set_grad_enabled(True)
-        dist.enable_validation(False)  # the model's own run validates the same
-
-    def _postprocess_message(self, msg: Any) -> None:
-        if msg["type"] == "sample" and msg["name"] in self._ours and msg["value"] is not None:
-            msg["value"] = self.current.take(msg["name"], msg["value"], msg["fn"])
-        super()._postprocess_message(msg)
-
-
-def new_site(name: str) -> str:
-    """Returns the message for a site that the guide's first call did not have."""
-    return (
-        f"Expected the sites of the guide's first call; got a new site '{name}'. A guide's structure is fixed at its "
-        "first call: make a new guide, or sample the site in every call."
-    )
 
 
 def draw_detached(

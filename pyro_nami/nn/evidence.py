@@ -83,20 +83,23 @@ class Evidence(nn.Module):
         (weight,) = self.weights() if weights is None else weights
         if applies(x, over, heads=self.heads):
             return evidence_sums(x, weight, _MAX_LOG_PRECISION, over).unflatten(-1, (self.heads, -1))
-        log_precision, slope = F.linear(x, weight[:, :-1], weight[:, -1]).split(self.heads, -1)
-        force = F.hardtanh(log_precision, -_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope
-        if isinstance(over, Along):
-            products = _products(force, x, over)
+        read, bias = weight[:, :-1], weight[:, -1]
+        if isinstance(over, Along):  # instances last, as one matrix product sums over them
+            x = x.movedim(over.axis, -2)
+            force = _force(read @ x.transpose(-1, -2) + bias.unsqueeze(-1), -2)
+            products, forces = force @ x, force.sum(-1, keepdim=True)
         else:
+            force = _force(F.linear(x, read, bias), -1)
             terms = force.unsqueeze(-1) * x.unsqueeze(-2)
             products = over.sum(terms.flatten(-2)).unflatten(-1, (self.heads, -1))
-        forces = over.sum(force).unsqueeze(-1)
+            forces = over.sum(force).unsqueeze(-1)
         # As q is linear in the inputs; rounding may take what is next to nothing below it.
         squares = (torch.cat((products, forces), -1) * weight[self.heads :]).sum(-1, keepdim=True).clamp(min=0)
-        return torch.cat((squares, forces, products), -1)
+        sums = torch.cat((squares, forces, products), -1)
+        return sums.unsqueeze(over.axis - 1) if isinstance(over, Along) else sums
 
 
-def _products(force: Tensor, x: Tensor, over: Along) -> Tensor:
-    """Returns the sums of force ``(*batch, heads)`` times inputs ``(*batch, inputs)``, by one matrix product."""
-    force, x = force.movedim(over.axis, -2), x.movedim(over.axis, -2)
-    return (force.transpose(-1, -2) @ x).unsqueeze(over.axis - 1)
+def _force(linear: Tensor, dim: int) -> Tensor:
+    """Returns exp(l) q of every head, from both of these along a dim."""
+    log_precision, slope = linear.chunk(2, dim)
+    return F.hardtanh(log_precision, -_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope

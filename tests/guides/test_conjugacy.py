@@ -258,6 +258,56 @@ def test_without_gradients_and_in_inference_mode():
         assert torch.allclose(found, exact(*args, values["mu"], values["tau"]).log_prob(joint))
 
 
+def test_deriving_goes_on_in_the_run_that_draws_and_leaves_no_switch_behind():
+    runs = []
+
+    def model(y):
+        runs.append(1)
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
+        with pyro.plate("rows", len(y)):
+            with pyro.validation_enabled(False):
+                z = pyro.sample("z", dist.Normal(mu, 1.5))
+            pyro.sample("y", dist.Normal(2 * z, 0.5), obs=y)
+
+    y = torch.tensor([0.3, -1.2, 4.0])
+    guide = AutoNaMIGuide(model)
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            guide(y)
+            runs.clear()
+            trace = poutine.trace(guide).get_trace(y)
+            assert len(runs) == 2  # to z and on, and up to z
+            assert torch.is_grad_enabled() == gradients and dist.is_validation_enabled()
+        mu, fn = trace.nodes["mu"]["value"].detach(), trace.nodes["z"]["fn"]
+        precision = 1.5**-2 + 4 / 0.25
+        torch.testing.assert_close(fn.mean.detach(), (mu / 1.5**2 + 2 * y / 0.25) / precision)
+        torch.testing.assert_close(fn.stddev.detach(), torch.full((3,), precision**-0.5))
+
+
+def test_an_error_while_deriving_leaves_no_switch_behind():
+    broken = []
+
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Normal(mu, 1.5))
+            if broken:
+                raise RuntimeError("not now")
+            pyro.sample("y", dist.Normal(2 * z, 0.5), obs=y)
+
+    y = torch.tensor([0.3, -1.2, 4.0])
+    guide = AutoNaMIGuide(model)
+    guide(y)
+    broken.append(True)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="not now"):
+        guide(y)
+    assert torch.is_grad_enabled() and dist.is_validation_enabled()
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="not now"):
+            guide(y)
+        assert not torch.is_grad_enabled()
+
+
 def test_a_mask_that_comes_later():
     y = torch.randn(4)
 
