@@ -5,7 +5,7 @@ those children, which are observed. As a function of the members the log density
 gradient and curvature at one point are all there is to know of it. Both come from a run of the model by automatic
 differentiation, and p(member | members before it, what is drawn before, data), with later members integrated out,
 follows for all of them by one elimination (`Elimination`). It needs no weights, holds for any data and any number of
-instances, and is differentiable in what was drawn before. It costs two runs of the model a group of members in each
+instances, and is differentiable in what was drawn before. It costs one run of the model more a group of members in each
 call of the guide.
 
 `find_conjugate` finds these latents: by the network, who has to be known; by probing, that the density is quadratic
