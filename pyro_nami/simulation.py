@@ -12,10 +12,9 @@ from typing import Any
 
 import pyro
 import torch
-from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _DIM_ALLOCATOR
-from pyro.poutine.util import site_is_subsample
+from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 
 __all__ = ["AllSeen", "Hidden", "changed_event_shape", "own_dims", "prior_draws"]
@@ -34,6 +33,8 @@ class Hidden(Messenger):
         shown: plates whose choice of instances is to be seen outside (and made there, by a replay, say).
         broadcast: whether values are expanded to the shape of their site.
         until: the sites that the run is made for; it ends by `AllSeen` behind the last of them. None: never.
+        simulated: whether observed sites are drawn. Factors and deterministic sites are not, which
+            `poutine.uncondition` draws as well, in a plate at a wrong shape.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class Hidden(Messenger):
         shown: Collection[str] = (),
         broadcast: bool = False,
         until: Collection[str] | None = None,
+        simulated: bool = False,
     ) -> None:
         super().__init__()
         self.values, self.indices, self.shown, self.broadcast = values, indices or {}, shown, broadcast
+        self.simulated = simulated
         self.missing: set[str] = set(until or ())
         self.sites: dict[str, Any] = {}
 
@@ -63,6 +66,8 @@ class Hidden(Messenger):
             value = self.values[name]
             value = value(msg["fn"]) if callable(value) else value
             msg["value"] = _expanded(name, value, msg["fn"]) if self.broadcast else value
+        elif self.simulated and msg["is_observed"] and not _is_fixed(msg):
+            msg["is_observed"], msg["value"] = False, None
 
     def _postprocess_message(self, msg: Any) -> None:
         # Sequential enumeration puts the run off at a site, and there is no value yet.
@@ -79,6 +84,11 @@ class Hidden(Messenger):
         with own_dims(), self, suppress(AllSeen):
             model(*args, **kwargs)
         return self.sites
+
+
+def _is_fixed(site: Any) -> bool:
+    """Whether a site has its value whatever is observed: a factor, or a deterministic site."""
+    return site_is_factor(site) or bool(site["infer"].get("_deterministic"))
 
 
 def _expanded(name: str, value: Tensor, fn: Any) -> Tensor:
@@ -113,7 +123,7 @@ def prior_draws(model: Callable, args: tuple, kwargs: Mapping[str, Any], count: 
     with torch.no_grad(), pyro.validation_enabled(False):
         for _ in range(count):
             try:
-                sites = Hidden({}).run(poutine.uncondition(model), args, kwargs)
+                sites = Hidden({}, simulated=True).run(model, args, kwargs)
             except (NotImplementedError, RuntimeError, ValueError):
                 break  # an improper prior, or a likelihood that cannot be simulated
             draws.append({name: site["value"] for name, site in sites.items()})

@@ -384,6 +384,25 @@ def test_deterministic_and_delta_sites_are_passed_through(inverse):
 
 
 @DIRECTIONS
+def test_a_deterministic_site_in_a_plate_is_none(inverse):
+    """Without event_dim Pyro takes the plate's dim for its event, and a draw of it would have the dim twice."""
+
+    def model(y, named=True):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            mean = pyro.deterministic("mean", 2 * z) if named else 2 * z
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    y = torch.tensor([0.3, -1.0, 2.5])
+    guides = [AutoNaMIGuide(model, inverse=inverse), AutoNaMIGuide(lambda y: model(y, False), inverse=inverse)]
+    for guide in guides:
+        guide(y)
+    assert str(guides[0].inverse) == str(guides[1].inverse) and guides[0].conjugate == guides[1].conjugate
+    steps(model, guides[0], y)
+
+
+@DIRECTIONS
 def test_sites_without_elements_are_skipped(inverse):
     def model(y):
         pyro.sample("empty", dist.Normal(torch.zeros(0), 1.0).to_event(1))
