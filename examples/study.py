@@ -62,7 +62,7 @@ def fit(
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     guide = make(problem.model)
-    optimizer = ClippedAdam({"lr": learning_rate, "lrd": 0.01 ** (1 / steps)})
+    optimizer = ClippedAdam({"lr": learning_rate, "lrd": 0.001 ** (1 / steps)})
     svi = SVI(problem.model, guide, optimizer, elbo(particles))
     start = time.perf_counter()
     with tqdm(range(steps), desc=f"{name:<31}", mininterval=0.2) as progress:

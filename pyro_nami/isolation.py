@@ -1,28 +1,32 @@
 """Running a model and leaving no trace of it.
 
 `untouched` restores what a run of a Pyro model changes besides its own values: random number generators, the
-parameter store, and the state of the modules that it uses. Change this module when a run leaves something
-else behind.
+parameter store, and the state of the modules that it uses. `on_ordinary_tensors` leaves no inference tensors behind.
+Change this module when a run leaves something else behind.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import pyro
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["untouched"]
+__all__ = ["on_ordinary_tensors", "untouched"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Layers whose training mode draws random numbers or mixes the instances of a batch.
 _STOCHASTIC_LAYERS = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
@@ -63,6 +67,20 @@ def untouched(*roots: Any) -> Iterator[None]:
         for key, entries in params.items():
             getattr(store, key).clear()
             getattr(store, key).update(entries)
+
+
+def on_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function that keeps tensors for later calls: in inference mode it gets, and makes, ordinary ones."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            args, kwargs = tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, (args, kwargs))
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 def _modules(roots: Iterable[Any], depth: int = 4) -> list[nn.Module]:

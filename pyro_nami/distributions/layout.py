@@ -1,8 +1,9 @@
 """How the value of a site is laid out as E elements in sequence.
 
 A factor works on elements; a site's value is an event of any shape. Two layouts: `UnconstrainedLayout`, whose elements
-are the scalars of the value's unconstrained space (Normal, mixture and flow factors), and `OwnLayout`, whose elements
-are the value's own entries (factors of the model's own type). Change this module when a value is to be cut differently.
+are the scalars of the value's unconstrained space (Normal, sinh-arcsinh, mixture and flow factors), and `OwnLayout`,
+whose elements are the value's own entries (factors of the model's own type). Change this module when a value is to be
+cut differently.
 """
 
 from __future__ import annotations

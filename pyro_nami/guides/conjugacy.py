@@ -291,7 +291,8 @@ def _term(site: Mapping[str, Any], scale: Any, masked: bool, whole: bool) -> tup
         # A scale that is the same for all is one number.
         spread = fn.scale[tuple(slice(0, 1 if step == 0 else None) for step in fn.scale.stride())]
         weight = -spread.square().reciprocal()
-        return output, output * (weight if same else weight * (own / scale))
+        cotangent = output * (weight if same else weight * (own / scale))
+        return output.expand(cotangent.shape), cotangent
     return (output if same else output * (own / scale)).sum(), None
 
 

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pyro_nami.conditioning import covariates_of
 from pyro_nami.guides.columns import covariate_values
 from pyro_nami.guides.features import tempered
-from pyro_nami.guides.interleaved import new_site
-from pyro_nami.guides.maps import MapReader, arguments_key, same_arguments
+from pyro_nami.guides.interleaved import missing_site, new_site
+from pyro_nami.guides.maps import MapReader, arguments_key, same_arguments, version_of
 from pyro_nami.guides.network import InverseNetwork, NetworkState
 from pyro_nami.guides.sampling import fixed_size
 from pyro_nami.guides.shapes import resized_plates
@@ -190,7 +190,7 @@ class DataReader:
     def _features_of(self, node: Any, value: Tensor, network: InverseNetwork, keep: bool = True) -> Tensor:
         """Returns the standardized features of an observed node, anew only where the value changed."""
         kept = self._features.get(node)
-        if kept is not None and kept[0] is value and kept[1] == value._version:
+        if kept is not None and kept[0] is value and kept[1] == version_of(value):
             return kept[2]
         if node in self.assembly.encodings:
             check_data(node, value, self.assembly)
@@ -204,7 +204,7 @@ class DataReader:
             )
         features = tempered(network.standardize(node, features))
         if keep:
-            self._features[node] = value, value._version, features
+            self._features[node] = value, version_of(value), features
         return features
 
     @property
@@ -241,7 +241,7 @@ class DataReader:
         own = {}
         for name in (*assembly.read, *assembly.semi_observed):
             if name not in sites:
-                raise ValueError(_MISSING_SITE.format(name))
+                raise ValueError(missing_site(name))
             if sites[name]["is_observed"] and name not in call.values:
                 call.values[name] = own[name] = self._as_tensor(sites[name]["value"])
                 if name in assembly.semi_observed:
@@ -363,12 +363,6 @@ class DataReader:
 
     def _as_tensor(self, value: Any) -> Tensor:
         return value if isinstance(value, Tensor) else torch.as_tensor(value, **self.assembly.factory)
-
-
-_MISSING_SITE = (
-    "Expected the sites of the guide's first call; this call lacks '{}'. A guide's structure is fixed at its first "
-    "call: make a new guide, or sample the site in every call."
-)
 
 
 def _is_plain(value: Any) -> bool:

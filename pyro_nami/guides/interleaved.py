@@ -19,7 +19,7 @@ from pyro_nami.guides.conjugacy import Elimination
 from pyro_nami.guides.sampling import Pass
 from pyro_nami.simulation import AllSeen, Hidden
 
-__all__ = ["Interleaved", "new_site"]
+__all__ = ["Interleaved", "missing_site", "new_site"]
 
 
 class Interleaved(Hidden):
@@ -32,8 +32,8 @@ class Interleaved(Hidden):
 
     Attributes:
         lacking: the latent at which drawing was given up, as its exact conditional had to be derived first: another run
-            can draw it. Deriving takes the rest of a run of the model, with gradients. It is this run's, but where the
-            conditional is derived from other data; inside this run there can be no other, of the same handlers.
+            can draw it. Deriving takes the rest of a run of the model, with gradients: of this one, or if this has none
+            of a further one, behind it, as a model that is a handler's cannot run inside its own run.
         elimination: what this run goes on for, if it does.
     """
 
@@ -48,16 +48,16 @@ class Interleaved(Hidden):
         self.current = current
         self.lacking: str | None = None
         self.elimination: Elimination | None = None
+        self._gradients = torch.is_grad_enabled()
         self._ours: set[str] = set()
 
     def run(self, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Runs the model, and derives what it may lack; returns its sample sites, as a trace holds them."""
-        gradients, validation = torch.is_grad_enabled(), dist.is_validation_enabled()
+        validation = dist.is_validation_enabled()
         try:
             super().run(model, args, kwargs)
         finally:
             if self.elimination is not None:
-                torch.set_grad_enabled(gradients)
                 dist.enable_validation(validation)
         if self.lacking is not None:
             if self.elimination is None:
@@ -88,14 +88,13 @@ class Interleaved(Hidden):
             msg["fn"] = current.outside(msg["fn"])
 
     def _expand(self, name: str) -> None:
-        """Goes on for the exact conditional of a latent, out of sight and with gradients, or ends the run."""
+        """Goes on for the exact conditional of a latent, out of sight, or ends the run."""
         self.lacking = name
-        if not self.current.derives_here(name):
+        if not (self._gradients and torch.is_grad_enabled() and self.current.derives_here(name)):
             raise AllSeen
         self.elimination = self.current.elimination(name, self.current.values)
         self.values = {**self.values, **self.elimination.points}
         self.missing = set(self.elimination.until)
-        torch.set_grad_enabled(True)
         dist.enable_validation(False)  # the model's own run validates the same
 
     def _postprocess_message(self, msg: Any) -> None:
@@ -108,5 +107,13 @@ def new_site(name: str) -> str:
     """Returns the message for a site that the guide's first call did not have."""
     return (
         f"Expected the sites of the guide's first call; got a new site '{name}'. A guide's structure is fixed at its "
+        "first call: make a new guide, or sample the site in every call."
+    )
+
+
+def missing_site(name: str) -> str:
+    """Returns the message for a site of the guide's first call that a call lacks."""
+    return (
+        f"Expected the sites of the guide's first call; this call lacks '{name}'. A guide's structure is fixed at its "
         "first call: make a new guide, or sample the site in every call."
     )

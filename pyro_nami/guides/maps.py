@@ -19,7 +19,7 @@ from pyro_nami.index_maps import MapPlan, find_maps, maps_hold
 from pyro_nami.isolation import untouched
 from pyro_nami.sources import IndexMaps
 
-__all__ = ["MapReader", "arguments_key", "same_arguments"]
+__all__ = ["MapReader", "arguments_key", "same_arguments", "version_of"]
 
 Pair = tuple[str, str]
 
@@ -189,7 +189,12 @@ def _equal(leaf: Any, index: Tensor) -> bool:
 
 def arguments_key(leaves: Sequence[Any]) -> list:
     """Returns what tells whether a later call has the same arguments: identity and version of tensors, else values."""
-    return [(leaf, leaf._version if isinstance(leaf, Tensor) else None) for leaf in leaves]
+    return [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else None) for leaf in leaves]
+
+
+def version_of(tensor: Tensor) -> Any:
+    """Returns what is equal as long as a tensor is not written to; never for one that does not keep count."""
+    return object() if tensor.is_inference() else tensor._version
 
 
 def same_arguments(before: list, now: list) -> bool:

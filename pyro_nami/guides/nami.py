@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.assembly import assemble
 from pyro_nami.guides.data import Call, DataReader
-from pyro_nami.guides.interleaved import Interleaved
+from pyro_nami.guides.interleaved import Interleaved, missing_site
 from pyro_nami.guides.network import NetworkState, as_pyro_module
 from pyro_nami.guides.persistence import PersistentGuide
 from pyro_nami.guides.sampling import Pass, draw_detached
 from pyro_nami.guides.shapes import own_shape, quantiles_of, sum_plates, with_plate_dims
 from pyro_nami.guides.structure import Assembly, Options
 from pyro_nami.infer.observations import takes_observations
-from pyro_nami.isolation import untouched
+from pyro_nami.isolation import on_ordinary_tensors, untouched
 from pyro_nami.simulation import Hidden
 
 __all__ = ["AutoNaMIGuide"]
@@ -221,6 +221,7 @@ class AutoNaMIGuide(PersistentGuide):
 
     # ---- one call
 
+    @on_ordinary_tensors
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Samples every latent of the guide, given the model's arguments.
 
@@ -281,13 +282,13 @@ class AutoNaMIGuide(PersistentGuide):
                 break
         missing = run.missing.intersection(self._assembly.program)
         if missing:
-            raise ValueError(_MISSING_SITE.format(min(missing)))
+            raise ValueError(missing_site(min(missing)))
 
     def _run_detached(self, current: Pass, call: Call) -> None:
         assembly = self._assembly
         for name in assembly.program:
             if name not in call.sites:
-                raise ValueError(_MISSING_SITE.format(name))
+                raise ValueError(missing_site(name))
             if name in call.given:
                 current.know(name, call.given[name])
 
@@ -340,6 +341,7 @@ class AutoNaMIGuide(PersistentGuide):
         values = {name: site["value"] for name, site in sites.items() if site["type"] == "sample"}
         return self._log_prob(values, sites, args, kwargs)
 
+    @on_ordinary_tensors
     def _log_prob(
         self, latents: Mapping[str, Tensor], sites: Mapping[str, Any] | None, args: tuple, kwargs: dict[str, Any]
     ) -> Tensor:
@@ -393,8 +395,3 @@ class AutoNaMIGuide(PersistentGuide):
             with pyro.plate("_draws", count, dim=-1 - assembly.nesting):
                 values = self(*args, **kwargs)
         return {name: own_shape(name, value, count, self.prototype_trace.nodes[name]) for name, value in values.items()}
-
-_MISSING_SITE = (
-    "Expected the sites of the guide's first call; this call lacks the latent site '{}'. A guide's structure is fixed "
-    "at its first call: make a new guide, or sample the site in every call."
-)

@@ -141,14 +141,22 @@ class Pass:
         if name in call.derived:
             assert call.context is not None
             call = call.context
-        known = {key: value.clone() if value.is_inference() else value for key, value in values.items()}
         with expanding():
+            known = {key: value.clone() if value.is_inference() else value for key, value in values.items()}
             sites = call.run({**call.given, **known, **elimination.points}, until=elimination.until)
         self.solve(name, elimination, sites)
 
     def derives_here(self, name: str) -> bool:
-        """Whether a latent's exact conditional can be derived in the run that draws what is before it."""
-        return name not in self._call.derived and not torch.is_inference_mode_enabled()
+        """Whether a latent's exact conditional can be derived in the run that draws what is before it.
+
+        It cannot from other data than that run's, nor where a member's site is passed already, nor with values that no
+        gradient can be taken through.
+        """
+        return (
+            name not in self._call.derived
+            and self.values.keys().isdisjoint(self.assembly.conjugate[name].members)
+            and not any(value.is_inference() for value in self.values.values())
+        )
 
     def elimination(self, name: str, values: Mapping[str, Tensor]) -> Elimination:
         """Returns the elimination of a latent's group at values of what is before it; it needs a run of the model."""

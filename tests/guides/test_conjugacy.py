@@ -258,6 +258,89 @@ def test_without_gradients_and_in_inference_mode():
         assert torch.allclose(found, exact(*args, values["mu"], values["tau"]).log_prob(joint))
 
 
+def test_in_inference_mode_where_a_drawn_number_multiplies_a_member():
+    def model(y):
+        slope = pyro.sample("slope", dist.LogNormal(torch.zeros(()), 0.5))
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.5))
+            pyro.sample("y", dist.Normal(slope * z + slope, 0.5), obs=y)
+
+    y = torch.tensor([0.3, -1.2, 4.0])
+    guide = AutoNaMIGuide(model, inverse="reverse")
+    guide(y)
+    assert guide.conjugate == ("z",)
+    with torch.inference_mode():
+        trace = poutine.trace(guide).get_trace(y)
+        values = {name: trace.nodes[name]["value"] for name in ("slope", "z")}
+        torch.testing.assert_close(guide.log_prob(values, y), trace.log_prob_sum())
+    slope, fn = values["slope"].clone(), poutine.condition(guide, {"slope": values["slope"]})
+    precision = 1.5**-2 + slope**2 / 0.25
+    for given in (trace, poutine.trace(fn).get_trace(y)):
+        found = given.nodes["z"]["fn"]
+        torch.testing.assert_close(found.mean.clone().detach(), slope * (y - slope) / 0.25 / precision)
+
+
+@pytest.mark.parametrize("kind", ["a block with gradients", "a view that is added to"])
+def test_models_that_mind_the_mode_of_gradients(kind):
+    @torch.enable_grad()
+    def with_gradients(mu):
+        return pyro.sample("z", dist.Normal(mu, 1.5))
+
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
+        mean = (0.0 * y + 1.0)[...]
+        with pyro.plate("rows", len(y)):
+            if kind == "a block with gradients":
+                mean = mean + 2 * with_gradients(mu)
+            else:
+                mean += 2 * pyro.sample("z", dist.Normal(mu, 1.5))
+            pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+    y = torch.tensor([0.3, -1.2, 4.0])
+    guide = AutoNaMIGuide(model)
+    guide(y)
+    assert guide.conjugate == ("z",)
+    with torch.no_grad():
+        trace = poutine.trace(guide).get_trace(y)
+    mu, fn = trace.nodes["mu"]["value"], trace.nodes["z"]["fn"]
+    precision = 1.5**-2 + 4 / 0.25
+    torch.testing.assert_close(fn.mean, (mu / 1.5**2 + 2 * (y - 1) / 0.25) / precision)
+    assert not fn.mean.requires_grad
+
+
+def test_an_earlier_member_that_a_call_observes():
+    def model(y, a=None):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
+        with pyro.plate("rows", len(y)):
+            a = pyro.sample("a", dist.Normal(mu, 1.0), obs=a)
+            b = pyro.sample("b", dist.Normal(a, 1.0))
+            pyro.sample("y", dist.Normal(a + b, 0.5), obs=y)
+
+    y, a = torch.tensor([0.3, -1.2, 4.0]), torch.tensor([3.0, -3.0, 0.0])
+    guide = AutoNaMIGuide(model)
+    guide(y)
+    assert guide.conjugate == ("a", "b")
+    fn = poutine.trace(guide).get_trace(y, a=a).nodes["b"]["fn"]
+    torch.testing.assert_close(fn.mean.detach(), (a + (y - a) / 0.25) / 5)
+
+
+def test_scales_of_more_dims_than_the_likelihood_has():
+    def model(y, power):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Normal(mu, 1.5))
+            with poutine.scale(scale=power):
+                pyro.sample("y", dist.Normal(2 * z, 0.5), obs=y)
+
+    y, power = torch.tensor([0.3, -1.2, 4.0]), torch.tensor([[0.5], [1.0]])
+    guide = AutoNaMIGuide(model)
+    guide(y, torch.ones(()))
+    assert guide.conjugate == ("z",)
+    trace = poutine.trace(guide).get_trace(y, power)
+    precision = 1.5**-2 + 4 * 1.5 / 0.25  # summed, as the log density is
+    torch.testing.assert_close(trace.nodes["z"]["fn"].stddev.detach(), torch.full((3,), precision**-0.5))
+
+
 def test_deriving_goes_on_in_the_run_that_draws_and_leaves_no_switch_behind():
     runs = []
 
@@ -271,12 +354,12 @@ def test_deriving_goes_on_in_the_run_that_draws_and_leaves_no_switch_behind():
 
     y = torch.tensor([0.3, -1.2, 4.0])
     guide = AutoNaMIGuide(model)
-    for gradients in (True, False):
+    for gradients, count in ((True, 2), (False, 3)):  # to z and on, and up to z; without gradients one more behind
         with torch.set_grad_enabled(gradients):
             guide(y)
             runs.clear()
             trace = poutine.trace(guide).get_trace(y)
-            assert len(runs) == 2  # to z and on, and up to z
+            assert len(runs) == count
             assert torch.is_grad_enabled() == gradients and dist.is_validation_enabled()
         mu, fn = trace.nodes["mu"]["value"].detach(), trace.nodes["z"]["fn"]
         precision = 1.5**-2 + 4 / 0.25

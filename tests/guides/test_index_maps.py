@@ -896,3 +896,18 @@ def test_a_block_too_large_is_an_error_that_names_it_and_the_choices():
     with pytest.warns(UserWarning, match="'beta' in plate 'day' depend on each other"):
         values = AutoNaMIGuide(crossed_effects, within="independent")(*args)
     assert values["beta"].shape == (2000,)
+
+
+@pytest.mark.parametrize("conjugate", [True, False])
+def test_a_call_in_inference_mode_leaves_nothing_behind_that_training_cannot_use(conjugate):
+    county, y = torch.tensor([0, 2, 2, 1]), torch.tensor([0.3, -1.0, 2.0, 0.5])
+    guide = AutoNaMIGuide(varying_intercept, conjugate=conjugate)
+    guide(county, 3, y)
+    fresh = county.clone(), 3, y.clone()
+    with torch.inference_mode():
+        guide(*fresh)
+        own = county.clone(), 3, y.clone()
+        guide(*own)
+    for args in (fresh, tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in own), fresh):
+        Trace_ELBO().differentiable_loss(varying_intercept, guide, *args).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in guide.parameters())
