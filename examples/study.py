@@ -17,9 +17,10 @@ import pyro
 import torch
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoGaussian, AutoGuide, AutoMultivariateNormal, AutoNormal, AutoStructured
-from pyro.optim import ClippedAdam
+from pyro.optim import CosineAnnealingLR
 from references import Draws, LinearModel, Problem, exact_posterior, run_nuts
 from torch import Tensor
+from torch.optim import Adam
 from tqdm import tqdm
 
 from pyro_nami import AutoNaMIGuide
@@ -62,12 +63,15 @@ def fit(
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     guide = make(problem.model)
-    optimizer = ClippedAdam({"lr": learning_rate, "lrd": 0.001 ** (1 / steps)})
+    optimizer = CosineAnnealingLR(
+        {"optimizer": Adam, "optim_args": {"lr": learning_rate}, "T_max": steps}, clip_args={"clip_value": 10.0}
+    )
     svi = SVI(problem.model, guide, optimizer, elbo(particles))
     start = time.perf_counter()
     with tqdm(range(steps), desc=f"{name:<31}", mininterval=0.2) as progress:
         for step in progress:
             loss = svi.step(*problem.arguments)
+            optimizer.step()
             if step % 100 == 0:
                 progress.set_postfix_str(f"loss {loss:.2f}", refresh=False)
     seconds = time.perf_counter() - start
