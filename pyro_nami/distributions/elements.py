@@ -3,7 +3,8 @@
 An `Elements` object has batch ``(*batch, E)``; its elements are scalars (or vectors for simplex-like types). `Factor`
 and `AutoregressiveFactor` are both built on it, so a new family needs nothing else. Location-scale types live in
 unconstrained space and take an anchor ``(*batch, E, 2)`` of a prior location m and scale t there:
-location = m + t a, scale = t softplus(s), with (a, s) from the network. Change this module to add a density.
+location = m + t a, scale = t softplus(s), with (a, s) from the network. Those of relaxed types are in `relaxed`. Change
+this module to add a density.
 """
 
 from __future__ import annotations
@@ -14,16 +15,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import softplus
 from torch.special import ndtr
 
 from .bijections import interior, support_of
 
 __all__ = [
     "Elements",
-    "ExpRelaxedElements",
     "FlowElements",
-    "LogisticElements",
     "MixtureElements",
     "NormalElements",
     "OwnElements",
@@ -179,8 +178,46 @@ class MixtureElements(Elements):
         ).sum(-1)
 
 
-class FlowElements(Elements):
-    """A monotone rational-quadratic spline of a standard Normal, then location and scale: x = loc + scale spline(e).
+class _BentElements(Elements):
+    """A standard Normal e bent by a monotone function, then location and scale: x = loc + scale bend(e).
+
+    Args:
+        location, raw: ``(*batch, E)``, location and raw scale.
+        evidence, anchor: as for `NormalElements`, on location and scale.
+        tied: a tensor of those that the function depends on.
+    """
+
+    def __init__(
+        self, location: Tensor, raw: Tensor, evidence: Tensor | None, anchor: Tensor | None, tied: Tensor
+    ) -> None:
+        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
+        self.shape = self.loc.shape
+        self._tied = tied
+        self._drawn: _Drawn | None = None
+
+    def draw(self, shape: torch.Size) -> Tensor:
+        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
+        bent, log_slope = self._bend(noise)
+        x = torch.addcmul(self.loc, self.scale, bent)
+        self._drawn = _Drawn(x, x.requires_grad, (noise, log_slope))
+        return x
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        kept = _recall(self._drawn, x, self.loc, self.scale, self._tied)
+        noise, log_slope = self._straighten((x - self.loc) / self.scale) if kept is None else kept
+        return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
+
+    @abstractmethod
+    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the bent noise, and the logarithm of the slope there."""
+
+    @abstractmethod
+    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the noise that is bent so, and the logarithm of the slope there."""
+
+
+class FlowElements(_BentElements):
+    """A standard Normal through a monotone rational-quadratic spline, then location and scale.
 
     The spline is the identity outside [-5, 5], and everywhere where its parameters are zero.
 
@@ -196,32 +233,19 @@ class FlowElements(Elements):
     def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
         bins = (params.shape[-1] - 1) // 3
         location, raw, widths, heights, derivatives = params.split([1, 1, bins, bins, bins - 1], -1)
-        self.loc, self.log_scale, self.scale = _anchored(
-            location.squeeze(-1), raw.squeeze(-1), anchor, evidence
-        )
         self.spline = _spline(widths, heights, derivatives)
-        self.shape = self.loc.shape
-        self._drawn: _Drawn | None = None
+        super().__init__(location.squeeze(-1), raw.squeeze(-1), evidence, anchor, self.spline.horizontal)
 
-    def draw(self, shape: torch.Size) -> Tensor:
-        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
-        bent, log_slope = self.spline.call_and_ladj(noise)
-        x = torch.addcmul(self.loc, self.scale, bent)
-        self._drawn = _Drawn(x, x.requires_grad, (noise, log_slope))
-        return x
+    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return self.spline.call_and_ladj(noise)
 
-    def log_prob(self, x: Tensor) -> Tensor:
-        kept = _recall(self._drawn, x, self.loc, self.scale, self.spline.horizontal)
-        if kept is None:
-            noise = self.spline.inv((x - self.loc) / self.scale)
-            log_slope = self.spline.log_abs_det_jacobian(noise, x)
-        else:
-            noise, log_slope = kept
-        return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
+    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
+        noise = self.spline.inv(bent)
+        return noise, self.spline.log_abs_det_jacobian(noise, bent)
 
 
-class SinhArcsinhElements(Elements):
-    """A standard Normal e with two tails of their own weight, then location and scale: x = loc + scale bend(e).
+class SinhArcsinhElements(_BentElements):
+    """A standard Normal e with two tails of their own weight, then location and scale.
 
     bend(e) = sinh(a(arcsinh(e))), where a is a branch of a hyperbola through 0 with slopes ``2 ** tanh(left / 8)`` and
     ``2 ** tanh(right / 8)`` far out: from 1/2 over 1, where the density falls off as a Normal's, to 2, as that of an
@@ -238,93 +262,32 @@ class SinhArcsinhElements(Elements):
 
     def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
         location, raw = params[..., :2].unbind(-1)
-        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
         left, right = (params[..., 2:] / _TAIL_RANGE).tanh().exp2().unbind(-1)
         self._mean, self._half = (left + right) / 2, (right - left) / 2
-        self.shape = self.loc.shape
-        self._drawn: _Drawn | None = None
+        super().__init__(location, raw, evidence, anchor, self._mean)
 
-    def draw(self, shape: torch.Size) -> Tensor:
-        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
-        bent, log_slope = self._bend(noise.asinh())
-        x = torch.addcmul(self.loc, self.scale, bent)
-        self._drawn = _Drawn(x, x.requires_grad, (noise, log_slope))
-        return x
+    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return self._bend_at(noise.asinh())
 
-    def log_prob(self, x: Tensor) -> Tensor:
-        kept = _recall(self._drawn, x, self.loc, self.scale, self._mean)
-        if kept is None:
-            w = self._straighten((x - self.loc) / self.scale)
-            noise, log_slope = w.sinh(), self._bend(w)[1]
-        else:
-            noise, log_slope = kept
-        return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
-
-    def _bend(self, w: Tensor) -> tuple[Tensor, Tensor]:
+    def _bend_at(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what sinh(w) is bent to, and the logarithm of the slope there."""
         root = (1 + w * w).sqrt()
         a = self._mean * w + self._half * (root - 1)
         log_slope = (self._mean + self._half * (w / root)).log() + torch.logaddexp(a, -a) - torch.logaddexp(w, -w)
         return a.sinh(), log_slope
 
-    def _straighten(self, bent: Tensor) -> Tensor:
-        """Returns the w whose sinh is bent so, on the hyperbola the root of a quadratic equation."""
+    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
         a = bent.asinh()
         c = a + self._half
         product = (self._mean - self._half) * (self._mean + self._half)
         along, root = self._mean * c, self._half * (c * c + product).sqrt()
-        # The root in two ways, each without cancellation where the other has some.
+        # A root of a quadratic equation in two ways, each without cancellation where the other has some.
         same = along * root > 0
         w = torch.where(
             same, a * (c + self._half) / torch.where(same, along + root, product), (along - root) / product
         )
-        return w.clamp(-_RANGE, _RANGE)
-
-
-class LogisticElements(Elements):
-    """The logit of a relaxed Bernoulli variable: x = (logits + logistic noise) / temperature.
-
-    Args:
-        logits: ``(*batch, E)``.
-        temperature: positive, broadcastable.
-    """
-
-    def __init__(self, logits: Tensor, temperature: Tensor) -> None:
-        self.logits, self.temperature = logits, temperature
-        self.shape = torch.broadcast_shapes(logits.shape, temperature.shape)
-
-    def draw(self, shape: torch.Size) -> Tensor:
-        uniform = _open_uniform(shape, self.logits)
-        return (self.logits + uniform.log() - (-uniform).log1p()) / self.temperature
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        gap = self.logits - self.temperature * x
-        return self.temperature.log() + logsigmoid(gap) + logsigmoid(-gap)
-
-
-class ExpRelaxedElements(Elements):
-    """The logarithm of a relaxed one-hot vector, scored by the density of the vector on the simplex.
-
-    Args:
-        logits: ``(*batch, E, classes)``.
-        temperature: positive, broadcastable with ``(*batch, E)``.
-
-    References:
-        Maddison, Mnih and Teh 2017, The Concrete Distribution, eq. 10 and appendix C.
-    """
-
-    def __init__(self, logits: Tensor, temperature: Tensor) -> None:
-        self.logits, self.temperature = logits, temperature
-        self.shape = torch.broadcast_shapes(logits.shape[:-1], temperature.shape)
-
-    def draw(self, shape: torch.Size) -> Tensor:
-        uniform = _open_uniform(shape + self.logits.shape[-1:], self.logits)
-        return ((self.logits - (-uniform.log()).log()) / self.temperature.unsqueeze(-1)).log_softmax(-1)
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        classes = x.shape[-1]
-        score = (self.logits - self.temperature.unsqueeze(-1) * x).log_softmax(-1)
-        return (score - x).sum(-1) + math.lgamma(classes) + (classes - 1) * self.temperature.log()
+        w = w.clamp(-_RANGE, _RANGE)
+        return w.sinh(), self._bend_at(w)[1]
 
 
 class OwnElements(Elements):
@@ -401,8 +364,3 @@ def _recall(drawn: _Drawn | None, x: Tensor, *parameters: Tensor) -> tuple[Tenso
         return None
     lost = not drawn.tied and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     return None if lost else drawn.kept
-
-
-def _open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
-    finfo = torch.finfo(like.dtype)
-    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp(finfo.tiny, 1 - finfo.eps)

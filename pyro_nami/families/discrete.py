@@ -16,8 +16,9 @@ from torch.nn.functional import one_hot
 
 from ..distributions.anchors import log, through_wrappers
 from ..distributions.bijections import bijection_to, interior
-from ..distributions.elements import Elements, ExpRelaxedElements, LogisticElements, OwnElements, positive
+from ..distributions.elements import Elements, OwnElements, positive
 from ..distributions.layout import Layout, LogLayout, OwnLayout, UnconstrainedLayout
+from ..distributions.relaxed import ExpRelaxedElements, LogisticElements
 from .base import Family, finite
 
 __all__ = ["DISCRETE", "AdditiveFamily"]

@@ -19,7 +19,6 @@ from ..distributions.anchors import location_and_scale
 from ..distributions.elements import (
     Elements,
     FlowElements,
-    LogisticElements,
     MixtureElements,
     NormalElements,
     SinhArcsinhElements,
@@ -27,6 +26,7 @@ from ..distributions.elements import (
     relative_scale,
 )
 from ..distributions.layout import Layout, UnconstrainedLayout
+from ..distributions.relaxed import LogisticElements
 from .base import Family, finite
 
 __all__ = [

@@ -9,15 +9,14 @@ from torch.nn.functional import softplus
 from torch.special import ndtr
 
 from pyro_nami.distributions.elements import (
-    ExpRelaxedElements,
     FlowElements,
-    LogisticElements,
     MixtureElements,
     NormalElements,
     SinhArcsinhElements,
     positive,
     raw_positive,
 )
+from pyro_nami.distributions.relaxed import ExpRelaxedElements, LogisticElements
 
 DTYPE = torch.float64
 ONE = torch.Size((1,))
@@ -160,7 +159,7 @@ def test_sinh_arcsinh_holds_the_skew_of_a_log_variance():
 
         def divergence(kind=kind, params=params):
             elements = kind(params)
-            bend = elements._bend(noise.asinh())[0] if kind is SinhArcsinhElements else noise
+            bend = elements._bend(noise)[0] if kind is SinhArcsinhElements else noise
             x = elements.loc + elements.scale * bend
             return (elements.log_prob(x) - (x - x.exp())).mean()
 
