@@ -63,7 +63,7 @@ def main() -> None:
     sigma, y = SIGMA.to(arguments.device), Y.to(arguments.device)
     exact = Exact()
 
-    guide = AutoNaMIGuide(model, observed=["y"], families="flow")
+    guide = AutoNaMIGuide(model, observed=["y"])
     compilation = InferenceCompilation(
         model,
         guide,
