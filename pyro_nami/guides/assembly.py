@@ -24,7 +24,7 @@ from pyro_nami.extraction import Extraction, extract, is_blocked
 from pyro_nami.families import Family, features_of, make_family
 from pyro_nami.graph import Inverse
 from pyro_nami.guides.columns import PRIOR_DRAWS, CovariateFinder, covariate_values
-from pyro_nami.guides.conjugacy import Conjugate, find_conjugate
+from pyro_nami.guides.conjugacy import ConjugateGroup, find_conjugate
 from pyro_nami.guides.evidence import initial_evidence, pooled_part
 from pyro_nami.guides.features import Embedding, first_instance, standardization
 from pyro_nami.guides.first_run import allows_nan, first_run, is_transparent
@@ -267,7 +267,7 @@ class _Assembler:
 
     def _conjugate(
         self, inverse: Inverse, families: Mapping[str, Family], blocks: Mapping[str, frozenset[str]]
-    ) -> dict[str, Conjugate]:
+    ) -> dict[str, ConjugateGroup]:
         """Returns the latents that are drawn from their exact conditional; never all of them."""
         if not (self.options.anchor and self.options.conjugate):
             return {}

@@ -30,7 +30,7 @@ from pyro_nami.families import Family, NormalFamily
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.first_run import allows_nan
 
-__all__ = ["Conjugate", "Elimination", "expanding", "find_conjugate", "leading_shape"]
+__all__ = ["ConjugateGroup", "Elimination", "expanding", "find_conjugate", "leading_shape"]
 
 _MOST_MEMBERS = 4
 _TOLERANCE = 1e-3
@@ -39,7 +39,7 @@ _PROBED_AT = 3.0, 300.0  # prior standard deviations from the mean, at most; far
 Run = Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]]
 
 
-class Conjugate(NamedTuple):
+class ConjugateGroup(NamedTuple):
     """Latents that are drawn from their exact conditionals together.
 
     Attributes:
@@ -72,7 +72,7 @@ def find_conjugate(
     excluded: Collection[str],
     run: Run,
     draws: Sequence[Mapping[str, Tensor]],
-) -> dict[str, Conjugate]:
+) -> dict[str, ConjugateGroup]:
     """Returns the latents that are drawn from their exact conditional: real numbers in a plate, without a mask.
 
     Every one comes with its group.
@@ -133,7 +133,7 @@ def _candidates(
     data: Collection[str],
     frames: Mapping[str, frozenset[str]],
     counted: Collection[str],
-) -> Iterator[Conjugate]:
+) -> Iterator[ConjugateGroup]:
     """Yields latents whose conditional the network allows: what it takes to know is what their factor reads."""
     graph, observed = net.graph, set(net.observed)
     for i, name in enumerate(order):
@@ -154,7 +154,7 @@ def _candidates(
             and children <= set(data)
             and needed <= set(inverse.parents[name]).difference(counted)
         ):
-            yield Conjugate(tuple(sorted(members, key=order.index)), tuple(sorted(children)))
+            yield ConjugateGroup(tuple(sorted(members, key=order.index)), tuple(sorted(children)))
 
 
 class Elimination:
@@ -169,7 +169,7 @@ class Elimination:
         differentiable: whether gradients are to flow to what was drawn before.
     """
 
-    def __init__(self, plan: Conjugate, leading: Sequence[int], differentiable: bool) -> None:
+    def __init__(self, plan: ConjugateGroup, leading: Sequence[int], differentiable: bool) -> None:
         self._expansion = _Expansion(plan, leading)
         self._names, self._differentiable = plan.members, differentiable
         self.points, self.until = self._expansion.values, self._expansion.until
@@ -219,7 +219,7 @@ class _Expansion:
         until: the sites whose density it is.
     """
 
-    def __init__(self, plan: Conjugate, leading: Sequence[int] = (), away: float = 0.0) -> None:
+    def __init__(self, plan: ConjugateGroup, leading: Sequence[int] = (), away: float = 0.0) -> None:
         self._plan, self._leading, self._away = plan, leading, away
         self._points: dict[str, Tensor] = {}
         self.values = {name: functools.partial(self._point, name) for name in plan.members}
@@ -296,7 +296,7 @@ def _term(site: Mapping[str, Any], scale: Any, masked: bool, whole: bool) -> tup
     return (output if same else output * (own / scale)).sum(), None
 
 
-def _is_quadratic(plan: Conjugate, run: Run, drawn: Mapping[str, Tensor]) -> bool:
+def _is_quadratic(plan: ConjugateGroup, run: Run, drawn: Mapping[str, Tensor]) -> bool:
     """Whether density and gradient some deviations away are what gradient and curvature at the means say.
 
     The density as well, since what the model detaches, or compares, has no gradient; and members and children apart, as

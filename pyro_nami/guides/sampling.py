@@ -27,7 +27,7 @@ from pyro_nami.distributions.factor import SiteDistribution
 from pyro_nami.distributions.joint import unfold
 from pyro_nami.distributions.relocated import Relocated, Relocation
 from pyro_nami.families import Family
-from pyro_nami.guides.conjugacy import Conjugate, Elimination, expanding, leading_shape
+from pyro_nami.guides.conjugacy import ConjugateGroup, Elimination, expanding, leading_shape
 from pyro_nami.guides.groups import Factor
 from pyro_nami.guides.network import NetworkState
 from pyro_nami.guides.structure import Assembly
@@ -64,7 +64,7 @@ class Pass:
         self.from_model = call.unseen.union(assembly.predictive, assembly.transparent)
         self.values: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
-        self._eliminations: dict[Conjugate, Elimination] = {}
+        self._eliminations: dict[ConjugateGroup, Elimination] = {}
         self._relocation = _relocation(assembly)
         self._validate = is_validation_enabled() and not torch._C._get_tracing_state()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pyro_nami.covariates import MASK
 from pyro_nami.families import Family
 from pyro_nami.graph import BayesNet, Inverse
-from pyro_nami.guides.conjugacy import Conjugate
+from pyro_nami.guides.conjugacy import ConjugateGroup
 from pyro_nami.guides.groups import Factor
 from pyro_nami.index_maps import MapPlan
 from pyro_nami.nn import ENCODERS
@@ -110,7 +110,7 @@ class Assembly:
     subsampled: frozenset[str]
     map_plans: tuple[MapPlan, ...]
     anchored: frozenset[str]
-    conjugate: dict[str, Conjugate]
+    conjugate: dict[str, ConjugateGroup]
     masked: bool
     interleaved: bool
     read: tuple[str, ...]

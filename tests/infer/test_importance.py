@@ -210,9 +210,8 @@ def schools_guide():
     """An `AutoNaMIGuide` of eight schools after some hundred steps."""
     store = pyro.get_param_store().get_state()
     pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    # tau may be near 0, a log-normal may not
-    guide = AutoNaMIGuide(eight_schools, families={"tau": "mixture"}, conjugate=False)
+    pyro.set_rng_seed(1)
+    guide = AutoNaMIGuide(eight_schools)
     steps = 400
     optim = ClippedAdam({"lr": 0.05, "lrd": 0.02 ** (1 / steps)})
     svi = SVI(eight_schools, guide, optim, Trace_ELBO(num_particles=32, vectorize_particles=True))
@@ -224,7 +223,7 @@ def schools_guide():
 
 def test_trained_guide_gives_the_evidence_of_eight_schools(schools_guide):
     draws = importance_sample(eight_schools, schools_guide, *eight_schools_data(), num_samples=10_000)
-    assert float(draws.effective_sample_size) > 4000 and float(draws.pareto_k) < 0.7
+    assert float(draws.effective_sample_size) > 9000 and float(draws.pareto_k) < 0.7
     # k-hat is near 0.5, where the sd of the weights is itself uncertain: 5 standard errors.
     error = 5 * float(draws.log_evidence_error)
     assert float(draws.log_evidence) == pytest.approx(EIGHT_SCHOOLS, abs=error) and error < 0.05
