@@ -136,13 +136,14 @@ def _candidates(
 ) -> Iterator[ConjugateGroup]:
     """Yields latents whose conditional the network allows: what it takes to know is what their factor reads."""
     graph, observed = net.graph, set(net.observed)
+    predictive = set(inverse.predictive).difference(order)  # which integrate to 1
     for i, name in enumerate(order):
         drawn = observed.union(order[:i])
         members, children, needed = [name], set(), set()
         for member in members:  # which grows
             below = set(graph.successors(member))
             children |= below & observed
-            near = below.union(graph.predecessors(member), *map(graph.predecessors, below & observed))
+            near = below.union(graph.predecessors(member), *map(graph.predecessors, below & observed)) - predictive
             needed |= near & drawn
             members += sorted(near - drawn - set(members), key=str)
             if len(members) > _MOST_MEMBERS:

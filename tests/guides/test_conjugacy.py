@@ -324,6 +324,26 @@ def test_an_earlier_member_that_a_call_observes():
     torch.testing.assert_close(fn.mean.detach(), (a + (y - a) / 0.25) / 5)
 
 
+def test_predictive_children_do_not_matter():
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Normal(mu, 1.5))
+            pyro.sample("new", dist.Normal(2 * z, 0.5))
+            pyro.sample("y", dist.Normal(2 * z, 0.5), obs=y)
+        pyro.sample("count", dist.Poisson(z.square().sum()))
+
+    y = torch.tensor([0.3, -1.2, 4.0])
+    guide = AutoNaMIGuide(model)
+    guide(y)
+    assert guide.conjugate == ("z",) and guide.inverse.predictive == {"new", "count"}
+    nodes = poutine.trace(guide).get_trace(y).nodes
+    precision = 1.5**-2 + 4 / 0.25
+    mean = (nodes["mu"]["value"] / 1.5**2 + 2 * y / 0.25) / precision
+    torch.testing.assert_close(nodes["z"]["fn"].mean.detach(), mean.detach())
+    torch.testing.assert_close(nodes["new"]["fn"].mean, 2 * nodes["z"]["value"])
+
+
 def test_scales_of_more_dims_than_the_likelihood_has():
     def model(y, power):
         mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
