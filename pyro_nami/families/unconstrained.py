@@ -113,11 +113,18 @@ class MixtureFamily(NormalFamily):
         return MixtureElements(params, anchor)
 
 
-class FlowFamily(NormalFamily):
-    """A monotone rational-quadratic spline under location and scale. Parameters: these two, then the spline's.
+class _BentFamily(NormalFamily):
+    """A bent Normal under location and scale. Parameters: these two, then the bend's, which are zero at `initial`.
 
-    At `initial` the spline is the identity and the factor `NormalFamily`'s.
+    There the factor is `NormalFamily`'s.
     """
+
+    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
+        return F.pad(super().initial(value, scale, anchor), (0, self.num_params - 2))
+
+
+class FlowFamily(_BentFamily):
+    """A monotone rational-quadratic spline under location and scale. Parameters: these two, then the spline's."""
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8) -> None:
         self.num_params = 2 + 3 * bins - 1
@@ -127,25 +134,19 @@ class FlowFamily(NormalFamily):
     def kind(self) -> Hashable:  # type: ignore[override]
         return "flow", self.num_params
 
-    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        return F.pad(super().initial(value, scale, anchor), (0, self.num_params - 2))
-
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return FlowElements(*self._split(params), anchor)
 
 
-class SinhArcsinhFamily(NormalFamily):
+class SinhArcsinhFamily(_BentFamily):
     """A Normal with two tails of their own weight, under location and scale. Parameters: these two, left, right.
 
     The default for a scale and other single bounded numbers: the posterior of its logarithm is skewed, with a tail that
-    is exponential on one side. At `initial` the factor is `NormalFamily`'s.
+    is exponential on one side.
     """
 
     num_params = 4
     kind: Hashable = "sinh_arcsinh"
-
-    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        return F.pad(super().initial(value, scale, anchor), (0, self.num_params - 2))
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return SinhArcsinhElements(*self._split(params), anchor)

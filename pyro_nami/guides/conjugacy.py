@@ -110,18 +110,18 @@ def find_conjugate(
             data.add(name)
     counted = {name for name in order if nodes[name]["fn"].has_enumerate_support}
     found = {}
-    for plan in _candidates(net, inverse, order, able, data, frames, counted):
-        first = plan.members[0]
+    for group in _candidates(net, inverse, order, able, data, frames, counted):
+        first = group.members[0]
         if first in found:
             continue
         drawn = order[: order.index(first)]
         # With data of the same draw: far from the data many a density looks quadratic.
-        probed = {*drawn, *plan.children}
+        probed = {*drawn, *group.children}
         given = [
             {name: draw[name] for name in probed & draw.keys()} for draw in draws if draw.keys() >= set(drawn)
         ]
-        if all(_is_quadratic(plan, run, values) for values in given):
-            found.update(dict.fromkeys(plan.members, plan))
+        if all(_is_quadratic(group, run, values) for values in given):
+            found.update(dict.fromkeys(group.members, group))
     return found
 
 
@@ -165,14 +165,14 @@ class Elimination:
     and gradients; `until` names the sites that it has to reach. Then `solve` is told its sites.
 
     Args:
-        plan: the group.
+        group: the members and their children.
         leading: sizes of the batch dims to the left of the plates, and 1 for each plate dim.
         differentiable: whether gradients are to flow to what was drawn before.
     """
 
-    def __init__(self, plan: ConjugateGroup, leading: Sequence[int], differentiable: bool) -> None:
-        self._expansion = _Expansion(plan, leading)
-        self._names, self._differentiable = plan.members, differentiable
+    def __init__(self, group: ConjugateGroup, leading: Sequence[int], differentiable: bool) -> None:
+        self._expansion = _Expansion(group, leading)
+        self._names, self._differentiable = group.members, differentiable
         self.points, self.until = self._expansion.values, self._expansion.until
 
     def solve(self, sites: Mapping[str, Any]) -> None:
@@ -220,11 +220,11 @@ class _Expansion:
         until: the sites whose density it is.
     """
 
-    def __init__(self, plan: ConjugateGroup, leading: Sequence[int] = (), away: float = 0.0) -> None:
-        self._plan, self._leading, self._away = plan, leading, away
+    def __init__(self, group: ConjugateGroup, leading: Sequence[int] = (), away: float = 0.0) -> None:
+        self._group, self._leading, self._away = group, leading, away
         self._points: dict[str, Tensor] = {}
-        self.values = {name: functools.partial(self._point, name) for name in plan.members}
-        self.until = (*plan.members, *plan.children)
+        self.values = {name: functools.partial(self._point, name) for name in group.members}
+        self.until = (*group.members, *group.children)
 
     def _point(self, name: str, prior: Any) -> Tensor:
         value = prior.mean.detach()
@@ -247,12 +247,12 @@ class _Expansion:
         ``parts`` are the sites whose density it is, by default all. If it is known to be quadratic, ``whole=False``
         leaves out its value there, and takes less time.
         """
-        plan = self._plan
+        group = self._group
         with torch.inference_mode(False), torch.enable_grad():
-            scale = sites[plan.members[0]]["scale"]
-            values = [self._points[name] for name in plan.members]
+            scale = sites[group.members[0]]["scale"]
+            values = [self._points[name] for name in group.members]
             terms = [
-                _term(sites[name], scale, masked=name in plan.children, whole=whole) for name in parts or self.until
+                _term(sites[name], scale, masked=name in group.children, whole=whole) for name in parts or self.until
             ]
             if parts:  # which need not depend on all values
                 terms += [(0 * value.square().sum(), None) for value in values]
@@ -297,31 +297,35 @@ def _term(site: Mapping[str, Any], scale: Any, masked: bool, whole: bool) -> tup
     return (output if same else output * (own / scale)).sum(), None
 
 
-def _is_quadratic(plan: ConjugateGroup, run: Run, drawn: Mapping[str, Tensor]) -> bool:
+def _is_quadratic(group: ConjugateGroup, run: Run, drawn: Mapping[str, Tensor]) -> bool:
     """Whether density and gradient some deviations away are what gradient and curvature at the means say.
 
     The density as well, since what the model detaches, or compares, has no gradient; and members and children apart, as
     the members' own density may be so large that nothing is seen of that of the children.
     """
 
-    def expansion(away: float = 0.0, parts: Sequence[str] | None = None) -> _Quadratic:
-        about = _Expansion(plan, away=away)
+    def at(away: float) -> Callable[..., _Quadratic]:
+        about = _Expansion(group, away=away)
         with expanding():
             sites = run({**drawn, **about.values}, about.until)
-        return about.quadratic(sites, parts=parts)
+        return functools.partial(about.quadratic, sites)
 
     try:
-        whole = expansion()
-        if not all((row[i] > 0).all() for i, row in enumerate(whole.precision)):
+        near = at(0.0)
+        if not all((row[i] > 0).all() for i, row in enumerate(near().precision)):
             return False
-        return all(_agrees(expansion, away, parts) for away in _PROBED_AT for parts in (plan.members, plan.children))
+        far = [at(away) for away in _PROBED_AT]
+        for parts in (group.members, group.children):
+            here = near(parts=parts)
+            if not all(_agree(here, there(parts=parts)) for there in far):
+                return False
+        return True
     except (NotImplementedError, RuntimeError, ValueError):
         return False  # no gradient, no mean, or a density that is not that of one instance each
 
 
-def _agrees(expansion: Callable[..., _Quadratic], away: float, parts: Sequence[str]) -> bool:
+def _agree(here: _Quadratic, there: _Quadratic) -> bool:
     """Whether the density of some sites is quadratic, and no constant, as far as two points tell."""
-    here, there = expansion(parts=parts), expansion(away, parts)
     assert here.total is not None and there.total is not None
     steps = [b.detach() - a.detach() for a, b in zip(here.points, there.points)]
     if all((each == 0).all() for row in here.precision for each in row):

@@ -312,8 +312,8 @@ class DataReader:
             call.given.update({name: call.values[name] for name in absent})
         lacking = frozenset(
             name
-            for name, plan in assembly.conjugate.items()
-            if name not in call.unseen and not set(plan.children).isdisjoint(absent)
+            for name, group in assembly.conjugate.items()
+            if name not in call.unseen and not set(group.children).isdisjoint(absent)
         )
         if lacking:
             brought = {name: value for name, value in call.values.items() if name not in absent}
