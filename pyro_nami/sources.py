@@ -125,6 +125,10 @@ class Sources:
         result = encoder(x, self._maps.segments(source.plate, source.onto, dim))
         return _spread(result, dim, *self._places(source.onto))
 
+    def forget(self) -> None:
+        """Forgets what was evaluated."""
+        self._known.clear()
+
     def _flatten(self, value: Tensor, source: Flattened) -> Tensor:
         for plate in source.plates:
             value = flatten(value, self._dims[plate] - 1)

@@ -35,6 +35,7 @@ class Family(ABC):
     Attributes:
         num_elements: E, how many elements the value has in sequence.
         num_params: k, raw parameters of an element; any real numbers.
+        locations: which of these are locations, in units of the anchor.
         num_features: f, what the network reads of an element.
         has_rsample: whether draws are reparameterized.
         within: ``"autoregressive"`` or ``"independent"``: how the elements of a value depend on each other.
@@ -46,6 +47,7 @@ class Family(ABC):
     """
 
     num_params: int
+    locations: Sequence[int] = ()
     num_features: int = 1
     has_rsample: bool = True
     within: str = "autoregressive"

@@ -48,6 +48,7 @@ class NormalFamily(Family):
     """
 
     num_params = 2
+    locations = (0,)
     takes_evidence = True
     kind: Hashable = "normal"
 
@@ -91,6 +92,7 @@ class MixtureFamily(NormalFamily):
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, components: int = 3) -> None:
         self.components = components
         self.num_params = 3 * components
+        self.locations = range(components, 2 * components)
         super().__init__(name, prior, value)
 
     @property
@@ -163,6 +165,7 @@ class RelaxedFamily(NormalFamily):
     """
 
     num_params = 1
+    locations = ()
     takes_evidence = False
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, temperature: float = 2 / 3) -> None:

@@ -40,6 +40,7 @@ from pyro_nami.sources import flatten
 __all__ = ["assemble"]
 
 _POOLED_FEATURES, _POOLING_UNITS = 16, (16,)
+_MOST_OFFSETS = 100_000  # instances of a factor
 _STACK = 8  # frames from a warning here to the call of the guide
 _PLENTY = 5  # instances from which an observed site is standardized by its own data
 
@@ -257,7 +258,15 @@ class _Assembler:
         sources = plan_sources(batch, reads, frames, plates, joint)
         sequential = elements > 1 and self.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
         return Factor(
-            name, batch, flattened, elements, family.num_params, family.num_features, sequential, sources
+            name,
+            batch,
+            flattened,
+            elements,
+            family.num_params,
+            family.num_features,
+            sequential,
+            sources,
+            tuple(family.locations),
         )
 
     def _semi_observed(self) -> frozenset[str]:
@@ -330,10 +339,17 @@ class _Assembler:
                 options.pooling, size, _POOLED_FEATURES, _POOLING_UNITS, **factory
             ),
             takes_evidence=functools.partial(self._takes_evidence, assembly.families),
+            latents=assembly.order,
+            simulated=bool(options.observed),
             skip=options.skip,
             activation=options.activation,
             **factory,
         )
+        if not network.simulated:
+            for name, factor in network.factors.items():
+                network.set_units(name, options.init_scale, self._anchor_scale(factor, assembly))
+            if options.refine:
+                network.set_offsets(self._offset_plates(network))
         network.set_initial(
             {name: self._initial(factor, assembly, network) for name, factor in network.factors.items()}
         )
@@ -358,6 +374,24 @@ class _Assembler:
             location, self.options.init_scale, counts, factor.evidence, network.scaling(factor.name)
         )
         return torch.cat((raw, evidence), -1)
+
+    def _offset_plates(self, network: InverseNetwork) -> dict[str, dict[str, tuple[int, int]]]:
+        """Returns factor -> its plates, with dims and full sizes, of those that get offsets."""
+        found = {}
+        for name, factor in network.factors.items():
+            frames = [frame for frame in self.nodes[name]["cond_indep_stack"] if frame.name in factor.batch]
+            plates = {frame.name: (frame.dim, frame.full_size or frame.size) for frame in frames if frame.vectorized}
+            if plates and math.prod(size for _, size in plates.values()) <= _MOST_OFFSETS:
+                found[name] = plates
+        return found
+
+    def _anchor_scale(self, factor: Factor, assembly: Assembly) -> Tensor:
+        """Returns the scale of a factor's anchor at the initial value, ``(elements,)``; ones if it has none."""
+        site, family = self.nodes[factor.name], assembly.families[factor.name]
+        anchor = family.anchor(site["fn"]) if factor.name in assembly.anchored else None
+        if anchor is None or not factor.locations:
+            return torch.ones(factor.num_elements)
+        return self._averaged(anchor.log(), factor)[:, 1].exp()
 
     def _averaged(self, raw: Tensor, factor: Factor) -> Tensor:
         """Returns ``(elements, params)`` of a factor from those of a site, ``(*batch, elements, params)``."""

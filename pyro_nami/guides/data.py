@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_nami.conditioning import covariates_of
 from pyro_nami.guides.columns import covariate_values
-from pyro_nami.guides.features import tempered
 from pyro_nami.guides.interleaved import missing_site, new_site
 from pyro_nami.guides.maps import MapReader, arguments_key, same_arguments, version_of
 from pyro_nami.guides.network import InverseNetwork, NetworkState
@@ -28,6 +27,7 @@ from pyro_nami.guides.sampling import fixed_size
 from pyro_nami.guides.shapes import resized_plates
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.isolation import untouched
+from pyro_nami.nn import tempered
 from pyro_nami.simulation import Hidden
 from pyro_nami.sources import IndexMaps
 
@@ -46,6 +46,7 @@ class Call:
         covariates: site -> its covariates.
         maps: the index maps of the rows that the factors read.
         unseen: latents of rows that no data covers.
+        familiar: whether the data are those that the guide has been trained on in all steps so far.
         sites: the model's sites at reference values of the latents, where a run was needed.
         context, derived: the last call in training, and the latents whose exact conditionals are derived from it, since
             this call lacks data of theirs.
@@ -61,6 +62,7 @@ class Call:
         self.covariates: dict[str, Tensor] = {}
         self.maps = IndexMaps({}, {})
         self.unseen: frozenset[str] = frozenset()
+        self.familiar = False
         self.sites: dict[str, Any] = {}
         self.context: Call | None = None
         self.derived: frozenset[str] = frozenset()
@@ -86,6 +88,7 @@ class DataReader:
     Attributes:
         seen: observed site, its covariates, or ``("index", rows, plate)`` -> values last seen in training; part of the
             guide's state.
+        varied: whether data of several kinds were seen in training.
         context: arguments, keyword arguments, instances and values of the call that it was seen in, kept where latents
             are drawn from exact conditionals, which are derived from them.
     """
@@ -94,6 +97,8 @@ class DataReader:
         self.assembly, self.covariates = assembly, covariates
         self._maps = MapReader(assembly, index_maps)
         self.seen: dict[Any, Tensor] = {}
+        self.varied = bool(assembly.semi_observed)
+        self._equal: dict[Hashable, tuple[Tensor, int]] = {}  # observed node -> a value that is the one seen
         self.context: tuple[tuple, dict, dict, dict] | None = None
         self._slots: dict[Hashable, dict[str, int | str]] = {}
         self._brought: set[Hashable] = set()  # calls in which a semi-observed site brings a value of its own
@@ -101,7 +106,7 @@ class DataReader:
         self._features: dict[Any, tuple[Tensor, int, Tensor]] = {}  # observed node -> value, its version, features
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_features": {}, "context": self.plain_context()}
+        return {**self.__dict__, "_features": {}, "_equal": {}, "context": self.plain_context()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataReader:
         copied = memo[id(self)] = object.__new__(type(self))
@@ -156,6 +161,8 @@ class DataReader:
         if assembly.map_plans:
             stale = frozenset().union(*(assembly.frames[name] for name in absent))
             call.maps = self._maps.read(call, leaves, self.seen, stale)
+        call.familiar = not self.varied and self._is_familiar(call)
+        self.varied = self.varied or remember and not call.familiar
         if remember and own:
             self.seen.update({name: value.detach() for name, value in own.items()})
             self.seen.update({covariates_of(name): value for name, value in call.covariates.items()})
@@ -165,6 +172,28 @@ class DataReader:
                 self.context = tree_map_only(Tensor, Tensor.detach, context)
         self._fill_from_seen(call, absent)
         self._check_sizes(call)
+
+    def _is_familiar(self, call: Call) -> bool:
+        """Whether a call's data are those last seen in training, or none were seen; its minibatches are taken to be."""
+        if not self.seen:
+            return True
+        values = [(name, name, call.values[name]) for name in self.assembly.read if name in call.values]
+        values += [(name, covariates_of(name), value) for name, value in call.covariates.items()]
+        return all(
+            self._was_seen(node, value)
+            for name, node, value in values
+            if self.assembly.subsampled.isdisjoint(self.assembly.frames[name])
+        )
+
+    def _was_seen(self, node: Hashable, value: Tensor) -> bool:
+        known = self._equal.get(node)
+        if known is not None and known[0] is value and known[1] == version_of(value):
+            return True
+        seen = self.seen.get(node)
+        same = seen is not None and seen.shape == value.shape and bool(((seen == value) | (seen != seen)).all())
+        if same:
+            self._equal[node] = value, version_of(value)
+        return same
 
     def tell(
         self, state: NetworkState, call: Call, network: InverseNetwork, changing: Collection[Hashable] = ()
@@ -222,7 +251,7 @@ class DataReader:
     def forget(self) -> None:
         """Forgets what was found for the arguments of earlier calls."""
         self._probed = None
-        self._features = {}
+        self._features, self._equal = {}, {}
         self._maps.forget()
 
     def _look(self, call: Call) -> dict[str, Tensor]:

@@ -63,21 +63,36 @@ def pooled_part(source: Source) -> tuple[Pooled | None, tuple[str, ...]]:
     return (source if isinstance(source, Pooled) else None), members
 
 
-def add_evidence(raw: Tensor, num_params: int, sums: Sequence[Tensor], shift: Tensor, scale: Tensor) -> Tensor:
-    """Returns a family's parameters followed by precision and precision-weighted mean of the evidence.
+def add_evidence(
+    raw: Tensor,
+    num_params: int,
+    reads: Sequence[EvidenceRead],
+    sums: Sequence[Tensor | None],
+    shift: Tensor,
+    scale: Tensor,
+) -> Tensor:
+    """Returns a family's parameters followed by precision and precision-weighted mean of the evidence, if there is any.
 
     Args:
         raw: rows of the network, ``(*batch, E, num_params + evidence)``.
         num_params: of the family.
-        sums: for each source, sums over instances ``(*batch, E, inputs + 2)`` of exp(l) q^2, exp(l) q, exp(l) q x.
+        reads: the sources.
+        sums: for each source, sums over instances ``(*batch, E, inputs + 2)`` of exp(l) q^2, exp(l) q, exp(l) q x; None
+            for what shall not count.
         shift, scale: that standardize the latent, ``(E,)``: w . x_n + w_0 is about shift + scale v.
 
     Returns:
-        ``(*batch, E, num_params + 2)``.
+        ``(*batch, E, num_params + 2)``, or without the 2.
     """
-    own, *parts = raw.split([num_params, *(part.shape[-1] for part in sums)], -1)
+    if not reads:
+        return raw
+    own, *parts = raw.split([num_params, *(read.num_params for read in reads)], -1)
+    if all(total is None for total in sums):
+        return own
     evidence: Any = 0.0
     for part, total in zip(parts, sums):
+        if total is None:
+            continue
         weight = part[..., 0].clamp(-_RANGE, _RANGE).exp()
         precision = weight * total[..., 0]
         mean = weight * (part[..., 1:] * total[..., 1:]).sum(-1) - shift * precision

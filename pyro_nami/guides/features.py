@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Embedding", "first_instance", "standardization", "tempered"]
+__all__ = ["Embedding", "first_instance", "standardization"]
 
 _MOST_ROWS = 100_000
-_FAR = 10.0
 
 
 class Embedding(NamedTuple):
@@ -56,12 +55,3 @@ def standardization(rows: Tensor, here: Tensor, factory: dict) -> tuple[Tensor, 
     scale = torch.where(categories, torch.ones_like(spread), 1 / spread)
     shift = torch.where(categories | ~center.isfinite(), torch.zeros_like(center), -center * scale)
     return shift, scale
-
-
-def tempered(features: Tensor) -> Tensor:
-    """Returns standardized features of data as they are within -10 and 10, and beyond as fast as a logarithm grows.
-
-    A heavy-tailed model simulates data thousands of its usual spreads away, and one of them would throw every weight.
-    """
-    inside = features.clamp(-_FAR, _FAR)
-    return inside + (features - inside).asinh()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from pyro_nami.conditioning import Direct, Pooled, Source, flattened, nodes_of
 from pyro_nami.guides.evidence import EvidenceRead
-from pyro_nami.nn import MaskedMLP, SeparateMLP
+from pyro_nami.nn import Base, MaskedMLP, SeparateMLP
 
-__all__ = ["Factor", "Group"]
+__all__ = ["Factor", "Group", "pools"]
 
 _COPIES, _MOST_MEMORY = 6, 5e8  # weights, mask, masked weights, gradient and two of the optimizer's; bytes
 
@@ -35,6 +35,7 @@ class Factor(NamedTuple):
         num_features: features an element.
         sequential: whether element e is drawn given elements before e.
         sources: what it reads.
+        locations: which of an element's parameters are locations, relative to the anchor.
         evidence: those sources whose instances add evidence of their own.
     """
 
@@ -46,6 +47,7 @@ class Factor(NamedTuple):
     num_features: int
     sequential: bool
     sources: tuple[Source, ...]
+    locations: tuple[int, ...] = ()
     evidence: tuple[EvidenceRead, ...] = ()
 
     @property
@@ -83,6 +85,27 @@ class Group:
         self._elements: dict[Source, Factor] = {_own(f): f for f in factors}
         self._row_blocks: dict[tuple[int, int], tuple[list, list]] = {}
         self.columns = [[self._column(read, widths) for read in step.reads] for step in self.steps]
+        self.starts: dict[tuple[Source, int], int] = {}  # (source, first feature) -> the first of its columns
+        start = 0
+        for source, first, last in self.all_columns:
+            self.starts[source, first] = start
+            start += last - first
+
+    @property
+    def all_columns(self) -> list[tuple[Source, int, int]]:
+        """The columns of all steps, as (source, first feature, last feature + 1)."""
+        return [column for step in self.columns for column in step]
+
+    def rows_of(self, params: Callable[[Factor], Sequence[int]]) -> dict[Hashable, list[list[int]]]:
+        """Returns factor -> the rows of some of each element's parameters, those that ``params`` names."""
+        found: dict[Hashable, list[list[int]]] = {}
+        start = 0
+        for step in self.steps:
+            for factor, elements in step.rows:
+                for _ in elements:
+                    found.setdefault(factor.name, []).append([start + param for param in params(factor)])
+                    start += factor.num_raw
+        return found
 
     def _check_memory(self, columns: int, units: int, factory: dict) -> None:
         """Raises where the output layer, which holds rows times columns, would take more memory than is sensible."""
@@ -119,9 +142,15 @@ class Group:
         return self._row_blocks[begin, stop]
 
     def build(
-        self, hidden_features: Sequence[int], shared: bool, skip: bool, activation: Callable, factory: dict
+        self,
+        hidden_features: Sequence[int],
+        shared: bool,
+        skip: bool,
+        activation: Callable,
+        base: Base,
+        factory: dict,
     ) -> nn.Module:
-        columns = [column for step in self.columns for column in step]
+        columns = self.all_columns
         starts, total = [], 0
         for _, first, last in columns:
             starts.append(total)
@@ -138,7 +167,7 @@ class Group:
                         own = factor.sequential and source == _own(factor)
                         if source in factor.sources or own and first < element * factor.num_features:
                             row[start : start + last - first] = True
-                            unpooled[start : start + last - first] = not _pools(source)
+                            unpooled[start : start + last - first] = not pools(source)
                     for kind, count in ((row, factor.num_params), (unpooled, factor.num_raw - factor.num_params)):
                         if count:
                             blocks.append(list(range(len(rows), len(rows) + count)))
@@ -149,6 +178,7 @@ class Group:
             "output_splits": [sum(f.num_raw * len(elements) for f, elements in step.rows) for step in self.steps],
             "skip": skip,
             "activation": activation,
+            "base": base,
             **factory,
         }
         if shared:
@@ -161,8 +191,9 @@ def _own(factor: Factor) -> Source:
     return flattened(Direct(factor.name), factor.joint)
 
 
-def _pools(source: Source) -> bool:
-    return isinstance(source, Pooled) or not isinstance(source, Direct) and _pools(source.source)
+def pools(source: Source) -> bool:
+    """Whether a source encodes a set."""
+    return isinstance(source, Pooled) or not isinstance(source, Direct) and pools(source.source)
 
 
 def _plan_steps(factors: Sequence[Factor], position: Mapping[Hashable, int]) -> list[_Step]:

@@ -81,6 +81,8 @@ class AutoNaMIGuide(PersistentGuide):
         conjugate: whether latents of a plate that are linear and Gaussian given what is drawn before them are drawn
             from their exact conditional in place of a Normal factor; `pyro_nami.guides.conjugacy` derives it from the
             model. They have no weights and no first step. With ``anchor=True`` only.
+        refine: whether each instance of a plate gets free offsets beside what the networks give it, where the data are
+            the same in every step; see `pyro_nami.guides.offsets`.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step.
         init_scale: scale at the first step, in unconstrained space.
@@ -113,6 +115,7 @@ class AutoNaMIGuide(PersistentGuide):
         evidence: bool = True,
         anchor: bool = True,
         conjugate: bool = True,
+        refine: bool = True,
         init_loc_fn: Callable = init_to_feasible,
         init_scale: float = 0.1,
         create_plates: Callable | None = None,
@@ -138,6 +141,7 @@ class AutoNaMIGuide(PersistentGuide):
             evidence=evidence,
             anchor=anchor,
             conjugate=conjugate,
+            refine=refine,
             init_loc_fn=init_loc_fn,
             init_scale=init_scale,
             activation=activation,
@@ -233,7 +237,8 @@ class AutoNaMIGuide(PersistentGuide):
             Latent -> value, in model order.
         """
         call = self._begin(args, kwargs)
-        current = Pass(self._made(), self._start(call), call)
+        learning = self.training and torch.is_grad_enabled() and not torch._C._get_tracing_state()
+        current = Pass(self._made(), self._start(call, learning=learning), call)
         if self._assembly.interleaved:
             self._run_interleaved(current, call)
         else:
@@ -268,9 +273,14 @@ class AutoNaMIGuide(PersistentGuide):
         extra = [name for name in observations if name in sampled and name not in self._options.observed]
         self._options = self._options._replace(observed=(*self._options.observed, *extra))
 
-    def _start(self, call: Call) -> NetworkState:
+    def _start(self, call: Call, *, learning: bool = False) -> NetworkState:
         """Returns the networks' state with everything observed known."""
-        state = self.network.start(call.maps)
+        if not self.network.settled:
+            state = self.network.start(call.maps)
+            self._data.tell(state, call, self.network, self._options.embeddings)
+            state.settle()
+        constant = call.familiar and not self._data.varied
+        state = self.network.start(call.maps, learning=learning, constant=constant, indices=call.indices)
         self._data.tell(state, call, self.network, self._options.embeddings)
         return state
 

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from pyro.nn import PyroModule, PyroParam
 from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_nami.conditioning import Direct, Flattened, Pooled, Source
+from pyro_nami.conditioning import Direct, Flattened, Pooled, Source, nodes_of
+from pyro_nami.distributions.joint import fold
 from pyro_nami.guides.evidence import EvidenceRead, add_evidence, pooled_part
-from pyro_nami.guides.groups import Factor, Group
-from pyro_nami.nn import Along, Evidence, Segments
+from pyro_nami.guides.groups import Factor, Group, pools
+from pyro_nami.guides.offsets import Offsets
+from pyro_nami.nn import Along, Base, Evidence, Running, Segments, tempered
 from pyro_nami.sources import IndexMaps, Sources, concatenate
 
 __all__ = ["InverseNetwork", "NetworkState", "as_pyro_module"]
 
 _MOST_EVIDENCE_INPUTS, _MOST_EVIDENCE_ROWS = 128, 8192
+# What weights are divided beyond: where a guide is compiled on simulations, and where it is trained on data as Pyro's
+# own guides are, at the rates that suit these.
+_COMPILED, _TRAINED = Base(32.0, 64.0, 8.0), Base(1.0, 8.0, 2.0)
+_LEAST_SCALE, _LEAST_POOLED_SCALE = 1e-6, 0.1  # of an input, in units of its spread at the first call
 _ModuleList: Any = PyroModule[nn.ModuleList]  # made by Pyro's metaclass, which type checkers do not follow
 
 
@@ -57,6 +64,8 @@ class InverseNetwork(PyroModule):
         skip: whether networks also read their inputs directly.
         make_encoder: a function of (number of inputs) that builds the encoder of a pooled source.
         takes_evidence: whether a factor takes evidence from one of its pooled sources.
+        latents: the nodes that are no data.
+        simulated: whether the guide is trained on simulations rather than on data.
         activation: of the hidden layers.
         device, dtype: of the parameters.
     """
@@ -75,6 +84,8 @@ class InverseNetwork(PyroModule):
         skip: bool,
         make_encoder: Callable[[int], Any],
         takes_evidence: Callable[[Factor, Source], bool],
+        latents: Collection[Hashable],
+        simulated: bool,
         activation: Callable[[Tensor], Tensor],
         **factory: Any,
     ) -> None:
@@ -86,6 +97,7 @@ class InverseNetwork(PyroModule):
             self._affine[node] = f"shift_{i}", f"scale_{i}"
             self.register_buffer(f"shift_{i}", shift)
             self.register_buffer(f"scale_{i}", scale)
+        self.latents, self.simulated = frozenset(latents), simulated
         self._node_sizes: dict[Hashable, int] = {node: len(shift) for node, (shift, _) in standard.items()}
         self._plate_sizes = dict(sizes)
         self.register_buffer("_like", torch.empty(0, **factory), persistent=False)
@@ -108,17 +120,65 @@ class InverseNetwork(PyroModule):
             Group([f for f in factors if f.batch == batch], position, self._source_size) for batch in batches
         ]
         self.group_of = {row.name: i for i, group in enumerate(self.groups) for row in group.factors}
+        bases = [self._base(group, factory) for group in self.groups]
         self.networks = _ModuleList(
-            [group.build(hidden_features, shared, skip, activation, factory) for group in self.groups]
+            [
+                group.build(hidden_features, shared, skip, activation, base, factory)
+                for group, base in zip(self.groups, bases)
+            ]
         )
-        for part in (self.encoders, self.evidence, self.networks):
+        self.inputs = _ModuleList([self._running(group, factory) for group in self.groups])
+        for part in (self.encoders, self.evidence, self.networks, self.inputs):
             as_pyro_module(part)
         # Every attribute of a PyroModule that is a module takes a while to read.
         self.parts = tuple(self.networks), tuple(self.encoders), tuple(self.evidence)
+        self.running = tuple(self.inputs)
+        self.offsets = Offsets({}, {}, 0)
+        self._stepped = False  # whether gradients have come back since the speeds were looked at
+        self._locations: dict[Hashable, list[list[int]]] = {}
+        for group in self.groups:
+            self._locations.update(group.rows_of(lambda factor: factor.locations))
 
-    def start(self, maps: IndexMaps) -> NetworkState:
-        """Returns the state of a pass at which nothing is known, in a call with these index maps."""
-        return NetworkState(self, maps)
+    def start(
+        self,
+        maps: IndexMaps,
+        *,
+        learning: bool = False,
+        constant: bool = False,
+        indices: Mapping[str, Tensor] | None = None,
+    ) -> NetworkState:
+        """Returns the state of a pass at which nothing is known.
+
+        Args:
+            maps: the call's index maps.
+            learning: whether the pass goes into the running averages if it is trained on.
+            constant: whether the call's data are the same in every call.
+            indices: subsampled plate -> its instances.
+        """
+        on_data = not self.simulated
+        if learning and on_data and self._stepped:
+            self._stepped = False
+            for network in self.parts[0]:
+                network.quicken()
+            self.offsets.quicken()
+        return NetworkState(
+            self, maps, learning=learning and on_data, constant=constant and on_data, indices=indices or {}
+        )
+
+    def center(self, group: Group, column: tuple[Source, int, int]) -> Tensor:
+        """Returns the center of a column, with all plate dims."""
+        first = group.starts[column[:2]]
+        center = self.running[self.groups.index(group)].center[first : first + column[2] - column[1]]
+        return center.view((1,) * self.nesting + (-1,))
+
+    @property
+    def settled(self) -> bool:
+        """Whether inputs that are data are centered already."""
+        return self.simulated or all(running.settled for running in self.running)
+
+    def running_due(self) -> bool:
+        """Whether the coming pass in training goes into the running averages."""
+        return bool(self.running) and self.running[0].due
 
     def standardize(self, node: Hashable, features: Tensor) -> Tensor:
         """Returns features shifted and scaled as at the first call, with all plate dims: ``(*left, *plates, n)``."""
@@ -158,12 +218,90 @@ class InverseNetwork(PyroModule):
         """Returns the input of steps that read nothing."""
         return self._like.new_empty((1,) * self.nesting + (0,))
 
+    def is_data(self, source: Source) -> bool:
+        """Whether a source is made of data alone."""
+        return self.latents.isdisjoint(nodes_of(source))
+
+    def _base(self, group: Group, factory: dict) -> Base:
+        """Returns what the weights of a group's network are divided beyond, input by input."""
+        base = _COMPILED if self.simulated else _TRAINED
+        widths = [
+            (_COMPILED if self.is_data(source) else base).inputs
+            for source, first, last in group.all_columns
+            for _ in range(first, last)
+        ]
+        return base._replace(inputs=torch.tensor(widths, device=factory.get("device")))
+
+    def _running(self, group: Group, factory: dict) -> Running:
+        """Returns how a group's inputs are standardized as training goes on: data not at all, latents wholly."""
+        floor, follows = [], []
+        for source, first, last in group.all_columns:
+            data, pure = self.is_data(source), nodes_of(source) <= self.latents
+            floor += (last - first) * [_LEAST_SCALE if pure and not pools(source) else _LEAST_POOLED_SCALE]
+            follows += (last - first) * [not data and not self.simulated]
+        device = factory.get("device")
+        return Running(torch.tensor(floor, **factory), torch.tensor(follows, dtype=torch.bool, device=device))
+
+    @torch.no_grad()
+    def learn(self, passed: Passed) -> None:
+        """Takes a pass in training into the running averages."""
+        for index, first, last, x in passed.inputs:
+            self.running[index].update(x, first, last)
+        for name, innovations in passed.innovations.items():
+            index = self.group_of[name]
+            network, rows = self.parts[0][index], torch.tensor(self._locations[name], device=innovations.device)
+            off = innovations.unsqueeze(-1) - network.output_bias()[rows]
+            spread = off.reshape(-1, *rows.shape).square().mean(0)
+            share, units = self.running[index].share, network.units.clone()
+            units[rows] = (units[rows].square() * (1 - share) + share * spread).sqrt()
+            network.set_units(units)
+
+    def count_pass(self) -> None:
+        """Counts a pass that gradients have come back from."""
+        self._stepped = True
+        for running in self.running:
+            running.passes += 1
+
     def set_initial(self, initial: Mapping[Hashable, Tensor]) -> None:
         """Writes raw parameters ``(elements, params)`` of every factor to the output biases."""
         for group, network in zip(self.groups, self.networks):
             rows = [row for step in group.steps for row in step.rows]
             values = [initial[factor.name][elements.start : elements.stop] for factor, elements in rows]
             network.set_output_bias(torch.cat([value.flatten() for value in values]).to(network.output))
+
+    def location(self, name: Hashable) -> Tensor:
+        """Returns where a factor with one location lies, by its biases, ``(elements,)``."""
+        network, rows = self.parts[0][self.group_of[name]], self._locations[name]
+        return network.output_bias()[[row for (row,) in rows]]
+
+    def typical_scale(self, name: Hashable) -> Tensor:
+        """Returns the scale of a factor's anchor at the initial value, ``(elements,)``."""
+        network, rows = self.parts[0][self.group_of[name]], self._locations[name]
+        return network.bias_units[[row for (row,) in rows]].reciprocal()
+
+    def set_offsets(self, shapes: Mapping[Any, Mapping[str, tuple[int, int]]]) -> None:
+        """Gives each instance of some factors offsets of its own; see `Offsets`."""
+        units = {}
+        for name in shapes:
+            factor, network = self.factors[name], self.parts[0][self.group_of[name]]
+            units[name] = network.bias_units.new_ones(factor.num_elements, factor.num_params)
+            for locations, row in zip(self._locations[name], units[name]):
+                row[list(factor.locations)] = network.bias_units[locations]
+        self.offsets = Offsets(shapes, units, self.nesting)
+
+    def set_units(self, name: Hashable, scale: float, anchor: Tensor) -> None:
+        """Sets the units of a factor's locations: of its bias, those of unconstrained space; else its first scale.
+
+        Args:
+            name: of the factor.
+            scale: of the factor at first, in unconstrained space.
+            anchor: of its prior there, ``(elements,)``.
+        """
+        network, rows = self.parts[0][self.group_of[name]], self._locations[name]
+        units, bias = network.units.clone(), network.bias_units.clone()
+        for row, each in zip(rows, anchor.tolist()):
+            units[row], bias[row] = scale / each, 1 / each
+        network.set_units(units, bias)
 
     def _add_encoders(self, source: Source, make_encoder: Callable, encoders: list) -> None:
         if isinstance(source, Direct) or source in self._encoder_index:
@@ -226,6 +364,18 @@ class InverseNetwork(PyroModule):
         return {source: functools.partial(sums, i) for source, i in self._evidence_index.items()}
 
 
+class Passed(NamedTuple):
+    """What a pass in training leaves for the running averages.
+
+    Attributes:
+        inputs: of networks, each as (index of the group, first column, last column + 1, values).
+        innovations: factor -> its elements ``(*batch, elements)`` relative to the anchor.
+    """
+
+    inputs: list[tuple[int, int, int, Tensor]]
+    innovations: dict[Hashable, Tensor]
+
+
 class NetworkState:
     """One pass through the networks, in the order in which values come to be known; used once.
 
@@ -233,8 +383,13 @@ class NetworkState:
     a block) must not see them.
     """
 
-    def __init__(self, network: InverseNetwork, maps: IndexMaps) -> None:
-        self._network = network
+    def __init__(
+        self, network: InverseNetwork, maps: IndexMaps, *, learning: bool, constant: bool, indices: Mapping[str, Tensor]
+    ) -> None:
+        self._network, self._constant = network, constant
+        self._offsets = network.offsets.start(indices) if constant else {}
+        self._passed = Passed([], {}) if learning and network.running_due() else None
+        self._learning, self._hooked = learning, False
         self._features: dict[Hashable, Tensor] = {}
         self._data: set[Hashable] = set()
         self._sources = Sources(self._features, network.dims, network.bound_encoders(), maps, self._data)
@@ -242,9 +397,28 @@ class NetworkState:
         self._states: list[Any] = [part.start() for part in network.parts[0]]
         self._rows: dict[Hashable, Tensor] = {}
 
-    def add(self, node: Hashable, features: Tensor) -> None:
+    def add(self, node: Hashable, features: Tensor, *, drawn: bool = False) -> None:
         """Makes a node's raw features ``(*left, *plates, features)`` known; leading plate dims may be left out."""
-        self._features[node] = self._network.standardize(node, features)
+        features = self._network.standardize(node, features)
+        if drawn and node in self._network.factors and not self._network.factors[node].joint:
+            slack = self._slack(node)
+            features = features if slack is None else features - slack
+        self._features[node] = tempered(features)
+
+    def _slack(self, name: Hashable) -> Tensor | None:
+        """Returns zeros that move as a factor's standardized draw does with its biases, ``(*plates, elements)``.
+
+        What others read of a draw is centered on what it usually is, so it does not move with the biases in the end.
+        Gradients that take the center for fixed would have the draw pull all those that read it along with it.
+        """
+        network, factor = self._network, self._network.factors[name]
+        if not self._learning or len(factor.locations) != 1:
+            return None
+        location = network.location(name)
+        if name in self._offsets:
+            location = location + self._offsets[name][..., factor.locations[0]]
+        moving = network.scaling(name)[1] * network.typical_scale(name) * location
+        return moving - moving.detach()
 
     def put(self, node: Hashable, features: Tensor) -> None:
         """Makes the features of data known, which are standardized already."""
@@ -261,14 +435,21 @@ class NetworkState:
         group = self._network.groups[self._network.group_of[name]]
         self._advance(name, group.head[name] + (factor.num_elements if factor.sequential else 1))
         raw = self._rows[name].unflatten(-1, (-1, factor.num_raw))
-        if not factor.evidence:
-            return raw
-        return add_evidence(raw, factor.num_params, self._sums(factor), *self._network.scaling(name))
+        raw = add_evidence(
+            raw, factor.num_params, factor.evidence, self._sums(factor), *self._network.scaling(name)
+        )
+        return shifted(raw, self._offsets.get(name))
 
-    def _sums(self, factor: Factor) -> list[Tensor]:
-        """Returns the sums of a factor's evidence, ``(*batch, elements, inputs + 2)`` for each source of it."""
-        sums = []
+    def _sums(self, factor: Factor) -> list[Tensor | None]:
+        """Returns the sums of a factor's evidence, ``(*batch, elements, inputs + 2)`` for each source of it.
+
+        What never changes is left to the factor's biases.
+        """
+        sums: list[Tensor | None] = []
         for read in factor.evidence:
+            if self._constant and not factor.batch and self._network.is_data(read.source):
+                sums.append(None)
+                continue
             pooled, _ = pooled_part(read.source)
             assert pooled is not None
             total = self._sources.evidence(read.source, self._evidence[pooled])
@@ -281,9 +462,18 @@ class NetworkState:
         self._advance(name, self._network.groups[index].head[name] + 1)
         factor = self._network.factors[name]
         first = _trimmed(self._rows[name][..., : factor.num_raw], ndims)
-        sums = [_trimmed(total, ndims + 1) for total in self._sums(factor)]
+        sums = [total if total is None else _trimmed(total, ndims + 1) for total in self._sums(factor)]
         scaling = self._network.scaling(name) if sums else ()
-        return ElementConditionals(factor, self._network.affine(name), first, self._states[index], sums, scaling)
+        inputs = functools.partial(self._inputs, index)
+        offset = self._offsets.get(name)
+        if offset is not None:
+            offset = _trimmed(offset, ndims + 1)
+        slack = self._slack(name)
+        if slack is not None:
+            slack = _trimmed(slack, ndims)
+        return ElementConditionals(
+            factor, self._network.affine(name), first, self._states[index], sums, scaling, inputs, offset, slack
+        )
 
     def _advance(self, name: Hashable, stop: int) -> None:
         """Takes the steps before ``stop`` of the group of ``name``, whose inputs must all be known, in one advance."""
@@ -293,15 +483,57 @@ class NetworkState:
         begin = state.step
         if begin >= stop:
             return
-        parts = [self._column(column) for step in group.columns[begin:stop] for column in step]
+        parts = [self._column(column, group) for step in group.columns[begin:stop] for column in step]
         x = concatenate(parts) if parts else self._network.no_columns()
-        rows, self._states[index] = state.advance(x, stop)
+        rows, self._states[index] = state.advance(self._inputs(index, begin, stop, x), stop)
+        if self._learning and not self._hooked and rows.requires_grad:
+            rows.register_hook(self._learn)
+            self._hooked = True
         keys, sizes = group.row_blocks(begin, stop)
         for key, part in zip(keys, rows.split(sizes, -1) if len(sizes) > 1 else [rows]):
             self._rows.setdefault(key, part)  # what is there already was used to draw the factor
 
-    def _column(self, column: tuple[Source, int, int]) -> Tensor:
+    def _inputs(self, index: int, begin: int, stop: int, x: Tensor) -> Tensor:
+        """Returns what a group's network reads of its columns of steps ``begin`` to ``stop - 1``."""
+        if not x.shape[-1]:
+            return x
+        bounds, running = self._network.parts[0][index].steps.columns, self._network.running[index]
+        if self._passed is not None:
+            self._passed.inputs.append((index, bounds[begin], bounds[stop], x.detach()))
+        return running(x, bounds[begin], bounds[stop])
+
+    def note(self, name: Hashable, elements: Tensor, anchor: Tensor | None, dims: Sequence[int]) -> None:
+        """Takes note of a draw, relative to its anchor, for the running averages; ``dims`` are those of a block."""
+        if self._passed is None or not self._network.factors[name].locations:
+            return
+        if anchor is not None:
+            location, scale = anchor.detach().unbind(-1)
+            elements = (elements - location) / scale
+        self._passed.innovations[name] = fold(elements.detach().unsqueeze(-1), dims).squeeze(-1)
+
+    def _learn(self, gradient: Tensor) -> None:
+        """Learns from this pass, as a hook of what its networks returned."""
+        if self._passed is not None:
+            self._network.learn(self._passed)
+            self._passed = None
+        self._network.count_pass()
+
+    def settle(self) -> None:
+        """Centers the inputs that are data on those of this call, all of which must be known."""
+        for group, running in zip(self._network.groups, self._network.running):
+            start = 0
+            for source, first, last in group.all_columns:
+                if self._network.is_data(source):
+                    x = self._sources.value(source)[..., first:last]
+                    running.settle(x, start, start + last - first)
+                start += last - first
+            running.settled = True
+        self._sources.forget()
+
+    def _column(self, column: tuple[Source, int, int], group: Group) -> Tensor:
         source, first, last = column
+        if self._constant and not group.factors[0].batch and self._network.is_data(source):
+            return self._network.center(group, column)
         value = self._sources.value(source)
         return value if last - first == value.shape[-1] else value[..., first:last]
 
@@ -318,11 +550,15 @@ class ElementConditionals:
         affine: tuple[Tensor, Tensor],
         first: Tensor,
         state: Any,
-        sums: Sequence[Tensor],
+        sums: Sequence[Tensor | None],
         scaling: Sequence[Tensor],
+        inputs: Callable[[int, int, Tensor], Tensor],
+        offset: Tensor | None,
+        slack: Tensor | None,
     ) -> None:
         self._factor, self._affine, self._first, self._state = factor, affine, first, state
-        self._sums, self._scaling = sums, scaling
+        self._sums, self._scaling, self._inputs, self._offset = sums, scaling, inputs, offset
+        self._slack = slack
 
     def first(self) -> tuple[Tensor, Callable]:
         """Returns the parameters ``(*batch, params)`` of element 0, and the function that goes on from there."""
@@ -331,7 +567,11 @@ class ElementConditionals:
     def _next(self, state: Any, element: int) -> Callable:
         def following(features: Tensor) -> tuple[Tensor, Callable]:
             shift, scale = (part[element] for part in self._affine)
-            rows, advanced = state.advance(torch.addcmul(shift, features, scale), state.step + 1)
+            seen = torch.addcmul(shift, features, scale)
+            if self._slack is not None:
+                seen = seen - self._slack[..., element : element + 1]
+            seen = tempered(seen)
+            rows, advanced = state.advance(self._inputs(state.step, state.step + 1, seen), state.step + 1)
             params = self._params(_trimmed(rows, features.dim() - 1), element + 1)
             return params, self._next(advanced, element + 1)
 
@@ -339,22 +579,34 @@ class ElementConditionals:
 
     def _params(self, raw: Tensor, element: int) -> Tensor:
         """Returns one element's parameters from its rows."""
-        if not self._sums:
+        if not self._sums and self._offset is None:
             return raw
-        here = slice(element, element + 1)
-        sums, scaling = [total[..., here, :] for total in self._sums], [part[here] for part in self._scaling]
-        return add_evidence(raw.unsqueeze(-2), self._factor.num_params, sums, *scaling).squeeze(-2)
+        return self._whole(raw.unsqueeze(-2), slice(element, element + 1)).squeeze(-2)
+
+    def _whole(self, raw: Tensor, part: slice) -> Tensor:
+        """Returns the parameters ``(*batch, elements, params)`` of some elements from their rows."""
+        if self._sums:
+            sums = [total if total is None else total[..., part, :] for total in self._sums]
+            scaling = [each[part] for each in self._scaling]
+            raw = add_evidence(raw, self._factor.num_params, self._factor.evidence, sums, *scaling)
+        return shifted(raw, None if self._offset is None else self._offset[..., part, :])
 
     def all(self, features: Tensor) -> Tensor:
         """Returns the parameters ``(*batch, elements, params)`` at ``features`` ``(*batch, elements, features)``."""
         count = self._factor.num_elements
         shift, scale = self._affine
-        seen = torch.addcmul(shift, features, scale)[..., :-1, :]
-        rows, _ = self._state.advance(seen.flatten(-2), self._state.step + count - 1)
+        seen = tempered(torch.addcmul(shift, features, scale))[..., :-1, :].flatten(-2)
+        step = self._state.step
+        rows, _ = self._state.advance(self._inputs(step, step + count - 1, seen), step + count - 1)
         rows = _trimmed(rows, features.dim() - 2).unflatten(-1, (count - 1, self._factor.num_raw))
         first = self._first.unsqueeze(-2)
         raw = torch.cat([first.expand(rows.shape[:-2] + first.shape[-2:]), rows], -2)
-        return add_evidence(raw, self._factor.num_params, self._sums, *self._scaling) if self._sums else raw
+        return self._whole(raw, slice(None))
+
+
+def shifted(params: Tensor, offset: Tensor | None) -> Tensor:
+    """Returns parameters ``(*batch, elements, n)`` with an offset added to the first of them."""
+    return params if offset is None else params + F.pad(offset, (0, params.shape[-1] - offset.shape[-1]))
 
 
 def _trimmed(rows: Tensor, ndims: int) -> Tensor:

@@ -81,12 +81,13 @@ class PersistentGuide(AutoGuide):
         references = [] if self._assembly is None else self._assembly.references
         context = None if self._data is None else self._data.plain_context()
         seen = {_key(name): value for name, value in seen.items()}
-        return {"seen": seen, "references": references, "context": context}
+        varied = self._data is not None and self._data.varied
+        return {"seen": seen, "references": references, "context": context, "varied": varied}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         names = {_key(name): name for name in self._data.names}
         self._data.seen = {names[key]: value for key, value in state["seen"].items()}
-        self._data.context = state.get("context")
+        self._data.context, self._data.varied = state.get("context"), bool(state.get("varied"))
         self._assembly.references = list(state["references"])
         self._data.forget()
 

@@ -65,6 +65,7 @@ class Pass:
         self.values: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
         self._eliminations: dict[ConjugateGroup, Elimination] = {}
+        self._anchors: dict[str, Tensor | None] = {}  # of the latents whose distribution was made
         self._relocation = _relocation(assembly)
         self._validate = is_validation_enabled() and not torch._C._get_tracing_state()
 
@@ -83,10 +84,13 @@ class Pass:
         if self._relocation is not None:
             value = self._relocation.value_inside(value, self.assembly.event_dims[name])
         elements = fn.recall(value) if isinstance(fn, SiteDistribution) else None
-        self.know(name, value, elements)
+        if elements is not None and name in self._anchors:
+            dims, _ = self._joint_plates(self.assembly.factors[name])
+            self.state.note(name, elements, self._anchors[name], dims)
+        self.know(name, value, elements, drawn=True)
         return value
 
-    def know(self, name: str, value: Tensor, elements: Tensor | None = None) -> None:
+    def know(self, name: str, value: Tensor, elements: Tensor | None = None, *, drawn: bool = False) -> None:
         """Takes in the value of a latent, and its elements where they are known from the draw."""
         self.values[name] = value
         if name not in self.assembly.families:
@@ -95,7 +99,7 @@ class Pass:
             features = self.assembly.features(name, value)
         else:
             features = self.assembly.families[name].element_features(elements).flatten(-2)
-        self.state.add(name, features)
+        self.state.add(name, features, drawn=drawn)
 
     def distribution(self, name: str, batch_shape: torch.Size, prior: Distribution | None) -> TorchDistribution:
         """Returns a latent's distribution given all that it reads, of a batch shape at least ``batch_shape``.
@@ -122,6 +126,7 @@ class Pass:
             family = family.at(prior)
             if name in assembly.anchored:
                 anchor = family.anchor(prior)
+        self._anchors[name] = anchor
         if factor.sequential:
             return self._sequential(name, factor, family, batch_shape, anchor)
         params = self._instances(factor, self.state.params(name))

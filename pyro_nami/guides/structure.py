@@ -41,6 +41,7 @@ class Options(NamedTuple):
     evidence: bool
     anchor: bool
     conjugate: bool
+    refine: bool
     init_loc_fn: Callable
     init_scale: float
     activation: Callable[[Tensor], Tensor]

@@ -10,25 +10,32 @@ from pyro_nami.nn.attention import AttentionEncoder
 from pyro_nami.nn.encoders import ENCODERS, OwnEncoder, make_encoder
 from pyro_nami.nn.evidence import Evidence
 from pyro_nami.nn.masked import MaskedMLP, MaskedState
+from pyro_nami.nn.pace import Pace
 from pyro_nami.nn.pooling import MaxEncoder, MeanEncoder, SetEncoder, SumEncoder
 from pyro_nami.nn.reductions import Along, Reduction, Segments
+from pyro_nami.nn.running import Running, tempered
 from pyro_nami.nn.separate import SeparateMLP, SeparateState
+from pyro_nami.nn.stepped import Base
 
 __all__ = [
     "ENCODERS",
     "Along",
     "AttentionEncoder",
+    "Base",
     "Evidence",
     "MaskedMLP",
     "MaskedState",
     "MaxEncoder",
     "MeanEncoder",
     "OwnEncoder",
+    "Pace",
     "Reduction",
+    "Running",
     "Segments",
     "SeparateMLP",
     "SeparateState",
     "SetEncoder",
     "SumEncoder",
     "make_encoder",
+    "tempered",
 ]

@@ -31,7 +31,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_nami.nn.masks import StepPlan, check_width, layer_masks, step_plan
-from pyro_nami.nn.stepped import Activation, SteppedMLP, check_advance, concatenated, expand_batch, flatten
+from pyro_nami.nn.stepped import (
+    Activation,
+    Base,
+    SteppedMLP,
+    check_advance,
+    concatenated,
+    expand_batch,
+    flatten,
+    shares,
+)
 
 # Steps that what becomes known is added to at once; later steps wait. More saves calls, fewer save memory traffic.
 _BLOCK = 8
@@ -60,6 +69,7 @@ class MaskedMLP(SteppedMLP):
         output_splits: number of rows that are emitted at each step.
         skip: whether rows also read their inputs directly. Linear-Gaussian regressions are then represented exactly.
         activation: elementwise function of the hidden layers.
+        base: what weights are divided beyond.
         device: device of the parameters.
         dtype: floating-point type of the parameters.
 
@@ -88,6 +98,7 @@ class MaskedMLP(SteppedMLP):
         output_splits: Sequence[int] | None = None,
         skip: bool = True,
         activation: Activation = F.silu,
+        base: Base = Base(),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -95,18 +106,21 @@ class MaskedMLP(SteppedMLP):
         hidden, output, last_columns = layer_masks(dependency, hidden_features)
         if not skip:
             check_width(dependency.cpu(), (*hidden, output))
-        direct = [dependency.cpu()] if skip and hidden else []
-        masks = [*hidden, torch.cat([output, *direct], 1)]
-        masks = [F.pad(mask, (0, 1), value=True) for mask in masks]
+        widths = [base.inputs.cpu() if isinstance(base.inputs, Tensor) else base.inputs, *[base.hidden] * len(hidden)]
+        masks = [shares(mask, width) for mask, width in zip(hidden, widths)]
+        direct = [shares(dependency.cpu(), widths[0])] if skip and hidden else []
+        masks.append(torch.cat([shares(output, base.output if hidden else widths[0]), *direct], 1))
+        masks = [F.pad(mask, (0, 1), value=1.0) for mask in masks]
         self._plan = step_plan(self.steps, last_columns, skip)
         self._dense_plan = self._plan.merged()
-        units = len(last_columns[-1]) if last_columns else 0
-        self._add_layers([tuple(mask.shape) for mask in masks], masks, units, device=device, dtype=dtype)
+        rows = torch.arange(self.out_features)
+        self._add_layers([tuple(mask.shape) for mask in masks], masks, rows, device=device, dtype=dtype)
 
-    def set_output_bias(self, values: Tensor) -> None:
-        """Writes ``values``, ``(outputs,)``, to the bias of the output layer."""
-        with torch.no_grad():
-            self.output[:, -1] = values
+    def _biases(self) -> Tensor:
+        return self.output[:, -1]
+
+    def _write_biases(self, values: Tensor) -> None:
+        self.output[:, -1] = values
 
     def start(self) -> MaskedState:
         """Returns the state of a pass in which no input is known yet."""
@@ -117,9 +131,17 @@ class MaskedMLP(SteppedMLP):
         return self._start(self._dense_plan).advance(x, 1)[0]
 
     def _start(self, plan: StepPlan) -> MaskedState:
-        parts = [weight.t().split(sizes) for weight, sizes in zip(self._weights(), plan.split_sizes)]
+        *hidden, output = self._weights()
+        parts = [weight.t().split(sizes) for weight, sizes in zip((*hidden, output), plan.split_sizes)]
+        bias = [part[-1] for part in parts]
+        if hidden:
+            # Units are taken relative to what they are at inputs of zero.
+            units = self.activation(hidden[0][:, -1])
+            for weight in hidden[1:]:
+                units = self.activation(torch.addmv(weight[:, -1], weight[:, :-1], units))
+            bias[-1] = bias[-1] - output[:, : len(units)] @ units
         run = _Run(plan, self.activation, tuple(part[:-1] for part in parts))
-        return MaskedState(run, 0, torch.Size(), plan.num_steps, tuple(part[-1] for part in parts), (), ())
+        return MaskedState(run, 0, torch.Size(), plan.num_steps, tuple(bias), (), ())
 
 
 class MaskedState(NamedTuple):

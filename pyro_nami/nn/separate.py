@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_nami.nn.masks import Steps
-from pyro_nami.nn.stepped import Activation, SteppedMLP, check_advance, concatenated, expand_batch, flatten
+from pyro_nami.nn.stepped import (
+    Activation,
+    Base,
+    SteppedMLP,
+    check_advance,
+    concatenated,
+    expand_batch,
+    flatten,
+    shares,
+)
 
 __all__ = ["SeparateMLP", "SeparateState"]
 
@@ -40,6 +49,7 @@ class SeparateMLP(SteppedMLP):
         output_splits: number of rows that are emitted at each step.
         skip: whether rows also read their inputs directly.
         activation: elementwise function of the hidden layers.
+        base: what weights are divided beyond.
         device: device of the parameters.
         dtype: floating-point type of the parameters.
 
@@ -60,6 +70,7 @@ class SeparateMLP(SteppedMLP):
         output_splits: Sequence[int] | None = None,
         skip: bool = True,
         activation: Activation = F.silu,
+        base: Base = Base(),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -85,23 +96,34 @@ class SeparateMLP(SteppedMLP):
         widths = [num_parents, *hidden_features]
         shapes = [(num_factors, width, below + 1) for width, below in zip(widths[1:], widths)]
         reads = mask[..., :-1].any(-1, keepdim=True)  # a factor that reads nothing has no units
-        masks = [mask & reads, *(reads for _ in hidden_features[1:])] if hidden_features else []
+        bases = base.inputs
+        if isinstance(bases, Tensor):
+            bases = F.pad(bases.cpu(), (1, 0), value=1.0)[gather[:, :-1]].unsqueeze(-2)
+        direct = shares(mask[..., :-1], bases)
+        multipliers = [direct * reads] if hidden_features else []
+        multipliers += [shares(reads.expand(-1, -1, width), base.hidden) for width in hidden_features[:-1]]
         if hidden_features:
-            direct = mask if skip else mask[..., -1:]
-            masks.append(torch.cat([reads.expand(-1, -1, widths[-1]), direct], -1))
+            units = shares(reads.expand(-1, -1, widths[-1]), base.output)
+            multipliers.append(torch.cat([units, direct], -1) if skip else units)
         else:
-            masks.append(mask)
-        if any(len(rows) < self._num_rows for rows in groups):
-            real = torch.arange(self._num_rows) < torch.tensor([[len(rows)] for rows in groups])
-            masks[-1] = masks[-1] & real.unsqueeze(-1)
-        shapes.append((num_factors, self._num_rows, masks[-1].shape[-1]))
-        self._add_layers(shapes, masks, widths[-1] if hidden_features else 0, device=device, dtype=dtype)
+            multipliers.append(direct)
+        multipliers = [F.pad(each, (0, 1), value=1.0) for each in multipliers]
+        multipliers[:-1] = [each * reads for each in multipliers[:-1]]
+        real = torch.arange(self._num_rows) < torch.tensor([[len(rows)] for rows in groups])
+        multipliers[-1] = multipliers[-1] * real.unsqueeze(-1)
+        shapes.append((num_factors, self._num_rows, multipliers[-1].shape[-1]))
+        order = torch.full((num_factors * self._num_rows,), -1)
+        order[positions] = torch.arange(self.out_features)
+        rows_of = order.view(num_factors, self._num_rows)
+        self._add_layers(shapes, multipliers, rows_of, device=device, dtype=dtype)
 
-    def set_output_bias(self, values: Tensor) -> None:
-        """Writes ``values``, ``(outputs,)``, to the bias of the output layer."""
-        with torch.no_grad():
-            positions = slice(None) if self._positions is None else self._positions
-            self.output.view(-1, self.output.shape[-1])[positions, -1] = values
+    def _biases(self) -> Tensor:
+        positions = slice(None) if self._positions is None else self._positions
+        return self.output.view(-1, self.output.shape[-1])[positions, -1]
+
+    def _write_biases(self, values: Tensor) -> None:
+        positions = slice(None) if self._positions is None else self._positions
+        self.output.view(-1, self.output.shape[-1])[positions, -1] = values
 
     def start(self) -> SeparateState:
         """Returns the state of a pass in which no input is known yet."""
@@ -114,7 +136,15 @@ class SeparateMLP(SteppedMLP):
 
     def _start(self, steps: Steps, factors: tuple[int, ...]) -> SeparateState:
         sizes = [end - start for start, end in pairwise(factors)]
-        weights = self._weights()
+        *hidden, output = self._weights()
+        if hidden:
+            # Units are taken relative to what they are at inputs of zero.
+            units = self.activation(hidden[0][..., -1:])
+            for weight in hidden[1:]:
+                units = self.activation(torch.baddbmm(weight[..., -1:], weight[..., :-1], units))
+            constant = torch.bmm(output[..., : units.shape[1]], units)
+            output = torch.cat((output[..., :-1], output[..., -1:] - constant), -1)
+        weights = [*hidden, output]
         blocks = tuple(weight.split(sizes) for weight in weights)
         constants = (self._num_rows, self.skip, self.activation)
         run = _SeparateRun(steps, factors, self._gather, self._positions, *constants, blocks)

@@ -7,22 +7,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pyro_nami.nn.masks import split_steps
+from pyro_nami.nn.pace import Pace
 
-__all__ = ["Activation", "SteppedMLP", "check_advance", "concatenated", "expand_batch", "flatten"]
+__all__ = ["Activation", "Base", "SteppedMLP", "check_advance", "concatenated", "expand_batch", "flatten", "shares"]
 
 Activation = Callable[[Tensor], Tensor]
 
 
+class Base(NamedTuple):
+    """How many inputs a unit or row may have before its weights are divided by their number in excess.
+
+    One step of Adam at rate r moves every weight by about r, so it would move a sum over n inputs of order one by n r.
+    Weights are divided by max(1, n / base), which holds a step to base r for every n (the maximal-update
+    parametrization, Yang et al. 2022, "Tensor Programs V", with a base width).
+
+    Attributes:
+        inputs: of each input, ``(inputs,)``; those with the same base are counted together. A number for all alike.
+        hidden: of hidden units, as inputs of further hidden layers.
+        output: of hidden units, as inputs of rows.
+    """
+
+    inputs: Tensor | float = math.inf
+    hidden: float = math.inf
+    output: float = math.inf
+
+
 class SteppedMLP(nn.Module):
-    """What both networks share: steps, the parameter per layer with its mask, and how they start."""
+    """What both networks share: steps, the parameter per layer with its mask, and how they start.
+
+    Rows are ``bias_units * bias + units * (what hidden units and direct weights give)``, and hidden units are taken
+    relative to what they are at inputs of zero: what is the same in every call is left to the bias.
+
+    Attributes:
+        units: of each row, ``(outputs,)``, the size that a weight of one gives to what the row reads.
+        bias_units: likewise of its bias.
+    """
 
     output: Tensor
+    units: Tensor
+    bias_units: Tensor
 
     def __init__(
         self,
@@ -47,22 +76,75 @@ class SteppedMLP(nn.Module):
         self.layer_names = (*(f"layer_{layer}" for layer in range(len(hidden_features))), "output")
 
     def _add_layers(
-        self, shapes: Sequence[tuple[int, ...]], masks: Sequence[Tensor], units: int, **factory: Any
+        self, shapes: Sequence[tuple[int, ...]], multipliers: Sequence[Tensor], rows: Tensor, **factory: Any
     ) -> None:
-        """Registers a parameter per layer, and its mask (broadcastable to it) where that changes anything.
+        """Registers a parameter per layer, and its multipliers, which are zero for what is masked.
 
-        The output layer's mask also divides a row's weights from its hidden units, among the first ``units`` columns,
-        by the square root of their number: a step of Adam then moves the row as far whatever the width, and a step
-        size that suits the biases suits the network.
+        Args:
+            shapes: of the parameters.
+            multipliers: by which each is multiplied, broadcastable to it, the bias in the last column.
+            rows: which row each output is; -1 for padding.
         """
-        for name, shape, mask in zip(self.layer_names, shapes, masks):
+        self.register_buffer("units", torch.ones(self.out_features, **factory))
+        self.register_buffer("bias_units", torch.ones(self.out_features, **factory))
+        self.pace = Pace(torch.zeros(self.out_features, **factory))
+        self.register_buffer("_rows", rows.to(factory.get("device")), persistent=False)
+        for name, shape, multiplier in zip(self.layer_names, shapes, multipliers):
             weight = torch.empty(shape, **factory)
             self.register_parameter(name, nn.Parameter(weight))
-            scale = mask.to(weight)
-            if name == "output" and units:
-                scale[..., :units] /= scale[..., :units].sum(-1, keepdim=True).clamp(min=1).sqrt()
-            self.register_buffer(f"{name}_mask", None if (scale == 1).all() else scale, persistent=False)
+            multiplier = multiplier.to(weight)
+            plain = name != "output" and bool((multiplier == 1).all())
+            self.register_buffer(f"{name}_mask", None if plain else multiplier, persistent=False)
+        self.register_buffer("_output_scale", None, persistent=False)
         self.reset_parameters()
+
+    def set_units(self, units: Tensor | None = None, bias_units: Tensor | None = None) -> None:
+        """Sets the units of all rows, ``(outputs,)`` each, and leaves the parameters as they are."""
+        if units is not None:
+            self.units.copy_(units)
+        if bias_units is not None:
+            self.bias_units.copy_(bias_units)
+        self._output_scale = None
+
+    def output_bias(self) -> Tensor:
+        """Returns what the rows are where all that they read is zero, ``(outputs,)``."""
+        return self._biases() * self.bias_units * self.pace.speed
+
+    def set_output_bias(self, values: Tensor) -> None:
+        """Makes the rows ``values``, ``(outputs,)``, where all that they read is zero."""
+        with torch.no_grad():
+            self._write_biases(values / (self.bias_units * self.pace.speed))
+
+    @torch.no_grad()
+    def quicken(self) -> None:
+        """Adapts the speed of the rows, after a step of the optimizer; see `Pace`."""
+        factor = self.pace.look(self._biases())
+        if factor is not None:
+            self.output.mul_(torch.cat((factor, factor.new_ones(1)))[self._rows].unsqueeze(-1))
+            self._output_scale = None
+
+    def _biases(self) -> Tensor:
+        """Returns the parameters that are biases of the rows, ``(outputs,)``."""
+        raise NotImplementedError
+
+    def _write_biases(self, values: Tensor) -> None:
+        """Writes the parameters that are biases of the rows."""
+        raise NotImplementedError
+
+    def _scaled_output(self) -> Tensor:
+        """Returns the multipliers of the output layer with the units in."""
+        if self._output_scale is None:
+            mask, rows = self._buffers["output_mask"], self._rows
+            assert mask is not None
+            speed = self.pace.speed
+            parts = (self.units * speed, self.bias_units * speed)
+            units, bias = (torch.cat((part, part.new_ones(1)))[rows] for part in parts)
+            self._output_scale = torch.cat((mask[..., :-1] * units[..., None], mask[..., -1:] * bias[..., None]), -1)
+        return self._output_scale
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._output_scale = None
 
     @property
     def num_parameters(self) -> int:
@@ -77,7 +159,8 @@ class SteppedMLP(nn.Module):
         """Draws the hidden layers anew and sets the output layer to zero.
 
         A unit with n unmasked inputs gets normal weights of variance 1/n in the lowest layer (its inputs are
-        standardized) and 2/n above (He et al. 2015), and a bias that is uniform within 1/sqrt(n), PyTorch's default.
+        standardized) and 2/n above (He et al. 2015), and a bias that is uniform within 1/sqrt(n), PyTorch's default;
+        all that after multiplication.
         """
         with torch.no_grad():
             for layer, name in enumerate(self.layer_names):
@@ -85,18 +168,33 @@ class SteppedMLP(nn.Module):
                 if name == "output":
                     weight.zero_()
                     continue
-                kept = torch.ones_like(weight) if mask is None else mask.expand_as(weight)
-                fan_in = (kept.sum(-1, keepdim=True) - 1).clamp(min=1)
-                weight.normal_().mul_(kept * (fan_in / (1 if layer == 0 else 2)).rsqrt())
+                scale = torch.ones_like(weight) if mask is None else mask.expand_as(weight)
+                kept = scale != 0
+                fan_in = (kept.sum(-1, keepdim=True) - 1).clamp(min=1).to(weight)
+                weight.normal_().mul_((fan_in / (1 if layer == 0 else 2)).rsqrt())
                 weight[..., -1:].uniform_(-1, 1).mul_(fan_in.rsqrt())
+                weight.copy_(torch.where(kept, weight / scale, torch.zeros_like(weight)))
 
     def _weights(self) -> list[Tensor]:
-        """Returns the masked weights, read by attribute."""
+        """Returns the multiplied weights, read by attribute."""
         weights = []
         for name in self.layer_names:
-            weight, mask = getattr(self, name), self._buffers[f"{name}_mask"]
+            mask = self._scaled_output() if name == "output" else self._buffers[f"{name}_mask"]
+            weight = getattr(self, name)
             weights.append(weight if mask is None else weight * mask)
         return weights
+
+
+def shares(mask: Tensor, base: Tensor | float) -> Tensor:
+    """Returns what a layer's weights are multiplied by, of the shape of its mask ``(*rows, inputs)``; see `Base`."""
+    kept = mask.to(torch.get_default_dtype())
+    if not isinstance(base, Tensor):
+        return kept / (kept.sum(-1, keepdim=True) / base).clamp(min=1)
+    divided = torch.zeros_like(kept)
+    for each in base.unique().tolist():
+        alike = kept * (base == each)
+        divided = divided + alike / (alike.sum(-1, keepdim=True) / each).clamp(min=1)
+    return divided
 
 
 def flatten(x: Tensor, batch_shape: torch.Size) -> tuple[torch.Size, Tensor]:

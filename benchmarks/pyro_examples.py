@@ -1,0 +1,355 @@
+"""`AutoNaMIGuide` in place of Pyro's own guides, on models of Pyro's examples and tutorials, at several Adam rates.
+
+A drop-in guide should train whatever the guide that it replaces trains. Each model (see `example_models`) is trained
+by SVI for the same number of steps with every guide at every rate, guides as they come (``Guide(model)``), from the
+same seeds; then the ELBO is estimated from many single draws. A run that fails is a row like any other: its status
+says NaN, error (with the message) or timeout. One process runs one guide on one example, so that its peak memory is
+its own; memory is the growth of the peak over what the model alone needed. Run with::
+
+    python benchmarks/pyro_examples.py [--smoke] [--only NAME ...] [--guides NAME ...] [--rates RATE ...]
+        [--steps N] [--seeds N] [--jobs N] [--out PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import math
+import os
+import platform
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyro
+import torch
+from example_models import EXAMPLES, Example
+from pyro.infer import SVI, autoguide
+from pyro.infer.autoguide import AutoGuide
+from pyro.optim import Adam
+
+from pyro_nami import AutoNaMIGuide
+
+__all__ = ["EXAMPLES", "Example", "Row", "run"]
+
+RESULTS = Path(__file__).parent / "results" / "pyro_examples.json"
+OURS, BASELINE = "AutoNaMIGuide", "AutoNormal"
+GUIDES = (BASELINE, "AutoMultivariateNormal", OURS)
+RATES = (0.001, 0.01, 0.05)
+PARTICLES = 200
+SECONDS = 90
+_GIVE_UP = 20  # losses in a row that are not finite
+_WARM_UP = 10  # steps that are not timed
+
+
+@dataclass
+class Row:
+    """What came of one run; ``elbo`` and ``error`` (its standard error) in nats, ``memory`` in MiB."""
+
+    example: str
+    guide: str
+    rate: float
+    seed: int
+    status: str = "finite"
+    message: str = ""
+    steps: int = 0
+    not_finite: int = 0
+    elbo: float | None = None
+    error: float | None = None
+    milliseconds: float | None = None
+    first_step: float | None = None
+    memory: float | None = None
+
+
+class OutOfTime(BaseException):
+    """Raised by the alarm; no `Exception`, so that no handler on the way takes it for its own."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises `OutOfTime` inside the block after ``seconds``."""
+
+    def ring(*_: object) -> None:
+        raise OutOfTime
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def make_guide(name: str, model: Callable, example: Example) -> AutoGuide:
+    """The guide with default settings; with the example's plates where it takes them."""
+    kind = AutoNaMIGuide if name == OURS else getattr(autoguide, name)
+    options = {}
+    if example.plates is not None and "create_plates" in inspect.signature(kind).parameters:
+        options["create_plates"] = example.plates
+    return kind(example.guided(model), **options)
+
+
+def run(
+    name: str, guide: str, rate: float, seed: int = 0, steps: int | None = None, particles: int = PARTICLES
+) -> Row:
+    """Trains one guide on one example at one rate, and scores it; never raises for what the guide does."""
+    example, row = EXAMPLES[name], Row(name, guide, rate, seed)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    model, args = example.model(), example.args
+    before = peak_memory()
+    try:
+        fitted = make_guide(guide, model, example)
+        svi = SVI(model, fitted, Adam({"lr": rate}), example.elbo())
+        train(svi, example, args, row, steps or example.steps)
+        if row.status != "NaN":
+            pyro.set_rng_seed(1000 + seed)
+            score(model, fitted, example, args, row, particles)
+    except Exception as error:  # whatever a guide or a model raises is a result
+        row.status = "error" if parameters_finite() else "NaN"
+        row.message = f"{type(error).__name__}: {error}".splitlines()[0]
+    row.memory = peak_memory() - before
+    return row
+
+
+def train(svi: SVI, example: Example, args: tuple, row: Row, steps: int) -> None:
+    """Takes ``steps`` steps, fewer where the losses stay NaN or the time is up."""
+    times, bad = [], 0
+    try:
+        with time_limit(SECONDS):
+            for _ in range(steps):
+                start = time.perf_counter()
+                loss = svi.step(*args, **example.kwargs)
+                times.append(1e3 * (time.perf_counter() - start))
+                row.steps += 1
+                bad = 0 if math.isfinite(loss) else bad + 1
+                row.not_finite += not math.isfinite(loss)
+                if bad == _GIVE_UP:
+                    break
+    except OutOfTime:
+        row.status = "timeout"
+    finally:
+        row.first_step = times[0] if times else None
+        row.milliseconds = statistics.median(times[_WARM_UP:] or times[1:]) if times[1:] else None
+    if bad:
+        row.status = "NaN"
+
+
+def score(model: Callable, guide: AutoGuide, example: Example, args: tuple, row: Row, particles: int) -> None:
+    """The ELBO as an average of losses of single draws, with its standard error."""
+    elbo, losses = example.elbo(), []
+    try:
+        with time_limit(SECONDS / 3), torch.no_grad():
+            for _ in range(particles):
+                losses.append(-elbo.loss(model, guide, *args, **{**example.kwargs, **example.scored}))
+    except OutOfTime:
+        pass
+    if len(losses) < 2:
+        return
+    row.elbo, row.error = statistics.fmean(losses), statistics.stdev(losses) / len(losses) ** 0.5
+    if not math.isfinite(row.elbo):
+        row.status, row.elbo, row.error = "NaN", None, None
+
+
+def parameters_finite() -> bool:
+    """Whether all that Pyro trains is finite, so that an error is not for want of that."""
+    return all(bool(value.isfinite().all()) for _, value in pyro.get_param_store().named_parameters())
+
+
+def peak_memory() -> float:
+    """Peak resident memory of this process in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def rates_of(example: Example, rates: Sequence[str] | None) -> list[float]:
+    """The rates asked for, or the common ones and the example's own."""
+    asked = rates or (*RATES, "own")
+    return sorted({example.rate if rate == "own" else float(rate) for rate in asked})
+
+
+def work(name: str, guide: str, seed: int, arguments: argparse.Namespace) -> None:
+    """All rates of one guide on one example, each row as a line of JSON: what a child process does."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for rate in rates_of(EXAMPLES[name], arguments.rates):
+        particles = 5 if arguments.smoke else PARTICLES
+        print(json.dumps(asdict(run(name, guide, rate, seed, arguments.steps, particles))), flush=True)
+
+
+def delegate(name: str, guide: str, seed: int, arguments: argparse.Namespace) -> list[Row]:
+    """The rows of a child process; those that it died before are errors."""
+    rates = rates_of(EXAMPLES[name], arguments.rates)
+    command = [sys.executable, str(Path(__file__)), "--work", name, guide, str(seed)]
+    command += ["--rates", *map(str, rates)] + ["--smoke"] * arguments.smoke
+    if arguments.steps is not None:
+        command += ["--steps", str(arguments.steps)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        child = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=60 + 1.5 * SECONDS * len(rates)
+        )
+        output, message = child.stdout, (child.stderr.strip().splitlines() or ["died"])[-1]
+    except subprocess.TimeoutExpired as stopped:
+        output, message = (stopped.stdout or b"").decode(), "killed after the time limit"
+    rows = [Row(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
+    missing = rates[len(rows) :]
+    return rows + [Row(name, guide, rate, seed, status="error", message=message) for rate in missing]
+
+
+def ratio(row: Row, rows: Sequence[Row]) -> float | None:
+    """Step time relative to the baseline's in the same setting, None where either is not known."""
+    base = find(rows, row, BASELINE)
+    if base is None or not base.milliseconds or not row.milliseconds:
+        return None
+    return row.milliseconds / base.milliseconds
+
+
+def find(rows: Sequence[Row], like: Row, guide: str) -> Row | None:
+    """The row of another guide in the same setting."""
+    key = (like.example, guide, like.rate, like.seed)
+    return next((row for row in rows if (row.example, row.guide, row.rate, row.seed) == key), None)
+
+
+def show(row: Row, rows: Sequence[Row]) -> None:
+    """Prints one line of the table."""
+
+    def number(value: float | None, digits: int = 2) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    elbo = "-" if row.elbo is None else f"{row.elbo:.2f} ± {row.error:.2f}"
+    print(
+        f"{row.example:<23} {row.guide:<23} {row.rate:<7g} {row.seed:<2} {row.status:<8} {row.steps:>5} "
+        f"{elbo:>20} {number(row.milliseconds):>8} {number(ratio(row, rows)):>6} {number(row.memory, 0):>5}"
+        f"  {row.message[:120]}".rstrip(),
+        flush=True,
+    )
+
+
+def verdicts(rows: Sequence[Row]) -> list[dict]:
+    """Per example, rate and seed: is our ELBO at least the baseline's, and that of Pyro's best guide?"""
+    return [verdict(row, rows) for row in rows if row.guide == OURS]
+
+
+def verdict(ours: Row, rows: Sequence[Row]) -> dict:
+    """Ours against the baseline, less 0.05 nats or 0.1%, and against the best guide, less two standard errors.
+
+    None where the other guides have no ELBO; False where only ours has none.
+    """
+    others = [find(rows, ours, guide) for guide in {row.guide for row in rows} - {OURS}]
+    scored = [row for row in others if row is not None and row.elbo is not None]
+    base = next((row for row in scored if row.guide == BASELINE), None)
+    best = max(scored, key=lambda row: row.elbo, default=None)
+    reached = -math.inf if ours.elbo is None else ours.elbo
+    noise = 0.0 if best is None else 2 * math.hypot(best.error, ours.error or 0.0)
+    return {
+        "example": ours.example,
+        "rate": ours.rate,
+        "seed": ours.seed,
+        "status": ours.status,
+        "as_baseline": None if base is None else reached >= base.elbo - max(0.05, 1e-3 * abs(base.elbo)),
+        "as_best": None if best is None else reached >= best.elbo - noise,
+        "over_baseline": None if base is None or ours.elbo is None else ours.elbo - base.elbo,
+        "over_best": None if best is None or ours.elbo is None else ours.elbo - best.elbo,
+        "best": None if best is None else best.guide,
+    }
+
+
+def summarize(results: list[dict]) -> None:
+    """Prints the verdicts and their counts."""
+    print(f"\n{'example':<23} {'rate':<7} seed {'status':<8} {'- AutoNormal':>13} {'- best':>10}  best")
+    for result in results:
+        marks = [" " if result[key] is not False else "!" for key in ("as_baseline", "as_best")]
+        gaps = [
+            "-" if result[key] is None else f"{result[key]:.2f}" for key in ("over_baseline", "over_best")
+        ]
+        print(
+            f"{result['example']:<23} {result['rate']:<7g} {result['seed']:<4} {result['status']:<8} "
+            f"{gaps[0]:>12}{marks[0]} {gaps[1]:>9}{marks[1]}  {result['best'] or '-'}"
+        )
+    for key, what in (("as_baseline", "AutoNormal"), ("as_best", "the best of Pyro's")):
+        known = [result[key] for result in results if result[key] is not None]
+        print(f"as good as {what}: {sum(known)} of {len(known)}")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="three steps of four examples, to see that it runs; writes no results",
+    )
+    parser.add_argument("--only", nargs="+", choices=EXAMPLES, metavar="NAME", help="examples to run")
+    parser.add_argument("--guides", nargs="+", default=GUIDES, metavar="NAME", help="guides to run")
+    parser.add_argument("--rates", nargs="+", help="numbers or own; default: 0.001 0.01 0.05 own")
+    parser.add_argument("--steps", type=int, help="default: the example's own")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time, of one thread each")
+    parser.add_argument("--out", type=Path, help="where to write the results")
+    parser.add_argument("--work", nargs=3, metavar=("NAME", "GUIDE", "SEED"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs all, prints the table, and writes ``results/pyro_examples.json``."""
+    arguments = parse()
+    if arguments.smoke:
+        arguments.only = arguments.only or ["eight_schools", "gmm", "lda", "hmm_1"]
+        arguments.rates, arguments.steps = arguments.rates or ["own"], arguments.steps or 3
+    if arguments.work:
+        name, guide, seed = arguments.work
+        return work(name, guide, int(seed), arguments)
+    settings = [
+        (name, guide, seed)
+        for name in arguments.only or EXAMPLES
+        for seed in range(arguments.seeds)
+        for guide in arguments.guides
+    ]
+    rows: list[Row] = []
+    print(
+        f"{'example':<23} {'guide':<23} {'rate':<7} s  {'status':<8} steps {'ELBO':>20} {'ms/step':>8} "
+        f"{'ratio':>6} {'MiB':>5}"
+    )
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        futures = [pool.submit(delegate, *setting, arguments) for setting in settings]
+        for future in as_completed(futures):
+            rows += future.result()
+            for row in future.result():
+                show(row, rows)
+    results = verdicts(rows)
+    summarize(results)
+    default = None if arguments.smoke or arguments.only else RESULTS
+    write(arguments.out or default, rows, results)
+
+
+def write(path: Path | None, rows: Sequence[Row], results: list[dict]) -> None:
+    """Writes rows and verdicts as JSON, unless there is nowhere to."""
+    if path is None:
+        return
+    record = {
+        "torch": torch.__version__,
+        "pyro": pyro.__version__,
+        "python": platform.python_version(),
+        "particles": PARTICLES,
+        "rows": [{**asdict(row), "ratio": ratio(row, rows)} for row in rows],
+        "verdicts": results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

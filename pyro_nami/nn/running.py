@@ -1,0 +1,101 @@
+"""Inputs of a network in units of what it has read in training, kept by averages rather than by gradients.
+
+Where an input does not change from step to step, it is zero then: what a network makes of it is left to its biases, and
+trains as a constant does. Where an input varies little, as a latent does whose posterior is narrow, it varies by one.
+Change this module to standardize inputs differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Running", "tempered"]
+
+_FAR = 10.0
+_OFTEN, _SELDOM = 64, 8  # the first updates are made in every pass, later ones in one of some
+_LEAST_SHARE = 0.05
+
+
+class Running(nn.Module):
+    """Shift and scale of inputs by running averages.
+
+    Args:
+        floor: the least scale of each input, ``(inputs,)``.
+        follows: whether an input's shift and scale follow what is read, a boolean ``(inputs,)``.
+
+    Attributes:
+        center, scale: of each input; both stay 0 and 1 unless `settle` or `update` is called.
+        passes: how many passes in training there were.
+        settled: whether those that are data are centered.
+    """
+
+    center: Tensor
+    scale: Tensor
+    variance: Tensor
+    floor: Tensor
+    follows: Tensor
+
+    def __init__(self, floor: Tensor, follows: Tensor) -> None:
+        super().__init__()
+        for name, value in (("center", 0.0), ("scale", 1.0), ("variance", 1.0)):
+            self.register_buffer(name, torch.full_like(floor, value))
+        self.register_buffer("floor", floor, persistent=False)
+        self.register_buffer("follows", follows, persistent=False)
+        self.passes, self.settled = 0, False
+
+    def forward(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Returns inputs ``first`` to ``last - 1``, ``(*batch, inputs)``, in these units and tempered."""
+        return tempered((x - self.center[first:last]) / self.scale[first:last])
+
+    @property
+    def due(self) -> bool:
+        """Whether the coming pass shall be used for an update."""
+        return self.passes < _OFTEN or self.passes % _SELDOM == 0
+
+    @property
+    def share(self) -> float:
+        """Weight of a new value in the averages."""
+        return max(1 / (2 + self.passes), _LEAST_SHARE)
+
+    @torch.no_grad()
+    def settle(self, x: Tensor, first: int, last: int) -> None:
+        """Centers inputs on what they are now."""
+        self.center[first:last] = x.reshape(-1, x.shape[-1]).mean(0)
+
+    @torch.no_grad()
+    def update(self, x: Tensor, first: int, last: int) -> None:
+        """Takes inputs ``first`` to ``last - 1`` of a pass into the averages."""
+        part, share = slice(first, last), self.share
+        x = x.reshape(-1, x.shape[-1])
+        follows, center, variance, scale = (
+            values[part] for values in (self.follows, self.center, self.variance, self.scale)
+        )
+        off = x.mean(0) - center
+        spread = x.var(0, correction=0) + (1 - share) * off.square()
+        new = {"center": center + share * off, "variance": variance + share * (spread - variance)}
+        new["scale"] = torch.maximum(new["variance"].sqrt(), self.floor[part])
+        for name, old in (("center", center), ("variance", variance), ("scale", scale)):
+            # A backward pass under way may need the old tensor.
+            values = getattr(self, name).clone()
+            values[part] = torch.where(follows, new[name], old)
+            setattr(self, name, values)
+
+    def get_extra_state(self) -> list[int]:
+        """Returns ``passes`` and ``settled``, as plain numbers."""
+        return [self.passes, int(self.settled)]
+
+    def set_extra_state(self, state: Sequence[int]) -> None:
+        """Restores ``passes`` and ``settled``."""
+        self.passes, self.settled = state[0], bool(state[1])
+
+
+def tempered(features: Tensor) -> Tensor:
+    """Returns features of order one as they are within -10 and 10, and beyond as fast as a logarithm grows.
+
+    A heavy-tailed model simulates data thousands of its usual spreads away, and one of them would throw every weight.
+    """
+    inside = features.clamp(-_FAR, _FAR)
+    return inside + (features - inside).asinh()
