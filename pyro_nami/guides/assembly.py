@@ -17,7 +17,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_nami.conditioning import Plates, Read, Source, covariates_of, plan_sources
+from pyro_nami.conditioning import Plates, Read, Source, covariates_of, nodes_of, plan_sources
 from pyro_nami.covariates import Column
 from pyro_nami.extraction import Extraction, extract, is_blocked
 from pyro_nami.families import Family, features_of, make_family
@@ -26,7 +26,14 @@ from pyro_nami.guides.columns import PRIOR_DRAWS, CovariateFinder, covariate_val
 from pyro_nami.guides.conjugacy import ConjugateGroup, find_conjugate
 from pyro_nami.guides.evidence import initial_evidence, pooled_part
 from pyro_nami.guides.features import Embedding, first_instance, standardization
-from pyro_nami.guides.first_run import allows_nan, first_run, is_passing, is_transparent, subsamples
+from pyro_nami.guides.first_run import (
+    allows_nan,
+    first_run,
+    is_latent,
+    is_passing,
+    is_transparent,
+    subsamples,
+)
 from pyro_nami.guides.groups import Factor
 from pyro_nami.guides.inverting import invert, plan_reads, with_hidden_evidence, with_latent_blocks
 from pyro_nami.guides.network import InverseNetwork
@@ -115,12 +122,12 @@ class _Assembler:
             self.net = with_hidden_evidence(self.net)
         self.data = [name for name in self.net.observed if name in self.nodes]
         self.passing = {name for name in self.frames if is_passing(self.nodes[name])}
-        for name in self.passing.intersection(self.net.latent):
+        for name in [name for name in self.passing if is_latent(self.nodes[name])]:
             raise NotImplementedError(
                 f"Expected latent '{name}' in every call; it is in a sequential plate that the model subsamples. Use a "
                 "vectorized plate, `with pyro.plate(...)`, or hide such latents: poutine.block(model, expose=[...])."
             )
-        self.subsampled = subsampled | {n for n, frame in frames.items() if frame.full_size not in (None, frame.size)}
+        self.subsampled = subsampled.union(subsamples(self.nodes))
         nesting = self.net.nesting
 
         def level(plate: str) -> int:
@@ -181,6 +188,8 @@ class _Assembler:
             if name not in conjugate
         ]
         anchored = self._anchored(families, inverse) if options.anchor and interleaved else frozenset()
+        used = {child for group in conjugate.values() for child in group.children}
+        used = used.union(*(nodes_of(source) for factor in factors for source in factor.sources))
         transparent = [name for name, site in self.nodes.items() if is_transparent(site)]
         emitted = {*latents, *transparent}
         assembly = Assembly(
@@ -202,18 +211,18 @@ class _Assembler:
             conjugate=conjugate,
             masked=any(self.nodes[name]["mask"] is not None for name in emitted),
             interleaved=interleaved,
-            read=tuple(name for name in self.data if any(name in read for read in reads.values())),
+            read=tuple(name for name in self.data if name in used),
             semi_observed=self._semi_observed(),
-            columns=columns,
+            columns={name: found for name, found in columns.items() if {name, covariates_of(name)} & used},
             references=references,
             reference={name: first_instance(self.nodes[name]["value"], self.nodes[name]) for name in emitted},
             sizes=self.sizes,
             factory=self._factory(order),
-            names=frozenset(self.nodes),
+            names=frozenset(name for name, site in self.nodes.items() if site["type"] == "sample"),
             nan_allowed=frozenset(name for name in self.data if allows_nan(self.nodes[name])),
             flattened={plate: factor.name for factor in factors for plate in factor.joint},
         )
-        return assembly, self._network(assembly, factors, columns)
+        return assembly, self._network(assembly, factors, assembly.columns)
 
     def _family(self, name: str) -> Family:
         site = self.nodes[name]

@@ -24,7 +24,7 @@ from pyro_nami.conditioning import covariates_of
 from pyro_nami.guides.columns import covariate_values
 from pyro_nami.guides.features import tempered
 from pyro_nami.guides.first_run import is_latent, is_passing
-from pyro_nami.guides.interleaved import new_site
+from pyro_nami.guides.interleaved import missing_site, new_site
 from pyro_nami.guides.maps import MapReader, arguments_key, same_arguments, version_of
 from pyro_nami.guides.network import InverseNetwork, NetworkState
 from pyro_nami.guides.sampling import fixed_size
@@ -111,7 +111,7 @@ class DataReader:
         self.seen: dict[Any, Tensor] = {}
         self.context: tuple[tuple, dict, dict, dict] | None = None
         self._slots: dict[Hashable, dict[str, int | str]] = {}
-        self._brought: set[Hashable] = set()  # calls in which a semi-observed site brings a value of its own
+        self._varying: set[Hashable] = set()  # calls whose sites differ, or what of them is observed
         self._probed: tuple[list, dict[str, Tensor]] | None = None
         self._features: dict[Any, tuple[Tensor, int, Tensor]] = {}  # observed node -> value, its version, features
 
@@ -158,19 +158,22 @@ class DataReader:
                         call.given[name] = value
         complete = all(name in call.values for name in assembly.read)
         alone = known and complete and (assembly.interleaved or not draws)
-        if not alone or assembly.subsampled or kind in self._brought:
+        if not alone or assembly.subsampled or kind in self._varying:
             own.update(self._look(call))
         if not known:
             arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
             slots = self._slots[kind] = {} if assembly.subsampled else _find_slots(own, arguments)
-            if any(name in own and name not in slots for name in assembly.semi_observed):
-                self._brought.add(kind)
+            if call.lacking or call.new or any(name in own and name not in slots for name in assembly.semi_observed):
+                self._varying.add(kind)
         if assembly.columns:
             call.covariates = self._covariates(call, leaves)
         absent = [name for name in assembly.read if name not in call.values]
         if observations or any(map(_is_data, call.sites.values())):
             absent = [name for name in absent if name not in call.lacking]
         if assembly.map_plans:
+            for name in [name for plan in assembly.map_plans for name in (*plan.values, *plan.targets)]:
+                if name in call.lacking:
+                    raise ValueError(missing_site(name))
             stale = frozenset().union(*(assembly.frames[name] for name in absent))
             call.maps = self._maps.read(call, leaves, self.seen, stale)
         if remember and own:
