@@ -127,7 +127,8 @@ class _Assembler:
                 f"Expected latent '{name}' in every call; it is in a sequential plate that the model subsamples. Use a "
                 "vectorized plate, `with pyro.plate(...)`, or hide such latents: poutine.block(model, expose=[...])."
             )
-        self.subsampled = subsampled.union(subsamples(self.nodes))
+        parts = (plate for plate, frame in frames.items() if frame.full_size not in (None, frame.size))
+        self.subsampled = subsampled.union(subsamples(self.nodes), parts)
         nesting = self.net.nesting
 
         def level(plate: str) -> int:

@@ -300,10 +300,11 @@ class AutoNaMIGuide(PersistentGuide):
         """Returns the guide's own plates, of the sizes of this call."""
         plates = dict(call.plates)
         with poutine.block():
-            for name, frame in call.frames.items():
-                if name not in plates:
-                    size, subsample = frame.full_size or frame.size, call.indices.get(name)
-                    plates[name] = pyro.plate(name, size, subsample=subsample, dim=frame.dim)
+            drawn = frozenset().union(*(self._assembly.frames[name] for name in self._assembly.order))
+            for name in drawn & call.frames.keys() - plates.keys():
+                frame = call.frames[name]
+                size, subsample = frame.full_size or frame.size, call.indices.get(name)
+                plates[name] = pyro.plate(name, size, subsample=subsample, dim=frame.dim)
         return plates
 
     # ---- densities and summaries
