@@ -180,7 +180,8 @@ class _Network:
 
     def check(self) -> None:
         """Spends the budget on the three questions that runs of the model can answer."""
-        for _ in range(2):
+        blocked = is_blocked(self.probe.model)  # hidden sites, discrete ones often, draw the same value now and then
+        for _ in range(_ROUNDS if blocked else 2):
             self._find_hidden(self.probe.run({}))
         self.probe.runs = 0
         self.probe.redraw(self.probe.changeable & self.probe.latent, self.probe.first)  # the same sites?
@@ -218,7 +219,9 @@ class _Network:
             run = self.probe.run({}, partial(redraw_part, base=self.probe.base, plate=plate, kept=kept))
             for name in sites:
                 moved = partial(self._moved_instance, name=name, dim=frame.dim, kept=kept)
-                if moved(run) is not None:
+                if moved(run) is not None and is_blocked(self.probe.model):
+                    self.hidden.add(name)
+                elif moved(run) is not None:
                     self._report_coupling(name, plate, run, moved)
 
     def _report_coupling(self, name: str, plate: str, run: Run, moved: Callable[[Run], int | None]) -> None:

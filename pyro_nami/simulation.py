@@ -17,7 +17,7 @@ from pyro.poutine.runtime import _DIM_ALLOCATOR
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 
-__all__ = ["AllSeen", "Hidden", "changed_event_shape", "own_dims", "prior_draws"]
+__all__ = ["AllSeen", "Hidden", "changed_event_shape", "is_fixed", "own_dims", "prior_draws"]
 
 
 class AllSeen(BaseException):
@@ -66,7 +66,7 @@ class Hidden(Messenger):
             value = self.values[name]
             value = value(msg["fn"]) if callable(value) else value
             msg["value"] = _expanded(name, value, msg["fn"]) if self.broadcast else value
-        elif self.simulated and msg["is_observed"] and not _is_fixed(msg):
+        elif self.simulated and msg["is_observed"] and not is_fixed(msg):
             msg["is_observed"], msg["value"] = False, None
 
     def _postprocess_message(self, msg: Any) -> None:
@@ -86,7 +86,7 @@ class Hidden(Messenger):
         return self.sites
 
 
-def _is_fixed(site: Any) -> bool:
+def is_fixed(site: Any) -> bool:
     """Whether a site has its value whatever is observed: a factor, or a deterministic site."""
     return site_is_factor(site) or bool(site["infer"].get("_deterministic"))
 

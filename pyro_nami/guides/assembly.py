@@ -15,10 +15,9 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_nami.conditioning import Plates, Read, Source, covariates_of, plan_sources
+from pyro_nami.conditioning import Plates, Read, Source, covariates_of, nodes_of, plan_sources
 from pyro_nami.covariates import Column
 from pyro_nami.extraction import Extraction, extract, is_blocked
 from pyro_nami.families import Family, features_of, make_family
@@ -27,7 +26,14 @@ from pyro_nami.guides.columns import PRIOR_DRAWS, CovariateFinder, covariate_val
 from pyro_nami.guides.conjugacy import ConjugateGroup, find_conjugate
 from pyro_nami.guides.evidence import initial_evidence, pooled_part
 from pyro_nami.guides.features import Embedding, first_instance, standardization
-from pyro_nami.guides.first_run import allows_nan, first_run, is_transparent
+from pyro_nami.guides.first_run import (
+    allows_nan,
+    first_run,
+    is_latent,
+    is_passing,
+    is_transparent,
+    subsamples,
+)
 from pyro_nami.guides.groups import Factor
 from pyro_nami.guides.inverting import invert, plan_reads, with_hidden_evidence, with_latent_blocks
 from pyro_nami.guides.network import InverseNetwork
@@ -61,12 +67,20 @@ def assemble(
     """
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         prototype = first_run(model, args, kwargs, options.init_loc_fn)
+        nodes: Mapping[str, Any] = prototype.nodes
+        # All runs see the same instances of a subsampled plate: with others the sites, or their shapes, may be others.
+        model = poutine.condition(model, subsamples(nodes))
         with untouched(model):
             # A guide's structure and scales are a function of the model and its arguments, not of the seed.
             pyro.set_rng_seed(0)
             maps = {pair: given(*args, **kwargs) for pair, given in options.index_maps.items()}
             found = extract(
-                model, args, kwargs, observed=options.observed, init=options.init_loc_fn, index_maps=maps
+                model,
+                args,
+                kwargs,
+                observed=options.observed,
+                init=lambda site: nodes[site["name"]]["value"],
+                index_maps=maps,
             )
             draws = prior_draws(model, args, kwargs, PRIOR_DRAWS)
         assembler = _Assembler(model, args, kwargs, options, found, prototype, draws, frozenset(subsampled))
@@ -87,9 +101,7 @@ class _Assembler:
         draws: list[dict[str, Tensor]],
         subsampled: frozenset,
     ) -> None:
-        self.run = lambda values, indices=None, until=None: (
-            Hidden(values, indices, broadcast=True, until=until).run(model, args, kwargs)
-        )
+        self.run = lambda values, until=None: Hidden(values, broadcast=True, until=until).run(model, args, kwargs)
         self.model, self.args, self.kwargs = model, args, kwargs
         self.options, self.found, self.prototype, self.draws = options, found, prototype, draws
         self.net = with_latent_blocks(found.bayesnet, options.blocks)
@@ -110,7 +122,14 @@ class _Assembler:
         if is_blocked(model):
             self.net = with_hidden_evidence(self.net)
         self.data = [name for name in self.net.observed if name in self.nodes]
-        self.subsampled = subsampled | {n for n, frame in frames.items() if frame.full_size not in (None, frame.size)}
+        self.passing = {name for name in self.frames if is_passing(self.nodes[name])}
+        for name in [name for name in self.passing if is_latent(self.nodes[name])]:
+            raise NotImplementedError(
+                f"Expected latent '{name}' in every call; it is in a sequential plate that the model subsamples. Use a "
+                "vectorized plate, `with pyro.plate(...)`, or hide such latents: poutine.block(model, expose=[...])."
+            )
+        parts = (plate for plate, frame in frames.items() if frame.full_size not in (None, frame.size))
+        self.subsampled = subsampled.union(subsamples(self.nodes), parts)
         nesting = self.net.nesting
 
         def level(plate: str) -> int:
@@ -122,7 +141,7 @@ class _Assembler:
     def assemble(self) -> tuple[Assembly, InverseNetwork]:
         net, options = self.net, self.options
         latents = [name for name in net.latent if not net.sites[name].marginalized]
-        if not latents:
+        if not latents and not is_blocked(self.model):
             raise ValueError(
                 "Expected a model with at least one latent sample site; got a model with "
                 f"{'observed sites only: ' + ', '.join(map(repr, net.observed)) if net.observed else 'no sites'}. "
@@ -156,8 +175,9 @@ class _Assembler:
             self.draws,
             self.run,
         ).find()
-        # A ``pyro.factor`` couples what it reads, but holds no value.
+        # A ``pyro.factor`` couples what it reads, but holds no value; and of a part no data set can be told.
         empty = {name for name in net.sites if name not in self.nodes or self.nodes[name]["value"].numel() == 0}
+        empty |= self.passing
         reads = plan_reads(net, inverse, order, columns, empty)
         blocks = {name: self._block(name, inverse) for name in order}
         conjugate = self._conjugate(inverse, families, blocks) if interleaved else {}
@@ -170,6 +190,8 @@ class _Assembler:
             if name not in conjugate
         ]
         anchored = self._anchored(families, inverse) if options.anchor and interleaved else frozenset()
+        used = {child for group in conjugate.values() for child in group.children}
+        used = used.union(*(nodes_of(source) for factor in factors for source in factor.sources))
         transparent = [name for name, site in self.nodes.items() if is_transparent(site)]
         emitted = {*latents, *transparent}
         assembly = Assembly(
@@ -191,18 +213,18 @@ class _Assembler:
             conjugate=conjugate,
             masked=any(self.nodes[name]["mask"] is not None for name in emitted),
             interleaved=interleaved,
-            read=tuple(name for name in self.data if any(name in read for read in reads.values())),
+            read=tuple(name for name in self.data if name in used),
             semi_observed=self._semi_observed(),
-            columns=columns,
+            columns={name: found for name, found in columns.items() if {name, covariates_of(name)} & used},
             references=references,
             reference={name: first_instance(self.nodes[name]["value"], self.nodes[name]) for name in emitted},
             sizes=self.sizes,
             factory=self._factory(order),
-            names=frozenset(self.nodes),
+            names=frozenset(name for name, site in self.nodes.items() if site["type"] == "sample"),
             nan_allowed=frozenset(name for name in self.data if allows_nan(self.nodes[name])),
             flattened={plate: factor.name for factor in factors for plate in factor.joint},
         )
-        return assembly, self._network(assembly, factors, columns)
+        return assembly, self._network(assembly, factors, assembly.columns)
 
     def _family(self, name: str) -> Family:
         site = self.nodes[name]
@@ -281,8 +303,6 @@ class _Assembler:
         if not (self.options.anchor and self.options.conjugate):
             return {}
         own = {name: self.nodes[name]["value"] for name in (*families, *self.data)}
-        sites = self.run(own) if self.subsampled else {}
-        indices = {name: site["value"] for name, site in sites.items() if site_is_subsample(site)}
         found = find_conjugate(
             self.net,
             inverse,
@@ -292,9 +312,10 @@ class _Assembler:
             self.frames,
             subsampled=self.subsampled,
             excluded=self._semi_observed() | self.found.hidden_randomness,
-            run=lambda values, until: self.run(values, indices, until=until),
+            run=lambda values, until: self.run(values, until=until),
             draws=[own, *self.draws[:2]],
         )
+        found = {name: group for name, group in found.items() if self.passing.isdisjoint(group.children)}
         return found if len(found) < len(families) else {}
 
     def _anchored(self, families: Mapping[str, Family], inverse: Inverse) -> frozenset[str]:

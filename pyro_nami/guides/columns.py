@@ -125,6 +125,7 @@ def covariate_values(
     args: tuple,
     kwargs: Mapping[str, Any],
     run: Callable[[Mapping[str, Tensor]], Mapping[str, Any]],
+    lacking: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Returns the covariates of every site that has some, ``(*batch, columns)``.
 
@@ -132,6 +133,7 @@ def covariate_values(
         option: the guide's option ``covariates``.
         args, kwargs: the model's arguments.
         run: runs the model on them at a reference draw.
+        lacking: sites that such a run lacks.
     """
     given = option(*args, **kwargs) if callable(option) else {}
     sites_at = functools.lru_cache(None)(lambda number: run(assembly.references[number]))
@@ -144,4 +146,5 @@ def covariate_values(
     return {
         name: columns_of(columns, functools.partial(at_draw, name), leaves, given.get(name))
         for name, columns in assembly.columns.items()
+        if name not in lacking
     }

@@ -8,6 +8,8 @@ elsewhere.
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping
 from types import NoneType
 from typing import Any
@@ -20,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_nami.conditioning import covariates_of
 from pyro_nami.guides.columns import covariate_values
+from pyro_nami.guides.first_run import is_latent, is_passing
 from pyro_nami.guides.interleaved import missing_site, new_site
 from pyro_nami.guides.maps import MapReader, arguments_key, same_arguments, version_of
 from pyro_nami.guides.network import InverseNetwork, NetworkState
@@ -28,10 +31,12 @@ from pyro_nami.guides.shapes import resized_plates
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.isolation import untouched
 from pyro_nami.nn import tempered
-from pyro_nami.simulation import Hidden
+from pyro_nami.simulation import Hidden, is_fixed
 from pyro_nami.sources import IndexMaps
 
 __all__ = ["Call", "DataReader", "check_data"]
+
+_STACK = 9  # frames from a warning here to the call of the guide
 
 
 class Call:
@@ -48,6 +53,8 @@ class Call:
         unseen: latents of rows that no data covers.
         familiar: whether the data are those that the guide has been trained on in all steps so far.
         sites: the model's sites at reference values of the latents, where a run was needed.
+        lacking: sites of the guide's first call that this one lacks, so that they are no data in it.
+        new: latents that the first call lacked, which are drawn from the model's own conditional.
         context, derived: the last call in training, and the latents whose exact conditionals are derived from it, since
             this call lacks data of theirs.
     """
@@ -64,6 +71,8 @@ class Call:
         self.unseen: frozenset[str] = frozenset()
         self.familiar = False
         self.sites: dict[str, Any] = {}
+        self.lacking: frozenset[str] = frozenset()
+        self.new: tuple[str, ...] = ()
         self.context: Call | None = None
         self.derived: frozenset[str] = frozenset()
 
@@ -72,6 +81,12 @@ class Call:
         if isinstance(slot, str):
             return self.kwargs.get(slot)
         return self.args[slot] if slot < len(self.args) else None
+
+    @functools.cached_property
+    def frames(self) -> dict[str, Any]:
+        """Plate -> its frame, of the plates that `sites` are in."""
+        frames = (frame for site in self.sites.values() for frame in site["cond_indep_stack"])
+        return {frame.name: frame for frame in frames if frame.vectorized}
 
     def run(self, values: Mapping[str, Tensor], **options: Any) -> dict[str, Any]:
         """Returns the sites of a hidden run of the model on this call's arguments and instances; see `Hidden`."""
@@ -101,7 +116,7 @@ class DataReader:
         self._equal: dict[Hashable, tuple[Tensor, int]] = {}  # observed node -> a value that is the one seen
         self.context: tuple[tuple, dict, dict, dict] | None = None
         self._slots: dict[Hashable, dict[str, int | str]] = {}
-        self._brought: set[Hashable] = set()  # calls in which a semi-observed site brings a value of its own
+        self._varying: set[Hashable] = set()  # calls whose sites differ, or what of them is observed
         self._probed: tuple[list, dict[str, Tensor]] | None = None
         self._features: dict[Any, tuple[Tensor, int, Tensor]] = {}  # observed node -> value, its version, features
 
@@ -148,17 +163,22 @@ class DataReader:
                         call.given[name] = value
         complete = all(name in call.values for name in assembly.read)
         alone = known and complete and (assembly.interleaved or not draws)
-        if not alone or assembly.subsampled or kind in self._brought:
+        if not alone or assembly.subsampled or kind in self._varying:
             own.update(self._look(call))
         if not known:
             arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
             slots = self._slots[kind] = {} if assembly.subsampled else _find_slots(own, arguments)
-            if any(name in own and name not in slots for name in assembly.semi_observed):
-                self._brought.add(kind)
+            if call.lacking or call.new or any(name in own and name not in slots for name in assembly.semi_observed):
+                self._varying.add(kind)
         if assembly.columns:
             call.covariates = self._covariates(call, leaves)
         absent = [name for name in assembly.read if name not in call.values]
+        if observations or any(map(_is_data, call.sites.values())):
+            absent = [name for name in absent if name not in call.lacking]
         if assembly.map_plans:
+            for name in [name for plan in assembly.map_plans for name in (*plan.values, *plan.targets)]:
+                if name in call.lacking:
+                    raise ValueError(missing_site(name))
             stale = frozenset().union(*(assembly.frames[name] for name in absent))
             call.maps = self._maps.read(call, leaves, self.seen, stale)
         call.familiar = not self.varied and self._is_familiar(call)
@@ -206,7 +226,14 @@ class DataReader:
             network: the networks.
             changing: observed sites whose features depend on weights.
         """
+        for name in call.lacking.intersection(self.assembly.order):
+            state.put(name, self._blank(name, name, call, network))
+        for name in call.lacking.intersection(self.assembly.columns).difference(call.covariates):
+            state.put(covariates_of(name), self._blank(covariates_of(name), name, call, network))
         for name in self.assembly.read:
+            if name not in call.values:
+                state.put(name, self._blank(name, name, call, network))
+                continue
             features = self._features_of(name, call.values[name], network, keep=name not in changing)
             column = self.assembly.mask_column(name)
             if column is not None:
@@ -215,6 +242,16 @@ class DataReader:
             state.put(name, features)
         for name, values in call.covariates.items():
             state.put(covariates_of(name), self._features_of(covariates_of(name), values, network))
+
+    def _blank(self, node: Any, site: str, call: Call, network: InverseNetwork) -> Tensor:
+        """Returns features of a node whose site a call lacks: average ones, and none in plates that the call lacks."""
+        assembly, shape = self.assembly, [1] * self.assembly.nesting
+        for plate in assembly.frames[site]:
+            if plate in assembly.flattened:
+                shape[assembly.dims[plate]] = assembly.sizes[plate]
+            elif plate not in call.frames:
+                shape[assembly.dims[plate]] = 0
+        return torch.zeros(*shape, network.num_features(node), **assembly.factory)
 
     def _features_of(self, node: Any, value: Tensor, network: InverseNetwork, keep: bool = True) -> Tensor:
         """Returns the standardized features of an observed node, anew only where the value changed."""
@@ -264,14 +301,16 @@ class DataReader:
             latents = {name: v for name, v in assembly.reference.items() if name not in assembly.semi_observed}
             call.sites = sites = call.run(latents, shown=shown, broadcast=True)
         call.indices.update({name: sites[name]["value"] for name in shown if name in sites})
-        for name, site in sites.items():
-            if name not in assembly.names and not site_is_subsample(site):
-                raise ValueError(new_site(name))
+        call.lacking = assembly.names - sites.keys()
+        fresh = [name for name in sites if name not in assembly.names and not is_passing(sites[name])]
+        call.new = tuple(name for name in fresh if is_latent(sites[name]))
+        for name in call.new[:1]:
+            warnings.warn(f"{new_site(name)} It is drawn from the model's own conditional.", stacklevel=_STACK)
+        for name in [name for name in fresh if _is_data(sites[name])][:1]:
+            warnings.warn(f"{new_site(name)} Its data is not read.", stacklevel=_STACK)
         own = {}
         for name in (*assembly.read, *assembly.semi_observed):
-            if name not in sites:
-                raise ValueError(missing_site(name))
-            if sites[name]["is_observed"] and name not in call.values:
+            if name in sites and sites[name]["is_observed"] and name not in call.values:
                 call.values[name] = own[name] = self._as_tensor(sites[name]["value"])
                 if name in assembly.semi_observed:
                     call.given[name] = call.values[name]
@@ -304,6 +343,7 @@ class DataReader:
                 call.args,
                 call.kwargs,
                 lambda reference: call.run(reference, broadcast=True),
+                call.lacking,
             )
         self._probed = (key, values)
         return dict(values)
@@ -326,15 +366,16 @@ class DataReader:
         plates: frozenset[Any] = frozenset().union(*(assembly.frames[name] for name in absent))
         new_plates = self._maps.resized(call)
         for name in absent:
-            new_plates.update(resized_plates(call.values[name], call.sites[name], assembly.event_dims[name]))
-        for name, now in call.covariates.items():
-            seen = self.seen.get(covariates_of(name))
+            frames = [call.frames[plate] for plate in assembly.frames[name] & call.frames.keys()]
+            new_plates.update(resized_plates(call.values[name], frames, assembly.event_dims[name]))
+        for name in assembly.columns:
+            seen, now = self.seen.get(covariates_of(name)), call.covariates.get(name)
             if seen is None or not plates & assembly.frames[name]:
                 continue
             call.covariates[name] = seen
-            if seen.shape != now.shape or not torch.equal(seen, now):
-                frames = [frame for frame in call.sites[name]["cond_indep_stack"] if frame.vectorized]
-                new_plates.update({frame.name: frame.size for frame in frames if frame.name in plates})
+            if now is not None and (seen.shape != now.shape or not torch.equal(seen, now)):
+                frames = [call.frames[plate] for plate in plates & assembly.frames[name]]
+                new_plates.update({frame.name: frame.size for frame in frames})
         if new_plates:
             call.unseen = self._unseen(new_plates)
         else:
@@ -365,7 +406,7 @@ class DataReader:
     def _check_sizes(self, call: Call) -> None:
         """Raises where a plate that the guide flattens has changed its size."""
         assembly = self.assembly
-        for name in assembly.read if assembly.flattened else ():
+        for name in call.values.keys() & assembly.read if assembly.flattened else ():
             for plate in assembly.frames[name] & assembly.flattened.keys():
                 value, dim = call.values[name], assembly.dims[plate] - assembly.event_dims[name]
                 if value.dim() >= -dim and value.shape[dim] not in (1, assembly.sizes[plate]):
@@ -399,6 +440,11 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple, dict):
         return all(map(_is_plain, [*value, *value.values()] if isinstance(value, dict) else value))
     return isinstance(value, Tensor) or type(value) in (int, float, bool, str, NoneType)
+
+
+def _is_data(site: Any) -> bool:
+    """Whether a run observes a value at a site."""
+    return site["is_observed"] and not is_fixed(site) and not site_is_subsample(site)
 
 
 def _find_slots(values: Mapping[str, Tensor], arguments: Mapping[int | str, Any]) -> dict[str, int | str]:

@@ -11,7 +11,7 @@ from pyro.distributions import Delta, NanMaskedMultivariateNormal, NanMaskedNorm
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 
-__all__ = ["allows_nan", "first_run", "is_transparent"]
+__all__ = ["allows_nan", "first_run", "is_latent", "is_passing", "is_transparent", "subsamples"]
 
 
 class _InitContinuous(InitMessenger):
@@ -35,6 +35,22 @@ def first_run(model: Callable, args: tuple, kwargs: Mapping[str, Any], init_loc_
     with _InitContinuous(init_loc_fn):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return trace
+
+
+def subsamples(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the instances that a run, of which a trace has these nodes, saw of each plate that it saw a part of."""
+    plates = ((name, site) for name, site in nodes.items() if site_is_subsample(site))
+    return {name: site["value"] for name, site in plates if len(site["value"]) < site["fn"].size}
+
+
+def is_latent(site: Any) -> bool:
+    """Whether a site is drawn, and not summed out by enumeration."""
+    return not (site["is_observed"] or site_is_subsample(site) or site["infer"].get("enumerate") == "parallel")
+
+
+def is_passing(site: Any) -> bool:
+    """Whether a site is one of a sequential plate that the model subsamples: other calls have others."""
+    return any(not frame.vectorized and frame.size < frame.full_size for frame in site["cond_indep_stack"])
 
 
 def is_transparent(site: Any) -> bool:

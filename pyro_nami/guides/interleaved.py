@@ -16,10 +16,14 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_nami.guides.conjugacy import Elimination
+from pyro_nami.guides.first_run import is_latent
 from pyro_nami.guides.sampling import Pass
 from pyro_nami.simulation import AllSeen, Hidden
 
 __all__ = ["Interleaved", "missing_site", "new_site"]
+
+# What enumeration makes of a site; the guide's sites depend on each other otherwise, and on none that it hides.
+_OF_THE_MODEL = frozenset({"enumerate", "_markov_scope", "_markov_depth"})
 
 
 class Interleaved(Hidden):
@@ -43,7 +47,7 @@ class Interleaved(Hidden):
         observed: Mapping[str, Tensor],
         indices: Mapping[str, Tensor],
     ) -> None:
-        drawn = {name for name in current.assembly.program if name not in current.values}
+        drawn = {name for name in current.program if name not in current.values}
         super().__init__({**observed, **current.values}, indices, until=drawn)
         self.current = current
         self.lacking: str | None = None
@@ -71,8 +75,8 @@ class Interleaved(Hidden):
         name, current = msg["name"], self.current
         if self.lacking or msg["type"] != "sample" or name in current.values or site_is_subsample(msg):
             return
-        if name not in current.assembly.program:
-            if name not in current.assembly.names:
+        if name not in current.program:
+            if name not in current.assembly.names and is_latent(msg):
                 raise ValueError(new_site(name))
         elif msg["is_observed"] or name in self.values:
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
@@ -82,7 +86,7 @@ class Interleaved(Hidden):
         else:
             msg["stop"] = False
             self._ours.add(name)
-            msg["infer"] = {key: value for key, value in msg["infer"].items() if key != "enumerate"}
+            msg["infer"] = {key: value for key, value in msg["infer"].items() if key not in _OF_THE_MODEL}
             if name not in current.from_model:
                 msg["fn"] = current.distribution(name, msg["fn"].batch_shape, msg["fn"])
             msg["fn"] = current.outside(msg["fn"])
@@ -107,7 +111,7 @@ def new_site(name: str) -> str:
     """Returns the message for a site that the guide's first call did not have."""
     return (
         f"Expected the sites of the guide's first call; got a new site '{name}'. A guide's structure is fixed at its "
-        "first call: make a new guide, or sample the site in every call."
+        "first call: make a new guide, and its first call with all sites that there may be."
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.assembly import assemble
 from pyro_nami.guides.data import Call, DataReader
-from pyro_nami.guides.interleaved import Interleaved, missing_site
+from pyro_nami.guides.interleaved import Interleaved, missing_site, new_site
 from pyro_nami.guides.network import NetworkState, as_pyro_module
 from pyro_nami.guides.persistence import PersistentGuide
 from pyro_nami.guides.sampling import Pass, draw_detached
@@ -243,7 +243,7 @@ class AutoNaMIGuide(PersistentGuide):
             self._run_interleaved(current, call)
         else:
             self._run_detached(current, call)
-        return {name: current.returned[name] for name in self._assembly.program if name in current.returned}
+        return {name: current.returned[name] for name in current.program if name in current.returned}
 
     def _begin(self, args: tuple, kwargs: dict[str, Any], *, draws: bool = True) -> Call:
         """Returns one call's data: arguments of the model, plates, and the values of observed sites."""
@@ -290,15 +290,12 @@ class AutoNaMIGuide(PersistentGuide):
             run.run(call.model, call.args, call.kwargs)
             if run.lacking is None:
                 break
-        missing = run.missing.intersection(self._assembly.program)
+        missing = run.missing.intersection(current.program)
         if missing:
             raise ValueError(missing_site(min(missing)))
 
     def _run_detached(self, current: Pass, call: Call) -> None:
-        assembly = self._assembly
-        for name in assembly.program:
-            if name not in call.sites:
-                raise ValueError(missing_site(name))
+        for name in current.program:
             if name in call.given:
                 current.know(name, call.given[name])
 
@@ -313,12 +310,11 @@ class AutoNaMIGuide(PersistentGuide):
         """Returns the guide's own plates, of the sizes of this call."""
         plates = dict(call.plates)
         with poutine.block():
-            for name in self._assembly.order:
-                for frame in call.sites[name]["cond_indep_stack"]:
-                    if frame.vectorized and frame.name not in plates:
-                        size = frame.full_size or frame.size
-                        subsample = call.indices.get(frame.name)
-                        plates[frame.name] = pyro.plate(frame.name, size, subsample=subsample, dim=frame.dim)
+            drawn = frozenset().union(*(self._assembly.frames[name] for name in self._assembly.order))
+            for name in drawn & call.frames.keys() - plates.keys():
+                frame = call.frames[name]
+                size, subsample = frame.full_size or frame.size, call.indices.get(name)
+                plates[name] = pyro.plate(name, size, subsample=subsample, dim=frame.dim)
         return plates
 
     # ---- densities and summaries
@@ -358,9 +354,11 @@ class AutoNaMIGuide(PersistentGuide):
         with self._pyro_context:
             call = self._begin(args, kwargs, draws=False)
             assembly, state = self._assembly, self._start(call)
-            values = with_plate_dims(latents, assembly, call.given)
+            if call.new:
+                raise ValueError(new_site(call.new[0]))
+            values = with_plate_dims(latents, assembly, call.given.keys() | call.lacking)
             for name in assembly.order:
-                if name not in values:
+                if name in call.given:
                     state.add(name, assembly.features(name, call.given[name]))
             if sites is None:
                 needed = assembly.anchored or assembly.predictive or assembly.varies or assembly.masked
@@ -404,4 +402,5 @@ class AutoNaMIGuide(PersistentGuide):
             pyro.set_rng_seed(0)
             with pyro.plate("_draws", count, dim=-1 - assembly.nesting):
                 values = self(*args, **kwargs)
-        return {name: own_shape(name, value, count, self.prototype_trace.nodes[name]) for name, value in values.items()}
+        sites = self.prototype_trace.nodes
+        return {name: own_shape(name, value, count, sites[name]) for name, value in values.items() if name in sites}

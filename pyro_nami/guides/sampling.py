@@ -42,6 +42,8 @@ class Data(Protocol):
     values: dict[str, Tensor]
     given: dict[str, Tensor]
     unseen: frozenset[str]
+    lacking: frozenset[str]
+    new: tuple[str, ...]
     derived: frozenset[str]
 
     @property
@@ -61,7 +63,8 @@ class Pass:
 
     def __init__(self, assembly: Assembly, state: NetworkState, call: Data) -> None:
         self.assembly, self.state, self._call = assembly, state, call
-        self.from_model = call.unseen.union(assembly.predictive, assembly.transparent)
+        self.from_model = call.unseen.union(assembly.predictive, assembly.transparent, call.new)
+        self.program = (*(name for name in assembly.program if name not in call.lacking), *call.new)
         self.values: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
         self._eliminations: dict[ConjugateGroup, Elimination] = {}
@@ -73,7 +76,7 @@ class Pass:
         """Returns a distribution as the handlers outside see it."""
         return fn if self._relocation is None else Relocated(fn, self._relocation)
 
-    def take(self, name: str, value: Tensor, fn: Distribution) -> Tensor:
+    def take(self, name: str, value: Tensor, fn: TorchDistribution) -> Tensor:
         """Takes in the value that a latent got outside, by ``fn`` or by a replay; returns it as the model sees it."""
         if self._validate and math.isnan(value.detach().sum().item()):
             raise ValueError(
@@ -82,7 +85,7 @@ class Pass:
             )
         self.returned[name] = value
         if self._relocation is not None:
-            value = self._relocation.value_inside(value, self.assembly.event_dims[name])
+            value = self._relocation.value_inside(value, len(fn.event_shape))
         elements = fn.recall(value) if isinstance(fn, SiteDistribution) else None
         if elements is not None and name in self._anchors:
             dims, _ = self._joint_plates(self.assembly.factors[name])
@@ -166,7 +169,10 @@ class Pass:
     def elimination(self, name: str, values: Mapping[str, Tensor]) -> Elimination:
         """Returns the elimination of a latent's group at values of what is before it; it needs a run of the model."""
         leading = leading_shape({**self._call.values, **values}, self.assembly.event_dims, self.assembly.nesting)
-        return Elimination(self.assembly.conjugate[name], leading, torch.is_grad_enabled())
+        group = self.assembly.conjugate[name]
+        if self._call.lacking:
+            group = ConjugateGroup(*(tuple(n for n in names if n not in self._call.lacking) for names in group))
+        return Elimination(group, leading, torch.is_grad_enabled())
 
     def solve(self, name: str, elimination: Elimination, sites: Mapping[str, Any]) -> None:
         """Takes in the sites of that run."""
@@ -305,7 +311,7 @@ def draw_detached(
     """
     assembly = current.assembly
     for name in assembly.order:
-        if name in current.from_model or name in current.values:
+        if name in current.from_model or name in current.values or name not in current.program:
             continue
         site = sites[name]
         prior = prior_at(name, current.values) if assembly.families[name].varies else None

@@ -7,7 +7,7 @@ module when Pyro's conventions for batches change.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ __all__ = ["own_shape", "quantiles_of", "resized_plates", "sum_plates", "with_pl
 
 
 def with_plate_dims(
-    latents: Mapping[str, Tensor], assembly: Assembly, observed: Mapping[str, Tensor]
+    latents: Mapping[str, Tensor], assembly: Assembly, observed: Collection[str]
 ) -> dict[str, Tensor]:
     """Returns every latent's value with batch dims left of the plate dims; see `AutoNaMIGuide.log_prob`."""
     wanted = [name for name in assembly.program if name not in observed and name not in assembly.transparent]
@@ -72,11 +72,9 @@ def quantiles_of(value: Tensor, quantiles: Sequence[float]) -> Tensor:
     return torch.stack([ordered[min(last, max(0, math.floor(q * last + 0.5)))] for q in quantiles])
 
 
-def resized_plates(value: Tensor, site: Mapping[str, Any], event_dim: int) -> dict[str, int]:
+def resized_plates(value: Tensor, frames: Iterable[Any], event_dim: int) -> dict[str, int]:
     """Returns the plates of a site, with their sizes now, in which ``value`` has another size."""
     batch = value.shape[: value.dim() - event_dim]
     return {
-        frame.name: frame.size
-        for frame in site["cond_indep_stack"]
-        if frame.vectorized and len(batch) >= -frame.dim and batch[frame.dim] != frame.size
+        frame.name: frame.size for frame in frames if len(batch) >= -frame.dim and batch[frame.dim] != frame.size
     }

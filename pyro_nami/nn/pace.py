@@ -3,8 +3,8 @@
 At a low rate most of a training is the way from where a factor starts to where it belongs, at a high one the noise in
 the end. A parameter is multiplied by a *speed*, and divided by it where the speed changes, so that its product stays as
 it is; a step of Adam then moves the product by rate times speed. The speed grows while steps agree in their direction,
-up to sixteen and no further than steps of 0.05, and falls back to one when they do not. Change this module to train faster
-or more steadily.
+up to sixteen and no further than steps of 0.05, and falls back to one when they do not. Change this module to train
+faster or more steadily.
 """
 
 from __future__ import annotations

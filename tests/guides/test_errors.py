@@ -127,50 +127,6 @@ def test_instances_that_are_not_independent():
 # ---- calls
 
 
-def growing(count, y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    for i in range(count):
-        pyro.sample(f"z_{i}", dist.Normal(mu, 1.0))
-    pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
-
-@pytest.mark.parametrize("inverse", ["forward", "reverse", "mean_field"])
-def test_a_latent_that_appears(inverse):
-    guide = called(growing, 1, Y, inverse=inverse)
-    with pytest.raises(ValueError, match="'z_1'.*new guide"):
-        guide(2, Y)
-
-
-@pytest.mark.parametrize("inverse", ["forward", "reverse", "mean_field"])
-def test_a_latent_that_disappears(inverse):
-    guide = called(growing, 2, Y, inverse=inverse)
-    with pytest.raises(ValueError, match="'z_1'.*new guide"):
-        guide(1, Y)
-
-
-def several(count, y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    e = pyro.sample("e", dist.Normal(0.0, 1.0))
-    c = pyro.sample("c", dist.Normal(mu, 1.0))
-    for i in range(count):
-        pyro.sample(f"y_{i}", dist.Normal(c + e, 1.0), obs=y[i])
-
-
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
-def test_an_observed_site_that_disappears(inverse):
-    guide = called(several, 2, torch.randn(2), inverse=inverse)
-    with pytest.raises(ValueError, match="'y_1'.*new guide"):
-        guide(1, torch.randn(2))
-
-
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
-def test_an_observed_site_that_appears(inverse):
-    """The guide would not condition on it: the posterior is of other data."""
-    guide = called(several, 1, torch.randn(2), inverse=inverse)
-    with pytest.raises(ValueError, match="'y_1'.*new guide"):
-        guide(2, torch.randn(2))
-
-
 def vector(size, y):
     z = pyro.sample("z", dist.Normal(torch.zeros(size), 1.0).to_event(1))
     pyro.sample("y", dist.Normal(z.sum(-1), 1.0), obs=y)
