@@ -98,22 +98,26 @@ def detached_support(support: Constraint) -> Constraint:
 def interior(support: Constraint, value: Tensor) -> Tensor:
     """Returns `value` moved off the boundary of an open or half-open support, by a few units in the last place.
 
-    Inverse transforms are finite there, with finite gradients. Values inside are unchanged; NaN stays NaN.
+    Inverse transforms are finite there, and so are gradients of logarithms: a distance of zero becomes one whose inverse
+    is far from the dtype's largest number, and values without a bound end at that number's root. Values inside are
+    unchanged; NaN stays NaN.
     """
     base, _ = peel_support(support)
     if not value.is_floating_point():
         return value
     finfo = torch.finfo(value.dtype)
+    least, most = finfo.tiny * 2**26, finfo.max**0.5
     if isinstance(base, (constraints.greater_than, constraints.greater_than_eq)):
-        return value.clamp(min=base.lower_bound + (finfo.eps * abs(base.lower_bound) + finfo.tiny))
+        lower = base.lower_bound + (finfo.eps * abs(base.lower_bound) + least)
+        return value.clamp(min=lower) if isinstance(lower, Tensor) else value.clamp(lower, max(most, 2 * lower))
     if isinstance(base, constraints.less_than):
-        return value.clamp(max=base.upper_bound - (finfo.eps * abs(base.upper_bound) + finfo.tiny))
+        return value.clamp(max=base.upper_bound - (finfo.eps * abs(base.upper_bound) + least))
     if isinstance(base, (constraints.interval, constraints.half_open_interval)):
         margin = finfo.eps * (base.upper_bound - base.lower_bound)
-        lower = base.lower_bound + (finfo.tiny if _is_zero(base.lower_bound) else margin)
+        lower = base.lower_bound + (least if _is_zero(base.lower_bound) else margin)
         return value.clamp(min=lower).clamp(max=base.upper_bound - margin)
     if base is constraints.simplex:
-        return value.clamp(min=finfo.tiny)
+        return value.clamp(min=least)
     return value
 
 

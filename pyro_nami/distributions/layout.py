@@ -106,7 +106,7 @@ class UnconstrainedLayout(Layout):
 
     def value(self, elements: Tensor) -> Tensor:
         free = self._free(elements)
-        return free if self.bijection is None else self.bijection(free)
+        return free if self.bijection is None else interior(self.support, self.bijection(free))
 
     def elements(self, value: Tensor) -> Tensor:
         if self.bijection is not None:

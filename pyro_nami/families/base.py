@@ -17,7 +17,7 @@ from torch.distributions.constraints import Constraint
 
 from ..distributions.bijections import detached_support, has_tensor_bounds, support_of
 from ..distributions.elements import Elements
-from ..distributions.factor import AutoregressiveFactor, Conditionals, Factor
+from ..distributions.factor import AutoregressiveFactor, Conditionals, Factor, SiteDistribution
 from ..distributions.joint import JointFactor
 from ..distributions.layout import Layout
 
@@ -149,6 +149,12 @@ class Family(ABC):
             batch_shape=batch_shape,
             has_rsample=self.has_rsample,
         )
+
+    def coupled_distribution(
+        self, params: Tensor, anchor: Tensor | None, coupling: Tensor, dims: Sequence[int], sizes: Sequence[int]
+    ) -> SiteDistribution:
+        """Returns the site's distribution with linear dependencies between all elements, if the family has one."""
+        raise NotImplementedError
 
     def joint_distribution(
         self,

@@ -7,7 +7,7 @@ init value, scale at the init scale. The fifth, relaxed, has a fixed temperature
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch.distributions import Distribution
 from torch.distributions.constraints import Constraint
 
 from ..distributions.anchors import location_and_scale
+from ..distributions.coupled import CoupledFactor
 from ..distributions.elements import (
     Elements,
     FlowElements,
@@ -69,6 +70,13 @@ class NormalFamily(Family):
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return NormalElements(*self._split(params), anchor)
+
+    def coupled_distribution(
+        self, params: Tensor, anchor: Tensor | None, coupling: Tensor, dims: Sequence[int], sizes: Sequence[int]
+    ) -> CoupledFactor:
+        """Returns the site's distribution with elements that are jointly Normal; see `CoupledFactor`."""
+        elements = NormalElements(*self._split(params), anchor)
+        return CoupledFactor(elements, self.layout, coupling, dims, sizes)
 
     def _split(self, params: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns own parameters, and the evidence behind them if there is any."""

@@ -20,10 +20,11 @@ from torch import Tensor
 from pyro_nami.conditioning import Plates, Read, Source, covariates_of, nodes_of, plan_sources
 from pyro_nami.covariates import Column
 from pyro_nami.extraction import Extraction, extract, is_blocked
-from pyro_nami.families import Family, features_of, make_family
+from pyro_nami.families import Family, NormalFamily, features_of, make_family
 from pyro_nami.graph import Inverse
 from pyro_nami.guides.columns import PRIOR_DRAWS, CovariateFinder, covariate_values
 from pyro_nami.guides.conjugacy import ConjugateGroup, find_conjugate
+from pyro_nami.guides.couplings import MOST_COUPLED
 from pyro_nami.guides.evidence import initial_evidence, pooled_part
 from pyro_nami.guides.features import Embedding, first_instance, standardization
 from pyro_nami.guides.first_run import (
@@ -279,6 +280,13 @@ class _Assembler:
         }
         sources = plan_sources(batch, reads, frames, plates, joint)
         sequential = elements > 1 and self.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
+        coupled = sequential and not self.options.observed and type(family) is NormalFamily
+        if coupled and elements > MOST_COUPLED:
+            warnings.warn(
+                f"Site '{name}' has {elements} elements that depend on each other given the data; more than "
+                f"{MOST_COUPLED} are drawn independently.",
+                stacklevel=_STACK,
+            )
         return Factor(
             name,
             batch,
@@ -286,9 +294,10 @@ class _Assembler:
             elements,
             family.num_params,
             family.num_features,
-            sequential,
+            sequential and not coupled,
             sources,
             tuple(family.locations),
+            coupled and elements <= MOST_COUPLED,
         )
 
     def _semi_observed(self) -> frozenset[str]:

@@ -33,7 +33,8 @@ class Factor(NamedTuple):
         num_elements: elements of the factor (those of its instances in ``joint``, one after the other).
         num_params: parameters an element, of its family.
         num_features: features an element.
-        sequential: whether element e is drawn given elements before e.
+        sequential: whether element e is drawn given elements before e, one by one.
+        coupled: whether it is given them by a linear map, all at once.
         sources: what it reads.
         locations: which of an element's parameters are locations, relative to the anchor.
         evidence: those sources whose instances add evidence of their own.
@@ -48,6 +49,7 @@ class Factor(NamedTuple):
     sequential: bool
     sources: tuple[Source, ...]
     locations: tuple[int, ...] = ()
+    coupled: bool = False
     evidence: tuple[EvidenceRead, ...] = ()
 
     @property

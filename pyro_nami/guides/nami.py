@@ -24,6 +24,7 @@ from pyro_nami.guides.data import Call, DataReader
 from pyro_nami.guides.interleaved import Interleaved, missing_site, new_site
 from pyro_nami.guides.network import NetworkState, as_pyro_module
 from pyro_nami.guides.persistence import PersistentGuide
+from pyro_nami.guides.regression import regress
 from pyro_nami.guides.sampling import Pass, draw_detached
 from pyro_nami.guides.shapes import own_shape, quantiles_of, sum_plates, with_plate_dims
 from pyro_nami.guides.structure import Assembly, Options
@@ -368,6 +369,32 @@ class AutoNaMIGuide(PersistentGuide):
             for log_prob in current.log_probs(values, sites):
                 total = total + sum_plates(log_prob, assembly.nesting)
             return total
+
+    @torch.no_grad()
+    def regress(self, sites: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Starts an untrained guide at the linear regression on simulations; see `pyro_nami.guides.regression`.
+
+        Args:
+            sites: site -> message of a run of the model for many draws, as for `log_prob_of_run`.
+            *args, **kwargs: the arguments of that run, and its data as ``observations=``.
+        """
+        call = self._begin(args, kwargs, draws=False)
+        assembly, state = self._assembly, self._start(call)
+        values = {name: site["value"] for name, site in sites.items() if site["type"] == "sample"}
+        values = with_plate_dims(values, assembly, call.given)
+        current = Pass(assembly, state, call)
+        targets, blocks = {}, {}
+        for name in assembly.order:
+            if name in values:
+                family = assembly.families[name].at(sites[name]["fn"])
+                elements = family.layout.elements(values[name])
+                current.know(name, values[name], elements)
+                if name in assembly.factors:
+                    anchor = family.anchor(sites[name]["fn"]) if name in assembly.anchored else None
+                    location, scale = (0.0, 1.0) if anchor is None else anchor.unbind(-1)
+                    targets[name] = (elements - location) / scale
+                    blocks[name] = [assembly.dims[plate] for plate in assembly.factors[name].joint]
+        regress(self.network, state, targets, blocks)
 
     @torch.no_grad()
     def quantiles(

@@ -20,6 +20,7 @@ from torch.distributions import constraints
 
 from pyro_nami.conditioning import Direct, Flattened, Pooled, Source, nodes_of
 from pyro_nami.distributions.joint import fold
+from pyro_nami.guides.couplings import Couplings
 from pyro_nami.guides.evidence import EvidenceRead, add_evidence, pooled_part
 from pyro_nami.guides.groups import Factor, Group, pools
 from pyro_nami.guides.offsets import Offsets
@@ -31,7 +32,7 @@ __all__ = ["InverseNetwork", "NetworkState", "as_pyro_module"]
 _MOST_EVIDENCE_INPUTS, _MOST_EVIDENCE_ROWS = 128, 8192
 # What weights are divided beyond: where a guide is compiled on simulations, and where it is trained on data as Pyro's
 # own guides are, at the rates that suit these.
-_COMPILED, _TRAINED = Base(32.0, 64.0, 8.0), Base(1.0, 8.0, 2.0)
+_COMPILED, _TRAINED, _TRAINED_DATA = Base(32.0, 64.0, 8.0), Base(0.25, 8.0, 0.25), 1.0
 _LEAST_SCALE, _LEAST_POOLED_SCALE = 1e-6, 0.1  # of an input, in units of its spread at the first call
 _ModuleList: Any = PyroModule[nn.ModuleList]  # made by Pyro's metaclass, which type checkers do not follow
 
@@ -134,6 +135,8 @@ class InverseNetwork(PyroModule):
         self.parts = tuple(self.networks), tuple(self.encoders), tuple(self.evidence)
         self.running = tuple(self.inputs)
         self.offsets = Offsets({}, {}, 0)
+        coupled = {factor.name: factor.num_elements for factor in factors if factor.coupled}
+        self.couplings = Couplings(coupled, self._like)
         self._stepped = False  # whether gradients have come back since the speeds were looked at
         self._locations: dict[Hashable, list[list[int]]] = {}
         for group in self.groups:
@@ -224,13 +227,14 @@ class InverseNetwork(PyroModule):
 
     def _base(self, group: Group, factory: dict) -> Base:
         """Returns what the weights of a group's network are divided beyond, input by input."""
-        base = _COMPILED if self.simulated else _TRAINED
+        if self.simulated:
+            return _COMPILED
         widths = [
-            (_COMPILED if self.is_data(source) else base).inputs
+            _TRAINED_DATA if self.is_data(source) else _TRAINED.inputs
             for source, first, last in group.all_columns
             for _ in range(first, last)
         ]
-        return base._replace(inputs=torch.tensor(widths, device=factory.get("device")))
+        return _TRAINED._replace(inputs=torch.tensor(widths, device=factory.get("device")))
 
     def _running(self, group: Group, factory: dict) -> Running:
         """Returns how a group's inputs are standardized as training goes on: data not at all, latents wholly."""
@@ -262,6 +266,10 @@ class InverseNetwork(PyroModule):
         for running in self.running:
             running.passes += 1
 
+    def location_rows(self, name: Hashable) -> list[int]:
+        """Returns the rows of a factor that has one location an element."""
+        return [row for (row,) in self._locations[name]]
+
     def set_initial(self, initial: Mapping[Hashable, Tensor]) -> None:
         """Writes raw parameters ``(elements, params)`` of every factor to the output biases."""
         for group, network in zip(self.groups, self.networks):
@@ -271,13 +279,13 @@ class InverseNetwork(PyroModule):
 
     def location(self, name: Hashable) -> Tensor:
         """Returns where a factor with one location lies, by its biases, ``(elements,)``."""
-        network, rows = self.parts[0][self.group_of[name]], self._locations[name]
-        return network.output_bias()[[row for (row,) in rows]]
+        network = self.parts[0][self.group_of[name]]
+        return network.output_bias()[self.location_rows(name)]
 
     def typical_scale(self, name: Hashable) -> Tensor:
         """Returns the scale of a factor's anchor at the initial value, ``(elements,)``."""
-        network, rows = self.parts[0][self.group_of[name]], self._locations[name]
-        return network.bias_units[[row for (row,) in rows]].reciprocal()
+        network = self.parts[0][self.group_of[name]]
+        return network.bias_units[self.location_rows(name)].reciprocal()
 
     def set_offsets(self, shapes: Mapping[Any, Mapping[str, tuple[int, int]]]) -> None:
         """Gives each instance of some factors offsets of its own; see `Offsets`."""
@@ -388,6 +396,7 @@ class NetworkState:
     ) -> None:
         self._network, self._constant = network, constant
         self._offsets = network.offsets.start(indices) if constant else {}
+        self.couplings = network.couplings.start()
         self._passed = Passed([], {}) if learning and network.running_due() else None
         self._learning, self._hooked = learning, False
         self._features: dict[Hashable, Tensor] = {}
@@ -510,6 +519,13 @@ class NetworkState:
             location, scale = anchor.detach().unbind(-1)
             elements = (elements - location) / scale
         self._passed.innovations[name] = fold(elements.detach().unsqueeze(-1), dims).squeeze(-1)
+
+    def all_inputs(self, group: Group) -> Tensor:
+        """Returns what a group's network reads, ``(*batch, inputs)``, where all values are known."""
+        index = self._network.groups.index(group)
+        parts = [self._column(column, group) for column in group.all_columns]
+        x = concatenate(parts) if parts else self._network.no_columns()
+        return self._inputs(index, 0, len(group.steps), x)
 
     def _learn(self, gradient: Tensor) -> None:
         """Learns from this pass, as a hook of what its networks returned."""

@@ -136,7 +136,17 @@ class Pass:
         target, batch = _common(params.shape[:-2], batch_shape)
         if params.shape[:-2] != target:
             params = params.reshape(batch + params.shape[-2:]).expand(target + params.shape[-2:])
-        return family.distribution(params, anchor)
+        return self._at_once(factor, family, params, anchor)
+
+    def _at_once(
+        self, factor: Factor, family: Family, params: Tensor, anchor: Tensor | None
+    ) -> TorchDistribution:
+        """Returns the distribution of a factor that is drawn in one go."""
+        if not factor.coupled:
+            return family.distribution(params, anchor)
+        return family.coupled_distribution(
+            params, anchor, self.state.couplings[factor.name], *self._joint_plates(factor)
+        )
 
     def lacks(self, name: str) -> bool:
         """Whether a latent's exact conditional has to be derived (`derive`) before it can be drawn."""
@@ -229,8 +239,8 @@ class Pass:
             family = family if prior is None else family.at(prior)
             anchor = family.anchor(prior) if name in assembly.anchored else None
             params = self._instances(factor, self.state.params(name))
-            if family.kind is None or mask is not None or family.varies:
-                yield _masked(family.distribution(params, anchor).log_prob(value), mask)
+            if family.kind is None or mask is not None or family.varies or factor.coupled:
+                yield _masked(self._at_once(factor, family, params, anchor).log_prob(value), mask)
                 continue
             if self._validate and not family.layout.support.check(value).all():
                 raise ValueError(f"Expected values of '{name}' in {family.layout.support}; some are outside of it.")

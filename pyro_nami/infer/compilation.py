@@ -48,6 +48,8 @@ from pyro_nami.infer.tracking import Tracker
 
 __all__ = ["InferenceCompilation"]
 
+_REGRESSED = 2000  # simulations that a guide starts from
+
 
 class InferenceCompilation:
     """Trains a guide on joint draws of a model, to minimize E_p(z, x)[-log q(z | x)].
@@ -279,6 +281,11 @@ class InferenceCompilation:
         loss = CompilationLoss(self.guide)
         with torch.no_grad(), pyro.validation_enabled(False), poutine.trace(param_only=True) as capture:
             loss(draws, args, kwargs)  # lazy guides get their parameters
+        if simulator.vectorized and hasattr(self.guide, "regress"):
+            with forked_rng(), pyro.validation_enabled(False), poutine.block():
+                draws, _ = simulator.draw(_REGRESSED, keep_sites=True).finite()
+                if draws.sites is not None:
+                    self.guide.regress(draws.sites, *args, **{**kwargs, "observations": draws.observed})
         if isinstance(self.guide, nn.Module):
             parameters: dict[str, Tensor] = {
                 n: p for n, p in self.guide.named_parameters() if p.requires_grad

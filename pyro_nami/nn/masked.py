@@ -106,15 +106,40 @@ class MaskedMLP(SteppedMLP):
         hidden, output, last_columns = layer_masks(dependency, hidden_features)
         if not skip:
             check_width(dependency.cpu(), (*hidden, output))
-        widths = [base.inputs.cpu() if isinstance(base.inputs, Tensor) else base.inputs, *[base.hidden] * len(hidden)]
-        masks = [shares(mask, width) for mask, width in zip(hidden, widths)]
-        direct = [shares(dependency.cpu(), widths[0])] if skip and hidden else []
-        masks.append(torch.cat([shares(output, base.output if hidden else widths[0]), *direct], 1))
-        masks = [F.pad(mask, (0, 1), value=1.0) for mask in masks]
+        direct = [dependency.cpu()] if skip and hidden else []
+        self._units = len(output[0]) if hidden and len(output) else 0
+        masks = [*hidden, torch.cat([output, *direct], 1)]
+        masks = [F.pad(mask.float(), (0, 1), value=1.0) for mask in masks]
+        masks = self._multipliers(masks, base)
         self._plan = step_plan(self.steps, last_columns, skip)
         self._dense_plan = self._plan.merged()
         rows = torch.arange(self.out_features)
         self._add_layers([tuple(mask.shape) for mask in masks], masks, rows, device=device, dtype=dtype)
+
+    def _multipliers(self, masks: Sequence[Tensor], base: Base) -> list[Tensor]:
+        inputs = base.inputs.to(masks[0].device) if isinstance(base.inputs, Tensor) else base.inputs
+        *hidden, output = (mask[:, :-1] != 0 for mask in masks)
+        widths = [inputs, *[base.hidden] * len(hidden)]
+        parts = [shares(mask, width) for mask, width in zip(hidden, widths)]
+        units, direct = output[:, : self._units], output[:, self._units :]
+        rows = [shares(units, base.output)] if hidden else []
+        rows += [shares(direct, inputs)] if direct.shape[1] else []
+        parts.append(torch.cat(rows, 1) if rows else units.float())
+        return [F.pad(part, (0, 1), value=1.0) for part in parts]
+
+    def is_trained(self) -> bool:
+        """Whether rows depend on anything."""
+        return bool((self.output[:, :-1] != 0).any())
+
+    def direct_mask(self) -> Tensor:
+        """Returns which inputs each row reads directly, a boolean ``(outputs, inputs)``."""
+        return self._buffers["output_mask"][:, self._units : -1] != 0  # type: ignore[index]
+
+    @torch.no_grad()
+    def set_direct(self, row: int, columns: Tensor, slopes: Tensor) -> None:
+        """Makes a row move with some inputs, that it reads directly, by these slopes."""
+        columns = columns + self._units
+        self.output[row, columns] = slopes / self._scaled_output()[row, columns]
 
     def _biases(self) -> Tensor:
         return self.output[:, -1]

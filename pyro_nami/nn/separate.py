@@ -96,26 +96,36 @@ class SeparateMLP(SteppedMLP):
         widths = [num_parents, *hidden_features]
         shapes = [(num_factors, width, below + 1) for width, below in zip(widths[1:], widths)]
         reads = mask[..., :-1].any(-1, keepdim=True)  # a factor that reads nothing has no units
-        bases = base.inputs
-        if isinstance(bases, Tensor):
-            bases = F.pad(bases.cpu(), (1, 0), value=1.0)[gather[:, :-1]].unsqueeze(-2)
-        direct = shares(mask[..., :-1], bases)
-        multipliers = [direct * reads] if hidden_features else []
-        multipliers += [shares(reads.expand(-1, -1, width), base.hidden) for width in hidden_features[:-1]]
-        if hidden_features:
-            units = shares(reads.expand(-1, -1, widths[-1]), base.output)
-            multipliers.append(torch.cat([units, direct], -1) if skip else units)
-        else:
-            multipliers.append(direct)
-        multipliers = [F.pad(each, (0, 1), value=1.0) for each in multipliers]
-        multipliers[:-1] = [each * reads for each in multipliers[:-1]]
+        self._units = widths[-1] if hidden_features else 0
+        masks = [mask & reads] if hidden_features else []
+        masks += [F.pad(reads.expand(-1, -1, width), (0, 1), value=True) & reads for width in hidden_features[:-1]]
+        direct = mask if skip or not hidden_features else mask[..., -1:]
+        masks.append(torch.cat([reads.expand(-1, -1, self._units), direct], -1))
         real = torch.arange(self._num_rows) < torch.tensor([[len(rows)] for rows in groups])
-        multipliers[-1] = multipliers[-1] * real.unsqueeze(-1)
-        shapes.append((num_factors, self._num_rows, multipliers[-1].shape[-1]))
+        masks[-1] = masks[-1] & real.unsqueeze(-1)
+        shapes.append((num_factors, self._num_rows, masks[-1].shape[-1]))
         order = torch.full((num_factors * self._num_rows,), -1)
         order[positions] = torch.arange(self.out_features)
         rows_of = order.view(num_factors, self._num_rows)
-        self._add_layers(shapes, multipliers, rows_of, device=device, dtype=dtype)
+        self._add_layers(shapes, self._multipliers(masks, base), rows_of, device=device, dtype=dtype)
+
+    def _multipliers(self, masks: Sequence[Tensor], base: Base) -> list[Tensor]:
+        *hidden, output = (mask != 0 for mask in masks)
+        inputs = base.inputs
+        if isinstance(inputs, Tensor):
+            gather = self._gather.view(len(output), -1)[:, :-1]
+            inputs = F.pad(inputs.to(gather.device), (1, 0), value=1.0)[gather].unsqueeze(-2)
+        widths = [inputs, *[base.hidden] * len(hidden)]
+        parts = [self._shared(mask, width) for mask, width in zip(hidden, widths)]
+        units, direct = output[..., : self._units], output[..., self._units :]
+        rows = [shares(units, base.output)] if self._units else []
+        rows.append(self._shared(direct, inputs) if direct.shape[-1] > 1 else direct.float())
+        return [*parts, torch.cat(rows, -1)]
+
+    @staticmethod
+    def _shared(mask: Tensor, base: Tensor | float) -> Tensor:
+        """Returns the multipliers of a layer whose last column is the bias."""
+        return torch.cat((shares(mask[..., :-1], base), mask[..., -1:].float()), -1)
 
     def _biases(self) -> Tensor:
         positions = slice(None) if self._positions is None else self._positions

@@ -106,6 +106,21 @@ class SteppedMLP(nn.Module):
             self.bias_units.copy_(bias_units)
         self._output_scale = None
 
+    @torch.no_grad()
+    def rebase(self, base: Base) -> None:
+        """Divides weights beyond another base, and multiplies the parameters so that nothing else changes."""
+        masks = [self._buffers[f"{name}_mask"] for name in self.layer_names]
+        old = [torch.ones_like(getattr(self, n)) if m is None else m for n, m in zip(self.layer_names, masks)]
+        for name, before, now in zip(self.layer_names, old, self._multipliers(old, base)):
+            now = now.to(before)
+            getattr(self, name).mul_(torch.where(now != 0, before / now, 1.0))
+            self.register_buffer(f"{name}_mask", now, persistent=False)
+        self._output_scale = None
+
+    def _multipliers(self, masks: Sequence[Tensor], base: Base) -> list[Tensor]:
+        """Returns what weights are multiplied by, from masks (or multipliers) of all layers."""
+        raise NotImplementedError
+
     def output_bias(self) -> Tensor:
         """Returns what the rows are where all that they read is zero, ``(outputs,)``."""
         return self._biases() * self.bias_units * self.pace.speed
