@@ -98,9 +98,9 @@ def detached_support(support: Constraint) -> Constraint:
 def interior(support: Constraint, value: Tensor) -> Tensor:
     """Returns `value` moved off the boundary of an open or half-open support, by a few units in the last place.
 
-    Inverse transforms are finite there, and so are gradients of logarithms: a distance of zero becomes one whose inverse
-    is far from the dtype's largest number, and values without a bound end at that number's root. Values inside are
-    unchanged; NaN stays NaN.
+    Inverse transforms are finite there, and so are gradients of logarithms: a distance of zero becomes one whose
+    inverse is far from the dtype's largest number, and values without a bound end at that number's root. Values inside
+    are unchanged; NaN stays NaN.
     """
     base, _ = peel_support(support)
     if not value.is_floating_point():

@@ -280,7 +280,7 @@ class _Assembler:
         }
         sources = plan_sources(batch, reads, frames, plates, joint)
         sequential = elements > 1 and self.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
-        coupled = sequential and not self.options.observed and type(family) is NormalFamily
+        coupled = sequential and not self.options.simulated and type(family) is NormalFamily
         if coupled and elements > MOST_COUPLED:
             warnings.warn(
                 f"Site '{name}' has {elements} elements that depend on each other given the data; more than "
@@ -370,7 +370,7 @@ class _Assembler:
             ),
             takes_evidence=functools.partial(self._takes_evidence, assembly.families),
             latents=assembly.order,
-            simulated=bool(options.observed),
+            simulated=options.simulated,
             skip=options.skip,
             activation=options.activation,
             **factory,

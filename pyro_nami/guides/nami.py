@@ -130,6 +130,7 @@ class AutoNaMIGuide(PersistentGuide):
             inverse=inverse,
             blocks=blocks,
             observed=(observed,) if isinstance(observed, str) else tuple(observed),
+            simulated=bool(observed),
             families=families,
             hidden_features=tuple(hidden_features),
             shared=shared,
@@ -254,6 +255,7 @@ class AutoNaMIGuide(PersistentGuide):
         if self._assembly is None:
             if observations:
                 self._note_observations(observations, args, kwargs)
+            self._options = self._options._replace(simulated=self._options.simulated or not draws)
             self._setup_prototype(*args, **kwargs)
         for name in observations:
             if name not in self._assembly.names:
@@ -272,7 +274,8 @@ class AutoNaMIGuide(PersistentGuide):
             sites = Hidden({}).run(self.model, args, kwargs)
         sampled = {name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site)}
         extra = [name for name in observations if name in sampled and name not in self._options.observed]
-        self._options = self._options._replace(observed=(*self._options.observed, *extra))
+        observed = (*self._options.observed, *extra)
+        self._options = self._options._replace(observed=observed, simulated=bool(observed))
 
     def _start(self, call: Call, *, learning: bool = False) -> NetworkState:
         """Returns the networks' state with everything observed known."""
@@ -280,6 +283,8 @@ class AutoNaMIGuide(PersistentGuide):
             state = self.network.start(call.maps)
             self._data.tell(state, call, self.network, self._options.embeddings)
             state.settle()
+        if self._data.varied and not self.network.varied:
+            self.network.vary()
         constant = call.familiar and not self._data.varied
         state = self.network.start(call.maps, learning=learning, constant=constant, indices=call.indices)
         self._data.tell(state, call, self.network, self._options.embeddings)

@@ -99,6 +99,7 @@ class InverseNetwork(PyroModule):
             self.register_buffer(f"shift_{i}", shift)
             self.register_buffer(f"scale_{i}", scale)
         self.latents, self.simulated = frozenset(latents), simulated
+        self.varied = simulated
         self._node_sizes: dict[Hashable, int] = {node: len(shift) for node, (shift, _) in standard.items()}
         self._plate_sizes = dict(sizes)
         self.register_buffer("_like", torch.empty(0, **factory), persistent=False)
@@ -265,6 +266,21 @@ class InverseNetwork(PyroModule):
         self._stepped = True
         for running in self.running:
             running.passes += 1
+
+    def vary(self) -> None:
+        """Lets the networks learn from data that vary: their weights are divided beyond other widths from now on."""
+        self.varied = True
+        for network in self.parts[0]:
+            network.rebase(_COMPILED)
+
+    def get_extra_state(self) -> bool:
+        """Returns whether the data varied in training."""
+        return self.varied
+
+    def set_extra_state(self, state: bool) -> None:
+        """Restores what `vary` did."""
+        if state and not self.varied:
+            self.vary()
 
     def location_rows(self, name: Hashable) -> list[int]:
         """Returns the rows of a factor that has one location an element."""

@@ -17,7 +17,7 @@ from pyro_nami.distributions.elements import raw_scale, relative_scale
 from pyro_nami.distributions.joint import fold
 from pyro_nami.guides.groups import Factor
 from pyro_nami.guides.network import InverseNetwork, NetworkState
-from pyro_nami.nn import MaskedMLP
+from pyro_nami.nn import MaskedMLP, SeparateMLP
 
 __all__ = ["regress"]
 
@@ -38,7 +38,7 @@ def regress(
         dims: factor -> batch dims of the plates that it is a block of.
     """
     for group, mlp in zip(network.groups, network.parts[0]):
-        if not (isinstance(mlp, MaskedMLP) and mlp.skip) or mlp.is_trained():
+        if not mlp.skip or mlp.is_trained():
             continue
         inputs = state.all_inputs(group)
         kept = mlp.direct_mask()
@@ -48,13 +48,13 @@ def regress(
             goal = fold(targets[factor.name].unsqueeze(-1), dims[factor.name]).squeeze(-1)
             x, y = (part.flatten(0, -2) for part in _same_batch(inputs, goal))
             rows = network.location_rows(factor.name)
-            _regress_factor(network, mlp, factor, rows, x, y, kept)
+            _regress_factor(mlp, factor, rows, x, y, kept)
 
 
 def _regress_factor(
-    network: InverseNetwork, mlp: MaskedMLP, factor: Factor, rows: list[int], x: Tensor, y: Tensor, kept: Tensor
+    mlp: MaskedMLP | SeparateMLP, factor: Factor, rows: list[int], x: Tensor, y: Tensor, kept: Tensor
 ) -> None:
-    bias = mlp.output_bias().clone()
+    bias, units = mlp.output_bias().clone(), mlp.units.clone()
     for element, row in enumerate(rows):
         columns = kept[row].nonzero().flatten()
         goal = y[:, element]
@@ -72,6 +72,8 @@ def _regress_factor(
         spread = (left.square().sum() / max(count - len(columns) - 1, 1)).sqrt()
         if not (slope.isfinite().all() and spread.isfinite() and spread > 0):
             continue
+        units[row] = spread.to(bias)
+        mlp.set_units(units)
         mlp.set_direct(row, columns, slope.to(bias))
         bias[row] = (middle - center @ slope).to(bias)
         # Evidence brings the same share of the precision as before.

@@ -24,11 +24,12 @@ __all__ = ["Assembly", "Options", "check_names"]
 
 
 class Options(NamedTuple):
-    """The options of a guide, as `AutoNaMIGuide` documents them."""
+    """The options of a guide, as `AutoNaMIGuide` documents them, and whether it is trained on simulations."""
 
     inverse: Any
     blocks: Sequence[Sequence[str]] | None
     observed: tuple[str, ...]
+    simulated: bool
     families: Any
     hidden_features: tuple[int, ...]
     shared: bool

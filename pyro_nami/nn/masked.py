@@ -24,7 +24,7 @@ __all__ = ["MaskedMLP", "MaskedState"]
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -127,19 +127,11 @@ class MaskedMLP(SteppedMLP):
         parts.append(torch.cat(rows, 1) if rows else units.float())
         return [F.pad(part, (0, 1), value=1.0) for part in parts]
 
-    def is_trained(self) -> bool:
-        """Whether rows depend on anything."""
-        return bool((self.output[:, :-1] != 0).any())
-
     def direct_mask(self) -> Tensor:
-        """Returns which inputs each row reads directly, a boolean ``(outputs, inputs)``."""
         return self._buffers["output_mask"][:, self._units : -1] != 0  # type: ignore[index]
 
-    @torch.no_grad()
-    def set_direct(self, row: int, columns: Tensor, slopes: Tensor) -> None:
-        """Makes a row move with some inputs, that it reads directly, by these slopes."""
-        columns = columns + self._units
-        self.output[row, columns] = slopes / self._scaled_output()[row, columns]
+    def _direct(self, row: int, columns: Tensor) -> tuple[Any, ...]:
+        return row, columns + self._units
 
     def _biases(self) -> Tensor:
         return self.output[:, -1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -121,6 +121,22 @@ class SeparateMLP(SteppedMLP):
         rows = [shares(units, base.output)] if self._units else []
         rows.append(self._shared(direct, inputs) if direct.shape[-1] > 1 else direct.float())
         return [*parts, torch.cat(rows, -1)]
+
+    def direct_mask(self) -> Tensor:
+        mask = self._gather.new_zeros(self.out_features, self.in_features + 1, dtype=torch.bool)
+        gather = self._gather.view(-1, len(self._gather) // len(self.output))
+        for row, place in enumerate(self._places()):
+            mask[row, gather[place // self._num_rows]] = True
+        return mask[:, 1:]
+
+    def _direct(self, row: int, columns: Tensor) -> tuple[Any, ...]:
+        factor, place = divmod(self._places()[row], self._num_rows)
+        gather = self._gather.view(len(self.output), -1)[factor].tolist()
+        return factor, place, torch.tensor([gather.index(column + 1) + self._units for column in columns.tolist()])
+
+    def _places(self) -> list[int]:
+        """Returns where each row lies in the stack of the rows of all factors."""
+        return list(range(self.out_features)) if self._positions is None else self._positions.tolist()
 
     @staticmethod
     def _shared(mask: Tensor, base: Tensor | float) -> Tensor:

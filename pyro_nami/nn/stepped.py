@@ -138,6 +138,24 @@ class SteppedMLP(nn.Module):
             self.output.mul_(torch.cat((factor, factor.new_ones(1)))[self._rows].unsqueeze(-1))
             self._output_scale = None
 
+    def is_trained(self) -> bool:
+        """Whether rows depend on anything."""
+        return bool((self.output[..., :-1] != 0).any())
+
+    def direct_mask(self) -> Tensor:
+        """Returns which inputs each row reads directly, a boolean ``(outputs, inputs)``."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def set_direct(self, row: int, columns: Tensor, slopes: Tensor) -> None:
+        """Makes a row move with some inputs, that it reads directly, by these slopes."""
+        where = self._direct(row, columns)
+        self.output[where] = slopes / self._scaled_output()[where]
+
+    def _direct(self, row: int, columns: Tensor) -> tuple[Any, ...]:
+        """Returns the indices of the weights by which a row reads some inputs directly."""
+        raise NotImplementedError
+
     def _biases(self) -> Tensor:
         """Returns the parameters that are biases of the rows, ``(outputs,)``."""
         raise NotImplementedError
