@@ -76,6 +76,10 @@ class ProvenanceTracker(TorchDispatchMode):
         self._index: dict[Names, int] = {frozenset(): 0}
         self._exits = _ExitWatch(self)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # for torch: nothing here is compiled, and to see to that it would import its compiler
+
     def __enter__(self) -> Self:
         super().__enter__()
         self._exits.__enter__()
