@@ -24,7 +24,7 @@ from pyro_nami.guides.data import Call, DataReader
 from pyro_nami.guides.interleaved import Interleaved, missing_site
 from pyro_nami.guides.network import NetworkState, as_pyro_module
 from pyro_nami.guides.persistence import PersistentGuide
-from pyro_nami.guides.sampling import Pass, draw_detached
+from pyro_nami.guides.sampling import Pass, draw_at, draw_detached
 from pyro_nami.guides.shapes import own_shape, quantiles_of, sum_plates, with_plate_dims
 from pyro_nami.guides.structure import Assembly, Options
 from pyro_nami.infer.observations import takes_observations
@@ -234,10 +234,13 @@ class AutoNaMIGuide(PersistentGuide):
         """
         call = self._begin(args, kwargs)
         current = Pass(self._made(), self._start(call), call)
-        if self._assembly.interleaved:
-            self._run_interleaved(current, call)
-        else:
-            self._run_detached(current, call)
+        try:
+            if self._assembly.interleaved:
+                self._run_interleaved(current, call)
+            else:
+                self._run_detached(current, call)
+        finally:  # the model may fail at NaN, too, but cannot say where it came from
+            current.check()
         return {name: current.returned[name] for name in self._assembly.program if name in current.returned}
 
     def _begin(self, args: tuple, kwargs: dict[str, Any], *, draws: bool = True) -> Call:
@@ -280,6 +283,11 @@ class AutoNaMIGuide(PersistentGuide):
             run.run(call.model, call.args, call.kwargs)
             if run.lacking is None:
                 break
+            rest = [name for name in self._assembly.program if name not in current.values]
+            if current.ready.keys() >= set(rest):  # which needs no further run of the model
+                for name in rest:
+                    draw_at(current, name, current.ready[name])
+                return
         missing = run.missing.intersection(self._assembly.program)
         if missing:
             raise ValueError(missing_site(min(missing)))
@@ -295,21 +303,9 @@ class AutoNaMIGuide(PersistentGuide):
         def prior_at(name: str, values: Mapping[str, Tensor]) -> Any:
             return call.run({**call.given, **values}, until=[name])[name]["fn"]
 
-        draw_detached(current, self._plates(call), call.sites, prior_at)
+        draw_detached(current, call.sites, prior_at)
         if current.from_model:
             self._run_interleaved(current, call)
-
-    def _plates(self, call: Call) -> dict[str, pyro.plate]:
-        """Returns the guide's own plates, of the sizes of this call."""
-        plates = dict(call.plates)
-        with poutine.block():
-            for name in self._assembly.order:
-                for frame in call.sites[name]["cond_indep_stack"]:
-                    if frame.vectorized and frame.name not in plates:
-                        size = frame.full_size or frame.size
-                        subsample = call.indices.get(frame.name)
-                        plates[frame.name] = pyro.plate(frame.name, size, subsample=subsample, dim=frame.dim)
-        return plates
 
     # ---- densities and summaries
 

@@ -1,23 +1,22 @@
 """One pass over a guide's latents: each one's distribution, given what is known so far.
 
 Where sampling order is program order, the guide draws inside a run of the model (`pyro_nami.guides.interleaved`).
-Otherwise latents are drawn in the guide's own plates first (`draw_detached`), and a run of the model follows only where
-some of them are drawn from the model's own conditional.
+Otherwise latents are drawn outside of it first (`draw_detached`), and a run of the model follows only where some of
+them are drawn from the model's own conditional.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK, get_plates
 from pyro.poutine.util import is_validation_enabled
 from torch import Tensor
@@ -33,7 +32,7 @@ from pyro_nami.guides.network import NetworkState
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.simulation import changed_event_shape
 
-__all__ = ["Pass", "draw_detached", "fixed_size"]
+__all__ = ["Pass", "draw_at", "draw_detached", "fixed_size"]
 
 
 class Data(Protocol):
@@ -57,6 +56,11 @@ class Pass:
         assembly: the guide's structure.
         state: the networks' state, with everything observed known.
         call: the call's data. Latents of plate rows that it has none for are drawn from the model's own conditional.
+
+    Attributes:
+        from_model: latents that are drawn from the model's own conditional.
+        values: of latents, as the model sees them; returned: as handlers outside do.
+        ready: latents whose exact conditional is derived from the call's own data, with their sites in that run.
     """
 
     def __init__(self, assembly: Assembly, state: NetworkState, call: Data) -> None:
@@ -64,6 +68,7 @@ class Pass:
         self.from_model = call.unseen.union(assembly.predictive, assembly.transparent)
         self.values: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
+        self.ready: dict[str, Mapping[str, Any]] = {}
         self._eliminations: dict[ConjugateGroup, Elimination] = {}
         self._relocation = _relocation(assembly)
         self._validate = is_validation_enabled() and not torch._C._get_tracing_state()
@@ -74,17 +79,24 @@ class Pass:
 
     def take(self, name: str, value: Tensor, fn: Distribution) -> Tensor:
         """Takes in the value that a latent got outside, by ``fn`` or by a replay; returns it as the model sees it."""
-        if self._validate and math.isnan(value.detach().sum().item()):
-            raise ValueError(
-                f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite. The last step "
-                "may have been too large: lower the learning rate, or clip gradients."
-            )
         self.returned[name] = value
         if self._relocation is not None:
             value = self._relocation.value_inside(value, self.assembly.event_dims[name])
         elements = fn.recall(value) if isinstance(fn, SiteDistribution) else None
         self.know(name, value, elements)
         return value
+
+    def check(self) -> None:
+        """Raises where a draw has NaN; looks at all of them at once, as a device has to be waited for each time."""
+        sums = [value.detach().sum() for value in self.returned.values()] if self._validate else []
+        if not sums or not math.isnan(torch.stack(sums).sum().item()):
+            return
+        for name, total in zip(self.returned, sums):
+            if math.isnan(total.item()):
+                raise ValueError(
+                    f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite. The last "
+                    "step may have been too large: lower the learning rate, or clip gradients."
+                )
 
     def know(self, name: str, value: Tensor, elements: Tensor | None = None) -> None:
         """Takes in the value of a latent, and its elements where they are known from the draw."""
@@ -166,7 +178,10 @@ class Pass:
     def solve(self, name: str, elimination: Elimination, sites: Mapping[str, Any]) -> None:
         """Takes in the sites of that run."""
         elimination.solve(sites)
-        self._eliminations[self.assembly.conjugate[name]] = elimination
+        group = self.assembly.conjugate[name]
+        self._eliminations[group] = elimination
+        if name not in self._call.derived:
+            self.ready.update({member: sites[member] for member in group.members})
 
     def _sequential(
         self, name: str, factor: Factor, family: Family, batch_shape: torch.Size, anchor: Tensor | None
@@ -286,43 +301,38 @@ def _common(shape: torch.Size, target: torch.Size) -> tuple[torch.Size, torch.Si
 
 def draw_detached(
     current: Pass,
-    plates: Mapping[str, pyro.plate],
     sites: Mapping[str, Mapping[str, Any]],
     prior_at: Callable[[str, Mapping[str, Tensor]], Distribution],
 ) -> None:
-    """Draws every latent with a factor in sampling order, in the guide's own plates.
+    """Draws every latent with a factor in sampling order, outside of the model.
 
     Args:
         current: the pass; latents that are drawn from the model's own conditional, or known, are left out.
-        plates: plate -> the guide's plate.
-        sites: those of a run of the model on the same data; masks and scales are taken from there.
+        sites: those of a run of the model on the same data, where plates, masks and scales are taken from.
         prior_at: a site's model distribution at given values of the latents, for supports that depend on them.
     """
     assembly = current.assembly
     for name in assembly.order:
-        if name in current.from_model or name in current.values:
-            continue
-        site = sites[name]
-        prior = prior_at(name, current.values) if assembly.families[name].varies else None
-        frames = [frame for frame in site["cond_indep_stack"] if frame.vectorized]
-        fn = current.distribution(name, site["fn"].batch_shape, prior)
-        with ExitStack() as stack:
-            if site["mask"] is not None:
-                stack.enter_context(poutine.mask(mask=site["mask"]))
-            scale = _own_scale(site)
-            if scale is not None:
-                stack.enter_context(poutine.scale(scale=scale))
-            for frame in frames:
-                stack.enter_context(plates[frame.name])
-            current.take(name, pyro.sample(name, current.outside(fn)), fn)
+        if name not in current.from_model and name not in current.values:
+            prior = prior_at(name, current.values) if assembly.families[name].varies else None
+            draw_at(current, name, sites[name], prior)
 
 
-def _own_scale(site: Mapping[str, Any]) -> Any:
-    """Returns a site's scale apart from that of its subsampled plates; None for one."""
-    scale = site["scale"]
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized and frame.full_size is not None:
-            scale = scale * frame.size / frame.full_size
-    if isinstance(scale, Tensor):
-        return scale
-    return None if abs(scale - 1) < 1e-9 else scale
+def draw_at(current: Pass, name: str, site: Mapping[str, Any], prior: Distribution | None = None) -> None:
+    """Draws a latent at its site of a run of the model that is over: in the site's plates, at its mask and scale."""
+    fn = current.distribution(name, site["fn"].batch_shape, prior)
+    with _At(site):
+        current.take(name, pyro.sample(name, current.outside(fn)), fn)
+
+
+class _At(Messenger):
+    """Gives a message what handlers inside the model gave a site's."""
+
+    def __init__(self, site: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._site = site
+
+    def _pyro_sample(self, msg: Any) -> None:
+        msg["cond_indep_stack"] = self._site["cond_indep_stack"]
+        msg["scale"], msg["mask"] = self._site["scale"], self._site["mask"]
+        msg["infer"] = {key: value for key, value in self._site["infer"].items() if key != "enumerate"}
