@@ -3,8 +3,9 @@
 A model is run once to draw base values, and once more at these values under a `ProvenanceTracker`, which
 gives the *claimed* parents of every site: the sites whose values reached its log density, mask or support.
 Values that leave torch (``.item()``, ``if``, numpy, lists) lose their provenance, so the claims are then
-tested: with a site's claimed parents held and every other earlier site changed, its log density, shape and
-support must not move by a bit. Where they do, bisection names the parent that was lost. A random half of the
+tested: with a site's claimed parents held and other earlier sites changed, its log density, shape and support
+must not move by a bit. `group_testing` plans runs that do so for many sites at once, until every site was
+tested for every other. Where one moves, bisection names the parent that was lost. A random half of the
 instances of a plate is changed in the same way to see that the other half, declared independent, is. Where a site
 reads a plate that it does not lie in through an index, `map_search` finds the index map, and nests its plate there.
 
