@@ -3,8 +3,9 @@
 A model is run once to draw base values, and once more at these values under a `ProvenanceTracker`, which
 gives the *claimed* parents of every site: the sites whose values reached its log density, mask or support.
 Values that leave torch (``.item()``, ``if``, numpy, lists) lose their provenance, so the claims are then
-tested: with a site's claimed parents held and every other earlier site changed, its log density, shape and
-support must not move by a bit. Where they do, bisection names the parent that was lost. A random half of the
+tested: with a site's claimed parents held and other earlier sites changed, its log density, shape and support
+must not move by a bit. `group_testing` plans runs that do so for many sites at once, until every site was
+tested for every other. Where one moves, bisection names the parent that was lost. A random half of the
 instances of a plate is changed in the same way to see that the other half, declared independent, is. Where a site
 reads a plate that it does not lie in through an index, `map_search` finds the index map, and nests its plate there.
 
@@ -21,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyro
 import torch
 from pyro import poutine
@@ -28,6 +30,7 @@ from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
 from pyro_nami.graph.bayesnet import BayesNet, Site
+from pyro_nami.group_testing import Untested
 from pyro_nami.index_maps import MapPlan
 from pyro_nami.isolation import untouched
 from pyro_nami.map_search import search_maps
@@ -125,7 +128,8 @@ def extract(
         network.claim()
         if checks > 0:
             network.check()
-        network.settle()
+        checked = network.checked
+        network.settle(checked)
         found = search_maps(probe, network.parents, network.hidden, checks, index_maps or {})
     network.warn()
     if not found.finished:
@@ -137,7 +141,7 @@ def extract(
     return Extraction(
         network.build(found.maps),
         probe.trace,
-        len(network.checked),
+        len(checked),
         network.escaped,
         frozenset(network.hidden),
         found.maps,
@@ -155,8 +159,14 @@ class _Network:
         self.suspects: dict[str, frozenset[str]] = dict.fromkeys(probe.order, frozenset())
         self.escaped: frozenset[str] = frozenset()
         self.hidden: set[str] = set()
-        self.checked: set[str] = set()
+        self.untested: Untested | None = None
         self.lost: list[tuple[str, str]] = []
+
+    @property
+    def checked(self) -> set[str]:
+        """The sites that were tested for all that they could read."""
+        waiting = [True] * len(self.probe.order) if self.untested is None else self.untested.sites
+        return {name for name, waits in zip(self.probe.order, waiting) if not waits} - self.hidden
 
     @property
     def spent(self) -> bool:
@@ -189,7 +199,7 @@ class _Network:
             self._check_plate(plate, frame)
         self._check_edges()
 
-    def settle(self) -> None:
+    def settle(self, checked: Collection[str]) -> None:
         """Takes the safe side where no check was possible."""
         for name in self.probe.order:
             earlier = self.probe.earlier(name)
@@ -197,7 +207,7 @@ class _Network:
                 coupled = [other for other in earlier if other in self.hidden]
                 self.parents[name].update(u for u in earlier if u in self.probe.latent or u in self.hidden)
                 self.parents[name].update(u for other in coupled for u in self.parents[other])
-            elif name not in self.checked:
+            elif name not in checked:
                 self.parents[name] |= self.suspects[name]
 
     def _find_hidden(self, run: Run) -> None:
@@ -227,7 +237,7 @@ class _Network:
     def _report_coupling(self, name: str, plate: str, run: Run, moved: Callable[[Run], int | None]) -> None:
         inside = [u for u in self.probe.order if plate in self.probe.plate_names(u)]
         latents = [u for u in inside if u in self.probe.latent]
-        culprit = self._pivot(latents, self.probe.first, run, lambda run: moved(run) is not None)
+        culprit = self._pivot(name, latents, self.probe.first, run, lambda run: moved(run) is not None)
         raise ValueError(
             f"Expected independent instances of site '{name}', declared independent in plate '{plate}'; got "
             f"instance {moved(run)}, which reads other instances of '{culprit or latents[0]}'. "
@@ -245,24 +255,27 @@ class _Network:
         return int(moved.nonzero()[0]) if moved.any() else None
 
     def _check_edges(self) -> None:
-        """Changes all that a site is not known to read: the site must not move, or a parent was lost.
+        """Changes what sites are not known to read: they must not move, or a parent was lost.
 
         Once from the base run; where values left torch, so that a branch may hide a dependence, then from
         other values of everything, too, and changing some of the candidates only.
         """
-        self.checked = {name for name in self.probe.order if not self._candidates(name)} - self.hidden
-        for number in range(_ROUNDS):
-            for sites in self._groups(first=number == 0):
+        order = self.probe.order
+        for number in range(_ROUNDS if any(self.suspects.values()) else 1):
+            untested = self._untested(first=number == 0)
+            self.untested = self.untested or untested
+            while untested.sites.any():
                 if self.spent:
                     return
-                names = self._candidates(sites[-1])
-                origin = self._origin(number)
+                origin, changed = self._origin(number), untested.plan()
+                names = [name for name, change in zip(order, changed) if change]
                 if number % 2:
                     names = random.sample(names, random.randint(1, len(names)))
-                run = self.probe.redraw(names, origin)
-                self.checked.update(sites)
+                sites = [order[site] for site in untested.test(changed)]
+                run = self.probe.redraw(names, origin, sites)
                 for name in sites:
-                    self._repair(name, origin, run)
+                    if self._repair(name, origin, run):
+                        untested.hold(self.probe.rank[name], self._held(name))
 
     def _origin(self, number: int) -> Run:
         """The base run; then runs at random values, most with some sites changed so that rare ones occur."""
@@ -275,34 +288,45 @@ class _Network:
         some = [name for name in self.probe.order if name in latents and random.random() < 0.5]
         return self.probe.redraw(some, origin)
 
-    def _groups(self, first: bool) -> list[list[str]]:
-        """Sites that one run can check, as they have the same parents; values that left torch go first."""
-        groups: dict[Any, list[str]] = {}
-        for name in self.probe.order:
+    def _untested(self, first: bool) -> Untested:
+        """What is to be tested, by rank: at first all sites, then those that values which left torch may reach."""
+        count = len(self.probe.order)
+        held = np.array([self._held(name) for name in self.probe.order], dtype=bool).reshape(count, count)
+        worth = np.zeros(held.shape, dtype=np.int64)
+        for rank, name in enumerate(self.probe.order):
             suspect = bool(self.suspects[name])
-            if name not in self.hidden and self._candidates(name) and (first or suspect):
-                arguments = self.probe.arguments.intersection(self.probe.earlier(name))
-                groups.setdefault((not suspect, frozenset(self.parents[name]), arguments), []).append(name)
-        shuffled = random.sample(list(groups), len(groups))
-        return [groups[key] for key in sorted(shuffled, key=lambda key: key[0])]
+            if name not in self.hidden and (first or suspect):
+                worth[rank, :rank] = 1 + suspect * count  # goes first
+        return Untested(held, worth)
+
+    def _held(self, name: str) -> list[bool]:
+        """Whether each site has to be held in a run that tests ``name``: what it reads, and later arguments."""
+        probe, parents = self.probe, self.parents[name]
+        rank = probe.rank[name]
+        return [
+            u in parents or u not in probe.changeable or (i >= rank and u in probe.arguments)
+            for i, u in enumerate(probe.order)
+        ]
 
     def _candidates(self, name: str) -> list[str]:
         """The sites that ``name`` could read but is not known to."""
         parents, changeable = self.parents[name], self.probe.changeable
         return [u for u in self.probe.earlier(name) if u in changeable and u not in parents]
 
-    def _repair(self, name: str, origin: Run, run: Run) -> None:
-        """Adds the parents that were lost, one bisection each, until nothing else moves the site."""
+    def _repair(self, name: str, origin: Run, run: Run) -> bool:
+        """Adds the parents that were lost, one bisection each, until nothing else moves it; whether any were."""
+        before = len(self.parents[name])
         while name in origin.records and _differs(run, origin, name):
             candidates = self._candidates(name)
-            culprit = self._pivot(candidates, origin, run, lambda run: _differs(run, origin, name))
+            culprit = self._pivot(name, candidates, origin, run, lambda run: _differs(run, origin, name))
             found = candidates if culprit is None else [culprit]
             self.lost += [(parent, name) for parent in found]
             self.parents[name].update(found)
             self._find_support(name, found, origin, run)
             if len(found) == len(candidates):
-                return
-            run = self.probe.redraw(self._candidates(name), origin)
+                break
+            run = self.probe.redraw(self._candidates(name), origin, [name])
+        return len(self.parents[name]) > before
 
     def _find_support(self, name: str, found: list[str], origin: Run, run: Run) -> None:
         """Whether parents that were just found change the support, too."""
@@ -314,9 +338,9 @@ class _Network:
                     self.support[name].add(parent)
 
     def _pivot(
-        self, candidates: list[str], origin: Run, run: Run, changed: Callable[[Run], bool]
+        self, name: str, candidates: list[str], origin: Run, run: Run, changed: Callable[[Run], bool]
     ) -> str | None:
-        """The candidate that, changed as in ``run`` on top of those before it, brings the change about.
+        """The candidate that, changed as in ``run`` on top of those before it, brings about what changed at a site.
 
         Between ``origin``, where none is changed, and ``run``, where all are, the outcome turns at some
         candidate; bisection finds it, also where only several together have an effect. None if the budget
@@ -327,10 +351,9 @@ class _Network:
             if self.spent:
                 return None
             middle = (low + high) // 2
-            values = {name: run.chosen[name] for name in candidates[:middle] if name in run.chosen}
-            low, high = (
-                (low, middle) if changed(self.probe.run({**origin.chosen, **values})) else (middle, high)
-            )
+            values = {u: run.chosen[u] for u in candidates[:middle] if u in run.chosen}
+            between = self.probe.run({**origin.chosen, **values}, only=[name])
+            low, high = (low, middle) if changed(between) else (middle, high)
         return candidates[low]
 
     def build(self, index_maps: Collection[tuple[str, str]]) -> BayesNet:

@@ -14,6 +14,7 @@ sets of names below.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,12 @@ class ProvenanceTracker(TorchDispatchMode):
         self._sets: list[Names] = [frozenset()]
         self._index: dict[Names, int] = {frozenset(): 0}
         self._exits = _ExitWatch(self)
+        compiler = sys.modules.get("torch._dynamo")  # there if the model may be compiled
+        self._dispatch = self._followed if compiler is None else compiler.disable(self._followed)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # for torch, which would import its compiler, for seconds, to keep it away from here
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -94,7 +101,10 @@ class ProvenanceTracker(TorchDispatchMode):
         return frozenset().union(*map(self._names, tensors_in(values)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self._dispatch(func, args, kwargs or {})
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation, with the names of what it read."""
         result = func(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
         name, written, overwritten = _effects(func, args, kwargs)

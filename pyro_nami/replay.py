@@ -8,7 +8,7 @@ in `extraction`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,6 +58,7 @@ class Run(Messenger):
         base: The base value per site.
         choose: Takes a message, returns the value that the site shall hand to the model (None: as it comes).
         tracker: Follows provenance through the run.
+        only: The sites to record; None for all.
 
     Attributes:
         values: The value of each site, and ``chosen`` those that ``choose`` gave.
@@ -68,10 +69,14 @@ class Run(Messenger):
     """
 
     def __init__(
-        self, base: Mapping[str, Any], choose: Choose, tracker: ProvenanceTracker | None = None
+        self,
+        base: Mapping[str, Any],
+        choose: Choose,
+        tracker: ProvenanceTracker | None = None,
+        only: Container[str] | None = None,
     ) -> None:
         super().__init__()
-        self.base, self.choose, self.tracker = base, choose, tracker
+        self.base, self.choose, self.tracker, self.only = base, choose, tracker, only
         self.values: dict[str, Any] = {}
         self.chosen: dict[str, Any] = {}
         self.records: dict[str, Record] = {}
@@ -98,7 +103,7 @@ class Run(Messenger):
             self.values[name], self.sites[name] = value, msg
             if self.tracker is not None:
                 msg["value"] = self._follow(msg, self.tracker)
-            else:
+            elif self.only is None or name in self.only:
                 judged = self._judged if msg["is_observed"] else self.base.get(name, value)
                 if isinstance(judged, Tensor):  # as a stranger, not as the draw that transforms remember
                     judged = judged.clone()
@@ -185,8 +190,9 @@ class Probe:
         values: Mapping[str, Any],
         draw: Choose = lambda msg: None,
         tracker: ProvenanceTracker | None = None,
+        only: Container[str] | None = None,
     ) -> Run:
-        """Runs the model with ``values``, else what ``draw`` returns, else the base values, at its sites.
+        """Runs the model with ``values``, else what ``draw`` returns, else the base values; records sites ``only``.
 
         An observed site whose value is an argument of the model is changed by changing the argument.
         """
@@ -201,7 +207,7 @@ class Probe:
         swaps = {id(self.base[name]): values[name] for name in self.arguments if name in values}
         args = [swaps.get(id(value), value) for value in self.args]
         kwargs = {key: swaps.get(id(value), value) for key, value in self.kwargs.items()}
-        run = Run(self.base, choose, tracker)
+        run = Run(self.base, choose, tracker, only)
         try:
             run(self.model)(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  whatever a model does at values that it was not written for
@@ -215,7 +221,7 @@ class Probe:
             {}, lambda msg: None if msg["is_observed"] else _draw(msg["fn"], self.base[msg["name"]])
         )
 
-    def redraw(self, names: Iterable[str], origin: Run) -> Run:
+    def redraw(self, names: Iterable[str], origin: Run, only: Container[str] | None = None) -> Run:
         """Repeats ``origin`` with fresh draws at the sites ``names``; again if the model fails at these."""
         names = frozenset(names)
         observed = [name for name in self.order if name in names and name not in self.latent]
@@ -226,7 +232,7 @@ class Probe:
 
         for _ in range(_RETRIES):
             data = {u: redraw(self.trace.nodes[u]["fn"], origin.values[u]) for u in observed}
-            run = self.run({**held, **data}, draw)
+            run = self.run({**held, **data}, draw, only=only)
             if run.error is None:
                 break
         return run
@@ -236,9 +242,9 @@ class Probe:
         return isinstance(value, Tensor) and value.numel() > 0 and not site_is_factor(self.trace.nodes[name])
 
     def _check_sites(self, run: Run) -> None:
-        changed = [name for name in run.records if name not in self.rank]
+        changed = [name for name in run.sites if name not in self.rank]
         if run.error is None:
-            changed += [name for name in self.order if name in self.latent and name not in run.records]
+            changed += [name for name in self.order if name in self.latent and name not in run.sites]
         if changed:
             raise ValueError(
                 f"Expected the same sites in every run of the model; got '{changed[0]}' in some runs only, "

@@ -16,6 +16,7 @@ LAYERS = {
     "infer": 0,
     "extraction": 1,
     "given_maps": 1,
+    "group_testing": 1,
     "index_maps": 1,
     "isolation": 1,
     "map_search": 1,

@@ -25,7 +25,7 @@ from pyro_nami.graph import Inverse
 from pyro_nami.guides.columns import PRIOR_DRAWS, CovariateFinder, covariate_values
 from pyro_nami.guides.conjugacy import ConjugateGroup, find_conjugate
 from pyro_nami.guides.couplings import MOST_COUPLED
-from pyro_nami.guides.evidence import initial_evidence, pooled_part
+from pyro_nami.guides.evidence import initial_evidence, initial_expert, pooled_part
 from pyro_nami.guides.features import Embedding, first_instance, standardization
 from pyro_nami.guides.first_run import (
     allows_nan,
@@ -211,6 +211,7 @@ class _Assembler:
             subsampled=self.subsampled,
             map_plans=self.found.map_plans,
             anchored=anchored,
+            experts=self._experts(factors, families, anchored),
             conjugate=conjugate,
             masked=any(self.nodes[name]["mask"] is not None for name in emitted),
             interleaved=interleaved,
@@ -345,6 +346,21 @@ class _Assembler:
             and family.anchor(self.nodes[name]["fn"]) is not None
         )
 
+    def _experts(
+        self, factors: Sequence[Factor], families: Mapping[str, Family], anchored: Collection[str]
+    ) -> frozenset[str]:
+        """Returns the latents whose factor is their prior times evidence of its own, see `Assembly`."""
+        latents = set(self.net.latent)
+        return frozenset(
+            factor.name
+            for factor in factors
+            if factor.name in anchored
+            and not self.options.simulated
+            and not factor.sequential
+            and families[factor.name].takes_evidence
+            and latents.intersection(self.net.graph.predecessors(factor.name))
+        )
+
     def _factory(self, order: Sequence[str]) -> dict[str, Any]:
         """Returns dtype and device of the networks: those of the first continuous value of the model."""
         values = [self.nodes[name]["value"] for name in (*order, *self.data)]
@@ -378,8 +394,7 @@ class _Assembler:
         if not network.simulated:
             for name, factor in network.factors.items():
                 network.set_units(name, options.init_scale, self._anchor_scale(factor, assembly))
-            if options.refine:
-                network.set_offsets(self._offset_plates(network))
+            network.set_offsets(self._offset_plates(network))
         network.set_initial(
             {name: self._initial(factor, assembly, network) for name, factor in network.factors.items()}
         )
@@ -395,7 +410,10 @@ class _Assembler:
         """Returns raw parameters ``(elements, raw)`` at the initial value, averaged over batch plates."""
         site, family = self.nodes[factor.name], assembly.families[factor.name]
         anchor = family.anchor(site["fn"]) if factor.name in assembly.anchored else None
-        raw = self._averaged(family.initial(site["value"], self.options.init_scale, anchor), factor)
+        if factor.name in assembly.experts and anchor is not None:
+            raw = self._averaged(initial_expert(family, site["value"], self.options.init_scale, anchor), factor)
+        else:
+            raw = self._averaged(family.initial(site["value"], self.options.init_scale, anchor), factor)
         if not factor.evidence:
             return raw
         location = self._averaged(family.initial(site["value"], self.options.init_scale), factor)[:, 0]
@@ -419,7 +437,7 @@ class _Assembler:
         """Returns the scale of a factor's anchor at the initial value, ``(elements,)``; ones if it has none."""
         site, family = self.nodes[factor.name], assembly.families[factor.name]
         anchor = family.anchor(site["fn"]) if factor.name in assembly.anchored else None
-        if anchor is None or not factor.locations:
+        if anchor is None or not factor.locations or factor.name in assembly.experts:
             return torch.ones(factor.num_elements)
         return self._averaged(anchor.log(), factor)[:, 1].exp()
 

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from pyro_nami.conditioning import Flattened, Gathered, Pooled, Source
+from pyro_nami.distributions.elements import raw_scale, relative_scale
 
-__all__ = ["EvidenceRead", "add_evidence", "initial_evidence", "pooled_part"]
+__all__ = ["EvidenceRead", "add_evidence", "expert", "initial_evidence", "initial_expert", "pooled_part"]
 
 _RANGE = 30.0
+_RAW_ONE = math.log(math.expm1(1.0))  # the raw scale that stands for one
 _FIRST_SHARE = 1e-3  # of a factor's precision at the first step, that evidence brings
 
 
@@ -100,6 +102,37 @@ def add_evidence(
     if evidence.shape[:-1] != own.shape[:-1]:
         own = own.expand(evidence.shape[:-1] + own.shape[-1:])
     return torch.cat((own, evidence), -1)
+
+
+def expert(params: Tensor, num_params: int) -> Tensor:
+    """Returns parameters of a factor that is its prior times evidence, from location and scale of that evidence.
+
+    The factor follows its prior where the evidence is weak or the prior narrow, and is free of it where it is not.
+
+    Args:
+        params: ``(*batch, E, n)``: location and raw scale of the evidence in unconstrained space, the family's other
+            parameters, and further evidence if there is any.
+        num_params: of the family.
+    """
+    location, raw = params[..., 0], params[..., 1]
+    precision = relative_scale(raw.clamp(min=-_RANGE / 2)).square().reciprocal()
+    own = torch.stack((torch.zeros_like(location), torch.full_like(location, _RAW_ONE)), -1)
+    evidence = torch.stack((precision, precision * location), -1)
+    rest, more = params[..., 2:num_params], params[..., num_params:]
+    return torch.cat((own, rest, evidence + more if more.shape[-1] else evidence), -1)
+
+
+def initial_expert(family: Any, value: Tensor, scale: float, anchor: Tensor) -> Tensor:
+    """Returns raw parameters ``(*batch, E, k)`` at which the prior times evidence has this location and scale.
+
+    As far as may be: a prior that is narrower than that leaves the factor narrower.
+    """
+    location, spread = anchor.detach().unbind(-1)
+    raw = family.initial(value, scale)
+    rest = (scale**-2 - spread**-2).clamp(min=0.01 * scale**-2)
+    wanted = (raw[..., 0] * (rest + spread**-2) - location * spread**-2) / rest
+    return torch.cat((wanted.unsqueeze(-1), raw_scale(rest.rsqrt()).unsqueeze(-1), raw[..., 2:].expand_as(
+        raw[..., 2:] + wanted.unsqueeze(-1))), -1)
 
 
 def initial_evidence(

@@ -17,14 +17,10 @@ from torch import Tensor
 
 from pyro_nami.guides.conjugacy import Elimination
 from pyro_nami.guides.first_run import is_latent
-from pyro_nami.guides.sampling import Pass
+from pyro_nami.guides.sampling import Pass, own_infer
 from pyro_nami.simulation import AllSeen, Hidden
 
 __all__ = ["Interleaved", "missing_site", "new_site"]
-
-# What enumeration makes of a site; the guide's sites depend on each other otherwise, and on none that it hides.
-_OF_THE_MODEL = frozenset({"enumerate", "_markov_scope", "_markov_depth"})
-
 
 class Interleaved(Hidden):
     """Runs the model with its latents drawn by the guide, on behalf of the handlers outside.
@@ -86,7 +82,7 @@ class Interleaved(Hidden):
         else:
             msg["stop"] = False
             self._ours.add(name)
-            msg["infer"] = {key: value for key, value in msg["infer"].items() if key not in _OF_THE_MODEL}
+            msg["infer"] = own_infer(msg)
             if name not in current.from_model:
                 msg["fn"] = current.distribution(name, msg["fn"].batch_shape, msg["fn"])
             msg["fn"] = current.outside(msg["fn"])

@@ -25,7 +25,7 @@ from pyro_nami.guides.interleaved import Interleaved, missing_site, new_site
 from pyro_nami.guides.network import NetworkState, as_pyro_module
 from pyro_nami.guides.persistence import PersistentGuide
 from pyro_nami.guides.regression import regress
-from pyro_nami.guides.sampling import Pass, draw_detached
+from pyro_nami.guides.sampling import Pass, draw_at, draw_detached
 from pyro_nami.guides.shapes import own_shape, quantiles_of, sum_plates, with_plate_dims
 from pyro_nami.guides.structure import Assembly, Options
 from pyro_nami.infer.observations import takes_observations
@@ -82,8 +82,10 @@ class AutoNaMIGuide(PersistentGuide):
         conjugate: whether latents of a plate that are linear and Gaussian given what is drawn before them are drawn
             from their exact conditional in place of a Normal factor; `pyro_nami.guides.conjugacy` derives it from the
             model. They have no weights and no first step. With ``anchor=True`` only.
-        refine: whether each instance of a plate gets free offsets beside what the networks give it, where the data are
-            the same in every step; see `pyro_nami.guides.offsets`.
+        refine: ``"auto"``: where the guide is trained on the same data in every step, what these say is left to
+            constants, those of each instance of a plate included (see `pyro_nami.guides.offsets`), which train as
+            quickly as those of Pyro's own guides; networks read the latents alone, and data only once they vary. None:
+            networks read the data from the first step on.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step.
         init_scale: scale at the first step, in unconstrained space.
@@ -116,7 +118,7 @@ class AutoNaMIGuide(PersistentGuide):
         evidence: bool = True,
         anchor: bool = True,
         conjugate: bool = True,
-        refine: bool = True,
+        refine: str | None = "auto",
         init_loc_fn: Callable = init_to_feasible,
         init_scale: float = 0.1,
         create_plates: Callable | None = None,
@@ -130,7 +132,7 @@ class AutoNaMIGuide(PersistentGuide):
             inverse=inverse,
             blocks=blocks,
             observed=(observed,) if isinstance(observed, str) else tuple(observed),
-            simulated=bool(observed),
+            simulated=bool(observed) or refine is None,
             families=families,
             hidden_features=tuple(hidden_features),
             shared=shared,
@@ -241,10 +243,13 @@ class AutoNaMIGuide(PersistentGuide):
         call = self._begin(args, kwargs)
         learning = self.training and torch.is_grad_enabled() and not torch._C._get_tracing_state()
         current = Pass(self._made(), self._start(call, learning=learning), call)
-        if self._assembly.interleaved:
-            self._run_interleaved(current, call)
-        else:
-            self._run_detached(current, call)
+        try:
+            if self._assembly.interleaved:
+                self._run_interleaved(current, call)
+            else:
+                self._run_detached(current, call)
+        finally:  # the model may fail at NaN, too, but cannot say where it came from
+            current.check()
         return {name: current.returned[name] for name in current.program if name in current.returned}
 
     def _begin(self, args: tuple, kwargs: dict[str, Any], *, draws: bool = True) -> Call:
@@ -275,7 +280,7 @@ class AutoNaMIGuide(PersistentGuide):
         sampled = {name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site)}
         extra = [name for name in observations if name in sampled and name not in self._options.observed]
         observed = (*self._options.observed, *extra)
-        self._options = self._options._replace(observed=observed, simulated=bool(observed))
+        self._options = self._options._replace(observed=observed, simulated=bool(observed) or self._options.simulated)
 
     def _start(self, call: Call, *, learning: bool = False) -> NetworkState:
         """Returns the networks' state with everything observed known."""
@@ -296,6 +301,11 @@ class AutoNaMIGuide(PersistentGuide):
             run.run(call.model, call.args, call.kwargs)
             if run.lacking is None:
                 break
+            rest = [name for name in current.program if name not in current.values]
+            if current.ready.keys() >= set(rest):  # which needs no further run of the model
+                for name in rest:
+                    draw_at(current, name, current.ready[name])
+                return
         missing = run.missing.intersection(current.program)
         if missing:
             raise ValueError(missing_site(min(missing)))
@@ -308,20 +318,9 @@ class AutoNaMIGuide(PersistentGuide):
         def prior_at(name: str, values: Mapping[str, Tensor]) -> Any:
             return call.run({**call.given, **values}, until=[name])[name]["fn"]
 
-        draw_detached(current, self._plates(call), call.sites, prior_at)
+        draw_detached(current, call.sites, prior_at)
         if current.from_model:
             self._run_interleaved(current, call)
-
-    def _plates(self, call: Call) -> dict[str, pyro.plate]:
-        """Returns the guide's own plates, of the sizes of this call."""
-        plates = dict(call.plates)
-        with poutine.block():
-            drawn = frozenset().union(*(self._assembly.frames[name] for name in self._assembly.order))
-            for name in drawn & call.frames.keys() - plates.keys():
-                frame = call.frames[name]
-                size, subsample = frame.full_size or frame.size, call.indices.get(name)
-                plates[name] = pyro.plate(name, size, subsample=subsample, dim=frame.dim)
-        return plates
 
     # ---- densities and summaries
 

@@ -422,12 +422,21 @@ class NetworkState:
         self._states: list[Any] = [part.start() for part in network.parts[0]]
         self._rows: dict[Hashable, Tensor] = {}
 
-    def add(self, node: Hashable, features: Tensor, *, drawn: bool = False) -> None:
-        """Makes a node's raw features ``(*left, *plates, features)`` known; leading plate dims may be left out."""
+    def add(
+        self, node: Hashable, features: Tensor, *, drawn: bool = False, share: Tensor | None = None
+    ) -> None:
+        """Makes a node's raw features ``(*left, *plates, features)`` known; leading plate dims may be left out.
+
+        Args:
+            node: a latent.
+            features: raw ones.
+            drawn: whether the value was drawn in this pass; ``share`` is by how much it follows its factor's biases.
+        """
         features = self._network.standardize(node, features)
         if drawn and node in self._network.factors and not self._network.factors[node].joint:
             slack = self._slack(node)
-            features = features if slack is None else features - slack
+            if slack is not None:
+                features = features - (slack if share is None else share * slack)
         self._features[node] = tempered(features)
 
     def _slack(self, name: Hashable) -> Tensor | None:

@@ -1,39 +1,42 @@
 """One pass over a guide's latents: each one's distribution, given what is known so far.
 
 Where sampling order is program order, the guide draws inside a run of the model (`pyro_nami.guides.interleaved`).
-Otherwise latents are drawn in the guide's own plates first (`draw_detached`), and a run of the model follows only where
-some of them are drawn from the model's own conditional.
+Otherwise latents are drawn outside of it first (`draw_detached`), and a run of the model follows only where some of
+them are drawn from the model's own conditional.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK, get_plates
 from pyro.poutine.util import is_validation_enabled
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_nami.distributions.elements import relative_scale
 from pyro_nami.distributions.factor import SiteDistribution
 from pyro_nami.distributions.joint import unfold
 from pyro_nami.distributions.relocated import Relocated, Relocation
 from pyro_nami.families import Family
 from pyro_nami.guides.conjugacy import ConjugateGroup, Elimination, expanding, leading_shape
+from pyro_nami.guides.evidence import expert
 from pyro_nami.guides.groups import Factor
 from pyro_nami.guides.network import NetworkState
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.simulation import changed_event_shape
 
-__all__ = ["Pass", "draw_detached", "fixed_size"]
+__all__ = ["Pass", "draw_at", "draw_detached", "fixed_size", "own_infer"]
+
+_OF_THE_MODEL = frozenset({"enumerate", "_markov_scope", "_markov_depth"})
 
 
 class Data(Protocol):
@@ -59,6 +62,11 @@ class Pass:
         assembly: the guide's structure.
         state: the networks' state, with everything observed known.
         call: the call's data. Latents of plate rows that it has none for are drawn from the model's own conditional.
+
+    Attributes:
+        from_model: latents that are drawn from the model's own conditional.
+        values: of latents, as the model sees them; returned: as handlers outside do.
+        ready: latents whose exact conditional is derived from the call's own data, with their sites in that run.
     """
 
     def __init__(self, assembly: Assembly, state: NetworkState, call: Data) -> None:
@@ -67,7 +75,9 @@ class Pass:
         self.program = (*(name for name in assembly.program if name not in call.lacking), *call.new)
         self.values: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
+        self.ready: dict[str, Mapping[str, Any]] = {}
         self._eliminations: dict[ConjugateGroup, Elimination] = {}
+        self._freedom: dict[str, Tensor] = {}  # how much of its own location each draw of a factor takes
         self._anchors: dict[str, Tensor | None] = {}  # of the latents whose distribution was made
         self._relocation = _relocation(assembly)
         self._validate = is_validation_enabled() and not torch._C._get_tracing_state()
@@ -78,20 +88,27 @@ class Pass:
 
     def take(self, name: str, value: Tensor, fn: TorchDistribution) -> Tensor:
         """Takes in the value that a latent got outside, by ``fn`` or by a replay; returns it as the model sees it."""
-        if self._validate and math.isnan(value.detach().sum().item()):
-            raise ValueError(
-                f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite. The last step "
-                "may have been too large: lower the learning rate, or clip gradients."
-            )
         self.returned[name] = value
         if self._relocation is not None:
             value = self._relocation.value_inside(value, len(fn.event_shape))
         elements = fn.recall(value) if isinstance(fn, SiteDistribution) else None
         if elements is not None and name in self._anchors:
             dims, _ = self._joint_plates(self.assembly.factors[name])
-            self.state.note(name, elements, self._anchors[name], dims)
+            self.state.note(name, elements, None if name in self._freedom else self._anchors[name], dims)
         self.know(name, value, elements, drawn=True)
         return value
+
+    def check(self) -> None:
+        """Raises where a draw has NaN; looks at all of them at once, as a device has to be waited for each time."""
+        sums = [value.detach().sum() for value in self.returned.values()] if self._validate else []
+        if not sums or not math.isnan(torch.stack(sums).sum().item()):
+            return
+        for name, total in zip(self.returned, sums):
+            if math.isnan(total.item()):
+                raise ValueError(
+                    f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite. The last "
+                    "step may have been too large: lower the learning rate, or clip gradients."
+                )
 
     def know(self, name: str, value: Tensor, elements: Tensor | None = None, *, drawn: bool = False) -> None:
         """Takes in the value of a latent, and its elements where they are known from the draw."""
@@ -102,7 +119,7 @@ class Pass:
             features = self.assembly.features(name, value)
         else:
             features = self.assembly.families[name].element_features(elements).flatten(-2)
-        self.state.add(name, features, drawn=drawn)
+        self.state.add(name, features, drawn=drawn, share=self._freedom.get(name))
 
     def distribution(self, name: str, batch_shape: torch.Size, prior: Distribution | None) -> TorchDistribution:
         """Returns a latent's distribution given all that it reads, of a batch shape at least ``batch_shape``.
@@ -142,6 +159,9 @@ class Pass:
         self, factor: Factor, family: Family, params: Tensor, anchor: Tensor | None
     ) -> TorchDistribution:
         """Returns the distribution of a factor that is drawn in one go."""
+        if anchor is not None and factor.name in self.assembly.experts:
+            self._freedom[factor.name] = _freedom(params, anchor)
+            params = expert(params, family.num_params)
         if not factor.coupled:
             return family.distribution(params, anchor)
         return family.coupled_distribution(
@@ -187,7 +207,10 @@ class Pass:
     def solve(self, name: str, elimination: Elimination, sites: Mapping[str, Any]) -> None:
         """Takes in the sites of that run."""
         elimination.solve(sites)
-        self._eliminations[self.assembly.conjugate[name]] = elimination
+        group = self.assembly.conjugate[name]
+        self._eliminations[group] = elimination
+        if name not in self._call.derived:
+            self.ready.update({member: sites[member] for member in group.members})
 
     def _sequential(
         self, name: str, factor: Factor, family: Family, batch_shape: torch.Size, anchor: Tensor | None
@@ -244,6 +267,8 @@ class Pass:
                 continue
             if self._validate and not family.layout.support.check(value).all():
                 raise ValueError(f"Expected values of '{name}' in {family.layout.support}; some are outside of it.")
+            if anchor is not None and name in assembly.experts:
+                params = expert(params, family.num_params)
             part = _Part(family, params, anchor, elements[name])
             together.setdefault((family.kind, *part.shapes()), []).append(part)
             log_abs_det = family.layout.log_abs_det(elements[name], value)
@@ -269,6 +294,12 @@ class _Part(NamedTuple):
         """Returns what has to be the same in sites whose elements are taken together."""
         anchor = None if self.anchor is None else self.anchor.shape[:-2]
         return self.params.shape[:-2], self.params.shape[-1], anchor, self.elements.shape[:-1]
+
+
+def _freedom(params: Tensor, anchor: Tensor) -> Tensor:
+    """Returns by how much the location of prior times evidence follows that of the evidence, ``(*batch, E)``."""
+    precision = relative_scale(params[..., 1].detach()).square().reciprocal()
+    return precision / (precision + anchor[..., 1].detach().square().reciprocal())
 
 
 def _joined(dim: int, tensors: list[Tensor]) -> Tensor:
@@ -307,43 +338,43 @@ def _common(shape: torch.Size, target: torch.Size) -> tuple[torch.Size, torch.Si
 
 def draw_detached(
     current: Pass,
-    plates: Mapping[str, pyro.plate],
     sites: Mapping[str, Mapping[str, Any]],
     prior_at: Callable[[str, Mapping[str, Tensor]], Distribution],
 ) -> None:
-    """Draws every latent with a factor in sampling order, in the guide's own plates.
+    """Draws every latent with a factor in sampling order, outside of the model.
 
     Args:
         current: the pass; latents that are drawn from the model's own conditional, or known, are left out.
-        plates: plate -> the guide's plate.
-        sites: those of a run of the model on the same data; masks and scales are taken from there.
+        sites: those of a run of the model on the same data, where plates, masks and scales are taken from.
         prior_at: a site's model distribution at given values of the latents, for supports that depend on them.
     """
     assembly = current.assembly
     for name in assembly.order:
-        if name in current.from_model or name in current.values or name not in current.program:
-            continue
-        site = sites[name]
-        prior = prior_at(name, current.values) if assembly.families[name].varies else None
-        frames = [frame for frame in site["cond_indep_stack"] if frame.vectorized]
-        fn = current.distribution(name, site["fn"].batch_shape, prior)
-        with ExitStack() as stack:
-            if site["mask"] is not None:
-                stack.enter_context(poutine.mask(mask=site["mask"]))
-            scale = _own_scale(site)
-            if scale is not None:
-                stack.enter_context(poutine.scale(scale=scale))
-            for frame in frames:
-                stack.enter_context(plates[frame.name])
-            current.take(name, pyro.sample(name, current.outside(fn)), fn)
+        if name not in current.from_model and name not in current.values and name in current.program:
+            prior = prior_at(name, current.values) if assembly.families[name].varies else None
+            draw_at(current, name, sites[name], prior)
 
 
-def _own_scale(site: Mapping[str, Any]) -> Any:
-    """Returns a site's scale apart from that of its subsampled plates; None for one."""
-    scale = site["scale"]
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized and frame.full_size is not None:
-            scale = scale * frame.size / frame.full_size
-    if isinstance(scale, Tensor):
-        return scale
-    return None if abs(scale - 1) < 1e-9 else scale
+def draw_at(current: Pass, name: str, site: Mapping[str, Any], prior: Distribution | None = None) -> None:
+    """Draws a latent at its site of a run of the model that is over: in the site's plates, at its mask and scale."""
+    fn = current.distribution(name, site["fn"].batch_shape, prior)
+    with _At(site):
+        current.take(name, pyro.sample(name, current.outside(fn)), fn)
+
+
+class _At(Messenger):
+    """Gives a message what handlers inside the model gave a site's."""
+
+    def __init__(self, site: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._site = site
+
+    def _pyro_sample(self, msg: Any) -> None:
+        msg["cond_indep_stack"] = self._site["cond_indep_stack"]
+        msg["scale"], msg["mask"] = self._site["scale"], self._site["mask"]
+        msg["infer"] = own_infer(self._site)
+
+
+def own_infer(site: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a site's ``infer`` says to the guide: not what enumeration makes of it in the model."""
+    return {key: value for key, value in site["infer"].items() if key not in _OF_THE_MODEL}

@@ -42,7 +42,7 @@ class Options(NamedTuple):
     evidence: bool
     anchor: bool
     conjugate: bool
-    refine: bool
+    refine: str | None
     init_loc_fn: Callable
     init_scale: float
     activation: Callable[[Tensor], Tensor]
@@ -58,6 +58,8 @@ class Options(NamedTuple):
         if self.pooling not in ENCODERS and not callable(self.pooling):
             names = ", ".join(ENCODERS)
             raise ValueError(f"Expected pooling to be one of {names}, or a callable; got {self.pooling!r}.")
+        if self.refine not in ("auto", None):
+            raise ValueError(f"Expected refine to be 'auto' or None; got {self.refine!r}.")
         for pair, given in self.index_maps.items():
             if not (isinstance(pair, tuple) and len(pair) == 2 and callable(given)):
                 raise TypeError(
@@ -83,6 +85,7 @@ class Assembly:
         subsampled: plates that the model subsamples.
         map_plans: how a call's index maps are found.
         anchored: latents whose factor is relative to the model's own conditional.
+        experts: those of them whose prior other latents move, and whose factor is that prior times evidence of its own.
         conjugate: latents without a factor, which are drawn from their exact conditional.
         masked: whether the model masks latents.
         interleaved: whether sampling order is program order, so that one run of the model draws all latents.
@@ -112,6 +115,7 @@ class Assembly:
     subsampled: frozenset[str]
     map_plans: tuple[MapPlan, ...]
     anchored: frozenset[str]
+    experts: frozenset[str]
     conjugate: dict[str, ConjugateGroup]
     masked: bool
     interleaved: bool

@@ -282,3 +282,18 @@ def test_a_failed_first_call_leaves_the_guide_fresh():
         guide(torch.zeros(3), torch.zeros(3))
     assert guide.prototype_trace is None
     assert guide(torch.zeros(3))["mu"].isfinite()
+
+
+def test_a_draw_with_nan_is_an_error_that_names_its_site_also_where_the_model_fails_at_it():
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        z = pyro.sample("z", dist.Normal(mu, 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    guide = AutoNaMIGuide(model, inverse="reverse")
+    guide(torch.zeros(()))
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.fill_(torch.nan)
+    with pytest.raises(ValueError, match="draw of site 'mu' without NaN; .* lower the learning rate"):
+        guide(torch.zeros(()))
