@@ -19,6 +19,8 @@ import torch
 from pyro.ops.indexing import Vindex
 from torch import Tensor
 
+from pyro_nami import AutoNaMIGuide
+
 SCHOOLS_Y = [28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0]
 SCHOOLS_SIGMA = [15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0]
 
@@ -376,3 +378,8 @@ def minimize(optimizer, loss):
         return value
 
     optimizer.step(closure)
+
+
+def amortized(model: Callable, **options: Any) -> AutoNaMIGuide:
+    """A guide whose networks read the data from the first step on, though these may be the same in all of them."""
+    return AutoNaMIGuide(model, **{"refine": None, **options})

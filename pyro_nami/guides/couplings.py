@@ -13,10 +13,13 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_nami.nn import Pace
+
 __all__ = ["MOST_COUPLED", "Couplings"]
 
 MOST_COUPLED = 1024  # elements
-_BASE = 4.0  # elements before it that a row may read before its weights are divided
+_BASE = 0.5  # elements before it that a row may read before its weights are divided
+_FASTEST = 4.0  # the largest speed, as many of them move an element
 
 
 class Couplings(PyroModule):
@@ -36,10 +39,20 @@ class Couplings(PyroModule):
             lower = torch.ones(size, size, dtype=like.dtype, device=like.device).tril(-1)
             self.register_buffer(share, lower / before.unsqueeze(-1), persistent=False)
             setattr(self, coupling, PyroParam(torch.zeros_like(lower), constraints.real))
+            setattr(self, f"{coupling}_pace", Pace(torch.zeros_like(lower), _FASTEST))
 
     def start(self) -> dict[Any, Tensor]:
         """Returns factor -> its matrix, ``(elements, elements)``."""
         return {
-            name: getattr(self, coupling) * getattr(self, share)
+            name: getattr(self, coupling) * (getattr(self, share) * getattr(self, f"{coupling}_pace").speed)
             for name, (coupling, share) in self._attributes.items()
         }
+
+    @torch.no_grad()
+    def quicken(self) -> None:
+        """Adapts the speed of the matrices, after a step of the optimizer; see `Pace`."""
+        for coupling, _ in self._attributes.values():
+            value = getattr(self, coupling)
+            factor = getattr(self, f"{coupling}_pace").look(value)
+            if factor is not None:
+                value.mul_(factor)

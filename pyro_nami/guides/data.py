@@ -181,7 +181,8 @@ class DataReader:
                     raise ValueError(missing_site(name))
             stale = frozenset().union(*(assembly.frames[name] for name in absent))
             call.maps = self._maps.read(call, leaves, self.seen, stale)
-        call.familiar = not self.varied and self._is_familiar(call)
+        given = any(observations.get(name) is not None for name in assembly.read)  # which no other call can be held to
+        call.familiar = not self.varied and not given and self._is_familiar(call)
         self.varied = self.varied or remember and not call.familiar
         if remember and own:
             self.seen.update({name: value.detach() for name, value in own.items()})

@@ -15,6 +15,8 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import init_to_feasible
+from pyro.poutine.replay_messenger import ReplayMessenger
+from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
@@ -260,7 +262,12 @@ class AutoNaMIGuide(PersistentGuide):
         if self._assembly is None:
             if observations:
                 self._note_observations(observations, args, kwargs)
-            self._options = self._options._replace(simulated=self._options.simulated or not draws)
+            # A guide that scores first, or that is replayed (`pyro.infer.CSIS`), is trained on simulations.
+            replayed = bool(observations) and any(isinstance(handler, ReplayMessenger) for handler in _PYRO_STACK)
+            simulated = self._options.simulated or replayed or not draws
+            if self._waiting_state is not None:
+                simulated = self._waiting_state[0].get("_extra_state", {}).get("simulated", simulated)
+            self._options = self._options._replace(simulated=simulated)
             self._setup_prototype(*args, **kwargs)
         for name in observations:
             if name not in self._assembly.names:
@@ -285,9 +292,10 @@ class AutoNaMIGuide(PersistentGuide):
     def _start(self, call: Call, *, learning: bool = False) -> NetworkState:
         """Returns the networks' state with everything observed known."""
         if not self.network.settled:
-            state = self.network.start(call.maps)
-            self._data.tell(state, call, self.network, self._options.embeddings)
-            state.settle()
+            with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
+                state = self.network.start(call.maps)
+                self._data.tell(state, call, self.network, self._options.embeddings)
+                state.settle()
         if self._data.varied and not self.network.varied:
             self.network.vary()
         constant = call.familiar and not self._data.varied

@@ -32,7 +32,8 @@ __all__ = ["InverseNetwork", "NetworkState", "as_pyro_module"]
 _MOST_EVIDENCE_INPUTS, _MOST_EVIDENCE_ROWS = 128, 8192
 # What weights are divided beyond: where a guide is compiled on simulations, and where it is trained on data as Pyro's
 # own guides are, at the rates that suit these.
-_COMPILED, _TRAINED, _TRAINED_DATA = Base(32.0, 64.0, 8.0), Base(0.25, 8.0, 0.25), 1.0
+_COMPILED, _TRAINED, _TRAINED_DATA = Base(32.0, 64.0, 8.0), Base(1.0, 8.0, 0.25), 1.0
+_SHAPE_UNIT = 0.1  # of rows that are no locations: how scales move with other latents matters less, and is noisier
 _LEAST_SCALE, _LEAST_POOLED_SCALE = 1e-6, 0.1  # of an input, in units of its spread at the first call
 _ModuleList: Any = PyroModule[nn.ModuleList]  # made by Pyro's metaclass, which type checkers do not follow
 
@@ -129,12 +130,16 @@ class InverseNetwork(PyroModule):
                 for group, base in zip(self.groups, bases)
             ]
         )
+        self._find_still_read()
         self.inputs = _ModuleList([self._running(group, factory) for group in self.groups])
         for part in (self.encoders, self.evidence, self.networks, self.inputs):
             as_pyro_module(part)
         # Every attribute of a PyroModule that is a module takes a while to read.
         self.parts = tuple(self.networks), tuple(self.encoders), tuple(self.evidence)
         self.running = tuple(self.inputs)
+        if not simulated:
+            for network in self.networks:
+                network.set_units(torch.full_like(network.units, _SHAPE_UNIT))
         self.offsets = Offsets({}, {}, 0)
         coupled = {factor.name: factor.num_elements for factor in factors if factor.coupled}
         self.couplings = Couplings(coupled, self._like)
@@ -165,6 +170,7 @@ class InverseNetwork(PyroModule):
             for network in self.parts[0]:
                 network.quicken()
             self.offsets.quicken()
+            self.couplings.quicken()
         return NetworkState(
             self, maps, learning=learning and on_data, constant=constant and on_data, indices=indices or {}
         )
@@ -369,23 +375,58 @@ class InverseNetwork(PyroModule):
                 reads.append(EvidenceRead(source, first, count, width))
         return factor._replace(evidence=tuple(reads))
 
-    def bound_encoders(self) -> dict[Source, Callable]:
-        """Returns pooled source -> its encoder, with its parameters read now."""
+    def is_left_out(self, source: Source, batch: Collection[str]) -> bool:
+        """Whether factors in plates ``batch`` do not read a source where the data are the same in every call."""
+        return not batch and self.is_data(source)
+
+    def bound_encoders(self, constant: bool) -> dict[Source, Callable]:
+        """Returns pooled source -> its encoder, with its parameters read now.
+
+        Where the data are ``constant``, only those that are used: optimizers may fail at parameters without a gradient.
+        """
         encoders = self.parts[1]
         return {
             source: functools.partial(encoders[i].forward, weights=encoders[i].weights())
             for source, i in self._encoder_index.items()
+            if not constant or source in self._still_pooled
         }
 
-    def bound_evidence(self) -> dict[Source, Callable]:
+    def bound_evidence(self, constant: bool) -> dict[Source, Callable]:
         """Returns pooled source -> the sums of its evidence ``(*left, *plates, heads (inputs + 2))``, likewise."""
         modules = self.parts[2]
-        weights = [module.weights() for module in modules]
 
-        def sums(i: int, x: Tensor, over: Along | Segments) -> Tensor:
-            return modules[i](x, over, weights[i]).flatten(-2)
+        def sums(i: int, weights: list[Tensor], x: Tensor, over: Along | Segments) -> Tensor:
+            return modules[i](x, over, weights).flatten(-2)
 
-        return {source: functools.partial(sums, i) for source, i in self._evidence_index.items()}
+        return {
+            source: functools.partial(sums, i, modules[i].weights())
+            for source, i in self._evidence_index.items()
+            if not constant or source in self._still_summed
+        }
+
+    def _find_still_read(self) -> None:
+        """Finds the sources that are pooled, and summed for evidence, where the data are the same in every call."""
+        self._still_pooled: set[Source] = set()
+        self._still_summed: set[Source] = set()
+
+        def add(source: Source) -> None:
+            if isinstance(source, Pooled):
+                self._still_pooled.add(source)
+                for part in source.inputs:
+                    add(part)
+            elif not isinstance(source, Direct):
+                add(source.source)
+
+        for factor in self.factors.values():
+            for source in factor.sources:
+                if not self.is_left_out(source, factor.batch):
+                    add(source)
+            for read in factor.evidence:
+                pooled, _ = pooled_part(read.source)
+                if pooled is not None and not self.is_left_out(read.source, factor.batch):
+                    self._still_summed.add(pooled)
+                    for part in pooled.inputs:
+                        add(part)
 
 
 class Passed(NamedTuple):
@@ -417,8 +458,8 @@ class NetworkState:
         self._learning, self._hooked = learning, False
         self._features: dict[Hashable, Tensor] = {}
         self._data: set[Hashable] = set()
-        self._sources = Sources(self._features, network.dims, network.bound_encoders(), maps, self._data)
-        self._evidence = network.bound_evidence()
+        self._sources = Sources(self._features, network.dims, network.bound_encoders(constant), maps, self._data)
+        self._evidence = network.bound_evidence(constant)
         self._states: list[Any] = [part.start() for part in network.parts[0]]
         self._rows: dict[Hashable, Tensor] = {}
 
@@ -481,7 +522,7 @@ class NetworkState:
         """
         sums: list[Tensor | None] = []
         for read in factor.evidence:
-            if self._constant and not factor.batch and self._network.is_data(read.source):
+            if self._constant and self._network.is_left_out(read.source, factor.batch):
                 sums.append(None)
                 continue
             pooled, _ = pooled_part(read.source)
@@ -573,7 +614,7 @@ class NetworkState:
 
     def _column(self, column: tuple[Source, int, int], group: Group) -> Tensor:
         source, first, last = column
-        if self._constant and not group.factors[0].batch and self._network.is_data(source):
+        if self._constant and self._network.is_left_out(source, group.factors[0].batch):
             return self._network.center(group, column)
         value = self._sources.value(source)
         return value if last - first == value.shape[-1] else value[..., first:last]

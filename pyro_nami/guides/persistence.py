@@ -13,7 +13,7 @@ from torch import nn
 
 from pyro_nami.guides.data import DataReader
 from pyro_nami.guides.network import InverseNetwork
-from pyro_nami.guides.structure import Assembly
+from pyro_nami.guides.structure import Assembly, Options
 
 __all__ = ["PersistentGuide"]
 
@@ -27,6 +27,7 @@ class PersistentGuide(AutoGuide):
 
     _assembly: Assembly  # this and the next are None before the first call
     _data: DataReader
+    _options: Options
     _waiting_state: tuple[dict[str, Any], bool, bool] | None
     network: InverseNetwork
 
@@ -82,7 +83,10 @@ class PersistentGuide(AutoGuide):
         context = None if self._data is None else self._data.plain_context()
         seen = {_key(name): value for name, value in seen.items()}
         varied = self._data is not None and self._data.varied
-        return {"seen": seen, "references": references, "context": context, "varied": varied}
+        simulated = self._options.simulated
+        return {
+            "seen": seen, "references": references, "context": context, "varied": varied, "simulated": simulated
+        }
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         names = {_key(name): name for name in self._data.names}

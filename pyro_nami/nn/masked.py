@@ -133,8 +133,8 @@ class MaskedMLP(SteppedMLP):
     def _direct(self, row: int, columns: Tensor) -> tuple[Any, ...]:
         return row, columns + self._units
 
-    def _biases(self) -> Tensor:
-        return self.output[:, -1]
+    def _biases(self, weights: Tensor) -> Tensor:
+        return weights[:, -1]
 
     def _write_biases(self, values: Tensor) -> None:
         self.output[:, -1] = values

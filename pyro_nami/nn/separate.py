@@ -143,9 +143,9 @@ class SeparateMLP(SteppedMLP):
         """Returns the multipliers of a layer whose last column is the bias."""
         return torch.cat((shares(mask[..., :-1], base), mask[..., -1:].float()), -1)
 
-    def _biases(self) -> Tensor:
+    def _biases(self, weights: Tensor) -> Tensor:
         positions = slice(None) if self._positions is None else self._positions
-        return self.output.view(-1, self.output.shape[-1])[positions, -1]
+        return weights.reshape(-1, weights.shape[-1])[positions, -1]
 
     def _write_biases(self, values: Tensor) -> None:
         positions = slice(None) if self._positions is None else self._positions

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pyro_nami.nn.masks import split_steps
-from pyro_nami.nn.pace import Pace
+from pyro_nami.nn.pace import FASTEST, Pace
 
 __all__ = ["Activation", "Base", "SteppedMLP", "check_advance", "concatenated", "expand_batch", "flatten", "shares"]
 
+_FASTEST_WEIGHT = 2.0  # the largest speed of a weight, as many of them move a row
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -87,7 +88,6 @@ class SteppedMLP(nn.Module):
         """
         self.register_buffer("units", torch.ones(self.out_features, **factory))
         self.register_buffer("bias_units", torch.ones(self.out_features, **factory))
-        self.pace = Pace(torch.zeros(self.out_features, **factory))
         self.register_buffer("_rows", rows.to(factory.get("device")), persistent=False)
         for name, shape, multiplier in zip(self.layer_names, shapes, multipliers):
             weight = torch.empty(shape, **factory)
@@ -96,6 +96,9 @@ class SteppedMLP(nn.Module):
             plain = name != "output" and bool((multiplier == 1).all())
             self.register_buffer(f"{name}_mask", None if plain else multiplier, persistent=False)
         self.register_buffer("_output_scale", None, persistent=False)
+        fastest = torch.full_like(self.output, _FASTEST_WEIGHT)
+        fastest[..., -1] = FASTEST
+        self.pace = Pace(torch.zeros_like(self.output), fastest)
         self.reset_parameters()
 
     def set_units(self, units: Tensor | None = None, bias_units: Tensor | None = None) -> None:
@@ -123,19 +126,19 @@ class SteppedMLP(nn.Module):
 
     def output_bias(self) -> Tensor:
         """Returns what the rows are where all that they read is zero, ``(outputs,)``."""
-        return self._biases() * self.bias_units * self.pace.speed
+        return self._biases(self.output) * self._biases(self._scaled_output())
 
     def set_output_bias(self, values: Tensor) -> None:
         """Makes the rows ``values``, ``(outputs,)``, where all that they read is zero."""
         with torch.no_grad():
-            self._write_biases(values / (self.bias_units * self.pace.speed))
+            self._write_biases(values / self._biases(self._scaled_output()))
 
     @torch.no_grad()
     def quicken(self) -> None:
-        """Adapts the speed of the rows, after a step of the optimizer; see `Pace`."""
-        factor = self.pace.look(self._biases())
+        """Adapts the speed of the output layer's weights, after a step of the optimizer; see `Pace`."""
+        factor = self.pace.look(self.output)
         if factor is not None:
-            self.output.mul_(torch.cat((factor, factor.new_ones(1)))[self._rows].unsqueeze(-1))
+            self.output.mul_(factor)
             self._output_scale = None
 
     def is_trained(self) -> bool:
@@ -156,8 +159,8 @@ class SteppedMLP(nn.Module):
         """Returns the indices of the weights by which a row reads some inputs directly."""
         raise NotImplementedError
 
-    def _biases(self) -> Tensor:
-        """Returns the parameters that are biases of the rows, ``(outputs,)``."""
+    def _biases(self, weights: Tensor) -> Tensor:
+        """Returns the biases of the rows, ``(outputs,)``, of a tensor that is laid out as the output layer."""
         raise NotImplementedError
 
     def _write_biases(self, values: Tensor) -> None:
@@ -169,10 +172,9 @@ class SteppedMLP(nn.Module):
         if self._output_scale is None:
             mask, rows = self._buffers["output_mask"], self._rows
             assert mask is not None
-            speed = self.pace.speed
-            parts = (self.units * speed, self.bias_units * speed)
-            units, bias = (torch.cat((part, part.new_ones(1)))[rows] for part in parts)
-            self._output_scale = torch.cat((mask[..., :-1] * units[..., None], mask[..., -1:] * bias[..., None]), -1)
+            units, bias = (torch.cat((part, part.new_ones(1)))[rows] for part in (self.units, self.bias_units))
+            scale = torch.cat((mask[..., :-1] * units[..., None], mask[..., -1:] * bias[..., None]), -1)
+            self._output_scale = scale * self.pace.speed
         return self._output_scale
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import amortized
 from pyro import poutine
 from pyro.infer import SVI, JitTrace_ELBO, Predictive, Trace_ELBO
 from pyro.optim import Adam
@@ -195,7 +196,7 @@ def test_data_sets_side_by_side_are_separate():
             pyro.sample("y", dist.Normal(z, 0.5), obs=y)
 
     y = torch.randn(3, 4)
-    guide = AutoNaMIGuide(model, inverse="reverse")
+    guide = amortized(model, inverse="reverse")
     guide(y[0])
     assert guide.conjugate == ("z",)
     values = {"mu": torch.randn(3, 1), "z": torch.randn(3, 4)}
@@ -550,7 +551,7 @@ def regression(x, y=None, setting=None):
 
 def test_new_rows_are_predicted_from_the_arguments_of_the_data():
     x, y = 1 + FLOOR, torch.randn(10)  # a row that is multiplied by 0 could read any county
-    guide = AutoNaMIGuide(regression, inverse="reverse")
+    guide = amortized(regression, inverse="reverse")
     SVI(regression, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(x, y)
     assert guide.conjugate == ("alpha",)
     values = {name: value.detach() for name, value in guide(x, y).items()}
@@ -561,7 +562,7 @@ def test_new_rows_are_predicted_from_the_arguments_of_the_data():
     file = io.BytesIO()
     torch.save(guide.state_dict(), file)
     file.seek(0)
-    other = AutoNaMIGuide(regression, inverse="reverse")
+    other = amortized(regression, inverse="reverse")
     other(x, torch.randn(10))
     other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(other.log_prob(values, x[:3]), expected)

@@ -8,7 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CASES, CHAIN, conjugate_normal, conjugate_normal_posterior, mixture, scatter
+from models import CASES, CHAIN, amortized, conjugate_normal, conjugate_normal_posterior, mixture, scatter
 from pyro import poutine
 from pyro.infer import (
     SVI,
@@ -213,7 +213,7 @@ def test_score_function_gradients_are_unbiased(inverse, elbo):
 
     The mean of 300 gradients lies within 5 of its standard errors of the exact gradient.
     """
-    guide, wet = AutoNaMIGuide(sprinkler, inverse=inverse, hidden_features=()), torch.tensor(1.0)
+    guide, wet = amortized(sprinkler, inverse=inverse, hidden_features=()), torch.tensor(1.0)
     guide(wet)
     scatter(guide)
     parameters = list(guide.parameters())

@@ -13,11 +13,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import minimize, scatter
+from models import amortized, minimize, scatter
 from pyro import poutine
 from pyro.infer.autoguide import init_to_value
-
-from pyro_nami import AutoNaMIGuide
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("double")]
 NOISE = 0.5
@@ -118,7 +116,7 @@ def means_and_sds(found, exact):
 
 @pytest.mark.parametrize("anchor", [True, False])
 def test_a_global_mean_at_forty_times_the_size(anchor):
-    guide = AutoNaMIGuide(hierarchy, hidden_features=(), init_scale=0.5, anchor=anchor)
+    guide = amortized(hierarchy, hidden_features=(), init_scale=0.5, anchor=anchor)
     training = [torch.randn(()) + 1.1 * torch.randn(size) for size in (5, 8, 16, 30, 50)]
     guide(len(training[0]), training[0])
 
@@ -135,7 +133,7 @@ def test_a_global_mean_at_forty_times_the_size(anchor):
 
 def test_a_slope_whose_instances_weigh_differently():
     """Instance n knows b with precision (x_n / NOISE)^2: its weight depends on its covariate."""
-    guide = AutoNaMIGuide(slope, hidden_features=(), init_scale=0.5, conjugate=False)
+    guide = amortized(slope, hidden_features=(), init_scale=0.5, conjugate=False)
 
     def data(sets, size):
         x = 2 * torch.randn(size)
@@ -167,7 +165,7 @@ def test_a_slope_whose_instances_weigh_differently():
 
 def test_groups_of_any_size_and_number():
     """alpha_j given mu: its own rows, few at the fit, many later; empty groups have the prior."""
-    guide = AutoNaMIGuide(groups, inverse="reverse", hidden_features=(), init_scale=0.5, conjugate=False)
+    guide = amortized(groups, inverse="reverse", hidden_features=(), init_scale=0.5, conjugate=False)
 
     def data(counties, most):
         county = torch.cat([torch.full((int(torch.randint(1, most + 1, ())),), j) for j in range(counties)])
@@ -195,7 +193,7 @@ def test_groups_of_any_size_and_number():
 @pytest.mark.slow
 def test_training_by_simulation_reaches_sizes_never_trained_on():
     """N log-uniform in 5..50; at 20 and 200 within 0.15 sds and 15%, at 2,000 within 0.25 and 25%; 100 data sets."""
-    guide = AutoNaMIGuide(hierarchy, conjugate=False)
+    guide = amortized(hierarchy, conjugate=False)
     guide(20, torch.randn(20))
     optimizer = torch.optim.Adam(guide.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.03, total_steps=STEPS)
@@ -237,7 +235,7 @@ def scatter_evidence(guide):
 @pytest.mark.parametrize("anchor", [True, False])
 def test_precision_and_weighted_mean_are_sums_over_instances(families, anchor):
     """Of the union of two sets and of k copies of one: P - P_0 and P mean - P_0 mean_0 add."""
-    guide = AutoNaMIGuide(hierarchy, families=families, anchor=anchor, init_scale=0.5)
+    guide = amortized(hierarchy, families=families, anchor=anchor, init_scale=0.5)
     guide(6, torch.randn(6))
     scatter_evidence(guide)
 
@@ -259,7 +257,7 @@ def test_precision_and_weighted_mean_are_sums_over_instances(families, anchor):
 
 def test_the_evidence_of_a_group_is_that_of_its_own_rows():
     """Likewise group by group, in one call with groups of 0, 1, 2 and 50 copies of one row."""
-    guide = AutoNaMIGuide(groups, inverse="reverse", init_scale=0.5, conjugate=False)
+    guide = amortized(groups, inverse="reverse", init_scale=0.5, conjugate=False)
     guide(torch.tensor([0, 1, 1, 2]), 3, torch.randn(4))
     scatter_evidence(guide)
     copies = torch.tensor([0, 1, 2, 50])
@@ -274,7 +272,7 @@ def test_the_evidence_of_a_group_is_that_of_its_own_rows():
 
 def test_the_evidence_of_a_blocks_member_is_that_of_its_own_rows():
     """Member by member of the block that a crossed design makes, whose size is fixed but not the number of rows."""
-    guide = AutoNaMIGuide(crossed, init_scale=0.5, conjugate=False)
+    guide = amortized(crossed, init_scale=0.5, conjugate=False)
     guide(torch.arange(8) % 5, 5, torch.arange(8) % 4, 4, torch.randn(8))
     (block,) = [factor for factor in guide.network.factors.values() if factor.joint]
     assert block.name == "beta" and block.num_elements == 4 and len(block.evidence) == 1
@@ -298,8 +296,8 @@ def test_evidence_can_be_turned_off(model, families):
         groups: (torch.tensor([0, 1, 2, 2, 1, 0]), 3, torch.randn(6)),
     }[model]
     with pyro.settings.context(module_local_params=True):
-        plain = AutoNaMIGuide(model, inverse="reverse", evidence=False, families=families, conjugate=False)
-        guide = AutoNaMIGuide(model, inverse="reverse", families=families, conjugate=False)
+        plain = amortized(model, inverse="reverse", evidence=False, families=families, conjugate=False)
+        guide = amortized(model, inverse="reverse", families=families, conjugate=False)
         for one in (plain, guide):
             one(*args)
     assert not any("evidence" in name for name, _ in plain.named_parameters())
@@ -308,7 +306,7 @@ def test_evidence_can_be_turned_off(model, families):
 
 
 def test_families_without_evidence_have_none():
-    guide = AutoNaMIGuide(hierarchy, families={"m": "mixture"})
+    guide = amortized(hierarchy, families={"m": "mixture"})
     guide(6, torch.randn(6))
     assert not guide.network.factors["m"].evidence and not list(guide.network.evidence.parameters())
 
@@ -321,7 +319,7 @@ def test_evidence_of_a_subsampled_plate_does_not_reach_globals():
         with pyro.plate("data", len(y), subsample_size=3) as rows:
             pyro.sample("y", dist.Normal(m, 1.0), obs=y[rows])
 
-    guide = AutoNaMIGuide(model, conjugate=False)
+    guide = amortized(model, conjugate=False)
     guide(torch.randn(10))
     assert not list(guide.network.evidence.parameters())
 
@@ -336,7 +334,7 @@ def test_the_guide_starts_at_init_loc_fn_and_init_scale(anchor, families, scale)
     """Within 1% of the scale, at data far from the location as well."""
     start = {"mu": torch.tensor(0.4), "alpha": torch.tensor([0.3, 0.3, 0.3, 0.3])}
     county = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 3, 3])
-    guide = AutoNaMIGuide(
+    guide = amortized(
         groups,
         inverse="reverse",
         anchor=anchor,
@@ -354,7 +352,7 @@ def test_the_guide_starts_at_init_loc_fn_and_init_scale(anchor, families, scale)
 
 
 def test_every_parameter_of_the_evidence_learns_from_the_first_step():
-    guide = AutoNaMIGuide(hierarchy)
+    guide = amortized(hierarchy)
     y = 1 + torch.randn(8)
     guide(8, y)
     (-guide.log_prob({"m": torch.tensor(1.0), "z": y}, 8, y)).backward()
@@ -364,7 +362,7 @@ def test_every_parameter_of_the_evidence_learns_from_the_first_step():
 
 @pytest.mark.parametrize("pooling", ["mean", "max", "attention"])
 def test_evidence_adds_beside_every_encoder(pooling):
-    guide = AutoNaMIGuide(hierarchy, pooling=pooling, conjugate=False)
+    guide = amortized(hierarchy, pooling=pooling, conjugate=False)
     guide(6, torch.randn(6))
     scatter(guide, 0.1)
     y = torch.randn(6)

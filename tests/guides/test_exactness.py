@@ -164,10 +164,10 @@ def test_training_by_svi_reaches_the_exact_posterior_of_one_data_set():
     svi = SVI(
         COLLIDER,
         guide,
-        ClippedAdam({"lr": 0.03, "lrd": 0.995}),
+        ClippedAdam({"lr": 0.05, "lrd": 0.996}),
         Trace_ELBO(num_particles=16, vectorize_particles=True),
     )
-    for _ in range(600):
+    for _ in range(1000):
         svi.step(y)
     assert divergence(guide, COLLIDER, y.reshape(1, 1)).item() < 1e-2
 
@@ -180,10 +180,10 @@ def test_training_by_svi_with_hidden_layers(inverse):
     svi = SVI(
         COLLIDER,
         guide,
-        ClippedAdam({"lr": 0.02, "lrd": 0.99}),
+        ClippedAdam({"lr": 0.05, "lrd": 0.995}),
         Trace_ELBO(num_particles=16, vectorize_particles=True),
     )
-    for _ in range(400):
+    for _ in range(800):
         svi.step(y)
     bound = -Trace_ELBO(num_particles=20_000, vectorize_particles=True, max_plate_nesting=0).loss(
         COLLIDER, guide, y

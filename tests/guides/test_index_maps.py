@@ -15,13 +15,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from models import scatter
+from models import amortized, scatter
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
 from pyro.optim import Adam
 from torch.autograd.functional import jacobian
-
-from pyro_nami import AutoNaMIGuide
 
 pytestmark = [
     pytest.mark.filterwarnings("error", "ignore:Failed to verify mean field restriction"),
@@ -118,7 +116,7 @@ RAGGED = pytest.mark.parametrize("model", NO_BLOCKS, ids=lambda model: model.__n
 
 def ready(model, *args, **options):
     """Returns a guide that was trained on ``args`` for one step, every weight away from zero."""
-    guide = AutoNaMIGuide(model, **options)
+    guide = amortized(model, **options)
     SVI(model, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(*args)
     scatter(guide)
     return guide
@@ -126,7 +124,7 @@ def ready(model, *args, **options):
 
 def twin(guide, *args, **options):
     """Returns a guide made on other arguments, with the weights of ``guide``."""
-    other = AutoNaMIGuide(guide.model, **options)
+    other = amortized(guide.model, **options)
     other(*args)
     other.load_state_dict(guide.state_dict())
     return other
@@ -328,7 +326,7 @@ def test_a_balanced_index_is_a_nested_plate():
     y = torch.randn(4, 3)
     county = torch.arange(4).repeat_interleave(3)
     guide = ready(varying_intercept, county, 4, y.flatten())
-    plain = AutoNaMIGuide(table)
+    plain = amortized(table)
     plain(y)
     assert shapes_of(plain) == shapes_of(guide)
     state = {key: value for key, value in guide.state_dict().items() if not key.endswith("_extra_state")}
@@ -359,7 +357,7 @@ def test_ways_to_index_make_the_same_guide(read):
     args = data_of(varying_intercept)
     guide = ready(varying_intercept, *args)
     values = draw(guide, *args)
-    other = AutoNaMIGuide(model)
+    other = amortized(model)
     other(*args)
     other.load_state_dict(guide.state_dict())
     assert torch.equal(other.log_prob(values, *args), guide.log_prob(values, *args))
@@ -378,7 +376,7 @@ def test_the_dims_of_the_plates_do_not_matter():
     args = data_of(varying_intercept)
     guide = ready(varying_intercept, *args)
     values = draw(guide, *args)
-    other = AutoNaMIGuide(model)
+    other = amortized(model)
     other(*args)
     assert shapes_of(other) == shapes_of(guide)
     other.load_state_dict(guide.state_dict())
@@ -488,7 +486,7 @@ def test_single_precision(model):
     exact = ready(model, *index, y, conjugate=False)
     values = draw(exact, *index, y)
     torch.set_default_dtype(torch.float32)
-    single = AutoNaMIGuide(model, conjugate=False)
+    single = amortized(model, conjugate=False)
     assert single(*index, y.float())["mu"].dtype == torch.float32
     single.load_state_dict(exact.state_dict(), strict=False)
     rounded = single.log_prob({name: value.float() for name, value in values.items()}, *index, y.float())
@@ -563,7 +561,7 @@ def test_a_state_dict_holds_weights_data_and_maps(model, early):
     values = draw(guide, *args)
     state = through_file(guide.state_dict())
     other_args = data_of(model)
-    other = AutoNaMIGuide(model)
+    other = amortized(model)
     if not early:
         other(*other_args)
     other.load_state_dict(state)
@@ -579,7 +577,7 @@ def test_a_loaded_state_predicts_new_rows_before_it_sees_data():
     guide = ready(varying_intercept, *args)
     values = draw(guide, *args)
     state = through_file(guide.state_dict())
-    other = AutoNaMIGuide(varying_intercept)
+    other = amortized(varying_intercept)
     other(*data_of(varying_intercept, 3, 8))
     other.load_state_dict(state)
     new = torch.tensor([0, 3, 3])
@@ -631,7 +629,7 @@ def test_the_same_arguments_cost_no_runs(model):
     """
     args = data_of(model)
     counted = Counted(model)
-    guide = AutoNaMIGuide(counted)
+    guide = amortized(counted)
     guide(*args)
     again = counted.runs_of(guide, *args)
     assert again <= (2 if model is crossed_effects else 1 + 2 * len(guide.conjugate))
@@ -644,7 +642,7 @@ def test_new_data_on_the_same_index_cost_no_more_than_a_search():
     for size in (4, 600):
         counted = Counted(varying_intercept)
         args = county, _, y = data_of(varying_intercept, size, 3 * size)
-        guide = AutoNaMIGuide(counted)
+        guide = amortized(counted)
         guide(*args)
         costs.append(counted.runs_of(guide, county, size, y + 1))
     assert costs[0] == costs[1] <= 8
@@ -655,7 +653,7 @@ def test_group_testing_takes_two_runs_a_bit():
     costs = []
     for size in (4, 600):
         counted = Counted(recoded)
-        guide = AutoNaMIGuide(counted)
+        guide = amortized(counted)
         guide(*data_of(recoded, size, 3 * size))
         costs.append(counted.runs_of(guide, *data_of(recoded, size, 3 * size)))
     assert costs[1] - costs[0] == 2 * (10 - 2)
@@ -668,7 +666,7 @@ OVERRIDE = {("alpha", "y"): lambda county, counties, y=None: counties - 1 - coun
 def test_a_given_map_is_the_automatic_one():
     args = data_of(recoded)
     guide = ready(recoded, *args)
-    told = AutoNaMIGuide(recoded, index_maps=OVERRIDE)
+    told = amortized(recoded, index_maps=OVERRIDE)
     told(*args)
     assert shapes_of(told) == shapes_of(guide)
     told.load_state_dict(guide.state_dict())
@@ -682,7 +680,7 @@ def test_a_given_map_is_not_searched_for():
     first, later = [], []
     for size in (4, 600):
         counted = Counted(recoded)
-        guide = AutoNaMIGuide(counted, index_maps=OVERRIDE)
+        guide = amortized(counted, index_maps=OVERRIDE)
         first.append(counted.runs_of(guide, *data_of(recoded, size, 3 * size)))
         later.append(counted.runs_of(guide, *data_of(recoded, size, 3 * size)))
     assert later[0] == later[1] <= 4
@@ -767,7 +765,7 @@ def test_a_given_map_that_does_not_fit(index, match, later):
     """TypeError or ValueError, at the first call or a later one."""
     county = torch.tensor([0, 1, 1, 2])
     answer = [county if later else index]
-    guide = AutoNaMIGuide(varying_intercept, index_maps={("alpha", "y"): lambda *args: answer[0]})
+    guide = amortized(varying_intercept, index_maps={("alpha", "y"): lambda *args: answer[0]})
     if later:
         guide(county, 3, torch.randn(4))
         answer[0] = index
@@ -778,7 +776,7 @@ def test_a_given_map_that_does_not_fit(index, match, later):
 @pytest.mark.parametrize("pair", [("nobody", "y"), ("alpha", "nobody"), ("mu", "y")])
 def test_a_given_map_between_sites_that_have_none(pair):
     args = county, *_ = data_of(varying_intercept)
-    guide = AutoNaMIGuide(varying_intercept, index_maps={pair: lambda *args: county})
+    guide = amortized(varying_intercept, index_maps={pair: lambda *args: county})
     with pytest.raises(ValueError, match=pair[0] if pair[0] != "alpha" else pair[1]):
         guide(*args)
 
@@ -786,7 +784,7 @@ def test_a_given_map_between_sites_that_have_none(pair):
 @pytest.mark.parametrize("index_maps", [{"alpha": lambda *args: 0}, {("alpha", "y"): torch.zeros(3)}])
 def test_given_maps_of_the_wrong_kind(index_maps):
     with pytest.raises(TypeError, match="index_maps"):
-        AutoNaMIGuide(varying_intercept, index_maps=index_maps)
+        amortized(varying_intercept, index_maps=index_maps)
 
 
 @pytest.mark.parametrize(
@@ -800,7 +798,7 @@ def test_given_maps_of_the_wrong_kind(index_maps):
 @pytest.mark.parametrize("later", [False, True])
 def test_what_the_model_cannot_run_on_is_its_own_error(change, error, match, later):
     county, size, y = data_of(varying_intercept)
-    guide = AutoNaMIGuide(varying_intercept)
+    guide = amortized(varying_intercept)
     if later:
         guide(county, size, y)
     index, data = change(county, y)
@@ -813,7 +811,7 @@ def test_what_the_model_cannot_run_on_is_its_own_error(change, error, match, lat
 def test_plates_of_size_one_at_the_first_call(model, size, rows):
     """And then the same guide at ordinary sizes, or a clear error."""
     args = data_of(model, size, rows)
-    guide = AutoNaMIGuide(model, inverse="reverse")
+    guide = amortized(model, inverse="reverse")
     for now in (args, data_of(model)):
         try:
             trace = poutine.trace(guide).get_trace(*now)
@@ -859,7 +857,7 @@ def test_two_indices_into_one_plate_are_no_map():
 def test_an_empty_group_falls_back_to_the_prior_given_the_globals(evidence):
     """Trained by simulation, some groups empty. Tolerances: 0.15 prior sds and 10%, about twice what is left."""
     county = torch.tensor([0, 0, 1, 2, 2, 2, 4, 4, 4, 4, 5])  # 3 and 6 have no rows
-    guide = AutoNaMIGuide(varying_intercept, inverse="reverse", evidence=evidence, init_scale=0.5)
+    guide = amortized(varying_intercept, inverse="reverse", evidence=evidence, init_scale=0.5)
     guide(county, 7, torch.randn(11))
     optimizer = torch.optim.Adam(guide.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.03, total_steps=600)
@@ -892,16 +890,16 @@ def test_a_block_too_large_is_an_error_that_names_it_and_the_choices():
     county, day = torch.randint(3000, (6000,)), torch.randint(2000, (6000,))
     args = county, sizes["counties"], day, sizes["days"], torch.randn(6000)
     with pytest.raises(ValueError, match=r"GB, most of it for site 'beta', a block of 2000 elements over plate 'day'"):
-        AutoNaMIGuide(crossed_effects)(*args)
+        amortized(crossed_effects)(*args)
     with pytest.warns(UserWarning, match="'beta' in plate 'day' depend on each other"):
-        values = AutoNaMIGuide(crossed_effects, within="independent")(*args)
+        values = amortized(crossed_effects, within="independent")(*args)
     assert values["beta"].shape == (2000,)
 
 
 @pytest.mark.parametrize("conjugate", [True, False])
 def test_a_call_in_inference_mode_leaves_nothing_behind_that_training_cannot_use(conjugate):
     county, y = torch.tensor([0, 2, 2, 1]), torch.tensor([0.3, -1.0, 2.0, 0.5])
-    guide = AutoNaMIGuide(varying_intercept, conjugate=conjugate)
+    guide = amortized(varying_intercept, conjugate=conjugate)
     guide(county, 3, y)
     fresh = county.clone(), 3, y.clone()
     with torch.inference_mode():

@@ -6,12 +6,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import scatter
+from models import amortized, scatter
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.optim import Adam
-
-from pyro_nami import AutoNaMIGuide
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("double")]
 NAN, ROWS = float("nan"), 6
@@ -65,7 +63,7 @@ EVIDENCE = pytest.mark.parametrize("evidence", [True, False])
 
 
 def ready(model, *args, **options):
-    guide = AutoNaMIGuide(model, **options)
+    guide = amortized(model, **options)
     guide(*args)
     scatter(guide)
     return guide
@@ -116,7 +114,7 @@ def test_what_stands_in_masked_entries_at_the_first_call_leaves_no_trace(model, 
     for value in (0.0, filler):
         pyro.clear_param_store()
         pyro.set_rng_seed(1)
-        guide = AutoNaMIGuide(model)
+        guide = amortized(model)
         guide(torch.where(PATTERN, y, torch.tensor(value)), PATTERN)
         states.append(guide.state_dict())
     for name, value in states[0].items():
@@ -142,7 +140,7 @@ def test_training_does_not_depend_on_what_stands_there(model, inverse):
     for filler in (0.0, -999.0):
         pyro.clear_param_store()
         pyro.set_rng_seed(1)
-        guide = AutoNaMIGuide(model, inverse=inverse)
+        guide = amortized(model, inverse=inverse)
         svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
         filled = torch.where(PATTERN, y, torch.tensor(filler))
         losses.append([svi.step(filled, PATTERN) for _ in range(5)])
@@ -263,7 +261,7 @@ def test_one_guide_is_right_for_every_pattern(model):
 
     Tolerances, 0.35 posterior sds and 20%, are about twice what the training leaves.
     """
-    guide = AutoNaMIGuide(model, inverse="reverse", init_scale=0.5)
+    guide = amortized(model, inverse="reverse", init_scale=0.5)
     guide(torch.randn(ROWS), PATTERN)
     optimizer = torch.optim.Adam(guide.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=600)

@@ -6,12 +6,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CASES, CHAIN, conjugate_normal, independent_locals, nested, regression, scatter
+from models import CASES, CHAIN, amortized, conjugate_normal, independent_locals, nested, regression, scatter
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.optim import Adam
-
-from pyro_nami import AutoNaMIGuide
 
 pytestmark = pytest.mark.filterwarnings("error")
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
@@ -20,7 +18,7 @@ ABC = {name: torch.tensor(0.4) for name in "abc"}
 
 def ready(model, *args, **options):
     """Returns a guide that was trained on ``args`` for one step, every weight away from zero."""
-    guide = AutoNaMIGuide(model, **options)
+    guide = amortized(model, **options)
     SVI(model, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(*args)
     scatter(guide)
     return guide
@@ -96,7 +94,7 @@ def test_observations_with_a_batch_dim_on_the_left(inverse):
 @DIRECTIONS
 def test_observations_of_the_first_call_name_observed_sites(inverse):
     """For a model that samples its data where none are given."""
-    guide = AutoNaMIGuide(regression, inverse=inverse)
+    guide = amortized(regression, inverse=inverse)
     x = torch.randn(6, 2)
     values = guide(x, observations={"y": torch.randn(6)})
     assert set(values) == {"w", "s"} and guide.bayesnet.observed == ("y",)
@@ -104,7 +102,7 @@ def test_observations_of_the_first_call_name_observed_sites(inverse):
 
 @DIRECTIONS
 def test_observed_names_sites_that_the_model_samples(inverse):
-    guide = AutoNaMIGuide(regression, inverse=inverse, observed=["y"])
+    guide = amortized(regression, inverse=inverse, observed=["y"])
     x, y = torch.randn(6, 2), torch.randn(6)
     values = guide(x, observations={"y": y})
     assert set(values) == {"w", "s"}
@@ -175,7 +173,7 @@ def test_another_plate_size_with_data(inverse, size):
 
 @DIRECTIONS
 def test_keyword_arguments_carry_data(inverse):
-    guide = AutoNaMIGuide(conjugate_normal, inverse=inverse)
+    guide = amortized(conjugate_normal, inverse=inverse)
     guide(y=torch.zeros(4))
     scatter(guide)
     values = {"mu": torch.tensor(0.5)}
@@ -190,7 +188,7 @@ def test_data_inside_an_argument_are_read(inverse):
     def model(batch):
         conjugate_normal(batch["y"])
 
-    guide = AutoNaMIGuide(model, inverse=inverse)
+    guide = amortized(model, inverse=inverse)
     guide({"y": torch.zeros(4)})
     scatter(guide)
     values = {"mu": torch.tensor(0.5)}
@@ -216,7 +214,7 @@ def test_an_observation_that_is_a_function_of_a_latent(inverse):
         pyro.sample("tilt", dist.Normal(1.0, 1.0), obs=x)
         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
 
-    guide = AutoNaMIGuide(model, inverse=inverse)
+    guide = amortized(model, inverse=inverse)
     svi = SVI(model, guide, Adam({"lr": 0.03}), Trace_ELBO(num_particles=8, vectorize_particles=True))
     for _ in range(200):
         svi.step(torch.tensor(2.0))
@@ -236,7 +234,7 @@ def test_missing_data_are_read_as_a_finite_value(inverse):
             pyro.sample("y", dist.Normal(mu, 1.0, validate_args=False), obs=y.nan_to_num())
 
     y = torch.tensor([1.0, float("nan"), 2.0])
-    guide = AutoNaMIGuide(model, inverse=inverse)
+    guide = amortized(model, inverse=inverse)
     assert torch.isfinite(torch.tensor(SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO()).step(y)))
 
 
@@ -252,14 +250,14 @@ def heavy_tailed(y=None):
 
 def test_simulated_data_are_read_in_units_of_the_models_own_draws():
     """Of `observed=` there is no value at the first call; its initial value says nothing of its scale."""
-    guide = AutoNaMIGuide(heavy_tailed, observed=["y"])
+    guide = amortized(heavy_tailed, observed=["y"])
     guide(observations={"y": torch.randn(9)})
     shift, scale = (guide.network._buffers[name] for name in guide.network._affine["y"])
     assert 1e-4 < scale.item() < 2e-2 and shift.abs() < 1
 
 
 def test_data_far_outside_are_tempered_and_others_are_not():
-    guide = AutoNaMIGuide(heavy_tailed, observed=["y"])
+    guide = amortized(heavy_tailed, observed=["y"])
     guide(observations={"y": torch.randn(9)})
     shift, scale = (guide.network._buffers[name] for name in guide.network._affine["y"])
     units = torch.tensor([-9.9, -1.0, 0.0, 2.0, 9.9, 50.0, 1e6, -1e6, 3.0])

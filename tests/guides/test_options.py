@@ -13,6 +13,7 @@ from models import (
     CHAIN,
     COLLIDER,
     TREE,
+    amortized,
     beta_bernoulli,
     beta_bernoulli_posterior,
     eight_schools,
@@ -224,7 +225,7 @@ def test_a_matching_family_reaches_a_conjugate_posterior():
     svi = SVI(
         beta_bernoulli,
         guide,
-        ClippedAdam({"lr": 0.02, "lrd": 0.99}),
+        ClippedAdam({"lr": 0.05, "lrd": 0.99}),
         Trace_ELBO(num_particles=8, vectorize_particles=True),
     )
     for _ in range(300):
@@ -285,7 +286,7 @@ def test_widths_and_sharing(inverse, hidden, shared):
 def test_the_number_of_parameters_is_that_of_weights_which_gradients_reach(name, shared):
     """Of smooth networks with random weights, by the density at random values."""
     case = CASES[name]
-    guide = AutoNaMIGuide(
+    guide = amortized(
         case.model, inverse="reverse", shared=shared, hidden_features=(5, 4), families="normal", anchor=False
     )
     with pytest.raises(RuntimeError, match="called once"):

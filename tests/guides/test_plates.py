@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import (
     CASES,
+    amortized,
     beta_bernoulli,
     conjugate_normal,
     coupled_instances,
@@ -23,8 +24,6 @@ from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
 from pyro.optim import Adam
 
-from pyro_nami import AutoNaMIGuide
-
 pytestmark = [
     pytest.mark.filterwarnings("error", "ignore:Failed to verify mean field restriction"),
     pytest.mark.usefixtures("double"),
@@ -33,7 +32,7 @@ DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
 
 
 def ready(model, *args, **options):
-    guide = AutoNaMIGuide(model, **options)
+    guide = amortized(model, **options)
     guide(*args)
     scatter(guide)
     return guide
@@ -360,7 +359,7 @@ def test_a_global_latent_does_not_read_a_minibatch(inverse):
 @pytest.mark.parametrize("vectorized", [False, True])
 def test_training_with_minibatches(inverse, vectorized):
     y = torch.randn(20)
-    guide = AutoNaMIGuide(subsampled, inverse=inverse)
+    guide = amortized(subsampled, inverse=inverse)
     options = {"num_particles": 4, "vectorize_particles": True, "max_plate_nesting": 1} if vectorized else {}
     svi = SVI(subsampled, guide, Adam({"lr": 0.02}), Trace_ELBO(**options))
     losses = torch.tensor([svi.step(y, 5) for _ in range(100)])
@@ -383,7 +382,7 @@ def test_create_plates(inverse):
             pyro.sample("y", dist.Normal(z, 1.0), obs=y[indices])
 
     y = torch.arange(10.0)
-    guide = AutoNaMIGuide(model, inverse=inverse, create_plates=create_plates)
+    guide = amortized(model, inverse=inverse, create_plates=create_plates)
     run = poutine.trace(guide).get_trace(y)
     model_run = poutine.trace(poutine.replay(model, run)).get_trace(y)
     assert torch.equal(model_run.nodes["y"]["value"], y[run.nodes["data"]["value"]])
@@ -406,7 +405,7 @@ def test_dependent_plates(inverse, objective):
             pyro.sample("y", dist.Normal(b, 1.0), obs=y[indices])
 
     y = torch.arange(9.0)
-    guide = AutoNaMIGuide(model, inverse=inverse)
+    guide = amortized(model, inverse=inverse)
     svi = SVI(model, guide, Adam({"lr": 0.01}), objective())
     assert torch.tensor([svi.step(y) for _ in range(3)]).isfinite().all()
     run = poutine.trace(guide).get_trace(y)
@@ -418,7 +417,7 @@ def test_dependent_plates(inverse, objective):
 @DIRECTIONS
 @pytest.mark.parametrize("objective", [Trace_ELBO, TraceMeanField_ELBO])
 def test_crossed_plates_train(inverse, objective):
-    guide = AutoNaMIGuide(crossed, inverse=inverse)
+    guide = amortized(crossed, inverse=inverse)
     assert torch.tensor(
         SVI(crossed, guide, Adam({"lr": 0.01}), objective()).step(torch.randn(3, 3))
     ).isfinite()
@@ -428,18 +427,18 @@ def test_crossed_plates_train(inverse, objective):
 def test_a_first_call_on_a_minibatch_inside_particles(inverse):
     """init_loc_fn is called in subsampled and particle plates; shapes must not take them in (contract 5)."""
     y = torch.randn(20)
-    guide = AutoNaMIGuide(subsampled, inverse=inverse)
+    guide = amortized(subsampled, inverse=inverse)
     with pyro.plate("outer", 6, dim=-2):
         values = guide(y, 5)
     assert values["mu"].shape == (6, 1) and values["z"].shape == (6, 5)
-    plain = AutoNaMIGuide(subsampled, inverse=inverse)
+    plain = amortized(subsampled, inverse=inverse)
     plain(y, 5)
     assert names_of_shapes(guide) == names_of_shapes(plain)
 
 
 def test_predictive_with_the_full_data_after_minibatches():
     y = torch.randn(20)
-    guide = AutoNaMIGuide(subsampled, inverse="reverse")
+    guide = amortized(subsampled, inverse="reverse")
     svi = SVI(subsampled, guide, Adam({"lr": 0.02}), Trace_ELBO())
     for _ in range(3):
         svi.step(y, 5)

@@ -14,6 +14,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import amortized
 from pyro import poutine
 from pyro.contrib.forecast import Forecaster, ForecastingModel
 from pyro.infer import (
@@ -486,7 +487,7 @@ def test_a_forecaster_takes_the_guide_on_the_steps_that_have_data():
 @pytest.mark.parametrize("inverse", ["forward", "reverse", "mean_field"])
 def test_a_call_without_a_site_conditions_on_the_others_alone(inverse):
     """What is no data in a call has no influence, whatever it was before; with zeros for data it would have one."""
-    guide = AutoNaMIGuide(tables, inverse=inverse)
+    guide = amortized(tables, inverse=inverse)
     y = NUMBERS
 
     def mean(**columns):

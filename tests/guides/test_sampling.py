@@ -8,7 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CASES, CHAIN, barren, eight_schools, nested, scatter
+from models import CASES, CHAIN, amortized, barren, eight_schools, nested, scatter
 from pyro import poutine
 from pyro.util import check_model_guide_match, check_site_shape
 
@@ -238,7 +238,7 @@ def test_a_guide_first_called_without_gradients_is_trainable():
 @pytest.mark.parametrize("shared", [True, False])
 def test_gradient_reaches_every_parameter(name, inverse, shared):
     case = CASES[name]
-    guide = AutoNaMIGuide(case.model, inverse=inverse, shared=shared)
+    guide = amortized(case.model, inverse=inverse, shared=shared)
     args = case.arguments()
     guide(*args)
     scatter(guide)
