@@ -29,7 +29,7 @@ class CoupledFactor(SiteDistribution):
     Args:
         elements: location and scale of each element given those before it at their locations, batch ``(*batch, E)``.
         layout: of the site's value.
-        coupling: L, ``(E, E)``; with the instances of plates in a row, those of the first plate slowest.
+        coupling: L, ``(E, E)``; with the instances of plates in a row, the last plate slowest.
         dims: negative batch dims of plates whose instances are coupled as well; E counts their elements too.
         sizes: of these plates.
         batch_shape: if wider than the elements' own.

@@ -49,7 +49,7 @@ class NormalFamily(Family):
     """
 
     num_params = 2
-    locations = (0,)
+    locations: Sequence[int] = (0,)
     takes_evidence = True
     kind: Hashable = "normal"
 

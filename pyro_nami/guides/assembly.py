@@ -281,8 +281,8 @@ class _Assembler:
         }
         sources = plan_sources(batch, reads, frames, plates, joint)
         sequential = elements > 1 and self.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
-        coupled = sequential and not self.options.simulated and type(family) is NormalFamily
-        if coupled and elements > MOST_COUPLED:
+        linear = sequential and not self.options.simulated and type(family) is NormalFamily
+        if linear and elements > MOST_COUPLED:
             warnings.warn(
                 f"Site '{name}' has {elements} elements that depend on each other given the data; more than "
                 f"{MOST_COUPLED} are drawn independently.",
@@ -295,10 +295,10 @@ class _Assembler:
             elements,
             family.num_params,
             family.num_features,
-            sequential and not coupled,
+            sequential and not linear,
             sources,
             tuple(family.locations),
-            coupled and elements <= MOST_COUPLED,
+            linear and elements <= MOST_COUPLED,
         )
 
     def _semi_observed(self) -> frozenset[str]:

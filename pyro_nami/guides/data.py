@@ -25,7 +25,8 @@ from pyro_nami.guides.columns import covariate_values
 from pyro_nami.guides.first_run import is_latent, is_passing
 from pyro_nami.guides.interleaved import missing_site, new_site
 from pyro_nami.guides.maps import MapReader, arguments_key, same_arguments, version_of
-from pyro_nami.guides.network import InverseNetwork, NetworkState
+from pyro_nami.guides.network import InverseNetwork
+from pyro_nami.guides.network_state import NetworkState
 from pyro_nami.guides.sampling import fixed_size
 from pyro_nami.guides.shapes import resized_plates
 from pyro_nami.guides.structure import Assembly
@@ -198,7 +199,8 @@ class DataReader:
         """Whether a call's data are those last seen in training, or none were seen; its minibatches are taken to be."""
         if not self.seen:
             return True
-        values = [(name, name, call.values[name]) for name in self.assembly.read if name in call.values]
+        values: list[tuple[str, Hashable, Tensor]] = []
+        values += [(name, name, call.values[name]) for name in self.assembly.read if name in call.values]
         values += [(name, covariates_of(name), value) for name, value in call.covariates.items()]
         return all(
             self._was_seen(node, value)

@@ -24,7 +24,8 @@ from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.assembly import assemble
 from pyro_nami.guides.data import Call, DataReader
 from pyro_nami.guides.interleaved import Interleaved, missing_site, new_site
-from pyro_nami.guides.network import NetworkState, as_pyro_module
+from pyro_nami.guides.network import as_pyro_module
+from pyro_nami.guides.network_state import NetworkState, start_pass
 from pyro_nami.guides.persistence import PersistentGuide
 from pyro_nami.guides.regression import regress
 from pyro_nami.guides.sampling import Pass, draw_at, draw_detached
@@ -293,13 +294,13 @@ class AutoNaMIGuide(PersistentGuide):
         """Returns the networks' state with everything observed known."""
         if not self.network.settled:
             with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
-                state = self.network.start(call.maps)
+                state = start_pass(self.network, call.maps)
                 self._data.tell(state, call, self.network, self._options.embeddings)
                 state.settle()
         if self._data.varied and not self.network.varied:
             self.network.vary()
         constant = call.familiar and not self._data.varied
-        state = self.network.start(call.maps, learning=learning, constant=constant, indices=call.indices)
+        state = start_pass(self.network, call.maps, learning=learning, constant=constant, indices=call.indices)
         self._data.tell(state, call, self.network, self._options.embeddings)
         return state
 
@@ -395,7 +396,8 @@ class AutoNaMIGuide(PersistentGuide):
         values = {name: site["value"] for name, site in sites.items() if site["type"] == "sample"}
         values = with_plate_dims(values, assembly, call.given)
         current = Pass(assembly, state, call)
-        targets, blocks = {}, {}
+        targets: dict[Any, Tensor] = {}
+        blocks: dict[Any, list[int]] = {}
         for name in assembly.order:
             if name in values:
                 family = assembly.families[name].at(sites[name]["fn"])

@@ -16,7 +16,8 @@ from torch import Tensor
 from pyro_nami.distributions.elements import raw_scale, relative_scale
 from pyro_nami.distributions.joint import fold
 from pyro_nami.guides.groups import Factor
-from pyro_nami.guides.network import InverseNetwork, NetworkState
+from pyro_nami.guides.network import InverseNetwork
+from pyro_nami.guides.network_state import NetworkState
 from pyro_nami.nn import MaskedMLP, SeparateMLP
 
 __all__ = ["regress"]

@@ -30,7 +30,7 @@ from pyro_nami.families import Family
 from pyro_nami.guides.conjugacy import ConjugateGroup, Elimination, expanding, leading_shape
 from pyro_nami.guides.evidence import expert
 from pyro_nami.guides.groups import Factor
-from pyro_nami.guides.network import NetworkState
+from pyro_nami.guides.network_state import NetworkState
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.simulation import changed_event_shape
 
@@ -105,9 +105,12 @@ class Pass:
             return
         for name, total in zip(self.returned, sums):
             if math.isnan(total.item()):
+                bad = self.state.non_finite_parameter()
                 raise ValueError(
-                    f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite. The last "
-                    "step may have been too large: lower the learning rate, or clip gradients."
+                    f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite"
+                    + (f", and neither is the guide's parameter '{bad}'" if bad else "")
+                    + ". The last gradient was not finite, or its step too large: lower the learning rate, clip "
+                    "gradients, or look for a log density of the model that is infinite."
                 )
 
     def know(self, name: str, value: Tensor, elements: Tensor | None = None, *, drawn: bool = False) -> None:

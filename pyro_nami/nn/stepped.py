@@ -53,6 +53,8 @@ class SteppedMLP(nn.Module):
     output: Tensor
     units: Tensor
     bias_units: Tensor
+    _rows: Tensor
+    _output_scale: Tensor | None
 
     def __init__(
         self,
