@@ -404,7 +404,8 @@ class AutoNaMIGuide(PersistentGuide):
                 elements = family.layout.elements(values[name])
                 current.know(name, values[name], elements)
                 if name in assembly.factors:
-                    anchor = family.anchor(sites[name]["fn"]) if name in assembly.anchored else None
+                    anchored = family.locations and name in assembly.anchored
+                    anchor = family.anchor(sites[name]["fn"]) if anchored else None
                     location, scale = (0.0, 1.0) if anchor is None else anchor.unbind(-1)
                     targets[name] = (elements - location) / scale
                     blocks[name] = [assembly.dims[plate] for plate in assembly.factors[name].joint]

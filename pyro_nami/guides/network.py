@@ -257,14 +257,15 @@ class InverseNetwork(PyroModule):
         for network in self.parts[0]:
             network.rebase(_COMPILED)
 
-    def get_extra_state(self) -> bool:
-        """Returns whether the data varied in training."""
-        return self.varied
+    def get_extra_state(self) -> list[int]:
+        """Returns whether the data varied in training, and whether speeds are to be looked at."""
+        return [int(self.varied), int(self._stepped)]
 
-    def set_extra_state(self, state: bool) -> None:
-        """Restores what `vary` did."""
-        if state and not self.varied:
+    def set_extra_state(self, state: Sequence[int]) -> None:
+        """Restores what `vary` did, and the rest."""
+        if state[0] and not self.varied:
             self.vary()
+        self._stepped = bool(state[1])
 
     def location_rows(self, name: Hashable) -> list[int]:
         """Returns the rows of a factor that has one location an element."""

@@ -13,9 +13,8 @@ from collections.abc import Hashable, Mapping
 import torch
 from torch import Tensor
 
-from pyro_nami.distributions.elements import raw_scale, relative_scale
+from pyro_nami.distributions.elements import raw_scale
 from pyro_nami.distributions.joint import fold
-from pyro_nami.guides.groups import Factor
 from pyro_nami.guides.network import InverseNetwork
 from pyro_nami.guides.network_state import NetworkState
 from pyro_nami.nn import MaskedMLP, SeparateMLP
@@ -44,16 +43,16 @@ def regress(
         inputs = state.all_inputs(group)
         kept = mlp.direct_mask()
         for factor in group.factors:
-            if len(factor.locations) != 1 or factor.name not in targets:
-                continue
+            if len(factor.locations) != 1 or factor.name not in targets or factor.evidence:
+                continue  # a regression on a set of one size would be taken for what evidence says at any size
             goal = fold(targets[factor.name].unsqueeze(-1), dims[factor.name]).squeeze(-1)
             x, y = (part.flatten(0, -2) for part in _same_batch(inputs, goal))
             rows = network.location_rows(factor.name)
-            _regress_factor(mlp, factor, rows, x, y, kept)
+            _regress_factor(mlp, rows, x, y, kept)
 
 
 def _regress_factor(
-    mlp: MaskedMLP | SeparateMLP, factor: Factor, rows: list[int], x: Tensor, y: Tensor, kept: Tensor
+    mlp: MaskedMLP | SeparateMLP, rows: list[int], x: Tensor, y: Tensor, kept: Tensor
 ) -> None:
     bias, units = mlp.output_bias().clone(), mlp.units.clone()
     for element, row in enumerate(rows):
@@ -77,13 +76,7 @@ def _regress_factor(
         mlp.set_units(units)
         mlp.set_direct(row, columns, slope.to(bias))
         bias[row] = (middle - center @ slope).to(bias)
-        # Evidence brings the same share of the precision as before.
-        before = relative_scale(bias[row + 1])
         bias[row + 1] = raw_scale(spread.to(bias))
-        first = row + factor.num_params - factor.locations[0]
-        for read in factor.evidence:
-            bias[first] += 2 * (before / relative_scale(bias[row + 1])).log()
-            first += read.num_params
     mlp.set_output_bias(bias)
 
 

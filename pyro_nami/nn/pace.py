@@ -47,6 +47,14 @@ class Pace(nn.Module):
         self.register_buffer("_last", like.clone())
         self._looks = 0
 
+    def get_extra_state(self) -> int:
+        """Returns how often it looked, modulo how often it does something."""
+        return self._looks % _EVERY + (_EVERY if self._looks >= _EVERY else 0)
+
+    def set_extra_state(self, state: int) -> None:
+        """Restores that."""
+        self._looks = state
+
     @torch.no_grad()
     def look(self, now: Tensor) -> Tensor | None:
         """Returns what the parameters are to be multiplied by, as their speed has changed; None if it has not.

@@ -310,7 +310,7 @@ def svi_parameters(guide, *args):
 
 def test_all_parameters_are_param_sites_without_constraint():
     """Constrained ones are never updated by CSIS (contract 1.3)."""
-    guide, args = AutoNaMIGuide(CASES["nested"].model), CASES["nested"].arguments()
+    guide, args = amortized(CASES["nested"].model), CASES["nested"].arguments()
     with poutine.trace() as tracer:
         guide(*args)
     sites = {name: site for name, site in tracer.trace.nodes.items() if site["type"] == "param"}

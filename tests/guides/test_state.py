@@ -332,8 +332,8 @@ def test_evaluation_mode_and_frozen_parameters():
 
 def test_parameter_names_are_kept_by_a_second_guide():
     """Two guides of one class share names in the store, as Pyro's do: clear it, or use module_local_params."""
-    first = trained(CHAIN, torch.tensor(1.0))
-    second = AutoNaMIGuide(CHAIN)
+    first = trained(CHAIN, torch.tensor(1.0), refine=None)
+    second = AutoNaMIGuide(CHAIN, refine=None)
     second(torch.tensor(1.0))
     assert [name for name, _ in first.named_parameters()] == [name for name, _ in second.named_parameters()]
     values = {key: torch.zeros(()) for key in "abc"}

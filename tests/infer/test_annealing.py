@@ -205,7 +205,7 @@ def test_eight_schools_not_centered():
 def test_eight_schools_from_a_trained_guide():
     data = [value.double() for value in eight_schools_data()]
     guide = AutoNaMIGuide(eight_schools)
-    optimizer = pyro.optim.ClippedAdam({"lr": 0.02, "lrd": 0.1 ** (1 / 400)})
+    optimizer = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.1 ** (1 / 400)})
     svi = SVI(eight_schools, guide, optimizer, Trace_ELBO(num_particles=16, vectorize_particles=True))
     for _ in range(400):
         svi.step(*data)

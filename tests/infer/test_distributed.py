@@ -256,7 +256,7 @@ def test_two_processes_reach_the_loss_of_one_with_all_simulations(results):
     two, alone = results["rank0"]["fresh"], results["alone"]["fresh"]
     assert two["simulations"] == alone["simulations"] == 200 * 200
     for one in (two, alone):
-        assert one["its error"] < 1e-3 and -3e-3 < one["gap"] < 0.01
+        assert one["its error"] < 2e-3 and -3e-3 < one["gap"] < 0.01
     assert abs(two["gap"] - alone["gap"]) < 5e-3
     # over the last 100 steps, 20,000 simulations each
     mean, other = (one["losses"][-100:].mean() for one in (two, alone))
