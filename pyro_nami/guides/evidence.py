@@ -131,8 +131,8 @@ def initial_expert(family: Any, value: Tensor, scale: float, anchor: Tensor) -> 
     raw = family.initial(value, scale)
     rest = (scale**-2 - spread**-2).clamp(min=0.01 * scale**-2)
     wanted = (raw[..., 0] * (rest + spread**-2) - location * spread**-2) / rest
-    return torch.cat((wanted.unsqueeze(-1), raw_scale(rest.rsqrt()).unsqueeze(-1), raw[..., 2:].expand_as(
-        raw[..., 2:] + wanted.unsqueeze(-1))), -1)
+    found = torch.stack((wanted, raw_scale(rest.rsqrt())), -1)
+    return torch.cat((found, raw[..., 2:].expand(*found.shape[:-1], -1)), -1)
 
 
 def initial_evidence(

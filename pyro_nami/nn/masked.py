@@ -114,7 +114,8 @@ class MaskedMLP(SteppedMLP):
         self._plan = step_plan(self.steps, last_columns, skip)
         self._dense_plan = self._plan.merged()
         rows = torch.arange(self.out_features)
-        self._add_layers([tuple(mask.shape) for mask in masks], masks, rows, device=device, dtype=dtype)
+        shapes = [tuple(mask.shape) for mask in masks]
+        self._add_layers(shapes, masks, rows, base.paced, device=device, dtype=dtype)
 
     def _multipliers(self, masks: Sequence[Tensor], base: Base) -> list[Tensor]:
         inputs = base.inputs.to(masks[0].device) if isinstance(base.inputs, Tensor) else base.inputs

@@ -107,7 +107,7 @@ class SeparateMLP(SteppedMLP):
         order = torch.full((num_factors * self._num_rows,), -1)
         order[positions] = torch.arange(self.out_features)
         rows_of = order.view(num_factors, self._num_rows)
-        self._add_layers(shapes, self._multipliers(masks, base), rows_of, device=device, dtype=dtype)
+        self._add_layers(shapes, self._multipliers(masks, base), rows_of, base.paced, device=device, dtype=dtype)
 
     def _multipliers(self, masks: Sequence[Tensor], base: Base) -> list[Tensor]:
         *hidden, output = (mask != 0 for mask in masks)

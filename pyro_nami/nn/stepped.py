@@ -32,11 +32,13 @@ class Base(NamedTuple):
         inputs: of each input, ``(inputs,)``; those with the same base are counted together. A number for all alike.
         hidden: of hidden units, as inputs of further hidden layers.
         output: of hidden units, as inputs of rows.
+        paced: whether the output layer's weights have speeds, see `Pace`.
     """
 
     inputs: Tensor | float = math.inf
     hidden: float = math.inf
     output: float = math.inf
+    paced: bool = False
 
 
 class SteppedMLP(nn.Module):
@@ -79,7 +81,12 @@ class SteppedMLP(nn.Module):
         self.layer_names = (*(f"layer_{layer}" for layer in range(len(hidden_features))), "output")
 
     def _add_layers(
-        self, shapes: Sequence[tuple[int, ...]], multipliers: Sequence[Tensor], rows: Tensor, **factory: Any
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        multipliers: Sequence[Tensor],
+        rows: Tensor,
+        paced: bool,
+        **factory: Any,
     ) -> None:
         """Registers a parameter per layer, and its multipliers, which are zero for what is masked.
 
@@ -87,6 +94,7 @@ class SteppedMLP(nn.Module):
             shapes: of the parameters.
             multipliers: by which each is multiplied, broadcastable to it, the bias in the last column.
             rows: which row each output is; -1 for padding.
+            paced: whether the weights of the output layer have speeds.
         """
         self.register_buffer("units", torch.ones(self.out_features, **factory))
         self.register_buffer("bias_units", torch.ones(self.out_features, **factory))
@@ -100,7 +108,7 @@ class SteppedMLP(nn.Module):
         self.register_buffer("_output_scale", None, persistent=False)
         fastest = torch.full_like(self.output, _FASTEST_WEIGHT)
         fastest[..., -1] = FASTEST
-        self.pace = Pace(torch.zeros_like(self.output), fastest)
+        self.pace = Pace(torch.zeros_like(self.output), fastest) if paced else None
         self.reset_parameters()
 
     def set_units(self, units: Tensor | None = None, bias_units: Tensor | None = None) -> None:
@@ -138,7 +146,7 @@ class SteppedMLP(nn.Module):
     @torch.no_grad()
     def quicken(self) -> None:
         """Adapts the speed of the output layer's weights, after a step of the optimizer; see `Pace`."""
-        factor = self.pace.look(self.output)
+        factor = None if self.pace is None else self.pace.look(self.output)
         if factor is not None:
             self.output.mul_(factor)
             self._output_scale = None
@@ -176,7 +184,7 @@ class SteppedMLP(nn.Module):
             assert mask is not None
             units, bias = (torch.cat((part, part.new_ones(1)))[rows] for part in (self.units, self.bias_units))
             scale = torch.cat((mask[..., :-1] * units[..., None], mask[..., -1:] * bias[..., None]), -1)
-            self._output_scale = scale * self.pace.speed
+            self._output_scale = scale if self.pace is None else scale * self.pace.speed
         return self._output_scale
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
