@@ -48,11 +48,7 @@ class Couplings(PyroModule):
             for name, (coupling, share) in self._attributes.items()
         }
 
-    @torch.no_grad()
     def quicken(self) -> None:
         """Adapts the speed of the matrices, after a step of the optimizer; see `Pace`."""
         for coupling, _ in self._attributes.values():
-            value = getattr(self, coupling)
-            factor = getattr(self, f"{coupling}_pace").look(value)
-            if factor is not None:
-                value.mul_(factor)
+            getattr(self, f"{coupling}_pace").adapt(getattr(self, coupling))

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
@@ -60,11 +59,7 @@ class Offsets(PyroModule):
             added[name] = value * getattr(self, unit)
         return added
 
-    @torch.no_grad()
     def quicken(self) -> None:
         """Adapts the speed of the offsets, after a step of the optimizer; see `Pace`."""
         for offset, _ in self._attributes.values():
-            value = getattr(self, offset)
-            factor = getattr(self, f"{offset}_pace").look(value)
-            if factor is not None:
-                value.mul_(factor)
+            getattr(self, f"{offset}_pace").adapt(getattr(self, offset))

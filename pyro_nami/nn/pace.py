@@ -47,6 +47,14 @@ class Pace(nn.Module):
         self.register_buffer("_last", like.clone())
         self._looks = 0
 
+    @torch.no_grad()
+    def adapt(self, parameter: Tensor) -> bool:
+        """Adapts the speed, and a parameter with it in place, after a step of the optimizer; whether it did."""
+        factor = self.look(parameter)
+        if factor is not None:
+            parameter.mul_(factor)
+        return factor is not None
+
     def get_extra_state(self) -> int:
         """Returns how often it looked, modulo how often it does something."""
         return self._looks % _EVERY + (_EVERY if self._looks >= _EVERY else 0)

@@ -143,12 +143,9 @@ class SteppedMLP(nn.Module):
         with torch.no_grad():
             self._write_biases(values / self._biases(self._scaled_output()))
 
-    @torch.no_grad()
     def quicken(self) -> None:
         """Adapts the speed of the output layer's weights, after a step of the optimizer; see `Pace`."""
-        factor = None if self.pace is None else self.pace.look(self.output)
-        if factor is not None:
-            self.output.mul_(factor)
+        if self.pace is not None and self.pace.adapt(self.output):
             self._output_scale = None
 
     def is_trained(self) -> bool:
