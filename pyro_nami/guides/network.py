@@ -267,9 +267,10 @@ class InverseNetwork(PyroModule):
             self.vary()
         self._stepped = bool(state[1])
 
-    def location_rows(self, name: Hashable) -> list[int]:
+    def location_rows(self, name: Hashable) -> slice:
         """Returns the rows of a factor that has one location an element."""
-        return [row for (row,) in self._locations[name]]
+        factor, (first, *_) = self.factors[name], self._locations[name][0]
+        return slice(first, first + factor.num_elements * factor.num_raw, factor.num_raw)
 
     def set_initial(self, initial: Mapping[Hashable, Tensor]) -> None:
         """Writes raw parameters ``(elements, params)`` of every factor to the output biases."""
@@ -278,15 +279,10 @@ class InverseNetwork(PyroModule):
             values = [initial[factor.name][elements.start : elements.stop] for factor, elements in rows]
             network.set_output_bias(torch.cat([value.flatten() for value in values]).to(network.output))
 
-    def location(self, name: Hashable) -> Tensor:
-        """Returns where a factor with one location lies, by its biases, ``(elements,)``."""
-        network = self.parts[0][self.group_of[name]]
-        return network.output_bias()[self.location_rows(name)]
-
-    def typical_scale(self, name: Hashable) -> Tensor:
-        """Returns the scale of a factor's anchor at the initial value, ``(elements,)``."""
-        network = self.parts[0][self.group_of[name]]
-        return network.bias_units[self.location_rows(name)].reciprocal()
+    def levers(self) -> list[Tensor]:
+        """Returns zeros that move as the biases of each network's rows do, relative to their units."""
+        biases = [network.output_bias() / network.bias_units for network in self.parts[0]]
+        return [bias - bias.detach() for bias in biases]
 
     def set_offsets(self, shapes: Mapping[Any, Mapping[str, tuple[int, int]]]) -> None:
         """Gives each instance of some factors offsets of its own; see `Offsets`."""

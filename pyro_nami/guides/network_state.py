@@ -69,6 +69,7 @@ class NetworkState:
         self._sources = Sources(self._features, network.dims, network.bound_encoders(constant), maps, self._data)
         self._evidence = network.bound_evidence(constant)
         self._states: list[Any] = [part.start() for part in network.parts[0]]
+        self._levers = network.levers() if learning else []
         self._rows: dict[Hashable, Tensor] = {}
 
     def add(
@@ -97,11 +98,12 @@ class NetworkState:
         network, factor = self._network, self._network.factors[name]
         if not self._learning or len(factor.locations) != 1:
             return None
-        location = network.location(name)
+        rows, index = network.location_rows(name), network.group_of[name]
+        moving = self._levers[index][rows]
         if name in self._offsets:
-            location = location + self._offsets[name][..., factor.locations[0]]
-        moving = network.scaling(name)[1] * network.typical_scale(name) * location
-        return moving - moving.detach()
+            offset = self._offsets[name][..., factor.locations[0]]
+            moving = moving + (offset - offset.detach()) / network.parts[0][index].bias_units[rows]
+        return network.scaling(name)[1] * moving
 
     def put(self, node: Hashable, features: Tensor) -> None:
         """Makes the features of data known, which are standardized already."""

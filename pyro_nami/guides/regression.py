@@ -47,12 +47,12 @@ def regress(
                 continue  # a regression on a set of one size would be taken for what evidence says at any size
             goal = fold(targets[factor.name].unsqueeze(-1), dims[factor.name]).squeeze(-1)
             x, y = (part.flatten(0, -2) for part in _same_batch(inputs, goal))
-            rows = network.location_rows(factor.name)
+            rows = range(mlp.out_features)[network.location_rows(factor.name)]
             _regress_factor(mlp, rows, x, y, kept)
 
 
 def _regress_factor(
-    mlp: MaskedMLP | SeparateMLP, rows: list[int], x: Tensor, y: Tensor, kept: Tensor
+    mlp: MaskedMLP | SeparateMLP, rows: range, x: Tensor, y: Tensor, kept: Tensor
 ) -> None:
     bias, units = mlp.output_bias().clone(), mlp.units.clone()
     for element, row in enumerate(rows):

@@ -44,7 +44,7 @@ class Pace(nn.Module):
         self.register_buffer("speed", torch.ones_like(like))
         self.register_buffer("_drift", torch.zeros_like(like))
         self.register_buffer("_length", torch.zeros_like(like))
-        self.register_buffer("_last", like.clone())
+        self.register_buffer("_last", torch.zeros_like(like))
         self._looks = 0
 
     @torch.no_grad()
@@ -56,12 +56,16 @@ class Pace(nn.Module):
         return factor is not None
 
     def get_extra_state(self) -> int:
-        """Returns how often it looked, modulo how often it does something."""
-        return self._looks % _EVERY + (_EVERY if self._looks >= _EVERY else 0)
+        """Returns how often it looked."""
+        return self._looks
 
     def set_extra_state(self, state: int) -> None:
         """Restores that."""
         self._looks = state
+
+    def restart(self) -> None:
+        """Forgets where the parameters were, as something else than the optimizer has moved them."""
+        self._looks = 0
 
     @torch.no_grad()
     def look(self, now: Tensor) -> Tensor | None:
@@ -71,10 +75,12 @@ class Pace(nn.Module):
             now: the parameters, after a step of the optimizer.
         """
         self._looks += 1
-        if self._looks % _EVERY:
+        if self._looks == 1:
+            self._last = now.clone()
+        if self._looks % _EVERY != 1 or self._looks == 1:
             return None
         step = (now - self._last) / _EVERY
-        first = self._looks == _EVERY
+        first = self._looks == _EVERY + 1
         self._drift = step if first else torch.lerp(self._drift, step, _SHARE)
         self._length = step.abs() if first else torch.lerp(self._length, step.abs(), _SHARE)
         agreement = (self._drift.abs() / self._length.clamp(min=1e-30)).clamp(max=1.0)

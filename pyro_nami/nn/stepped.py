@@ -129,6 +129,8 @@ class SteppedMLP(nn.Module):
             getattr(self, name).mul_(torch.where(now != 0, before / now, 1.0))
             self.register_buffer(f"{name}_mask", now, persistent=False)
         self._output_scale = None
+        if self.pace is not None:
+            self.pace.restart()
 
     def _multipliers(self, masks: Sequence[Tensor], base: Base) -> list[Tensor]:
         """Returns what weights are multiplied by, from masks (or multipliers) of all layers."""

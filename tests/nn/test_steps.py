@@ -64,7 +64,7 @@ def test_units_and_speeds_scale_rows_and_survive_saving(build):
 
 
 def test_a_speed_grows_with_steps_that_agree_and_falls_with_those_that_do_not():
-    pace, value = Pace(torch.zeros(2)), torch.zeros(2)
+    pace, value = Pace(torch.zeros(2)), torch.tensor([-4.0, 3.0])
     torch.manual_seed(0)
     for number in range(400):
         noise = 2.0 * torch.randint(0, 2, ()) - 1
