@@ -19,7 +19,6 @@ __all__ = ["MOST_COUPLED", "Couplings"]
 
 MOST_COUPLED = 1024  # elements
 _BASE = 0.5  # elements before it that a row may read before its weights are divided
-_FASTEST = 4.0  # the largest speed, as many of them move an element
 
 
 class Couplings(PyroModule):
@@ -39,7 +38,7 @@ class Couplings(PyroModule):
             lower = torch.ones(size, size, dtype=like.dtype, device=like.device).tril(-1)
             self.register_buffer(share, lower / before.unsqueeze(-1), persistent=False)
             setattr(self, coupling, PyroParam(torch.zeros_like(lower), constraints.real))
-            setattr(self, f"{coupling}_pace", Pace(torch.zeros_like(lower), _FASTEST))
+            setattr(self, f"{coupling}_pace", Pace(lower))
 
     def start(self) -> dict[Any, Tensor]:
         """Returns factor -> its matrix, ``(elements, elements)``."""

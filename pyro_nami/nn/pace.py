@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FASTEST", "Pace"]
+__all__ = ["Pace"]
 
 _EVERY = 4  # passes between two looks
 _SHARE = 0.06  # of the latest look in the averages
-FASTEST = 16.0
-_LONGEST = 0.05  # step
+_SLOWEST, _FASTEST = 0.1, 16.0
+_LONGEST, _SHORTEST = 0.05, 0.002  # step that speeds lead to
 _GROWTH = 1.25  # of a speed between two looks, at most
 
 
@@ -26,21 +26,18 @@ class Pace(nn.Module):
 
     Args:
         like: a tensor of the shape of the parameters.
-        fastest: the largest speed, one number or one for each parameter.
 
     Attributes:
         speed: by which each parameter is multiplied.
     """
 
     speed: Tensor
-    _fastest: Tensor
     _drift: Tensor
     _length: Tensor
     _last: Tensor
 
-    def __init__(self, like: Tensor, fastest: Tensor | float = FASTEST) -> None:
+    def __init__(self, like: Tensor) -> None:
         super().__init__()
-        self.register_buffer("_fastest", torch.as_tensor(fastest).to(like), persistent=False)
         self.register_buffer("speed", torch.ones_like(like))
         self.register_buffer("_drift", torch.zeros_like(like))
         self.register_buffer("_length", torch.zeros_like(like))
@@ -84,8 +81,12 @@ class Pace(nn.Module):
         self._drift = step if first else torch.lerp(self._drift, step, _SHARE)
         self._length = step.abs() if first else torch.lerp(self._length, step.abs(), _SHARE)
         agreement = (self._drift.abs() / self._length.clamp(min=1e-30)).clamp(max=1.0)
-        fastest = (_LONGEST / self._length.clamp(min=1e-30)).clamp(min=1.0).minimum(self._fastest)
-        wanted = 1 + (fastest - 1) * (2 * agreement - 1).clamp(min=0.0).square()
+        length = self._length.clamp(min=1e-30)
+        fastest = (_LONGEST / length).clamp(1.0, _FASTEST)
+        slowest = (_SHORTEST / length).clamp(_SLOWEST, 1.0)
+        lead = 2 * agreement - 1
+        wanted = 1 + (fastest - 1) * lead.clamp(min=0.0).square()
+        wanted = wanted * slowest ** (-lead).clamp(min=0.0)
         speed = torch.minimum(torch.maximum(wanted, self.speed / _GROWTH), self.speed * _GROWTH)
         factor = self.speed / speed
         self.speed = speed

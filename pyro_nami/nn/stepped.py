@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pyro_nami.nn.masks import split_steps
-from pyro_nami.nn.pace import FASTEST, Pace
+from pyro_nami.nn.pace import Pace
 
 __all__ = ["Activation", "Base", "SteppedMLP", "check_advance", "concatenated", "expand_batch", "flatten", "shares"]
 
-_FASTEST_WEIGHT = 2.0  # the largest speed of a weight, as many of them move a row
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -106,9 +105,7 @@ class SteppedMLP(nn.Module):
             plain = name != "output" and bool((multiplier == 1).all())
             self.register_buffer(f"{name}_mask", None if plain else multiplier, persistent=False)
         self.register_buffer("_output_scale", None, persistent=False)
-        fastest = torch.full_like(self.output, _FASTEST_WEIGHT)
-        fastest[..., -1] = FASTEST
-        self.pace = Pace(torch.zeros_like(self.output), fastest) if paced else None
+        self.pace = Pace(self.output) if paced else None
         self.reset_parameters()
 
     def set_units(self, units: Tensor | None = None, bias_units: Tensor | None = None) -> None:
