@@ -43,7 +43,7 @@ class Couplings(PyroModule):
     def start(self) -> dict[Any, Tensor]:
         """Returns factor -> its matrix, ``(elements, elements)``."""
         return {
-            name: getattr(self, coupling) * (getattr(self, share) * getattr(self, f"{coupling}_pace").speed)
+            name: getattr(self, coupling) * getattr(self, share)
             for name, (coupling, share) in self._attributes.items()
         }
 

@@ -52,7 +52,7 @@ class Offsets(PyroModule):
         """
         added = {}
         for name, (offset, unit) in self._attributes.items():
-            value = getattr(self, offset) * getattr(self, f"{offset}_pace").speed
+            value = getattr(self, offset)
             for plate, dim in self._dims[name].items():
                 if plate in indices:
                     value = value.index_select(dim - 2, indices[plate].to(value.device))

@@ -144,8 +144,8 @@ class SteppedMLP(nn.Module):
 
     def quicken(self) -> None:
         """Adapts the speed of the output layer's weights, after a step of the optimizer; see `Pace`."""
-        if self.pace is not None and self.pace.adapt(self.output):
-            self._output_scale = None
+        if self.pace is not None:
+            self.pace.adapt(self.output)
 
     def is_trained(self) -> bool:
         """Whether rows depend on anything."""
@@ -179,8 +179,7 @@ class SteppedMLP(nn.Module):
             mask, rows = self._buffers["output_mask"], self._rows
             assert mask is not None
             units, bias = (torch.cat((part, part.new_ones(1)))[rows] for part in (self.units, self.bias_units))
-            scale = torch.cat((mask[..., :-1] * units[..., None], mask[..., -1:] * bias[..., None]), -1)
-            self._output_scale = scale if self.pace is None else scale * self.pace.speed
+            self._output_scale = torch.cat((mask[..., :-1] * units[..., None], mask[..., -1:] * bias[..., None]), -1)
         return self._output_scale
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
