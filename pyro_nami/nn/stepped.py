@@ -17,6 +17,7 @@ from pyro_nami.nn.pace import Pace
 
 __all__ = ["Activation", "Base", "SteppedMLP", "check_advance", "concatenated", "expand_batch", "flatten", "shares"]
 
+_MOST_PACED = 200_000  # weights of an output layer; of larger ones only the biases have speeds, for their time
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -105,7 +106,8 @@ class SteppedMLP(nn.Module):
             plain = name != "output" and bool((multiplier == 1).all())
             self.register_buffer(f"{name}_mask", None if plain else multiplier, persistent=False)
         self.register_buffer("_output_scale", None, persistent=False)
-        self.pace = Pace(self.output) if paced else None
+        self._paced = slice(None) if self.output.numel() <= _MOST_PACED else slice(-1, None)
+        self.pace = Pace(self.output[..., self._paced]) if paced else None
         self.reset_parameters()
 
     def set_units(self, units: Tensor | None = None, bias_units: Tensor | None = None) -> None:
@@ -145,7 +147,7 @@ class SteppedMLP(nn.Module):
     def quicken(self) -> None:
         """Adapts the speed of the output layer's weights, after a step of the optimizer; see `Pace`."""
         if self.pace is not None:
-            self.pace.adapt(self.output)
+            self.pace.adapt(self.output.detach()[..., self._paced])
 
     def is_trained(self) -> bool:
         """Whether rows depend on anything."""
