@@ -70,6 +70,7 @@ class Pace(nn.Module):
     def restart(self) -> None:
         """Forgets where the parameters were, as something else than the optimizer has moved them."""
         self._steps = 0
+        self._moved.zero_()
 
     def get_extra_state(self) -> int:
         """Returns the number of steps so far."""

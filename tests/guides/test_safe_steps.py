@@ -87,6 +87,31 @@ def test_training_ends_no_worse_than_auto_normal(rate):
     assert found[AutoNaMIGuide] > found[AutoNormal] - 0.3  # three standard errors
 
 
+@pytest.mark.parametrize("rate", [0.003, 0.1])
+def test_a_rate_far_from_the_best_still_finds_the_posterior(rate):
+    """150 steps of 0.003 are a way of 0.45, and the log scale starts 2.0 off."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+
+    def model(y):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(z, 2.0), obs=y)
+
+    y = torch.tensor([1.0, 2.0, 4.0])
+    guide = AutoNaMIGuide(model, conjugate=False)
+    svi = SVI(model, guide, Adam({"lr": rate}), Trace_ELBO())
+    for _ in range(150):
+        svi.step(y)
+    precision = 1 + 3 / 4
+    exact = dist.Normal(7 / 4 / precision, precision**-0.5)
+    with torch.no_grad():
+        found = poutine.trace(guide).get_trace(y).nodes["z"]["fn"]
+        draws = found.expand((4000,)).sample()
+        gap = (found.log_prob(draws) - exact.log_prob(draws)).mean()
+    assert gap < 0.1
+
+
 def test_a_global_factor_does_not_learn_from_data_that_never_change():
     """Its constants do; what would read the data is as it was, and gets no gradient."""
     pyro.clear_param_store()
