@@ -3,7 +3,7 @@
 At a low rate most of a training is the way from where a factor starts to where it belongs, at a high one the noise in
 the end. After a step of the optimizer a parameter is therefore taken further along it, or some of the way back, by its
 *speed*: 16 at most while steps agree in their direction, and no further than steps of 0.05; a tenth at least where they
-do not, and no less far than steps of 0.001. Nothing else knows of speeds: gradients, and what an optimizer has gathered
+do not, and no less far than steps of 0.002. Nothing else knows of speeds: gradients, and what an optimizer has gathered
 of them, stay what they are. Change this module to train faster or more steadily.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["Pace"]
 _EVERY = 4  # steps between two looks
 _SHARE = 0.06  # of the latest look in the averages
 _SLOWEST, _FASTEST = 0.1, 16.0
-_SHORTEST, _LONGEST = 0.001, 0.05  # step that a speed leads to
+_SHORTEST, _LONGEST = 0.002, 0.05  # step that a speed leads to
 _GROWTH = 1.25  # of a speed between two looks, at most
 
 
@@ -64,7 +64,7 @@ class Pace(nn.Module):
         length = self._length.clamp(min=1e-30)
         lead = 2 * (self._drift.abs() / length).clamp(max=1.0) - 1
         fastest, slowest = (_LONGEST / length).clamp(1.0, _FASTEST), (_SHORTEST / length).clamp(_SLOWEST, 1.0)
-        wanted = (1 + (fastest - 1) * lead.clamp(min=0.0).square()) * slowest ** (-2 * lead).clamp(0.0, 1.0)
+        wanted = (1 + (fastest - 1) * lead.clamp(min=0.0).square()) * slowest ** (-lead).clamp(min=0.0)
         self.speed.copy_(wanted.clamp(self.speed / _GROWTH, self.speed * _GROWTH))
 
     def restart(self) -> None:
