@@ -172,7 +172,8 @@ class NetworkState:
         x = concatenate(parts) if parts else self._network.no_columns()
         rows, self._states[index] = state.advance(self._inputs(index, begin, stop, x), stop)
         if self._learning and not self._hooked and rows.requires_grad:
-            rows.register_hook(self._learn)
+            # Bound to no state, as a graph that holds what holds the graph is never freed.
+            rows.register_hook(functools.partial(_learn, network=self._network, passed=self._passed))
             self._hooked = True
         keys, sizes = group.row_blocks(begin, stop)
         for key, part in zip(keys, rows.split(sizes, -1) if len(sizes) > 1 else [rows]):
@@ -210,13 +211,6 @@ class NetworkState:
         x = concatenate(parts) if parts else self._network.no_columns()
         return self._inputs(index, 0, len(group.steps), x)
 
-    def _learn(self, gradient: Tensor) -> None:
-        """Learns from this pass, as a hook of what its networks returned."""
-        if self._passed is not None:
-            self._network.learn(self._passed)
-            self._passed = None
-        self._network.count_pass()
-
     def settle(self) -> None:
         """Centers the inputs that are data on those of this call, all of which must be known."""
         for group, running in zip(self._network.groups, self._network.running):
@@ -235,6 +229,15 @@ class NetworkState:
             return self._network.center(group, column)
         value = self._sources.value(source)
         return value if last - first == value.shape[-1] else value[..., first:last]
+
+
+def _learn(gradient: Tensor, network: InverseNetwork, passed: Passed | None) -> None:
+    """Learns from a pass, once, as a hook of what its networks returned."""
+    if passed is not None:
+        network.learn(passed)
+        passed.inputs.clear()
+        passed.innovations.clear()
+    network.count_pass()
 
 
 class ElementConditionals:

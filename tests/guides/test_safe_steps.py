@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pyro
 import pyro.distributions as dist
@@ -15,6 +16,7 @@ from pyro.infer.autoguide import AutoNormal
 from pyro.optim import Adam
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation
+from pyro_nami.guides.network_state import NetworkState
 
 RATE = 0.01
 
@@ -110,6 +112,17 @@ def test_a_rate_far_from_the_best_still_finds_the_posterior(rate):
         draws = found.expand((4000,)).sample()
         gap = (found.log_prob(draws) - exact.log_prob(draws)).mean()
     assert gap < 0.1
+
+
+def test_a_pass_is_freed_once_it_is_trained_on():
+    """A graph whose hook holds what holds the graph stays for good, which no garbage collector sees."""
+    model, y = regression(4, 6)
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": RATE}), Trace_ELBO())
+    for _ in range(20):
+        svi.step(y)
+    gc.collect()
+    assert sum(isinstance(thing, NetworkState) for thing in gc.get_objects()) <= 2
 
 
 def test_a_global_factor_does_not_learn_from_data_that_never_change():
