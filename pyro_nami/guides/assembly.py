@@ -16,9 +16,11 @@ import pyro
 import torch
 from pyro import poutine
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_nami.conditioning import Plates, Read, Source, covariates_of, nodes_of, plan_sources
 from pyro_nami.covariates import Column
+from pyro_nami.distributions.bijections import peel_support, support_of
 from pyro_nami.extraction import Extraction, extract, is_blocked
 from pyro_nami.families import Family, NormalFamily, features_of, make_family
 from pyro_nami.graph import Inverse
@@ -331,12 +333,16 @@ class _Assembler:
     def _anchored(self, families: Mapping[str, Family], inverse: Inverse) -> frozenset[str]:
         """Returns the latents whose prior the guide knows when it draws them: a function of what their factor reads.
 
-        An inverse that drops an edge of the model (mean field) shall not get it back by the anchor.
+        An inverse that drops an edge of the model (mean field) shall not get it back by the anchor. In a guide that is
+        trained on data a prior that nothing moves is none if it is bounded: most of its spread in unconstrained space
+        may be one tail, and scales in units of it would be noise at rates that suit Pyro's guides.
         """
         given = frozenset(self.net.observed)
 
         def known(name: str) -> bool:
-            return given.union(inverse.parents[name]).issuperset(self.net.graph.predecessors(name))
+            parents = frozenset(self.net.graph.predecessors(name))
+            real = peel_support(support_of(self.nodes[name]["fn"]))[0] is constraints.real
+            return (self.options.simulated or real or bool(parents)) and parents <= given.union(inverse.parents[name])
 
         return frozenset(
             name

@@ -30,7 +30,7 @@ __all__ = ["InverseNetwork", "Passed", "as_pyro_module"]
 _MOST_EVIDENCE_INPUTS, _MOST_EVIDENCE_ROWS = 128, 8192
 # What weights are divided beyond: where a guide is compiled on simulations, and where it is trained on data as Pyro's
 # own guides are, at the rates that suit these.
-_COMPILED, _TRAINED, _TRAINED_DATA = Base(32.0, 64.0, 8.0), Base(1.0, 8.0, 0.25, paced=True), 1.0
+_COMPILED, _TRAINED = Base(32.0, 64.0, 8.0), Base(0.25, 8.0, 0.25, paced=True)
 _SHAPE_UNIT = 0.1  # of rows that are no locations: how scales move with other latents matters less, and is noisier
 _LEAST_SCALE, _LEAST_POOLED_SCALE = 1e-6, 0.1  # of an input, in units of its spread at the first call
 _ModuleList: Any = PyroModule[nn.ModuleList]  # made by Pyro's metaclass, which type checkers do not follow
@@ -121,12 +121,9 @@ class InverseNetwork(PyroModule):
             Group([f for f in factors if f.batch == batch], position, self._source_size) for batch in batches
         ]
         self.group_of = {row.name: i for i, group in enumerate(self.groups) for row in group.factors}
-        bases = [self._base(group, factory) for group in self.groups]
+        base = _COMPILED if simulated else _TRAINED
         self.networks = _ModuleList(
-            [
-                group.build(hidden_features, shared, skip, activation, base, factory)
-                for group, base in zip(self.groups, bases)
-            ]
+            [group.build(hidden_features, shared, skip, activation, base, factory) for group in self.groups]
         )
         self._find_still_read()
         self.inputs = _ModuleList([self._running(group, factory) for group in self.groups])
@@ -210,17 +207,6 @@ class InverseNetwork(PyroModule):
         """Whether a source is made of data alone."""
         return self.latents.isdisjoint(nodes_of(source))
 
-    def _base(self, group: Group, factory: dict) -> Base:
-        """Returns what the weights of a group's network are divided beyond, input by input."""
-        if self.simulated:
-            return _COMPILED
-        widths = [
-            _TRAINED_DATA if self.is_data(source) else _TRAINED.inputs
-            for source, first, last in group.all_columns
-            for _ in range(first, last)
-        ]
-        return _TRAINED._replace(inputs=torch.tensor(widths, device=factory.get("device")))
-
     def _running(self, group: Group, factory: dict) -> Running:
         """Returns how a group's inputs are standardized as training goes on: data not at all, latents wholly."""
         floor, follows = [], []
@@ -256,6 +242,7 @@ class InverseNetwork(PyroModule):
         self.varied = True
         for network in self.parts[0]:
             network.rebase(_COMPILED)
+            network.set_common(torch.zeros_like(network.units, dtype=torch.bool))  # offsets go
 
     def get_extra_state(self) -> list[int]:
         """Returns whether the data varied in training, and whether speeds are to be looked at."""
@@ -293,6 +280,11 @@ class InverseNetwork(PyroModule):
             for locations, row in zip(self._locations[name], units[name]):
                 row[list(factor.locations)] = network.bias_units[locations]
         self.offsets = Offsets(shapes, units, self.nesting)
+        for group, network in zip(self.groups, self.parts[0]):
+            common = torch.zeros_like(network.units, dtype=torch.bool)
+            for name, rows in group.rows_of(lambda factor: range(factor.num_params)).items():
+                common[torch.tensor(rows)] = name in shapes
+            network.set_common(common)
 
     def set_units(self, name: Hashable, scale: float, anchor: Tensor) -> None:
         """Sets the units of a factor's locations: of its bias, those of unconstrained space; else its first scale.

@@ -118,13 +118,12 @@ class MaskedMLP(SteppedMLP):
         self._add_layers(shapes, masks, rows, base.paced, device=device, dtype=dtype)
 
     def _multipliers(self, masks: Sequence[Tensor], base: Base) -> list[Tensor]:
-        inputs = base.inputs.to(masks[0].device) if isinstance(base.inputs, Tensor) else base.inputs
         *hidden, output = (mask[:, :-1] != 0 for mask in masks)
-        widths = [inputs, *[base.hidden] * len(hidden)]
+        widths = [base.inputs, *[base.hidden] * len(hidden)]
         parts = [shares(mask, width) for mask, width in zip(hidden, widths)]
         units, direct = output[:, : self._units], output[:, self._units :]
         rows = [shares(units, base.output)] if hidden else []
-        rows += [shares(direct, inputs)] if direct.shape[1] else []
+        rows += [shares(direct, base.inputs)] if direct.shape[1] else []
         parts.append(torch.cat(rows, 1) if rows else units.float())
         return [F.pad(part, (0, 1), value=1.0) for part in parts]
 

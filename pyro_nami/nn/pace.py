@@ -3,8 +3,10 @@
 At a low rate most of a training is the way from where a factor starts to where it belongs, at a high one the noise in
 the end. After a step of the optimizer a parameter is therefore taken further along it, or some of the way back, by its
 *speed*: 16 at most while steps agree in their direction, and no further than steps of 0.05; a tenth at least where they
-do not, and no less far than steps of 0.002. Nothing else knows of speeds: gradients, and what an optimizer has gathered
-of them, stay what they are. Change this module to train faster or more steadily.
+do not, and no less far than steps of 0.002. A parameter that others are added to, one by one, goes as far as they leave
+of such a step, and only where its own steps agree: two that move alike would else take twice the optimizer's step.
+Nothing else knows of speeds: gradients, and what an optimizer has gathered of them, stay what they are. Change this
+module to train faster or more steadily.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ _SHARE = 0.06  # of the latest look in the averages
 _SLOWEST, _FASTEST = 0.1, 16.0
 _SHORTEST, _LONGEST = 0.002, 0.05  # step that a speed leads to
 _GROWTH = 1.25  # of a speed between two looks, at most
+_COMMON, _LEAST_COMMON = 0.3, 0.01  # speed of a parameter that others are added to: at first, and at least
 
 
 class Pace(nn.Module):
@@ -32,6 +35,7 @@ class Pace(nn.Module):
     """
 
     speed: Tensor
+    _common: Tensor
     _drift: Tensor
     _length: Tensor
     _moved: Tensor
@@ -42,7 +46,13 @@ class Pace(nn.Module):
         self.register_buffer("speed", torch.ones_like(like))
         for name in ("_drift", "_length", "_moved", "_last"):
             self.register_buffer(name, torch.zeros_like(like))
+        self.register_buffer("_common", torch.zeros_like(like, dtype=torch.bool), persistent=False)
         self._steps = 0
+
+    def set_common(self, common: Tensor) -> None:
+        """Says to which parameters others are added, one by one, that have speeds as well; a boolean tensor."""
+        self._common.copy_(common)
+        self.speed.masked_fill_(common, _COMMON)
 
     @torch.no_grad()
     def adapt(self, parameter: Tensor) -> None:
@@ -63,8 +73,11 @@ class Pace(nn.Module):
         self._length.lerp_(step.abs(), share)
         length = self._length.clamp(min=1e-30)
         lead = 2 * (self._drift.abs() / length).clamp(max=1.0) - 1
-        fastest, slowest = (_LONGEST / length).clamp(1.0, _FASTEST), (_SHORTEST / length).clamp(_SLOWEST, 1.0)
-        wanted = (1 + (fastest - 1) * lead.clamp(min=0.0).square()) * slowest ** (-lead).clamp(min=0.0)
+        others = self._common.to(step)
+        fastest = torch.maximum(_LONGEST / length - others, 1 - others).clamp(max=_FASTEST)
+        slowest = (_SHORTEST / length).clamp(_SLOWEST, 1.0)
+        wanted = torch.lerp(1 - others, fastest, lead.clamp(min=0.0).square()) * slowest ** (-lead).clamp(min=0.0)
+        wanted = wanted.clamp(min=_LEAST_COMMON)
         self.speed.copy_(wanted.clamp(self.speed / _GROWTH, self.speed * _GROWTH))
 
     def restart(self) -> None:

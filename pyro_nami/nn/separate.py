@@ -111,15 +111,11 @@ class SeparateMLP(SteppedMLP):
 
     def _multipliers(self, masks: Sequence[Tensor], base: Base) -> list[Tensor]:
         *hidden, output = (mask != 0 for mask in masks)
-        inputs = base.inputs
-        if isinstance(inputs, Tensor):
-            gather = self._gather.view(len(output), -1)[:, :-1]
-            inputs = F.pad(inputs.to(gather.device), (1, 0), value=1.0)[gather].unsqueeze(-2)
-        widths = [inputs, *[base.hidden] * len(hidden)]
+        widths = [base.inputs, *[base.hidden] * len(hidden)]
         parts = [self._shared(mask, width) for mask, width in zip(hidden, widths)]
         units, direct = output[..., : self._units], output[..., self._units :]
         rows = [shares(units, base.output)] if self._units else []
-        rows.append(self._shared(direct, inputs) if direct.shape[-1] > 1 else direct.float())
+        rows.append(self._shared(direct, base.inputs) if direct.shape[-1] > 1 else direct.float())
         return [*parts, torch.cat(rows, -1)]
 
     def direct_mask(self) -> Tensor:
@@ -139,7 +135,7 @@ class SeparateMLP(SteppedMLP):
         return list(range(self.out_features)) if self._positions is None else self._positions.tolist()
 
     @staticmethod
-    def _shared(mask: Tensor, base: Tensor | float) -> Tensor:
+    def _shared(mask: Tensor, base: float) -> Tensor:
         """Returns the multipliers of a layer whose last column is the bias."""
         return torch.cat((shares(mask[..., :-1], base), mask[..., -1:].float()), -1)
 

@@ -29,13 +29,13 @@ class Base(NamedTuple):
     parametrization, Yang et al. 2022, "Tensor Programs V", with a base width).
 
     Attributes:
-        inputs: of each input, ``(inputs,)``; those with the same base are counted together. A number for all alike.
+        inputs: of a layer that reads inputs.
         hidden: of hidden units, as inputs of further hidden layers.
         output: of hidden units, as inputs of rows.
         paced: whether the output layer's weights have speeds, see `Pace`.
     """
 
-    inputs: Tensor | float = math.inf
+    inputs: float = math.inf
     hidden: float = math.inf
     output: float = math.inf
     paced: bool = False
@@ -149,6 +149,13 @@ class SteppedMLP(nn.Module):
         if self.pace is not None:
             self.pace.adapt(self.output.detach()[..., self._paced])
 
+    def set_common(self, rows: Tensor) -> None:
+        """Says to which rows others add something of their own for each instance, ``(outputs,)``; see `Pace`."""
+        if self.pace is not None:
+            common = torch.zeros_like(self.output, dtype=torch.bool)
+            common[..., -1] = torch.cat((rows, rows.new_zeros(1)))[self._rows]
+            self.pace.set_common(common[..., self._paced])
+
     def is_trained(self) -> bool:
         """Whether rows depend on anything."""
         return bool((self.output[..., :-1] != 0).any())
@@ -227,16 +234,10 @@ class SteppedMLP(nn.Module):
         return weights
 
 
-def shares(mask: Tensor, base: Tensor | float) -> Tensor:
+def shares(mask: Tensor, base: float) -> Tensor:
     """Returns what a layer's weights are multiplied by, of the shape of its mask ``(*rows, inputs)``; see `Base`."""
     kept = mask.to(torch.get_default_dtype())
-    if not isinstance(base, Tensor):
-        return kept / (kept.sum(-1, keepdim=True) / base).clamp(min=1)
-    divided = torch.zeros_like(kept)
-    for each in base.unique().tolist():
-        alike = kept * (base == each)
-        divided = divided + alike / (alike.sum(-1, keepdim=True) / each).clamp(min=1)
-    return divided
+    return kept / (kept.sum(-1, keepdim=True) / base).clamp(min=1)
 
 
 def flatten(x: Tensor, batch_shape: torch.Size) -> tuple[torch.Size, Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import gc
 
 import pyro
@@ -87,6 +89,30 @@ def test_training_ends_no_worse_than_auto_normal(rate):
         elbo = Trace_ELBO(num_particles=500, vectorize_particles=True, max_plate_nesting=1)
         found[kind] = -elbo.loss(model, guide, y)
     assert found[AutoNaMIGuide] > found[AutoNormal] - 0.3  # three standard errors
+
+
+@pytest.mark.parametrize("plate", [0, 20])
+def test_at_a_high_rate_a_bounded_latent_moves_as_auto_normals(plate):
+    """The width of its prior, and what its instances have in common, must not make another rate of this one."""
+
+    def model():
+        with pyro.plate("rows", plate) if plate else contextlib.nullcontext():
+            z = pyro.sample("z", dist.Beta(0.01, 0.01))
+            pyro.sample("y", dist.Bernoulli(z), obs=torch.ones((plate,) if plate else ()))
+
+    found = {}
+    for kind in (AutoNormal, functools.partial(AutoNaMIGuide, conjugate=False, families="normal")):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = kind(model)
+        svi = SVI(model, guide, Adam({"lr": 0.05}), Trace_ELBO())
+        for _ in range(100):
+            svi.step()
+        with torch.no_grad():
+            draws = torch.stack([guide()["z"] for _ in range(500)]).logit()
+        found[kind] = torch.stack((draws.mean(0).mean(), draws.std(0).mean()))
+    normal, ours = found.values()
+    assert ours.tolist() == pytest.approx(normal.tolist(), rel=0.4)
 
 
 @pytest.mark.parametrize("rate", [0.003, 0.1])

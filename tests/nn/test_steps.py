@@ -45,7 +45,7 @@ def test_another_base_leaves_the_function_as_it_is(build):
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter)
     before = mlp(x)
-    mlp.rebase(Base(torch.tensor([1.0, 3.0]).repeat(15), 8.0, 16.0))
+    mlp.rebase(Base(3.0, 8.0, 16.0))
     torch.testing.assert_close(mlp(x), before)
 
 
@@ -85,6 +85,19 @@ def test_a_pace_makes_no_step_longer_than_five_hundredths_by_itself():
         pace.adapt(value)
         assert (value - before).abs() <= 0.0501
     assert 0.02 * pace.speed.item() <= 0.05 * 1.0001
+
+
+@pytest.mark.parametrize("step, low, high", [(0.05, 0.0, 0.001), (0.01, 0.03, 0.041), (0.001, 0.014, 0.0161)])
+def test_a_parameter_that_others_are_added_to_goes_as_far_as_they_leave_of_a_step(step, low, high):
+    pace, value = Pace(torch.zeros(2)), torch.zeros(2)
+    pace.set_common(torch.tensor([True, False]))
+    for _ in range(200):
+        before = value.clone()
+        value += step
+        pace.adapt(value)
+    moved = value - before
+    assert low <= moved[0] <= high
+    assert moved[1] == pytest.approx(min(0.05, 16 * step), rel=1e-3)
 
 
 def test_running_inputs_are_standard_and_those_that_do_not_follow_stay():
