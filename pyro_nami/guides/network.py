@@ -30,7 +30,7 @@ __all__ = ["InverseNetwork", "Passed", "as_pyro_module"]
 _MOST_EVIDENCE_INPUTS, _MOST_EVIDENCE_ROWS = 128, 8192
 # What weights are divided beyond: where a guide is compiled on simulations, and where it is trained on data as Pyro's
 # own guides are, at the rates that suit these.
-_COMPILED, _TRAINED = Base(32.0, 64.0, 8.0), Base(0.25, 8.0, 0.25, paced=True)
+_COMPILED, _TRAINED = Base(32.0, 64.0, 8.0), Base(1.0, 8.0, 0.25, paced=True)
 _SHAPE_UNIT = 0.1  # of rows that are no locations: how scales move with other latents matters less, and is noisier
 _LEAST_SCALE, _LEAST_POOLED_SCALE = 1e-6, 0.1  # of an input, in units of its spread at the first call
 _ModuleList: Any = PyroModule[nn.ModuleList]  # made by Pyro's metaclass, which type checkers do not follow
