@@ -27,7 +27,7 @@ __all__ = ["Probe", "Record", "Run", "equal", "redraw", "redraw_part", "redraw_r
 
 # What log_prob raises for a transform that knows the inverse of its own draws only.
 _NO_DENSITY = (NotImplementedError, KeyError)
-# Draws per run that fails at the changed values (a matrix that is not positive definite, say).
+# Draws per run that fails at these values (a matrix that is not positive definite, say).
 _RETRIES = 3
 # Draws to find a value that differs, where the support cannot be enumerated (a Poisson of low rate).
 _REDRAWS = 20
@@ -144,8 +144,14 @@ class Probe:
         self, model: Callable, args: tuple, kwargs: dict, init: Callable[[dict], Tensor] | None
     ) -> None:
         self.model, self.args, self.kwargs, self.runs = model, args, kwargs, 0
-        first = Run({}, partial(_first_value, init=init))
-        self.trace = poutine.trace(first(model)).get_trace(*args, **kwargs)
+        for retries in reversed(range(_RETRIES + 1)):
+            first = Run({}, partial(_first_value, init=init, drawn=retries > 0))
+            try:
+                self.trace = poutine.trace(first(model)).get_trace(*args, **kwargs)
+                break
+            except Exception:  # at draws far out, say, which a model need not be written for
+                if not retries:
+                    raise
         for node in self.trace.nodes.values():
             if node["type"] == "sample" and isinstance(node["value"], Tensor):
                 node["value"] = node["value"].detach()
@@ -304,11 +310,11 @@ def _parameters(value: Any) -> list[Any]:
     return [value] if isinstance(value, (Tensor, int, float)) else []
 
 
-def _first_value(msg: Any, init: Callable[[dict], Tensor] | None) -> Any:
-    """A draw for a latent that has no value yet, from ``init`` where its distribution cannot be sampled."""
+def _first_value(msg: Any, init: Callable[[dict], Tensor] | None, drawn: bool) -> Any:
+    """A value for a latent that has none yet: a draw, or if not ``drawn``, or none can be, that of ``init``."""
     if msg["is_observed"] or msg["value"] is not None or site_is_subsample(msg):
         return None
-    value = _sample(msg["fn"])
+    value = _sample(msg["fn"]) if drawn or init is None else None
     if value is None:
         value = _draw(msg["fn"]) if init is None else init(msg)
     if value is None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import pyro
 import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _DIM_ALLOCATOR
@@ -118,13 +117,11 @@ def own_dims() -> Iterator[None]:
 
 
 def prior_draws(model: Callable, args: tuple, kwargs: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:
-    """Returns up to ``count`` joint draws of all sites, observed ones as well; fewer where a site cannot be drawn."""
+    """Returns up to ``count`` joint draws of all sites, observed ones as well; fewer where the model fails at some."""
     draws = []
-    with torch.no_grad(), pyro.validation_enabled(False):
+    with torch.no_grad():
         for _ in range(count):
-            try:
+            with suppress(Exception):  # an improper prior, say, or whatever a model does at values far out
                 sites = Hidden({}, simulated=True).run(model, args, kwargs)
-            except (NotImplementedError, RuntimeError, ValueError):
-                break  # an improper prior, or a likelihood that cannot be simulated
-            draws.append({name: site["value"] for name, site in sites.items()})
+                draws.append({name: site["value"] for name, site in sites.items()})
     return draws

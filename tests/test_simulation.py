@@ -43,12 +43,22 @@ def test_plates_take_their_own_dims_inside_others():
     assert sites["b"]["value"].shape == (3,)
 
 
-def test_draws_stop_where_a_site_cannot_be_drawn():
+def test_there_are_no_draws_where_a_site_cannot_be_drawn():
     def improper():
         pyro.sample("z", dist.ImproperUniform(dist.constraints.real, (), ()))
 
     assert prior_draws(improper, (), {}, 4) == []
     assert len(prior_draws(model, (torch.zeros(3),), {}, 4)) == 4
+
+
+def test_draws_at_which_the_model_fails_are_left_out():
+    def failing():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.factor("f", (1e3 * z.clamp(min=0.0)).exp() * 0.0)
+
+    pyro.set_rng_seed(0)
+    draws = prior_draws(failing, (), {}, 40)
+    assert 5 < len(draws) < 35 and all(draw["z"] < 0.1 for draw in draws)
 
 
 def test_a_reference_value_of_another_event_shape_names_the_site():

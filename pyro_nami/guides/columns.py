@@ -67,16 +67,18 @@ class CovariateFinder(NamedTuple):
         explained: dict[str, ColumnSearch] = {}
         leaves = tree_leaves((self.args, self.kwargs))
         draws = list(self.draws)
-        while len(references) < _MOST_COVARIATES:
-            if len(references) == len(draws):
-                draws += prior_draws(self.model, self.args, self.kwargs, PRIOR_DRAWS)
-            if len(references) == len(draws):
+        for _ in range(_MOST_COVARIATES):
+            draws = draws or prior_draws(self.model, self.args, self.kwargs, PRIOR_DRAWS)
+            if not draws:
                 break
-            drawn = draws[len(references)]
+            drawn = draws.pop(0)
             draw = {n: first_instance(drawn[n], self.nodes[n]) for n in self.net.sites if n in self.nodes}
+            try:
+                sites = self.run(draw)
+            except Exception:  # noqa: BLE001  likewise: all instances are alike here
+                continue
+            number = len(references)
             references.append(draw)
-            sites = self.run(draw)
-            number = len(references) - 1
             found = [search.add(number, sites[name]) for name, search in searches.items()]
             if number == _FEW_DRAWS:
                 searches = {

@@ -359,6 +359,23 @@ def linear_chain(y):
     pyro.sample("y", dist.LinearHMM(initial, matrix, step, matrix, noise, duration=len(y)), obs=y)
 
 
+def overflowing(y):
+    """A factor that is NaN far out in the prior."""
+    shape = pyro.sample("shape", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(y)):
+        pyro.factor("censored", -(1e4 * (shape - 0.4).clamp(min=0.0)).exp() * (y > 9.0))
+        pyro.sample("y", dist.Normal(shape * y.abs(), 1.0), obs=y)
+
+
+def strict(y):
+    """An error of the model's own there, at every draw."""
+    shape = pyro.sample("shape", dist.Normal(torch.zeros(40), 1.0).to_event(1))
+    if shape.abs().max() > 0.8:
+        raise ArithmeticError("too large a shape")
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(shape.sum() * y.abs(), 1.0), obs=y)
+
+
 class Drift(ForecastingModel):
     def model(self, zero_data, covariates):
         scale = pyro.sample("scale", dist.LogNormal(-2.0, 1.0)).unsqueeze(-1)
@@ -438,6 +455,8 @@ PROGRAMS = {
         [(PAIRS,)] * 2,
     ),
     "forecast": Program(Drift(), [(NUMBERS.unsqueeze(-1), torch.zeros(8, 0))] * 2),
+    "overflowing": Program(overflowing, [(NUMBERS,)] * 2),
+    "strict": Program(strict, [(NUMBERS,)] * 2),
 }
 
 
