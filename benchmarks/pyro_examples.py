@@ -239,49 +239,51 @@ def show(row: Row, rows: Sequence[Row]) -> None:
 def verdicts(rows: Sequence[Row]) -> list[dict]:
     """Per example and rate: is our ELBO at least the baseline's, and that of Pyro's best guide?"""
     settings = dict.fromkeys((row.example, row.rate) for row in rows if row.guide == OURS)
-    return [verdict(example, rate, rows) for example, rate in settings]
+    return [verdict([row for row in rows if (row.example, row.rate) == setting]) for setting in settings]
 
 
-def pooled(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """The mean ELBO over seeds and its standard error, None where a seed has none."""
-    elbos = [row.elbo for row in rows if row.elbo is not None]
-    if not rows or len(elbos) < len(rows):
-        return None
-    if len(rows) == 1:
-        return elbos[0], rows[0].error or 0.0
-    return statistics.fmean(elbos), statistics.stdev(elbos) / len(elbos) ** 0.5
+def gap(ours: Sequence[Row], others: Sequence[Row]) -> tuple[float, float] | None:
+    """What our ELBO is over another guide's, on average over the seeds that this has one for; and the noise of that.
 
-
-def verdict(example: str, rate: float, rows: Sequence[Row]) -> dict:
-    """Means over seeds: ours against the baseline's, less 0.05 nats or 0.1%, and both against the noise.
-
-    Noise is two standard errors of a difference: over seeds, or over draws where there is one seed. None where the
-    other guides have no ELBO; False where only ours has none.
+    Noise is two standard errors: of the difference over seeds, which share the data and a model's own networks, or of
+    both estimates where there is one seed. None where the other guide has no ELBO; minus infinity where only ours has
+    none.
     """
-    here = [row for row in rows if (row.example, row.rate) == (example, rate)]
-    scores = {guide: pooled([row for row in here if row.guide == guide]) for guide in {row.guide for row in here}}
-    ours = scores.pop(OURS)
-    others = {guide: score for guide, score in scores.items() if score is not None}
-    base, best = others.get(BASELINE), max(others, key=lambda guide: others[guide][0], default=None)
-    reached, error = ours or (-math.inf, 0.0)
+    by_seed = {row.seed: row for row in ours}
+    pairs = [(by_seed[row.seed], row) for row in others if row.elbo is not None and row.seed in by_seed]
+    if not pairs:
+        return None
+    over = [-math.inf if mine.elbo is None else mine.elbo - row.elbo for mine, row in pairs]
+    if len(pairs) == 1 or -math.inf in over:
+        mine, row = pairs[0]
+        return min(over), 2 * math.hypot(mine.error or 0.0, row.error)
+    return statistics.fmean(over), 2 * statistics.stdev(over) / len(over) ** 0.5
 
-    def over(score: tuple[float, float] | None) -> float | None:
-        return None if score is None or ours is None else reached - score[0]
 
-    def within(score: tuple[float, float] | None) -> bool | None:
-        return None if score is None else reached >= score[0] - 2 * math.hypot(score[1], error)
+def verdict(rows: Sequence[Row]) -> dict:
+    """Of one setting: ours against the baseline, less 0.05 nats or 0.1%, and against all guides, less the noise.
 
+    None where the other guides have no ELBO; False where only ours has none.
+    """
+    by_guide: dict[str, list[Row]] = {}
+    for row in rows:
+        by_guide.setdefault(row.guide, []).append(row)
+    ours = by_guide.pop(OURS)
+    gaps = {guide: found for guide, others in by_guide.items() if (found := gap(ours, others)) is not None}
+    base = gaps.get(BASELINE)
+    best = min(gaps, key=lambda guide: gaps[guide][0], default=None)
+    level = statistics.fmean(row.elbo for row in by_guide[BASELINE] if row.elbo is not None) if base else 0.0
     return {
-        "example": example,
-        "rate": rate,
-        "seeds": sum(row.guide == OURS for row in here),
-        "status": max((row.status for row in here if row.guide == OURS), key=lambda status: status != "finite"),
-        "as_baseline": None if base is None else reached >= base[0] - max(0.05, 1e-3 * abs(base[0])),
-        "within_noise": within(base),
-        "as_best": within(others.get(best)),
-        "over_baseline": over(base),
-        "over_best": over(others.get(best)),
-        "noise": None if base is None else 2 * math.hypot(base[1], error),
+        "example": ours[0].example,
+        "rate": ours[0].rate,
+        "seeds": len(ours),
+        "status": next((row.status for row in ours if row.status != "finite"), "finite"),
+        "as_baseline": None if base is None else base[0] >= -max(0.05, 1e-3 * abs(level)),
+        "within_noise": None if base is None else base[0] >= -max(0.05, 1e-3 * abs(level), base[1]),
+        "as_best": None if best is None else all(over >= -noise for over, noise in gaps.values()),
+        "over_baseline": None if base is None or math.isinf(base[0]) else base[0],
+        "noise": None if base is None else base[1],
+        "over_best": None if best is None or math.isinf(gaps[best][0]) else gaps[best][0],
         "best": best,
     }
 
