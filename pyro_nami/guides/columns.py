@@ -75,7 +75,7 @@ class CovariateFinder(NamedTuple):
             draw = {n: first_instance(drawn[n], self.nodes[n]) for n in self.net.sites if n in self.nodes}
             try:
                 sites = self.run(draw)
-            except Exception:  # noqa: BLE001  likewise: all instances are alike here
+            except Exception:  # noqa: BLE001  a model may fail where all instances are alike
                 continue
             number = len(references)
             references.append(draw)
