@@ -242,7 +242,8 @@ class InverseNetwork(PyroModule):
         self.varied = True
         for network in self.parts[0]:
             network.rebase(_COMPILED)
-            network.set_common(torch.zeros_like(network.units, dtype=torch.bool))  # offsets go
+            for flags in (network.pace.patient, network.pace.shared):
+                flags.zero_()  # offsets go, and weights have to tell the data apart
 
     def get_extra_state(self) -> list[int]:
         """Returns whether the data varied in training, and whether speeds are to be looked at."""
@@ -281,10 +282,10 @@ class InverseNetwork(PyroModule):
                 row[list(factor.locations)] = network.bias_units[locations]
         self.offsets = Offsets(shapes, units, self.nesting)
         for group, network in zip(self.groups, self.parts[0]):
-            common = torch.zeros_like(network.units, dtype=torch.bool)
+            shared = torch.zeros_like(network.units, dtype=torch.bool)
             for name, rows in group.rows_of(lambda factor: range(factor.num_params)).items():
-                common[torch.tensor(rows)] = name in shapes
-            network.set_common(common)
+                shared[torch.tensor(rows)] = name in shapes
+            network.set_shared(shared)
 
     def set_units(self, name: Hashable, scale: float, anchor: Tensor) -> None:
         """Sets the units of a factor's locations: of its bias, those of unconstrained space; else its first scale.

@@ -3,8 +3,9 @@
 At a low rate most of a training is the way from where a factor starts to where it belongs, at a high one the noise in
 the end. After a step of the optimizer a parameter is therefore taken further along it, or some of the way back, by its
 *speed*: 16 at most while steps agree in their direction, and no further than steps of 0.05; a tenth at least where they
-do not, and no less far than steps of 0.002. A parameter that others are added to, one by one, goes as far as they leave
-of such a step, and only where its own steps agree: two that move alike would else take twice the optimizer's step.
+do not, and no less far than steps of 0.002. A *patient* one goes by steps of 0.001 until they agree: weights, as at a
+high rate what a row reads of others is noise for long, and a bias that instances *share*, each adding to it. The latter
+goes no further than what they leave of a step of 0.05: two that move alike would else take twice the optimizer's step.
 Nothing else knows of speeds: gradients, and what an optimizer has gathered of them, stay what they are. Change this
 module to train faster or more steadily.
 """
@@ -19,9 +20,9 @@ __all__ = ["Pace"]
 _EVERY = 4  # steps between two looks
 _SHARE = 0.06  # of the latest look in the averages
 _SLOWEST, _FASTEST = 0.1, 16.0
-_SHORTEST, _LONGEST = 0.002, 0.05  # step that a speed leads to
+_SHORTEST, _LONGEST = 0.002, 0.05  # step that a speed leads to, as all of these a mean of `_EVERY` signed ones
 _GROWTH = 1.25  # of a speed between two looks, at most
-_COMMON, _LEAST_COMMON = 0.3, 0.01  # speed of a parameter that others are added to: at first, and at least
+_REST = 0.001  # step of a patient parameter, at most, while its steps do not agree
 
 
 class Pace(nn.Module):
@@ -32,10 +33,13 @@ class Pace(nn.Module):
 
     Attributes:
         speed: of each parameter, how far it goes in units of the optimizer's step.
+        patient: which of them go by short steps until these agree, boolean; none at first.
+        shared: to which of them others are added, one by one, that have speeds as well; likewise.
     """
 
     speed: Tensor
-    _common: Tensor
+    patient: Tensor
+    shared: Tensor
     _drift: Tensor
     _length: Tensor
     _moved: Tensor
@@ -46,13 +50,9 @@ class Pace(nn.Module):
         self.register_buffer("speed", torch.ones_like(like))
         for name in ("_drift", "_length", "_moved", "_last"):
             self.register_buffer(name, torch.zeros_like(like))
-        self.register_buffer("_common", torch.zeros_like(like, dtype=torch.bool), persistent=False)
+        for name in ("patient", "shared"):
+            self.register_buffer(name, torch.zeros_like(like, dtype=torch.bool), persistent=False)
         self._steps = 0
-
-    def set_common(self, common: Tensor) -> None:
-        """Says to which parameters others are added, one by one, that have speeds as well; a boolean tensor."""
-        self._common.copy_(common)
-        self.speed.masked_fill_(common, _COMMON)
 
     @torch.no_grad()
     def adapt(self, parameter: Tensor) -> None:
@@ -68,16 +68,18 @@ class Pace(nn.Module):
         self._steps += 1
 
     def _look(self, step: Tensor) -> None:
-        share = _SHARE if self._steps > _EVERY else 1.0
+        first = self._steps == _EVERY
+        share = 1.0 if first else _SHARE
         self._drift.lerp_(step, share)
         self._length.lerp_(step.abs(), share)
         length = self._length.clamp(min=1e-30)
         lead = 2 * (self._drift.abs() / length).clamp(max=1.0) - 1
-        others = self._common.to(step)
-        fastest = torch.maximum(_LONGEST / length - others, 1 - others).clamp(max=_FASTEST)
+        rest = torch.where(self.patient | self.shared, (_REST / length).clamp(max=1.0), 1.0)
+        fastest = torch.maximum(_LONGEST / length - self.shared.to(step), rest).clamp(max=_FASTEST)
         slowest = (_SHORTEST / length).clamp(_SLOWEST, 1.0)
-        wanted = torch.lerp(1 - others, fastest, lead.clamp(min=0.0).square()) * slowest ** (-lead).clamp(min=0.0)
-        wanted = wanted.clamp(min=_LEAST_COMMON)
+        wanted = torch.lerp(rest, fastest, lead.clamp(min=0.0).square()) * slowest ** (-lead).clamp(min=0.0)
+        if first:
+            self.speed.clamp_(max=rest)
         self.speed.copy_(wanted.clamp(self.speed / _GROWTH, self.speed * _GROWTH))
 
     def restart(self) -> None:

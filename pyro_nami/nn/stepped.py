@@ -108,6 +108,8 @@ class SteppedMLP(nn.Module):
         self.register_buffer("_output_scale", None, persistent=False)
         self._paced = slice(None) if self.output.numel() <= _MOST_PACED else slice(-1, None)
         self.pace = Pace(self.output[..., self._paced]) if paced else None
+        if self.pace is not None:
+            self.pace.patient[..., :-1] = True
         self.reset_parameters()
 
     def set_units(self, units: Tensor | None = None, bias_units: Tensor | None = None) -> None:
@@ -149,12 +151,10 @@ class SteppedMLP(nn.Module):
         if self.pace is not None:
             self.pace.adapt(self.output.detach()[..., self._paced])
 
-    def set_common(self, rows: Tensor) -> None:
-        """Says to which rows others add something of their own for each instance, ``(outputs,)``; see `Pace`."""
+    def set_shared(self, rows: Tensor) -> None:
+        """Says to which rows each instance adds something of its own, a boolean ``(outputs,)``; see `Pace`."""
         if self.pace is not None:
-            common = torch.zeros_like(self.output, dtype=torch.bool)
-            common[..., -1] = torch.cat((rows, rows.new_zeros(1)))[self._rows]
-            self.pace.set_common(common[..., self._paced])
+            self.pace.shared[..., -1] = torch.cat((rows, rows.new_zeros(1)))[self._rows]
 
     def is_trained(self) -> bool:
         """Whether rows depend on anything."""

@@ -87,10 +87,28 @@ def test_a_pace_makes_no_step_longer_than_five_hundredths_by_itself():
     assert 0.02 * pace.speed.item() <= 0.05 * 1.0001
 
 
-@pytest.mark.parametrize("step, low, high", [(0.05, 0.0, 0.001), (0.01, 0.03, 0.041), (0.001, 0.014, 0.0161)])
-def test_a_parameter_that_others_are_added_to_goes_as_far_as_they_leave_of_a_step(step, low, high):
+@pytest.mark.parametrize("rate", [0.05, 0.01, 0.001])
+@pytest.mark.parametrize("agree", [True, False])
+def test_a_patient_parameter_goes_by_short_steps_until_they_agree(rate, agree):
+    torch.manual_seed(0)
+    pace, value, moved = Pace(torch.zeros(2, 200)), torch.zeros(2, 200), torch.zeros(2)
+    pace.patient[0] = True
+    for number in range(400):
+        before = value.clone()
+        value += rate if agree else rate * (2.0 * torch.randint(0, 2, (200,)) - 1)
+        pace.adapt(value)
+        if number >= 300:
+            moved += (value - before).abs().mean(1) / 100
+    if agree:
+        torch.testing.assert_close(moved, torch.full((2,), min(0.05, 16 * rate)), rtol=1e-3, atol=0)
+    else:
+        assert moved[0] <= min(0.0025, moved[1])  # a step back undoes one forth: four come to about a third of one
+
+
+@pytest.mark.parametrize("step, low, high", [(0.05, 0.0, 0.0011), (0.01, 0.03, 0.041), (0.001, 0.014, 0.0161)])
+def test_a_shared_bias_goes_as_far_as_those_added_to_it_leave_of_a_step(step, low, high):
     pace, value = Pace(torch.zeros(2)), torch.zeros(2)
-    pace.set_common(torch.tensor([True, False]))
+    pace.shared[0] = True
     for _ in range(200):
         before = value.clone()
         value += step
