@@ -244,7 +244,7 @@ class AutoNaMIGuide(PersistentGuide):
             Latent -> value, in model order.
         """
         call = self._begin(args, kwargs)
-        learning = self.training and torch.is_grad_enabled() and not torch._C._get_tracing_state()
+        learning = self.training and torch.is_grad_enabled()
         current = Pass(self._made(), self._start(call, learning=learning), call)
         try:
             if self._assembly.interleaved:

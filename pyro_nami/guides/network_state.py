@@ -42,7 +42,7 @@ def start_pass(
         indices: subsampled plate -> its instances.
     """
     on_data = not network.simulated
-    if learning and on_data:
+    if learning and on_data and not torch._C._get_tracing_state():
         network.quicken()
     return NetworkState(
         network, maps, learning=learning and on_data, constant=constant and on_data, indices=indices or {}
@@ -62,8 +62,9 @@ class NetworkState:
         self._network, self._constant = network, constant
         self._offsets = network.offsets.start(indices) if constant else {}
         self.couplings = network.couplings.start()
-        self._passed = Passed([], {}) if learning and network.running_due() else None
-        self._learning, self._hooked = learning, False
+        traced = torch._C._get_tracing_state() is not None
+        self._passed = Passed([], {}) if learning and not traced and network.running_due() else None
+        self._learning, self._hooked = learning, traced
         self._features: dict[Hashable, Tensor] = {}
         self._data: set[Hashable] = set()
         self._sources = Sources(self._features, network.dims, network.bound_encoders(constant), maps, self._data)
