@@ -177,7 +177,7 @@ class Elimination:
 
     def solve(self, sites: Mapping[str, Any]) -> None:
         """Eliminates the members, last ones first."""
-        whole = bool(torch._C._get_tracing_state())  # a traced tensor's shape is none that autograd can compare
+        whole = torch.jit.is_tracing()  # a traced tensor's shape is none that autograd can compare
         points, _, gradient, precision = self._expansion.quadratic(sites, self._differentiable, whole=whole)
         # What elimination leaves below this is rounding.
         least = [torch.finfo(row[i].dtype).eps * row[i].detach() for i, row in enumerate(precision)]

@@ -324,7 +324,7 @@ class DataReader:
 
         Calls of a new kind are looked at in a run of the model: its sites may be others, and what it observes too.
         """
-        if torch._C._get_tracing_state() and self._slots:
+        if torch.jit.is_tracing() and self._slots:
             return next(reversed(self._slots))
         kind: list[Hashable] = []
         for leaf in leaves:

@@ -42,7 +42,7 @@ def start_pass(
         indices: subsampled plate -> its instances.
     """
     on_data = not network.simulated
-    if learning and on_data and not torch._C._get_tracing_state():
+    if learning and on_data and not torch.jit.is_tracing():
         network.quicken()
     return NetworkState(
         network, maps, learning=learning and on_data, constant=constant and on_data, indices=indices or {}
@@ -62,7 +62,7 @@ class NetworkState:
         self._network, self._constant = network, constant
         self._offsets = network.offsets.start(indices) if constant else {}
         self.couplings = network.couplings.start()
-        traced = torch._C._get_tracing_state() is not None
+        traced = torch.jit.is_tracing()
         self._passed = Passed([], {}) if learning and not traced and network.running_due() else None
         self._learning, self._hooked = learning, traced
         self._features: dict[Hashable, Tensor] = {}

@@ -80,7 +80,7 @@ class Pass:
         self._freedom: dict[str, Tensor] = {}  # how much of its own location each draw of a factor takes
         self._anchors: dict[str, Tensor | None] = {}  # of the latents whose distribution was made
         self._relocation = _relocation(assembly)
-        self._validate = is_validation_enabled() and not torch._C._get_tracing_state()
+        self._validate = is_validation_enabled() and not torch.jit.is_tracing()
 
     def outside(self, fn: TorchDistribution) -> TorchDistribution:
         """Returns a distribution as the handlers outside see it."""

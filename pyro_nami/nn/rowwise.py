@@ -32,10 +32,11 @@ _DERIVATIVES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def applies(x: Tensor, over: Reduction, *, activation: Any = F.silu, heads: int = 1) -> bool:
-    """Whether sums are taken here: many rows of data on a CPU, with nothing in front, by a known activation."""
+    """Whether sums are taken here: many rows of data on a CPU, nothing in front, by a known activation, not in a trace."""
     return (
         isinstance(over, Segments)
         and not x.requires_grad
+        and not torch.jit.is_tracing()
         and x.device.type == "cpu"
         and len(over.index) >= _FEWEST
         and x.numel() == len(over.index) * x.shape[-1]
