@@ -32,7 +32,7 @@ _DERIVATIVES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def applies(x: Tensor, over: Reduction, *, activation: Any = F.silu, heads: int = 1) -> bool:
-    """Whether sums are taken here: many rows of data on a CPU, nothing in front, by a known activation, not in a trace."""
+    """Whether sums are taken here: many rows of data on a CPU, nothing in front, a known activation, not in a trace."""
     return (
         isinstance(over, Segments)
         and not x.requires_grad
