@@ -22,6 +22,7 @@ from torch.distributions import Distribution, Independent, Transform, biject_to
 from torch.distributions.constraints import Constraint
 
 from pyro_nami.provenance import ProvenanceTracker
+from pyro_nami.simulation import widen
 
 __all__ = ["Probe", "Record", "Run", "equal", "redraw", "redraw_part", "redraw_rows", "same"]
 
@@ -87,6 +88,7 @@ class Run(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         if _is_site(msg) or _is_random_subsample(msg):
+            widen(msg)
             value = self.choose(msg)
             self._judged = msg["value"] if msg["is_observed"] else None
             if value is not None:

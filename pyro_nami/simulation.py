@@ -55,6 +55,7 @@ class Hidden(Messenger):
         msg["stop"] = True
         if msg["type"] != "sample":
             return
+        widen(msg)
         name = msg["name"]
         if site_is_subsample(msg):
             if name in self.indices:
@@ -83,6 +84,16 @@ class Hidden(Messenger):
         with own_dims(), self, suppress(AllSeen):
             model(*args, **kwargs)
         return self.sites
+
+
+def widen(msg: Any) -> None:
+    """Gives an observed site the batch shape of its value, which a plate without a size leaves to the data."""
+    fn, value = msg["fn"], msg["value"]
+    unsized = any(frame.vectorized and frame.size < 0 for frame in msg["cond_indep_stack"])
+    if unsized and msg["is_observed"] and isinstance(value, Tensor):
+        shape = torch.broadcast_shapes(fn.batch_shape, value.shape[: value.dim() - fn.event_dim])
+        if shape != fn.batch_shape:
+            msg["fn"] = fn.expand(shape)
 
 
 def is_fixed(site: Any) -> bool:

@@ -11,6 +11,8 @@ from pyro.distributions import Delta, NanMaskedMultivariateNormal, NanMaskedNorm
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 
+from pyro_nami.simulation import widen
+
 __all__ = ["allows_nan", "first_run", "is_latent", "is_passing", "is_transparent", "subsamples"]
 
 
@@ -18,6 +20,7 @@ class _InitContinuous(InitMessenger):
     """Pyro's initialization for the sites that it covers; the others, discrete ones for instance, are sampled."""
 
     def _pyro_sample(self, msg: Any) -> None:
+        widen(msg)
         if not _is_discrete(msg["fn"]):
             with suppress(NotImplementedError):
                 super()._pyro_sample(msg)

@@ -376,6 +376,14 @@ def strict(y):
         pyro.sample("y", dist.Normal(shape.sum() * y.abs(), 1.0), obs=y)
 
 
+def unsized(y):
+    """A plate whose size only the data know."""
+    loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+    scale = pyro.sample("scale", dist.Gamma(2.0, 1.0))
+    with pyro.plate("rows"):
+        pyro.sample("y", dist.StudentT(4.0, loc, scale), obs=y)
+
+
 class Drift(ForecastingModel):
     def model(self, zero_data, covariates):
         scale = pyro.sample("scale", dist.LogNormal(-2.0, 1.0)).unsqueeze(-1)
@@ -457,6 +465,8 @@ PROGRAMS = {
     "forecast": Program(Drift(), [(NUMBERS.unsqueeze(-1), torch.zeros(8, 0))] * 2),
     "overflowing": Program(overflowing, [(NUMBERS,)] * 2),
     "strict": Program(strict, [(NUMBERS,)] * 2),
+    "unsized": Program(unsized, [(NUMBERS,)] * 2),
+    "unsized, of other sizes": Program(unsized, [(NUMBERS,), (NUMBERS[:3],)]),
 }
 
 
