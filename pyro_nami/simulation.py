@@ -87,13 +87,17 @@ class Hidden(Messenger):
 
 
 def widen(msg: Any) -> None:
-    """Gives an observed site the batch shape of its value, which a plate without a size leaves to the data."""
+    """Makes shapes of an observed site whole where Pyro leaves them to broadcasting.
+
+    The batch is its value's in a plate without a size, and a value that lacks event dims is repeated along them.
+    """
     fn, value = msg["fn"], msg["value"]
-    unsized = any(frame.vectorized and frame.size < 0 for frame in msg["cond_indep_stack"])
-    if unsized and msg["is_observed"] and isinstance(value, Tensor):
-        shape = torch.broadcast_shapes(fn.batch_shape, value.shape[: value.dim() - fn.event_dim])
-        if shape != fn.batch_shape:
-            msg["fn"] = fn.expand(shape)
+    if not msg["is_observed"] or not isinstance(value, Tensor):
+        return
+    if any(frame.vectorized and frame.size < 0 for frame in msg["cond_indep_stack"]):
+        msg["fn"] = fn.expand(torch.broadcast_shapes(fn.batch_shape, value.shape[: value.dim() - fn.event_dim]))
+    if value.shape[value.dim() - fn.event_dim :] != fn.event_shape and value.dim() <= fn.event_dim:
+        msg["value"] = value.expand(fn.event_shape)
 
 
 def is_fixed(site: Any) -> bool:

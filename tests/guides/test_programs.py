@@ -384,6 +384,12 @@ def unsized(y):
         pyro.sample("y", dist.StudentT(4.0, loc, scale), obs=y)
 
 
+def repeated(y):
+    """A scalar observed for a vector."""
+    loc = pyro.sample("loc", dist.Gamma(torch.full((3,), 2.0), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(loc, 0.1).to_event(1), obs=y)
+
+
 class Drift(ForecastingModel):
     def model(self, zero_data, covariates):
         scale = pyro.sample("scale", dist.LogNormal(-2.0, 1.0)).unsqueeze(-1)
@@ -465,6 +471,7 @@ PROGRAMS = {
     "forecast": Program(Drift(), [(NUMBERS.unsqueeze(-1), torch.zeros(8, 0))] * 2),
     "overflowing": Program(overflowing, [(NUMBERS,)] * 2),
     "strict": Program(strict, [(NUMBERS,)] * 2),
+    "repeated": Program(repeated, [(torch.tensor(4.0),)] * 2),
     "unsized": Program(unsized, [(NUMBERS,)] * 2),
     "unsized, of other sizes": Program(unsized, [(NUMBERS,), (NUMBERS[:3],)]),
 }
