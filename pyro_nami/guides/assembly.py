@@ -50,7 +50,7 @@ __all__ = ["assemble"]
 
 _POOLED_FEATURES, _POOLING_UNITS = 16, (16,)
 _MOST_OFFSETS = 100_000  # instances of a factor
-_STACK = 8  # frames from a warning here to the call of the guide
+_STACK = 10  # frames from `assemble` to the call of the guide
 _PLENTY = 5  # instances from which an observed site is standardized by its own data
 
 
@@ -145,10 +145,12 @@ class _Assembler:
         net, options = self.net, self.options
         latents = [name for name in net.latent if not net.sites[name].marginalized]
         if not latents and not is_blocked(self.model):
-            raise ValueError(
+            warnings.warn(
                 "Expected a model with at least one latent sample site; got a model with "
-                f"{'observed sites only: ' + ', '.join(map(repr, net.observed)) if net.observed else 'no sites'}. "
-                "If a site shall be inferred, do not pass it a value at the guide's first call, or name it in `blocks`."
+                f"{'observed sites only: ' + ', '.join(map(repr, net.observed)) if net.observed else 'no sites'}, "
+                "for which the guide is empty. If a site shall be inferred, do not pass it a value at the guide's "
+                "first call, or name it in `blocks`.",
+                stacklevel=_STACK,
             )
         inverse = invert(net, options.inverse, options.blocks)
         predictive = frozenset(inverse.predictive) - self.found.hidden_randomness
