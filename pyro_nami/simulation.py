@@ -92,7 +92,7 @@ def widen(msg: Any) -> None:
     The batch is its value's in a plate without a size, and a value that lacks event dims is repeated along them.
     """
     fn, value = msg["fn"], msg["value"]
-    if not msg["is_observed"] or not isinstance(value, Tensor):
+    if site_is_subsample(msg) or not msg["is_observed"] or not isinstance(value, Tensor):
         return
     if any(frame.vectorized and frame.size < 0 for frame in msg["cond_indep_stack"]):
         msg["fn"] = fn.expand(torch.broadcast_shapes(fn.batch_shape, value.shape[: value.dim() - fn.event_dim]))
