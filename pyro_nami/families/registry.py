@@ -40,7 +40,7 @@ def make_family(
 
     Raises:
         NotImplementedError: the site's support or type is not covered.
-        ValueError: an unknown name, or a family that does not fit the site.
+        ValueError: so on a sphere, as Pyro's guides raise it; an unknown name; a family that does not fit the site.
         TypeError: `spec` is none of the kinds above, or did not give a `Family`.
     """
     if within not in ("autoregressive", "independent"):
@@ -143,11 +143,11 @@ def _is_normal(prior: Distribution) -> bool:
     return isinstance(leaf, _NORMALS)
 
 
-def _unsupported(name: str, prior: Distribution) -> NotImplementedError:
-    hint = ""
-    if prior.support is constraints.sphere:
-        hint = f" A point on a sphere: use poutine.reparam(model, {{'{name}': ProjectedNormalReparam()}})."
-    return NotImplementedError(
+def _unsupported(name: str, prior: Distribution) -> Exception:
+    """Returns the error for a site, of the kind that Pyro's own guides raise."""
+    sphere = prior.support is constraints.sphere
+    hint = f" Use poutine.reparam(model, {{'{name}': ProjectedNormalReparam()}})." if sphere else ""
+    return (ValueError if sphere else NotImplementedError)(
         f'Expected at site "{name}" a type or support that a family covers; got {type(innermost(prior)).__name__} '
         f"on {prior.support!r}. Give the site a family in families=, or add one with "
         f"pyro_nami.register_family(family_name, factory).{hint}"

@@ -112,7 +112,7 @@ def test_an_unsupported_support(inverse):
         z = pyro.sample("z", dist.ProjectedNormal(torch.tensor([1.0, 0.0])))
         pyro.sample("y", dist.Normal(z[..., 0], 1.0), obs=y)
 
-    with pytest.raises(NotImplementedError, match="'?\"?z.*register_family"):
+    with pytest.raises(ValueError, match="'?\"?z.*register_family.*ProjectedNormalReparam"):
         called(model, Y, inverse=inverse)
 
 
