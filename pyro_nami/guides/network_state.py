@@ -42,8 +42,6 @@ def start_pass(
         indices: subsampled plate -> its instances.
     """
     on_data = not network.simulated
-    if learning and on_data and not torch.jit.is_tracing():
-        network.quicken()
     return NetworkState(
         network, maps, learning=learning and on_data, constant=constant and on_data, indices=indices or {}
     )
@@ -59,12 +57,13 @@ class NetworkState:
     def __init__(
         self, network: InverseNetwork, maps: IndexMaps, *, learning: bool, constant: bool, indices: Mapping[str, Tensor]
     ) -> None:
-        self._network, self._constant = network, constant
+        self._network, self._constant, self._learning = network, constant, learning
+        self._noting = learning and not torch.jit.is_tracing()  # a compiled pass runs no Python
+        if self._noting:
+            network.quicken()
         self._offsets = network.offsets.start(indices) if constant else {}
         self.couplings = network.couplings.start()
-        traced = torch.jit.is_tracing()
-        self._passed = Passed([], {}) if learning and not traced and network.running_due() else None
-        self._learning, self._hooked = learning, traced
+        self._passed = Passed([], {}) if self._noting and network.running_due() else None
         self._features: dict[Hashable, Tensor] = {}
         self._data: set[Hashable] = set()
         self._sources = Sources(self._features, network.dims, network.bound_encoders(constant), maps, self._data)
@@ -172,10 +171,10 @@ class NetworkState:
         parts = [self._column(column, group) for step in group.columns[begin:stop] for column in step]
         x = concatenate(parts) if parts else self._network.no_columns()
         rows, self._states[index] = state.advance(self._inputs(index, begin, stop, x), stop)
-        if self._learning and not self._hooked and rows.requires_grad:
+        if self._noting and rows.requires_grad:
             # Bound to no state, as a graph that holds what holds the graph is never freed.
             rows.register_hook(functools.partial(_learn, network=self._network, passed=self._passed))
-            self._hooked = True
+            self._noting = False
         keys, sizes = group.row_blocks(begin, stop)
         for key, part in zip(keys, rows.split(sizes, -1) if len(sizes) > 1 else [rows]):
             self._rows.setdefault(key, part)  # what is there already was used to draw the factor
