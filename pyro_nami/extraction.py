@@ -222,7 +222,7 @@ class _Network:
         size = self.probe.plate_size(frame)
         if size < 2 or len(sites) < 2:
             return
-        half = torch.randperm(size) < size // 2
+        half = torch.randperm(size, device="cpu") < size // 2
         for kept in (half, ~half):
             if self.spent:
                 return

@@ -106,7 +106,7 @@ def maps_hold(
     Three random halves of the instances are changed in turn: a row must move, at one site at least, where its instance
     is in the half, and there only. A change of one single row may be missed (one time in eight), one of many is not.
     """
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator("cpu").manual_seed(_SEED)
     for plan in plans:
         trial = Trial(run, plan, held)
         known = {name: maps.get((q, plan.plate)) for name, q in plan.targets.items()}
@@ -116,7 +116,7 @@ def maps_hold(
             if len(index) and int(index.max()) >= trial.size:
                 return False
         for _ in range(_HALVES if trial.size > 1 else 0):
-            half = torch.randperm(trial.size, generator=generator) < trial.size // 2
+            half = torch.randperm(trial.size, generator=generator, device="cpu") < trial.size // 2
             still: dict[str, Tensor] = {}
             for name, rows in trial.moved(half).items():
                 index, q = known[name], plan.targets[name]

@@ -8,6 +8,7 @@ Change this module when a run leaves something else behind.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -36,7 +37,7 @@ _STOCHASTIC_LAYERS = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
 def untouched(*roots: Any) -> Iterator[None]:
     """Restores random number generators, parameter store, and modes and buffers of the modules ``roots`` use.
 
-    Meanwhile dropout and batch normalization layers are in evaluation mode.
+    Meanwhile dropout and batch normalization layers are in evaluation mode, and a GPU's sums are deterministic.
 
     Args:
         roots: The model (a module, method, function, or a handler around one) and its arguments.
@@ -55,7 +56,7 @@ def untouched(*roots: Any) -> Iterator[None]:
     try:
         for module, training in modules.items():
             module.training = training and not isinstance(module, _STOCHASTIC_LAYERS)
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), _deterministic():
             yield
     finally:
         random.setstate(python)
@@ -67,6 +68,22 @@ def untouched(*roots: Any) -> Iterator[None]:
         for key, entries in params.items():
             getattr(store, key).clear()
             getattr(store, key).update(entries)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Has torch add up in the same order in every run, where a GPU would not: runs are compared to the bit."""
+    mode = torch.get_deterministic_debug_mode()
+    if mode or not torch.cuda.is_initialized():
+        yield
+        return
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 def on_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:

@@ -134,19 +134,19 @@ class ProvenanceTracker(TorchDispatchMode):
                     return self._merge([self._labels(tensor) for tensor in sources], shape)
             elif name in _MOVES:
                 moved = tree_map_only(Tensor, self._labels, args[0])
-                others = torch.tensor(self._label(self.provenance(args[1:], kwargs)))
+                others = self._label_tensor(self.provenance(args[1:], kwargs))
                 rest = tree_map_only(Tensor, Tensor.cpu, args[1:])
                 return self._merge([func(moved, *rest, **kwargs), others], shape)
         return self.provenance(sources)
 
     def _merge(self, labels: list[Tensor], shape: Any) -> Tensor:
         """The unions of the names behind labels of broadcastable shapes, element by element."""
-        merged = torch.zeros(shape, dtype=torch.long)
+        merged = torch.zeros(shape, dtype=torch.long, device="cpu")
         for other in labels if merged.numel() else ():
             pairs = torch.stack([merged, other.expand(shape)]).reshape(2, -1)
             pairs, where = pairs.unique(dim=1, return_inverse=True)
             unions = [self._label(self._sets[a] | self._sets[b]) for a, b in zip(*pairs.tolist())]
-            merged = torch.tensor(unions, dtype=torch.long)[where].reshape(shape)
+            merged = torch.tensor(unions, dtype=torch.long, device="cpu")[where].reshape(shape)
         return merged
 
     def _label(self, names: Names) -> int:
@@ -154,6 +154,9 @@ class ProvenanceTracker(TorchDispatchMode):
             self._index[names] = len(self._sets)
             self._sets.append(names)
         return self._index[names]
+
+    def _label_tensor(self, names: Names) -> Tensor:
+        return torch.tensor(self._label(names), device="cpu")  # labels stay on the host, whatever they are of
 
     def _entry(self, tensor: Tensor) -> Names | Tensor:
         """The entry of the tensor's storage; names only where its elements are not those of ``tensor``."""
@@ -173,7 +176,7 @@ class ProvenanceTracker(TorchDispatchMode):
         entry = self._entry(tensor)
         if isinstance(entry, Tensor):
             return _window(entry, tensor)
-        return torch.tensor(self._label(entry)).expand(tensor.shape)
+        return self._label_tensor(entry).expand(tensor.shape)
 
     def _write(self, tensor: Tensor, flow: Names | Tensor, fresh: bool = False) -> None:
         storage = _storage(tensor)
@@ -187,9 +190,9 @@ class ProvenanceTracker(TorchDispatchMode):
             self._entries[storage] = flow
             return
         capacity = _capacity(tensor)
-        entry = before if isinstance(before, Tensor) else torch.full((capacity,), self._label(before))
-        labels = torch.tensor(self._label(flow)) if isinstance(flow, frozenset) else flow
-        entry[_window(torch.arange(capacity), tensor).flatten()] = labels.expand(tensor.shape).flatten()
+        entry = before if isinstance(before, Tensor) else self._label_tensor(before).repeat(capacity)
+        labels = self._label_tensor(flow) if isinstance(flow, frozenset) else flow
+        entry[_window(torch.arange(capacity, device="cpu"), tensor).flatten()] = labels.expand(tensor.shape).flatten()
         self._entries[storage] = entry
 
 

@@ -343,7 +343,8 @@ def _draw(fn: Any, otherwise: Tensor | None = None) -> Any:
         transform = biject_to(fn.support)
     except NotImplementedError:
         return otherwise
-    return transform(torch.randn(transform.inverse_shape(fn.shape())))
+    like = torch.empty(0) if otherwise is None else otherwise
+    return transform(torch.randn(transform.inverse_shape(fn.shape()), dtype=like.dtype, device=like.device))
 
 
 def redraw(fn: Any, base: Any) -> Any:
@@ -355,7 +356,7 @@ def redraw(fn: Any, base: Any) -> Any:
         stuck = _whole_event(value == base, fn.event_dim)
         if not stuck.any():
             break
-        value = torch.where(stuck, _other_value(fn, base) if fn.has_enumerate_support else _draw(fn), value)
+        value = torch.where(stuck, _other_value(fn, base) if fn.has_enumerate_support else _draw(fn, base), value)
     return value.to(base.dtype)
 
 

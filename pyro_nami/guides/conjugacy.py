@@ -248,7 +248,8 @@ class _Expansion:
         leaves out its value there, and takes less time.
         """
         group = self._group
-        with torch.inference_mode(False), torch.enable_grad():
+        # On this thread, since a trace does not see what others do, as a GPU's would.
+        with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             scale = sites[group.members[0]]["scale"]
             values = [self._points[name] for name in group.members]
             terms = [

@@ -12,7 +12,7 @@ import functools
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_nami.conditioning import covariates_of
+from pyro_nami.guides.arguments import Arguments, Kind, kind_of, version_of
 from pyro_nami.guides.columns import covariate_values
 from pyro_nami.guides.first_run import is_latent, is_passing
 from pyro_nami.guides.interleaved import missing_site, new_site
-from pyro_nami.guides.maps import MapReader, arguments_key, same_arguments, version_of
+from pyro_nami.guides.maps import MapReader
 from pyro_nami.guides.network import InverseNetwork
 from pyro_nami.guides.network_state import NetworkState
 from pyro_nami.guides.sampling import fixed_size
@@ -37,7 +38,9 @@ from pyro_nami.sources import IndexMaps
 
 __all__ = ["Call", "DataReader", "check_data"]
 
+_SAME = 1e-7  # relative error of marks of the same data
 _STACK = 9  # frames from a warning here to the call of the guide
+_MANY_LOOKS, _MOST_LOOKS = 8, 64  # at calls whose arguments differ in numbers only
 
 
 class Call:
@@ -94,6 +97,13 @@ class Call:
         return Hidden(values, self.indices, **options).run(self.model, self.args, self.kwargs)
 
 
+class _Look(NamedTuple):
+    """What a run of the model has shown: the arguments that are data, and whether calls of its kind vary in more."""
+
+    slots: dict[str, int | str]
+    varying: bool
+
+
 class DataReader:
     """Finds the data of each call of one guide.
 
@@ -102,8 +112,8 @@ class DataReader:
         covariates, index_maps: the guide's options of these names.
 
     Attributes:
-        seen: observed site, its covariates, or ``("index", rows, plate)`` -> values last seen in training; part of the
-            guide's state.
+        seen: observed site, its covariates, or ``("index", rows, plate)`` -> values last seen in training.
+        marks: of those of them that a loaded guide has not seen itself; see `_mark`.
         varied: whether data of several kinds were seen in training.
         context: arguments, keyword arguments, instances and values of the call that it was seen in, kept where latents
             are drawn from exact conditionals, which are derived from them.
@@ -113,12 +123,13 @@ class DataReader:
         self.assembly, self.covariates = assembly, covariates
         self._maps = MapReader(assembly, index_maps)
         self.seen: dict[Any, Tensor] = {}
+        self.marks: dict[Any, Tensor] = {}
         self.varied = bool(assembly.semi_observed)
         self._equal: dict[Hashable, tuple[Tensor, int]] = {}  # observed node -> a value that is the one seen
         self.context: tuple[tuple, dict, dict, dict] | None = None
-        self._slots: dict[Hashable, dict[str, int | str]] = {}
-        self._varying: set[Hashable] = set()  # calls whose sites differ, or what of them is observed
-        self._probed: tuple[list, dict[str, Tensor]] | None = None
+        self._looks: dict[Hashable, dict[Hashable, _Look]] = {}
+        self._latest_kind: Kind | None = None
+        self._probed: tuple[Arguments, dict[str, Tensor]] | None = None
         self._features: dict[Any, tuple[Tensor, int, Tensor]] = {}  # observed node -> value, its version, features
 
     def __getstate__(self) -> dict[str, Any]:
@@ -150,8 +161,8 @@ class DataReader:
         if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
             leaves = tree_leaves(leaves)
         kind = self._kind(leaves)
-        slots = self._slots.get(kind)
-        known, slots = slots is not None, slots or {}
+        look = self._known_look(kind)
+        slots = look.slots if look is not None else {}
         own: dict[str, Tensor] = {}
         for name in (*assembly.read, *assembly.semi_observed):
             if observations.get(name) is not None:
@@ -163,14 +174,17 @@ class DataReader:
                     if name in assembly.semi_observed:
                         call.given[name] = value
         complete = all(name in call.values for name in assembly.read)
-        alone = known and complete and (assembly.interleaved or not draws)
-        if not alone or assembly.subsampled or kind in self._varying:
+        alone = look is not None and complete and (assembly.interleaved or not draws)
+        if not alone or assembly.subsampled or look is not None and look.varying:
             own.update(self._look(call))
-        if not known:
+        if look is None:
             arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
-            slots = self._slots[kind] = {} if assembly.subsampled else _find_slots(own, arguments)
-            if call.lacking or call.new or any(name in own and name not in slots for name in assembly.semi_observed):
-                self._varying.add(kind)
+            slots = {} if assembly.subsampled else _find_slots(own, arguments)
+            own_data = any(name in own and name not in slots for name in assembly.semi_observed)
+            table = self._looks.setdefault(kind[0], {})
+            table[kind[1]] = _Look(slots, bool(call.lacking or call.new or own_data))
+            if len(table) > _MOST_LOOKS:
+                del table[next(iter(table))]
         if assembly.columns:
             call.covariates = self._covariates(call, leaves)
         absent = [name for name in assembly.read if name not in call.values]
@@ -197,7 +211,7 @@ class DataReader:
 
     def _is_familiar(self, call: Call) -> bool:
         """Whether a call's data are those last seen in training, or none were seen; its minibatches are taken to be."""
-        if not self.seen:
+        if not self.seen and not self.marks:
             return True
         values: list[tuple[str, Hashable, Tensor]] = []
         values += [(name, name, call.values[name]) for name in self.assembly.read if name in call.values]
@@ -212,8 +226,11 @@ class DataReader:
         known = self._equal.get(node)
         if known is not None and known[0] is value and known[1] == version_of(value):
             return True
-        seen = self.seen.get(node)
-        same = seen is not None and seen.shape == value.shape and bool(((seen == value) | (seen != seen)).all())
+        seen, mark = self.seen.get(node), self.marks.get(node)
+        if seen is not None:
+            same = seen.shape == value.shape and bool(((seen == value) | (seen != seen)).all())
+        else:
+            same = mark is not None and _same_mark(mark, _mark(value))
         if same:
             self._equal[node] = value, version_of(value)
         return same
@@ -276,6 +293,10 @@ class DataReader:
             self._features[node] = value, version_of(value), features
         return features
 
+    def all_marks(self) -> dict[Any, Tensor]:
+        """Returns the marks of all data last seen."""
+        return {**self.marks, **{name: _mark(value) for name, value in self.seen.items()}}
+
     @property
     def names(self) -> list[Any]:
         """The names under which values may be in `seen`."""
@@ -285,6 +306,8 @@ class DataReader:
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device."""
         self.seen = {name: fn(value) for name, value in self.seen.items()}
+        device = self.assembly.factory["device"]
+        self.marks = {name: mark.to(device) for name, mark in self.marks.items()}
         self.context = tree_map_only(Tensor, fn, self.context)
         self.forget()
 
@@ -319,25 +342,26 @@ class DataReader:
                     call.given[name] = call.values[name]
         return own
 
-    def _kind(self, leaves: list) -> Hashable:
-        """Returns what a call's arguments have in common with those of other calls: all but what tensors hold.
+    def _kind(self, leaves: list) -> Kind:
+        """Returns a call's kind; that of the last call in a trace, which knows no shapes."""
+        if self._latest_kind is None or not torch.jit.is_tracing():
+            self._latest_kind = kind_of(leaves)
+        return self._latest_kind
 
-        Calls of a new kind are looked at in a run of the model: its sites may be others, and what it observes too.
+    def _known_look(self, kind: Kind) -> _Look | None:
+        """Returns what a run of the model at arguments of this kind has shown, None if it is to be run.
+
+        Its sites may be others, and what it observes too. Where many numbers did not matter, others will not either.
         """
-        if torch.jit.is_tracing() and self._slots:
-            return next(reversed(self._slots))
-        kind: list[Hashable] = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                kind.append((tuple(leaf.shape), leaf.dtype))
-            else:
-                kind.append(leaf if isinstance(leaf, Hashable) else id(leaf))
-        return tuple(kind)
+        table = self._looks.get(kind[0], {})
+        if kind[1] in table or len(table) < _MANY_LOOKS:
+            return table.get(kind[1])
+        first, *others = table.values()
+        return None if first.varying or any(other != first for other in others) else first
 
     def _covariates(self, call: Call, leaves: list) -> dict[str, Tensor]:
         """Returns the covariates of every site, probed anew only where the model's arguments changed."""
-        key = arguments_key(leaves)
-        if self._probed is not None and not call.indices and same_arguments(self._probed[0], key):
+        if self._probed is not None and not call.indices and self._probed[0].are(leaves):
             return dict(self._probed[1])
         with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
             values = covariate_values(
@@ -348,7 +372,7 @@ class DataReader:
                 lambda reference: call.run(reference, broadcast=True),
                 call.lacking,
             )
-        self._probed = (key, values)
+        self._probed = Arguments(leaves), values
         return dict(values)
 
     def _fill_from_seen(self, call: Call, absent: list[str]) -> None:
@@ -363,7 +387,8 @@ class DataReader:
             if name not in self.seen:
                 raise ValueError(
                     f"Expected data for the observed site '{name}'; this call brings none, and the guide has seen "
-                    f"none. Pass it as the model takes it, or as observations={{'{name}': value}}."
+                    f"none. Pass it as the model takes it, or as observations={{'{name}': value}}; a loaded guide has "
+                    "data of its own only if it was saved with save_data=True."
                 )
             call.values[name] = self.seen[name]
         plates: frozenset[Any] = frozenset().union(*(assembly.frames[name] for name in absent))
@@ -436,6 +461,18 @@ class DataReader:
 
     def _as_tensor(self, value: Any) -> Tensor:
         return value if isinstance(value, Tensor) else torch.as_tensor(value, **self.assembly.factory)
+
+
+def _mark(value: Tensor) -> Tensor:
+    """Returns three numbers that tell data apart, to the rounding of float32, and do not tell what they are."""
+    flat = value.detach().flatten().double().nan_to_num()
+    place = torch.arange(1, len(flat) + 1, dtype=flat.dtype, device=flat.device)
+    return torch.stack([flat.abs() @ place.log1p(), flat @ place.sin(), place.sum()])
+
+
+def _same_mark(mark: Tensor, other: Tensor) -> bool:
+    off = (mark - other).abs()
+    return bool((off[:2] <= _SAME * mark[0]).all() and off[2] == 0)
 
 
 def _is_plain(value: Any) -> bool:

@@ -14,12 +14,13 @@ import pyro
 import torch
 from torch import Tensor
 
+from pyro_nami.guides.arguments import Arguments
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.index_maps import MapPlan, find_maps, maps_hold
 from pyro_nami.isolation import untouched
 from pyro_nami.sources import IndexMaps
 
-__all__ = ["MapReader", "arguments_key", "same_arguments", "version_of"]
+__all__ = ["MapReader"]
 
 Pair = tuple[str, str]
 
@@ -46,9 +47,9 @@ class MapReader:
 
     def forget(self) -> None:
         """Forgets the maps of earlier calls."""
-        self._kept: tuple[list, IndexMaps] | None = None
+        self._kept: tuple[Arguments, IndexMaps] | None = None
         self._table: dict[Pair, Tensor] = {}
-        self._table_key: list = []
+        self._table_key = Arguments()
 
     def read(self, call: Any, leaves: Sequence[Any], seen: Mapping[Any, Tensor], stale: frozenset[str]) -> IndexMaps:
         """Returns a call's maps.
@@ -60,8 +61,7 @@ class MapReader:
             stale: plates for which the call brings no data, so that factors read the rows seen last.
         """
         pairs = [pair for pair in self._plan_of if pair[0] not in stale or ("index", *pair) not in seen]
-        key = arguments_key(leaves)
-        if not stale and not call.indices and self._kept is not None and same_arguments(self._kept[0], key):
+        if not stale and not call.indices and self._kept is not None and self._kept[0].are(leaves):
             return self._kept[1]
         with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
             maps, sizes = self._find(call, leaves, pairs)
@@ -71,7 +71,7 @@ class MapReader:
             sizes[pair[1]] = int(seen["size", pair[1]])
         found = IndexMaps(maps, sizes)
         if not stale and not call.indices:
-            self._kept = key, found
+            self._kept = Arguments(leaves), found
         return found
 
     def state(self, maps: IndexMaps) -> dict[Any, Tensor]:
@@ -139,7 +139,7 @@ class MapReader:
                     f"Expected the index map from plate '{rows}' to plate '{plate}' to hold integers from 0 to "
                     f"{sizes[plate] - 1}; got {index}. Mend the callable in `index_maps`."
                 )
-            maps[pair] = index
+            maps[pair] = index.to(self.assembly.factory["device"])
         return maps
 
     def _from_table(self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]) -> dict[Pair, Tensor]:
@@ -150,9 +150,9 @@ class MapReader:
         if not call.indices:
             return {}
         rows = [id(index) for index in call.indices.values()]
-        key = arguments_key([leaf for leaf in leaves if id(leaf) not in rows])
-        if not same_arguments(self._table_key, key):
-            self._table, self._table_key = {}, key
+        leaves = [leaf for leaf in leaves if id(leaf) not in rows]
+        if not self._table_key.are(leaves):
+            self._table, self._table_key = {}, Arguments(leaves)
         maps = {}
         for pair in self._table.keys() & set(pairs):
             index = self._table[pair][call.indices[pair[0]]]
@@ -185,25 +185,3 @@ def _is_map(index: Any, size: int) -> bool:
 
 def _equal(leaf: Any, index: Tensor) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype == index.dtype and torch.equal(leaf, index)
-
-
-def arguments_key(leaves: Sequence[Any]) -> list:
-    """Returns what tells whether a later call has the same arguments: identity and version of tensors, else values."""
-    return [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else None) for leaf in leaves]
-
-
-def version_of(tensor: Tensor) -> Any:
-    """Returns what is equal as long as a tensor is not written to; never for one that does not keep count."""
-    return object() if tensor.is_inference() else tensor._version
-
-
-def same_arguments(before: list, now: list) -> bool:
-    """Whether two keys stand for the same arguments."""
-    if len(before) != len(now):
-        return False
-    for (old, old_version), (new, version) in zip(before, now):
-        if old_version != version:
-            return False
-        if old is not new and (isinstance(old, Tensor) or isinstance(new, Tensor) or old != new):
-            return False
-    return True

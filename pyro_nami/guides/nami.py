@@ -94,6 +94,8 @@ class AutoNaMIGuide(PersistentGuide):
         init_scale: scale at the first step, in unconstrained space.
         create_plates: as in Pyro: a callable from the model's arguments to plates.
         activation: of the hidden layers.
+        save_data: whether ``state_dict`` holds the data last seen in training, so that a loaded guide can be called
+            without data, too; else it holds checksums of them alone.
 
     Raises:
         ValueError, TypeError: for options out of range. Those that name sites are checked at the first call.
@@ -126,6 +128,7 @@ class AutoNaMIGuide(PersistentGuide):
         init_scale: float = 0.1,
         create_plates: Callable | None = None,
         activation: Callable[[Tensor], Tensor] = torch.tanh,
+        save_data: bool = False,
     ) -> None:
         super().__init__(model, create_plates=create_plates)
         embeddings = {site: as_pyro_module(copy.deepcopy(module)) for site, module in (embeddings or {}).items()}
@@ -152,6 +155,7 @@ class AutoNaMIGuide(PersistentGuide):
             init_loc_fn=init_loc_fn,
             init_scale=init_scale,
             activation=activation,
+            save_data=save_data,
         )
         self._options.check()
         self._assembly = self._data = None  # type: ignore[assignment]
@@ -378,7 +382,7 @@ class AutoNaMIGuide(PersistentGuide):
                 needed = assembly.anchored or assembly.predictive or assembly.varies or assembly.masked
                 sites = call.run({**call.given, **values}, until=assembly.program) if needed else {}
             current = Pass(assembly, state, call)
-            total = torch.zeros(())
+            total = torch.zeros((), device=assembly.factory["device"])
             for log_prob in current.log_probs(values, sites):
                 total = total + sum_plates(log_prob, assembly.nesting)
             return total

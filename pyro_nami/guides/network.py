@@ -284,7 +284,7 @@ class InverseNetwork(PyroModule):
         for group, network in zip(self.groups, self.parts[0]):
             shared = torch.zeros_like(network.units, dtype=torch.bool)
             for name, rows in group.rows_of(lambda factor: range(factor.num_params)).items():
-                shared[torch.tensor(rows)] = name in shapes
+                shared[torch.as_tensor(rows, device=shared.device)] = name in shapes
             network.set_shared(shared)
 
     def set_units(self, name: Hashable, scale: float, anchor: Tensor) -> None:

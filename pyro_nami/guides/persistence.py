@@ -9,7 +9,8 @@ from typing import Any
 
 import pyro
 from pyro.infer.autoguide import AutoGuide
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pyro_nami.guides.data import DataReader
 from pyro_nami.guides.network import InverseNetwork
@@ -74,25 +75,29 @@ class PersistentGuide(AutoGuide):
         return result
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What belongs to the weights: the data last seen in training, and the draws that covariates are read at.
+        """What belongs to the weights: the draws that covariates are read at, and marks of the data last seen.
 
-        Where latents have exact conditionals, also the arguments that the data came with, if these can be saved.
+        With ``save_data=True`` these data themselves, and where latents have exact conditionals also the arguments that
+        they came with, if these can be saved.
         """
-        seen = {} if self._data is None else self._data.seen
-        references = [] if self._assembly is None else self._assembly.references
-        context = None if self._data is None else self._data.plain_context()
-        seen = {_key(name): value for name, value in seen.items()}
-        varied = self._data is not None and self._data.varied
-        simulated = self._options.simulated
-        return {
-            "seen": seen, "references": references, "context": context, "varied": varied, "simulated": simulated
-        }
+        state: dict[str, Any] = {"simulated": self._options.simulated}
+        if self._assembly is None:
+            return state
+        data = self._data
+        state.update(references=self._assembly.references, varied=data.varied)
+        state["marks"] = {_key(name): mark for name, mark in data.all_marks().items()}
+        if self._options.save_data:
+            state["seen"] = {_key(name): value for name, value in data.seen.items()}
+            state["context"] = data.plain_context()
+        return state
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        names = {_key(name): name for name in self._data.names}
-        self._data.seen = {names[key]: value for key, value in state["seen"].items()}
+        names, device = {_key(name): name for name in self._data.names}, self._assembly.factory["device"]
+        state = tree_map_only(Tensor, lambda value: value.to(device), dict(state))
+        self._data.seen = {names[key]: value for key, value in state.get("seen", {}).items()}
+        self._data.marks = {names[key]: mark for key, mark in state.get("marks", {}).items()}
         self._data.context, self._data.varied = state.get("context"), bool(state.get("varied"))
-        self._assembly.references = list(state["references"])
+        self._assembly.references = list(state.get("references", ()))
         self._data.forget()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

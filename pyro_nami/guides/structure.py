@@ -46,6 +46,7 @@ class Options(NamedTuple):
     init_loc_fn: Callable
     init_scale: float
     activation: Callable[[Tensor], Tensor]
+    save_data: bool
 
     def check(self) -> None:
         """Raises for what can be told to be wrong before the guide's first call."""

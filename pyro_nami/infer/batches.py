@@ -80,7 +80,7 @@ class WorkerBatches:
             sampler=steps,
             num_workers=num_workers,
             multiprocessing_context="fork" if fork else None,
-            generator=torch.Generator(),  # else the loader would draw from the global one
+            generator=torch.Generator("cpu"),  # else the loader would draw from the global one
         )
         self.batches = iter(loader)
 

@@ -5,6 +5,7 @@ Checks are here, so that the densities need none. Change this module when models
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
@@ -16,7 +17,13 @@ from torch import Tensor
 from torch.distributions import Transform
 
 from pyro_nami.infer.observations import Observations, takes_observations
-from pyro_nami.infer.sites import check_full_plate, plate_names, plate_nesting, with_plate_dims
+from pyro_nami.infer.sites import (
+    check_full_plate,
+    plate_names,
+    plate_nesting,
+    unconstrained_zeros,
+    with_plate_dims,
+)
 from pyro_nami.infer.tempering import (
     GuideStart,
     SiteError,
@@ -67,7 +74,8 @@ class Layout(NamedTuple):
                 `SiteReader` does not cover.
         """
         given = {"observations": observations} if observations and takes_observations(model) else {}
-        reader = SiteReader((), _drawn_anywhere if guide is not None else _drawn, {})
+        anywhere = functools.partial(_drawn_anywhere, arguments=(args, kwargs))
+        reader = SiteReader((), anywhere if guide is not None else _drawn, {})
         sites = reader.run(model, args, {**kwargs, **given}).sites
         _check_sites(reader, guide, observations)
         nesting = plate_nesting(sites.values())
@@ -181,12 +189,12 @@ def _drawn(name: str, fn: Any, transform: Transform) -> tuple[Tensor, Tensor]:
     return transform.inv(value), value
 
 
-def _drawn_anywhere(name: str, fn: Any, transform: Transform) -> tuple[Tensor, Tensor]:
+def _drawn_anywhere(name: str, fn: Any, transform: Transform, arguments: Any) -> tuple[Tensor, Tensor]:
     """Draws a latent from the prior, or takes some value in its support where that is improper."""
     try:
         return _drawn(name, fn, transform)
     except NotImplementedError:
-        value = torch.zeros(transform.inverse_shape(fn.shape()))
+        value = unconstrained_zeros(transform.inverse_shape(fn.shape()), arguments)
         return value, transform(value)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from pyro_nami.infer.observations import Observations, takes_observations
-from pyro_nami.infer.sites import check_full_plate, is_delta, plate_names, plate_nesting
+from pyro_nami.infer.sites import check_full_plate, is_delta, plate_names, plate_nesting, unconstrained_zeros
 
 __all__ = ["BadDensity", "Pair", "Traces", "sample_sites"]
 
@@ -196,7 +196,7 @@ class Pair:
         """Returns the observed values, checked against a run of the model."""
         if not observations:
             return Observations({}, {}, 0)
-        with torch.no_grad(), poutine.block(), InitMessenger(_any_value):
+        with torch.no_grad(), poutine.block(), InitMessenger(self._any_value):
             trace = poutine.trace(self.model).get_trace(*self.args, **self._kwargs("model", observations))
         sites = sample_sites(trace)
         return Observations(observations, sites, plate_nesting(sites.values()))
@@ -242,6 +242,15 @@ class Pair:
                 )
         return tuple(name for name in latents if name in drawn)
 
+    def _any_value(self, site: Any) -> Tensor:
+        """Returns a value for a site, in a run that only shows shapes; an improper prior has no draw."""
+        try:
+            return site["fn"].sample()
+        except NotImplementedError:
+            transform = transform_to(site["fn"].support)
+            shape = transform.inverse_shape(site["fn"].shape())
+            return transform(unconstrained_zeros(shape, self.args, self.kwargs))
+
 
 class _Held(Messenger):
     """Gives sites their values. Unlike `poutine.replay` it leaves all else of them alone."""
@@ -253,15 +262,6 @@ class _Held(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] in self.values and not msg["is_observed"]:
             msg["value"], msg["done"] = self.values[msg["name"]], True
-
-
-def _any_value(site: Any) -> Tensor:
-    """Returns a value for a site, in a run that only shows shapes; an improper prior has no draw."""
-    try:
-        return site["fn"].sample()
-    except NotImplementedError:
-        transform = transform_to(site["fn"].support)
-        return transform(torch.zeros(transform.inverse_shape(site["fn"].shape())))
 
 
 def sample_sites(trace: poutine.Trace) -> dict[str, Any]:

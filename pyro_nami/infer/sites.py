@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from pyro.distributions import Delta, MaskedDistribution
 from torch import Tensor
 from torch.distributions import Independent
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["check_full_plate", "is_delta", "plate_names", "plate_nesting", "with_plate_dims"]
+__all__ = ["check_full_plate", "is_delta", "plate_names", "plate_nesting", "unconstrained_zeros", "with_plate_dims"]
 
 
 def check_full_plate(name: str, fn: Any, indices: Any = None) -> None:
@@ -68,3 +70,9 @@ def with_plate_dims(value: Tensor, site: Any, nesting: int, num_batch: int) -> T
             + f"; got {tuple(value.shape)}."
         )
     return value.reshape(batch + wide)
+
+
+def unconstrained_zeros(shape: torch.Size, *arguments: Any) -> Tensor:
+    """Returns zeros of the dtype and device of the first real tensor among a model's arguments."""
+    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return next(tensors, torch.empty(0)).new_zeros(shape)

@@ -257,7 +257,7 @@ class TemperedPath:
 
 def _log_prob(name: str, fn: Any, value: Tensor) -> Tensor:
     try:
-        return fn.log_prob(value)
+        return fn.log_prob(value).to(value.device)  # an improper prior's zeros are anywhere
     except ValueError as error:  # of Pyro's validation, which names no site
         raise SiteError(f"Expected a value of site '{name}' in its support; {error}") from error
 

@@ -142,8 +142,8 @@ def distinct_labels(dependency: Tensor) -> Tensor:
     They are ordered by their last column, so by the step at which they are complete; ties keep the order of rows.
     """
     rows = {tuple(row): None for row in dependency.tolist() if any(row)}
-    labels = torch.tensor(list(rows), dtype=torch.bool).reshape(len(rows), dependency.shape[1])
-    return labels[torch.tensor(_last_columns(labels), dtype=torch.long).argsort(stable=True)]
+    labels = torch.tensor(list(rows), dtype=torch.bool, device="cpu").reshape(len(rows), dependency.shape[1])
+    return labels[torch.tensor(_last_columns(labels), dtype=torch.long, device="cpu").argsort(stable=True)]
 
 
 def allot_labels(labels: Tensor, width: int) -> Tensor:
@@ -238,7 +238,7 @@ def _with_sizes(
 
 def _irreducible(labels: Tensor) -> Tensor:
     """Says which labels hold a column that no strictly smaller label inside them holds, ``(labels,)``."""
-    smaller = _contained(labels, labels) & ~torch.eye(len(labels), dtype=torch.bool)
+    smaller = _contained(labels, labels) & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
     union = smaller.float() @ labels.float() > 0
     return (union != labels).any(-1)
 
@@ -250,12 +250,12 @@ def _contained(smaller: Tensor, larger: Tensor) -> Tensor:
 
 def _spread(count: int, width: int) -> Tensor:
     """Returns ``width`` ascending indices spread evenly over ``range(count)``, all of them if there is room."""
-    return (2 * torch.arange(width if count else 0) + 1) * count // (2 * max(width, 1))
+    return (2 * torch.arange(width if count else 0, device="cpu") + 1) * count // (2 * max(width, 1))
 
 
 def _last_columns(labels: Tensor) -> list[int]:
     """Returns the index of the last column in each nonempty label."""
-    positions = torch.arange(labels.shape[1]).expand(labels.shape)
+    positions = torch.arange(labels.shape[1], device=labels.device).expand(labels.shape)
     return positions.masked_fill(~labels, -1).amax(-1).tolist() if labels.numel() else []
 
 

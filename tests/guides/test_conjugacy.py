@@ -551,7 +551,7 @@ def regression(x, y=None, setting=None):
 
 def test_new_rows_are_predicted_from_the_arguments_of_the_data():
     x, y = 1 + FLOOR, torch.randn(10)  # a row that is multiplied by 0 could read any county
-    guide = amortized(regression, inverse="reverse")
+    guide = amortized(regression, inverse="reverse", save_data=True)
     SVI(regression, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(x, y)
     assert guide.conjugate == ("alpha",)
     values = {name: value.detach() for name, value in guide(x, y).items()}
@@ -570,7 +570,7 @@ def test_new_rows_are_predicted_from_the_arguments_of_the_data():
 
 def test_arguments_that_no_state_holds_are_asked_for():
     x, y = 1 + FLOOR, torch.randn(10)  # a row that is multiplied by 0 could read any county
-    guide = AutoNaMIGuide(regression, inverse="reverse")
+    guide = AutoNaMIGuide(regression, inverse="reverse", save_data=True)
     SVI(regression, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(x, y, Setting())
     guide(x[:3])
     other = AutoNaMIGuide(regression, inverse="reverse")

@@ -574,7 +574,7 @@ def test_a_state_dict_holds_weights_data_and_maps(model, early):
 
 def test_a_loaded_state_predicts_new_rows_before_it_sees_data():
     args = county, size, y = data_of(varying_intercept)
-    guide = ready(varying_intercept, *args)
+    guide = ready(varying_intercept, *args, save_data=True)
     values = draw(guide, *args)
     state = through_file(guide.state_dict())
     other = amortized(varying_intercept)

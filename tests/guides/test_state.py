@@ -16,6 +16,7 @@ from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.nn import PyroModule, PyroSample
 from pyro.optim import Adam
+from torch.utils._pytree import tree_leaves
 
 from pyro_nami import AutoNaMIGuide
 
@@ -116,9 +117,55 @@ def test_strict_off_is_kept_until_the_first_call():
     other(torch.tensor(1.0))
 
 
-def test_the_data_last_seen_belong_to_the_state():
+def tensors_of(state):
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
+def test_a_state_dict_holds_no_data_unless_asked_to():
     x, y = torch.randn(6, 2), torch.randn(6)
-    guide = trained(regression, x, y)
+    for save_data in (False, True):
+        pyro.clear_param_store()
+        state = trained(regression, x, y, save_data=save_data).state_dict()
+        held = [part for part in tensors_of(state) if part.shape == y.shape and torch.equal(part, y)]
+        assert bool(held) == save_data
+    pyro.clear_param_store()
+    many = trained(regression, torch.randn(5000, 2), torch.randn(5000))
+    assert all(part.numel() < 5000 for part in tensors_of(many.state_dict()))
+    pyro.clear_param_store()
+    guide = trained(regression, x, y, observed=["y"])
+    assert guide(x)["w"].shape == (2,)  # in the same process the data last seen are there
+    other = AutoNaMIGuide(regression, observed=["y"])
+    other.load_state_dict(guide.state_dict())
+    with pytest.raises(ValueError, match="data for the observed site 'y'.*save_data=True"):
+        other(x)
+
+
+def test_a_loaded_guide_tells_the_data_that_it_was_trained_on_from_others():
+    """Constants of its own for each instance are those of the data that they were trained on, and of no other."""
+    y = torch.randn(6)
+
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Cauchy(mu, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    guide = trained(model, y)
+    values = {"mu": torch.tensor(0.3), "z": torch.linspace(-1.0, 1.0, 6)}
+    state = through_file(guide.state_dict(), weights_only=True)
+    pyro.clear_param_store()
+    other = AutoNaMIGuide(model)
+    other.load_state_dict(state)
+    changed = y.clone()
+    changed[3] += 1e-3
+    for data in (y, y.clone(), changed, y.flip(0)):
+        assert torch.equal(other.eval().log_prob(values, data), guide.eval().log_prob(values, data))
+    assert (guide.log_prob(values, changed) - guide.log_prob(values, y)).abs() > 0.1
+
+
+def test_the_data_last_seen_belong_to_the_state_where_asked_for():
+    x, y = torch.randn(6, 2), torch.randn(6)
+    guide = trained(regression, x, y, save_data=True)
     state = through_file(guide.state_dict(), weights_only=True)
     pyro.clear_param_store()
     other = AutoNaMIGuide(regression)
