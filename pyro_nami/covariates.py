@@ -60,6 +60,8 @@ def _unconstrained(value: Tensor, constraint: Any) -> Tensor:
         free = transform_to(constraint).inv(value)
     except (NotImplementedError, RuntimeError, ValueError):
         return value
+    if free.shape == value.shape:
+        return torch.where(free.isfinite().all(), free, value)  # without a look, for which a device is waited for
     return free if free.isfinite().all() else value
 
 
@@ -182,11 +184,12 @@ def _independent(rows: Tensor, basis: list[Tensor], most: int) -> list[int]:
         rest = rest - direction.unsqueeze(-1) * (direction @ rest)
     chosen: list[int] = []
     while len(chosen) < most:
-        left = rest.norm(dim=0)
-        entry = int(left.argmax())
-        if not left[entry] > _TOLERANCE:
+        left, index = rest.norm(dim=0).max(0)
+        size, entry = torch.stack([left, index.to(left)]).tolist()  # one look, as a device has to be waited for
+        if not size > _TOLERANCE:
             break
-        direction = rest[:, entry] / left[entry]
+        entry = int(entry)
+        direction = rest[:, entry] / size
         rest = rest - direction.unsqueeze(-1) * (direction @ rest)
         basis.append(direction)
         chosen.append(entry)

@@ -167,7 +167,7 @@ class Trial:
         It is negative where none or several are read; the search ends early if every site has a row that reads several,
         or none that reads any.
         """
-        number = torch.arange(self.size)
+        number = torch.arange(self.size, device=self._device)
         found = {name: self._zeros(name) for name in self.plan.targets}
         for bit in range(max(self.size - 1, 0).bit_length()):
             chosen = (number >> bit) & 1 == 1
@@ -177,13 +177,16 @@ class Trial:
                 read = torch.where(on, index | (1 << bit), index)
                 read = torch.where(index < 0, index, read)
                 found[name] = read.masked_fill(~(on | off), NONE).masked_fill(on & off, SEVERAL)
-            if all((index == SEVERAL).any() or (index == NONE).all() for index in found.values()):
+            if all((index == SEVERAL).any() | (index == NONE).all() for index in found.values()):
                 break
         return {name: index.masked_fill(index >= max(self.size, 1), SEVERAL) for name, index in found.items()}
 
     def _zeros(self, name: str) -> Tensor:
-        device = next(iter(self.plan.values.values()))[0].device
-        return torch.zeros(self.shape(name), dtype=torch.long, device=device)
+        return torch.zeros(self.shape(name), dtype=torch.long, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.plan.values.values()))[0].device
 
 
 def moved(before: Any, after: Any) -> Tensor:

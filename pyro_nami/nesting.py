@@ -180,9 +180,9 @@ class Nesting:
     def _places(self, plate: str) -> dict[str, Place]:
         """For each site that lies in a plate, itself or by maps: a batch dim, and the index in the plate along it."""
         ways = {q: route.rows for q, _ in self.maps for route in routes(self.maps, q) if route.end == plate}
-        ways[plate] = torch.arange(self.probe.plate_size(self.probe.plates[plate]))
+        ways[plate] = torch.arange(self.probe.plate_size(self.probe.plates[plate]), device=self.probe.device)
         return {
-            name: Place(frame.dim, ways[frame.name].cpu())
+            name: Place(frame.dim, ways[frame.name].to(self.probe.device))
             for name in self.probe.order
             for frame in self.probe.frames(name)
             if frame.name in ways
@@ -200,17 +200,23 @@ class Nesting:
         try:
             for number in range(rounds):
                 origin = self._origin(number)
-                for half in _halves(self.probe.plate_size(self.probe.plates[plate]), every=number == 0):
+                size = self.probe.plate_size(self.probe.plates[plate])
+                for half in _halves(size, every=number == 0, device=self.probe.device):
                     run = self._change(origin, plate, places, half)
-                    for name in (name for name in places if name not in self.hidden):
-                        dim, index = places[name]
-                        rows = moved(origin.sites[name], run.sites.get(name))
-                        if (rows & spread(~half[index], dim).to(rows.device)).any():
-                            return self._erring(name, plate)
+                    names = [name for name in places if name not in self.hidden]
+                    erring = [self._errs(name, places[name], half, origin, run) for name in names]
+                    if erring and torch.stack(erring).any():
+                        return self._erring(next(name for name, errs in zip(names, erring) if errs), plate)
         except (OutOfBudget, KeyError) as error:  # KeyError: the model fails at all these values
             self.finished &= isinstance(error, KeyError)
             return self._keys({q for q, _ in self.maps}, plate)
         return set()
+
+    @staticmethod
+    def _errs(name: str, place: Place, half: Tensor, origin: Run, run: Run) -> Tensor:
+        """Whether a site moves outside of the half of a plate that was changed, boolean, ``()``."""
+        rows = moved(origin.sites[name], run.sites.get(name))
+        return (rows & spread(~half[place.rows], place.dim)).any()
 
     def _origin(self, number: int) -> Run:
         """A run at other values of all latents; in the first of a plate, discrete ones are sure to differ from base."""
@@ -239,11 +245,11 @@ class Nesting:
         return self.completed(lambda: self.probe.run({**held, **data}, draw))
 
 
-def _halves(size: int, every: bool) -> Iterator[Tensor]:
+def _halves(size: int, every: bool, device: torch.device) -> Iterator[Tensor]:
     """Halves of a plate's instances, each with the other half after it, that part every two instances, or most."""
     bits = (size - 1).bit_length()
     every = every or bits <= _BITS
-    number = torch.arange(size) if every else torch.randperm(size)
+    number = torch.arange(size, device=device) if every else torch.randperm(size, device=device)
     for bit in range(bits if every else _BITS):
         half = (number >> bit) & 1 == 1
         yield half

@@ -166,6 +166,11 @@ class Probe:
         self.changeable = frozenset(filter(self._is_changeable, self.order))
         self.plates = {frame.name: frame for name in reversed(self.order) for frame in self.frames(name)}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model's values are."""
+        return next((value.device for value in self.base.values() if isinstance(value, Tensor)), torch.device("cpu"))
+
     def frames(self, name: str) -> list[Any]:
         """The frames of a site's vectorized plates."""
         return [frame for frame in self.trace.nodes[name]["cond_indep_stack"] if frame.vectorized]
@@ -292,6 +297,8 @@ def _record(msg: Any, value: Any, expected: Any) -> Record:
 
 def same(a: Any, b: Any) -> bool:
     """Whether two records, or parts of them, agree to the bit."""
+    if a is b:
+        return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and bool(equal(a, b).all())
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):

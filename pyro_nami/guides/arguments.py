@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 __all__ = ["Arguments", "Kind", "kind_of", "version_of"]
@@ -25,8 +26,8 @@ class Arguments:
         self._leaves = [(leaf, _stamp(leaf)) for leaf in leaves]
 
     def are(self, leaves: Sequence[Any]) -> bool:
-        """Whether the arguments of a later call are the same ones, unchanged."""
-        return len(leaves) == len(self._leaves) and all(
+        """Whether the arguments of a later call are the same ones, unchanged; never in a trace, which is for others."""
+        return not torch.jit.is_tracing() and len(leaves) == len(self._leaves) and all(
             _same(old, stamp, new) for (old, stamp), new in zip(self._leaves, leaves)
         )
 
@@ -38,7 +39,7 @@ def version_of(tensor: Tensor) -> Any:
 
 def kind_of(leaves: Sequence[Any]) -> Kind:
     """Returns what a call's arguments have in common with those of others: all but what tensors hold; and numbers."""
-    kind: list[Hashable] = []
+    kind: list[Any] = []
     rest: list[Hashable] = []
     for leaf in leaves:
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):

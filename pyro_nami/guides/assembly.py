@@ -7,6 +7,7 @@ plain data beside one module, the networks. Change this module when a guide need
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -145,12 +146,11 @@ class _Assembler:
         net, options = self.net, self.options
         latents = [name for name in net.latent if not net.sites[name].marginalized]
         if not latents and not is_blocked(self.model):
-            warnings.warn(
-                "Expected a model with at least one latent sample site; got a model with "
-                f"{'observed sites only: ' + ', '.join(map(repr, net.observed)) if net.observed else 'no sites'}, "
-                "for which the guide is empty. If a site shall be inferred, do not pass it a value at the guide's "
-                "first call, or name it in `blocks`.",
-                stacklevel=_STACK,
+            logging.getLogger(__name__).warning(  # no warning of Python's, as Pyro's own guides are silent here
+                "Expected a model with at least one latent sample site; got a model with %s, for which the guide is "
+                "empty. If a site shall be inferred, do not pass it a value at the guide's first call, or name it in "
+                "`blocks`.",
+                "observed sites only: " + ", ".join(map(repr, net.observed)) if net.observed else "no sites",
             )
         inverse = invert(net, options.inverse, options.blocks)
         predictive = frozenset(inverse.predictive) - self.found.hidden_randomness

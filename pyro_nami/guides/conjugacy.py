@@ -332,6 +332,7 @@ def _agree(here: _Quadratic, there: _Quadratic) -> bool:
     if all((each == 0).all() for row in here.precision for each in row):
         return False  # weights that are zero as yet
     gain, slack = there.total - here.total, _TOLERANCE**2 * here.total.abs()
+    fits = torch.ones_like(gain, dtype=torch.bool)
     for i, row in enumerate(here.precision):
         bends = [each.detach() * step for each, step in zip(row, steps)]
         before, after = here.gradient[i].detach(), there.gradient[i].detach()
@@ -339,8 +340,7 @@ def _agree(here: _Quadratic, there: _Quadratic) -> bool:
         size = bend + before.abs()
         rounding = 100 * torch.finfo(size.dtype).eps * size.max()
         off = (after - before + sum(bends)).abs()
-        if not (off <= _TOLERANCE * (bend + _TOLERANCE * bend.max()) + rounding).all():
-            return False
+        fits = fits & (off <= _TOLERANCE * (bend + _TOLERANCE * bend.max()) + rounding).all()
         gain = gain - (steps[i] * (before - sum(bends) / 2)).sum()
         slack = slack + _TOLERANCE * (steps[i].abs() * size).sum()
-    return bool(gain.abs() <= slack)
+    return bool(fits & (gain.abs() <= slack))  # one look, as a device has to be waited for

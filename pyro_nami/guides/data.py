@@ -276,7 +276,8 @@ class DataReader:
     def _features_of(self, node: Any, value: Tensor, network: InverseNetwork, keep: bool = True) -> Tensor:
         """Returns the standardized features of an observed node, anew only where the value changed."""
         kept = self._features.get(node)
-        if kept is not None and kept[0] is value and kept[1] == version_of(value):
+        keep = keep and not torch.jit.is_tracing()
+        if keep and kept is not None and kept[0] is value and kept[1] == version_of(value):
             return kept[2]
         if node in self.assembly.encodings:
             check_data(node, value, self.assembly)

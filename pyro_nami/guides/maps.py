@@ -77,7 +77,7 @@ class MapReader:
     def state(self, maps: IndexMaps) -> dict[Any, Tensor]:
         """Returns a call's maps as part of the guide's state."""
         state: dict[Any, Tensor] = {("index", *pair): maps.maps[pair] for pair in self._plan_of}
-        return state | {("size", plate): torch.tensor(size) for plate, size in maps.sizes.items()}
+        return state | {("size", plate): torch.tensor(size, device="cpu") for plate, size in maps.sizes.items()}
 
     def resized(self, call: Any) -> dict[str, int]:
         """Returns the plates, with their sizes now, that had another size in the data that the call reads."""

@@ -132,8 +132,8 @@ class AutoNaMIGuide(PersistentGuide):
     ) -> None:
         super().__init__(model, create_plates=create_plates)
         embeddings = {site: as_pyro_module(copy.deepcopy(module)) for site, module in (embeddings or {}).items()}
-        # A module's name has no dots; a site's may have some.
-        self.embeddings = _ModuleDict({site.replace(".", "/"): module for site, module in embeddings.items()})
+        if embeddings:  # A module's name has no dots; a site's may have some.
+            self.embeddings = _ModuleDict({site.replace(".", "/"): module for site, module in embeddings.items()})
         self._options = Options(
             inverse=inverse,
             blocks=blocks,
@@ -187,7 +187,8 @@ class AutoNaMIGuide(PersistentGuide):
     def num_parameters(self) -> int:
         """Number of weights that the guide computes with: masked ones and padding do not count."""
         self._made()
-        return self.network.num_parameters + sum(value.numel() for value in self.embeddings.parameters())
+        embeddings = self._options.embeddings.values()
+        return self.network.num_parameters + sum(p.numel() for module in embeddings for p in module.parameters())
 
     def _made(self) -> Assembly:
         if self._assembly is None:
@@ -251,10 +252,11 @@ class AutoNaMIGuide(PersistentGuide):
         learning = self.training and torch.is_grad_enabled()
         current = Pass(self._made(), self._start(call, learning=learning), call)
         try:
-            if self._assembly.interleaved:
-                self._run_interleaved(current, call)
-            else:
-                self._run_detached(current, call)
+            with self.network.taking_part():
+                if self._assembly.interleaved:
+                    self._run_interleaved(current, call)
+                else:
+                    self._run_detached(current, call)
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
         return {name: current.returned[name] for name in current.program if name in current.returned}

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from pyro import poutine
 from pyro.nn import PyroModule, PyroParam
 from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
@@ -125,6 +127,9 @@ class InverseNetwork(PyroModule):
         self.networks = _ModuleList(
             [group.build(hidden_features, shared, skip, activation, base, factory) for group in self.groups]
         )
+        self._idle = bool(latents) and not factors
+        if self._idle:
+            self.nothing = PyroParam(self._like.new_zeros(()), constraints.real)
         self._find_still_read()
         self.inputs = _ModuleList([self._running(group, factory) for group in self.groups])
         for part in (self.encoders, self.evidence, self.networks, self.inputs):
@@ -142,6 +147,9 @@ class InverseNetwork(PyroModule):
         self._locations: dict[Hashable, list[list[int]]] = {}
         for group in self.groups:
             self._locations.update(group.rows_of(lambda factor: factor.locations))
+        for i, rows in enumerate(self._locations.values()):
+            self.register_buffer(f"rows_{i}", torch.tensor(rows, device=self._like.device), persistent=False)
+        self._rows = {name: f"rows_{i}" for i, name in enumerate(self._locations)}
 
     def quicken(self) -> None:
         """Adapts the speeds of parameters, if the optimizer may have taken a step since; see `pyro_nami.nn.Pace`."""
@@ -155,6 +163,13 @@ class InverseNetwork(PyroModule):
         first = group.starts[column[:2]]
         center = self.running[self.groups.index(group)].center[first : first + column[2] - column[1]]
         return center.view((1,) * self.nesting + (-1,))
+
+    def taking_part(self) -> AbstractContextManager:
+        """Returns a context of the sites of a guide without weights, by which their density has a gradient: zero.
+
+        Without any, a loss has no ``backward``, and an optimizer no parameters, where all latents are exact.
+        """
+        return nullcontext() if not self._idle else poutine.scale(scale=torch.as_tensor(self.nothing) * 0 + 1)
 
     @property
     def settled(self) -> bool:
@@ -224,7 +239,7 @@ class InverseNetwork(PyroModule):
             self.running[index].update(x, first, last)
         for name, innovations in passed.innovations.items():
             index = self.group_of[name]
-            network, rows = self.parts[0][index], torch.tensor(self._locations[name], device=innovations.device)
+            network, rows = self.parts[0][index], getattr(self, self._rows[name])
             off = innovations.unsqueeze(-1) - network.output_bias()[rows]
             spread = off.reshape(-1, *rows.shape).square().mean(0)
             share, units = self.running[index].share, network.units.clone()
