@@ -79,6 +79,7 @@ class Pass:
         self._eliminations: dict[ConjugateGroup, Elimination] = {}
         self._freedom: dict[str, Tensor] = {}  # how much of its own location each draw of a factor takes
         self._anchors: dict[str, Tensor | None] = {}  # of the latents whose distribution was made
+        self._families: dict[str, Family] = {}  # of those whose support or count varies, as they are in this pass
         self._relocation = _relocation(assembly)
         self._validate = is_validation_enabled() and not torch.jit.is_tracing()
 
@@ -118,10 +119,10 @@ class Pass:
         self.values[name] = value
         if name not in self.assembly.families:
             return
+        family = self._families.get(name, self.assembly.families[name])
         if elements is None:
-            features = self.assembly.features(name, value)
-        else:
-            features = self.assembly.families[name].element_features(elements).flatten(-2)
+            elements = family.layout.elements(value)
+        features = family.element_features(elements).flatten(-2)
         self.state.add(name, features, drawn=drawn, share=self._freedom.get(name))
 
     def distribution(self, name: str, batch_shape: torch.Size, prior: Distribution | None) -> TorchDistribution:
@@ -146,7 +147,7 @@ class Pass:
                 raise ValueError(fixed_size(name, plate, size, batch_shape[dim]))
         anchor = None
         if prior is not None:
-            family = family.at(prior)
+            family = self._at(name, prior)
             if name in assembly.anchored:
                 anchor = family.anchor(prior)
         self._anchors[name] = anchor
@@ -157,6 +158,13 @@ class Pass:
         if params.shape[:-2] != target:
             params = params.reshape(batch + params.shape[-2:]).expand(target + params.shape[-2:])
         return self._at_once(factor, family, params, anchor)
+
+    def _at(self, name: str, prior: Distribution) -> Family:
+        """Returns a latent's family at the current prior, in whose coordinates others read it from now on."""
+        family = self.assembly.families[name].at(prior)
+        if family.varies:
+            self._families[name] = family
+        return family
 
     def _at_once(
         self, factor: Factor, family: Family, params: Tensor, anchor: Tensor | None
@@ -246,7 +254,8 @@ class Pass:
         elements = {}
         for name in assembly.order:
             if name in values:
-                elements[name] = assembly.families[name].layout.elements(values[name])
+                family = assembly.families[name] if name not in sites else self._at(name, sites[name]["fn"])
+                elements[name] = family.layout.elements(values[name])
                 self.know(name, values[name], elements[name])
         together: dict[Hashable, list[_Part]] = {}
         for name, value in values.items():
@@ -262,7 +271,7 @@ class Pass:
                 yield _masked(fn.log_prob(value), mask)
                 continue
             factor, family = assembly.factors[name], assembly.families[name]
-            family = family if prior is None else family.at(prior)
+            family = self._families.get(name, family)
             anchor = family.anchor(prior) if name in assembly.anchored else None
             params = self._instances(factor, self.state.params(name))
             if family.kind is None or mask is not None or family.varies or factor.coupled:
