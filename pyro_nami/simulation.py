@@ -6,6 +6,7 @@ all sites, which networks are standardized by and covariates are found at.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -132,11 +133,25 @@ def own_dims() -> Iterator[None]:
 
 
 def prior_draws(model: Callable, args: tuple, kwargs: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:
-    """Returns up to ``count`` joint draws of all sites, observed ones as well; fewer where the model fails at some."""
-    draws = []
+    """Returns up to ``count`` joint draws of all sites, observed ones as well; fewer where the model fails at some.
+
+    Improper priors have none. Where the model fails at all draws for another reason, a warning tells which.
+    """
+    draws, failed = [], None
     with torch.no_grad():
         for _ in range(count):
-            with suppress(Exception):  # an improper prior, say, or whatever a model does at values far out
+            try:
                 sites = Hidden({}, simulated=True).run(model, args, kwargs)
                 draws.append({name: site["value"] for name, site in sites.items()})
+            except NotImplementedError:
+                return draws
+            except Exception as error:  # noqa: BLE001  whatever a model does at values far out
+                failed = error
+    if failed is not None and not draws:
+        warnings.warn(
+            f"The model fails at every one of {count} draws of its prior, the last time with {type(failed).__name__}: "
+            f"{failed} Networks are standardized by the guide's first call alone, and covariates are not found. Mend "
+            "the model, or its prior, such that it runs at draws of it.",
+            stacklevel=5,
+        )
     return draws

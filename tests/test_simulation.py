@@ -61,6 +61,15 @@ def test_draws_at_which_the_model_fails_are_left_out():
     assert 5 < len(draws) < 35 and all(draw["z"] < 0.1 for draw in draws)
 
 
+def test_a_model_that_fails_at_every_draw_is_told_of():
+    def failing():
+        z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        z @ torch.zeros(4)
+
+    with pytest.warns(UserWarning, match="fails at every one of 4 draws.*RuntimeError"):
+        assert prior_draws(failing, (), {}, 4) == []
+
+
 def test_a_reference_value_of_another_event_shape_names_the_site():
     def vector(n):
         pyro.sample("v", dist.Normal(torch.zeros(n), 1.0).to_event(1))

@@ -99,9 +99,10 @@ class UnconstrainedLayout(Layout):
     ) -> None:
         super().__init__(support, event_shape, batch_shape=batch_shape)
         self.bijection = _none_if_identity(bijection_to(self.support))
-        batch_ndims = max(value.dim() - len(self.event_shape), len(batch_shape))
+        batch = torch.broadcast_shapes(value.shape[: value.dim() - len(self.event_shape)], batch_shape)
+        value = value.expand(batch + self.event_shape)  # bounds need not have all of these dims
         free = value if self.bijection is None else self.bijection.inv(interior(self.support, value))
-        self.free_shape = free.shape[batch_ndims:]
+        self.free_shape = free.shape[len(batch) :]
         self.num_elements = math.prod(self.free_shape)
 
     def value(self, elements: Tensor) -> Tensor:

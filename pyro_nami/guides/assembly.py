@@ -16,7 +16,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_nami.conditioning import Plates, Read, Source, covariates_of, nodes_of, plan_sources
@@ -390,13 +390,18 @@ class _Assembler:
             hidden_features=hidden,
             shared=options.shared,
             make_encoder=lambda size: make_encoder(
-                options.pooling, size, _POOLED_FEATURES, _POOLING_UNITS, **factory
+                options.pooling,
+                size,
+                _POOLED_FEATURES,
+                _POOLING_UNITS,
+                activation=options.activation or nn.functional.silu,
+                **factory,
             ),
             takes_evidence=functools.partial(self._takes_evidence, assembly.families),
             latents=assembly.order,
             simulated=options.simulated,
             skip=options.skip,
-            activation=options.activation,
+            activation=options.activation or torch.tanh,
             **factory,
         )
         if not network.simulated:

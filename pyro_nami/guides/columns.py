@@ -7,6 +7,7 @@ every call. What a column is, and how probing finds it, is in `pyro_nami.covaria
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ __all__ = ["PRIOR_DRAWS", "CovariateFinder", "covariate_values"]
 PRIOR_DRAWS = 16
 _FEW_DRAWS = 3  # after which a site whose covariates grow with every draw is explained by arguments, if it can be
 _MOST_COVARIATES = 64
+STACK = 12  # frames from a warning of the parts of `assemble` to the call of the guide, about
 
 
 class CovariateFinder(NamedTuple):
@@ -89,6 +91,14 @@ class CovariateFinder(NamedTuple):
             if number > 0 and not any(found):
                 break
         searches |= explained
+        full = [name for name, search in searches.items() if len(search.columns) >= _MOST_COVARIATES]
+        if full:
+            warnings.warn(
+                f"Site '{full[0]}' differs between the instances of its plate in {_MOST_COVARIATES} covariates at "
+                "least, and factors read no others. Name what they shall read: covariates=, a callable from the "
+                "model's arguments to a mapping from sites to tensors.",
+                stacklevel=STACK,
+            )
         columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
         used = {column.draw for found in columns.values() for column in found if isinstance(column, Column)}
         return columns, references[: max(used, default=-1) + 1]

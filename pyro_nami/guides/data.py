@@ -173,6 +173,9 @@ class DataReader:
                     call.values[name] = own[name] = value
                     if name in assembly.semi_observed:
                         call.given[name] = value
+        for name in assembly.bayesnet.observed:  # what no factor reads, the model's own conditionals may
+            if observations.get(name) is not None:
+                call.given[name] = self._as_tensor(observations[name])
         complete = all(name in call.values for name in assembly.read)
         alone = look is not None and complete and (assembly.interleaved or not draws)
         if not alone or assembly.subsampled or look is not None and look.varying:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pyro_nami.graph import BayesNet, Inverse
 from pyro_nami.guides.assembly import assemble
 from pyro_nami.guides.data import Call, DataReader
+from pyro_nami.guides.differences import differences
 from pyro_nami.guides.interleaved import Interleaved, missing_site, new_site
 from pyro_nami.guides.network import as_pyro_module
 from pyro_nami.guides.network_state import NetworkState, start_pass
@@ -93,7 +94,7 @@ class AutoNaMIGuide(PersistentGuide):
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step.
         init_scale: scale at the first step, in unconstrained space.
         create_plates: as in Pyro: a callable from the model's arguments to plates.
-        activation: of the hidden layers.
+        activation: of all hidden layers; by default tanh, and silu in the encoders of sets.
         save_data: whether ``state_dict`` holds the data last seen in training, so that a loaded guide can be called
             without data, too; else it holds checksums of them alone.
 
@@ -127,7 +128,7 @@ class AutoNaMIGuide(PersistentGuide):
         init_loc_fn: Callable = init_to_feasible,
         init_scale: float = 0.1,
         create_plates: Callable | None = None,
-        activation: Callable[[Tensor], Tensor] = torch.tanh,
+        activation: Callable[[Tensor], Tensor] | None = None,
         save_data: bool = False,
     ) -> None:
         super().__init__(model, create_plates=create_plates)
@@ -195,12 +196,37 @@ class AutoNaMIGuide(PersistentGuide):
             raise RuntimeError("Expected a guide that was called once; call it with the model's arguments first.")
         return self._assembly
 
+    def check(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Returns what the model has at these arguments other than at the guide's first call.
+
+        A guide's structure is that of its first call, found by runs of the model there. This takes as many runs again,
+        and so tells whether the structure holds for other arguments as well.
+
+        Args:
+            *args, **kwargs: the model's arguments.
+
+        Returns:
+            A sentence for each difference; none where the guide fits.
+        """
+        before, subsampled = self._made(), self._subsampled(*args, **kwargs)
+        return list(differences(before, assemble(self.model, args, kwargs, self._options, subsampled)[0]))
+
+    def extra_repr(self) -> str:
+        if self._assembly is None:
+            return "not called yet"
+        exact = "".join(f", '{name}' by its exact conditional" for name in self.conjugate)
+        return f"{len(self._assembly.program)} latents{exact}; {self.num_parameters} weights"
+
     # ---- set-up
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+    def _subsampled(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Returns the plates that are made outside the model and hold a part of their instances."""
         with poutine.block():
             plates = self._create_plates(*args, **kwargs)
-        subsampled = [name for name, plate in plates.items() if plate.subsample_size < plate.size]
+        return [name for name, plate in plates.items() if plate.subsample_size < plate.size]
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        subsampled = self._subsampled(*args, **kwargs)
         assembly, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
         self._assembly = assembly
         self.network = network
@@ -267,15 +293,17 @@ class AutoNaMIGuide(PersistentGuide):
         if "observations" in kwargs and not takes_observations(self.model):
             kwargs = {key: value for key, value in kwargs.items() if key != "observations"}
         if self._assembly is None:
+            first = kwargs
             if observations:
-                self._note_observations(observations, args, kwargs)
+                single = self._note_observations(observations, args, kwargs)
+                first = {**kwargs, "observations": single} if "observations" in kwargs else kwargs
             # A guide that scores first, or that is replayed (`pyro.infer.CSIS`), is trained on simulations.
             replayed = bool(observations) and any(isinstance(handler, ReplayMessenger) for handler in _PYRO_STACK)
             simulated = self._options.simulated or replayed or not draws
             if self._waiting_state is not None:
                 simulated = self._waiting_state[0].get("_extra_state", {}).get("simulated", simulated)
             self._options = self._options._replace(simulated=simulated)
-            self._setup_prototype(*args, **kwargs)
+            self._setup_prototype(*args, **first)
         for name in observations:
             if name not in self._assembly.names:
                 known = ", ".join(map(repr, self._assembly.bayesnet.observed))
@@ -284,10 +312,13 @@ class AutoNaMIGuide(PersistentGuide):
         self._data.read(call, observations, remember=self.training and torch.is_grad_enabled(), draws=draws)
         return call
 
-    def _note_observations(self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _note_observations(
+        self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Takes sites given by ``observations`` at the first call as observed, though the model samples them.
 
-        Deterministic and factor sites, which `pyro.infer.CSIS` passes as well, are no data.
+        Deterministic and factor sites, which `pyro.infer.CSIS` passes as well, are no data. Returns the first of
+        several data sets, as a structure is found from one: values without batch dims that their sites do not have.
         """
         with untouched(self.model), torch.no_grad():
             sites = Hidden({}).run(self.model, args, kwargs)
@@ -295,6 +326,12 @@ class AutoNaMIGuide(PersistentGuide):
         extra = [name for name in observations if name in sampled and name not in self._options.observed]
         observed = (*self._options.observed, *extra)
         self._options = self._options._replace(observed=observed, simulated=bool(observed) or self._options.simulated)
+        more = {
+            name: value.dim() - len(sites[name]["fn"].shape())
+            for name, value in observations.items()
+            if isinstance(value, Tensor) and name in sites
+        }
+        return {name: value[(0,) * max(more.get(name, 0), 0)] for name, value in observations.items()}
 
     def _start(self, call: Call, *, learning: bool = False) -> NetworkState:
         """Returns the networks' state with everything observed known."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -127,7 +128,7 @@ class InverseNetwork(PyroModule):
         self.networks = _ModuleList(
             [group.build(hidden_features, shared, skip, activation, base, factory) for group in self.groups]
         )
-        self._idle = bool(latents) and not factors
+        self._idle = not factors
         if self._idle:
             self.nothing = PyroParam(self._like.new_zeros(()), constraints.real)
         self._find_still_read()
@@ -356,6 +357,14 @@ class InverseNetwork(PyroModule):
                 first = heads.get(pooled, 0)
                 heads[pooled] = first + count
                 reads.append(EvidenceRead(source, first, count, width))
+            else:
+                warnings.warn(
+                    f"Site '{factor.name}' takes no evidence from the instances of plate '{pooled.plate}': "
+                    f"{width} inputs by {factor.num_elements} elements are more than {_MOST_EVIDENCE_INPUTS}, or than "
+                    f"{_MOST_EVIDENCE_ROWS} in all. Its precision cannot follow their number; embeddings= with fewer "
+                    "features would let it.",
+                    stacklevel=13,
+                )
         return factor._replace(evidence=tuple(reads))
 
     def is_left_out(self, source: Source, batch: Collection[str]) -> bool:

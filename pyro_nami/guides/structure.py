@@ -45,7 +45,7 @@ class Options(NamedTuple):
     refine: str | None
     init_loc_fn: Callable
     init_scale: float
-    activation: Callable[[Tensor], Tensor]
+    activation: Callable[[Tensor], Tensor] | None
     save_data: bool
 
     def check(self) -> None:

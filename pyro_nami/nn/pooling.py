@@ -63,6 +63,9 @@ class SetEncoder(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
 
+    def extra_repr(self) -> str:
+        return f"{self.num_inputs} -> {self.num_features}"
+
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
         """Returns features of each set, ``(*sets, num_outputs)``, zeros for an empty one.
 

@@ -131,7 +131,7 @@ class Segments:
             low, high = (int(bound) for bound in index.aminmax())
             if low < 0 or high >= num_segments:
                 raise ValueError(f"Expected index from 0 to {num_segments - 1}; got {low} to {high}.")
-        self.index = index.long()
+        self.index = index.to(torch.long, copy=True)  # what is made of it is kept, whatever is written to it
         self.num_segments = num_segments
         self.dim = dim
         self.axis = dim - 1

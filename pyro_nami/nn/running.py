@@ -46,6 +46,9 @@ class Running(nn.Module):
         self.register_buffer("follows", follows, persistent=False)
         self.passes, self.settled = 0, False
 
+    def extra_repr(self) -> str:
+        return f"{len(self.floor)} inputs"
+
     def forward(self, x: Tensor, first: int, last: int) -> Tensor:
         """Returns inputs ``first`` to ``last - 1``, ``(*batch, inputs)``, in these units and tempered."""
         return tempered((x - self.center[first:last]) / self.scale[first:last])

@@ -195,6 +195,10 @@ class SteppedMLP(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         self._output_scale = None
 
+    def extra_repr(self) -> str:
+        hidden = [getattr(self, name).shape[-2] for name in self.layer_names[:-1]]
+        return f"{' -> '.join(map(str, [self.in_features, *hidden, self.out_features]))}, {self.num_parameters} weights"
+
     @property
     def num_parameters(self) -> int:
         """Number of weights that are not masked."""

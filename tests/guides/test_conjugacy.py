@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 
 import pyro
@@ -11,10 +12,11 @@ import pytest
 import torch
 from models import amortized
 from pyro import poutine
-from pyro.infer import SVI, JitTrace_ELBO, Predictive, Trace_ELBO
+from pyro.infer import CSIS, SVI, JitTrace_ELBO, Predictive, Trace_ELBO
 from pyro.optim import Adam
 
 from pyro_nami import AutoNaMIGuide
+from pyro_nami.infer import InferenceCompilation
 
 COUNTY = torch.tensor([0, 0, 0, 1, 1, 2, 4, 4, 4, 4])
 FLOOR = torch.tensor([0.0, 1.0, 1.0, 0.0, 2.0, 1.0, 0.5, 1.5, 0.0, 1.0], dtype=torch.float64)
@@ -578,6 +580,26 @@ def test_arguments_that_no_state_holds_are_asked_for():
     other.load_state_dict(guide.state_dict())
     with pytest.raises(ValueError, match="data for the observed site 'y'.*alpha.*conjugate=False"):
         other(x[:3])
+
+
+@pytest.mark.parametrize("use", ["compilation", "CSIS"])
+def test_a_model_that_takes_observations_has_exact_conditionals_too(use):
+    def model(observations=None):
+        mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+        with pyro.plate("schools", 8):
+            theta = pyro.sample("theta", dist.Normal(mu, 2.0))
+            pyro.sample("y", dist.Normal(theta, 1.0), obs=None if observations is None else observations["y"])
+
+    if use == "CSIS":
+        guide = AutoNaMIGuide(model)
+        CSIS(model, guide, Adam({"lr": 1e-3})).step(observations={"y": torch.zeros(8)})
+    else:
+        guide = AutoNaMIGuide(model, observed=["y"])
+        adam = functools.partial(torch.optim.Adam, lr=1e-3)
+        InferenceCompilation(model, guide, adam, batch_size=20).fit(2, progress=False)
+    assert guide.conjugate == ("theta",)
+    y = torch.linspace(-3.0, 3.0, 8)
+    assert guide(observations={"y": y})["theta"].shape == (8,)
 
 
 def two_children(w, y=None):

@@ -331,6 +331,38 @@ def test_activations():
     assert guide.log_prob(values, Y) != other.log_prob(values, Y)
 
 
+def pooled_children(y):
+    z = pyro.sample("z", dist.Gamma(torch.tensor(2.0), 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(torch.zeros(y.shape[1]), z.unsqueeze(-1)).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "sum", "max", "attention"])
+def test_the_activation_is_that_of_set_encoders_too(pooling):
+    y = torch.randn(5, 2)
+    guide = amortized(pooled_children, activation=torch.nn.functional.elu, pooling=pooling)
+    guide(y)
+    assert [encoder.activation for encoder in guide.network.encoders] == [torch.nn.functional.elu]
+
+
+def test_evidence_that_is_left_out_is_told_of():
+    guide = amortized(pooled_children)
+    with pytest.warns(UserWarning, match="Site 'z' takes no evidence.*'data'.*129 inputs"):
+        guide(torch.randn(5, 129))
+
+
+def test_covariates_that_are_left_out_are_told_of():
+    x = torch.randn(200, 70)
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(70), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal((x * w.unsqueeze(-2)).sum(-1), 1.0), obs=y)
+
+    with pytest.warns(UserWarning, match="Site 'y' differs.*64 covariates.*covariates="):
+        AutoNaMIGuide(model)(torch.randn(200))
+
+
 def test_elements_of_a_vector_are_independent_on_request():
     for within, coupled in (("autoregressive", True), ("independent", False)):
         pyro.clear_param_store()

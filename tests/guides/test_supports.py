@@ -139,3 +139,33 @@ def test_a_support_that_moves_with_another_latent_and_with_data(inverse):
         assert torch.tensor(svi.step(low, y)).isfinite()
         values = guide(low, y)
         assert ((values["z"] > low) & (values["z"] < low + values["width"])).all()
+
+
+def moving_bounds(y):
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    b = pyro.sample("b", dist.Uniform(a.sin(), a.sin() + 2))
+    with pyro.plate("groups", 3):
+        low = (a + b).unsqueeze(-1)  # without the plate's dim, and of one element
+        z = pyro.sample("z", dist.Uniform(low, low + torch.tensor([1.0, 2.0])).to_event(1))
+        c = pyro.sample("c", dist.Normal(z.sum(-1), 1.0))
+        pyro.sample("y", dist.Normal(c * z[..., 0], 1.0), obs=y)
+
+
+@pytest.mark.filterwarnings("ignore:The instances of 'z'")
+@pytest.mark.parametrize("families", [None, "mixture"])
+@pytest.mark.parametrize("within", ["autoregressive", "independent"])
+@pytest.mark.parametrize("inverse", ["forward", "reverse", "fully_connected"])
+def test_a_draw_on_a_moving_support_has_the_density_that_it_is_replayed_with(inverse, within, families, double):
+    """Others read it in one set of coordinates, whether it was drawn, replayed or scored."""
+    y = torch.tensor([0.3, -0.2, 1.0])
+    guide = AutoNaMIGuide(moving_bounds, inverse=inverse, within=within, families=families)
+    guide(y)
+    scatter(guide)
+    trace = poutine.trace(guide).get_trace(y)
+    values = {name: node["value"].detach().clone() for name, node in trace.iter_stochastic_nodes()}
+    values = {name: value for name, value in values.items() if name != "groups"}
+    expected = trace.log_prob_sum()
+    replayed = poutine.trace(poutine.condition(guide, values)).get_trace(y)
+    assert torch.allclose(replayed.log_prob_sum(), expected, rtol=1e-8)
+    assert torch.allclose(guide.log_prob(values, y), expected, rtol=1e-8)
+    assert (values["z"][:, 0] != values["z"][:, 1]).all()
