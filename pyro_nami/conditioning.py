@@ -189,7 +189,8 @@ class _Plan:
         if lies <= self.batch - across:
             self.found.add(self._at(Direct(node), frames, self.plates.generators(self.batch)))
             return
-        if not self.plates.generators(lies | rows) - frames & (self.plates.subsampled | self.plates.fixed):
+        there = frames <= self.plates.closure(rows)  # else the rows do not say which of its instances they read
+        if there and not self.plates.generators(lies | rows) - frames & (self.plates.subsampled | self.plates.fixed):
             lies |= rows
         dims = self.plates.generators(lies)
         read = lies - (self.batch - across)
@@ -203,11 +204,12 @@ class _Plan:
             if not self.plates.determined.get(plate, frozenset()) & aligned
         )
         source, frames = flattened(Direct(node), self.plates.sort(flat)), frames - flat
-        pooled = read - flat - (self.joint - dims)
+        gone = self.plates.closure(flat)
+        pooled = read - gone - (self.joint - dims)
         if not pooled:
             self.found.add(self._at(source, frames, self.plates.generators(self.batch)))
             return
-        key = _Stream(pooled, lies - pooled - flat)
+        key = _Stream(pooled, lies - pooled - gone)
         self.streams.setdefault(key, set()).add(self._at(source, frames, dims - flat))
 
     def _pool(self) -> None:

@@ -105,6 +105,17 @@ class Given(NamedTuple):
     column: int
 
 
+def plain_column(column: Column | Argument | Given) -> tuple:
+    """Returns a covariate as ``torch.load`` reads it with ``weights_only=True``."""
+    return type(column).__name__, *column
+
+
+def column_of(plain: Sequence[Any]) -> Column | Argument | Given:
+    """Returns the covariate that `plain_column` made plain."""
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in (Column, Argument, Given)}
+    return kinds[plain[0]](*plain[1:])
+
+
 class ColumnSearch:
     """Collects the covariates of one site, reference draw by reference draw.
 

@@ -12,6 +12,7 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from pyro_nami.covariates import column_of, plain_column
 from pyro_nami.guides.data import DataReader
 from pyro_nami.guides.network import InverseNetwork
 from pyro_nami.guides.structure import Assembly, Options
@@ -75,7 +76,7 @@ class PersistentGuide(AutoGuide):
         return result
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What belongs to the weights: the draws that covariates are read at, and marks of the data last seen.
+        """What belongs to the weights: which covariates are read, at which draws, and marks of the data last seen.
 
         With ``save_data=True`` these data themselves, and where latents have exact conditionals also the arguments that
         they came with, if these can be saved.
@@ -85,6 +86,7 @@ class PersistentGuide(AutoGuide):
             return state
         data = self._data
         state.update(references=self._assembly.references, varied=data.varied)
+        state["columns"] = {site: [plain_column(c) for c in found] for site, found in self._assembly.columns.items()}
         state["marks"] = {_key(name): mark for name, mark in data.all_marks().items()}
         if self._options.save_data:
             state["seen"] = {_key(name): value for name, value in data.seen.items()}
@@ -98,6 +100,9 @@ class PersistentGuide(AutoGuide):
         self._data.marks = {names[key]: mark for key, mark in state.get("marks", {}).items()}
         self._data.context, self._data.varied = state.get("context"), bool(state.get("varied"))
         self._assembly.references = list(state.get("references", ()))
+        self._assembly.columns.update(
+            {site: tuple(map(column_of, found)) for site, found in state.get("columns", {}).items()}
+        )
         self._data.forget()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
