@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 
 PAPER := structure time_series trees minimality tree_depths gaussian_mixture
 
-.PHONY: demo test lint bench paper setup clean
+.PHONY: demo test test-all test-device contract lint bench paper setup clean
 .NOTPARALLEL:
 
 demo: setup  ## eight schools with Pyro's guides and this one; plots go to out/
@@ -22,6 +22,15 @@ demo: setup  ## eight schools with Pyro's guides and this one; plots go to out/
 test: setup  ## all tests and doctests, then the linters
 	@$(RUN) -m pytest -q -n 2
 	@$(MAKE) --no-print-directory lint
+
+test-all: setup  ## all tests, with 2,000 random programs in place of 300
+	@PYRO_NAMI_PROGRAMS=2000 $(RUN) -m pytest -q -n 2
+
+test-device: setup  ## a second device without a GPU, and our tests on it, where the check is at hand; compiles for minutes
+	@$(RUN) tests/second_device.py
+
+contract: setup  ## Pyro's own guide tests on AutoNaMIGuide, where they are at hand
+	@$(RUN) tests/contract.py
 
 lint: setup
 	@$(RUN) -m ruff check .

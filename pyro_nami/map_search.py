@@ -174,13 +174,16 @@ class _Search:
         return self.nesting.completed(lambda: self.probe.run(full)).sites
 
     def _accept(self, plan: MapPlan, name: str, index: Tensor) -> None:
-        """Takes what a target reads for a map, or a part of one: one instance a row, varying along one plate only."""
+        """Takes what a target reads for a map, or a part of one: one instance a row, varying along one plate only.
+
+        In a site of one plate it need not vary: a minibatch may have rows of one instance alone.
+        """
         dims = {frame.name: frame.dim for frame in self.probe.frames(name)}
         rows = {q: along(index, dim) for q, dim in dims.items()}
         varying = {
             q: row
             for q, row in rows.items()
-            if row is not None and (index.numel() == 1 or len(row[row != NONE].unique()) > 1)
+            if row is not None and (len(dims) == 1 or index.numel() == 1 or len(row[row != NONE].unique()) > 1)
         }
         if len(varying) != 1 or bool((index == SEVERAL).any()):
             return

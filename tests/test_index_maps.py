@@ -72,6 +72,12 @@ def indexed():
     rows(effects(loc=normal("mu"))[COUNTY])
 
 
+@idiom(obs__county=torch.full((ROWS,), 2))
+def all_rows_read_the_same_instance():
+    """As those of a minibatch may do; others of the same model will not."""
+    rows(effects()[torch.full((ROWS,), 2)])
+
+
 @idiom(obs__county=COUNTY, obs__day=DAY)
 def crossed_effects():
     rows(normal("mu") + effects()[COUNTY] + effects("beta", "day", DAYS)[DAY])
@@ -286,11 +292,6 @@ def an_index_by_the_sign_of_a_local_latent():
     mu = effects("mu", "component", 2)
     with pyro.plate("obs", 3):
         normal("y", mu[(normal("b") > 0).long()], obs=torch.zeros(3))
-
-
-@no_map
-def all_rows_read_the_same_instance():
-    rows(effects()[torch.zeros(ROWS, dtype=torch.long)])
 
 
 @no_map

@@ -106,7 +106,7 @@ def interior(support: Constraint, value: Tensor) -> Tensor:
     if not value.is_floating_point():
         return value
     finfo = torch.finfo(value.dtype)
-    least, most = finfo.tiny * 2**26, finfo.max**0.5
+    least, most = min(finfo.tiny * 2**26, finfo.eps**2), max(finfo.max**0.5, 1e4)  # the latter of each for float16
     if isinstance(base, (constraints.greater_than, constraints.greater_than_eq)):
         lower = base.lower_bound + (finfo.eps * abs(base.lower_bound) + least)
         return value.clamp(min=lower) if isinstance(lower, Tensor) else value.clamp(lower, max(most, 2 * lower))

@@ -370,11 +370,12 @@ class _Assembler:
         )
 
     def _factory(self, order: Sequence[str]) -> dict[str, Any]:
-        """Returns dtype and device of the networks: those of the first continuous value of the model."""
+        """Returns dtype and device of the networks: of the first continuous value of the model, float32 at least."""
         values = [self.nodes[name]["value"] for name in (*order, *self.data)]
         like = next((value for value in values if value.is_floating_point()), None)
         device = values[0].device if values else None
-        return {"dtype": torch.get_default_dtype() if like is None else like.dtype, "device": device}
+        dtype = torch.get_default_dtype() if like is None else like.dtype
+        return {"dtype": torch.float32 if dtype.itemsize < 4 else dtype, "device": device}
 
     def _network(
         self, assembly: Assembly, factors: Sequence[Factor], columns: Mapping[str, tuple[Column, ...]]

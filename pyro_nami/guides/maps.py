@@ -92,9 +92,10 @@ class MapReader:
         self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]
     ) -> tuple[dict[Pair, Tensor], dict[str, int]]:
         held = {n: v for n, v in self.assembly.reference.items() if n not in self.assembly.semi_observed}
+        data = {n: self._single(n, v) for n, v in {**call.given, **call.values}.items() if n not in held}
 
         def run(values: Mapping[str, Tensor]) -> Mapping[str, Any]:
-            return call.run({**held, **values}, broadcast=True)
+            return call.run({**data, **held, **values}, broadcast=True)
 
         sites = call.sites or run({})
         sizes = {plan.plate: _size(plan, sites) for plan in self.assembly.map_plans}
@@ -112,6 +113,12 @@ class MapReader:
                     if _equal(leaf, maps[pair]):
                         self._slots[pair] = i
         return maps, sizes
+
+    def _single(self, name: str, value: Tensor) -> Tensor:
+        """Returns the first of several data sets at a site, of the site's own shape."""
+        dims = [self.assembly.dims[plate] for plate in self.assembly.frames[name]]
+        extra = value.dim() - self.assembly.event_dims[name] + min(dims, default=0)
+        return value[(0,) * max(extra, 0)]
 
     def _plans(self, pairs: Any) -> list[MapPlan]:
         """Returns the plans of some maps alone."""

@@ -421,7 +421,7 @@ class AutoNaMIGuide(PersistentGuide):
                 needed = assembly.anchored or assembly.predictive or assembly.varies or assembly.masked
                 sites = call.run({**call.given, **values}, until=assembly.program) if needed else {}
             current = Pass(assembly, state, call)
-            total = torch.zeros((), device=assembly.factory["device"])
+            total = self.network.zero()
             for log_prob in current.log_probs(values, sites):
                 total = total + sum_plates(log_prob, assembly.nesting)
             return total

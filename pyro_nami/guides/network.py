@@ -170,7 +170,11 @@ class InverseNetwork(PyroModule):
 
         Without any, a loss has no ``backward``, and an optimizer no parameters, where all latents are exact.
         """
-        return nullcontext() if not self._idle else poutine.scale(scale=torch.as_tensor(self.nothing) * 0 + 1)
+        return poutine.scale(scale=1 + self.zero()) if self._idle else nullcontext()
+
+    def zero(self) -> Tensor:
+        """Returns zero; with a gradient, where nothing else has one."""
+        return 0 * torch.as_tensor(self.nothing) if self._idle else self._like.new_zeros(())
 
     @property
     def settled(self) -> bool:
@@ -187,7 +191,14 @@ class InverseNetwork(PyroModule):
         missing = self.nesting + 1 - features.dim()
         if missing > 0:
             features = features[(None,) * missing]
+        if features.dtype != self.dtype:
+            features = features.to(self.dtype)
         return torch.addcmul(self._buffers[shift], features, self._buffers[scale])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights; the model's values may have others."""
+        return self._like.dtype
 
     @property
     def num_parameters(self) -> int:

@@ -195,7 +195,8 @@ class NetworkState:
         if anchor is not None:
             location, scale = anchor.detach().unbind(-1)
             elements = (elements - location) / scale
-        self._passed.innovations[name] = fold(elements.detach().unsqueeze(-1), dims).squeeze(-1)
+        elements = elements.detach().to(self._network.dtype)
+        self._passed.innovations[name] = fold(elements.unsqueeze(-1), dims).squeeze(-1)
 
     def non_finite_parameter(self) -> str | None:
         """Returns the name of a parameter that is not finite, None if all are."""
@@ -269,7 +270,7 @@ class ElementConditionals:
     def _next(self, state: Any, element: int) -> Callable:
         def following(features: Tensor) -> tuple[Tensor, Callable]:
             shift, scale = (part[element] for part in self._affine)
-            seen = torch.addcmul(shift, features, scale)
+            seen = torch.addcmul(shift, features.to(shift.dtype), scale)
             if self._slack is not None:
                 seen = seen - self._slack[..., element : element + 1]
             seen = tempered(seen)
@@ -297,7 +298,7 @@ class ElementConditionals:
         """Returns the parameters ``(*batch, elements, params)`` at ``features`` ``(*batch, elements, features)``."""
         count = self._factor.num_elements
         shift, scale = self._affine
-        seen = tempered(torch.addcmul(shift, features, scale))[..., :-1, :].flatten(-2)
+        seen = tempered(torch.addcmul(shift, features.to(shift.dtype), scale))[..., :-1, :].flatten(-2)
         step = self._state.step
         rows, _ = self._state.advance(self._inputs(step, step + count - 1, seen), step + count - 1)
         rows = _trimmed(rows, features.dim() - 2).unflatten(-1, (count - 1, self._factor.num_raw))

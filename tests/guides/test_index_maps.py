@@ -909,3 +909,40 @@ def test_a_call_in_inference_mode_leaves_nothing_behind_that_training_cannot_use
     for args in (fresh, tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in own), fresh):
         Trace_ELBO().differentiable_loss(varying_intercept, guide, *args).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in guide.parameters())
+
+
+@pytest.mark.parametrize("areas", [2, 5])
+def test_data_of_a_plate_that_rows_do_not_determine_are_read_by_themselves(areas):
+    """The rows' index into the areas is no map that was found, so they do not say which area stands for which row."""
+    group, area = torch.tensor([0, 1, 1, 2, 3]), torch.tensor([0, 1, 0, 1, 0])
+
+    def model(area, a, y):
+        with pyro.plate("areas", len(a)):
+            a = pyro.sample("a", dist.Normal(0.0, 1.0), obs=a)
+        with pyro.plate("groups", 4):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 5):
+            pyro.sample("y", dist.StudentT(3.0, z[..., group] + a[..., area], 1.0), obs=y)
+
+    a, y = torch.randn(areas), torch.randn(5)
+    guide = ready(model, area, a, y)
+    values = draw(guide, area, a, y)
+    other = torch.arange(areas).flip(0)
+    renamed = guide.log_prob(values, other[area], a[other], y)
+    assert torch.allclose(renamed, guide.log_prob(values, area, a, y), rtol=1e-4)
+
+
+def test_a_block_over_rows_of_two_plates_is_flattened_once():
+    group, area = torch.tensor([0, 1, 1, 2, 3]), torch.tensor([0, 1, 0, 1, 0])
+
+    def model(y):
+        with pyro.plate("areas", 2):
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        with pyro.plate("groups", 4):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 5):
+            w = pyro.sample("w", dist.Normal(z[..., group] + a[..., area], 1.0))
+            pyro.sample("y", dist.StudentT(3.0, w, 1.0), obs=y)
+
+    guide = ready(model, torch.randn(5), inverse="fully_connected")
+    assert torch.isfinite(guide.log_prob(draw(guide, torch.randn(5)), torch.randn(5)))

@@ -416,3 +416,28 @@ def test_parameters_of_another_guide_in_the_store_are_named():
     AutoNaMIGuide(CHAIN)(torch.tensor(1.0))
     with pytest.raises(ValueError, match="clear_param_store"):
         AutoNaMIGuide(other)()
+
+
+def test_a_loaded_guide_reads_the_covariates_that_the_saved_one_did():
+    """Which of several that say the same are read is chosen by the data of the first call."""
+
+    def model(kind, y):
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+            pyro.sample("y", dist.Categorical(logits=z + torch.eye(3)[kind]), obs=y)
+
+    first, later = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([1, 1, 1, 0, 2, 2])
+    y = torch.tensor([0, 1, 2, 0, 1, 2])
+    guide = AutoNaMIGuide(model, refine=None)
+    guide(first, y)
+    scatter(guide)
+    values = {"z": torch.randn(6, 3)}
+    state = through_file(guide.state_dict(), weights_only=True)
+    pyro.clear_param_store()
+    for call_first in (False, True):
+        other = AutoNaMIGuide(model, refine=None)
+        if call_first:
+            other(later, y)
+        other.load_state_dict(state)
+        for kind in (first, later):
+            assert torch.equal(other.log_prob(values, kind, y), guide.log_prob(values, kind, y))

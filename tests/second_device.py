@@ -1,0 +1,30 @@
+"""Runs the guide on a second device without a GPU, where the check for that is at hand: `make test-device`.
+
+A PyTorch backend on host memory applies CUDA's checks. First come the check's own cases, as users would write, then
+our tests of the guide with that device as the default.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CHECK = ROOT.parent / "shared" / "second_device" / "check_device.py"
+SUITE = ["tests/guides/test_log_prob.py", "tests/guides/test_sampling.py", "tests/guides/test_index_maps.py"]
+
+
+def main() -> int:
+    if not CHECK.is_file():
+        print(f"{CHECK.name}: not here, so the checks on a second device are skipped")
+        return 0
+    subprocess.run([sys.executable, "-m", "pip", "-qq", "install", "ninja", "setuptools"], check=True)
+    command = [sys.executable, CHECK, "--lib", ROOT]
+    status = subprocess.run(command, check=False).returncode
+    subprocess.run([*command, "--suite", *SUITE], check=False)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
