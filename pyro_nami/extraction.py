@@ -161,6 +161,7 @@ class _Network:
         self.hidden: set[str] = set()
         self.untested: Untested | None = None
         self.lost: list[tuple[str, str]] = []
+        self.failed: tuple[str, Exception] | None = None  # a site that was not reached, and why
 
     @property
     def checked(self) -> set[str]:
@@ -316,6 +317,8 @@ class _Network:
     def _repair(self, name: str, origin: Run, run: Run) -> bool:
         """Adds the parents that were lost, one bisection each, until nothing else moves it; whether any were."""
         before = len(self.parents[name])
+        if run.error is not None and name in origin.records and name not in run.records:
+            self.failed = self.failed or (name, run.error)
         while name in origin.records and _differs(run, origin, name):
             candidates = self._candidates(name)
             culprit = self._pivot(name, candidates, origin, run, lambda run: _differs(run, origin, name))
@@ -380,6 +383,14 @@ class _Network:
 
     def warn(self) -> None:
         """Says once what was lost and what is hidden, and how to avoid it."""
+        if self.failed is not None:
+            name, error = self.failed
+            warnings.warn(
+                f"The model fails before site '{name}' at other values of the sites before it, with "
+                f"{type(error).__name__}: {error} Such sites are taken to read all that was changed. Mend the model "
+                "such that it runs at draws of its prior.",
+                stacklevel=4,
+            )
         if self.lost:
             parent, name = self.lost[0]
             more = f" (and {len(self.lost) - 1} more such pairs)" if len(self.lost) > 1 else ""

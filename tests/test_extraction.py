@@ -498,6 +498,11 @@ def test_interventions_find_what_provenance_lost(model, expected):
         assert set(extract_bayesnet(model).edges) == expected
 
 
+def test_a_model_that_fails_at_other_values_is_told_of():
+    with pytest.warns(UserWarning, match="fails before site 'x'.*IndexError"):
+        extract_bayesnet(failing_at_other_values)
+
+
 class TestSites:
     def test_plates_are_the_vectorized_ones_at_full_size(self):
         net = extract_bayesnet(subsampled)
