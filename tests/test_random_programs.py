@@ -1,8 +1,8 @@
 """Laws that hold for every program: each of many random ones, with a guide of random options, is held to all of them.
 
-`random_programs` makes the programs; `PYRO_NAMI_PROGRAMS` says how many (300 by default). Every parameter of a guide is
-moved before the laws on densities are checked, so that no weight hides behind its first value of zero. A failure names
-the seed: ``random_program(seed).describe()`` shows the program.
+`random_programs` makes the programs; `PYRO_NAMI_PROGRAMS` says how many (300 by default), `PYRO_NAMI_DEVICE` where.
+Every parameter of a guide is moved before the laws on densities are checked, so that no weight hides behind its first
+value of zero. A failure names the seed: ``random_program(seed).describe()`` shows the program.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pyro_nami import AutoNaMIGuide, InferenceCompilation
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 COUNT = int(os.environ.get("PYRO_NAMI_PROGRAMS", 300))
+DEVICE = os.environ.get("PYRO_NAMI_DEVICE", "cpu")
 LOG_TWO_PI = math.log(2 * math.pi)
 FAR = 15.0
 DEAR = 8  # laws that take long are checked at every so many seeds
@@ -47,36 +48,32 @@ def own_parameters():
 
 @pytest.mark.parametrize("seed", range(COUNT))
 def test_laws(seed):
-    program = random_program(seed)
+    check(random_program(seed, DEVICE), dear=seed % DEAR == 0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("seed", range(20))
+def test_laws_on_a_gpu(seed):
+    check(random_program(seed, "cuda"), dear=True)
+
+
+def check(program: Program, dear: bool) -> None:
     guide = guide_of(program)
     the_network_is_as_generated(program, guide)
     the_inverse_is_faithful(program, guide)
     scatter(guide)
     trace = draw(program, guide)
+    assert {site["value"].device for site in latent_sites(program, trace).values()} == {program.plan.like.device}
     draws_lie_in_their_supports(program, trace)
     a_replayed_draw_has_its_density(program, guide, trace)
     a_dense_pass_gives_the_density(program, guide, trace)
     draws_have_the_density(program, guide, trace)
     instances_of_a_plate_are_exchangeable(program, guide)
     particles_change_nothing(program, guide)
-    if seed % DEAR == 0:
+    if dear:
         a_saved_guide_has_the_same_density(program, guide, trace)
         predictions_have_their_shapes(program, guide)
         training_stays_finite(program)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("seed", range(20))
-def test_laws_on_another_device(seed):
-    program = random_program(seed, "cuda")
-    guide = guide_of(program)
-    scatter(guide)
-    trace = draw(program, guide)
-    assert all(node["value"].is_cuda for node in latent_sites(program, trace).values()), program.describe()
-    a_replayed_draw_has_its_density(program, guide, trace)
-    a_dense_pass_gives_the_density(program, guide, trace)
-    particles_change_nothing(program, guide)
-    training_stays_finite(program)
 
 
 # ---- the graph
