@@ -17,7 +17,6 @@ must be read off.
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +33,7 @@ from pyro_nami.group_testing import Untested
 from pyro_nami.index_maps import MapPlan
 from pyro_nami.isolation import untouched
 from pyro_nami.map_search import search_maps
+from pyro_nami.messages import warn
 from pyro_nami.provenance import ProvenanceTracker
 from pyro_nami.replay import Probe, Run, equal, redraw_part, same
 
@@ -133,10 +133,9 @@ def extract(
         found = search_maps(probe, network.parents, network.hidden, checks, index_maps or {})
     network.warn()
     if not found.finished:
-        warnings.warn(
+        warn(
             f"Not every plate that is read from another one was tested for an index map: the budget of {checks} runs "
-            "is spent. Such sites are taken to read all of it. Raise `checks`, or give the maps by `index_maps`.",
-            stacklevel=3,
+            "is spent. Such sites are taken to read all of it. Raise `checks`, or give the maps by `index_maps`."
         )
     return Extraction(
         network.build(found.maps),
@@ -385,28 +384,25 @@ class _Network:
         """Says once what was lost and what is hidden, and how to avoid it."""
         if self.failed is not None:
             name, error = self.failed
-            warnings.warn(
+            warn(
                 f"The model fails before site '{name}' at other values of the sites before it, with "
                 f"{type(error).__name__}: {error} Such sites are taken to read all that was changed. Mend the model "
-                "such that it runs at draws of its prior.",
-                stacklevel=4,
+                "such that it runs at draws of its prior."
             )
         if self.lost:
             parent, name = self.lost[0]
             more = f" (and {len(self.lost) - 1} more such pairs)" if len(self.lost) > 1 else ""
-            warnings.warn(
+            warn(
                 f"Site '{name}' depends on '{parent}' through something other than torch operations{more}; "
                 "the edge was found by intervention. To be certain of every edge keep values in tensors: "
-                "`torch.where` for `if`, tensors as indices, no `.item()`, `float()` or numpy in between.",
-                stacklevel=4,
+                "`torch.where` for `if`, tensors as indices, no `.item()`, `float()` or numpy in between."
             )
         if self.hidden and not is_blocked(self.probe.model):
             names = ", ".join(f"'{name}'" for name in self.probe.order if name in self.hidden)
-            warnings.warn(
+            warn(
                 f"Hidden randomness: {names} differ between runs of the model at equal values of all sites, "
                 "and are taken to depend on all latents before them. Draw all random numbers by "
-                "`pyro.sample`; to hide a latent on purpose (for enumeration, say), wrap the model in `poutine.block`.",
-                stacklevel=4,
+                "`pyro.sample`; to hide a latent on purpose (for enumeration, say), wrap the model in `poutine.block`."
             )
 
 

@@ -6,7 +6,6 @@ all sites, which networks are standardized by and covariates are found at.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,6 +15,8 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _DIM_ALLOCATOR
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
+
+from pyro_nami.messages import warn
 
 __all__ = ["AllSeen", "Hidden", "changed_event_shape", "is_fixed", "own_dims", "prior_draws"]
 
@@ -148,10 +149,9 @@ def prior_draws(model: Callable, args: tuple, kwargs: Mapping[str, Any], count: 
             except Exception as error:  # noqa: BLE001  whatever a model does at values far out
                 failed = error
     if failed is not None and not draws:
-        warnings.warn(
+        warn(
             f"The model fails at every one of {count} draws of its prior, the last time with {type(failed).__name__}: "
             f"{failed} Networks are standardized by the guide's first call alone, and covariates are not found. Mend "
-            "the model, or its prior, such that it runs at draws of it.",
-            stacklevel=5,
+            "the model, or its prior, such that it runs at draws of it."
         )
     return draws

@@ -19,6 +19,7 @@ LAYERS = {
     "group_testing": 1,
     "index_maps": 1,
     "isolation": 1,
+    "messages": 1,
     "map_search": 1,
     "nesting": 1,
     "provenance": 1,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +42,7 @@ from pyro_nami.guides.inverting import invert, plan_reads, with_hidden_evidence,
 from pyro_nami.guides.network import InverseNetwork
 from pyro_nami.guides.structure import Assembly, Options, check_names
 from pyro_nami.isolation import untouched
+from pyro_nami.messages import warn
 from pyro_nami.nn import make_encoder
 from pyro_nami.simulation import Hidden, own_dims, prior_draws
 from pyro_nami.sources import flatten
@@ -51,7 +51,6 @@ __all__ = ["assemble"]
 
 _POOLED_FEATURES, _POOLING_UNITS = 16, (16,)
 _MOST_OFFSETS = 100_000  # instances of a factor
-_STACK = 10  # frames from `assemble` to the call of the guide
 _PLENTY = 5  # instances from which an observed site is standardized by its own data
 
 
@@ -260,10 +259,9 @@ class _Assembler:
         block = frozenset(inverse.joint[name]) & self.frames[name]
         if block and self.options.within == "independent":
             plates = " and ".join(map(repr, sorted(block)))
-            warnings.warn(
+            warn(
                 f"The instances of '{name}' in plate {plates} depend on each other given the data; "
-                'within="independent" gives this up, and draws each given its own data alone.',
-                stacklevel=_STACK,
+                'within="independent" gives this up, and draws each given its own data alone.'
             )
             return frozenset()
         return block
@@ -287,10 +285,9 @@ class _Assembler:
         sequential = elements > 1 and self.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
         linear = sequential and not self.options.simulated and type(family) is NormalFamily
         if linear and elements > MOST_COUPLED:
-            warnings.warn(
+            warn(
                 f"Site '{name}' has {elements} elements that depend on each other given the data; more than "
-                f"{MOST_COUPLED} are drawn independently.",
-                stacklevel=_STACK,
+                f"{MOST_COUPLED} are drawn independently."
             )
         return Factor(
             name,

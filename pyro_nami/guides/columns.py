@@ -7,7 +7,6 @@ every call. What a column is, and how probing finds it, is in `pyro_nami.covaria
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from pyro_nami.covariates import MASK, Column, ColumnSearch, Given, columns_of
 from pyro_nami.graph import BayesNet
 from pyro_nami.guides.features import first_instance
 from pyro_nami.guides.structure import Assembly, check_names
+from pyro_nami.messages import warn
 from pyro_nami.simulation import prior_draws
 
 __all__ = ["PRIOR_DRAWS", "CovariateFinder", "covariate_values"]
@@ -25,7 +25,6 @@ __all__ = ["PRIOR_DRAWS", "CovariateFinder", "covariate_values"]
 PRIOR_DRAWS = 16
 _FEW_DRAWS = 3  # after which a site whose covariates grow with every draw is explained by arguments, if it can be
 _MOST_COVARIATES = 64
-STACK = 12  # frames from a warning of the parts of `assemble` to the call of the guide, about
 
 
 class CovariateFinder(NamedTuple):
@@ -63,7 +62,7 @@ class CovariateFinder(NamedTuple):
         }
         if self.option != "auto":
             return self._given(searches)
-        if not searches:
+        if not searches or not self.draws:
             return {}, []
         references: list[dict[str, Tensor]] = []
         explained: dict[str, ColumnSearch] = {}
@@ -93,11 +92,10 @@ class CovariateFinder(NamedTuple):
         searches |= explained
         full = [name for name, search in searches.items() if len(search.columns) >= _MOST_COVARIATES]
         if full:
-            warnings.warn(
+            warn(
                 f"Site '{full[0]}' differs between the instances of its plate in {_MOST_COVARIATES} covariates at "
                 "least, and factors read no others. Name what they shall read: covariates=, a callable from the "
-                "model's arguments to a mapping from sites to tensors.",
-                stacklevel=STACK,
+                "model's arguments to a mapping from sites to tensors."
             )
         columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
         used = {column.draw for found in columns.values() for column in found if isinstance(column, Column)}

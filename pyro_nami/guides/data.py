@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping
 from types import NoneType
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from pyro_nami.guides.sampling import fixed_size
 from pyro_nami.guides.shapes import resized_plates
 from pyro_nami.guides.structure import Assembly
 from pyro_nami.isolation import untouched
+from pyro_nami.messages import warn
 from pyro_nami.nn import tempered
 from pyro_nami.simulation import Hidden, is_fixed
 from pyro_nami.sources import IndexMaps
@@ -39,7 +39,6 @@ from pyro_nami.sources import IndexMaps
 __all__ = ["Call", "DataReader", "check_data"]
 
 _SAME = 1e-7  # relative error of marks of the same data
-_STACK = 9  # frames from a warning here to the call of the guide
 _MANY_LOOKS, _MOST_LOOKS = 8, 64  # at calls whose arguments differ in numbers only
 
 
@@ -335,9 +334,9 @@ class DataReader:
         fresh = [name for name in sites if name not in assembly.names and not is_passing(sites[name])]
         call.new = tuple(name for name in fresh if is_latent(sites[name]))
         for name in call.new[:1]:
-            warnings.warn(f"{new_site(name)} It is drawn from the model's own conditional.", stacklevel=_STACK)
+            warn(f"{new_site(name)} It is drawn from the model's own conditional.")
         for name in [name for name in fresh if _is_data(sites[name])][:1]:
-            warnings.warn(f"{new_site(name)} Its data is not read.", stacklevel=_STACK)
+            warn(f"{new_site(name)} Its data is not read.")
         own = {}
         for name in (*assembly.read, *assembly.semi_observed):
             if name in sites and sites[name]["is_observed"] and name not in call.values:

@@ -61,8 +61,12 @@ class MapReader:
             stale: plates for which the call brings no data, so that factors read the rows seen last.
         """
         pairs = [pair for pair in self._plan_of if pair[0] not in stale or ("index", *pair) not in seen]
-        if not stale and not call.indices and self._kept is not None and self._kept[0].are(leaves):
-            return self._kept[1]
+        if not stale and not call.indices and self._kept is not None:
+            arguments, kept = self._kept
+            if torch.jit.is_tracing():  # where no search can run; a map that is an argument is that of later calls
+                return IndexMaps({**kept.maps, **{pair: leaves[i] for pair, i in self._slots.items()}}, kept.sizes)
+            if arguments.are(leaves):
+                return kept
         with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
             maps, sizes = self._find(call, leaves, pairs)
         for pair in self._plan_of.keys() - set(pairs):

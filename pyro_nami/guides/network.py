@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from pyro_nami.guides.couplings import Couplings
 from pyro_nami.guides.evidence import EvidenceRead, pooled_part
 from pyro_nami.guides.groups import Factor, Group, pools
 from pyro_nami.guides.offsets import Offsets
+from pyro_nami.messages import warn
 from pyro_nami.nn import Along, Base, Evidence, Running, Segments
 
 __all__ = ["InverseNetwork", "Passed", "as_pyro_module"]
@@ -369,12 +369,11 @@ class InverseNetwork(PyroModule):
                 heads[pooled] = first + count
                 reads.append(EvidenceRead(source, first, count, width))
             else:
-                warnings.warn(
+                warn(
                     f"Site '{factor.name}' takes no evidence from the instances of plate '{pooled.plate}': "
                     f"{width} inputs by {factor.num_elements} elements are more than {_MOST_EVIDENCE_INPUTS}, or than "
                     f"{_MOST_EVIDENCE_ROWS} in all. Its precision cannot follow their number; embeddings= with fewer "
-                    "features would let it.",
-                    stacklevel=13,
+                    "features would let it."
                 )
         return factor._replace(evidence=tuple(reads))
 

@@ -178,3 +178,25 @@ def test_a_guide_says_what_it_is_made_of():
     assert f"2 latents; {guide.num_parameters} weights" in repr(guide)
     assert "MaskedMLP(" in repr(guide) and "-> 64 ->" in repr(guide)
     assert Predictive(regression, guide=guide, num_samples=2)(torch.linspace(-1.0, 1.0, 6), Y)["w"].shape == (2, 1)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("inside", [True, False], ids=["an argument", "in a closure"])
+def test_a_traced_guide_reads_the_index_of_its_calls(inside):
+    index, other = torch.tensor([0, 1, 2, 3, 0, 3]), torch.tensor([3, 3, 2, 1, 0, 1])
+
+    def model(index, y):
+        varying_intercept(index if inside else other, y)
+
+    guide, _ = ready(model, index, Y)
+    guide.requires_grad_(False)
+
+    def drawn(index, y):
+        return guide(index, y)["a"]
+
+    traced = torch.jit.trace(drawn, (index, Y), check_trace=False)
+    for args in ((index, Y), (other, Y)):
+        pyro.set_rng_seed(0)
+        expected = drawn(*args)
+        pyro.set_rng_seed(0)
+        assert torch.allclose(traced(*args), expected, atol=1e-5)
