@@ -338,7 +338,7 @@ class InferenceCompilation:
         total, seen = 0.0, History()
         with pyro.validation_enabled(False), poutine.block():
             for args, kwargs, draws in batches:
-                kept, non_finite = draws.finite()
+                kept, non_finite = draws.to(self._finite[0].device).finite()
                 seen.count(draws.num, draws.num - kept.num, non_finite)
                 if kept.num:
                     total += self._bare_loss(kept, args, kwargs).sum().item()
@@ -351,7 +351,7 @@ class InferenceCompilation:
     def _update(self, batch: Batch) -> float:
         """Moves the weights by one step; returns the loss before, over the simulations of all processes."""
         args, kwargs, drawn = batch
-        draws, non_finite = drawn.finite()
+        draws, non_finite = drawn.to(self._finite[0].device).finite()  # a loader's may be on the host
         sites = (*drawn.latents, *drawn.observed)
         own = (drawn.num, draws.num, draws.num == 0, *(non_finite.get(name, 0) for name in sites))
         total, kept, empty, *bad = map(int, self._ranks.sum(own))

@@ -55,6 +55,13 @@ class JointDraws(NamedTuple):
         latents, observed = ({name: v[index] for name, v in part.items()} for part in self[:2])
         return JointDraws(latents, observed, self.nesting)
 
+    def to(self, device: torch.device) -> JointDraws:
+        """Returns the draws on a device; themselves where they are there."""
+        if next(iter(self.latents.values())).device == device:
+            return self
+        latents, observed = ({name: v.to(device) for name, v in part.items()} for part in self[:2])
+        return JointDraws(latents, observed, self.nesting)
+
     def finite(self) -> tuple[JointDraws, dict[str, int]]:
         """Returns the draws whose values are all finite, and site -> how many of all draws are not, where any."""
         sites = {name: v for name, v in {**self.latents, **self.observed}.items() if v.is_floating_point()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import warnings
 
@@ -337,6 +338,21 @@ def test_a_guide_can_be_moved_to_double(name, inverse):
     assert all(parameter.dtype == torch.float64 for parameter in guide.parameters())
     assert all(value.dtype == torch.float64 for value in values.values())
     assert guide.log_prob(values, *case.arguments()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("conjugate", [True, False])
+def test_a_guide_of_float64_data_can_be_moved_to_float(conjugate):
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), 5.0))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Normal(mu, y.new_ones(())))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    y = torch.randn(6, dtype=torch.float64)
+    guide = trained(model, y, conjugate=conjugate).float()
+    pyro.clear_param_store()
+    assert all(value.dtype == torch.float32 for value in guide(y.float()).values())
+    assert math.isfinite(SVI(model, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(y.float()))
 
 
 @DIRECTIONS

@@ -542,3 +542,5 @@ def test_training_follows_the_models_device():
     compilation = InferenceCompilation(model, AutoNaMIGuide(model), Adam, batch_size=50)
     history = compilation.fit(50, (y,), validation=100, progress=False)
     assert history.losses[-1] < history.losses[0] and weights(compilation.guide).is_cuda
+    host = [{"mu": torch.zeros(10, 1), "y": torch.zeros(10, 6)}]
+    assert compilation.fit(52, (y,), data=host, progress=False).losses
