@@ -707,4 +707,7 @@ def _options(draw: random.Random, program: Program) -> dict[str, Any]:
         }
     if program.style == "compile":
         options["observed"] = program.observed
+    if options["inverse"] in ("forward", "reverse", "free") and not moving and draw.random() < 0.2:
+        cut = draw.randint(1, len(program.latents))
+        options["blocks"] = [list(part) for part in (program.latents[:cut], program.latents[cut:]) if part]
     return options

@@ -153,6 +153,12 @@ class _Assembler:
             )
         inverse = invert(net, options.inverse, options.blocks)
         predictive = frozenset(inverse.predictive) - self.found.hidden_randomness
+        # With blocks, factors may read some of these, which then have to be factors as well.
+        read = predictive
+        while read:
+            learned = [name for name in inverse.order if name not in predictive]
+            read = predictive.intersection(u for name in learned for u in inverse.parents[name])
+            predictive -= read
         order = [name for name in reversed(inverse.order) if name not in predictive]
         interleaved = all(
             self.program_rank[parent] < self.program_rank[name]

@@ -95,11 +95,11 @@ class MapReader:
     def _find(
         self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]
     ) -> tuple[dict[Pair, Tensor], dict[str, int]]:
-        held = {n: v for n, v in self.assembly.reference.items() if n not in self.assembly.semi_observed}
-        data = {n: self._single(n, v) for n, v in {**call.given, **call.values}.items() if n not in held}
+        data = {name: self._single(name, value) for name, value in {**call.given, **call.values}.items()}
+        held = {**self.assembly.reference, **data}
 
         def run(values: Mapping[str, Tensor]) -> Mapping[str, Any]:
-            return call.run({**data, **held, **values}, broadcast=True)
+            return call.run({**held, **values}, broadcast=True)
 
         sites = call.sites or run({})
         sizes = {plan.plate: _size(plan, sites) for plan in self.assembly.map_plans}
