@@ -190,7 +190,7 @@ class ProvenanceTracker(TorchDispatchMode):
             self._entries[storage] = flow
             return
         capacity = _capacity(tensor)
-        entry = before if isinstance(before, Tensor) else self._label_tensor(before).repeat(capacity)
+        entry = before if isinstance(before, Tensor) else torch.full((capacity,), self._label(before), device="cpu")
         labels = self._label_tensor(flow) if isinstance(flow, frozenset) else flow
         entry[_window(torch.arange(capacity, device="cpu"), tensor).flatten()] = labels.expand(tensor.shape).flatten()
         self._entries[storage] = entry
