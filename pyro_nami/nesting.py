@@ -197,13 +197,13 @@ class Nesting:
         places = self._places(plate)
         fewest = min(len(index) for name, (_, index) in places.items() if plate not in self._plates(name))
         rounds = min(max(_FEWEST_ROUNDS, math.ceil(_ENOUGH_ROWS / max(fewest, 1))), _MOST_ROUNDS)
+        size = self.probe.plate_size(self.probe.plates[plate])
+        names = [name for name in places if name not in self.hidden]
         try:
             for number in range(rounds):
                 origin = self._origin(number)
-                size = self.probe.plate_size(self.probe.plates[plate])
                 for half in _halves(size, every=number == 0, device=self.probe.device):
                     run = self._change(origin, plate, places, half)
-                    names = [name for name in places if name not in self.hidden]
                     erring = [self._errs(name, places[name], half, origin, run) for name in names]
                     if erring and torch.stack(erring).any():
                         return self._erring(next(name for name, errs in zip(names, erring) if errs), plate)

@@ -172,8 +172,8 @@ class DataReader:
                     call.values[name] = own[name] = value
                     if name in assembly.semi_observed:
                         call.given[name] = value
-        for name in assembly.bayesnet.observed:  # what no factor reads, the model's own conditionals may
-            if observations.get(name) is not None:
+        for name in observations.keys() & set(assembly.bayesnet.observed) - call.values.keys():
+            if observations[name] is not None:  # what no factor reads, the model's own conditionals may
                 call.given[name] = self._as_tensor(observations[name])
         complete = all(name in call.values for name in assembly.read)
         alone = look is not None and complete and (assembly.interleaved or not draws)
