@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation
-from pyro_nami.infer import JointDraws, Simulator
+from pyro_nami.inference import JointDraws, Simulator
 
 sys.path.append(str(Path(__file__).parent.parent / "examples" / "paper"))
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_nami.nn import MaskedMLP, SeparateMLP
+from pyro_nami.networks import MaskedMLP, SeparateMLP
 
 RESULTS = Path(__file__).parent / "results" / "sampling.json"
 LIMIT = 4.0

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation
-from pyro_nami.infer import JointDraws, Simulator
+from pyro_nami.inference import JointDraws, Simulator
 
 BATCH = 256  # of all processes together
 LEARNING_RATE = 1e-2

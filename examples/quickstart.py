@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.graph import BayesNet, Inverse
-from pyro_nami.render import render
+from pyro_nami.show.render import render
 
 Y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
 SIGMA = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])

@@ -16,8 +16,8 @@ Glossary, one word per concept:
 * weight: p(latents, data) / q(latents | data) of a draw, by which `importance_sample` corrects the guide.
 """
 
-from pyro_nami.extraction import extract_bayesnet
-from pyro_nami.families import Family, flow, mixture, register_family, relaxed
+from pyro_nami.checking import calibrate, diagnose, misspecification
+from pyro_nami.factors import Family, flow, mixture, register_family, relaxed
 from pyro_nami.graph import (
     BayesNet,
     Inverse,
@@ -30,17 +30,15 @@ from pyro_nami.graph import (
     stuhlmueller,
     verify_inverse,
 )
-from pyro_nami.guides.nami import AutoNaMIGuide
-from pyro_nami.infer import (
+from pyro_nami.guide.nami import AutoNaMIGuide
+from pyro_nami.inference import (
     InferenceCompilation,
     WeightedSamples,
     annealed_importance_sampling,
-    calibrate,
-    diagnose,
     importance_sample,
-    misspecification,
 )
-from pyro_nami.render import render
+from pyro_nami.reading.network import extract_bayesnet
+from pyro_nami.show.render import render
 
 __all__ = [
     "AutoNaMIGuide",

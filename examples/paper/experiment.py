@@ -90,7 +90,7 @@ class Run(NamedTuple):
 
 
 class StepTracker(NamedTuple):
-    """Tells how far a fit is; a `pyro_nami.infer.Tracker`."""
+    """Tells how far a fit is; a `pyro_nami.inference.Tracker`."""
 
     tell: Callable[[float], None]
     steps: int

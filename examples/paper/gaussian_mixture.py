@@ -59,7 +59,7 @@ from pyro.ops.stats import split_gelman_rubin
 from torch import Tensor
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation, mixture
-from pyro_nami.infer import Simulator
+from pyro_nami.inference import Simulator
 
 NAME = "gaussian_mixture"
 HELD_OUT = 1_000_003  # seed of the held-out simulations

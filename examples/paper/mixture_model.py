@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from pyro_nami import InferenceCompilation
-from pyro_nami.infer import Simulator
+from pyro_nami.inference import Simulator
 
 COMPONENTS = 3
 EPOCH, BATCH = 10, 200  # mini-batches, and simulations in each

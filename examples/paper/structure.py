@@ -51,11 +51,11 @@ from pyro_nami import (
     mean_field,
     nami,
     nami_steps,
-    render,
     stuhlmueller,
     verify_inverse,
 )
 from pyro_nami.graph import d_separated, eliminate, moralize
+from pyro_nami.show import render
 
 Positions = Mapping[Hashable, tuple[float, float]]
 

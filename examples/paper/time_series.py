@@ -59,11 +59,11 @@ from pyro_nami import (
     fully_connected,
     mean_field,
     nami,
-    render,
     stuhlmueller,
     verify_inverse,
 )
-from pyro_nami.infer import JointDraws, Simulator
+from pyro_nami.inference import JointDraws, Simulator
+from pyro_nami.show import render
 
 FIRST_LEVEL, FIRST_SLOPE, LEVEL, SLOPE, NOISE = 1.0, 0.5, 0.5, 0.4, 1.0  # standard deviations
 DAMPED_LEVEL, DAMPED_SLOPE = 0.9, 0.7

@@ -25,7 +25,7 @@ from gaussian_tree import GaussianTree
 from torch import Tensor
 
 from pyro_nami import AutoNaMIGuide, BayesNet, InferenceCompilation, Inverse, extract_bayesnet
-from pyro_nami.infer import JointDraws, Simulator
+from pyro_nami.inference import JointDraws, Simulator
 
 KEPT_EVERY = 50  # epochs between checkpoints
 _RELEASED_EVERY = 10  # epochs

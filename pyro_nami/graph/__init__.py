@@ -3,14 +3,7 @@
 from pyro_nami.graph.bayesnet import BayesNet, Instance, Site
 from pyro_nami.graph.elimination import Elimination, eliminate, moralize
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.graph.inversion import (
-    Step,
-    fully_connected,
-    mean_field,
-    nami,
-    nami_steps,
-    stuhlmueller,
-)
+from pyro_nami.graph.inversion import Step, fully_connected, mean_field, nami, nami_steps, stuhlmueller
 from pyro_nami.graph.separation import Verification, d_separated, verify_inverse
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO, config_enumerate
 
-from pyro_nami.infer import Simulator
+from pyro_nami.inference import Simulator
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "paper"))
 

@@ -1,0 +1,235 @@
+"""How far real data lie outside a model's simulations, where amortized inference has never been.
+
+Data sets become features, of each site: its standardized values where they are few, and summaries of them over plates.
+Half of the simulations say where data sets are and how they vary, the other half how far away they usually are. Change
+this module to change what counts as unusual data.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Misspecification", "misspecification"]
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_nami.checking.calibration import without_non_finite
+from pyro_nami.inference.coordinates import Coordinates, SiteForm, site_forms
+from pyro_nami.inference.observations import as_mapping, as_tensor, observed_names
+from pyro_nami.inference.simulate import Simulator, forked_rng
+
+_LEAST_SHRINKAGE = 1e-3  # so that features which never vary have some variance
+_FEW = 64  # elements of a site, or columns of its events, that are features one by one
+
+
+@dataclass(frozen=True, eq=False)
+class Misspecification:
+    """A data set's distance from the center of a model's simulations.
+
+    Attributes:
+        distance: Mahalanobis distance of the data's features.
+        simulated: distances of simulated data sets, ``(data sets,)``.
+        p_value: share of simulations that are as far out, by all features or by those of the site that is furthest out
+            for the data; at least ``1 / (data sets + 1)``.
+        sites: observed site -> how many times as far the data are from the center as the median simulation, by the
+            features of this site alone; the most unusual first.
+        level: p-values below it were warned of.
+    """
+
+    distance: float
+    simulated: Tensor
+    p_value: float
+    sites: Mapping[str, float]
+    level: float = 0.01
+
+    @property
+    def percentile(self) -> float:
+        """Share of simulated data sets that are nearer to the center than the data, in percent."""
+        return 100 * float((self.simulated < self.distance).double().mean())
+
+    @property
+    def passed(self) -> bool:
+        """Whether the data could be a simulation."""
+        return self.p_value >= self.level
+
+    def __str__(self) -> str:
+        where = "inside" if self.passed else "far outside"
+        usual = float(self.simulated.median())
+        sites = ", ".join(f"'{name}' {ratio:.1f}" for name, ratio in list(self.sites.items())[:3])
+        return (
+            f"The data lie {where} the model's simulations (p = {self.p_value:.2g}, by all sites together or by one): "
+            f"at distance {self.distance:.3g}, where {usual:.3g} is the median of {len(self.simulated):,} simulations "
+            f"and {self.percentile:.1f}% are nearer. Times the median distance, most unusual sites first: {sites}."
+        )
+
+
+def misspecification(
+    model: Callable,
+    *args: Any,
+    observations: Mapping[str, Any] | None = None,
+    num_datasets: int = 1000,
+    observed: Sequence[str] = (),
+    level: float = 0.01,
+    seed: int | None = None,
+    **kwargs: Any,
+) -> Misspecification:
+    """Measures how unusual a data set is among a model's simulations, and warns where it is.
+
+    A guide that was compiled on simulations extrapolates there, and the model itself may be wrong. Data sets of the
+    model itself get p-values below a level with that probability at most.
+
+    Unusual is measured by what the model varies: among simulations with heavy tails, one outlier may pass.
+
+    Args:
+        model: a Pyro model.
+        *args, **kwargs: its arguments.
+        observations: observed site -> value, of the site's own shape; by default, what the model observes itself.
+        num_datasets: simulations, one half to say what is usual, the other to compare with.
+        observed: sites that the model samples when no data is given; those in ``observations`` need not be named.
+        level: of the warning.
+        seed: of all random numbers; None goes on from the current state. The state outside stays as it was.
+
+    Raises:
+        ValueError: a site without data, of another shape, or with values that are not finite.
+
+    References:
+        Schmitt et al. 2023, "Detecting Model Misspecification in Amortized Bayesian Inference with Neural Networks"
+        (the aim; here the features are fixed, and the distance is Mahalanobis').
+    """
+    if num_datasets < 10:
+        raise ValueError(f"Expected num_datasets of at least 10; got {num_datasets}.")
+    given = as_mapping(observations)
+    with forked_rng(), torch.no_grad(), poutine.block():
+        if seed is not None:
+            pyro.set_rng_seed(seed)
+        simulator = Simulator(model, args, kwargs, observed_names(observed, observations=given))
+        forms = site_forms(simulator)
+        data = {**observed_data(simulator), **given}
+        simulated = without_non_finite(simulator.draw(num_datasets))[0].observed
+    own = {name: _as_batch(name, data, forms[name], value) for name, value in simulated.items()}
+    first, second = (
+        {k: v[rows] for k, v in simulated.items()} for rows in (slice(0, None, 2), slice(1, None, 2))
+    )
+    features = _Features(first, forms)
+    usual, others, here = (features.distances(part) for part in (first, second, own))
+
+    def extremes(distances: Tensor) -> Tensor:  # over all features, and over sites, in sds of usual distances
+        standard = (distances - usual.mean(0)) / usual.std(0).clamp(min=1e-6)
+        return torch.stack([standard[:, 0], standard[:, 1:].max(1).values], 1)
+
+    beyond = (extremes(others) >= extremes(here)).sum(0).double()
+    p_values = (1 + beyond) / (1 + len(others))
+    p_value = float(p_values[0]) if len(own) == 1 else min(1.0, 2 * float(p_values.min()))
+    ratios = (here[0, 1:] / others[:, 1:].median(0).values.clamp(min=1e-6)).tolist()
+    sites = dict(sorted(zip(own, ratios), key=lambda item: -item[1]))
+    result = Misspecification(float(here[0, 0]), others[:, 0], p_value, sites, level)
+    if not result.passed:
+        warnings.warn(f"{result} {_ADVICE}", stacklevel=2)
+    return result
+
+
+_ADVICE = (
+    "A guide trained on simulations was never trained on such data. Check units and outliers, and whether the model's "
+    "priors and likelihood allow for what the data show."
+)
+
+
+def observed_data(simulator: Simulator) -> dict[str, Tensor]:
+    """Returns the values that a model observes itself; sites that it samples are not among them."""
+    with poutine.block(), torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
+        nodes = poutine.trace(simulator.model).get_trace(*simulator.args, **simulator.kwargs).nodes
+    sites: dict[str, Any] = {name: nodes[name] for name in simulator.observed}
+    return {name: site["value"] for name, site in sites.items() if site["is_observed"]}
+
+
+def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) -> Tensor:
+    """Returns a site's data as a batch of one data set, as ``like`` is one of several."""
+    if data.get(name) is None:
+        raise ValueError(
+            f"Expected data of every observed site; got none for '{name}'. Pass it in observations=."
+        )
+    value = as_tensor(name, data[name], like)
+    if value.numel() != form.shape.numel() or value.shape[value.dim() - len(form.shape) :] != form.shape:
+        raise ValueError(
+            f"Expected data of site '{name}' of shape {tuple(form.shape)}; got {tuple(value.shape)}."
+        )
+    if not value.isfinite().all():
+        raise ValueError(f"Expected data without NaN and infinite values; got some at site '{name}'.")
+    return value.to(like.dtype).reshape(1, *like.shape[1:])
+
+
+class _Features:
+    """Features of data sets, and distances in them; all as they vary in a sample of data sets.
+
+    Args:
+        sample: site -> ``(data sets, *plates, *event)``.
+        forms: of the sites.
+    """
+
+    def __init__(self, sample: Mapping[str, Tensor], forms: Mapping[str, SiteForm]) -> None:
+        self._forms, self._coordinates = forms, Coordinates(sample, forms)
+        self._spaces = [_Space(features) for features in self._blocks(sample)]
+
+    def distances(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns distances from the sample's center: by all features, then by those of each site.
+
+        Args:
+            values: as the sample.
+
+        Returns:
+            ``(data sets, 1 + sites)``.
+        """
+        return torch.stack([space.distances(x) for space, x in zip(self._spaces, self._blocks(values))], -1)
+
+    def _blocks(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        coordinates = self._coordinates(values).double()
+        sites = [
+            self._of_site(coordinates[:, columns], self._forms[name])
+            for name, columns in self._coordinates.columns.items()
+        ]
+        return [torch.cat(sites, -1), *sites]
+
+    def _of_site(self, elements: Tensor, form: SiteForm) -> Tensor:
+        """Elements, if few, and how they are distributed over plates, from ``(data sets, elements)``."""
+        rows = form.shape[: len(form.shape) - form.event_dim].numel()
+        table = elements.reshape(len(elements), rows, -1)
+        if table.shape[2] > _FEW:
+            table = elements.unsqueeze(-1)
+        features = [elements] if elements.shape[1] <= _FEW else []
+        if table.shape[1] > 1:
+            mean, sd = table.mean(1), table.std(1) + 1e-3
+            features += [mean, sd.log(), (table.amax(1) - mean) / sd, (mean - table.amin(1)) / sd]
+        return torch.cat(features, -1)
+
+
+class _Space:
+    """The center and the covariance of a sample ``(data sets, features)``, shrunk towards independence.
+
+    References:
+        Ledoit & Wolf 2004, "A well-conditioned estimator for large-dimensional covariance matrices".
+    """
+
+    def __init__(self, sample: Tensor) -> None:
+        self.center, scale = sample.mean(0), sample.std(0)
+        self.scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        x = (sample - self.center) / self.scale
+        num, size = x.shape
+        covariance = x.T @ x / num
+        mean = covariance.diagonal().mean()
+        identity = torch.eye(size, dtype=x.dtype, device=x.device)
+        error = (x.square().sum(1).square().mean() - covariance.square().sum()) / num
+        departure = (covariance - mean * identity).square().sum().clamp(min=1e-12)
+        share = (error / departure).clamp(_LEAST_SHRINKAGE, 1)
+        self.factor = torch.linalg.cholesky(
+            (1 - share) * covariance + share * mean.clamp(min=_LEAST_SHRINKAGE) * identity
+        )
+
+    def distances(self, values: Tensor) -> Tensor:
+        x = (values - self.center) / self.scale
+        return torch.linalg.solve_triangular(self.factor, x.T, upper=False).square().sum(0).sqrt()

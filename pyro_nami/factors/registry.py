@@ -1,0 +1,176 @@
+"""From a specification and a site to its family: the one place where families have names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions import constraints
+from torch import Tensor
+from torch.distributions import Distribution
+
+from pyro_nami.factors.anchors import innermost, location_and_scale
+from pyro_nami.factors.base import Family
+from pyro_nami.factors.bijections import support_of
+from pyro_nami.factors.discrete import DISCRETE
+from pyro_nami.factors.own_type import OwnTypeFamily
+from pyro_nami.factors.unconstrained import FlowFamily, MixtureFamily, NormalFamily, SinhArcsinhFamily
+
+__all__ = ["FamilyFactory", "FamilySpec", "make_family", "register_family"]
+
+FamilyFactory = Callable[[str, Distribution, Tensor], Family]
+FamilySpec = str | FamilyFactory | None
+
+
+def make_family(
+    spec: FamilySpec, name: str, prior: Distribution, value: Tensor, within: str = "autoregressive"
+) -> Family:
+    """Returns the family of one latent site.
+
+    Args:
+        spec: None for the default (the model's own type for discrete and relaxed sites; for continuous ones Normal, but
+            sinh-arcsinh for a single number outside of plates whose support is bounded, as a scale's posterior is
+            skewed); a name (``"normal"``, ``"sinh_arcsinh"``, ``"mixture"``, ``"flow"``, ``"match"``, or one of
+            `register_family`), or a `Family` subclass or callable of name, prior and value.
+        name: of the site.
+        prior: the model's distribution at the site in the prototype run, possibly masked, expanded or independent.
+        value: the site's value there.
+        within: ``"autoregressive"`` or ``"independent"``.
+
+    Raises:
+        NotImplementedError: the site's support or type is not covered.
+        ValueError: so on a sphere, as Pyro's guides raise it; an unknown name; a family that does not fit the site.
+        TypeError: `spec` is none of the kinds above, or did not give a `Family`.
+    """
+    if within not in ("autoregressive", "independent"):
+        raise ValueError(f'Expected within to be "autoregressive" or "independent"; got {within!r} at site "{name}"')
+    factory = _default if spec is None else _look_up(spec, name)
+    if _needs_continuous(factory) and _is_discrete(prior):
+        raise ValueError(
+            f'Expected a family for discrete values at site "{name}" ({type(innermost(prior)).__name__}); '
+            f"got {spec!r}. "
+            "Leave the site out of families= to keep the model's own type, or add a family with register_family."
+        )
+    try:
+        family = factory(name, prior, value)
+    except NotImplementedError as error:
+        if factory is _match:
+            raise
+        raise _unsupported(name, prior) from error
+    if not isinstance(family, Family):
+        raise TypeError(f'Expected the family of site "{name}" to be a Family; got {type(family).__name__}')
+    family.within = within
+    return family
+
+
+def register_family(name: str, factory: FamilyFactory) -> None:
+    """Gives a family a name, to be used in ``families=``.
+
+    Args:
+        name: to use; may replace an earlier registration but no built-in family.
+        factory: a `Family` subclass, or a callable of the site's name, prior and value that returns a `Family`.
+
+    Raises:
+        ValueError: the name is that of a built-in family.
+        TypeError: `factory` cannot be called.
+    """
+    if name in _BUILT_IN:
+        raise ValueError(f"Expected a name other than the built-in {sorted(_BUILT_IN)}; got {name!r}")
+    if not callable(factory):
+        raise TypeError(f"Expected a callable of name, prior and value; got {type(factory).__name__}")
+    _registered[name] = factory
+
+
+def _look_up(spec: FamilySpec, name: str) -> FamilyFactory:
+    if isinstance(spec, str):
+        known = {**_BUILT_IN, **_registered}
+        if spec not in known:
+            raise ValueError(
+                f'Expected one of the families {sorted(known)} at site "{name}"; got {spec!r}. '
+                "Others can be added with register_family."
+            )
+        return known[spec]
+    if not callable(spec):
+        raise TypeError(
+            f'Expected a family name, a Family subclass or a callable at site "{name}"; got {type(spec).__name__}'
+        )
+    return spec
+
+
+def _needs_continuous(factory: FamilyFactory) -> bool:
+    kind = getattr(factory, "func", factory)  # below the partial of mixture(K) and flow(bins)
+    return isinstance(kind, type) and issubclass(kind, NormalFamily)
+
+
+def _default(name: str, prior: Distribution, value: Tensor) -> Family:
+    own = _discrete_family(prior)
+    if own is not None:
+        return own(name, prior, value)
+    if _is_discrete(prior) or _is_straight_through(prior):
+        raise NotImplementedError
+    alone = prior.batch_shape == prior.event_shape == ()
+    skewed = alone and support_of(prior) is not constraints.real
+    return (SinhArcsinhFamily if skewed else NormalFamily)(name, prior, value)
+
+
+def _match(name: str, prior: Distribution, value: Tensor) -> Family:
+    own = _discrete_family(prior)
+    if own is not None:
+        return own(name, prior, value)
+    if _is_discrete(prior):
+        raise _unsupported(name, prior)
+    return (NormalFamily if _is_normal(prior) else OwnTypeFamily)(name, prior, value)
+
+
+def _discrete_family(prior: Distribution) -> type[Family] | None:
+    return next((DISCRETE[kind] for kind in type(innermost(prior)).__mro__ if kind in DISCRETE), None)
+
+
+def _is_straight_through(prior: Distribution) -> bool:
+    return any(kind in DISCRETE for kind in type(innermost(prior)).__mro__)
+
+
+def _is_discrete(prior: Distribution) -> bool:
+    return support_of(prior).is_discrete
+
+
+def _is_normal(prior: Distribution) -> bool:
+    """Whether the prior is itself a Normal in unconstrained space."""
+    leaf = innermost(prior)
+    if isinstance(leaf, torch.distributions.TransformedDistribution) and type(leaf) in _TRANSFORMED:
+        return isinstance(innermost(leaf.base_dist), _NORMALS) and location_and_scale(leaf) is not None
+    return isinstance(leaf, _NORMALS)
+
+
+def _unsupported(name: str, prior: Distribution) -> Exception:
+    """Returns the error for a site, of the kind that Pyro's own guides raise."""
+    sphere = prior.support is constraints.sphere
+    hint = f" Use poutine.reparam(model, {{'{name}': ProjectedNormalReparam()}})." if sphere else ""
+    return (ValueError if sphere else NotImplementedError)(
+        f'Expected at site "{name}" a type or support that a family covers; got {type(innermost(prior)).__name__} '
+        f"on {prior.support!r}. Give the site a family in families=, or add one with "
+        f"pyro_nami.register_family(family_name, factory).{hint}"
+    )
+
+
+_NORMALS = (
+    torch.distributions.Normal,
+    torch.distributions.LogNormal,
+    torch.distributions.MultivariateNormal,
+    torch.distributions.LowRankMultivariateNormal,
+)
+_TRANSFORMED = (
+    torch.distributions.TransformedDistribution,
+    dist.TransformedDistribution,
+    torch.distributions.LogisticNormal,
+    dist.LogisticNormal,
+)
+_BUILT_IN: dict[str, FamilyFactory] = {
+    "normal": NormalFamily,
+    "sinh_arcsinh": SinhArcsinhFamily,
+    "mixture": MixtureFamily,
+    "flow": FlowFamily,
+    "match": _match,
+}
+_registered: dict[str, FamilyFactory] = {}

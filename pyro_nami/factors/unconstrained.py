@@ -1,0 +1,233 @@
+"""Families of continuous sites whose elements live in unconstrained space: Normal, sinh-arcsinh, mixture and flow.
+
+All four are location-scale types, so they share the anchor and, at step 0, Pyro's ``AutoNormal``: location at the
+init value, scale at the init scale. The fifth, relaxed, has a fixed temperature instead of a scale.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.distributions.constraints import Constraint
+
+from pyro_nami.factors.anchors import location_and_scale
+from pyro_nami.factors.base import Family, finite
+from pyro_nami.factors.coupled import CoupledFactor
+from pyro_nami.factors.elements import (
+    Elements,
+    FlowElements,
+    MixtureElements,
+    NormalElements,
+    SinhArcsinhElements,
+    raw_scale,
+    relative_scale,
+)
+from pyro_nami.factors.layout import Layout, UnconstrainedLayout
+from pyro_nami.factors.relaxed import LogisticElements
+
+__all__ = [
+    "FlowFamily",
+    "MixtureFamily",
+    "NormalFamily",
+    "RelaxedFamily",
+    "SinhArcsinhFamily",
+    "flow",
+    "mixture",
+    "relaxed",
+]
+
+
+class NormalFamily(Family):
+    """A Normal in unconstrained space, pushed through `bijection_to` of the support. Parameters: location, raw scale.
+
+    `initial` is exact: the location is the value's, the scale is the given one.
+    """
+
+    num_params = 2
+    locations: Sequence[int] = (0,)
+    takes_evidence = True
+    kind: Hashable = "normal"
+
+    def anchor(self, prior: Distribution) -> Tensor | None:
+        moments = location_and_scale(prior)
+        if moments is None or moments.dim() == len(prior.batch_shape) + 2:
+            return moments
+        return moments.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 2))
+
+    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
+        location = self.element_features(self.layout.elements(value)).squeeze(-1)
+        relative = torch.as_tensor(scale, dtype=location.dtype, device=location.device)
+        if anchor is not None:
+            prior_loc, prior_scale = anchor.detach().unbind(-1)
+            location = (location - prior_loc) / prior_scale
+            relative = relative / prior_scale
+        return torch.stack(torch.broadcast_tensors(location, raw_scale(relative)), -1)
+
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+        return NormalElements(*self._split(params), anchor)
+
+    def coupled_distribution(
+        self, params: Tensor, anchor: Tensor | None, coupling: Tensor, dims: Sequence[int], sizes: Sequence[int]
+    ) -> CoupledFactor:
+        """Returns the site's distribution with elements that are jointly Normal; see `CoupledFactor`."""
+        elements = NormalElements(*self._split(params), anchor)
+        return CoupledFactor(elements, self.layout, coupling, dims, sizes)
+
+    def _split(self, params: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns own parameters, and the evidence behind them if there is any."""
+        if params.shape[-1] == self.num_params:
+            return params, None
+        return params[..., : self.num_params], params[..., self.num_params :]
+
+    def _make_layout(self, support: Constraint, batch_shape: torch.Size, value: Tensor) -> Layout:
+        return UnconstrainedLayout(support, self.event_shape, value, batch_shape=batch_shape)
+
+
+class MixtureFamily(NormalFamily):
+    """A mixture of Normals in unconstrained space. Parameters: K logits, K locations, K raw scales.
+
+    At `initial` mean and standard deviation are the given ones; the components lie side by side, since equal ones
+    would get equal gradients and stay equal.
+    """
+
+    takes_evidence = False
+
+    def __init__(self, name: str, prior: Distribution, value: Tensor, *, components: int = 3) -> None:
+        self.components = components
+        self.num_params = 3 * components
+        self.locations = range(components, 2 * components)
+        super().__init__(name, prior, value)
+
+    @property
+    def kind(self) -> Hashable:  # type: ignore[override]
+        return "mixture", self.num_params
+
+    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
+        location, raw = super().initial(value, scale, anchor).split(1, -1)
+        relative = relative_scale(raw)
+        offset = torch.linspace(-1, 1, self.components, dtype=location.dtype, device=location.device)
+        if self.components == 1:
+            offset, within = torch.zeros_like(offset), relative
+        else:
+            # Half of the variance lies between the components, half within.
+            offset, within = offset / offset.square().mean().mul(2).sqrt(), relative * 0.5**0.5
+        locations = location + relative * offset
+        return torch.cat([torch.zeros_like(locations), locations, raw_scale(within).expand_as(locations)], -1)
+
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+        return MixtureElements(params, anchor)
+
+
+class _BentFamily(NormalFamily):
+    """A bent Normal under location and scale. Parameters: these two, then the bend's, which are zero at `initial`.
+
+    There the factor is `NormalFamily`'s.
+    """
+
+    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
+        return F.pad(super().initial(value, scale, anchor), (0, self.num_params - 2))
+
+
+class FlowFamily(_BentFamily):
+    """A monotone rational-quadratic spline under location and scale. Parameters: these two, then the spline's."""
+
+    def __init__(self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8) -> None:
+        self.num_params = 2 + 3 * bins - 1
+        super().__init__(name, prior, value)
+
+    @property
+    def kind(self) -> Hashable:  # type: ignore[override]
+        return "flow", self.num_params
+
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+        return FlowElements(*self._split(params), anchor)
+
+
+class SinhArcsinhFamily(_BentFamily):
+    """A Normal with two tails of their own weight, under location and scale. Parameters: these two, left, right.
+
+    The default for a scale and other single bounded numbers: the posterior of its logarithm is skewed, with a tail that
+    is exponential on one side.
+    """
+
+    num_params = 4
+    kind: Hashable = "sinh_arcsinh"
+
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+        return SinhArcsinhElements(*self._split(params), anchor)
+
+
+class RelaxedFamily(NormalFamily):
+    """A logistic variable in unconstrained space, at a temperature of its own. Parameter: the logit.
+
+    On the unit interval that is a relaxed Bernoulli; on the real line, a relaxed Bernoulli's logit. `initial` has the
+    location at the value; the scale is the inverse temperature. The network reads the relaxed value, as -1 to 1.
+
+    References:
+        Maddison, Mnih and Teh 2017, The Concrete Distribution, appendix C.3.
+    """
+
+    num_params = 1
+    locations = ()
+    takes_evidence = False
+
+    def __init__(self, name: str, prior: Distribution, value: Tensor, *, temperature: float = 2 / 3) -> None:
+        self.temperature = temperature
+        super().__init__(name, prior, value)
+
+    @property
+    def kind(self) -> Hashable:  # type: ignore[override]
+        return "relaxed", self.temperature
+
+    def anchor(self, prior: Distribution) -> None:
+        return None
+
+    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
+        return finite(self.layout.elements(value)).unsqueeze(-1) * self.temperature
+
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+        return LogisticElements(params.squeeze(-1), params.new_tensor(self.temperature))
+
+    def element_features(self, elements: Tensor) -> Tensor:
+        return (2 * elements.sigmoid() - 1).unsqueeze(-1)
+
+
+def relaxed(temperature: float) -> Callable[[str, Distribution, Tensor], Family]:
+    """Returns the family of relaxed Bernoulli variables at this temperature, for ``families={"z": relaxed(2 / 3)}``.
+
+    For sites on the unit interval, and for their logits on the real line. By default a `RelaxedBernoulli` site keeps
+    the prior's temperature.
+
+    Raises:
+        ValueError: a temperature that is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"Expected a positive temperature; got {temperature}")
+    return functools.partial(RelaxedFamily, temperature=temperature)
+
+
+def mixture(components: int) -> Callable[[str, Distribution, Tensor], Family]:
+    """Returns the family of mixtures with this many Normals, for ``families={"z": mixture(5)}``.
+
+    Raises:
+        ValueError: fewer than one component.
+    """
+    if components < 1:
+        raise ValueError(f"Expected at least 1 component; got {components}")
+    return functools.partial(MixtureFamily, components=components)
+
+
+def flow(bins: int) -> Callable[[str, Distribution, Tensor], Family]:
+    """Returns the family of splines with this many bins, for ``families={"z": flow(16)}``.
+
+    Raises:
+        ValueError: fewer than two bins.
+    """
+    if bins < 2:
+        raise ValueError(f"Expected at least 2 bins; got {bins}")
+    return functools.partial(FlowFamily, bins=bins)

@@ -1,0 +1,198 @@
+"""The index maps of a call: which instance of a plate each row of another one reads.
+
+A map is a function of the model's arguments, so it is found anew where these change, and kept while they are the same
+tensors, unchanged. In this order: the user's own callables; an argument that was the very map in an earlier call, and
+proves to be it in this one; group testing. Change this module to find maps elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_nami.guide.arguments import Arguments
+from pyro_nami.guide.inputs import IndexMaps
+from pyro_nami.guide.structure import Assembly
+from pyro_nami.reading.index_maps.finder import MapPlan, find_maps, maps_hold
+from pyro_nami.reading.isolation import untouched
+
+__all__ = ["MapReader"]
+
+Pair = tuple[str, str]
+
+
+class MapReader:
+    """Finds the index maps of each call of one guide.
+
+    Args:
+        assembly: the guide's structure.
+        given: the guide's option ``index_maps``.
+    """
+
+    def __init__(self, assembly: Assembly, given: Mapping[Pair, Callable]) -> None:
+        self.assembly = assembly
+        self._plan_of = {(q, plan.plate): plan for plan in assembly.map_plans for q in plan.dims}
+        self._given = {self._pair(*sites): function for sites, function in given.items()}
+        self._slots: dict[Pair, int] = {}
+        self.forget()
+
+    @property
+    def names(self) -> list[tuple[str, ...]]:
+        """The names of the guide's state that hold maps, and those of the sizes of the plates that they lead to."""
+        return [("index", *pair) for pair in self._plan_of] + [("size", p) for p in {p for _, p in self._plan_of}]
+
+    def forget(self) -> None:
+        """Forgets the maps of earlier calls."""
+        self._kept: tuple[Arguments, IndexMaps] | None = None
+        self._table: dict[Pair, Tensor] = {}
+        self._table_key = Arguments()
+
+    def read(self, call: Any, leaves: Sequence[Any], seen: Mapping[Any, Tensor], stale: frozenset[str]) -> IndexMaps:
+        """Returns a call's maps.
+
+        Args:
+            call: the call.
+            leaves: its arguments.
+            seen: the guide's state: the maps of the data that it saw last.
+            stale: plates for which the call brings no data, so that factors read the rows seen last.
+        """
+        pairs = [pair for pair in self._plan_of if pair[0] not in stale or ("index", *pair) not in seen]
+        if not stale and not call.indices and self._kept is not None:
+            arguments, kept = self._kept
+            if torch.jit.is_tracing():  # where no search can run; a map that is an argument is that of later calls
+                return IndexMaps({**kept.maps, **{pair: leaves[i] for pair, i in self._slots.items()}}, kept.sizes)
+            if arguments.are(leaves):
+                return kept
+        with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
+            maps, sizes = self._find(call, leaves, pairs)
+        for pair in self._plan_of.keys() - set(pairs):
+            name: Any = ("index", *pair)
+            maps[pair] = seen[name]
+            sizes[pair[1]] = int(seen["size", pair[1]])
+        found = IndexMaps(maps, sizes)
+        if not stale and not call.indices:
+            self._kept = Arguments(leaves), found
+        return found
+
+    def state(self, maps: IndexMaps) -> dict[Any, Tensor]:
+        """Returns a call's maps as part of the guide's state."""
+        state: dict[Any, Tensor] = {("index", *pair): maps.maps[pair] for pair in self._plan_of}
+        return state | {("size", plate): torch.tensor(size, device="cpu") for plate, size in maps.sizes.items()}
+
+    def resized(self, call: Any) -> dict[str, int]:
+        """Returns the plates, with their sizes now, that had another size in the data that the call reads."""
+        now = {}
+        for plan in self.assembly.map_plans:
+            size = _size(plan, call.sites)
+            if size != call.maps.sizes[plan.plate]:
+                now[plan.plate] = size
+        return now
+
+    def _find(
+        self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]
+    ) -> tuple[dict[Pair, Tensor], dict[str, int]]:
+        data = {name: self._single(name, value) for name, value in {**call.given, **call.values}.items()}
+        held = {**self.assembly.reference, **data}
+
+        def run(values: Mapping[str, Tensor]) -> Mapping[str, Any]:
+            return call.run({**held, **values}, broadcast=True)
+
+        sites = call.sites or run({})
+        sizes = {plan.plate: _size(plan, sites) for plan in self.assembly.map_plans}
+        maps = self._from_user(call, pairs, sizes) | self._from_table(call, leaves, pairs)
+        slots = {pair: leaves[i] for pair, i in self._slots.items() if pair not in maps and i < len(leaves)}
+        slots = {pair: leaf for pair, leaf in slots.items() if pair in pairs and _is_map(leaf, sizes[pair[1]])}
+        if slots and maps_hold(run, self._plans(slots), held, slots):
+            maps |= slots
+        wanted = [pair for pair in pairs if pair not in maps]
+        if wanted:
+            maps |= find_maps(run, self._plans(wanted), held)
+            self._fill_table(call, {pair: maps[pair] for pair in wanted})
+            for pair in wanted:
+                for i, leaf in enumerate(leaves):
+                    if _equal(leaf, maps[pair]):
+                        self._slots[pair] = i
+        return maps, sizes
+
+    def _single(self, name: str, value: Tensor) -> Tensor:
+        """Returns the first of several data sets at a site, of the site's own shape."""
+        dims = [self.assembly.dims[plate] for plate in self.assembly.frames[name]]
+        extra = value.dim() - self.assembly.event_dims[name] + min(dims, default=0)
+        return value[(0,) * max(extra, 0)]
+
+    def _plans(self, pairs: Any) -> list[MapPlan]:
+        """Returns the plans of some maps alone."""
+        plans = []
+        for plan in self.assembly.map_plans:
+            rows = {q for q, p in pairs if p == plan.plate}
+            if rows:
+                targets = {site: q for site, q in plan.targets.items() if q in rows}
+                plans.append(plan._replace(targets=targets, dims={q: plan.dims[q] for q in rows}))
+        return plans
+
+    def _pair(self, latent: str, site: str) -> Pair:
+        plan = next(p for p in self.assembly.map_plans if latent in p.values and site in p.targets)
+        return plan.targets[site], plan.plate
+
+    def _from_user(self, call: Any, pairs: Sequence[Pair], sizes: Mapping[str, int]) -> dict[Pair, Tensor]:
+        maps = {}
+        for pair in self._given.keys() & set(pairs):
+            rows, plate = pair
+            index = self._given[pair](*call.args, **call.kwargs)
+            if rows in call.indices and len(index) != len(call.indices[rows]):
+                index = index[call.indices[rows]]
+            if not _is_map(index, sizes[plate]):
+                raise ValueError(
+                    f"Expected the index map from plate '{rows}' to plate '{plate}' to hold integers from 0 to "
+                    f"{sizes[plate] - 1}; got {index}. Mend the callable in `index_maps`."
+                )
+            maps[pair] = index.to(self.assembly.factory["device"])
+        return maps
+
+    def _from_table(self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]) -> dict[Pair, Tensor]:
+        """Returns the maps of the rows of subsampled plates, where all of them were met before.
+
+        They are those of the full plates, so which rows a call holds is no matter.
+        """
+        if not call.indices:
+            return {}
+        rows = [id(index) for index in call.indices.values()]
+        leaves = [leaf for leaf in leaves if id(leaf) not in rows]
+        if not self._table_key.are(leaves):
+            self._table, self._table_key = {}, Arguments(leaves)
+        maps = {}
+        for pair in self._table.keys() & set(pairs):
+            index = self._table[pair][call.indices[pair[0]]]
+            if (index >= 0).all():
+                maps[pair] = index
+        return maps
+
+    def _fill_table(self, call: Any, maps: Mapping[Pair, Tensor]) -> None:
+        for (rows, plate), index in maps.items():
+            if rows in call.indices and plate not in call.indices:
+                where = call.indices[rows]
+                size = max(self.assembly.bayesnet.plate_sizes[rows], int(where.max()) + 1 if len(where) else 0)
+                table = self._table.setdefault((rows, plate), index.new_full((size,), -1))
+                if len(table) < size:
+                    table = torch.cat((table, index.new_full((size - len(table),), -1)))
+                table[where] = index
+                self._table[rows, plate] = table
+
+
+def _size(plan: MapPlan, sites: Mapping[str, Any]) -> int:
+    """Returns the size of the plate that a map leads to."""
+    return max(sites[name]["fn"].batch_shape[plan.dim] for name in plan.values)
+
+
+def _is_map(index: Any, size: int) -> bool:
+    if not isinstance(index, Tensor) or index.is_floating_point() or index.dim() != 1:
+        return False
+    return len(index) == 0 or 0 <= int(index.min()) <= int(index.max()) < size
+
+
+def _equal(leaf: Any, index: Tensor) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype == index.dtype and torch.equal(leaf, index)

@@ -1,0 +1,491 @@
+"""`AutoNaMIGuide`: a guide whose dependencies are a minimally faithful inverse of the model's.
+
+This module is the contract with Pyro: laziness, plates, state, and what users call. Its parts: `structure` is what is
+fixed at the first call and `assembly` makes it; `data` finds a call's data; `sampling` draws the latents; `network`
+gives their parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer.autoguide.initialization import init_to_feasible
+from pyro.poutine.replay_messenger import ReplayMessenger
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+
+from pyro_nami.graph.bayesnet import BayesNet
+from pyro_nami.graph.inverse import Inverse
+from pyro_nami.guide.assembly import assemble
+from pyro_nami.guide.data import Call, DataReader
+from pyro_nami.guide.differences import differences
+from pyro_nami.guide.interleaved import Interleaved, missing_site, new_site
+from pyro_nami.guide.network import as_pyro_module
+from pyro_nami.guide.network_state import NetworkState, start_pass
+from pyro_nami.guide.regression import regress
+from pyro_nami.guide.sampling import Pass, draw_at, draw_detached
+from pyro_nami.guide.shapes import own_shape, quantiles_of, sum_plates, with_plate_dims
+from pyro_nami.guide.state import PersistentGuide
+from pyro_nami.guide.structure import Assembly, Options
+from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
+from pyro_nami.reading.runner import Runner, takes_observations
+
+__all__ = ["AutoNaMIGuide"]
+
+_MEDIAN_DRAWS = 1000
+_ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]  # made by Pyro's metaclass, which type checkers do not follow
+
+
+class AutoNaMIGuide(PersistentGuide):
+    r"""An amortized guide that can represent the posterior: a faithful inverse of the model, with no more edges.
+
+    At its first call the guide runs the model, reads its Bayesian network off the run, inverts that network with NaMI,
+    and builds masked autoregressive networks on the inverse. The factor of a latent v is q(v | Pa(v)) with Pa(v) its
+    parents in the inverse, observed sites among them, so one guide serves all data sets of the model. Its parameters
+    come, in this order, from the network's output relative to the model's own conditional (the anchor).
+
+    Everything else is as with Pyro's own guides::
+
+        guide = AutoNaMIGuide(model)
+        svi = SVI(model, guide, ClippedAdam({"lr": 0.02}), Trace_ELBO())
+        svi.step(x, y)
+        print(guide.inverse)
+
+    Args:
+        model: a Pyro model.
+        inverse: ``"auto"`` (the direction with fewer edges), ``"forward"``, ``"reverse"``, ``"free"``,
+            ``"stuhlmueller"``, ``"mean_field"``, ``"fully_connected"``, an `Inverse`, or a callable from the model's
+            `BayesNet` to one.
+        blocks: an ordered partition of the latents; each block is eliminated before the next (sampled after it). An
+            observed site named here is semi-observed: sampled in calls that do not observe it.
+        observed: sites that the model samples where no data is given, but that inference will condition on.
+        families: a family's name for all latents, or a mapping from sites to names or families.
+        hidden_features: widths of the hidden layers of every network.
+        shared: one masked network for the latents in the same plates; otherwise a small one for every latent.
+        skip: whether factors also read their inputs directly, so that linear-Gaussian conditionals are exact from the
+            first layer on.
+        within: ``"autoregressive"`` or ``"independent"``: how the elements of one site's vector depend on each other.
+        embeddings: observed site -> module that embeds its values, ``(batch, *event)`` to ``(batch, features)``; the
+            guide trains a copy.
+        covariates: ``"auto"`` finds what differs between the instances of a plate by probing the model; None for
+            nothing; or a callable from the model's arguments to a mapping from sites to tensors
+            ``(*plates, features)``.
+        index_maps: ``(latent, site)`` -> callable from the model's arguments to the index by which the site's rows read
+            the latent's plate, integer ``(rows,)`` (of the full plate where it is subsampled). By default such maps
+            are found by group testing, in each call with new arguments.
+        pooling: how a set of instances is encoded: ``"mean"``, ``"sum"``, ``"max"``, ``"attention"``, or a callable
+            from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
+        evidence: whether the instances of a pooled plate add precision to Normal factors, one by one; see
+            `pyro_nami.guide.evidence`.
+        conjugate: whether latents of a plate that are linear and Gaussian given what is drawn before them are drawn
+            from their exact conditional in place of a Normal factor; `pyro_nami.reading.forms` derives it from the
+            model. They have no weights and no first step. With ``anchor=True`` only.
+        refine: ``"auto"``: where the guide is trained on the same data in every step, what these say is left to
+            constants, those of each instance of a plate included (see `pyro_nami.guide.offsets`), which train as
+            quickly as those of Pyro's own guides; networks read the latents alone, and data only once they vary. None:
+            networks read the data from the first step on.
+        anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
+        init_loc_fn: one of Pyro's initialization strategies, for the location at the first step.
+        init_scale: scale at the first step, in unconstrained space.
+        create_plates: as in Pyro: a callable from the model's arguments to plates.
+        activation: of all hidden layers; by default tanh, and silu in the encoders of sets.
+        save_data: whether ``state_dict`` holds the data last seen in training, so that a loaded guide can be called
+            without data, too; else it holds checksums of them alone.
+
+    Raises:
+        ValueError, TypeError: for options out of range. Those that name sites are checked at the first call.
+
+    References:
+        Webb et al. 2018, "Faithful Inversion of Generative Models for Effective Amortized Inference".
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        inverse: str | Inverse | Callable[[BayesNet], Inverse] = "auto",
+        blocks: Sequence[Sequence[str]] | None = None,
+        observed: Sequence[str] = (),
+        families: Any = None,
+        hidden_features: Sequence[int] = (64,),
+        shared: bool = True,
+        skip: bool = True,
+        within: str = "autoregressive",
+        embeddings: Mapping[str, nn.Module] | None = None,
+        covariates: str | None | Callable[..., Mapping[str, Tensor]] = "auto",
+        index_maps: Mapping[tuple[str, str], Callable] | None = None,
+        pooling: str | Callable[[int], nn.Module] = "mean",
+        evidence: bool = True,
+        anchor: bool = True,
+        conjugate: bool = True,
+        refine: str | None = "auto",
+        init_loc_fn: Callable = init_to_feasible,
+        init_scale: float = 0.1,
+        create_plates: Callable | None = None,
+        activation: Callable[[Tensor], Tensor] | None = None,
+        save_data: bool = False,
+    ) -> None:
+        super().__init__(model, create_plates=create_plates)
+        embeddings = {site: as_pyro_module(copy.deepcopy(module)) for site, module in (embeddings or {}).items()}
+        if embeddings:  # A module's name has no dots; a site's may have some.
+            self.embeddings = _ModuleDict({site.replace(".", "/"): module for site, module in embeddings.items()})
+        self._options = Options(
+            inverse=inverse,
+            blocks=blocks,
+            observed=(observed,) if isinstance(observed, str) else tuple(observed),
+            simulated=bool(observed) or refine is None,
+            families=families,
+            hidden_features=tuple(hidden_features),
+            shared=shared,
+            skip=skip,
+            within=within,
+            embeddings=embeddings,
+            covariates=covariates,
+            index_maps=dict(index_maps or {}),
+            pooling=pooling,
+            evidence=evidence,
+            anchor=anchor,
+            conjugate=conjugate,
+            refine=refine,
+            init_loc_fn=init_loc_fn,
+            init_scale=init_scale,
+            activation=activation,
+            save_data=save_data,
+        )
+        self._options.check()
+        self._assembly = self._data = None  # type: ignore[assignment]
+        self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None
+
+    # ---- what was found
+
+    @property
+    def bayesnet(self) -> BayesNet:
+        """The model's Bayesian network, as found at the first call."""
+        return self._made().bayesnet
+
+    @property
+    def observed(self) -> tuple[str, ...]:
+        """The sites that the model samples where no data is given, but that the guide conditions on."""
+        return self._options.observed
+
+    @property
+    def inverse(self) -> Inverse:
+        """The inverse that the guide is built on."""
+        return self._made().inverse
+
+    @property
+    def conjugate(self) -> tuple[str, ...]:
+        """The latents that are drawn from their exact conditional."""
+        return tuple(self._made().conjugate)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights that the guide computes with: masked ones and padding do not count."""
+        self._made()
+        embeddings = self._options.embeddings.values()
+        return self.network.num_parameters + sum(p.numel() for module in embeddings for p in module.parameters())
+
+    def _made(self) -> Assembly:
+        if self._assembly is None:
+            raise RuntimeError("Expected a guide that was called once; call it with the model's arguments first.")
+        return self._assembly
+
+    def check(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Returns what the model has at these arguments other than at the guide's first call.
+
+        A guide's structure is that of its first call, found by runs of the model there. This takes as many runs again,
+        and so tells whether the structure holds for other arguments as well.
+
+        Args:
+            *args, **kwargs: the model's arguments.
+
+        Returns:
+            A sentence for each difference; none where the guide fits.
+        """
+        before, subsampled = self._made(), self._subsampled(*args, **kwargs)
+        return list(differences(before, assemble(self.model, args, kwargs, self._options, subsampled)[0]))
+
+    def extra_repr(self) -> str:
+        if self._assembly is None:
+            return "not called yet"
+        exact = "".join(f", '{name}' by its exact conditional" for name in self.conjugate)
+        return f"{len(self._assembly.program)} latents{exact}; {self.num_parameters} weights"
+
+    # ---- set-up
+
+    def _subsampled(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Returns the plates that are made outside the model and hold a part of their instances."""
+        with poutine.block():
+            plates = self._create_plates(*args, **kwargs)
+        return [name for name, plate in plates.items() if plate.subsample_size < plate.size]
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        subsampled = self._subsampled(*args, **kwargs)
+        assembly, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
+        self._assembly = assembly
+        self.network = network
+        self._data = DataReader(assembly, self._options.covariates, self._options.index_maps)
+        for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
+            prototype.remove_node(name)
+        self._prototype_frames = {
+            frame.name: frame
+            for site in prototype.nodes.values()
+            for frame in site["cond_indep_stack"]
+            if frame.vectorized
+        }
+        self.prototype_trace = prototype
+        self._check_store()
+        if self.master is not None:
+            self.master()._check_prototype(prototype)
+        if self._waiting_state is not None:
+            waiting, self._waiting_state = self._waiting_state, None
+            self.load_state_dict(*waiting)
+
+    def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, pyro.plate]:
+        """Returns the plates that are made outside the model; all others are the model's own."""
+        if self.master is not None:
+            return super()._create_plates(*args, **kwargs)
+        if self.create_plates is None:
+            return {}
+        plates = self.create_plates(*args, **kwargs)
+        plates = [plates] if isinstance(plates, pyro.plate) else list(plates)
+        for plate in plates:
+            if not isinstance(plate, pyro.plate):
+                raise TypeError(f"Expected create_plates() to return plates; got {type(plate).__name__}.")
+        self.plates = {plate.name: plate for plate in plates}
+        return self.plates
+
+    # ---- one call
+
+    @on_ordinary_tensors
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Samples every latent of the guide, given the model's arguments.
+
+        Args:
+            *args, **kwargs: as the model takes them. ``observations={site: value}`` gives values of observed sites
+                directly, and reaches the model only if its signature has it.
+
+        Returns:
+            Latent -> value, in model order.
+        """
+        call = self._begin(args, kwargs)
+        learning = self.training and torch.is_grad_enabled()
+        current = Pass(self._made(), self._start(call, learning=learning), call)
+        try:
+            with self.network.taking_part():
+                if self._assembly.interleaved:
+                    self._run_interleaved(current, call)
+                else:
+                    self._run_detached(current, call)
+        finally:  # the model may fail at NaN, too, but cannot say where it came from
+            current.check()
+        return {name: current.returned[name] for name in current.program if name in current.returned}
+
+    def _begin(self, args: tuple, kwargs: dict[str, Any], *, draws: bool = True) -> Call:
+        """Returns one call's data: arguments of the model, plates, and the values of observed sites."""
+        observations = kwargs.get("observations") or {}
+        if "observations" in kwargs and not takes_observations(self.model):
+            kwargs = {key: value for key, value in kwargs.items() if key != "observations"}
+        if self._assembly is None:
+            first = kwargs
+            if observations:
+                single = self._note_observations(observations, args, kwargs)
+                first = {**kwargs, "observations": single} if "observations" in kwargs else kwargs
+            # A guide that scores first, or that is replayed (`pyro.infer.CSIS`), is trained on simulations.
+            replayed = bool(observations) and any(isinstance(handler, ReplayMessenger) for handler in _PYRO_STACK)
+            simulated = self._options.simulated or replayed or not draws
+            if self._waiting_state is not None:
+                simulated = self._waiting_state[0].get("_extra_state", {}).get("simulated", simulated)
+            self._options = self._options._replace(simulated=simulated)
+            self._setup_prototype(*args, **first)
+        for name in observations:
+            if name not in self._assembly.names:
+                known = ", ".join(map(repr, self._assembly.bayesnet.observed))
+                raise ValueError(f"Expected observations of the model's sites, {known}; got one of '{name}'.")
+        call = Call(self.model, args, kwargs, self._create_plates(*args, **kwargs))
+        self._data.read(call, observations, remember=self.training and torch.is_grad_enabled(), draws=draws)
+        return call
+
+    def _note_observations(
+        self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Takes sites given by ``observations`` at the first call as observed, though the model samples them.
+
+        Deterministic and factor sites, which `pyro.infer.CSIS` passes as well, are no data. Returns the first of
+        several data sets, as a structure is found from one: values without batch dims that their sites do not have.
+        """
+        with untouched(self.model), torch.no_grad():
+            sites = Runner({}).run(self.model, args, kwargs)
+        sampled = {name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site)}
+        extra = [name for name in observations if name in sampled and name not in self._options.observed]
+        observed = (*self._options.observed, *extra)
+        self._options = self._options._replace(observed=observed, simulated=bool(observed) or self._options.simulated)
+        more = {
+            name: value.dim() - len(sites[name]["fn"].shape())
+            for name, value in observations.items()
+            if isinstance(value, Tensor) and name in sites
+        }
+        return {name: value[(0,) * max(more.get(name, 0), 0)] for name, value in observations.items()}
+
+    def _start(self, call: Call, *, learning: bool = False) -> NetworkState:
+        """Returns the networks' state with everything observed known."""
+        if not self.network.settled:
+            with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
+                state = start_pass(self.network, call.maps)
+                self._data.tell(state, call, self.network, self._options.embeddings)
+                state.settle()
+        if self._data.varied and not self.network.varied:
+            self.network.vary()
+        constant = call.familiar and not self._data.varied
+        state = start_pass(self.network, call.maps, learning=learning, constant=constant, indices=call.indices)
+        self._data.tell(state, call, self.network, self._options.embeddings)
+        return state
+
+    def _run_interleaved(self, current: Pass, call: Call) -> None:
+        while True:
+            run = Interleaved(current, call.given, call.indices)
+            run.run(call.model, call.args, call.kwargs)
+            if run.lacking is None:
+                break
+            rest = [name for name in current.program if name not in current.values]
+            if current.ready.keys() >= set(rest):  # which needs no further run of the model
+                for name in rest:
+                    draw_at(current, name, current.ready[name])
+                return
+        missing = run.missing.intersection(current.program)
+        if missing:
+            raise ValueError(missing_site(min(missing)))
+
+    def _run_detached(self, current: Pass, call: Call) -> None:
+        for name in current.program:
+            if name in call.given:
+                current.know(name, call.given[name])
+
+        def prior_at(name: str, values: Mapping[str, Tensor]) -> Any:
+            return call.run({**call.given, **values}, until=[name])[name]["fn"]
+
+        draw_detached(current, call.sites, prior_at)
+        if current.from_model:
+            self._run_interleaved(current, call)
+
+    # ---- densities and summaries
+
+    def log_prob(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Returns log q(latents | data) in nats, summed over sites and plates, in one dense pass.
+
+        Args:
+            latents: value of every latent. Batch dims go to the left of the model's plate dims, as in Pyro's
+                vectorized particles: ``(*batch, *plates, *event)``, with size 1 for plates that a site is not in; or
+                as `Predictive` returns them, one batch dim in front of each site's own shape.
+            *args, **kwargs: the model's arguments, ``observations=`` included; observed values may have the same
+                batch dims.
+
+        Returns:
+            A tensor of the shape of the batch dims. The model's masks apply; its scales do not.
+
+        Raises:
+            ValueError: for a latent that is missing, or of a shape that does not fit.
+        """
+        return self._log_prob(latents, None, args, kwargs)
+
+    def log_prob_of_run(self, sites: Mapping[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Returns `log_prob` at the values of a run of the model, without the run that anchors would else take.
+
+        Args:
+            sites: site -> message of that run, as the nodes of `pyro.poutine.trace` hold them.
+            *args, **kwargs: the arguments of that run, and its data as ``observations=``.
+        """
+        values = {name: site["value"] for name, site in sites.items() if site["type"] == "sample"}
+        return self._log_prob(values, sites, args, kwargs)
+
+    @on_ordinary_tensors
+    def _log_prob(
+        self, latents: Mapping[str, Tensor], sites: Mapping[str, Any] | None, args: tuple, kwargs: dict[str, Any]
+    ) -> Tensor:
+        with self._pyro_context:
+            call = self._begin(args, kwargs, draws=False)
+            assembly, state = self._assembly, self._start(call)
+            if call.new:
+                raise ValueError(new_site(call.new[0]))
+            values = with_plate_dims(latents, assembly, call.given.keys() | call.lacking)
+            for name in assembly.order:
+                if name in call.given:
+                    state.add(name, assembly.features(name, call.given[name]))
+            if sites is None:
+                needed = assembly.anchored or assembly.predictive or assembly.varies or assembly.masked
+                sites = call.run({**call.given, **values}, until=assembly.program) if needed else {}
+            current = Pass(assembly, state, call)
+            total = self.network.zero()
+            for log_prob in current.log_probs(values, sites):
+                total = total + sum_plates(log_prob, assembly.nesting)
+            return total
+
+    @torch.no_grad()
+    def regress(self, sites: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Starts an untrained guide at the linear regression on simulations; see `pyro_nami.guide.regression`.
+
+        Args:
+            sites: site -> message of a run of the model for many draws, as for `log_prob_of_run`.
+            *args, **kwargs: the arguments of that run, and its data as ``observations=``.
+        """
+        call = self._begin(args, kwargs, draws=False)
+        assembly, state = self._assembly, self._start(call)
+        values = {name: site["value"] for name, site in sites.items() if site["type"] == "sample"}
+        values = with_plate_dims(values, assembly, call.given)
+        current = Pass(assembly, state, call)
+        targets: dict[Any, Tensor] = {}
+        blocks: dict[Any, list[int]] = {}
+        for name in assembly.order:
+            if name in values:
+                family = assembly.families[name].at(sites[name]["fn"])
+                elements = family.layout.elements(values[name])
+                current.know(name, values[name], elements)
+                if name in assembly.factors:
+                    anchored = family.locations and name in assembly.anchored
+                    anchor = family.anchor(sites[name]["fn"]) if anchored else None
+                    location, scale = (0.0, 1.0) if anchor is None else anchor.unbind(-1)
+                    targets[name] = (elements - location) / scale
+                    blocks[name] = [assembly.dims[plate] for plate in assembly.factors[name].joint]
+        regress(self.network, state, targets, blocks)
+
+    @torch.no_grad()
+    def quantiles(
+        self, quantiles: Sequence[float], *args: Any, num_samples: int = _MEDIAN_DRAWS, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Returns Monte Carlo quantiles of every latent, elementwise in constrained space.
+
+        The same draws serve every call, so `median` equals the quantile 0.5.
+
+        Args:
+            quantiles: numbers between 0 and 1.
+            *args, **kwargs: the model's arguments.
+            num_samples: number of draws.
+
+        Returns:
+            Latent -> tensor ``(quantiles, *site shape)``.
+        """
+        draws = self._draws(num_samples, args, kwargs)
+        return {name: quantiles_of(value, quantiles) for name, value in draws.items()}
+
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Returns the Monte Carlo median of every latent, elementwise in constrained space; see `quantiles`."""
+        return {name: value[0] for name, value in self.quantiles([0.5], *args, **kwargs).items()}
+
+    def _draws(self, count: int, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns draws of every latent, ``(count, *site shape)``, from a seed of their own."""
+        if self._assembly is None:
+            with poutine.block():
+                self(*args, **kwargs)
+        assembly = self._assembly
+        with untouched(self.model), poutine.block():
+            pyro.set_rng_seed(0)
+            with pyro.plate("_draws", count, dim=-1 - assembly.nesting):
+                values = self(*args, **kwargs)
+        sites = self.prototype_trace.nodes
+        return {name: own_shape(name, value, count, sites[name]) for name, value in values.items() if name in sites}

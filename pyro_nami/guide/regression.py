@@ -1,0 +1,87 @@
+"""Direct weights by least squares: where a guide is compiled, it starts at the regression on simulations.
+
+What a latent's location is, as a linear function of what its factor reads, needs no gradient steps. Row by row, within
+the mask of the network, `regress` writes the regression coefficients to the direct weights, its intercept and the
+scale of its residuals to the biases. A linear Gaussian posterior is then nearly exact before the first step, and the
+rest of training starts there, whatever its rate. Change this module to start a compiled guide otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+import torch
+from torch import Tensor
+
+from pyro_nami.factors.elements import raw_scale
+from pyro_nami.factors.joint import fold
+from pyro_nami.guide.network import InverseNetwork
+from pyro_nami.guide.network_state import NetworkState
+from pyro_nami.networks.masked import MaskedMLP
+from pyro_nami.networks.separate import SeparateMLP
+
+__all__ = ["regress"]
+
+_RIDGE = 1e-5  # of the inputs' mean square
+_ROWS_PER_INPUT = 4  # below which there are too few rows to regress on
+
+
+@torch.no_grad()
+def regress(
+    network: InverseNetwork, state: NetworkState, targets: Mapping[Hashable, Tensor], dims: Mapping[Hashable, list[int]]
+) -> None:
+    """Writes regressions of all factors whose locations are one an element.
+
+    Args:
+        network: the networks, which nothing was learned by yet.
+        state: a pass at which all values of a batch of simulations are known.
+        targets: factor -> its elements relative to the anchor, ``(*batch, elements)``.
+        dims: factor -> batch dims of the plates that it is a block of.
+    """
+    for group, mlp in zip(network.groups, network.parts[0]):
+        if not mlp.skip or mlp.is_trained():
+            continue
+        inputs = state.all_inputs(group)
+        kept = mlp.direct_mask()
+        for factor in group.factors:
+            if len(factor.locations) != 1 or factor.name not in targets or factor.evidence:
+                continue  # a regression on a set of one size would be taken for what evidence says at any size
+            goal = fold(targets[factor.name].unsqueeze(-1), dims[factor.name]).squeeze(-1)
+            x, y = (part.flatten(0, -2) for part in _same_batch(inputs, goal))
+            rows = range(mlp.out_features)[network.location_rows(factor.name)]
+            _regress_factor(mlp, rows, x, y, kept)
+
+
+def _regress_factor(
+    mlp: MaskedMLP | SeparateMLP, rows: range, x: Tensor, y: Tensor, kept: Tensor
+) -> None:
+    bias, units = mlp.output_bias().clone(), mlp.units.clone()
+    for element, row in enumerate(rows):
+        columns = kept[row].nonzero().flatten()
+        goal = y[:, element]
+        fine = goal.isfinite()
+        count = int(fine.sum())
+        if count < _ROWS_PER_INPUT * (len(columns) + 1):
+            continue
+        design, goal = x[fine][:, columns].double(), goal[fine].double()
+        center, middle = design.mean(0), goal.mean()
+        design = design - center
+        gram = design.mT @ design
+        ridge = _RIDGE * gram.diagonal().mean().clamp(min=1e-12) if len(columns) else gram
+        slope = torch.linalg.solve(gram + ridge * torch.eye(len(columns)).to(gram), design.mT @ (goal - middle))
+        left = goal - middle - design @ slope
+        spread = (left.square().sum() / max(count - len(columns) - 1, 1)).sqrt()
+        if not (slope.isfinite().all() and spread.isfinite() and spread > 0):
+            continue
+        units[row] = spread.to(bias)
+        mlp.set_units(units)
+        mlp.set_direct(row, columns, slope.to(bias))
+        bias[row] = (middle - center @ slope).to(bias)
+        bias[row + 1] = raw_scale(spread.to(bias))
+    mlp.set_output_bias(bias)
+
+
+def _same_batch(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns both with the same batch dims, all but the last."""
+    batch = torch.broadcast_shapes(x.shape[:-1], y.shape[:-1])
+    return x.expand(batch + x.shape[-1:]), y.expand(batch + y.shape[-1:])

@@ -1,0 +1,24 @@
+"""Inference with any pair of a model and a guide: compilation, weights, annealing, checkpoints."""
+
+from pyro_nami.inference.annealing import AnnealedSamples, annealed_importance_sampling, sigmoid_temperatures
+from pyro_nami.inference.compilation import InferenceCompilation
+from pyro_nami.inference.history import History
+from pyro_nami.inference.importance import importance_sample
+from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.tracking import TensorBoardTracker, Tracker, WandbTracker
+from pyro_nami.inference.weights import WeightedSamples
+
+__all__ = [
+    "AnnealedSamples",
+    "History",
+    "InferenceCompilation",
+    "JointDraws",
+    "Simulator",
+    "TensorBoardTracker",
+    "Tracker",
+    "WandbTracker",
+    "WeightedSamples",
+    "annealed_importance_sampling",
+    "importance_sample",
+    "sigmoid_temperatures",
+]

@@ -1,0 +1,92 @@
+"""Coordinates in which distances between latents, or between data sets, mean something.
+
+Change this module to change what counts as near: the map to unconstrained space, or the scale.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Coordinates", "SiteForm", "site_forms"]
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributions import biject_to
+
+from pyro_nami.inference.simulate import Simulator
+
+_LINEAR = 5.0  # where coordinates turn logarithmic
+_HUGE = 1e30  # what stands for infinity
+
+
+class SiteForm(NamedTuple):
+    """A site's own shape ``(*plates, *event)``, and a map to unconstrained space, the same for all values."""
+
+    shape: torch.Size
+    event_dim: int
+    unconstrain: Callable[[Tensor], Tensor]
+
+
+def site_forms(simulator: Simulator) -> dict[str, SiteForm]:
+    """Returns the form of every site of a model. Discrete sites, and those of varying support, are left as they are."""
+    runs = [simulator.sites() for _ in range(2)]
+    forms = {}
+    for name in (*simulator.latent, *simulator.observed):
+        value, fn = runs[0][name]["value"], runs[0][name]["fn"]
+        maps = [_unconstraining(run[name]["fn"]) for run in runs]
+        fixed = torch.equal(*(unconstrain(value).nan_to_num() for unconstrain in maps))
+        forms[name] = SiteForm(value.shape, fn.event_dim, maps[0] if fixed else _as_float)
+    return forms
+
+
+def _unconstraining(fn: Any) -> Callable[[Tensor], Tensor]:
+    try:
+        return _as_float if fn.support.is_discrete else biject_to(fn.support).inv
+    except NotImplementedError:  # no support, or no bijection to it
+        return _as_float
+
+
+def _as_float(value: Tensor) -> Tensor:
+    return value if value.is_floating_point() else value.to(torch.get_default_dtype())
+
+
+class Coordinates:
+    """Standardized unconstrained coordinates of all elements of some sites.
+
+    They are of median 0 and half the central 68% wide, and logarithmic beyond 5, so that heavy tails count for little.
+
+    Args:
+        values: site -> ``(batch, ...)``, a sample that they are standardized by.
+        forms: of the sites.
+
+    Attributes:
+        columns: site -> its coordinates' places.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], forms: Mapping[str, SiteForm]) -> None:
+        self._maps = {name: forms[name].unconstrain for name in values}
+        parts = self._parts(values, 1)
+        ends = np.cumsum([part.shape[1] for part in parts.values()]).tolist()
+        self.columns = {name: slice(end - parts[name].shape[1], end) for name, end in zip(parts, ends)}
+        ordered = torch.cat(list(parts.values()), -1).sort(0).values
+        low, self._center, high = (ordered[int(q * (len(ordered) - 1))] for q in (0.16, 0.5, 0.84))
+        scale = torch.where(high > low, (high - low) / 2, ordered.std(0))
+        self._scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+
+    def __call__(self, values: Mapping[str, Tensor], batch_dims: int = 1) -> Tensor:
+        """Returns the coordinates of values with some batch dims, ``(*batch, coordinates)``."""
+        raw = torch.cat(list(self._parts(values, batch_dims).values()), -1)
+        standard = (raw - self._center) / self._scale
+        beyond = (standard.abs() - _LINEAR).clamp(min=0)
+        return standard.clamp(-_LINEAR, _LINEAR) + standard.sign() * beyond.log1p()
+
+    def _parts(self, values: Mapping[str, Tensor], batch_dims: int) -> dict[str, Tensor]:
+        raw = {name: unconstrain(values[name]) for name, unconstrain in self._maps.items()}
+        return {
+            name: value.reshape(*value.shape[:batch_dims], -1).nan_to_num(
+                nan=0.0, posinf=_HUGE, neginf=-_HUGE
+            )
+            for name, value in raw.items()
+        }

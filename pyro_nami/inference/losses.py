@@ -1,0 +1,108 @@
+"""The loss of compilation: -log q of simulations, of all sites in one pass or site by site.
+
+Change this module when guides give their densities in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+
+from pyro_nami.inference.simulate import JointDraws
+from pyro_nami.reading.runner import takes_observations
+
+__all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
+
+
+class CompilationLoss(nn.Module):
+    """-log q of simulations under a guide: a module, so that `DistributedDataParallel` can wrap it.
+
+    A guide with ``log_prob(latents, *args, observations=..., **kwargs)`` takes one dense pass, with ``log_prob_of_run``
+    also one without another run of the model; any other is replayed under an outer plate, and must accept
+    ``observations=``, as for `pyro.infer.CSIS`.
+    """
+
+    def __init__(self, guide: Callable) -> None:
+        super().__init__()
+        if not takes_observations(guide, is_guide=True):
+            raise TypeError(
+                "Expected a guide that takes observations=, a mapping from observed sites to values, as for "
+                f"pyro.infer.CSIS; got {getattr(guide, '__name__', type(guide).__name__)}, which does not. Add that "
+                "argument, and read the data from there."
+            )
+        self.guide = guide
+
+    def forward(self, draws: JointDraws, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """Returns the loss of every simulation in nats, ``(draws,)``."""
+        kwargs = {**kwargs, "observations": draws.observed}
+        if draws.sites is not None and hasattr(self.guide, "log_prob_of_run"):
+            log_prob = self.guide.log_prob_of_run(draws.sites, *args, **kwargs)
+        elif hasattr(self.guide, "log_prob"):
+            log_prob = self.guide.log_prob(draws.latents, *args, **kwargs)
+        else:
+            log_prob = torch.stack(list(site_log_probs(self.guide, draws, args, kwargs).values())).sum(0)
+        if log_prob.shape != (draws.num,):
+            raise ValueError(
+                f"Expected log densities of shape ({draws.num},) of the guide; got {tuple(log_prob.shape)}."
+            )
+        return -log_prob
+
+
+def site_log_probs(
+    guide: Callable, draws: JointDraws, args: tuple, kwargs: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Returns log q of simulations at every site of a guide, ``(draws,)`` each, from a replay under an outer plate.
+
+    Raises:
+        ValueError: naming a latent that the guide lacks, or a site that it has too many, or its shape.
+    """
+    values = poutine.Trace()
+    for name, value in draws.latents.items():
+        values.add_node(name, name=name, type="sample", is_observed=False, value=value, infer={})
+    replayed = poutine.trace(poutine.replay(guide, trace=values))
+    hidden = poutine.block(hide_types=["sample", "observe"])  # parameters are to be seen
+    with hidden, pyro.plate("_draws", draws.num, dim=-1 - draws.nesting):
+        nodes = replayed.get_trace(*args, **{**kwargs, "observations": draws.observed}).nodes
+    sites: dict[str, Any] = {
+        name: site for name, site in nodes.items() if site["type"] == "sample" and not site_is_subsample(site)
+    }
+    for name in sorted(sites.keys() ^ draws.latents.keys()):
+        raise ValueError(
+            f"Expected a guide with the model's latents, {', '.join(map(repr, draws.latents))}; "
+            + (f"it has '{name}' as well." if name in sites else f"it lacks '{name}'.")
+        )
+    result = {}
+    for name, site in sites.items():
+        log_prob = scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"])
+        if log_prob.dim() != 1 + draws.nesting or len(log_prob) != draws.num:
+            raise ValueError(
+                f"Expected a guide that runs in an outer plate of {draws.num} draws; at site '{name}' its log "
+                f"densities are of shape {tuple(log_prob.shape)}. Count dims from the right."
+            )
+        result[name] = log_prob.reshape(draws.num, -1).sum(-1)
+    return result
+
+
+def non_finite_sites(
+    guide: Callable, parameters: Sequence[Tensor], draws: JointDraws, args: tuple, kwargs: dict[str, Any]
+) -> tuple[list[str], str]:
+    """Returns the sites of a guide whose log density, or its gradient, is not finite for some of the simulations.
+
+    And the site of the largest loss, which a sum that overflows comes from.
+    """
+    guilty = []
+    log_probs = site_log_probs(guide, draws, args, kwargs)
+    for name, log_prob in log_probs.items():
+        values: list[Any] = [log_prob.detach()]
+        if log_prob.requires_grad:
+            values += torch.autograd.grad(log_prob.sum(), parameters, allow_unused=True, retain_graph=True)
+        if not all(value.isfinite().all() for value in values if value is not None):
+            guilty.append(name)
+    return guilty, min(log_probs, key=lambda name: log_probs[name].min().item())

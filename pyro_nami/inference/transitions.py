@@ -1,0 +1,95 @@
+"""Markov transitions that leave a density of `TemperedPath` as it is: Hamiltonian Monte Carlo.
+
+All chains and data sets move at once. Change this module for another kernel or another rule for its step size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_nami.inference.tempering import PathValue, TemperedPath
+
+__all__ = ["ChainState", "StepSize", "hamiltonian_step"]
+
+
+class ChainState(NamedTuple):
+    """Positions of all chains, ``(chains, data sets, size)``, and the log densities there."""
+
+    position: Tensor
+    value: PathValue
+
+
+def hamiltonian_step(
+    path: TemperedPath, state: ChainState, temperature: float, step_size: Tensor, num_steps: int
+) -> tuple[ChainState, Tensor]:
+    """Makes one transition with a fresh momentum of unit mass.
+
+    The integrator moves position first (Neal 2011, section 2.3, with the roles of position and momentum exchanged), so
+    the densities that the state holds serve at every temperature, and a transition costs ``num_steps`` gradients and
+    one density. A trajectory that leaves the finite numbers is rejected.
+
+    Args:
+        path: the path of densities.
+        state: where the chains are.
+        temperature: inverse temperature, in [0, 1].
+        step_size: ``(data sets,)``.
+        num_steps: number of gradients.
+
+    Returns:
+        The new state, and the acceptance probability of every chain, ``(chains, data sets)``.
+    """
+    step = step_size.unsqueeze(-1)
+    momentum = torch.randn_like(state.position)
+    energy = state.value.at(temperature) - momentum.square().sum(-1) / 2
+    position = state.position + step / 2 * momentum
+    for i in range(num_steps):
+        position = _finite(position, state.position)
+        momentum = momentum + step * path.gradient(position, temperature)
+        position = position + (step if i < num_steps - 1 else step / 2) * momentum
+    position = _finite(position, state.position)
+    value = path.value(position)
+    change = value.at(temperature) - momentum.square().sum(-1) / 2 - energy
+    # Bad trajectories are rejected; a chain that finds its way out of density zero, change inf, is not.
+    change = change.nan_to_num(nan=-torch.inf)
+    probability = change.clamp(max=0.0).exp()
+    accepted = torch.rand_like(probability) < probability
+    return (
+        ChainState(
+            torch.where(accepted.unsqueeze(-1), position, state.position),
+            PathValue(*(torch.where(accepted, new, old) for new, old in zip(value, state.value))),
+        ),
+        probability,
+    )
+
+
+def _finite(position: Tensor, origin: Tensor) -> Tensor:
+    """Returns the positions, of a chain that has left the finite numbers its origin; its momentum stays bad."""
+    return torch.where(position.isfinite().all(-1, keepdim=True), position, origin)
+
+
+class StepSize:
+    """Step sizes that follow an acceptance target, each data set's own.
+
+    log step += rate * (acceptance - target), with a rate that falls to a floor, as the target keeps changing with the
+    temperature.
+
+    Args:
+        initial: ``(data sets,)``.
+        target: the mean acceptance probability to reach; None leaves the step sizes alone.
+    """
+
+    floor = 0.05
+
+    def __init__(self, initial: Tensor, target: float | None) -> None:
+        self.value, self.target, self.count = initial, target, 0
+
+    def update(self, acceptance: Tensor) -> None:
+        """Takes note of acceptance probabilities, ``(data sets,)``."""
+        if self.target is None:
+            return
+        self.count += 1
+        rate = max(self.floor, self.count**-0.5)
+        self.value = self.value * torch.exp(rate * (acceptance - self.target))

@@ -1,0 +1,287 @@
+"""`WeightedSamples`: draws with importance weights, what they estimate, and whether to trust the estimates.
+
+Everything is computed from the draws and their log weights when asked for, and kept. Change this module for another
+estimate or another export; the draws come from `importance`, the smoothing of weights from `psis`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_nami.inference.psis import check_log_weights, smooth
+
+__all__ = ["K_MAX", "WeightedSamples"]
+
+K_GOOD, K_MAX = 0.5, 0.7  # k-hat: finite variance below the first, no usable estimate above the second
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WeightedSamples:
+    """Draws from a proposal with weights that make them draws from the posterior.
+
+    Summaries weight by the smoothed weights unless ``smoothed=False``; evidence and effective sample size are from the
+    raw ones.
+
+    Args:
+        samples: site -> ``(num_samples, *data sets, *site shape)``; the site's shape is that of one run of the model
+            (its plates, then its event).
+        log_weights: log p(z, x) - log q(z), ``(num_samples, *data sets)``, nats. Not normalized; -inf is zero weight.
+        plates: site -> name of the plate of each batch dim, None for a dim that is no plate's. Names dims in
+            `to_arviz`.
+
+    Raises:
+        ValueError: weights that are NaN, inf, or all zero for a data set; samples that do not fit the weights.
+
+    Example:
+        >>> draws = WeightedSamples({"z": torch.tensor([0.0, 1.0])}, torch.tensor([0.0, math.log(3.0)]))
+        >>> draws.mean("z")
+        tensor(0.7500)
+    """
+
+    samples: Mapping[str, Tensor]
+    log_weights: Tensor
+    plates: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_log_weights(self.log_weights.movedim(0, -1) if self.log_weights.dim() else self.log_weights)
+        shape = self.log_weights.shape
+        for name, value in self.samples.items():
+            if value.shape[: len(shape)] != shape:
+                raise ValueError(
+                    f"Expected samples of site '{name}' of shape (num_samples, *data sets, *site shape) with "
+                    f"{tuple(shape)} in front, as the weights have; got {tuple(value.shape)}."
+                )
+
+    # ---- the weights
+
+    @property
+    def num_samples(self) -> int:
+        return self.log_weights.shape[0]
+
+    @cached_property
+    def log_evidence(self) -> Tensor:
+        """Estimate of log p(x), ``(*data sets)``, nats: log of the mean weight."""
+        return torch.logsumexp(self.log_weights, 0) - math.log(self.num_samples)
+
+    @cached_property
+    def log_evidence_error(self) -> Tensor:
+        """Standard error of `log_evidence`, ``(*data sets)``, nats: sd of the mean weight over its mean (delta method).
+
+        inf for a single draw. Not to be trusted where `pareto_k` is not: the weights' variance may be infinite.
+        """
+        if self.num_samples == 1:
+            return torch.full_like(self.log_evidence, math.inf)
+        relative = (self.log_weights - self.log_evidence).exp()
+        return relative.std(0) / math.sqrt(self.num_samples)
+
+    @cached_property
+    def effective_sample_size(self) -> Tensor:
+        """(sum w)^2 / sum w^2, ``(*data sets)``: the number of draws from the posterior of the same variance."""
+        return (2 * torch.logsumexp(self.log_weights, 0) - torch.logsumexp(2 * self.log_weights, 0)).exp()
+
+    @cached_property
+    def _smoothed(self) -> tuple[Tensor, Tensor]:
+        smoothed, shape = smooth(self.log_weights.movedim(0, -1))
+        return smoothed.movedim(-1, 0), shape
+
+    @property
+    def smoothed_log_weights(self) -> Tensor:
+        """Log weights with their tail smoothed, ``(num_samples, *data sets)``, nats; see `psis.smooth`."""
+        return self._smoothed[0]
+
+    @property
+    def pareto_k(self) -> Tensor:
+        """Shape of the weights' tail, ``(*data sets)``; above 0.7 estimates are unreliable. See `psis.smooth`."""
+        return self._smoothed[1]
+
+    def _weights(self, smoothed: bool) -> Tensor:
+        """Normalized weights, ``(num_samples, *data sets)``."""
+        return (self.smoothed_log_weights if smoothed else self.log_weights).softmax(0)
+
+    # ---- estimates
+
+    def mean(self, site: str, *, smoothed: bool = True) -> Tensor:
+        """Returns the posterior mean of a site, ``(*data sets, *site shape)``."""
+        value, weights = self._weighted(site, smoothed)
+        return (value * weights).sum(0)
+
+    def std(self, site: str, *, smoothed: bool = True) -> Tensor:
+        """Returns the posterior standard deviation of a site, elementwise, ``(*data sets, *site shape)``."""
+        value, weights = self._weighted(site, smoothed)
+        return ((value - (value * weights).sum(0)).square() * weights).sum(0).sqrt()
+
+    def quantile(self, site: str, q: float | Sequence[float] | Tensor, *, smoothed: bool = True) -> Tensor:
+        """Returns posterior quantiles of a site: the smallest draw that weight q or more lies at or below.
+
+        Args:
+            site: name of the site.
+            q: one probability, or several.
+            smoothed: whether to weight by the smoothed weights.
+
+        Returns:
+            ``(*shape of q, *data sets, *site shape)``, elementwise.
+
+        Raises:
+            ValueError: q outside [0, 1]; an unknown site.
+        """
+        value, weights = self._weighted(site, smoothed)
+        probabilities = torch.as_tensor(q, dtype=torch.float64, device=weights.device)
+        if not ((probabilities >= 0) & (probabilities <= 1)).all():
+            raise ValueError(f"Expected quantiles between 0 and 1; got {q}.")
+        ordered, index = self.samples[site].sort(0)
+        below = weights.expand(value.shape).gather(0, index).double().cumsum(0)
+        below = (below / below[-1:]).movedim(0, -1).contiguous()  # draws last, as searchsorted wants them
+        wanted = probabilities.reshape(-1).expand(*below.shape[:-1], -1).contiguous()
+        # The first draw of positive weight serves q = 0; rounding is not to push a q on a step to the next draw.
+        wanted = wanted.clamp(min=torch.finfo(torch.float64).tiny) - 1e-12 * wanted
+        found = torch.searchsorted(below, wanted).clamp(max=self.num_samples - 1)
+        return ordered.gather(0, found.movedim(-1, 0)).reshape(probabilities.shape + value.shape[1:])
+
+    def resample(
+        self, num: int, generator: torch.Generator | None = None, *, smoothed: bool = True
+    ) -> dict[str, Tensor]:
+        """Returns draws of equal weight, by systematic resampling, in random order.
+
+        Each draw comes up its expected number of times, rounded up or down.
+
+        Args:
+            num: number of draws, with repetitions.
+            generator: random numbers, on the device of the weights; torch's own by default.
+            smoothed: whether to resample by the smoothed weights.
+
+        Returns:
+            Site -> ``(num, *data sets, *site shape)``; sites of one data set are resampled together.
+
+        References:
+            Kitagawa 1996, "Monte Carlo Filter and Smoother for Non-Gaussian Nonlinear State Space Models".
+        """
+        if num < 1:
+            raise ValueError(f"Expected num to be at least 1; got {num}.")
+        weights = self._weights(smoothed).double().reshape(self.num_samples, -1)
+        cumulative = weights.T.cumsum(-1)
+        cumulative = (cumulative / cumulative[:, -1:]).contiguous()
+        rows = len(cumulative)
+        options: Any = {"dtype": torch.float64, "device": weights.device, "generator": generator}
+        steps = torch.arange(num, dtype=torch.float64, device=weights.device)
+        positions = (steps + torch.rand(rows, 1, **options)) / num
+        index = torch.searchsorted(cumulative, positions, right=True).clamp(max=self.num_samples - 1)
+        index = index.gather(-1, torch.rand(rows, num, **options).argsort(-1))  # a random order
+        index = index.T.reshape(num, *self.log_weights.shape[1:])
+        return {
+            name: value.gather(0, _over(index, value).expand(num, *value.shape[1:]))
+            for name, value in self.samples.items()
+        }
+
+    def to_arviz(self, num: int | None = None, generator: torch.Generator | None = None) -> Any:
+        """Returns resampled draws as an ArviZ object, with plates as named dims.
+
+        One chain of draws of equal weight; a batch of data sets is the dim ``data_set``, before the plates. The
+        evidence, k-hat and effective sample size are attributes of the group ``posterior``.
+
+        Args:
+            num: number of draws; as many as there are samples by default.
+            generator: as in `resample`.
+
+        Returns:
+            An ``InferenceData`` with ArviZ before 1.0, an xarray ``DataTree`` from 1.0 on.
+
+        Raises:
+            ImportError: ArviZ is not installed.
+        """
+        try:
+            import arviz
+        except ImportError as error:
+            raise ImportError("to_arviz needs ArviZ: pip install pyro-nami[arviz]") from error
+        drawn = self.resample(self.num_samples if num is None else num, generator)
+        arrays, dims = {}, {}
+        for name, value in drawn.items():
+            arrays[name], dims[name] = self._named(name, value)
+        result = _from_dict(arviz, {name: value[None].cpu().numpy() for name, value in arrays.items()}, dims)
+        for key in ("log_evidence", "log_evidence_error", "pareto_k", "effective_sample_size"):
+            values = getattr(self, key).cpu().numpy()
+            result["posterior"].attrs[key] = values.reshape(-1) if values.ndim else values.item()
+        return result
+
+    def _named(self, name: str, value: Tensor) -> tuple[Tensor, list[str]]:
+        """Returns a site's draws without dims of plates that it is not in, and names for all dims but the draws'."""
+        sets = self.log_weights.dim() - 1
+        names: list[str | None] = ["data_set"] if sets == 1 else [f"data_set_{i}" for i in range(sets)]
+        names += self.plates.get(name, ())
+        idle = [1 + i for i, plate in enumerate(names) if plate is None and value.shape[1 + i] == 1]
+        value = value.squeeze(idle) if idle else value
+        names = [plate for i, plate in enumerate(names) if 1 + i not in idle]
+        names += [None] * (value.dim() - 1 - len(names))
+        return value, [plate or f"{name}_dim_{i}" for i, plate in enumerate(names)]
+
+    # ---- for the reader
+
+    def __repr__(self) -> str:
+        sets = self.log_weights.shape[1:]
+        sites = ", ".join(name + _shape(value.shape[1 + len(sets) :]) for name, value in self.samples.items())
+        over = f" for each of {sets.numel()} data sets" if sets else ""
+        error = f" +- {_range(self.log_evidence_error)}" if not sets else ""
+        return "\n".join(
+            [
+                f"WeightedSamples: {self.num_samples:,} draws of {sites}{over}",
+                f"  log evidence           {_range(self.log_evidence, '.4f')}{error} nats",
+                f"  effective sample size  {_range(self.effective_sample_size, '.1f')} "
+                f"({_range(100 * self.effective_sample_size / self.num_samples, '.3g')}%)",
+                f"  Pareto k-hat           {_range(self.pareto_k, '.2f')}",
+                f"  {self.verdict}",
+            ]
+        )
+
+    @property
+    def verdict(self) -> str:
+        """What k-hat says of the estimates, as a sentence."""
+        k = self.pareto_k
+        bad, count = int((k > K_MAX).sum()), k.numel()
+        where = f" for {bad} of {count} data sets" if k.dim() else ""
+        if bad and bool(torch.isposinf(k[k > K_MAX]).all()):
+            return f"unknown: k-hat could not be estimated{where}; too few draws have weight."
+        if bad:
+            return f"unreliable: k-hat is above {K_MAX}{where} (largest {float(k.max()):.2f})."
+        if bool((k > K_GOOD).any()):
+            return f"usable: k-hat is below {K_MAX}, but the estimates converge slowly."
+        return f"reliable: k-hat is below {K_GOOD}."
+
+    def _weighted(self, site: str, smoothed: bool) -> tuple[Tensor, Tensor]:
+        """A site's draws as floats, and weights that broadcast against them."""
+        if site not in self.samples:
+            known = ", ".join(map(repr, self.samples))
+            raise ValueError(f"Expected one of the sites {known}; got '{site}'.")
+        weights = self._weights(smoothed)
+        value = self.samples[site]
+        if not value.is_floating_point():
+            value = value.to(weights.dtype)
+        return value, _over(weights, value)
+
+
+def _over(weights: Tensor, value: Tensor) -> Tensor:
+    """Returns a tensor with dims of size 1 to its right, as many as ``value`` has more."""
+    return weights.reshape(weights.shape + (1,) * (value.dim() - weights.dim()))
+
+
+def _from_dict(arviz: Any, posterior: Mapping[str, Any], dims: Mapping[str, list[str]]) -> Any:
+    """Calls `arviz.from_dict`, which takes groups by keyword before 1.0 and in one mapping from then on."""
+    if "posterior" in inspect.signature(arviz.from_dict).parameters:
+        return arviz.from_dict(posterior=posterior, dims=dims)
+    return arviz.from_dict({"posterior": posterior}, dims=dims)
+
+
+def _shape(shape: torch.Size) -> str:
+    return f" {tuple(shape)}" if shape else ""
+
+
+def _range(values: Tensor, form: str = ".2g") -> str:
+    """One number, or the smallest and the largest of several."""
+    low, high = format(float(values.min()), form), format(float(values.max()), form)
+    return low if low == high else f"{low} to {high}"

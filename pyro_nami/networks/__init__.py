@@ -1,0 +1,41 @@
+"""Networks of the guide, in torch alone: masked perceptrons that obey a dependency matrix, and pooling encoders.
+
+`masks` says which units may be connected; `masked` and `separate` compute the pass, densely or step by step, on what
+`stepped` holds. `pooling` and
+`attention` turn a set of instances into features that do not depend on their order, `encoders` chooses between them,
+`evidence` makes sums that contract a Normal factor, and `reductions` says which instances form a set.
+"""
+
+from pyro_nami.networks.attention import AttentionEncoder
+from pyro_nami.networks.encoders import ENCODERS, OwnEncoder, make_encoder
+from pyro_nami.networks.evidence import Evidence
+from pyro_nami.networks.masked import MaskedMLP, MaskedState
+from pyro_nami.networks.pace import Pace
+from pyro_nami.networks.pooling import MaxEncoder, MeanEncoder, SetEncoder, SumEncoder
+from pyro_nami.networks.reductions import Along, Reduction, Segments
+from pyro_nami.networks.running import Running, tempered
+from pyro_nami.networks.separate import SeparateMLP, SeparateState
+from pyro_nami.networks.stepped import Base
+
+__all__ = [
+    "ENCODERS",
+    "Along",
+    "AttentionEncoder",
+    "Base",
+    "Evidence",
+    "MaskedMLP",
+    "MaskedState",
+    "MaxEncoder",
+    "MeanEncoder",
+    "OwnEncoder",
+    "Pace",
+    "Reduction",
+    "Running",
+    "Segments",
+    "SeparateMLP",
+    "SeparateState",
+    "SetEncoder",
+    "SumEncoder",
+    "make_encoder",
+    "tempered",
+]

@@ -1,0 +1,6 @@
+"""What a person sees of a network: pictures (`render`) and the command line, ``python -m pyro_nami``."""
+
+from pyro_nami.show.commands import main
+from pyro_nami.show.render import render
+
+__all__ = ["main", "render"]

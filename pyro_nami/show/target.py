@@ -1,0 +1,179 @@
+"""From ``path/to/file.py:name`` to the model of that name, its arguments, and what extraction finds in it.
+
+All that goes wrong with files that others wrote ends here, in a `Failure` of one line. Change this module to find
+models in further places.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Failure", "Found", "find", "told"]
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy
+import pyro
+import torch
+
+from pyro_nami.reading.network import Extraction, extract
+
+_MODULE = "__model__"  # what the user's file is called while it runs
+_PACKAGE = Path(extract.__code__.co_filename).parent
+
+
+class Failure(Exception):
+    """There is no answer; the message says why in one line."""
+
+
+class Found(NamedTuple):
+    """A model, what was extracted from it, and the warnings that this gave, a line each."""
+
+    model: Callable
+    extraction: Extraction
+    warnings: tuple[str, ...]
+
+
+def find(
+    target: str,
+    args: str | None,
+    kwargs: str | None,
+    *,
+    observed: Sequence[str],
+    seed: int,
+    checks: int,
+) -> Found:
+    """Imports the target's file and extracts the network of the model.
+
+    The folder of a file (the current one, for a module) is on ``sys.path`` meanwhile. What importing it prints goes to
+    stderr; what the model prints, in its many runs, goes nowhere. The random seed is set before the import, and again
+    before the extraction.
+
+    Args:
+        target: ``path/to/file.py:name`` or ``package.module:name``.
+        args: an expression for the arguments: a tuple, or anything else for the only argument. Without one, the
+            variable ``<name>_args`` of the file is taken, if there is one.
+        kwargs: an expression for a dict of keyword arguments.
+        observed, checks: those of `extract`.
+
+    Raises:
+        Failure: something of this does not work.
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise Failure(f"Expected path/to/file.py:name or package.module:name; got {target!r}.")
+    path = Path(place).resolve() if place.endswith(".py") or len(Path(place).parts) > 1 else None
+    if path is not None and not path.is_file():
+        raise Failure(f"Expected a Python file; got {place!r}, which does not exist or is not a file.")
+    pyro.set_rng_seed(seed)
+    with _importable(path), contextlib.redirect_stdout(sys.stderr):
+        module = _imported(place, path)
+        model = _model(module, place, name)
+        given = getattr(module, f"{name}_args", ()) if args is None else _evaluated(args, "--args", module)
+        named = {} if kwargs is None else _evaluated(kwargs, "--kwargs", module)
+        if not isinstance(named, Mapping) or not all(isinstance(key, str) for key in named):
+            raise Failure(f"Expected --kwargs to be a dict with names as keys; got {kwargs!r}.")
+        arguments = given if isinstance(given, tuple) else (given,)
+        pyro.set_rng_seed(seed)
+        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("always", UserWarning)
+            try:
+                extraction = extract(model, arguments, named, observed=observed, checks=checks)
+            except Exception as error:
+                if _is_ours(error):
+                    raise Failure(_line(error)) from error
+                called = (
+                    f"{len(arguments) + len(named)} argument(s)" if arguments or named else "no arguments"
+                )
+                raise Failure(
+                    f"The model {target!r}, called with {called}, fails: {told(error, path)}. "
+                    "Give its arguments by --args."
+                ) from error
+    if not extraction.bayesnet.sites:
+        raise Failure(f"Expected a model with sample sites; got {target!r}, which has none.")
+    return Found(model, extraction, tuple(dict.fromkeys(_line(warning.message) for warning in caught)))
+
+
+def told(error: BaseException, path: Path | None = None) -> str:
+    """An error's type and the first line of its message, with the last line of the file ``path`` that it came by."""
+    first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if path is not None and Path(frame.filename) == path]
+    where = f" ({path.name}, line {lines[-1]})" if path is not None and lines else ""
+    return type(error).__name__ + (f": {first}" if first else "") + where
+
+
+@contextlib.contextmanager
+def _importable(path: Path | None) -> Iterator[None]:
+    """Has the file's neighbours, or for a module the current folder, on ``sys.path``."""
+    before, known = list(sys.path), sys.modules.get(_MODULE)
+    sys.path.insert(0, str(Path.cwd() if path is None else path.parent))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        sys.modules.pop(_MODULE, None)
+        if known is not None:
+            sys.modules[_MODULE] = known
+
+
+def _imported(place: str, path: Path | None) -> ModuleType:
+    try:
+        if path is None:
+            return importlib.import_module(place)
+        spec = importlib.util.spec_from_file_location(_MODULE, path)
+        if spec is None or spec.loader is None:
+            raise ImportError("not a Python file")
+        module = sys.modules[_MODULE] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except (Exception, SystemExit) as error:
+        raise Failure(f"Expected {place!r} to import; got {told(error, path)}.") from error
+
+
+def _model(module: ModuleType, place: str, name: str) -> Callable:
+    model = getattr(module, name, None)
+    if callable(model) and not isinstance(model, type):
+        return model
+    if not hasattr(module, name):
+        problem = f"Expected a name in {place!r}; got {name!r}."
+    else:
+        kind = "a class; make an instance in the file and name that" if callable(model) else "not callable"
+        problem = f"Expected a model, that is a callable; got {name!r}, which is {kind}."
+    names = [
+        key
+        for key, value in vars(module).items()
+        if callable(value)
+        and not isinstance(value, type)
+        and not key.startswith("_")
+        and (getattr(value, "__module__", None) == module.__name__ or not hasattr(value, "__qualname__"))
+    ]
+    has = f"It has {', '.join(map(repr, names))}." if names else "It has no functions of its own."
+    raise Failure(f"{problem} {has}")
+
+
+def _evaluated(expression: str, option: str, module: ModuleType) -> Any:
+    try:
+        return eval(expression, {"torch": torch, "numpy": numpy, "np": numpy, **vars(module)})
+    except Exception as error:
+        raise Failure(
+            f"Expected {option} to be a Python expression; got {expression!r}: {told(error)}."
+        ) from error
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether the extraction raised an error on purpose, which then speaks for itself, and not the model."""
+    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent
+    return raised == _PACKAGE and isinstance(error, (ValueError, NotImplementedError))
+
+
+def _line(message: object) -> str:
+    return " ".join(str(message).split())

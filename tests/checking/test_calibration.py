@@ -1,0 +1,521 @@
+"""Calibration: posteriors whose verdicts are known, and tests of ranks against enumeration, scipy and simulation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import sys
+import warnings
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import stats
+
+from pyro_nami import AutoNaMIGuide
+from pyro_nami.checking.calibration import JOINT_DENSITY, JOINT_TARP, Calibration, calibrate
+from pyro_nami.checking.verdicts import (
+    BIASED,
+    CALIBRATED,
+    CONSERVATIVE,
+    MISCALIBRATED,
+    OVERCONFIDENT,
+    EcdfTest,
+    binomial_interval,
+    count_ranks,
+    ecdf_test,
+    fold,
+    holm,
+    judge,
+)
+from pyro_nami.inference.coordinates import Coordinates, site_forms
+from pyro_nami.inference.simulate import Simulator
+
+SD = 0.5  # of the data around z
+
+
+def model(y=None):
+    """A mean, four values around it and a vector, all observed with noise."""
+    mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
+    with pyro.plate("n", 4):
+        z = pyro.sample("z", dist.Normal(mu, 1.0))
+        pyro.sample("y", dist.Normal(z, SD), obs=y)
+    v = pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("w", dist.Normal(v, 1.0).to_event(1))
+
+
+class ConjugateGuide:
+    """The exact posterior of `model`, its sds times ``scale`` and its locations ``shift`` of its sds too high."""
+
+    def __init__(self, scale=1.0, shift=0.0):
+        self.scale, self.shift = scale, shift
+
+    def factor(self, loc, sd):
+        return dist.Normal(loc + self.shift * sd, sd * self.scale)
+
+    def factors(self, latents, y, w):
+        precision = 1 + 4 / (1 + SD**2)
+        yield "mu", self.factor(y.sum(-1, keepdim=True) / (1 + SD**2) / precision, precision**-0.5)
+        precision = 1 + SD**-2
+        yield "z", self.factor((latents["mu"] + y * SD**-2) / precision, precision**-0.5)
+        yield "v", self.factor(w / 2, 0.5**0.5).to_event(1)
+
+    def __call__(self, observations):
+        values, plate = {}, pyro.plate("n", 4, dim=-1)
+        for name, factor in self.factors(values, **observations):
+            if name == "z":
+                with plate:
+                    values[name] = pyro.sample(name, factor)
+            else:
+                values[name] = pyro.sample(name, factor)
+
+    def log_prob(self, latents, observations):
+        return sum(
+            factor.log_prob(latents[name]).sum(-1) for name, factor in self.factors(latents, **observations)
+        )
+
+
+def prior_guide(observations):
+    mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
+    with pyro.plate("n", 4, dim=-1):
+        pyro.sample("z", dist.Normal(mu, 1.0))
+    pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+
+def calibrated(guide, **options):
+    return calibrate(model, guide, observed=["y", "w"], **{"seed": 0, **options})
+
+
+# ---- posteriors with known verdicts
+
+
+@pytest.mark.parametrize(
+    ("guide", "verdict"),
+    [
+        (ConjugateGuide(), CALIBRATED),
+        (ConjugateGuide(scale=0.5), OVERCONFIDENT),
+        (ConjugateGuide(scale=2.0), CONSERVATIVE),
+        (ConjugateGuide(shift=0.5), BIASED),
+    ],
+    ids=["exact", "narrow", "wide", "biased"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_known_posteriors_get_their_verdicts(guide, verdict, dtype):
+    torch.set_default_dtype(dtype)
+    result = calibrated(guide)
+    assert {name: result.verdicts[name].verdict for name in ("mu", "z", "v")} == dict.fromkeys(
+        ("mu", "z", "v"), verdict
+    )
+    assert result.passed == (verdict == CALIBRATED)
+    # A guide that lies to one side also has its truths too far out.
+    joint = OVERCONFIDENT if verdict == BIASED else verdict
+    assert result.verdicts[JOINT_DENSITY].verdict == joint
+    if verdict != BIASED:
+        assert result.verdicts[JOINT_TARP].verdict == verdict
+    assert all(line.split()[2] != "" for line in str(result).splitlines()[2:5])
+
+
+def test_bias_and_spread_are_those_of_the_guide():
+    moved, narrow = calibrated(ConjugateGuide(shift=0.5)), calibrated(ConjugateGuide(scale=0.7))
+    # Normal scores of 1000 ranks: standard errors 0.03 and 0.022 / 0.7.
+    assert moved.verdicts["mu"].bias == pytest.approx(-0.5, abs=0.12)
+    assert narrow.verdicts["mu"].spread == pytest.approx(1 / 0.7, abs=0.12)
+
+
+def test_a_guide_that_ignores_the_data_is_found_by_tarp_alone():
+    result = calibrated(prior_guide)
+    assert result.failed == [JOINT_TARP]
+    assert JOINT_DENSITY not in result.joint
+
+
+def test_a_single_wrong_element_of_a_plate_is_found_and_named():
+    def guide(observations):
+        values = {}
+        for name, factor in ConjugateGuide().factors(values, **observations):
+            if name == "z":
+                with pyro.plate("n", 4, dim=-1):
+                    scale = factor.scale * torch.tensor([1.0, 1.0, 0.6, 1.0])
+                    values[name] = pyro.sample(name, dist.Normal(factor.loc, scale))
+            else:
+                values[name] = pyro.sample(name, factor)
+
+    verdicts = calibrated(guide).verdicts
+    assert (verdicts["z"].verdict, verdicts["z"].worst) == (OVERCONFIDENT, (2,))
+    assert verdicts["mu"].verdict == verdicts["v"].verdict == CALIBRATED
+
+
+def discrete_model():
+    with pyro.plate("rows", 3, dim=-2):
+        k = pyro.sample("k", dist.Categorical(torch.tensor([0.2, 0.3, 0.5])))
+        with pyro.plate("columns", 2, dim=-1):
+            pyro.sample("x", dist.Normal(k.to(torch.get_default_dtype()), 1.0))
+    b = pyro.sample("b", dist.Bernoulli(0.3))
+    pyro.sample("c", dist.Bernoulli(0.2 + 0.6 * b))
+    pyro.sample("s", dist.Dirichlet(torch.ones(3)))  # nothing is known of it
+
+
+def discrete_guide(observations):
+    with pyro.plate("rows", 3, dim=-2):
+        log_prob = (
+            dist.Normal(torch.arange(3.0), 1.0)
+            .log_prob(observations["x"].unsqueeze(-1))
+            .sum(-2, keepdim=True)
+        )
+        pyro.sample("k", dist.Categorical(logits=log_prob + torch.tensor([0.2, 0.3, 0.5]).log()))
+    c = observations["c"]
+    one, zero = 0.3 * torch.where(c > 0, 0.8, 0.2), 0.7 * torch.where(c > 0, 0.2, 0.8)
+    pyro.sample("b", dist.Bernoulli(one / (one + zero)))
+    pyro.sample("s", dist.Dirichlet(torch.ones(3)))
+
+
+def test_discrete_sites_plates_and_vectors_have_uniform_ranks():
+    result = calibrate(
+        discrete_model, discrete_guide, observed=["x", "c"], num_datasets=2000, num_draws=19, seed=1
+    )
+    assert {name: tuple(ranks.shape) for name, ranks in result.ranks.items()} == {
+        "k": (2000, 3, 1),
+        "b": (2000,),
+        "s": (2000, 3),
+    }
+    assert result.passed
+    for ranks in result.ranks.values():
+        for counts in count_ranks(ranks.reshape(2000, -1).numpy(), 19):
+            assert stats.chisquare(counts).pvalue > 1e-4  # seven elements: alarms in 1 of 1400 seeds
+
+
+def test_trained_guide_passes_and_an_untrained_one_does_not():
+    def line():
+        slope = pyro.sample("slope", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("n", 5):
+            pyro.sample("x", dist.Normal(slope * torch.arange(1.0, 6.0) / 3, 1.0))
+
+    guide, simulator = AutoNaMIGuide(line, observed=["x"]), Simulator(line, observed=["x"])
+    guide(observations={"x": torch.zeros(5)})
+    options = {"observed": ["x"], "num_datasets": 500, "seed": 0}
+    before = calibrate(line, guide, **options)
+    optimizer = torch.optim.Adam(guide.parameters(), 0.02)
+    for _ in range(600):
+        draws = simulator.draw(200)
+        loss = -guide.log_prob(draws.latents, observations=draws.observed).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after = calibrate(line, guide, **options)
+    assert JOINT_DENSITY in after.joint
+    assert (before.passed, after.passed) == (False, True)
+
+
+# ---- the result
+
+
+def test_seed_repeats_and_outer_random_states_are_left_alone():
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    first, second = (calibrated(ConjugateGuide(), num_datasets=50, num_draws=9, seed=s) for s in (3, 3))
+    other = calibrated(ConjugateGuide(), num_datasets=50, num_draws=9, seed=4)
+    assert all(torch.equal(first.ranks[name], second.ranks[name]) for name in first.ranks)
+    assert all(torch.equal(first.joint[name], second.joint[name]) for name in first.joint)
+    assert not torch.equal(first.ranks["z"], other.ranks["z"])
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert (states[1] == np.random.get_state()[1]).all() and states[2] == random.getstate()
+    assert not pyro.get_param_store()
+
+
+def test_chunks_change_nothing_but_the_random_numbers():
+    sizes = []
+
+    class Counting(ConjugateGuide):
+        def __call__(self, observations):
+            sizes.append(len(observations["y"]))
+            super().__call__(observations)
+
+    result = calibrated(Counting(), num_datasets=100, num_draws=9, chunk_size=32)
+    assert sizes == [32, 32, 32, 4]
+    assert {len(ranks) for ranks in (*result.ranks.values(), *result.joint.values())} == {100}
+    assert result.passed
+
+
+def test_coverage_counts_the_truths_inside_central_intervals():
+    ranks = torch.tensor([0, 1, 4, 5, 6, 9])
+    result = Calibration({"z": ranks, "v": ranks[:, None]}, {JOINT_TARP: ranks}, num_draws=9)
+    coverage = result.coverage([0.0, 0.2, 0.4, 0.8, 1.0])
+    assert torch.allclose(coverage["z"], torch.tensor([0, 2, 3, 4, 6]) / 6)
+    assert torch.allclose(coverage["v"], coverage["z"][:, None])
+    assert torch.allclose(coverage[JOINT_TARP], torch.tensor([0, 2, 2, 5, 6]) / 6)
+    assert torch.allclose(
+        result.coverage([0.1])["z"], torch.tensor(1 / 6)
+    )  # half of the two cells in the middle
+    with pytest.raises(ValueError, match="between 0 and 1; got .1.5"):
+        result.coverage([1.5])
+
+
+def test_print_shows_a_verdict_for_every_site():
+    text = str(calibrated(ConjugateGuide(scale=0.5)))
+    assert text.splitlines()[0] == (
+        "Calibration: 1,000 data sets, 99 draws each: failed at 'mu', 'z', 'v', 'joint density' and 1 more"
+    )
+    rows = [line.split() for line in text.splitlines() if "overconfident" in line]
+    assert [row[0].split("[")[0] for row in rows] == ["mu", "z", "v", "joint", "joint"]
+    assert [row[3] for row in rows[:3]] == ["<1e-12"] * 3
+
+
+# ---- exactness of the tests
+
+
+def test_p_values_agree_with_enumeration():
+    num, cells = 6, [0.2, 0.5, 0.3]
+    test = EcdfTest(num, cells)
+    tables = [counts for counts in itertools.product(range(num + 1), repeat=3) if sum(counts) == num]
+    statistics = test.statistic(np.array(tables))
+    chances = np.array([stats.multinomial.pmf(counts, num, cells) for counts in tables])
+    for statistic in np.unique(statistics):
+        exact = chances[statistics <= statistic + 1e-12].sum()
+        assert test.p_value(statistic) == pytest.approx(exact, abs=1e-12)
+
+
+def test_statistic_is_the_smallest_binomial_tail():
+    counts = np.random.default_rng(0).multinomial(40, [0.2] * 5, size=8)
+    levels, sums = np.arange(1, 5) / 5, counts.cumsum(1)[:, :-1]
+    below, above = stats.binom.cdf(sums, 40, levels), stats.binom.sf(sums - 1, 40, levels)
+    expected = np.minimum(1, 2 * np.minimum(below, above).min(1))
+    assert ecdf_test(40, 4).statistic(counts) == pytest.approx(expected)
+
+
+def test_histogram_band_is_the_exact_binomial_interval():
+    probabilities = np.array([0.05, 0.1, 0.3])
+    low, high = binomial_interval(300, probabilities, 0.01)
+    assert (low == stats.binom.ppf(0.005, 300, probabilities)).all()
+    assert (high == stats.binom.isf(0.005, 300, probabilities)).all()
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("num_draws", [20, 99])
+def test_envelope_holds_simultaneously(num_draws, folded):
+    ranks = np.random.default_rng(1).integers(0, num_draws + 1, (200, 20_000))
+    counts = count_ranks(ranks, num_draws)
+    sums = (fold(counts) if folded else counts).cumsum(1)[:, :-1]
+    low, high = ecdf_test(200, num_draws, folded).band(0.05)
+    outside = ((sums < low) | (sums > high)).any(1).mean()
+    error = math.sqrt(0.05 * 0.95 / 20_000)
+    assert 0.04 < outside < 0.05 + 4 * error  # discreteness keeps it below 5%, by little
+
+
+def test_false_alarms_are_as_rare_as_promised():
+    generator, alarms, level, repeats = torch.Generator().manual_seed(0), 0, 0.2, 400
+    for _ in range(repeats):
+        ranks = {
+            name: torch.randint(0, 20, (100, size), generator=generator)
+            for name, size in (("a", 1), ("b", 6))
+        }
+        joint = {JOINT_DENSITY: torch.randint(0, 20, (100,), generator=generator)}
+        alarms += not Calibration(ranks, joint, num_draws=19, level=level).passed
+    assert stats.binom.ppf(1e-4, repeats, level / 2) < alarms < stats.binom.ppf(1 - 1e-4, repeats, level)
+
+
+def test_holm_rejects_as_step_down_bonferroni_does():
+    values = np.random.default_rng(0).uniform(0, 0.1, (50, 6))
+    for p_values in values:
+        rejected = set()
+        for place, index in enumerate(np.argsort(p_values)):
+            if p_values[index] > 0.05 / (6 - place):
+                break
+            rejected.add(index)
+        assert set(np.flatnonzero(holm(p_values) <= 0.05)) == rejected
+
+
+def test_ranks_of_another_shape_have_no_name():
+    ranks = np.repeat(np.r_[10:30, 70:90], 25)[
+        :, None
+    ]  # two humps, of the location and the spread of uniform ranks
+    ranks = np.concatenate([ranks, np.repeat(np.r_[0:8, 92:100], 4)[:, None]])
+    finding = judge(ranks, 99)
+    assert finding.p_value < 1e-6
+    assert finding.kind == MISCALIBRATED
+
+
+# ---- coordinates
+
+
+def test_coordinates_are_standardized_and_unconstrained_where_supports_are_fixed():
+    def shapes(y=None):
+        high = pyro.sample("high", dist.LogNormal(0.0, 1.0))
+        pyro.sample("below", dist.Uniform(0.0, high))
+        pyro.sample("simplex", dist.Dirichlet(torch.ones(3)))
+        pyro.sample("count", dist.Poisson(3.0))
+        pyro.sample("y", dist.Normal(high, 1.0), obs=torch.tensor(1.0))
+
+    simulator = Simulator(shapes)
+    forms, draws = site_forms(simulator), simulator.draw(4000).latents
+    coordinates = Coordinates(draws, forms)
+    values = coordinates(draws)
+    assert {name: columns.stop - columns.start for name, columns in coordinates.columns.items()} == {
+        "high": 1,
+        "below": 1,
+        "simplex": 2,
+        "count": 1,
+    }
+    assert torch.allclose(values.median(0).values, torch.zeros(5), atol=1e-6)
+    assert values[:, 0].std() == pytest.approx(
+        1, abs=0.06
+    )  # log of a log-normal: se 0.011, and of the scale 0.02
+    assert torch.allclose(forms["below"].unconstrain(draws["below"]), draws["below"])
+    far = coordinates({**draws, "high": draws["high"] * 1e30})
+    assert far[:, 0].max() < 5 + math.log(1 + 80)
+
+
+# ---- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_draws": 0}, "num_draws to be a positive integer; got 0"),
+        ({"num_datasets": -1}, "num_datasets to be a positive integer"),
+        ({"chunk_size": 1.5}, "chunk_size to be a positive integer; got 1.5"),
+        ({"level": 1.0}, "level between 0 and 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        calibrated(ConjugateGuide(), **options)
+
+
+def test_guides_that_do_not_fit_are_refused():
+    def nothing(observations):
+        pass
+
+    def nan(observations):
+        pyro.sample("mu", dist.Normal(torch.full((), math.nan), 1.0, validate_args=False))
+
+    def wide(observations):
+        pyro.sample("mu", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+    with pytest.raises(ValueError, match="draws latents of the model, .'mu', 'z', 'v'.; it has none"):
+        calibrated(nothing)
+    with (
+        pyro.validation_enabled(False),
+        pytest.raises(ValueError, match="without NaN from the guide; got some at 'mu'"),
+    ):
+        calibrated(nan)
+    with pytest.raises(ValueError, match="Expected draws of 'mu' of shape"):
+        calibrated(wide)
+
+
+def test_latents_that_the_guide_leaves_out_are_named():
+    def only_v(observations):
+        pyro.sample("v", dist.Normal(observations["w"] / 2, 0.5**0.5).to_event(1))
+
+    result = calibrated(only_v)
+    assert (result.absent, list(result.ranks), dict(result.joint)) == (("mu", "z"), ["v"], {})
+    assert "Not drawn by the guide: mu, z." in str(result)
+
+
+def test_a_guide_that_was_never_called_knows_what_it_conditions_on():
+    result = calibrate(model, AutoNaMIGuide(model, observed=["y", "w"]), num_datasets=30, num_draws=9, seed=0)
+    assert {name: tuple(ranks.shape) for name, ranks in result.ranks.items()} == {
+        "mu": (30,),
+        "z": (30, 4),
+        "v": (30, 2),
+    }
+
+
+def test_a_guide_that_takes_no_data_is_refused():
+    with pytest.raises(TypeError, match="guide that takes observations="):
+        calibrated(lambda: prior_guide(None))
+
+
+def logarithm():
+    """Of a latent that is below 0 with probability 0.05: the location of x is NaN there, which validation refuses."""
+    z = pyro.sample("z", dist.Uniform(-0.05, 0.95))
+    pyro.sample("x", dist.Normal(z.log(), 1.0))
+
+
+def uniform_guide(observations):
+    pyro.sample("z", dist.Uniform(0.0, 0.95).expand(observations["x"].shape))
+
+
+def calibrated_logarithms(num_datasets, seeds):
+    """Calibrations of a model of which a twentieth of the simulations has NaN parameters."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Left out")
+        options = {"observed": "x", "num_datasets": num_datasets, "num_draws": 9}
+        return [calibrate(logarithm, uniform_guide, **options, seed=seed) for seed in range(seeds)]
+
+
+def test_simulations_with_nan_parameters_are_left_out_whatever_the_seed():
+    assert all(result.num_datasets == 200 - result.skipped for result in calibrated_logarithms(200, seeds=30))
+
+
+def test_few_simulations_are_not_refused_by_chance():
+    """Three of twenty are more than a tenth, where the model's share is a twentieth."""
+    results = calibrated_logarithms(20, seeds=20)
+    assert max(result.skipped for result in results) > 2
+
+
+@pytest.mark.parametrize(("share", "fails"), [(0.02, False), (0.5, True)])
+def test_simulations_that_are_not_finite_are_left_out_or_refused(share, fails):
+    def overflowing():
+        z = pyro.sample("z", dist.Uniform(0.0, 1.0))
+        pyro.sample(
+            "x", dist.Normal(torch.where(z < share, torch.tensor(math.inf), z), 1.0, validate_args=False)
+        )
+
+    def guide(observations):
+        pyro.sample("z", dist.Uniform(0.0, 1.0).expand(observations["x"].shape))
+
+    with pyro.validation_enabled(False):
+        if fails:
+            with pytest.raises(ValueError, match="simulations are finite; got .* site 'x'"):
+                calibrate(overflowing, guide, observed=["x"], seed=0)
+        else:
+            with pytest.warns(UserWarning, match="Left out .* of 1000 simulations"):
+                result = calibrate(overflowing, guide, observed=["x"], seed=0)
+            assert result.num_datasets == 1000 - result.skipped < 1000
+            assert f"infinite values: {result.skipped} simulated" in str(result)
+
+
+# ---- figures
+
+
+@pytest.mark.parametrize(("kind", "panels"), [("ranks", 5), ("ecdf", 5), ("coverage", 5), ("tarp", 1)])
+def test_figures_have_a_panel_for_every_site(kind, panels, tmp_path):
+    import matplotlib.pyplot
+
+    figure = calibrated(ConjugateGuide(), num_datasets=100, num_draws=20).plot(kind)
+    assert len(figure.axes) == panels
+    assert not matplotlib.pyplot.get_fignums()
+    if kind == "tarp":
+        figure.savefig(tmp_path / "figure.png")
+        assert (tmp_path / "figure.png").stat().st_size > 5000
+
+
+def test_figures_name_what_they_cannot_draw(monkeypatch):
+    result = calibrated(prior_guide, num_datasets=50, num_draws=9)
+    assert [axes.get_title(loc="left") for axes in result.plot(sites=["mu", "v"]).axes] == [
+        "mu",
+        "v  (2 elements)",
+    ]
+    with pytest.raises(ValueError, match="kind to be one of ranks, ecdf, coverage, tarp; got 'bars'"):
+        result.plot("bars")
+    with pytest.raises(ValueError, match="sites with ranks, .*; got 'x'"):
+        result.plot(sites=["x"])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install pyro-nami\[viz\]"):
+        result.plot()
+
+
+@pytest.mark.cuda
+def test_calibration_on_the_device_of_the_model():
+    def on_device():
+        z = pyro.sample("z", dist.Normal(torch.zeros((), device="cuda"), 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0))
+
+    def guide(observations):
+        pyro.sample("z", dist.Normal(observations["x"] / 2, 0.5**0.5))
+
+    result = calibrate(on_device, guide, observed=["x"], seed=0)
+    assert result.ranks["z"].is_cuda
+    assert result.passed

@@ -1,0 +1,202 @@
+"""Arguments of a call that are no tensors, that are written to in place, or that change in every call."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import amortized, scatter
+from pyro.infer import SVI, JitTrace_ELBO, Predictive, Trace_ELBO
+from pyro.optim import Adam
+
+from pyro_nami import AutoNaMIGuide
+from pyro_nami.networks import Segments
+
+Y = torch.tensor([0.3, -1.2, 0.8, 2.0, -0.4, 0.1])
+
+
+def regression(x, y):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Cauchy(w * torch.as_tensor(x), 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+
+def ready(model, *args, **options):
+    guide = amortized(model, **options)
+    guide(*args)
+    scatter(guide)
+    return guide, {name: value.detach() for name, value in guide(*args).items()}
+
+
+def test_arrays_are_told_apart_by_what_they_hold():
+    x = np.linspace(-1.0, 1.0, 6, dtype="float32")
+    guide, values = ready(regression, x, Y)
+    assert torch.equal(guide.log_prob(values, x.copy(), Y), guide.log_prob(values, x, Y))
+    other = guide.log_prob(values, x[::-1].copy(), Y)
+    assert other != guide.log_prob(values, x, Y)
+    x[:] = x[::-1].copy()
+    assert torch.equal(guide.log_prob(values, x, Y), other)
+    assert torch.equal(guide.log_prob(values, torch.tensor(x), Y), other)
+
+
+def varying_intercept(county, y):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("counties", 4):
+        a = pyro.sample("a", dist.Normal(mu, 1.0))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Cauchy(a[..., county], 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("conjugate", [True, False])
+def test_an_index_that_is_written_to_is_read_anew(conjugate):
+    county = torch.tensor([0, 1, 2, 3, 0, 3])
+    guide, values = ready(varying_intercept, county, Y, conjugate=conjugate)
+    before = guide.log_prob(values, county, Y)
+    county.copy_(torch.tensor([3, 3, 2, 1, 0, 1]))
+    now = guide.log_prob(values, county, Y)
+    assert now != before and torch.equal(now, guide.log_prob(values, county.clone(), Y.clone()))
+
+
+def test_sums_over_sets_go_by_one_index_whatever_is_written_to_it():
+    index, x = torch.tensor([0, 1, 0, 1]), torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    segments = Segments(index, 2, -1)
+    assert segments.sum(x).tolist() == [[4.0], [6.0]]
+    index.copy_(torch.tensor([1, 1, 0, 0]))
+    assert segments.sum(x).tolist() == [[4.0], [6.0]] and segments.amax(x).tolist() == [[3.0], [4.0]]
+
+
+def test_a_number_that_changes_in_every_call_does_not_double_the_runs():
+    runs = 0
+
+    def annealed(y, beta):
+        nonlocal runs
+        runs += 1
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.poutine.scale(scale=beta), pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    guide = AutoNaMIGuide(annealed)
+    svi, counts = SVI(annealed, guide, Adam({"lr": 0.01}), Trace_ELBO()), []
+    for step in range(30):
+        before = runs
+        svi.step(Y, 0.01 * step + 0.1)
+        counts.append(runs - before)
+    assert counts[-1] == 2 and sum(counts[1:]) < 2 * len(counts) + 10  # one run each of guide and model
+    assert sum(map(len, guide._data._looks.values())) < 20
+
+
+def test_a_flag_that_comes_late_is_seen_at_once():
+    def model(y, second):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+            if second:
+                pyro.sample("w", dist.Normal(z, 1.0), obs=y)
+
+    guide = AutoNaMIGuide(model, refine=None)
+    guide(Y, True)
+    for _ in range(20):
+        guide(Y, True)
+    scatter(guide)
+    values = {"z": torch.tensor(0.3)}
+    assert guide.log_prob(values, Y, False) != guide.log_prob(values, Y, True)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_traced_guide_reads_the_arguments_of_its_calls():
+    x = torch.linspace(-1.0, 1.0, 6)
+    guide, _ = ready(regression, x, Y)
+    guide.requires_grad_(False)
+
+    def drawn(x, y):
+        return guide(x, y)["z"]
+
+    traced = torch.jit.trace(drawn, (x, Y), check_trace=False)
+    for args in ((x, Y), (x.flip(0), Y), (x, 2 * Y)):
+        pyro.set_rng_seed(0)
+        expected = drawn(*args)
+        pyro.set_rng_seed(0)
+        assert torch.allclose(traced(*args), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("elbo", [Trace_ELBO, JitTrace_ELBO])
+def test_a_guide_with_nothing_to_learn_trains_as_others_do(elbo):
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.LogNormal(0.0, 1.0))
+
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.1}), elbo(num_particles=3, vectorize_particles=True, max_plate_nesting=0))
+    assert [svi.step() for _ in range(3)] == pytest.approx([0.0] * 3, abs=1e-5)
+    loss = Trace_ELBO()(model, guide)()
+    loss.backward()
+    assert all(parameter.grad == 0 for parameter in guide.parameters())
+
+
+def test_an_observation_that_no_factor_reads_reaches_the_models_own_conditionals():
+    def model():
+        y = pyro.sample("y", dist.Normal(0.0, 1.0))
+        pyro.sample("z", dist.Normal(y, 0.01))
+
+    guide = AutoNaMIGuide(model, observed=["y"])
+    data = {"y": torch.tensor(5.0)}
+    z = torch.stack([guide(observations=data)["z"] for _ in range(20)])
+    assert (z - 5).abs().max() < 0.1
+    expected = dist.Normal(5.0, 0.01).log_prob(torch.tensor(5.01))
+    assert torch.allclose(guide.log_prob({"z": torch.tensor(5.01)}, observations=data), expected, rtol=1e-3)
+
+
+def test_check_says_what_is_other_than_at_the_first_call():
+    def model(y, *, link=False, more=False, cauchy=False):
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Normal(m, 1.0))
+            likelihood = dist.Cauchy if cauchy else dist.Normal
+            pyro.sample("y", likelihood(z + (m.square() if link else 0), 1.0), obs=y)
+        if more:
+            pyro.sample("w", dist.Normal(m, 1.0))
+
+    guide = AutoNaMIGuide(model)
+    with pytest.raises(RuntimeError, match="called once"):
+        guide.check(Y)
+    guide(Y)
+    state = torch.get_rng_state()
+    assert guide.check(Y) == guide.check(torch.cat([Y, Y])) == []
+    assert guide.check(Y, more=True) == ["Site 'w' is new."]
+    assert guide.check(Y, link=True)[0].startswith("Site 'y' reads 'm' now")
+    assert guide.check(Y, cauchy=True)[0].startswith("The conditional of 'z' is not Gaussian any more")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_guide_says_what_it_is_made_of():
+    assert "not called yet" in repr(AutoNaMIGuide(regression))
+    guide, _ = ready(regression, torch.linspace(-1.0, 1.0, 6), Y)
+    assert f"2 latents; {guide.num_parameters} weights" in repr(guide)
+    assert "MaskedMLP(" in repr(guide) and "-> 64 ->" in repr(guide)
+    assert Predictive(regression, guide=guide, num_samples=2)(torch.linspace(-1.0, 1.0, 6), Y)["w"].shape == (2, 1)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("inside", [True, False], ids=["an argument", "in a closure"])
+def test_a_traced_guide_reads_the_index_of_its_calls(inside):
+    index, other = torch.tensor([0, 1, 2, 3, 0, 3]), torch.tensor([3, 3, 2, 1, 0, 1])
+
+    def model(index, y):
+        varying_intercept(index if inside else other, y)
+
+    guide, _ = ready(model, index, Y)
+    guide.requires_grad_(False)
+
+    def drawn(index, y):
+        return guide(index, y)["a"]
+
+    traced = torch.jit.trace(drawn, (index, Y), check_trace=False)
+    for args in ((index, Y), (other, Y)):
+        pyro.set_rng_seed(0)
+        expected = drawn(*args)
+        pyro.set_rng_seed(0)
+        assert torch.allclose(traced(*args), expected, atol=1e-5)

@@ -1,0 +1,260 @@
+"""`guide.log_prob`: one dense pass gives the density that the sites of a call add up to."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import CASES, CHAIN, beta_bernoulli, eight_schools, regression, scatter
+from pyro import poutine
+from pyro.infer import Predictive
+
+from pyro_nami import AutoNaMIGuide
+from pyro_nami.factors.elements import NormalElements
+from pyro_nami.factors.unconstrained import NormalFamily
+
+pytestmark = [
+    pytest.mark.filterwarnings("error"),
+    pytest.mark.filterwarnings("ignore:The instances of"),  # what within="independent" gives up
+    pytest.mark.usefixtures("double"),
+]
+INVERSES = ["auto", "forward", "reverse", "free", "stuhlmueller", "mean_field", "fully_connected"]
+OPTIONS = {
+    "default": {},
+    "separate": {"shared": False},
+    "independent": {"within": "independent"},
+    "deep": {"hidden_features": (16, 8)},
+    "linear": {"hidden_features": ()},
+    "narrow": {"hidden_features": (1,)},
+    "without anchors": {"anchor": False},
+    "flow": {"families": "flow"},
+    "mixture": {"families": "mixture"},
+    "match": {"families": "match"},
+}
+
+
+def traced(guide, *args, **kwargs):
+    trace = poutine.trace(guide).get_trace(*args, **kwargs)
+    trace.compute_log_prob()
+    return trace, trace.log_prob_sum()
+
+
+def values_of(trace, case):
+    return {name: trace.nodes[name]["value"].detach() for name in case.shapes}
+
+
+def check(guide, case, args):
+    """A dense pass equals the traced density, for single draws and for draws in an outer plate."""
+    guide(*args)
+    scatter(guide, 0.2)
+    trace, expected = traced(guide, *args)
+    assert torch.allclose(guide.log_prob(values_of(trace, case), *args), expected, rtol=1e-8, atol=1e-8)
+    with pyro.plate("outer", 5, dim=-1 - case.nesting):
+        trace, _ = traced(guide, *args)
+    batch = guide.log_prob(values_of(trace, case), *args)
+    with pyro.plate("outer", 5, dim=-1 - case.nesting):
+        run = poutine.trace(poutine.replay(case.model, trace)).get_trace(*args)
+    assert torch.equal(guide.log_prob_of_run(run.nodes, *args), batch)
+    each = sum(
+        site["log_prob"].reshape(5, -1).sum(-1)
+        for name, site in trace.nodes.items()
+        if name in case.shapes and not isinstance(site["log_prob"], int)
+    )
+    assert batch.shape == (5,)
+    assert torch.allclose(batch, each, rtol=1e-8, atol=1e-8)
+
+
+def combinations():
+    """All but one: Stuhlmueller's order samples z before hi, on which its support depends, which is an error."""
+    pairs = [(name, inverse) for name in CASES for inverse in INVERSES]
+    return [pair for pair in pairs if pair != ("support_parents", "stuhlmueller")]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name, inverse", combinations())
+def test_the_dense_pass_equals_the_sum_over_sites(name, inverse, shared):
+    case = CASES[name]
+    check(AutoNaMIGuide(case.model, inverse=inverse, shared=shared), case, case.arguments())
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ["collider", "eight_schools", "vectors", "coupled_instances"])
+@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+def test_the_dense_pass_equals_the_sum_over_sites_whatever_the_options(name, inverse, option):
+    case = CASES[name]
+    check(AutoNaMIGuide(case.model, inverse=inverse, **OPTIONS[option]), case, case.arguments())
+
+
+@pytest.mark.parametrize("inverse", ["forward", "reverse", "mean_field"])
+def test_the_density_integrates_to_one(inverse):
+    """By the trapezoid rule over a two-dimensional posterior; its error is far below the tolerance."""
+
+    def model(y):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(a, 0.5))
+        pyro.sample("y", dist.Normal(a * b, 1.0), obs=y)
+
+    guide, y = AutoNaMIGuide(model, inverse=inverse, init_scale=0.7), torch.tensor(1.0)
+    guide(y)
+    scatter(guide, 0.15)
+    grid = torch.linspace(-14.0, 14.0, 601)
+    a, b = torch.meshgrid(grid, grid, indexing="ij")
+    density = guide.log_prob({"a": a.flatten(), "b": b.flatten()}, y).exp()
+    total = density.sum() * (grid[1] - grid[0]) ** 2
+    assert abs(total.item() - 1) < 1e-3
+
+
+def test_density_on_a_constrained_support_integrates_to_one():
+    guide, y = AutoNaMIGuide(beta_bernoulli, init_scale=1.0), torch.tensor([1.0, 0.0])
+    guide(y)
+    scatter(guide, 0.05)
+    logits = torch.linspace(-12.0, 12.0, 2001)
+    p = torch.sigmoid(logits)
+    log_prob = guide.log_prob({"p": p.unsqueeze(-1)}, y)
+    assert log_prob.shape == (2001,)
+    assert abs((log_prob.exp() * p * (1 - p)).sum().item() * 0.012 - 1) < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (3, 4), (2, 3, 4)], ids=str)
+def test_result_has_the_batch_dims_left_of_the_plates(shape):
+    case, guide = CASES["eight_schools"], AutoNaMIGuide(eight_schools)
+    args = case.arguments()
+    latents = {
+        "mu": torch.randn(shape + (1,) * bool(shape)),
+        "tau": torch.rand(shape + (1,) * bool(shape)) + 0.1,
+        "theta": torch.randn(shape + (8,)),
+    }
+    log_prob = guide.log_prob(latents, *args)
+    assert log_prob.shape == shape
+    if shape:
+        index = (0,) * len(shape)
+        one = {
+            "mu": latents["mu"][index][0],
+            "tau": latents["tau"][index][0],
+            "theta": latents["theta"][index],
+        }
+        assert torch.allclose(guide.log_prob(one, *args), log_prob[index])
+
+
+def test_a_batch_of_data_sets_in_one_pass():
+    """Observed values with the same batch dims as the latents: what compilation needs."""
+    guide = AutoNaMIGuide(CHAIN)
+    guide(torch.tensor(0.0))
+    scatter(guide)
+    latents = {name: torch.randn(6) for name in "abc"}
+    y = torch.randn(6)
+    batch = guide.log_prob(latents, observations={"y": y}, *(torch.tensor(0.0),))
+    each = [guide.log_prob({k: v[i] for k, v in latents.items()}, y[i]) for i in range(6)]
+    assert torch.allclose(batch, torch.stack(each))
+
+
+def test_a_batch_of_data_sets_with_plates_in_one_pass():
+    case, guide = CASES["nested"], AutoNaMIGuide(CASES["nested"].model)
+    (y,) = case.arguments()
+    guide(y)
+    scatter(guide)
+    latents = {"top": torch.randn(6, 1, 1), "group": torch.randn(6, 3, 1), "member": torch.randn(6, 3, 4)}
+    data = torch.randn(6, 3, 4)
+    batch = guide.log_prob(latents, y, observations={"y": data})
+    each = [
+        guide.log_prob(
+            {"top": latents["top"][i, 0, 0], "group": latents["group"][i], "member": latents["member"][i]}, d
+        )
+        for i, d in enumerate(data)
+    ]
+    assert batch.shape == (6,) and torch.allclose(batch, torch.stack(each))
+
+
+@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+def test_accepts_what_predictive_returns(inverse):
+    """One batch dim in front of each site's own shape, whether or not it lies in plates."""
+    case, guide = CASES["regression"], AutoNaMIGuide(regression, inverse=inverse)
+    args = case.arguments()
+    guide(*args)
+    scatter(guide)
+    draws = Predictive(lambda *args: guide(*args) and None, num_samples=7)(*args)
+    assert draws["w"].shape == (7, 2) and draws["s"].shape == (7,)
+    each = [guide.log_prob({name: value[i] for name, value in draws.items()}, *args) for i in range(7)]
+    assert torch.allclose(guide.log_prob(draws, *args), torch.stack(each))
+
+
+def test_accepts_the_draws_of_an_outer_plate_as_returned():
+    case, guide = CASES["nested"], AutoNaMIGuide(CASES["nested"].model)
+    args = case.arguments()
+    with pyro.plate("outer", 4, dim=-3):
+        values = guide(*args)
+    assert guide.log_prob(values, *args).shape == (4,)
+
+
+def test_a_users_family_is_not_taken_for_the_one_it_derives_from():
+    """Latents of one kind are evaluated together, so kinds must not be inherited."""
+
+    class Wide(NormalFamily):
+        def elements(self, params, anchor=None):
+            return NormalElements(params + torch.tensor([0.0, 1.0]), None, anchor)
+
+    guide = AutoNaMIGuide(CHAIN, families={"a": Wide, "b": "normal", "c": "normal"})
+    guide(*CASES["chain"].arguments())
+    scatter(guide, 0.2)
+    trace, expected = traced(guide, *CASES["chain"].arguments())
+    values = values_of(trace, CASES["chain"])
+    assert torch.allclose(guide.log_prob(values, *CASES["chain"].arguments()), expected)
+
+
+def test_gradients_flow_to_parameters_and_values():
+    guide, y = AutoNaMIGuide(CHAIN), torch.tensor(1.0)
+    guide(y)
+    scatter(guide)
+    latents = {name: torch.randn((), requires_grad=True) for name in "abc"}
+    guide.log_prob(latents, y).backward()
+    assert all(value.grad.abs() > 0 for value in latents.values())
+    assert all(parameter.grad is not None for parameter in guide.parameters())
+
+
+def test_no_sites_and_no_draws_are_left_behind():
+    guide, y = AutoNaMIGuide(CHAIN), torch.tensor(1.0)
+    guide(y)
+    state = torch.get_rng_state()
+    with poutine.trace() as tracer:
+        guide.log_prob({name: torch.tensor(0.1) for name in "abc"}, y)
+    assert not [name for name, site in tracer.trace.nodes.items() if site["type"] == "sample"]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_works_as_the_first_call():
+    guide = AutoNaMIGuide(CHAIN)
+    assert guide.log_prob({name: torch.tensor(0.1) for name in "abc"}, torch.tensor(1.0)).isfinite()
+
+
+@pytest.mark.parametrize("anchor", [True, False])
+@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+def test_masks_of_the_model_apply(inverse, anchor):
+    """Whether or not the guide needs a run of the model for something else."""
+
+    def model(y):
+        with pyro.plate("data", 3), poutine.mask(mask=torch.tensor([True, False, True])):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    guide, y = AutoNaMIGuide(model, inverse=inverse, anchor=anchor), torch.randn(3)
+    trace, expected = traced(guide, y)
+    assert trace.nodes["z"]["log_prob"][1] == 0
+    assert torch.allclose(guide.log_prob({"z": trace.nodes["z"]["value"]}, y), expected)
+
+
+@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+def test_scales_of_the_model_do_not_apply(inverse):
+    """`log_prob` is a log density, whatever weight an ELBO gives the site."""
+
+    def model(y, scale):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 3), poutine.scale(scale=scale):
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    guide, y = AutoNaMIGuide(model, inverse=inverse), torch.randn(3)
+    trace, _ = traced(guide, y, 0.25)
+    values = {name: trace.nodes[name]["value"] for name in ("mu", "z")}
+    assert trace.nodes["z"]["scale"] == 0.25
+    assert torch.allclose(guide.log_prob(values, y, 0.25), guide.log_prob(values, y, 1.0))

@@ -1,0 +1,308 @@
+"""Steps that are safe at any width, and data that never change left to constants."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import amortized, conjugate_normal, eight_schools
+from pyro import poutine
+from pyro.infer import SVI, JitTrace_ELBO, Trace_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
+from pyro.optim import Adam
+
+from pyro_nami import AutoNaMIGuide, InferenceCompilation
+from pyro_nami.guide.network_state import NetworkState
+
+RATE = 0.01
+
+
+def regression(features: int, groups: int, scale: float = 1.0):
+    """A vector of weights, a global scale, and effects of groups, all of which the data tell of."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5 * groups, features, generator=generator)
+    index = torch.arange(5 * groups) % groups
+
+    def model(y):
+        weights = pyro.sample("weights", dist.Normal(torch.zeros(features), scale).to_event(1))
+        spread = pyro.sample("spread", dist.Gamma(2.0, 2.0))
+        with pyro.plate("groups", groups):
+            effect = pyro.sample("effect", dist.Gamma(3.0, 1.0 + spread))
+        with pyro.plate("rows", 5 * groups):
+            pyro.sample("y", dist.StudentT(4.0, (weights * x).sum(-1) + effect[..., index], spread), obs=y)
+
+    return model, torch.randn(5 * groups, generator=generator)
+
+
+def locations_and_scales(guide, *args):
+    """Location and log scale of every element at the same random numbers, from the draws' quantiles."""
+    with torch.no_grad(), torch.random.fork_rng(()), pyro.plate("draws", 4000, dim=-2):
+        torch.manual_seed(1)
+        values = poutine.trace(guide).get_trace(*args)
+    found = {}
+    for name, site in values.nodes.items():
+        if site["type"] == "sample" and name != "draws":
+            free = dist.transforms.biject_to(site["fn"].support).inv(site["value"]).flatten(1)
+            low, middle, high = torch.quantile(free, torch.tensor([0.16, 0.5, 0.84]), 0)
+            found[name] = torch.stack((middle, ((high - low) / 2).log()))
+    return found
+
+
+@pytest.mark.parametrize("families", ["normal", "flow", None, "mixture"])
+@pytest.mark.parametrize(("features", "groups"), [(1, 2), (40, 3), (3, 60)])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+def test_a_step_of_adam_moves_locations_and_log_scales_by_about_its_rate(families, features, groups, scale):
+    """Whatever the number of inputs, elements and instances and the prior's scale; 0.1 is the first scale."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    model, y = regression(features, groups, scale)
+    guide = AutoNaMIGuide(model, families=families)
+    guide(y)
+    before = locations_and_scales(guide, y)
+    svi = SVI(model, guide, Adam({"lr": RATE}), Trace_ELBO())
+    svi.step(y)
+    for name, now in locations_and_scales(guide, y).items():
+        location, log_scale = (now - before[name]).abs().amax(-1)
+        assert location < 6 * RATE, name
+        # The components of a mixture move apart, which is more than each of them moves.
+        assert log_scale < (15 if families == "mixture" else 8) * RATE, name
+
+
+@pytest.mark.parametrize("rate, objective", [(0.001, Trace_ELBO), (0.05, Trace_ELBO), (0.05, JitTrace_ELBO)])
+def test_training_ends_no_worse_than_auto_normal(rate, objective):
+    """On a model that nothing was tuned for, at a low rate and at a high one, and where the loss is compiled."""
+    model, y = regression(4, 6)
+    found = {}
+    for kind in (AutoNormal, AutoNaMIGuide):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = kind(model)
+        svi = SVI(model, guide, Adam({"lr": rate}), objective(ignore_jit_warnings=True))
+        losses = [svi.step(y) for _ in range(300)]
+        assert torch.tensor(losses).isfinite().all()
+        elbo = Trace_ELBO(num_particles=500, vectorize_particles=True, max_plate_nesting=1)
+        found[kind] = -elbo.loss(model, guide, y)
+    assert found[AutoNaMIGuide] > found[AutoNormal] - 0.3  # three standard errors
+
+
+@pytest.mark.parametrize("plate", [0, 20])
+def test_at_a_high_rate_a_bounded_latent_moves_as_auto_normals(plate):
+    """The width of its prior, and what its instances have in common, must not make another rate of this one."""
+
+    def model():
+        with pyro.plate("rows", plate) if plate else contextlib.nullcontext():
+            z = pyro.sample("z", dist.Beta(0.01, 0.01))
+            pyro.sample("y", dist.Bernoulli(z), obs=torch.ones((plate,) if plate else ()))
+
+    found = {}
+    for kind in (AutoNormal, functools.partial(AutoNaMIGuide, conjugate=False, families="normal")):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = kind(model)
+        svi = SVI(model, guide, Adam({"lr": 0.05}), Trace_ELBO())
+        for _ in range(100):
+            svi.step()
+        with torch.no_grad():
+            draws = torch.stack([guide()["z"] for _ in range(500)]).logit()
+        found[kind] = torch.stack((draws.mean(0).mean(), draws.std(0).mean()))
+    normal, ours = found.values()
+    assert ours.tolist() == pytest.approx(normal.tolist(), rel=0.4)
+
+
+@pytest.mark.parametrize("objective", [Trace_ELBO, JitTrace_ELBO])
+def test_a_latent_that_another_reads_stays_where_it_belongs(objective):
+    """Also where a loss is compiled, so that what networks read is not centered as training goes on."""
+
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.LogNormal(0.0, 1.0))
+        pyro.sample("z", dist.Beta(2.0, 2.0))
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = AutoGuideList(model)
+    guide.append(AutoDelta(poutine.block(model, expose=["x"])))
+    guide.append(AutoNaMIGuide(poutine.block(model, hide=["x"])))
+    elbo = objective(num_particles=500, vectorize_particles=True, ignore_jit_warnings=True)
+    svi = SVI(model, guide, Adam({"lr": 0.02}), elbo)
+    for _ in range(70):
+        svi.step()
+    assert guide[1].median()["y"].log() == pytest.approx(0.0, abs=0.08)  # 0.2 where z pulls it along
+
+
+@pytest.mark.parametrize("rate", [0.003, 0.1])
+def test_a_rate_far_from_the_best_still_finds_the_posterior(rate):
+    """150 steps of 0.003 are a way of 0.45, and the log scale starts 2.0 off."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+
+    def model(y):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(z, 2.0), obs=y)
+
+    y = torch.tensor([1.0, 2.0, 4.0])
+    guide = AutoNaMIGuide(model, conjugate=False)
+    svi = SVI(model, guide, Adam({"lr": rate}), Trace_ELBO())
+    for _ in range(150):
+        svi.step(y)
+    precision = 1 + 3 / 4
+    exact = dist.Normal(7 / 4 / precision, precision**-0.5)
+    with torch.no_grad():
+        found = poutine.trace(guide).get_trace(y).nodes["z"]["fn"]
+        draws = found.expand((4000,)).sample()
+        gap = (found.log_prob(draws) - exact.log_prob(draws)).mean()
+    assert gap < 0.1
+
+
+def test_a_pass_is_freed_once_it_is_trained_on():
+    """A graph whose hook holds what holds the graph stays for good, which no garbage collector sees."""
+    model, y = regression(4, 6)
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": RATE}), Trace_ELBO())
+    for _ in range(20):
+        svi.step(y)
+    gc.collect()
+    assert sum(isinstance(thing, NetworkState) for thing in gc.get_objects()) <= 2
+
+
+def test_a_global_factor_does_not_learn_from_data_that_never_change():
+    """Its constants do; what would read the data is as it was, and gets no gradient."""
+    pyro.clear_param_store()
+    y = torch.tensor([1.0, 2.0, 0.5])
+    guide = AutoNaMIGuide(conjugate_normal)
+    guide(y)
+    before = {name: value.detach().clone() for name, value in guide.named_parameters()}
+    svi = SVI(conjugate_normal, guide, Adam({"lr": RATE}), Trace_ELBO())
+    for _ in range(5):
+        svi.step(y)
+    moved = {name for name, value in guide.named_parameters() if not torch.equal(value, before[name])}
+    assert moved == {"network.networks.0.output_unconstrained"}
+    (output,) = (value for name, value in guide.named_parameters() if name in moved)
+    assert torch.equal(output[:, :-1], torch.zeros_like(output[:, :-1]))
+
+
+def test_networks_learn_once_the_data_vary():
+    pyro.clear_param_store()
+    guide = AutoNaMIGuide(conjugate_normal)
+    svi = SVI(conjugate_normal, guide, Adam({"lr": RATE}), Trace_ELBO())
+    for y in (torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.0, -2.0, 0.5]), torch.tensor([4.0])):
+        svi.step(y)
+    (output,) = (value for name, value in guide.named_parameters() if "networks.0.output" in name)
+    assert (output[:, :-1] != 0).any()
+
+
+def local(y):
+    with pyro.plate("rows", len(y)):
+        rate = pyro.sample("rate", dist.LogNormal(0.0, 1.0))
+        pyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+def test_instances_have_offsets_of_their_own_for_the_data_that_they_were_trained_on():
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    y = torch.tensor([0.0, 3.0, 20.0])
+    guide = AutoNaMIGuide(local)
+    svi = SVI(local, guide, Adam({"lr": 0.05}), Trace_ELBO(num_particles=8, vectorize_particles=True))
+    for _ in range(400):
+        svi.step(y)
+    assert guide.network.offsets.start({})["rate"].abs().max() > 0.3
+    latents = guide(y)
+    whole = guide.log_prob(latents, y)
+    with torch.no_grad():
+        for name, value in guide.network.offsets.named_parameters():
+            assert "offset" in name
+            value.add_(1.0)
+    assert not torch.allclose(guide.log_prob(latents, y), whole)
+    other = torch.tensor([1.0, 3.0, 20.0])
+    before = guide.log_prob(latents, other)
+    with torch.no_grad():
+        for _, value in guide.network.offsets.named_parameters():
+            value.add_(1.0)
+    assert torch.equal(guide.log_prob(latents, other), before)
+
+
+def test_the_first_draws_are_auto_normals_in_both_modes():
+    y = torch.tensor([0.0, 3.0, 20.0])
+    for make in (AutoNaMIGuide, amortized):
+        pyro.clear_param_store()
+        guide = make(local)
+        guide(y)
+        location, log_scale = locations_and_scales(guide, y)["rate"]
+        assert location.abs().max() < 0.02
+        torch.testing.assert_close(log_scale, torch.full((3,), 0.1).log(), rtol=0, atol=0.05)
+
+
+def test_replaying_a_draw_in_the_middle_of_training_gives_its_density():
+    pyro.clear_param_store()
+    model, y = regression(3, 4)
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.05}), Trace_ELBO())
+    for _ in range(30):
+        svi.step(y)
+        trace = poutine.trace(guide).get_trace(y)
+        latents = {name: site["value"].detach() for name, site in trace.nodes.items() if site["type"] == "sample"}
+        torch.testing.assert_close(guide.log_prob(latents, y), trace.log_prob_sum(), rtol=1e-4, atol=1e-3)
+    expected, state = guide.log_prob(latents, y), copy.deepcopy(guide.state_dict())
+    pyro.clear_param_store()
+    loaded = AutoNaMIGuide(model)
+    loaded.load_state_dict(state)
+    torch.testing.assert_close(loaded.log_prob(latents, y), expected)
+
+
+def test_draws_at_the_edge_of_a_support_stay_inside_and_gradients_finite():
+    """A Dirichlet with weights far below 1: draws underflow in single precision."""
+
+    def model():
+        weight = pyro.sample("weight", dist.Gamma(0.01, 1.0))
+        pyro.sample("shares", dist.Dirichlet(torch.full((4,), 0.001) + weight))
+
+    pyro.clear_param_store()
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.05}), Trace_ELBO())
+    for _ in range(100):
+        svi.step()
+    assert all(value.isfinite().all() for value in guide.parameters())
+
+
+def linear(y=None):
+    mu = pyro.sample("mu", dist.Normal(3.0, 10.0))
+    x = pyro.sample("x", dist.Normal(2 * mu, 0.5))
+    pyro.sample("y", dist.Normal(torch.stack((x, x - mu), -1), 1.0).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_compiled_guide_starts_at_the_regression_on_simulations(shared):
+    """The gap of a linear Gaussian model before the first step; without, it is above 100 nats."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = AutoNaMIGuide(linear, observed=["y"], shared=shared)
+    compilation = InferenceCompilation(linear, guide, lambda p: torch.optim.Adam(p, lr=1e-3), batch_size=100)
+    covariance = torch.tensor([[100.0, 200.0, 200.0, 100.0], [0, 400.25, 400.25, 200.25], [0, 0, 401.25, 200.25]])
+    covariance = torch.cat((covariance, torch.tensor([[0.0, 0.0, 0.0, 101.25]])))
+    covariance = covariance.triu() + covariance.triu(1).T
+    inner = covariance[:2, :2] - covariance[:2, 2:] @ torch.linalg.solve(covariance[2:, 2:], covariance[2:, :2])
+    entropy = torch.distributions.MultivariateNormal(torch.zeros(2), inner).entropy().item()
+    assert compilation.evaluate_loss(num=4000) < entropy + 0.1
+
+
+def test_a_draw_that_is_not_finite_names_site_and_parameter():
+    pyro.clear_param_store()
+    args = torch.zeros(8), torch.full((8,), 10.0)
+    guide = AutoNaMIGuide(eight_schools)
+    guide(*args)
+    with torch.no_grad():
+        dict(guide.named_parameters())["network.networks.0.output_unconstrained"].fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"draw of site 'mu'.*parameter 'network\.networks\.0\.output'"):
+        guide(*args)
+
+
+def test_refine_is_auto_or_none():
+    with pytest.raises(ValueError, match="refine to be 'auto' or None; got 'free'"):
+        AutoNaMIGuide(local, refine="free")

@@ -1,0 +1,643 @@
+"""Annealed importance sampling gives the exact log evidence: conjugate and linear-Gaussian models, and quadrature.
+
+A tolerance is three of the result's own standard errors, unless said otherwise, and `BIAS` for what the log of a mean
+of few heavy-tailed weights falls short.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import (
+    CASES,
+    CHAIN,
+    NETWORKS,
+    TREE,
+    beta_bernoulli,
+    beta_bernoulli_evidence,
+    conjugate_normal,
+    conjugate_normal_evidence,
+    conjugate_normal_posterior,
+    deterministic_and_delta,
+    eight_schools,
+    eight_schools_data,
+    eight_schools_evidence,
+    support_parents,
+    with_factor,
+)
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from pyro.infer.reparam import LocScaleReparam
+from torch import nn
+
+from pyro_nami import AutoNaMIGuide
+from pyro_nami.inference.annealing import annealed_importance_sampling, sigmoid_temperatures
+
+pytestmark = pytest.mark.filterwarnings("error")
+BIAS = 0.03
+
+
+def anneal(model, guide, *args, num_chains=200, num_temperatures=60, num_leapfrog_steps=5, **options):
+    options = {"num_chains": num_chains, "num_leapfrog_steps": num_leapfrog_steps, **options}
+    return annealed_importance_sampling(model, guide, *args, num_temperatures=num_temperatures, **options)
+
+
+def check(result, *exact):
+    """Every data set's log evidence is the exact one, and known well enough for that to mean something."""
+    error = result.log_evidence_error
+    off = (result.log_evidence - torch.tensor(exact).reshape(error.shape)).abs()
+    assert (error < 0.12).all(), error
+    assert (off < 3 * error + BIAS).all(), (off, error)
+
+
+def normal_log_prob(y, covariance):
+    zeros = torch.zeros(len(covariance), dtype=torch.float64)
+    return torch.distributions.MultivariateNormal(zeros, covariance.double()).log_prob(y.double()).item()
+
+
+# ---- exact evidences
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+def test_linear_gaussian_networks(network):
+    data = torch.tensor([1.0, 2.0, -1.0, 0.5][: len(network.observed)])
+    check(anneal(network, None, *data), network.log_evidence(*data.tolist()))
+
+
+@pytest.mark.usefixtures("double")
+def test_nested_plates():
+    y = torch.randn(3, 4)
+    same_group = torch.block_diag(*[torch.ones(4, 4)] * 3)
+    exact = normal_log_prob(y.reshape(-1), torch.ones(12, 12) + same_group + 2 * torch.eye(12))
+    check(anneal(CASES["nested"].model, None, y, num_chains=300, num_temperatures=150), exact)
+
+
+@pytest.mark.usefixtures("double")
+def test_crossed_plates():
+    y = torch.randn(3, 2)
+    rows = torch.block_diag(*[torch.ones(2, 2)] * 3)
+    columns = torch.eye(2).repeat(3, 3)
+    exact = normal_log_prob(y.reshape(-1), rows + columns + torch.eye(6))
+    check(anneal(CASES["crossed"].model, None, y), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_both_precisions(dtype):
+    torch.set_default_dtype(dtype)
+    y = torch.randn(6) + 1
+    result = anneal(conjugate_normal, None, y)
+    parts = (result.log_weights, result.acceptance_rate, result.step_size, result.samples["mu"])
+    assert {part.dtype for part in parts} == {dtype}
+    check(result, conjugate_normal_evidence(y))
+
+
+@pytest.mark.cuda
+def test_follows_the_device():
+    y = torch.randn(6, device="cuda") + 1
+    result = anneal(lambda y: conjugate_normal_on(y), None, y)
+    assert result.log_weights.is_cuda
+    check(result, conjugate_normal_evidence(y.cpu()))
+
+
+def conjugate_normal_on(y):
+    mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), y.new_full((), 2.0)))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+@pytest.mark.usefixtures("double")
+def test_unit_interval():
+    y = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    check(anneal(beta_bernoulli, None, y), beta_bernoulli_evidence(y))
+
+
+@pytest.mark.usefixtures("double")
+def test_positive_support():
+    def model(y):
+        rate = pyro.sample("rate", dist.Gamma(torch.tensor(3.0), torch.tensor(2.0)))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Poisson(rate), obs=y)
+
+    y = torch.tensor([2.0, 0.0, 5.0, 3.0])
+    shape = 3 + y.sum().item()  # of the posterior, at rate 6
+    exact = 3 * math.log(2) - math.lgamma(3) + math.lgamma(shape) - shape * math.log(6)
+    check(anneal(model, None, y), exact - (y + 1).lgamma().sum().item())
+
+
+@pytest.mark.usefixtures("double")
+def test_simplex_in_a_plate():
+    def model(counts):
+        with pyro.plate("groups", len(counts)):
+            p = pyro.sample("p", dist.Dirichlet(torch.tensor([1.0, 2.0, 3.0])))
+            pyro.sample("counts", dist.Multinomial(probs=p, validate_args=False), obs=counts)
+
+    counts = torch.tensor([[3.0, 0.0, 1.0], [0.0, 2.0, 5.0]])
+    exact = dist.DirichletMultinomial(torch.tensor([1.0, 2.0, 3.0]), counts.sum(-1), validate_args=False)
+    check(anneal(model, None, counts), exact.log_prob(counts).sum().item())
+
+
+@pytest.mark.usefixtures("double")
+def test_support_that_moves_with_another_latent():
+    """hi ~ Gamma(3, 1), z ~ Uniform(0, hi), y ~ Normal(z, 1/2): quadrature over hi, with z summed out by hand."""
+    hi = torch.linspace(1e-4, 60, 400_001)
+    inside = torch.special.ndtr((hi - 1) / 0.5) - torch.special.ndtr(torch.tensor(-1 / 0.5))
+    density = dist.Gamma(3.0, 1.0).log_prob(hi).exp() * inside / hi
+    result = anneal(support_parents, None, torch.tensor(1.0))
+    check(result, torch.trapezoid(density, hi).log().item())
+    assert (result.samples["z"] < result.samples["hi"]).all()
+
+
+@pytest.mark.usefixtures("double")
+def test_factors_count_as_likelihood():
+    """exp(-(a - b)^2) is sqrt(pi) Normal(a - b; 0, 1/sqrt(2)) observed at 0."""
+    covariance = torch.tensor([[2.5, 1.0], [1.0, 2.0]])  # of a - b + noise, and y
+    exact = normal_log_prob(torch.tensor([0.0, 1.0]), covariance) + math.log(math.pi) / 2
+    check(anneal(with_factor, None, torch.tensor(1.0)), exact)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("start", ["prior", "guide"])
+def test_delta_and_deterministic_sites_are_no_latents(start):
+    y = torch.tensor(1.0)
+    guide = AutoNaMIGuide(deterministic_and_delta, init_scale=0.5) if start == "guide" else None
+    result = anneal(deterministic_and_delta, guide, y)
+    assert list(result.samples) == ["a"]
+    check(result, normal_log_prob(y.reshape(1), torch.tensor([[5.0]])))
+
+
+@pytest.mark.usefixtures("double")
+def test_masked_latents_integrate_to_one():
+    y, mask = torch.tensor([0.5, math.nan, 2.0]), torch.tensor([True, False, True])
+
+    def model(y):
+        with pyro.plate("data", 3):
+            x = pyro.sample("x", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y.nan_to_num(), obs_mask=mask)
+
+    check(anneal(model, None, y), normal_log_prob(y[mask], 2 * torch.eye(2)))
+
+
+# ---- eight schools
+
+
+@pytest.mark.usefixtures("double")
+def test_eight_schools_from_the_prior():
+    result = anneal(eight_schools, None, *eight_schools_data(), num_chains=300, num_temperatures=120)
+    check(result, -31.3113)
+
+
+@pytest.mark.usefixtures("double")
+def test_eight_schools_not_centered():
+    model = pyro.poutine.reparam(eight_schools, {"theta": LocScaleReparam(0.0)})
+    data = [value.double() for value in eight_schools_data()]
+    result = anneal(model, None, *data, num_temperatures=50)
+    assert list(result.samples) == ["mu", "tau", "theta_decentered"]
+    check(result, eight_schools_evidence())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("double")
+def test_eight_schools_from_a_trained_guide():
+    data = [value.double() for value in eight_schools_data()]
+    guide = AutoNaMIGuide(eight_schools)
+    optimizer = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.1 ** (1 / 400)})
+    svi = SVI(eight_schools, guide, optimizer, Trace_ELBO(num_particles=16, vectorize_particles=True))
+    for _ in range(400):
+        svi.step(*data)
+    result = anneal(eight_schools, guide, *data, num_chains=60, num_temperatures=40)
+    assert result.log_weights.std() < 1  # from the prior it is above 100
+    check(result, eight_schools_evidence())
+
+
+# ---- an exact guide: the path stands still, and every weight is the evidence
+
+
+def exact_guide(y):
+    mean, sd = conjugate_normal_posterior(y)
+    pyro.sample("mu", dist.Normal(mean, sd))
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("start", [exact_guide, "dense"])
+def test_weights_from_an_exact_guide_are_the_evidence(start):
+    y = torch.randn(6) + 1
+    if start == "dense":
+        start = lambda y: exact_guide(y)  # noqa: E731  a function of its own, to hold an attribute
+        exact = dist.Normal(*conjugate_normal_posterior(y))
+        start.log_prob = lambda latents, y: exact.log_prob(latents["mu"])[..., 0]
+    result = anneal(conjugate_normal, start, y, num_chains=7, num_temperatures=20)
+    assert torch.allclose(result.log_weights, torch.tensor(conjugate_normal_evidence(y)), rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("double")
+def test_constrained_exact_guide_for_batched_data():
+    """The guide reads ``observations``, one row for each data set."""
+    y = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
+
+    def guide(_, observations):
+        ones = observations["y"].sum(-1, keepdim=True)
+        pyro.sample("p", dist.Beta(2 + ones, 7 - ones))
+
+    result = anneal(beta_bernoulli, guide, y[0], observations={"y": y}, num_chains=7, num_temperatures=20)
+    exact = torch.tensor([beta_bernoulli_evidence(row) for row in y]).expand(7, 2)
+    assert torch.allclose(result.log_weights, exact, rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("double")
+def test_guides_that_are_modules_read_observations():
+    class Guide(nn.Module):
+        def forward(self, y, observations=None):
+            mean, sd = conjugate_normal_posterior(observations["y"][0])
+            pyro.sample("mu", dist.Normal(mean, sd))
+
+    y = torch.randn(6)
+    data = {"y": y[None]}
+    result = anneal(
+        conjugate_normal, Guide(), torch.zeros(6), observations=data, num_chains=7, num_temperatures=5
+    )
+    assert torch.allclose(result.log_weights, torch.tensor(conjugate_normal_evidence(y)), rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("double")
+def test_results_are_weighted_samples():
+    """With their estimates and diagnostics; the posterior mean of every data set, and plates by name."""
+
+    def model(y):
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    y = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0]])
+    result = anneal(model, None, y[0], observations={"y": y}, num_chains=400, num_temperatures=30)
+    weighted = result.weighted()
+    assert weighted.plates == {"z": ("data",)}
+    assert torch.equal(weighted.log_evidence, result.log_evidence)
+    assert torch.allclose(weighted.log_evidence_error, result.log_evidence_error)
+    assert (weighted.effective_sample_size > 200).all()
+    assert ((weighted.mean("z") - y / 2).abs() < 4 * (0.5 / 200) ** 0.5).all()
+    with pytest.raises(ValueError, match="these ran from it"):
+        result._replace(reverse=True).weighted()
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("dense", [True, False])
+def test_networks_as_start(dense):
+    """Untrained, so that the path has a way to go; with its own density and replayed."""
+    data = torch.tensor([0.5])
+    guide = AutoNaMIGuide(CHAIN, init_scale=0.7)
+    start = guide if dense else (lambda *args: guide(*args))
+    check(anneal(CHAIN, start, *data), CHAIN.log_evidence(*data.tolist()))
+
+
+# ---- many data sets, chunks
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_batch_of_data_sets(chunk_size):
+    y = torch.randn(3, 6) * 2 + torch.tensor([[0.0], [2.0], [-3.0]])
+    result = anneal(conjugate_normal, None, y[0], observations={"y": y}, chunk_size=chunk_size)
+    assert result.log_weights.shape == result.samples["mu"].shape == result.acceptance_rate.shape == (200, 3)
+    assert result.step_size.shape == (3,)
+    check(result, *[conjugate_normal_evidence(row) for row in y])
+
+
+@pytest.mark.usefixtures("double")
+def test_batch_with_all_plate_dims_and_shared_observations():
+    """One site batched, one not; a site outside the plate."""
+
+    def model():
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(mu, 1.0), obs=torch.tensor(9.0))
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0))
+
+    x, y = torch.tensor([0.0, 1.0, 3.0]), torch.tensor([1.0, -1.0])
+    covariance = torch.ones(3, 3) + torch.diag(torch.tensor([1.0, 2.0, 2.0]))
+    exact = [normal_log_prob(torch.cat([value.reshape(1), y]), covariance) for value in x]
+    for given in (x, x.reshape(3, 1)):
+        result = anneal(model, None, observations={"x": given, "y": y})
+        assert result.samples["mu"].shape == (200, 3) and result.samples["z"].shape == (200, 3, 2)
+        check(result, *exact)
+
+
+@pytest.mark.usefixtures("double")
+def test_model_that_takes_observations():
+    def model(observations=None):
+        observations = observations or {"y": None}
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=observations["y"])
+
+    y = torch.tensor([0.0, 2.0])
+    exact = [normal_log_prob(value.reshape(1), torch.tensor([[2.0]])) for value in y]
+    check(anneal(model, None, observations={"y": y}), *exact)
+
+
+# ---- laws
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("target", [None, 0.65])
+def test_weights_are_unbiased_at_few_temperatures(target):
+    """The mean weight over many chains is the evidence; the tolerance is four Monte Carlo standard errors of it."""
+    y = torch.tensor([1.0, 2.0])
+    result = anneal(
+        conjugate_normal,
+        None,
+        y,
+        num_chains=200_000,
+        temperatures=[0.0, 0.2, 0.5, 1.0],
+        num_leapfrog_steps=2,
+        step_size=0.9,
+        target_acceptance=target,
+    )
+    weights = (result.log_weights - conjugate_normal_evidence(y)).exp()
+    assert weights.std() > 0.3  # or there would be nothing to see
+    assert abs(weights.mean() - 1) < 4 * weights.std() / len(weights) ** 0.5
+
+
+@pytest.mark.usefixtures("double")
+def test_two_temperatures_are_importance_sampling():
+    y = torch.tensor([1.0, 2.0])
+    seen = []
+
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        seen.append(mu.detach())
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    result = anneal(model, None, y, num_chains=5, num_temperatures=2, target_acceptance=None)
+    starts = next(value for value in seen if value.shape == (5, 1, 1))
+    assert torch.allclose(result.log_weights, dist.Normal(starts[:, 0], 1.0).log_prob(y).sum(-1))
+
+
+@pytest.mark.usefixtures("double")
+def test_chains_end_in_the_posterior():
+    """Weighted moments against the exact ones; 3 standard errors for 2,000 chains."""
+    y = torch.randn(6) + 1
+    result = anneal(conjugate_normal, None, y, num_chains=2000)
+    mean, sd = conjugate_normal_posterior(y)
+    weights = result.log_weights.softmax(0)
+    spread = 3 * sd / (1 / weights.square().sum()).sqrt()
+    assert abs((weights * result.samples["mu"]).sum() - mean) < spread
+    ratio = ((weights * (result.samples["mu"] - mean).square()).sum() / sd**2).sqrt()
+    assert abs(ratio - 1) < spread / sd / 2**0.5
+
+
+@pytest.mark.usefixtures("double")
+def test_acceptance_follows_the_target():
+    """Step sizes start far off, and the average has that in it; noise is that of 40 pilots."""
+    data = torch.tensor([1.0, 2.0, -1.0, 0.5])
+    for target, first in ((0.4, 10.0), (0.65, 0.1), (0.9, 10.0)):
+        result = anneal(TREE, None, *data, num_temperatures=150, target_acceptance=target, step_size=first)
+        assert abs(result.acceptance_rate.mean() - target) < 0.08, (target, first)
+
+
+@pytest.mark.usefixtures("double")
+def test_reverse_bounds_from_above():
+    """Exact posterior draws at the far end: weights average to 1 / evidence, and the bounds enclose the evidence."""
+    data = torch.tensor([2.0])
+    mean, covariance = CHAIN.posterior(*data.tolist())
+    draws = torch.distributions.MultivariateNormal(mean, covariance).sample((24_000,))
+    posterior = {name: draws[:, i] for i, name in enumerate(CHAIN.latent)}
+    exact = CHAIN.log_evidence(*data.tolist())
+    forward = anneal(CHAIN, None, *data, num_chains=20_000, num_temperatures=8)
+    reverse = anneal(CHAIN, None, *data, posterior=posterior, num_temperatures=8)
+    assert reverse.reverse and len(reverse.log_weights) == 20_000
+    check(forward, exact)
+    check(reverse, exact)
+    assert forward.log_weights.mean() < exact - 0.1 and -reverse.log_weights.mean() > exact + 0.1
+
+
+@pytest.mark.usefixtures("double")
+def test_reverse_for_batched_data():
+    y = torch.randn(2, 6)
+    moments = torch.tensor([conjugate_normal_posterior(row) for row in y])
+    draws = moments[:, 0] + moments[:, 1] * torch.randn(200, 2)
+    options = {"observations": {"y": y}, "posterior": {"mu": draws}, "target_acceptance": None}
+    result = anneal(conjugate_normal, None, y[0], **options)
+    assert result.log_weights.shape == (200, 2)
+    check(result, *[conjugate_normal_evidence(row) for row in y])
+
+
+def test_sigmoid_temperatures():
+    values = sigmoid_temperatures(11)
+    assert values[0] == 0 and values[-1] == 1 and (values.diff() > 0).all()
+    assert torch.allclose(values + values.flip(0), torch.ones(11, dtype=torch.float64))
+    logistic = [1 / (1 + math.exp(-x)) for x in (-4, -3.2, 4)]
+    expected = (logistic[1] - logistic[0]) / (logistic[2] - logistic[0])
+    assert abs(values[1] - expected) < 1e-12
+
+
+def test_impossible_starts_have_no_weight():
+    """y ~ Uniform(0, z): starts below y have zero likelihood; p(y) = exp(-y) E1(y) style integral by quadrature."""
+
+    def model(y):
+        z = pyro.sample("z", dist.Exponential(torch.tensor(1.0)))
+        pyro.sample("y", dist.Uniform(torch.zeros_like(z), z, validate_args=False), obs=y)
+
+    z = torch.linspace(1, 40, 400_001, dtype=torch.float64)
+    exact = torch.trapezoid((-z).exp() / z, z).log().item()
+    result = anneal(model, None, torch.tensor(1.0), num_chains=2000, num_temperatures=10)
+    dead = (result.log_weights == -torch.inf).float().mean()
+    assert abs(dead - (1 - math.exp(-1))) < 0.04  # 3.7 standard errors
+    check(result, exact)
+
+
+def test_leaves_everything_as_it_was():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5))
+
+        def forward(self, y):
+            mu = pyro.sample("mu", dist.Normal(pyro.param("prior", torch.tensor(0.0)), 1.0))
+            pyro.sample("y", dist.Normal(mu + self.layer(torch.ones(1))[0], 1.0), obs=y)
+
+    model = Model()
+    with pyro.poutine.trace() as outside:
+        result = anneal(model, None, torch.tensor(1.0), num_chains=4, num_temperatures=4)
+    assert list(outside.trace.nodes) == []
+    assert result.log_weights.shape == (4,) and not result.log_weights.requires_grad
+    assert model.training and model.layer[1].training and model.layer[0].weight.grad is None
+    assert not pyro.get_param_store().keys()
+
+
+def test_single_chain():
+    result = anneal(conjugate_normal, None, torch.randn(3), num_chains=1, num_temperatures=3, progress=True)
+    assert result.log_evidence == result.log_weights[0] and result.log_evidence_error == math.inf
+
+
+# ---- bad input
+
+ONE = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_chains": 0}, "num_chains >= 1"),
+        ({"num_temperatures": 1}, "num_temperatures >= 2"),
+        ({"temperatures": [0.0, 0.7, 0.3, 1.0]}, "increase from 0 to 1"),
+        ({"temperatures": [0.1, 1.0]}, "increase from 0 to 1"),
+        ({"num_leapfrog_steps": 0}, "num_leapfrog_steps >= 1"),
+        ({"step_size": 0.0}, "step_size > 0"),
+        ({"step_size": torch.ones(4)}, "step_size > 0, one or 1"),
+        ({"target_acceptance": 1.0}, "target_acceptance between 0 and 1"),
+        ({"chunk_size": 0}, "chunk_size >= 1"),
+        ({"observations": {"x": ONE}}, "the model's sites.*'x'"),
+        ({"observations": {"y": torch.ones(4)}}, r"site 'y' of shape \(3,\)"),
+        ({"observations": {"y": torch.ones(0, 3)}}, "'y'"),
+        ({"posterior": {"nu": ONE}}, "got none of 'mu'"),
+        ({"posterior": {"mu": torch.ones(1)}}, "two posterior draws"),
+        ({"posterior": {"mu": torch.ones(4, 2)}}, "site 'mu'"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        anneal(conjugate_normal, None, ONE, **{"num_temperatures": 3, **options})
+
+
+def prior_model(distribution):
+    def model():
+        z = pyro.sample("z", distribution)
+        pyro.sample("y", dist.Normal(z.sum(), 1.0), obs=torch.tensor(0.0))
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("distribution", "message"),
+    [
+        (dist.Bernoulli(0.5), "site 'z' .Bernoulli. is discrete"),
+        (dist.ProjectedNormal(torch.ones(3)), "bijection.*site 'z'"),
+        (dist.ImproperUniform(dist.constraints.real, (), ()), "prior that can be sampled; site 'z'"),
+    ],
+)
+def test_latents_not_covered(distribution, message):
+    with pytest.raises(NotImplementedError, match=message):
+        anneal(prior_model(distribution), None, num_temperatures=3)
+
+
+def test_improper_prior_starts_from_a_guide():
+    def model(y):
+        mu = pyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    check(anneal(model, lambda y: pyro.sample("mu", dist.Normal(0.0, 2.0)), torch.tensor(1.0)), 0.0)
+
+
+def subsampled(y):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", 3, subsample_size=2) as index:
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])
+
+
+def no_latents(y):
+    pyro.sample("y", dist.Normal(0.0, 1.0).expand([3]).to_event(1), obs=y)
+
+
+def undeclared(y):
+    z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0))
+    pyro.sample("y", dist.Normal(z, 1.0).to_event(1), obs=y)
+
+
+def sums_over_chains(y):
+    with pyro.plate("data", 3):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(z.sum(), 1.0), obs=y[0])
+
+
+def indexes_from_the_left(y):
+    z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    pyro.sample("x", dist.Normal(z[2], 1.0), obs=y[0])
+
+
+def impossible(y):
+    z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(z * math.nan, 1.0, validate_args=False), obs=y[0])
+
+
+def outside_support(y):
+    z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Gamma(z.exp(), 1.0), obs=-y[0])
+
+
+def on_the_edge(y):
+    z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    pyro.sample("u", dist.TransformedDistribution(dist.Normal(z, 1e4), dist.transforms.ExpTransform()))
+    pyro.sample("y", dist.Normal(z, 1.0), obs=y[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (no_latents, "latent sites"),
+        (undeclared, "site 'z'; got 3"),
+        (sums_over_chains, "batch dims.*site 'y'"),
+        (indexes_from_the_left, "batch dims.*site x"),
+        (impossible, "finite log density at site 'y'"),
+        (on_the_edge, "site 'u' in its support"),
+        (outside_support, "site 'y' in its support"),
+    ],
+)
+def test_models_that_cannot_be_run(model, message):
+    with pytest.raises(ValueError, match=message):
+        anneal(model, None, ONE, num_temperatures=3)
+
+
+def test_draws_on_the_edge_are_found_without_validation():
+    with pyro.validation_enabled(False), pytest.raises(ValueError, match="site 'u' inside its support"):
+        anneal(on_the_edge, None, ONE, num_temperatures=3)
+
+
+def test_subsampled_plates_are_refused():
+    with pytest.raises(NotImplementedError, match="plate 'data' holds 2 of 3"):
+        anneal(subsampled, None, ONE)
+
+
+def test_scaled_latents_are_refused():
+    with pytest.raises(NotImplementedError, match="without scale at site 'mu'"):
+        anneal(pyro.poutine.scale(conjugate_normal, 2.0), None, ONE)
+
+
+def test_masked_latents_are_refused_with_a_guide():
+    with pytest.raises(NotImplementedError, match="latent 'mu'"):
+        anneal(pyro.poutine.mask(conjugate_normal, torch.tensor(False)), exact_guide, ONE)
+
+
+def test_guides_without_a_density_are_refused():
+    with pytest.raises(ValueError, match="density at every latent; it has none at 'mu'"):
+        anneal(conjugate_normal, AutoNormal(conjugate_normal), ONE)
+
+
+def test_guides_with_factors_are_refused():
+    def guide(y):
+        pyro.factor("f", 2 * pyro.sample("mu", dist.Normal(0.0, 1.0)))
+
+    with pytest.raises(NotImplementedError, match="the factor 'f'"):
+        anneal(conjugate_normal, guide, ONE)
+
+
+def test_nan_data_name_the_latent_that_the_guide_draws_from_them():
+    def guide(y, observations):
+        pyro.sample("mu", dist.Normal(observations["y"].sum(), 1.0))
+
+    with pytest.raises(ValueError, match="site 'mu' in its support"):
+        anneal(conjugate_normal, guide, ONE, observations={"y": ONE * math.nan}, num_temperatures=3)
+
+
+def test_guides_with_other_latents_are_refused():
+    def guide(y):
+        exact_guide(y)
+        pyro.sample("other", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match="'mu'.*only; the guide has 'other'"):
+        anneal(conjugate_normal, guide, ONE)

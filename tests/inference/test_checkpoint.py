@@ -1,0 +1,416 @@
+"""Checkpoints: nothing is lost, nothing is run, and no other structure is loaded."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import CHAIN, COLLIDER
+from torch.utils.data import DataLoader
+
+from pyro_nami import AutoNaMIGuide
+from pyro_nami.inference import checkpoint as module
+from pyro_nami.inference.checkpoint import (
+    check_structure,
+    load_checkpoint,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+)
+from pyro_nami.inference.compilation import InferenceCompilation
+from pyro_nami.inference.simulate import Simulator
+
+pytestmark = pytest.mark.filterwarnings("error")
+Adam = functools.partial(torch.optim.Adam, lr=0.02)
+ZERO = (torch.zeros(()),)
+ROOT = Path(__file__).parents[2]
+
+
+def by_if(y):
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(1.0 if a > 0 else -1.0, 1.0), obs=y)
+
+
+def hand_written(y, observations):
+    loc = pyro.param("loc", torch.zeros(())) + pyro.param("slope", torch.zeros(())) * observations["y"]
+    pyro.sample(
+        "a", dist.Normal(loc, pyro.param("scale", torch.ones(()), constraint=dist.constraints.positive))
+    )
+
+
+def new(model=CHAIN, *, optim=Adam, guide=None, **options):
+    """A session from the start: as after a new start of the program, whatever was trained before."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(11)
+    guide = AutoNaMIGuide(model) if guide is None else guide
+    return InferenceCompilation(model, guide, optim, batch_size=10, **options)
+
+
+def state_of(compilation):
+    return {name: value.detach().clone() for name, value in compilation._parameters.items()}
+
+
+def simulations():
+    draws = Simulator(CHAIN, ZERO).draw(40)
+    return [{name: v[i] for name, v in {**draws.latents, **draws.observed}.items()} for i in range(40)]
+
+
+def varying(step):
+    """Arguments that depend on every generator of random numbers."""
+    return (torch.rand(()) + np.random.rand() + random.random(),), {}
+
+
+def moved(x):
+    """Its argument moves the latent, so that it matters to the simulations."""
+    a = pyro.sample("a", dist.Normal(x, 1.0))
+    pyro.sample("y", dist.Normal(a, 1.0))
+
+
+SESSIONS = {
+    "plain": (lambda: new(), dict),
+    "validated": (lambda: new(), lambda: {"validation": 20, "validate_every": 3}),
+    "scheduled": (
+        lambda: new(
+            scheduler=functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=13),
+            clip_norm=1.0,
+        ),
+        dict,
+    ),
+    "Pyro's optimizer": (lambda: new(optim=pyro.optim.ClippedAdam({"lr": 0.02, "lrd": 0.9})), dict),
+    "Pyro's scheduler": (
+        lambda: new(
+            optim=pyro.optim.ExponentialLR(
+                {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.9}
+            )
+        ),
+        dict,
+    ),
+    "offline": (lambda: new(), lambda: {"data": DataLoader(simulations(), batch_size=10, shuffle=True)}),
+    "workers": (lambda: new(), lambda: {"num_workers": 1}),
+    "hand-written": (lambda: new(by_if_free, guide=hand_written), dict),
+    "varying arguments": (
+        lambda: new(moved, guide=AutoNaMIGuide(moved, observed=["y"]), observed=["y"]),
+        lambda: {"args": varying},
+    ),
+}
+
+
+def by_if_free(y):
+    pyro.sample("y", dist.Normal(pyro.sample("a", dist.Normal(0.0, 1.0)), 1.0), obs=y)
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(name, tmp_path):
+    make, options = SESSIONS[name]
+    whole = make()
+    history = whole.fit(13, **{"args": ZERO, **options()}, progress=False)
+    expected = state_of(whole)
+    for steps in (5, 9, 13):  # of which the first two end as an interruption would: at a checkpoint
+        part = make()
+        resumed = part.fit(
+            steps,
+            **{"args": ZERO, **options()},
+            progress=False,
+            checkpoint=tmp_path / "c",
+            checkpoint_every=2,
+        )
+    assert resumed.losses == history.losses and resumed.simulations == history.simulations
+    found = state_of(part)
+    if "validat" in name:  # each part ends with a validation of its own
+        return
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+# ---- killed at any moment
+
+SESSION = """
+import functools, os, random, signal, sys, time, traceback
+import numpy, pyro, torch, torch._dynamo  # which every child would import at its first step
+import pyro.distributions as dist
+from pyro_nami import AutoNaMIGuide
+from pyro_nami.infer.compilation import InferenceCompilation
+
+STEPS, EVERY, KILLS, path = 200, 4, 20, sys.argv[1]
+
+
+def model(x):
+    a = pyro.sample("a", dist.Normal(x, 1.0))
+    pyro.sample("y", dist.Normal(a, 1.0))
+
+
+class Pipe:  # a tracker that takes leave for every step, and tells of it
+    def __init__(self, leave, file):
+        self.leave, self.file = leave, file
+
+    def log(self, name, value, step):
+        if name == "loss":
+            os.read(self.leave, 1)
+            os.write(self.file, b"%d\\n" % step)
+
+
+def arguments(step):  # that draw on every generator
+    return (torch.rand(()) + numpy.random.rand() + random.random(),), {}  # which move the latent
+
+
+def train(checkpoint, tracker=None):
+    pyro.set_rng_seed(0)
+    guide = AutoNaMIGuide(model, observed=["y"], hidden_features=(8,))
+    compilation = InferenceCompilation(
+        model, guide, functools.partial(torch.optim.Adam, lr=0.01), batch_size=10, clip_norm=10.0,
+        observed=["y"],
+        scheduler=functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.02, total_steps=STEPS),
+    )
+    history = compilation.fit(
+        STEPS, arguments, checkpoint=checkpoint, checkpoint_every=EVERY, validation=20, validate_every=20,
+        progress=False, tracker=tracker,
+    )
+    losses, held_out = torch.tensor(history.losses, dtype=torch.float64), torch.tensor(history.validation)
+    weights = {name: value for name, value in guide.state_dict().items() if torch.is_tensor(value)}
+    return {"losses": losses, "held out": held_out, **weights}
+
+
+def child(work):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    return pid
+
+
+assert os.waitpid(child(lambda: torch.save(train(None), path + ".whole")), 0)[1] == 0
+moments, kills, last, torn = random.Random(1), 0, 0, 0
+while kills < KILLS:
+    (leave, grant), (read, write) = os.pipe(), os.pipe()
+    os.write(grant, b"." * 2 * EVERY)  # or a slow parent would find the child at its end
+    pid = child(lambda: train(path, Pipe(leave, write)))
+    os.close(write)
+    steps = os.fdopen(read)
+    first = int(steps.readline())
+    assert last - EVERY < first <= last + 1, (first, last)  # nothing is lost but the steps since the checkpoint
+    last, before = first, time.perf_counter()
+    for _ in range(moments.randint(EVERY, 2 * EVERY - 2)):
+        last = int(steps.readline())
+    took = (time.perf_counter() - before) / (last - first)
+    time.sleep(moments.random() * 2 * took)  # any moment of a step, or of the writing of a checkpoint
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    last = int((steps.read().split() or [last])[-1])
+    kills += 1
+    torn += os.path.exists(path + ".tmp")
+assert os.waitpid(child(lambda: torch.save(train(path), path + ".resumed")), 0)[1] == 0
+print(kills, "kills, at the last in step", last, "of", STEPS, "and", torn, "amid a write")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(os, "fork"), reason="children are forked from a parent that has imported torch"
+)
+def test_a_run_killed_twenty_times_at_random_ends_as_if_never_killed(tmp_path):
+    """A process of its own imports torch once, and forks the sessions; each goes on where the last was killed."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", SESSION, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("20 kills, at the last in step")
+    whole, resumed = (torch.load(tmp_path / f"run.{end}", weights_only=True) for end in ("whole", "resumed"))
+    assert len(whole["losses"]) == 200 and whole.keys() == resumed.keys()
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("where", ["torch.save", "os.fsync", "os.replace"])
+def test_a_write_that_is_cut_short_leaves_the_old_file(where, tmp_path, monkeypatch):
+    path = tmp_path / "folder" / "c"
+    save_checkpoint(path, {"x": torch.zeros(3)})
+
+    def half(state, file):
+        file.write(b"half of it")
+        raise KeyboardInterrupt
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    owner, name = where.split(".")
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(module, owner), name, half if owner == "torch" else stop)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(path, {"x": torch.ones(3)})
+    assert load_checkpoint(path)["x"].tolist() == [0, 0, 0]
+    save_checkpoint(path, {"x": torch.ones(3)})  # over what was left behind
+    assert load_checkpoint(path)["x"].tolist() == [1, 1, 1] and os.listdir(path.parent) == ["c"]
+
+
+def test_the_bytes_are_on_the_disk_before_the_file_has_its_name(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (calls.append(name), real(*args)))
+    save_checkpoint(tmp_path / "c", {})
+    assert calls == ["fsync", "replace", "fsync"]
+
+
+# ---- what is in it
+
+
+def test_a_checkpoint_is_tensors_and_plain_python(tmp_path):
+    path = tmp_path / "c"
+    new().fit(4, ZERO, progress=False, checkpoint=path, validation=10, validate_every=2)
+    state = torch.load(path, weights_only=True)
+    assert state.keys() == {
+        *("structure", "fingerprint", "guide", "best", "optimization", "rng", "stream", "history", "format")
+    }
+    assert "site 'a'" in state["structure"] and len(state["fingerprint"]) == 64
+    assert len(state["history"]["losses"]) == 4 and len(state["history"]["validation"]) == 2
+    assert state["rng"].keys() == {"torch", "cuda", "numpy", "python"}
+
+
+def test_code_in_a_file_is_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    path = tmp_path / "c"
+    torch.save({"format": 1, "guide": Evil()}, path)
+    with pytest.raises(ValueError, match="a file of another kind"):
+        new().fit(4, ZERO, progress=False, checkpoint=path)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None])
+def test_other_files_are_refused(content, tmp_path):
+    path = tmp_path / "c"
+    torch.save({"weights": torch.zeros(3)}, path) if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match="Expected a checkpoint of"):
+        load_checkpoint(path)
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(tmp_path / "none")
+
+
+def test_a_finished_run_is_loaded_and_a_longer_one_goes_on(tmp_path):
+    path = tmp_path / "c"
+    first = new()
+    losses = first.fit(6, ZERO, progress=False, checkpoint=path).losses
+    second = new()
+    assert second.fit(6, ZERO, progress=False, checkpoint=path).losses == losses
+    found, expected = state_of(second), state_of(first)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert new().fit(9, ZERO, progress=False, checkpoint=path).losses[:6] == losses
+
+
+def test_patience_that_ran_out_stays_run_out(tmp_path):
+    options = {
+        "validation": 50,
+        "validate_every": 1,
+        "patience": 2,
+        "checkpoint": tmp_path / "c",
+        "progress": False,
+    }
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)
+    first, second = new(optim=sgd, clip_norm=1.0), new(optim=sgd, clip_norm=1.0)
+    steps = len(first.fit(300, ZERO, **options).losses)
+    assert steps < 300 and len(second.fit(300, ZERO, **options).losses) == steps
+
+
+# ---- structure
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (
+            lambda: new(COLLIDER, guide=AutoNaMIGuide(COLLIDER)),
+            "site 'a': here .*site 'e': here latent.*; there absent",
+        ),
+        (
+            lambda: new(guide=AutoNaMIGuide(CHAIN, inverse="mean_field")),
+            r"site 'a': here .*in the inverse \[y\]; there",
+        ),
+        (
+            lambda: new(guide=AutoNaMIGuide(CHAIN, hidden_features=(7,))),
+            r"parameter '.*': here shape .*; there shape",
+        ),
+    ],
+    ids=["model", "inverse", "widths"],
+)
+def test_another_structure_is_refused_by_name(other, match, tmp_path):
+    path = tmp_path / "c"
+    new().fit(2, ZERO, progress=False, checkpoint=path)
+    compilation = other()
+    compilation.step(*ZERO)
+    before = state_of(compilation)
+    with pytest.raises(ValueError, match=f"another model or guide. They differ at {match}"):
+        compilation.fit(4, ZERO, progress=False, checkpoint=path)
+    assert all(torch.equal(value, before[name]) for name, value in state_of(compilation).items())
+
+
+def test_many_differences_are_summed_up():
+    with pytest.raises(ValueError, match="; and 2 more. Choose another path"):
+        check_structure({f"site '{i}'": "latent" for i in range(7)}, {})
+
+
+def test_sizes_of_plates_are_no_part_of_the_structure(tmp_path):
+    def model(size):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", size):
+            pyro.sample("y", dist.Normal(mu, 1.0))
+
+    for size in (3, 8):
+        compilation = new(model, guide=AutoNaMIGuide(model, observed=["y"]), observed=["y"])
+        history = compilation.fit(size, (size,), progress=False, checkpoint=tmp_path / "c")
+    assert len(history.losses) == 8
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [pyro.optim.Adam({"lr": 0.1}), functools.partial(torch.optim.SGD, lr=0.1)],
+    ids=["Pyro", "no scheduler"],
+)
+def test_another_kind_of_optimizer_is_refused(optim, tmp_path):
+    scheduler = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    new(scheduler=scheduler).fit(2, ZERO, progress=False, checkpoint=tmp_path / "c")
+    with pytest.raises(ValueError, match="state of (pyro|torch); got one with scheduler and torch"):
+        new(optim=optim).fit(4, ZERO, progress=False, checkpoint=tmp_path / "c")
+
+
+def test_a_pyro_optimizer_needs_parameters_in_the_store(tmp_path):
+    with pyro.settings.context(module_local_params=True):
+        compilation = new(optim=pyro.optim.Adam({"lr": 0.1}))
+        with pytest.raises(NotImplementedError, match="module_local_params"):
+            compilation.fit(2, ZERO, progress=False, checkpoint=tmp_path / "c")
+        assert len(new().fit(2, ZERO, progress=False, checkpoint=tmp_path / "c").losses) == 2
+
+
+def test_random_number_generators_come_back_from_plain_data(tmp_path):
+    np.random.randn(1), random.gauss(0, 1)  # both now hold a second normal draw back
+    save_checkpoint(tmp_path / "c", {"rng": rng_state()})
+
+    def draw():
+        return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.random(), random.gauss(0, 1)
+
+    expected = draw()
+    draw()
+    set_rng_state(load_checkpoint(tmp_path / "c")["rng"])
+    assert draw() == expected
+
+
+@pytest.mark.cuda
+def test_the_generator_of_the_device_comes_back(tmp_path):
+    torch.rand(1, device="cuda")
+    save_checkpoint(tmp_path / "c", {"rng": rng_state()})
+    expected = torch.rand(3, device="cuda").tolist()
+    set_rng_state(load_checkpoint(tmp_path / "c")["rng"])
+    assert torch.rand(3, device="cuda").tolist() == expected

@@ -1,0 +1,546 @@
+"""`InferenceCompilation`: what training reaches, what it reads, what it skips and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import (
+    CHAIN,
+    COLLIDER,
+    conjugate_normal,
+    conjugate_normal_posterior,
+    scatter,
+)
+from torch.utils.data import DataLoader
+
+from pyro_nami import AutoNaMIGuide
+from pyro_nami.inference.compilation import InferenceCompilation
+from pyro_nami.inference.losses import CompilationLoss, site_log_probs
+from pyro_nami.inference.simulate import Simulator
+
+pytestmark = [
+    pytest.mark.filterwarnings("error"),
+    pytest.mark.filterwarnings("ignore:Site .y. depends on .a. through"),  # which the guide says of `if`
+]
+Adam = functools.partial(torch.optim.Adam, lr=0.02)
+ZERO, HALF = (torch.zeros(()),), (torch.tensor(0.5),)
+
+
+def sized(size=6):
+    """A conjugate hierarchy that samples its data."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", size):
+        pyro.sample("y", dist.Normal(mu, 1.0))
+
+
+def by_if(y=None):
+    """No run of it can be vectorized."""
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(1.0 if a > 0 else -1.0, 1.0), obs=y)
+
+
+def compiled(model=CHAIN, args=ZERO, steps=0, *, guide=None, optim=Adam, batch_size=20, **options):
+    guide = AutoNaMIGuide(model, observed=["y"]) if guide is None else guide
+    compilation = InferenceCompilation(model, guide, optim, batch_size=batch_size, observed=["y"], **options)
+    if steps:
+        compilation.fit(steps, args, progress=False)
+    return compilation
+
+
+def weights(guide):
+    return torch.cat([value.detach().flatten() for value in guide.parameters()])
+
+
+# ---- what training reaches
+
+
+@pytest.mark.usefixtures("double")
+def test_training_reaches_the_expected_conditional_entropy():
+    """min_q -E log q(z | y) is H(z | y), for a linear-Gaussian model the same at all y. The simulations of the
+    comparison serve the exact posterior too, so their error is that of the KL divergence, about 0.002 nats."""
+    optim, steps = functools.partial(torch.optim.Adam, lr=0.05), 900
+    scheduler = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=steps)
+    guide = AutoNaMIGuide(COLLIDER, hidden_features=())
+    compilation = InferenceCompilation(
+        COLLIDER, guide, optim, batch_size=200, scheduler=scheduler, clip_norm=20.0
+    )
+    history = compilation.fit(steps, ZERO, progress=False)
+    assert history.simulations == 200 * steps and history.skipped == 0 and len(history.losses) == steps
+    covariance = COLLIDER.posterior(0.0)[1]
+    entropy = 0.5 * torch.logdet(2 * math.pi * math.e * covariance).item()
+    draws = Simulator(COLLIDER, ZERO).draw(10_000)
+    with torch.no_grad():
+        losses = CompilationLoss(guide)(draws, ZERO, {})
+    mean = draws.observed["d"].unsqueeze(-1) * COLLIDER.posterior(1.0)[0]
+    values = torch.stack([draws.latents[name] for name in COLLIDER.latent], -1)
+    exact = -torch.distributions.MultivariateNormal(mean, covariance).log_prob(values)
+    gap = losses - exact
+    assert gap.std() / 100 < 3e-3
+    assert -0.01 < gap.mean() < 0.02
+    assert abs(compilation.evaluate_loss(*ZERO, num=10_000) - entropy) < 0.02 + 5 * losses.std() / 100
+
+
+@pytest.mark.usefixtures("double")
+def test_a_guide_trained_over_sizes_is_right_at_each():
+    guide = AutoNaMIGuide(sized, observed=["y"], hidden_features=())
+    compilation = compiled(sized, guide=guide, batch_size=100)
+
+    def arguments(step):
+        return (2 + int(torch.randint(10, ())),), {}
+
+    compilation.fit(400, arguments, validation=250, progress=False)
+    for size in (3, 9):
+        y = torch.linspace(0.0, 2.0, size)
+        mean, sd = conjugate_normal_posterior(y)
+        with torch.no_grad(), pyro.plate("draws", 4000, dim=-2):
+            draws = guide(size, observations={"y": y})["mu"]
+        assert abs(draws.mean() - mean) < 0.25 * sd and abs(draws.std() / sd - 1) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("optim", "options"),
+    [
+        (Adam, {}),
+        (Adam, {"clip_norm": 1e-3}),
+        (Adam, {"scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)}),
+        (pyro.optim.ClippedAdam({"lr": 0.02}), {}),
+        (
+            pyro.optim.ExponentialLR(
+                {"optimizer": torch.optim.SGD, "optim_args": {"lr": 1e-3}, "gamma": 0.5}
+            ),
+            {},
+        ),
+    ],
+    ids=["torch", "clipped", "scheduled", "Pyro", "Pyro scheduled"],
+)
+def test_optimizers_of_torch_and_pyro_move_the_weights(optim, options):
+    compilation = compiled(optim=optim, **options)
+    compilation.step(*ZERO)
+    before = weights(compilation.guide)
+    assert math.isfinite(compilation.step(*ZERO)) and not torch.equal(weights(compilation.guide), before)
+    assert len(compilation.history.losses) == 2
+
+
+def test_schedules_step_once_a_step_and_plateaus_once_a_validation():
+    rates = []
+
+    class Recorder:
+        def log(self, name, value, step):
+            if name == "loss":
+                rates.append(compilation._optimization.torch.param_groups[0]["lr"])
+
+    halving = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    compilation = compiled(scheduler=halving)
+    compilation.fit(4, ZERO, progress=False, tracker=Recorder())
+    assert rates == pytest.approx([0.02, 0.01, 0.01, 0.005])
+    plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=1e9)
+    rates.clear()
+    compilation = compiled(scheduler=plateau)
+    compilation.fit(6, ZERO, progress=False, tracker=Recorder(), validation=20, validate_every=2)
+    assert rates == pytest.approx([2e-2, 2e-2, 2e-3, 2e-3, 2e-4, 2e-4])
+
+
+@pytest.mark.usefixtures("double")
+def test_the_gradient_is_clipped():
+    """SGD moves by the learning rate times the clipped gradient."""
+    compilation = compiled(optim=functools.partial(torch.optim.SGD, lr=1.0), clip_norm=0.01)
+    compilation.evaluate_loss(*ZERO, num=1)
+    before = weights(compilation.guide)
+    compilation.step(*ZERO)
+    assert (weights(compilation.guide) - before).norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+# ---- guides without a density
+
+
+@pytest.mark.usefixtures("double")
+def test_replayed_guides_have_the_same_loss_as_dense_ones():
+    y, guide = torch.zeros(6), AutoNaMIGuide(conjugate_normal)
+    guide(y)
+    scatter(guide, 0.1)
+    draws = Simulator(conjugate_normal, (y,)).draw(9)
+    replayed = CompilationLoss(lambda *args, **kwargs: guide(*args, **kwargs))(draws, (y,), {})
+    assert torch.allclose(CompilationLoss(guide)(draws, (y,), {}), replayed, rtol=1e-10)
+    assert site_log_probs(guide, draws, (y,), {}).keys() == {"mu"}
+
+
+@pytest.mark.usefixtures("double")
+def test_a_hand_written_guide_reaches_the_exact_posterior():
+    def guide(size, observations):
+        slope = pyro.param("slope", torch.tensor(0.0))
+        scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
+        pyro.sample("mu", dist.Normal(slope * observations["y"].mean(-1, keepdim=True), scale))
+
+    compilation = InferenceCompilation(sized, guide, Adam, batch_size=100, observed=["y"])
+    compilation.fit(300, (6,), progress=False)
+    precision = 1 / 4 + 6
+    assert abs(pyro.param("slope").item() - 6 / precision) < 0.05
+    assert abs(pyro.param("scale").item() - precision**-0.5) < 0.04
+
+
+def normal(name, shape=()):
+    return pyro.sample(name, dist.Normal(torch.zeros(shape), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("guide", "match"),
+    [
+        (lambda y, observations: None, "it lacks 'a'"),
+        (lambda y, observations: [normal("a"), normal("b")], "it has 'b' as well"),
+        (lambda y, observations: normal("a", (3, 1)), r"plate of 16 draws; at site 'a' .* shape \(3, 16\)"),
+    ],
+)
+def test_guides_that_do_not_fit_are_named(guide, match):
+    def model(y):
+        pyro.sample("y", dist.Normal(pyro.sample("a", dist.Normal(0.0, 1.0)), 1.0), obs=y)
+
+    with pytest.raises(ValueError, match=match):
+        InferenceCompilation(model, guide, Adam, batch_size=5).step(*ZERO)
+
+
+def test_a_guide_that_takes_no_observations_is_an_error():
+    def guide(y=None):
+        pyro.sample("mu", dist.Normal(pyro.param("shift", torch.tensor(0.0)), 1.0))
+
+    with pytest.raises(TypeError, match="takes observations=.*; got guide, which does not"):
+        InferenceCompilation(sized, guide, Adam, batch_size=5, observed=["y"]).step()
+
+
+def test_a_guide_without_parameters_is_an_error():
+    def guide(observations):
+        pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
+
+    with pytest.raises(ValueError, match="guide with parameters"):
+        InferenceCompilation(sized, guide, Adam, batch_size=5, observed=["y"]).step()
+
+
+def test_a_guide_may_say_itself_what_it_conditions_on():
+    class Guide(AutoNaMIGuide):
+        observed = ("y",)
+
+    compilation = InferenceCompilation(sized, Guide(sized, observed=["y"]), Adam, batch_size=5)
+    assert math.isfinite(compilation.step()) and compilation._simulator.observed == ("y",)
+
+
+def test_observations_among_the_arguments_are_those_of_the_model_alone():
+    """The guide gets the simulated ones."""
+    guide = AutoNaMIGuide(with_observations)
+    compilation = InferenceCompilation(with_observations, guide, Adam, batch_size=5)
+    assert math.isfinite(compilation.step(observations={"y": torch.zeros(6)}))
+
+
+def with_observations(observations):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", 6):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=observations["y"])
+
+
+# ---- validation, offline data, workers, trackers
+
+
+class Recorder:
+    def __init__(self):
+        self.logged = []
+
+    def log(self, name, value, step):
+        self.logged.append((name, value, step))
+
+    def figure(self, name, figure, step):
+        raise AssertionError("training draws no figures")
+
+
+def test_the_tracker_gets_losses_and_validation_losses():
+    recorder = Recorder()
+    history = compiled().fit(5, ZERO, progress=False, validation=30, validate_every=2, tracker=recorder)
+    assert [(n, s) for n, _, s in recorder.logged if n == "loss"] == [("loss", s) for s in range(1, 6)]
+    assert [value for name, value, _ in recorder.logged if name == "loss"] == history.losses
+    assert [(s, v) for n, v, s in recorder.logged if n == "validation_loss"] == history.validation
+    assert [step for step, _ in history.validation] == [2, 4, 5]
+
+
+@pytest.mark.usefixtures("double")
+def test_patience_ends_training():
+    """At a learning rate at which the loss soon goes up and down."""
+    compilation = compiled(optim=functools.partial(torch.optim.SGD, lr=0.2), clip_norm=1.0, batch_size=50)
+    history = compilation.fit(200, ZERO, progress=False, validation=400, validate_every=1, patience=5)
+    assert len(history.losses) < 200 and history.validations_since_best() == 5
+    assert history.best_step == len(history.losses) - 5
+    losses = dict(history.validation)
+    assert losses[history.best_step] == min(losses.values()) < losses[len(history.losses)]
+
+
+@pytest.mark.usefixtures("double")
+def test_the_guide_ends_with_the_weights_of_the_best_validation():
+    compilation = compiled(optim=functools.partial(torch.optim.SGD, lr=0.2), clip_norm=1.0, batch_size=50)
+    batches = [Simulator(CHAIN, ZERO).draw(300)]
+    history = compilation.fit(40, ZERO, progress=False, validation=batches, validate_every=1)
+    assert history.best_step < 40
+    with torch.no_grad():
+        loss = CompilationLoss(compilation.guide)(batches[0], ZERO, {}).mean().item()
+    assert loss == pytest.approx(dict(history.validation)[history.best_step], rel=1e-12)
+
+
+@pytest.mark.usefixtures("double")
+def test_offline_simulations_are_read_again_and_an_iterator_once():
+    simulator = Simulator(CHAIN, ZERO)
+    batches = [simulator.draw(10) for _ in range(3)]
+    as_mapping = [{**draws.latents, **draws.observed} for draws in batches]
+    losses = []
+    for data in (batches, as_mapping):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(3)
+        losses.append(compiled().fit(7, ZERO, data=data, progress=False).losses)
+    assert len(losses[0]) == 7 and losses[0] == losses[1]
+    history = compiled().fit(7, ZERO, data=iter(batches), progress=False)
+    assert len(history.losses) == 3 and history.simulations == 30
+
+
+def test_a_shuffling_loader_is_data():
+    draws = Simulator(CHAIN, ZERO).draw(40)
+    rows = [{name: v[i] for name, v in {**draws.latents, **draws.observed}.items()} for i in range(40)]
+    history = compiled().fit(6, ZERO, data=DataLoader(rows, batch_size=10, shuffle=True), progress=False)
+    assert len(history.losses) == 6 and history.simulations == 60
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "match"),
+    [
+        ([], ValueError, "batches of simulations in data; got none"),
+        ([3.0], TypeError, "JointDraws or mappings"),
+        ([{"a": torch.zeros(3)}], ValueError, "none for 'b'"),
+        (
+            [{name: torch.zeros(3 + (name == "y")) for name in "abcy"}],
+            ValueError,
+            "values of site 'y' of shape",
+        ),
+    ],
+)
+def test_bad_offline_data_are_named(data, error, match):
+    with pytest.raises(error, match=match):
+        compiled().fit(2, ZERO, data=data, progress=False)
+
+
+def test_workers_simulate_ahead_from_a_seed_a_step():
+    """Two workers and one give the same losses; they are fresh at every step."""
+    losses = []
+    for workers in (1, 2):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(5)
+        guide = AutoNaMIGuide(by_if)
+        compilation = InferenceCompilation(by_if, guide, Adam, batch_size=8)
+        with pytest.warns(UserWarning, match="one vectorized run"):
+            losses.append(compilation.fit(5, HALF, num_workers=workers, progress=False).losses)
+    assert losses[0] == losses[1] and len(set(losses[0])) == 5
+
+
+def test_a_model_that_cannot_be_vectorized_is_said_once():
+    compilation = InferenceCompilation(by_if, AutoNaMIGuide(by_if), Adam, batch_size=8)
+    with pytest.warns(UserWarning, match="one vectorized run") as caught:
+        compilation.step(*HALF)
+        compilation.fit(2, HALF, progress=False)
+    assert len([w for w in caught if "one vectorized run" in str(w.message)]) == 1
+
+
+def test_what_wraps_the_loss_is_used():
+    """As `DistributedDataParallel` would be."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module, self.calls = module, 0
+            self.count = len(list(module.parameters()))
+
+        def forward(self, *inputs):
+            self.calls += 1
+            return self.module(*inputs)
+
+    compilation = compiled(steps=3, wrap=Wrapper)
+    assert compilation._loss.calls == 3
+    assert compilation._loss.count == len(list(compilation.guide.parameters())) > 0
+
+
+# ---- bad simulations, bad losses, parameters of the model
+
+
+def leaky(share):
+    """Its data are NaN in a share of the simulations."""
+
+    def model(y=None):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        u = pyro.sample("u", dist.Uniform(0.0, 1.0))
+        pyro.sample("y", dist.Normal(torch.where(u < share, torch.nan, a), 1.0), obs=y)
+
+    return model
+
+
+def test_simulations_that_are_not_finite_are_skipped_and_counted():
+    model = leaky(0.03)
+    compilation = compiled(model, (), batch_size=50)
+    left_out = r"of 1000 simulations are not finite, at 'y' \(\d+\); they were left out"
+    with pytest.warns(UserWarning, match="Held out: 1 of 100 "), pytest.warns(UserWarning, match=left_out):
+        history = compilation.fit(20, progress=False, validation=100)
+    assert 5 < history.skipped < 70 and history.non_finite == {"y": history.skipped}
+    assert torch.tensor(history.losses).isfinite().all() and weights(compilation.guide).isfinite().all()
+
+
+def test_too_many_that_are_not_finite_are_an_error_that_names_the_site():
+    compilation = compiled(leaky(0.4), (), batch_size=10)
+    with pytest.raises(ValueError, match=r"at most 10% of the simulations.* are not finite, at 'y'"):
+        compilation.fit(50, progress=False)
+    assert 100 <= compilation.history.simulations <= 150
+
+
+def test_held_out_simulations_that_are_not_finite_are_told_and_judged_alike():
+    compilation = compiled(leaky(0.03), (), batch_size=50)
+    with pytest.warns(UserWarning, match=r"Held out: \d+ of 2000 simulations are not finite, at 'y'"):
+        assert math.isfinite(compilation.evaluate_loss(num=2000))
+    with pytest.raises(ValueError, match=r"at most 10% of the simulations.* are not finite, at 'y'"):
+        compiled(leaky(0.4), (), batch_size=50).evaluate_loss(num=200)
+
+
+def test_a_batch_without_a_finite_simulation_moves_nothing():
+    bad = Simulator(CHAIN, ZERO).draw(8)._replace(observed={"y": torch.full((8,), torch.nan)})
+    compilation = compiled()
+    compilation.evaluate_loss(*ZERO, num=1)
+    before = weights(compilation.guide)
+    with pytest.warns(UserWarning, match="16 of 16 simulations are not finite"):
+        history = compilation.fit(2, ZERO, data=[bad], progress=False)
+    assert all(map(math.isnan, history.losses)) and history.skipped == 16
+    assert torch.equal(weights(compilation.guide), before)
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.usefixtures("double")
+def test_a_loss_that_is_not_finite_names_the_site_and_keeps_the_last_good_weights(kind):
+    """'b' alone has a density of infinity, or a gradient of NaN, when the observation is large."""
+
+    def guide(observations):
+        y, shift = observations["y"], pyro.param("shift", torch.tensor(0.1))
+        pyro.sample("a", dist.Normal(shift, 1.0))
+        if kind == "loss":
+            scale = torch.where(y > 100, torch.inf, 1.0) * pyro.param("scale", torch.tensor(1.0))
+        else:
+            scale = 1.0 + (0 * shift + (y < 100)).sqrt()
+        pyro.sample("b", dist.Normal(shift, scale))
+
+    def model(y=None):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(pyro.sample("b", dist.Normal(a, 1.0)), 1.0), obs=y)
+
+    good = Simulator(model, observed=["y"]).draw(4)
+    bad = good._replace(observed={"y": torch.full((4,), 1e3)})
+    compilation = InferenceCompilation(model, guide, Adam, batch_size=4, observed=["y"])
+    with pytest.raises(ValueError, match=r"in step 3 .* not finite at 'b' \(values up to") as caught:
+        compilation.fit(5, data=[good, good, bad], progress=False)
+    assert "'a'" not in str(caught.value)
+    assert all(value.isfinite().all() for value in pyro.get_param_store().values())
+    assert pyro.param("shift").item() != 0.1 and len(compilation.history.losses) == 2
+
+
+def test_a_sum_that_overflows_names_the_site_with_the_largest_loss():
+    def guide(observations):
+        far = observations["y"] > 100
+        pyro.sample(
+            "a", dist.Delta(pyro.param("a0", torch.tensor(0.0)).detach() * far, torch.where(far, -2e38, 0.0))
+        )
+        shift = pyro.param("shift", torch.tensor(0.1))
+        pyro.sample("b", dist.Normal(shift, 1.0).mask(~far))
+        pyro.sample("c", dist.Delta(0.0 * far, torch.where(far, -3e38, 0.0)))
+
+    def model(y=None):
+        a, c = (pyro.sample(name, dist.Delta(torch.tensor(0.0))) for name in "ac")
+        pyro.sample("y", dist.Normal(a + c + pyro.sample("b", dist.Normal(0.0, 1.0)), 1.0), obs=y)
+
+    good = Simulator(model, observed=["y"]).draw(4)
+    bad = good._replace(observed={"y": torch.full((4,), 1e3)})
+    compilation = InferenceCompilation(model, guide, Adam, batch_size=4, observed=["y"])
+    with pytest.raises(ValueError, match=r"not finite at no single site \(the largest loss is that of 'c'\)"):
+        compilation.fit(5, data=[good, bad], progress=False)
+
+
+@pytest.mark.parametrize("scale", [3e38, 1.0])
+def test_simulations_far_out_but_finite_are_kept(scale):
+    draws = Simulator(CHAIN, ZERO).draw(8)
+    kept, counts = draws._replace(observed={"y": scale * draws.observed["y"].sign()}).finite()
+    assert kept.num == 8 and counts == {}
+
+
+@pytest.mark.usefixtures("double")
+def test_weights_that_blow_up_go_back_to_the_last_finite_ones():
+    compilation = compiled(optim=functools.partial(torch.optim.SGD, lr=1e308))
+    compilation.evaluate_loss(*ZERO, num=1)
+    before = weights(compilation.guide)
+    with pytest.raises(ValueError, match=r"not finite at '[abc]'"):
+        compilation.fit(5, ZERO, progress=False)
+    assert torch.equal(weights(compilation.guide), before)
+
+
+def test_parameters_of_the_model_are_left_alone():
+    def model(y=None):
+        scale = pyro.param("scale", torch.tensor(2.0), constraint=dist.constraints.positive)
+        a = pyro.sample("a", dist.Normal(0.0, scale))
+        pyro.sample("y", dist.Normal(a, 1.0), obs=y)
+
+    compilation = compiled(model, ())
+    with pytest.warns(UserWarning, match="trainable parameters, 'scale'") as caught:
+        compilation.fit(3, progress=False)
+        compilation.step()
+    assert len(caught) == 1
+    scale = pyro.param("scale")
+    assert scale.item() == pytest.approx(2.0) and scale.unconstrained().grad is None
+
+
+# ---- bad options
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size to be a positive number; got 0"),
+        ({"optim": 3}, TypeError, "got int"),
+        ({"optim": torch.optim.Adam([torch.zeros(1)])}, TypeError, "lambda params"),
+        ({"scheduler": 3}, TypeError, "scheduler as a function"),
+        (
+            {"optim": pyro.optim.Adam({"lr": 0.1}), "scheduler": len},
+            TypeError,
+            "Pyro's schedulers are optimizers",
+        ),
+        ({"clip_norm": 0.0}, ValueError, "clip_norm > 0; got 0.0"),
+    ],
+)
+def test_bad_options(options, error, match):
+    with pytest.raises(error, match=match):
+        InferenceCompilation(CHAIN, None, **{"optim": Adam, "batch_size": 5, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"steps": 0}, "steps to be"),
+        ({"patience": 3}, "validation with patience"),
+        ({"validation": 0}, "validation to"),
+    ],
+)
+def test_bad_options_of_fit(options, match):
+    with pytest.raises(ValueError, match=match):
+        compiled().fit(**{"steps": 2, "args": ZERO, "progress": False, **options})
+
+
+@pytest.mark.cuda
+def test_training_follows_the_models_device():
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros((), device=y.device), 2.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    y = torch.zeros(6, device="cuda")
+    compilation = InferenceCompilation(model, AutoNaMIGuide(model), Adam, batch_size=50)
+    history = compilation.fit(50, (y,), validation=100, progress=False)
+    assert history.losses[-1] < history.losses[0] and weights(compilation.guide).is_cuda
+    host = [{"mu": torch.zeros(10, 1), "y": torch.zeros(10, 6)}]
+    assert compilation.fit(52, (y,), data=host, progress=False).losses

@@ -1,0 +1,640 @@
+"""Weights and evidence against conjugate models, quadrature, and Pyro's own importance samplers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import warnings
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import (
+    conjugate_normal,
+    conjugate_normal_evidence,
+    conjugate_normal_posterior,
+    eight_schools,
+    eight_schools_data,
+    nested,
+    with_factor,
+)
+from pyro import poutine
+from pyro.infer import SVI, Importance, Trace_ELBO
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoLaplaceApproximation,
+    AutoMultivariateNormal,
+    AutoNormal,
+    AutoNormalMessenger,
+)
+from pyro.infer.importance import vectorized_importance_weights
+from pyro.optim import ClippedAdam
+
+from pyro_nami import AutoNaMIGuide
+from pyro_nami.inference.importance import importance_sample
+
+Y = [0.3, -1.2, 2.0, 0.7]
+DATA_SETS = [[0.3, -1.2, 2.0, 0.7], [1.0, 1.5, 0.5, 2.5], [-4.0, -3.0, -3.5, -2.0]]
+EIGHT_SCHOOLS = -31.3113  # nats, by quadrature
+
+
+def exact_guide(y, observations=None):
+    """The exact posterior of `conjugate_normal`, for data sets of any batch dims."""
+    y = (observations or {}).get("y", y)
+    precision = 1 / 4 + y.shape[-1]
+    pyro.sample("mu", dist.Normal(y.sum(-1, keepdim=y.dim() > 1) / precision, precision**-0.5))
+
+
+def prior_guide(y):
+    pyro.sample("mu", dist.Normal(0.0, 2.0))
+
+
+def normal(mu, sd):
+    """A guide of `conjugate_normal` with one normal."""
+
+    def guide(y):
+        pyro.sample("mu", dist.Normal(mu, sd))
+
+    return guide
+
+
+@pytest.fixture
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# ---- exact answers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_exact_guide_gives_constant_weights_and_the_exact_evidence(dtype, no_warnings):
+    y = torch.tensor(Y, dtype=dtype)
+    torch.set_default_dtype(dtype)
+    draws = importance_sample(conjugate_normal, exact_guide, y, num_samples=1000)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert float(draws.log_evidence) == pytest.approx(conjugate_normal_evidence(y), abs=tolerance)
+    assert float(draws.log_weights.std()) < tolerance and float(draws.log_evidence_error) < tolerance
+    assert float(draws.effective_sample_size) == pytest.approx(1000, rel=1e-4) and float(draws.pareto_k) < 0.5
+    assert draws.log_weights.dtype == dtype and draws.samples["mu"].shape == (1000,)
+    mean, sd = conjugate_normal_posterior(y)
+    assert float(draws.mean("mu")) == pytest.approx(mean, abs=4 * sd / math.sqrt(1000))
+    assert float(draws.std("mu")) == pytest.approx(sd, rel=4 / math.sqrt(2000))
+
+
+def test_exact_guide_on_a_batch_of_data_sets(double, no_warnings):
+    y = torch.tensor(DATA_SETS)
+    draws = importance_sample(
+        conjugate_normal, exact_guide, torch.zeros(4), num_samples=500, observations={"y": y}
+    )
+    assert draws.log_weights.shape == (500, 3) and draws.samples["mu"].shape == (500, 3)
+    exact = torch.tensor([conjugate_normal_evidence(row) for row in y])
+    torch.testing.assert_close(draws.log_weights, exact.expand(500, 3))
+    posterior = torch.tensor([conjugate_normal_posterior(row) for row in y])
+    assert ((draws.mean("mu") - posterior[:, 0]).abs() < 4 * posterior[:, 1] / math.sqrt(500)).all()
+
+
+def test_prior_as_proposal_is_within_its_standard_errors():
+    y = torch.tensor(DATA_SETS)
+    draws = importance_sample(
+        conjugate_normal, prior_guide, torch.zeros(4), num_samples=20_000, observations={"y": y}
+    )
+    exact = torch.tensor([conjugate_normal_evidence(row) for row in y])
+    assert (draws.log_evidence_error < 0.1).all() and (draws.log_evidence_error > 1e-3).all()
+    assert ((draws.log_evidence - exact).abs() < 4 * draws.log_evidence_error).all()
+    posterior = torch.tensor([conjugate_normal_posterior(row) for row in y])
+    error = posterior[:, 1] / draws.effective_sample_size.sqrt()
+    assert ((draws.mean("mu") - posterior[:, 0]).abs() < 4 * error).all()
+
+
+def test_a_latent_that_is_given_is_data(double):
+    y, mu = torch.tensor(Y), torch.tensor([0.5, 1.5])
+    draws = importance_sample(conjugate_normal, lambda y: None, y, num_samples=3, observations={"mu": mu})
+    joint = dist.Normal(0.0, 2.0).log_prob(mu) + dist.Normal(mu, 1.0).log_prob(y[:, None]).sum(0)
+    torch.testing.assert_close(draws.log_weights, joint.expand(3, 2))
+
+
+# ---- the same weights as Pyro's
+
+
+def masked_and_scaled(y):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", len(y)), poutine.mask(mask=y > 0), poutine.scale(scale=3.0):
+        z = pyro.sample("z", dist.Normal(mu, 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+    pyro.deterministic("twice", 2 * mu)
+
+
+def masked_guide(y):
+    pyro.sample("mu", dist.Normal(0.5, 1.0))
+    with pyro.plate("data", len(y)), poutine.mask(mask=y > 0), poutine.scale(scale=3.0):
+        pyro.sample("z", dist.Normal(y, 1.5))
+
+
+def nested_guide(y):
+    top = pyro.sample("top", dist.Normal(0.1, 0.8))
+    with pyro.plate("groups", y.shape[0], dim=-2):
+        group = pyro.sample("group", dist.Normal(top, 0.9))
+        with pyro.plate("members", y.shape[1], dim=-1):
+            pyro.sample("member", dist.Normal(group, 0.7))
+
+
+def factor_guide(y):
+    a = pyro.sample("a", dist.Normal(0.1, 0.8))
+    pyro.sample("b", dist.Normal(a, 0.9))
+
+
+PAIRS = {
+    "masked": (masked_and_scaled, masked_guide, torch.tensor(Y), 1),
+    "nested": (nested, nested_guide, torch.arange(12.0).reshape(3, 4) / 6, 2),
+    "factor": (with_factor, factor_guide, torch.tensor(0.4), 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The importance weights")
+@pytest.mark.parametrize("chunk_size", [None, 7])
+@pytest.mark.parametrize("name", PAIRS)
+def test_weights_are_those_of_pyros_importance(name, chunk_size):
+    model, guide, y, _ = PAIRS[name]
+    draws = importance_sample(model, guide, y, num_samples=25, chunk_size=chunk_size)
+    count = itertools.count()
+
+    def scripted(y):
+        trace, index = poutine.Trace(), next(count)
+        for site, value in draws.samples.items():
+            trace.add_node(site, name=site, type="sample", is_observed=False, value=value[index], infer={})
+        return poutine.replay(guide, trace=trace)(y)
+
+    theirs = Importance(model, scripted, num_samples=25).run(y)
+    torch.testing.assert_close(draws.log_weights, torch.stack(theirs.log_weights), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(draws.log_evidence, theirs.get_log_normalizer(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(draws.effective_sample_size, theirs.get_ESS(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The importance weights")
+@pytest.mark.parametrize("name", PAIRS)
+def test_weights_are_those_of_vectorized_importance_weights(name):
+    model, guide, y, nesting = PAIRS[name]
+
+    def seeded(y):
+        torch.manual_seed(3)
+        return guide(y)
+
+    draws = importance_sample(model, seeded, y, num_samples=25)
+    theirs = vectorized_importance_weights(model, seeded, y, num_samples=25, max_plate_nesting=nesting)[0]
+    torch.testing.assert_close(draws.log_weights, theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [AutoNormal, AutoMultivariateNormal, AutoNormalMessenger])
+def test_pyros_own_guides_serve_as_proposals(make):
+    y = torch.tensor(Y)
+    guide = make(conjugate_normal)
+    svi = SVI(conjugate_normal, guide, ClippedAdam({"lr": 0.05}), Trace_ELBO())
+    for _ in range(200):
+        svi.step(y)
+    draws = importance_sample(conjugate_normal, guide, y, num_samples=2000)
+    assert float(draws.log_evidence_error) < 0.05
+    error = 4 * float(draws.log_evidence_error) + 1e-4
+    assert float(draws.log_evidence) == pytest.approx(conjugate_normal_evidence(y), abs=error)
+
+
+# ---- amortized guides and batches
+
+
+@pytest.fixture(scope="module")
+def schools_guide():
+    """An `AutoNaMIGuide` of eight schools after some hundred steps."""
+    store = pyro.get_param_store().get_state()
+    pyro.clear_param_store()
+    pyro.set_rng_seed(1)
+    guide = AutoNaMIGuide(eight_schools)
+    steps = 600
+    optim = ClippedAdam({"lr": 0.05, "lrd": 0.02 ** (1 / steps)})
+    svi = SVI(eight_schools, guide, optim, Trace_ELBO(num_particles=32, vectorize_particles=True))
+    for _ in range(steps):
+        svi.step(*eight_schools_data())
+    pyro.get_param_store().set_state(store)
+    return guide
+
+
+def test_trained_guide_gives_the_evidence_of_eight_schools(schools_guide):
+    draws = importance_sample(eight_schools, schools_guide, *eight_schools_data(), num_samples=10_000)
+    assert float(draws.effective_sample_size) > 9000 and float(draws.pareto_k) < 0.7
+    # k-hat is near 0.5, where the sd of the weights is itself uncertain: 5 standard errors.
+    error = 5 * float(draws.log_evidence_error)
+    assert float(draws.log_evidence) == pytest.approx(EIGHT_SCHOOLS, abs=error) and error < 0.05
+    # Stan's reference draws: 4.41 (3.31), 3.60 (3.20).
+    assert float(draws.mean("mu")) == pytest.approx(4.41, abs=0.25)
+    assert float(draws.mean("tau")) == pytest.approx(3.60, abs=0.25)
+    assert float(draws.std("mu")) == pytest.approx(3.31, abs=0.25)
+    assert float(draws.std("tau")) == pytest.approx(3.20, abs=0.35)
+
+
+@pytest.mark.filterwarnings("ignore:The importance weights")
+def test_a_batch_of_data_sets_has_the_weights_of_each_alone():
+    """With networks that read the data: those of a guide trained on one data set are for that one."""
+    y, sigma = eight_schools_data()
+    schools_guide = AutoNaMIGuide(eight_schools, refine=None)
+    batch = torch.stack([y, -y, y.flip(0)])
+    draws = importance_sample(
+        eight_schools, schools_guide, y, sigma, num_samples=40, observations={"y": batch}, chunk_size=16
+    )
+    assert draws.samples["theta"].shape == (40, 3, 8) and draws.log_weights.shape == (40, 3)
+    for index, row in enumerate(batch):
+        values = {name: value[:, index] for name, value in draws.samples.items()}
+        log_q = schools_guide.log_prob(values, row, sigma)
+        mu, tau, theta = (values[name] for name in ("mu", "tau", "theta"))
+        log_p = dist.Normal(0.0, 5.0).log_prob(mu) + dist.HalfCauchy(5.0).log_prob(tau)
+        log_p = log_p + dist.Normal(mu[:, None], tau[:, None]).log_prob(theta).sum(-1)
+        log_p = log_p + dist.Normal(theta, sigma).log_prob(row).sum(-1)
+        torch.testing.assert_close(draws.log_weights[:, index], log_p - log_q, rtol=1e-4, atol=1e-3)
+
+
+def test_observations_in_place_of_the_models_own_data(schools_guide):
+    y, sigma = eight_schools_data()
+    direct = importance_sample(eight_schools, schools_guide, y, sigma, num_samples=4000)
+    given = importance_sample(
+        eight_schools, schools_guide, torch.zeros(8), sigma, num_samples=4000, observations={"y": y}
+    )
+    assert given.log_weights.shape == (4000,)
+    error = math.hypot(float(direct.log_evidence_error), float(given.log_evidence_error))
+    assert float(direct.log_evidence) == pytest.approx(float(given.log_evidence), abs=4 * error)
+
+
+@pytest.mark.filterwarnings("ignore:The importance weights")
+def test_observations_with_all_plate_dims_and_shared_ones(double):
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("s", dist.Normal(z, 1.0), obs=torch.tensor(0.0))
+        with pyro.plate("rows", 2, dim=-2):
+            pyro.sample("r", dist.Normal(z, 1.0), obs=torch.zeros(2, 1))
+            with pyro.plate("columns", 3, dim=-1):
+                pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(2, 3))
+
+    def guide():
+        pyro.sample("z", dist.Normal(0.5, 1.0))
+
+    s, r, x = torch.randn(5), torch.randn(5, 2, 1), torch.randn(2, 3)
+    narrow = importance_sample(model, guide, num_samples=6, observations={"s": s, "r": r, "x": x})
+    z = narrow.samples["z"]
+    assert z.shape == (6, 5)
+    unit = dist.Normal(0.0, 1.0)
+    expected = unit.log_prob(z) + unit.log_prob(s - z) + unit.log_prob(r[..., 0] - z[..., None]).sum(-1)
+    expected = expected + unit.log_prob(x - z[..., None, None]).sum((-1, -2)) - unit.log_prob(z - 0.5)
+    torch.testing.assert_close(narrow.log_weights, expected)
+    wide = importance_sample(
+        model, guide, num_samples=6, observations={"s": s.reshape(5, 1, 1), "r": r.tolist(), "x": x}
+    )
+    assert wide.log_weights.shape == (6, 5)
+
+
+def test_models_and_guides_in_the_manner_of_csis_get_observations_themselves(double):
+    def model(observations):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=observations["x"])
+
+    def guide(observations):
+        pyro.sample("z", dist.Normal(observations["x"] / 2, 0.5**0.5))
+
+    x = torch.tensor([1.0, -2.0])
+    draws = importance_sample(model, guide, num_samples=50, observations={"x": x})
+    exact = dist.Normal(0.0, 2**0.5).log_prob(x)
+    torch.testing.assert_close(draws.log_weights, exact.expand(50, 2))
+
+
+def test_an_improper_prior_is_sampled_by_the_guide(double):
+    def model():
+        z = pyro.sample("z", dist.ImproperUniform(dist.constraints.real, (), ()))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.0))
+
+    def guide(observations):
+        pyro.sample("z", dist.Normal(observations["x"], 1.0))
+
+    draws = importance_sample(model, guide, num_samples=30, observations={"x": torch.tensor([1.0, 7.0])})
+    torch.testing.assert_close(draws.log_weights, torch.zeros(30, 2))
+
+
+def test_plates_name_the_dims_of_arviz():
+    pytest.importorskip("arviz")
+    draws = importance_sample(nested, nested_guide, torch.zeros(3, 4), num_samples=60)
+    assert draws.samples["group"].shape == (60, 3, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        posterior = draws.to_arviz()["posterior"]
+    assert posterior["group"].dims == ("chain", "draw", "groups")
+    assert posterior["member"].dims == ("chain", "draw", "groups", "members")
+
+
+# ---- chunks, and runs one by one
+
+
+def counted(guide):
+    def run(*args, **kwargs):
+        run.calls += 1
+        return guide(*args, **kwargs)
+
+    run.calls = 0
+    return run
+
+
+def test_chunks_follow_the_same_law_as_one_pass():
+    y = torch.tensor(Y)
+    whole, parts = (
+        importance_sample(conjugate_normal, prior_guide, y, num_samples=5000, chunk_size=size)
+        for size in (None, 600)
+    )
+    assert parts.log_weights.shape == (5000,) and len(parts.samples["mu"].unique()) > 4900
+    error = math.hypot(float(whole.log_evidence_error), float(parts.log_evidence_error))
+    assert float(whole.log_evidence) == pytest.approx(float(parts.log_evidence), abs=4 * error)
+
+
+@pytest.mark.parametrize(("chunk_size", "chunks"), [(None, 1), (10, 3), (25, 1), (1000, 1)])
+def test_a_chunk_is_one_run_of_the_guide(chunk_size, chunks):
+    guide, model = counted(exact_guide), counted(conjugate_normal)
+    importance_sample(model, guide, torch.tensor(Y), num_samples=25, chunk_size=chunk_size)
+    assert guide.calls == model.calls == 1 + chunks + 2  # shapes, chunks, and two single runs as a check
+
+
+def test_the_default_chunk_is_made_for_the_number_of_elements(monkeypatch):
+    monkeypatch.setattr("pyro_nami.inference.importance._ELEMENTS", 120)
+    guide = counted(exact_guide)  # 6 elements a draw and data set: mu in both, and y in four parts
+    data = {"y": torch.tensor(DATA_SETS[:2])}
+    importance_sample(conjugate_normal, guide, torch.zeros(4), num_samples=25, observations=data)
+    assert guide.calls == 1 + 3 + 2
+
+
+def branching(y):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0 if mu < 100 else 2.0), obs=y)
+
+
+def summing(y):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mu.sum(), 1.0), obs=y)
+
+
+def indexing(y):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0).expand([1]).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mu[0], 1.0), obs=y)
+
+
+def indexing_guide(y):
+    pyro.sample("mu", dist.Normal(0.0, 2.0).expand([1]).to_event(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "guide", "reason"),
+    [
+        (branching, prior_guide, "RuntimeError: Boolean value"),
+        (summing, prior_guide, "the model's log density of site 'y' differs"),
+        (indexing, indexing_guide, "site 'y'|RuntimeError|ValueError"),
+    ],
+    ids=["branching", "summing", "indexing"],
+)
+def test_what_cannot_be_vectorized_runs_one_by_one_and_says_so_once(model, guide, reason):
+    y = torch.tensor(Y)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        draws = importance_sample(model, guide, y, num_samples=400, chunk_size=150)
+    messages = [str(entry.message) for entry in caught if "one by one" in str(entry.message)]
+    assert len(messages) == 1 and re.search(reason, messages[0])
+    assert caught[0].filename == __file__
+    assert draws.log_weights.shape == (400,)
+    error = 4 * float(draws.log_evidence_error)
+    assert float(draws.log_evidence) == pytest.approx(conjugate_normal_evidence(y), abs=error) and error < 1
+
+
+def test_one_by_one_over_data_sets():
+    y = torch.tensor(DATA_SETS[:2])
+    with pytest.warns(UserWarning, match="one by one"):
+        draws = importance_sample(
+            branching, prior_guide, torch.zeros(4), num_samples=50, observations={"y": y}
+        )
+    mu = draws.samples["mu"]
+    assert mu.shape == (50, 2)
+    torch.testing.assert_close(draws.log_weights, dist.Normal(mu[..., None], 1.0).log_prob(y).sum(-1))
+
+
+# ---- what is left as it was
+
+
+@pytest.mark.filterwarnings("ignore:The importance weights")
+def test_nothing_is_seen_outside_and_nothing_requires_gradients(schools_guide):
+    before = {name: value.clone() for name, value in schools_guide.named_parameters()}
+    store = set(pyro.get_param_store())
+    with poutine.trace() as outer:
+        draws = importance_sample(eight_schools, schools_guide, *eight_schools_data(), num_samples=10)
+    assert not outer.trace.nodes and store <= set(pyro.get_param_store())
+    assert not draws.log_weights.requires_grad and not draws.samples["mu"].requires_grad
+    for name, value in schools_guide.named_parameters():
+        assert torch.equal(value, before[name]) and value.requires_grad
+
+
+# ---- warnings and errors
+
+
+def test_a_heavy_tail_is_warned_of_with_the_number_of_data_sets_and_advice():
+    y = torch.tensor(DATA_SETS)  # posterior means 0.4, 1.3 and -2.9; sd 0.49
+    with pytest.warns(UserWarning, match="unreliable: k-hat is above 0.7 for 1 of 3 data sets") as caught:
+        importance_sample(
+            conjugate_normal, normal(0.9, 0.6), torch.zeros(4), num_samples=2000, observations={"y": y}
+        )
+    message = str(caught[0].message)
+    assert (
+        "families='flow'" in message
+        and "Resampling cannot help" in message
+        and caught[0].filename == __file__
+    )
+
+
+def test_zero_weights_are_legal_unless_all_are_zero(double):
+    def model(low):
+        z = pyro.sample("z", dist.Uniform(low, 1.0, validate_args=False))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.0))
+
+    def guide(low):
+        pyro.sample("z", dist.Uniform(0.0, 1.0))
+
+    draws = importance_sample(model, guide, 0.5, num_samples=4000)
+    zero = draws.samples["z"] < 0.5
+    assert torch.equal(draws.log_weights == -math.inf, zero) and 0 < int(zero.sum()) < 4000
+    unit = torch.distributions.Normal(torch.zeros(()), 1.0)
+    exact = float((2 * (unit.cdf(torch.ones(())) - unit.cdf(torch.tensor(0.5)))).log())
+    assert float(draws.log_evidence) == pytest.approx(exact, abs=4 * float(draws.log_evidence_error))
+    with pytest.raises(ValueError, match="all weights are zero"):
+        importance_sample(model, guide, 0.99999999, num_samples=20)
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_nan_names_the_site_that_it_comes_from(validate):
+    def model(y, scale=1.0):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mu, scale), obs=y)
+
+    y = torch.tensor(Y)
+    with pyro.validation_enabled(validate):
+        with pytest.raises(ValueError, match="site 'mu' of the guide; got NaN"):
+            importance_sample(model, normal(torch.tensor(math.nan), 1.0), y, num_samples=20)
+        with pytest.raises(ValueError, match="site 'y' of the model; got NaN"):
+            importance_sample(
+                model, lambda y, scale: prior_guide(y), y, num_samples=20, scale=torch.tensor(math.nan)
+            )
+        with pytest.raises(ValueError, match="site 'y' of the model"):
+            y = torch.tensor([0.0, math.nan, 1.0, 2.0])
+            importance_sample(model, prior_guide, y, num_samples=20)
+
+
+def test_nan_in_some_draws_is_no_reason_to_run_one_by_one(no_warnings):
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        bad = torch.where(mu > 1.0, math.nan, 1.0)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(bad * mu, 1.0, validate_args=False), obs=y)
+
+    with (
+        pyro.validation_enabled(False),
+        pytest.raises(ValueError, match="site 'y' of the model; got NaN for"),
+    ):
+        importance_sample(model, prior_guide, torch.tensor(Y), num_samples=100)
+
+
+@pytest.mark.parametrize(
+    ("observations", "message"),
+    [
+        ({"x": torch.zeros(4)}, "model's sites, 'mu', 'y'; got one of 'x'"),
+        ({"data": torch.zeros(4)}, "got one of 'data'"),
+        ({"y": torch.zeros(5)}, r"site 'y' of shape \(4,\), or \(data sets, 4\); got \(5,\)"),
+        ({"y": torch.zeros(2, 3, 4)}, r"got \(2, 3, 4\)"),
+        ({"y": torch.tensor(1.0)}, r"got \(\)"),
+        ({"y": torch.zeros(0, 4)}, "at least one; got 0 at 'y'"),
+        ({"y": torch.zeros(2, 4), "mu": torch.zeros(3)}, "got 3 at 'mu' and 2 before it"),
+    ],
+)
+def test_observations_that_do_not_fit_are_errors(observations, message):
+    with pytest.raises(ValueError, match=message):
+        importance_sample(
+            conjugate_normal, prior_guide, torch.zeros(4), num_samples=5, observations=observations
+        )
+
+
+def test_latents_of_only_one_side_are_errors():
+    def without_data(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mu, 1.0))
+
+    def more(y):
+        prior_guide(y)
+        pyro.sample("nu", dist.Normal(0.0, 1.0))
+
+    def data_too(y):
+        prior_guide(y)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(0.0, 1.0))
+
+    def local(y):
+        with pyro.plate("data", len(y)):
+            mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    y = torch.tensor(Y)
+    for model, guide, message in [
+        (without_data, prior_guide, "it does not sample 'y'. If 'y' is data"),
+        (conjugate_normal, lambda y: None, "it does not sample 'mu'"),
+        (conjugate_normal, more, "it samples 'nu', which is none of its sites"),
+        (conjugate_normal, data_too, "it samples 'y', which is observed"),
+        (local, prior_guide, r"sample 'mu' of the model's shape, \(4,\); got \(\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            importance_sample(model, guide, y, num_samples=5)
+
+
+def test_weights_from_a_part_of_the_data_are_refused():
+    """With random subsampling every draw sees other data, and exp(scaled log density) has another mean."""
+
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", len(y), subsample_size=2) as index:
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])
+
+    with pytest.raises(NotImplementedError, match="plate 'data' holds 2 of 4 instances"):
+        importance_sample(model, prior_guide, torch.tensor(Y), num_samples=5)
+
+
+def test_a_chosen_part_of_the_data_is_weighted_by_its_scale():
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", len(y), subsample=torch.tensor([0, 2])) as index:
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])
+
+    y = torch.tensor(Y)
+    twice = y[[0, 0, 2, 2]]  # two of four instances count double
+    draws = importance_sample(model, lambda _: exact_guide(twice), y, num_samples=20)
+    assert draws.log_evidence.item() == pytest.approx(conjugate_normal_evidence(twice), abs=1e-5)
+
+
+@pytest.mark.parametrize("make", [AutoDelta, AutoLaplaceApproximation])
+def test_a_guide_that_is_a_point_is_refused(make):
+    """Its weights are all equal, and looked like those of an exact guide."""
+    with pytest.raises(ValueError, match="density at every latent; it is a point at 'mu'"):
+        importance_sample(conjugate_normal, make(conjugate_normal), torch.tensor(Y), num_samples=5)
+
+
+def test_numpy_data_for_a_single_precision_model(no_warnings):
+    draws = importance_sample(
+        conjugate_normal, exact_guide, torch.zeros(4), num_samples=30, observations={"y": np.array(DATA_SETS)}
+    )
+    assert draws.log_weights.dtype == torch.float32
+    exact = torch.tensor([conjugate_normal_evidence(torch.tensor(row)) for row in DATA_SETS])
+    torch.testing.assert_close(draws.log_evidence, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_guide_with_keywords_only_gets_observations(double):
+    def guide(y, **kwargs):
+        exact_guide(y, **kwargs)
+
+    draws = importance_sample(
+        conjugate_normal,
+        guide,
+        torch.zeros(4),
+        num_samples=5,
+        observations={"y": torch.tensor(DATA_SETS)},
+    )
+    assert draws.effective_sample_size == pytest.approx(5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_samples": 0}, ValueError, "num_samples to be at least 1; got 0"),
+        ({"num_samples": 2.5}, TypeError, "num_samples to be an int; got 2.5"),
+        ({"num_samples": 5, "chunk_size": 0}, ValueError, "chunk_size to be at least 1; got 0"),
+    ],
+)
+def test_counts_are_checked(options, error, message):
+    with pytest.raises(error, match=message):
+        importance_sample(conjugate_normal, prior_guide, torch.tensor(Y), **options)
+
+
+@pytest.mark.cuda
+def test_everything_follows_the_device():
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), 2.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    y = torch.tensor(DATA_SETS)
+    draws = importance_sample(
+        model, exact_guide, torch.zeros(4).cuda(), num_samples=500, observations={"y": y}
+    )
+    exact = torch.tensor([conjugate_normal_evidence(row) for row in y])
+    assert draws.log_weights.is_cuda and draws.mean("mu").is_cuda and draws.resample(5)["mu"].is_cuda
+    torch.testing.assert_close(draws.log_evidence.cpu(), exact, rtol=1e-5, atol=1e-5)

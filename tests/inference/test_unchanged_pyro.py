@@ -1,0 +1,213 @@
+"""Pyro's own algorithms compile and use the same guide, and agree with `InferenceCompilation`."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import CHAIN, conjugate_normal_evidence, conjugate_normal_posterior, scatter
+from pyro import poutine
+from pyro.infer import CSIS, SVI, EmpiricalMarginal, Importance, ReweightedWakeSleep, SMCFilter
+from pyro.infer.importance import vectorized_importance_weights
+from pyro.infer.reparam import NeuTraReparam
+
+from pyro_nami import AutoNaMIGuide
+from pyro_nami.inference.compilation import InferenceCompilation
+from pyro_nami.inference.losses import CompilationLoss
+from pyro_nami.inference.simulate import Simulator
+
+pytestmark = pytest.mark.filterwarnings("error")
+Adam = functools.partial(torch.optim.Adam, lr=0.02)
+ZERO = (torch.zeros(()),)
+
+
+def weights(guide):
+    return torch.cat([value.detach().flatten() for value in guide.parameters()])
+
+
+@pytest.mark.usefixtures("double")
+def test_the_loss_is_the_same_in_three_ways():
+    """At equal parameters, each within five standard errors of the mean over 20,000 simulations."""
+    guide = AutoNaMIGuide(CHAIN)
+    compilation = InferenceCompilation(CHAIN, guide, Adam, batch_size=5000)
+    compilation.evaluate_loss(*ZERO, num=1)
+    scatter(guide, 0.1)
+    draws = Simulator(CHAIN, ZERO).draw(20_000)
+    with torch.no_grad():
+        losses = CompilationLoss(guide)(draws, ZERO, {})
+    loss, sd = losses.mean().item(), losses.std().item()
+
+    def within(value, count):
+        return abs(value - loss) < 5 * sd * (1 / count + 1 / 20_000) ** 0.5
+
+    assert within(compilation.evaluate_loss(*ZERO, num=20_000), 20_000)
+    csis = CSIS(CHAIN, guide, pyro.optim.Adam({"lr": 0.01}), validation_batch_size=300)
+    assert within(csis.validation_loss(*ZERO), 300)
+    sleep = ReweightedWakeSleep(
+        insomnia=0.0,
+        num_particles=2,
+        vectorize_particles=True,
+        num_sleep_particles=20_000,
+        max_plate_nesting=0,
+        model_has_params=False,
+    )
+    assert within(sleep.loss(CHAIN, guide, *ZERO)[1].item(), 20_000)
+
+
+@pytest.mark.usefixtures("double")
+def test_the_gradient_of_csis_is_that_of_compilation():
+    """On the very same simulations."""
+    guide, draws = AutoNaMIGuide(CHAIN), Simulator(CHAIN, ZERO).draw(6)
+    CompilationLoss(guide)(draws, ZERO, {})
+    scatter(guide, 0.1)
+    CompilationLoss(guide)(draws, ZERO, {}).mean().backward()
+    ours = {name: value.grad.clone() for name, value in guide.named_parameters()}
+    guide.zero_grad()
+    csis, traces = CSIS(CHAIN, guide, pyro.optim.Adam({"lr": 0.01})), []
+    for i in range(6):
+        values = {name: value[i] for name, value in {**draws.latents, **draws.observed}.items()}
+        replay = poutine.Trace()
+        for name, value in values.items():
+            seen = {"was_observed": True} if name == "y" else {}
+            replay.add_node(name, name=name, type="sample", is_observed=False, value=value, infer=seen)
+        model = poutine.replay(poutine.uncondition(CHAIN), trace=replay)
+        traces.append(poutine.trace(model).get_trace(*ZERO))
+    csis.loss_and_grads(True, traces, *ZERO)
+    for name, value in guide.named_parameters():
+        assert torch.allclose(value.grad, ours[name], rtol=1e-8, atol=1e-10), name
+
+
+def free(y=None):
+    """The chain with nothing given: CSIS and others pass data as ``observations=``."""
+    return conjugate_normal_free(6 if y is None else len(y), y)
+
+
+def conjugate_normal_free(size, y):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", size):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=torch.zeros(size) if y is None else y)
+
+
+def trained_guide(steps=150):
+    guide = AutoNaMIGuide(free, observed=["y"], hidden_features=())
+    compilation = InferenceCompilation(free, guide, Adam, batch_size=100)
+    compilation.fit(steps, (torch.zeros(6),), progress=False)
+    return guide
+
+
+def test_csis_trains_and_samples():
+    def model(observations=None):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", 6):
+            y = torch.zeros(6) if observations is None else observations["y"]
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    guide = AutoNaMIGuide(model, observed=["y"])
+    csis = CSIS(model, guide, pyro.optim.Adam({"lr": 0.05}), num_inference_samples=40, training_batch_size=5)
+    compilation = InferenceCompilation(model, guide, Adam, batch_size=100)
+    before = compilation.evaluate_loss(num=2000)
+    losses = [csis.step() for _ in range(20)]
+    assert torch.tensor(losses).isfinite().all() and compilation.evaluate_loss(num=2000) < before - 0.1
+    compilation.fit(150, progress=False)
+    y = torch.linspace(0.0, 2.0, 6)
+    posterior = csis.run(observations={"y": y})
+    mean, sd = conjugate_normal_posterior(y)
+    assert abs(EmpiricalMarginal(posterior, "mu").mean - mean) < 5 * sd / 40**0.5
+
+
+@pytest.mark.parametrize("insomnia", [0.0, 0.5, 1.0])
+def test_wake_sleep_trains(insomnia):
+    y = torch.linspace(0.0, 2.0, 6)
+    guide = AutoNaMIGuide(free)
+    objective = ReweightedWakeSleep(
+        num_particles=2,
+        insomnia=insomnia,
+        num_sleep_particles=50,
+        vectorize_particles=True,
+        max_plate_nesting=1,
+        model_has_params=False,
+    )
+    svi = SVI(free, guide, pyro.optim.Adam({"lr": 0.02}), objective)
+    svi.step(y)
+    before = weights(guide)
+    losses = [svi.step(y)[1] for _ in range(40)]
+    assert torch.tensor(losses).isfinite().all() and not torch.equal(weights(guide), before)
+    if insomnia == 0.0:
+        assert sum(losses[-10:]) < sum(losses[:10])
+
+
+@pytest.mark.usefixtures("double")
+def test_importance_sampling_with_a_compiled_guide():
+    guide, y = trained_guide(), torch.linspace(0.0, 2.0, 6)
+    exact = conjugate_normal_evidence(y)
+    importance = Importance(free, guide, num_samples=50)
+    importance.run(y)
+    assert abs(importance.get_log_normalizer() - exact) < 0.1  # sds of log weights are about 0.1
+    with torch.no_grad():
+        log_weights, *_ = vectorized_importance_weights(free, guide, y, num_samples=1000, max_plate_nesting=1)
+    assert abs(log_weights.logsumexp(0) - math.log(1000) - exact) < 0.05
+    assert (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0)).exp() > 900
+
+
+class Step:
+    """A random walk seen in noise, for `SMCFilter`; the guide's proposal reads the datum too."""
+
+    transition_sd, noise_sd = 1.0, 0.5
+
+    def transition(self):
+        z_before = pyro.sample("z_before", dist.Normal(0.0, 2.0))
+        z = pyro.sample("z", dist.Normal(z_before, self.transition_sd))
+        pyro.sample("y", dist.Normal(z, self.noise_sd))
+
+    def init(self, state):
+        state["z"] = torch.zeros(state._num_particles)
+
+    def step(self, state, y):
+        state["z"] = pyro.sample("z", dist.Normal(state["z"], self.transition_sd))
+        pyro.sample("y", dist.Normal(state["z"], self.noise_sd), obs=y)
+
+
+class Proposal:
+    def __init__(self, guide):
+        self.guide = guide
+
+    def init(self, state):
+        pass
+
+    def step(self, state, y):
+        self.guide(observations={"z_before": state["z"], "y": y.expand(state["z"].shape)})
+
+
+@pytest.mark.usefixtures("double")
+def test_a_particle_filter_takes_a_compiled_proposal():
+    """The particles' mean against the Kalman filter's, within five standard errors at the ESS that resampling keeps."""
+    model = Step()
+    guide = AutoNaMIGuide(model.transition, observed=["z_before", "y"], hidden_features=())
+    compilation = InferenceCompilation(
+        model.transition, guide, Adam, batch_size=100, observed=["z_before", "y"]
+    )
+    compilation.fit(200, progress=False)
+    smc = SMCFilter(model, Proposal(guide), num_particles=2000, max_plate_nesting=0)
+    smc.init()
+    mean, variance = 0.0, 0.0
+    with torch.no_grad():
+        for y in (0.7, -0.4, 1.5):
+            smc.step(torch.tensor(y))
+            variance += model.transition_sd**2
+            gain = variance / (variance + model.noise_sd**2)
+            mean, variance = mean + gain * (y - mean), (1 - gain) * variance
+    filtered = smc.get_empirical()["z"]
+    assert abs(filtered.mean - mean) < 5 * (variance / 1000) ** 0.5
+    assert abs(filtered.variance - variance) < 5 * variance * (2 / 1000) ** 0.5
+
+
+def test_neutra_takes_continuous_autoguides_only():
+    """It needs all latents as one vector of a closed form, which a product of conditionals is not."""
+    guide = AutoNaMIGuide(CHAIN)
+    guide(*ZERO)
+    with pytest.raises(TypeError, match="AutoContinuous"):
+        NeuTraReparam(guide)

@@ -1,0 +1,555 @@
+"""Masked networks: the Jacobian law, and the laws of the incremental pass, for both networks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pyro
+import pytest
+import torch
+from pyro.nn import PyroParam
+from pyro.nn.module import to_pyro_module_
+from torch import nn
+from torch.distributions import MultivariateNormal, Normal, constraints
+from torch.utils.flop_counter import FlopCounterMode
+
+from pyro_nami.networks import MaskedMLP, SeparateMLP
+
+
+def ones(outputs, inputs):
+    return torch.ones(outputs, inputs, dtype=torch.bool)
+
+
+def random_rows(seed, outputs=11, inputs=8):
+    """Random rows, some of them empty and some repeated, the last reading the last input."""
+    torch.manual_seed(seed)
+    dependency = torch.rand(outputs, inputs) < torch.rand(outputs, 1)
+    dependency[3], dependency[5], dependency[7] = False, dependency[2], dependency[2]
+    return dependency
+
+
+def tree(depth=4):
+    """Each node of a binary tree reads itself and its ancestors, as in a Tree-MADE."""
+    dependency = torch.zeros(2**depth - 1, 2**depth - 1, dtype=torch.bool)
+    for node in range(len(dependency)):
+        ancestor = node + 1
+        while ancestor:
+            dependency[node, ancestor - 1] = True
+            ancestor //= 2
+    return dependency
+
+
+DEPENDENCIES = {
+    "chain": ones(20, 20).tril(),
+    "strict chain": ones(9, 9).tril(-1),
+    "markov": ones(12, 12).tril() & ones(12, 12).triu(-2),
+    "tree": tree(),
+    "dense": ones(4, 6),
+    "duplicates": ones(5, 5).tril().repeat_interleave(3, 0),
+    "single": torch.eye(6, dtype=torch.bool),
+    "no parents": ~ones(3, 4),
+    "no inputs": ones(3, 0),
+    **{f"random {seed}": random_rows(seed) for seed in range(6)},
+}
+
+
+def rows_by_columns(dependency):
+    """The factors of equal rows, in order of appearance."""
+    groups = {}
+    for row, columns in enumerate(dependency.tolist()):
+        groups.setdefault(tuple(columns), []).append(row)
+    return list(groups.values())
+
+
+def separate(dependency, hidden_features=(64,), *, output_splits=None, **options):
+    """A SeparateMLP whose factors are the equal rows of each step."""
+    factors, start = [], 0
+    for size in output_splits or [len(dependency)]:
+        for rows in rows_by_columns(dependency[start : start + size]):
+            factors.append([start + row for row in rows])
+        start += size
+    return SeparateMLP(dependency, hidden_features, factors=factors, output_splits=output_splits, **options)
+
+
+NETWORKS = {"masked": MaskedMLP, "separate": separate}
+both = pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS)
+
+
+def randomized(mlp, seed=0):
+    """The same network with weights drawn at random, those of the output layer too."""
+    torch.manual_seed(seed)
+    for parameter in mlp.parameters():
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return mlp
+
+
+def support_of(mlp, inputs):
+    torch.manual_seed(1)
+    points = torch.randn(3, inputs, dtype=torch.double)
+    jacobian = torch.stack([torch.autograd.functional.jacobian(mlp, point) for point in points])
+    return (jacobian != 0).any(0)
+
+
+def sampler(build, seed=0, steps=12, width=16, depth=2, **options):
+    """A network over steps of 0 to 2 columns and 0 to 3 rows, in which every row reads some earlier columns."""
+    torch.manual_seed(seed)
+    inputs, outputs = torch.randint(0, 3, (steps,)).tolist(), torch.randint(0, 4, (steps,)).tolist()
+    known = torch.tensor(inputs).cumsum(0).repeat_interleave(torch.tensor(outputs))
+    dependency = (torch.rand(sum(outputs), sum(inputs)) < 0.6) & (torch.arange(sum(inputs)) < known[:, None])
+    options = {"dtype": torch.double, **options}
+    mlp = build(dependency, (width,) * depth, input_splits=inputs, output_splits=outputs, **options)
+    return randomized(mlp, seed), inputs
+
+
+def advance_all(mlp, x, inputs, stops):
+    """Rows of a pass that takes the steps up to each stop at once; ``x`` may be one tensor, or one per advance."""
+    state, rows, step = mlp.start(), [], 0
+    for index, stop in enumerate(stops):
+        chunk = x[index] if isinstance(x, list) else x[..., sum(inputs[:step]) : sum(inputs[:stop])]
+        new, state = state.advance(chunk, stop)
+        rows.append(new)
+        step = stop
+    return rows
+
+
+# The Jacobian law
+
+
+@pytest.mark.parametrize("hidden_features", [(1,), (2,), (4,), (7, 3), (16,), (64,), (5, 64, 2)], ids=str)
+@pytest.mark.parametrize("dependency", DEPENDENCIES.values(), ids=DEPENDENCIES)
+@both
+def test_jacobian_support_is_the_dependency_at_every_width(build, dependency, hidden_features):
+    mlp = randomized(build(dependency, hidden_features, dtype=torch.double))
+    assert torch.equal(support_of(mlp, dependency.shape[1]), dependency)
+
+
+@pytest.mark.parametrize("activation", [torch.tanh, nn.functional.elu, nn.Softplus()], ids=["tanh", "elu", "softplus"])
+@both
+def test_jacobian_law_holds_for_other_activations(build, activation):
+    mlp = randomized(build(DEPENDENCIES["random 0"], (6, 6), activation=activation, dtype=torch.double))
+    assert torch.equal(support_of(mlp, 8), DEPENDENCIES["random 0"])
+
+
+def test_narrow_chain_keeps_all_210_entries():
+    mlp = randomized(MaskedMLP(ones(20, 20).tril(), (4, 4), dtype=torch.double))
+    assert support_of(mlp, 20).sum() == 210
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("name", ["chain", "tree", "random 1", "random 3"])
+def test_hidden_units_alone_carry_every_dependency_when_wide_enough(name, depth):
+    dependency = DEPENDENCIES[name]
+    mlp = randomized(MaskedMLP(dependency, (20,) * depth, skip=False, dtype=torch.double))
+    assert torch.equal(support_of(mlp, dependency.shape[1]), dependency)
+
+
+def test_separate_networks_need_no_width():
+    mlp = randomized(separate(DEPENDENCIES["chain"], (1, 1), skip=False, dtype=torch.double))
+    assert torch.equal(support_of(mlp, 20), DEPENDENCIES["chain"])
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@both
+def test_hidden_units_carry_more_than_the_skip_does(build, skip):
+    dependency = ones(4, 4).tril()
+    mlp = randomized(build(dependency, (8,), skip=skip, dtype=torch.double))
+    x = torch.randn(2, 4, dtype=torch.double)
+    first, second = (torch.autograd.functional.jacobian(mlp, point) for point in x)
+    assert torch.equal((first - second).abs() > 1e-9, dependency)
+
+
+@both
+def test_rows_without_parents_are_their_bias(build):
+    dependency = DEPENDENCIES["random 2"]
+    mlp = randomized(build(dependency, (16,)))
+    mlp.set_output_bias(torch.arange(11.0))
+    empty = ~dependency.any(1)
+    torch.testing.assert_close(mlp(torch.randn(7, 8))[:, empty], torch.arange(11.0)[empty].expand(7, -1))
+    assert empty.any()
+
+
+def test_too_narrow_without_skip_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"skip=False; got hidden_features=\[4\], which loses \d+ of 210\. 20 units"
+    ):
+        MaskedMLP(ones(20, 20).tril(), (4,), skip=False)
+
+
+@both
+def test_widths_that_cannot_be_are_errors(build):
+    with pytest.raises(ValueError, match=r"at least 1 each; got \[8, 0\]"):
+        build(ones(2, 2), (8, 0))
+    with pytest.raises(ValueError, match="Expected at least one hidden layer or skip=True"):
+        build(ones(2, 2), (), skip=False)
+
+
+# What the networks compute
+
+
+def test_masked_network_is_a_perceptron_with_masked_weights():
+    """Oracle: the layers written out, with masks from set inclusion of labels read off the first layer's mask."""
+    dependency = DEPENDENCIES["random 4"]
+    mlp = randomized(MaskedMLP(dependency, (30, 25), dtype=torch.double))
+    layer_0, layer_1, output = (parameter.detach() for parameter in mlp.parameters())
+    x = torch.randn(5, 8, dtype=torch.double)
+    labels = mlp.layer_0_mask[:, :-1].bool()
+    assert {tuple(label) for label in labels.tolist()} == {
+        tuple(row) for row in dependency.tolist() if any(row)
+    }
+    x = torch.cat((x, torch.zeros(1, 8, dtype=torch.double)))
+    lower = (layer_0[:, :-1] * labels) @ x.T + layer_0[:, -1:]
+    upper_labels = torch.stack([labels[mask.bool()].any(0) for mask in mlp.layer_1_mask[:, :-1]])
+    inside = (labels[None] <= upper_labels[:, None]).all(-1)
+    upper = (layer_1[:, :-1] * inside) @ nn.functional.silu(lower) + layer_1[:, -1:]
+    inside = (upper_labels[None] <= dependency[:, None]).all(-1)
+    units = nn.functional.silu(upper)
+    units = units - units[:, -1:]  # relative to what they are at zero
+    rows = (output[:, :25] * inside) @ units + (output[:, 25:33] * dependency) @ x.T
+    torch.testing.assert_close(mlp(x), (rows + output[:, -1:]).T)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_separate_networks_are_small_perceptrons(skip):
+    """Oracle: every factor evaluated alone with its slices of the weights."""
+    dependency = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 0, 0], [0, 1, 1], [0, 0, 0]]).bool()
+    factors = [[3], [2, 0], [1], [4]]
+    mlp = randomized(SeparateMLP(dependency, (6, 4), factors=factors, skip=skip, dtype=torch.double))
+    layer_0, layer_1, output = (parameter.detach() for parameter in mlp.parameters())
+    x = torch.randn(5, 3, dtype=torch.double)
+    expected = torch.zeros(5, 5, dtype=torch.double)
+    for factor, rows in enumerate(factors):
+        read = x[:, dependency[rows[0]]]
+        count = read.shape[1]
+        value = torch.cat((read, torch.zeros_like(read[:1])))
+        value = nn.functional.silu(value @ layer_0[factor, :, :count].T + layer_0[factor, :, -1])
+        value = nn.functional.silu(value @ layer_1[factor, :, :-1].T + layer_1[factor, :, -1])
+        value = value[:-1] - value[-1:]  # relative to what they are at zero
+        for index, row in enumerate(rows):
+            weight = output[factor, index]
+            expected[:, row] = weight[-1]
+            if count:
+                expected[:, row] += value @ weight[:4]
+            if skip:
+                expected[:, row] += read @ weight[4 : 4 + count]
+    torch.testing.assert_close(mlp(x), expected)
+
+
+@both
+def test_linear_gaussian_posterior_is_exact(build):
+    """Oracle: the conditional of a multivariate normal; skip weights are its regressions in sampling order."""
+    torch.manual_seed(0)
+    factor = torch.randn(7, 7, dtype=torch.double)
+    joint = MultivariateNormal(torch.zeros(7, dtype=torch.double), factor @ factor.T + torch.eye(7))
+    context, covariance = 3, joint.covariance_matrix
+    mlp = build(ones(4, 7).tril(context - 1), (5,), dtype=torch.double)
+    weight = torch.zeros(4, 7, dtype=torch.double)
+    variance = torch.zeros(4, dtype=torch.double)
+    for row in range(4):
+        known = slice(0, context + row)
+        weight[row, known] = torch.linalg.solve(covariance[known, known], covariance[known, context + row])
+        variance[row] = (
+            covariance[context + row, context + row] - weight[row, known] @ covariance[known, context + row]
+        )
+    with torch.no_grad():
+        if build is MaskedMLP:
+            mlp.output[:, 5:12] = weight
+        else:
+            mlp.output[:, 0, 5:11] = weight[:, :6]
+    x = joint.sample((50,))
+    log_prob = Normal(mlp(x), variance.sqrt()).log_prob(x[:, context:]).sum(-1)
+    observed = MultivariateNormal(torch.zeros(3, dtype=torch.double), covariance[:3, :3])
+    torch.testing.assert_close(log_prob, joint.log_prob(x) - observed.log_prob(x[:, :3]))
+
+
+def test_network_without_hidden_layers_is_linear():
+    mlp = randomized(MaskedMLP(ones(3, 3).tril(), (), dtype=torch.double))
+    x = torch.randn(4, 3, dtype=torch.double)
+    expected = x @ mlp.output[:, :3].tril().T + mlp.output[:, 3]
+    torch.testing.assert_close(mlp(x), expected)
+
+
+@both
+def test_network_without_rows_returns_none(build):
+    mlp = build(ones(0, 3), (8,), input_splits=[2, 1], output_splits=[0, 0])
+    rows, state = mlp.start().advance(torch.zeros(4, 2), 1)
+    assert rows.shape == (4, 0)
+    assert state.advance(torch.zeros(4, 1), 2)[0].shape == mlp(torch.zeros(4, 3)).shape == (4, 0)
+
+
+# The incremental pass
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(4))
+@both
+def test_every_split_into_advances_gives_the_dense_rows(build, seed, depth):
+    mlp, inputs = sampler(build, seed, steps=6, depth=depth)
+    x = torch.randn(5, sum(inputs), dtype=torch.double)
+    dense = mlp(x)
+    for cuts in itertools.product([False, True], repeat=5):
+        stops = [*(step + 1 for step, cut in enumerate(cuts) if cut), 6]
+        torch.testing.assert_close(torch.cat(advance_all(mlp, x, inputs, stops), -1), dense)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@both
+def test_long_passes_with_random_merges_give_the_dense_rows_and_gradients(build, seed):
+    mlp, inputs = sampler(build, seed, steps=45, width=(7, 60)[seed % 2])
+    x = torch.randn(3, sum(inputs), dtype=torch.double, requires_grad=True)
+    weight = torch.randn(3, mlp.out_features, dtype=torch.double)
+    keep = (1.0, 0.7, 0.2, 0.05)[seed % 4]
+    stops = [*(step for step in range(1, 45) if torch.rand(()) < keep), 45]
+    dense = mlp(x)
+    rows = torch.cat(advance_all(mlp, x, inputs, stops), -1)
+    torch.testing.assert_close(rows, dense)
+    leaves = [x, *mlp.parameters()]
+    expected = torch.autograd.grad((weight * dense.sin()).sum(), leaves)
+    actual = torch.autograd.grad((weight * rows.sin()).sum(), leaves)
+    torch.testing.assert_close(actual, expected)
+    assert all(gradient.abs().sum() > 0 for gradient in expected)
+
+
+@both
+def test_steps_agree_in_single_precision(build):
+    mlp, inputs = sampler(build, 3, steps=30, width=64, dtype=torch.float)
+    x = torch.randn(10, sum(inputs))
+    rows = torch.cat(advance_all(mlp, x, inputs, range(1, 31)), -1)
+    assert rows.dtype == torch.float
+    torch.testing.assert_close(rows, mlp(x))
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(), (4,), (4,)],
+        [(1,), (4,), (3, 1)],
+        [(5,), (3, 5), (3, 5)],
+        [(3, 1), (1, 5), (2, 1, 1)],
+        [(3, 5), (5,), ()],
+        [(), (), ()],
+        [(2, 3, 4), (2, 3, 4), (2, 3, 4)],
+        [(0,), (0,), (2, 0)],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("steps", [3, 30])
+@both
+def test_batch_shapes_of_advances_broadcast(build, steps, shapes):
+    mlp, inputs = sampler(build, 1, steps=steps)
+    starts = [0, steps // 3, 2 * steps // 3, steps]
+    per_step = [shapes[sum(step >= start for start in starts[1:])] for step in range(steps)]
+    chunks = [torch.randn(*shape, size, dtype=torch.double) for shape, size in zip(per_step, inputs)]
+    rows = advance_all(mlp, chunks, inputs, range(1, steps + 1))
+    full = torch.broadcast_shapes(*shapes)
+    dense = mlp(torch.cat([chunk.expand(*full, -1) for chunk in chunks], -1))
+    for step, new in enumerate(rows):
+        assert new.shape[:-1] == torch.broadcast_shapes(*per_step[: step + 1])
+    torch.testing.assert_close(torch.cat([new.expand(*full, -1) for new in rows], -1), dense)
+
+
+@both
+def test_a_state_may_be_advanced_twice(build):
+    mlp, inputs = sampler(build, 2, steps=20)
+    x, y = torch.randn(2, 4, sum(inputs), dtype=torch.double)
+    state = mlp.start()
+    for step in range(10):
+        _, state = state.advance(x[:, sum(inputs[:step]) : sum(inputs[: step + 1])], step + 1)
+    half = sum(inputs[:10])
+    versions = [tensor._version for tensor in mlp.parameters()]
+    for tail in (x, y, x):
+        rows, end = state.advance(tail[:, half:], 20)
+        expected = mlp(torch.cat([x[:, :half], tail[:, half:]], -1))[:, -rows.shape[1] :]
+        torch.testing.assert_close(rows, expected)
+        assert (state.step, end.step) == (10, 20)
+    assert [tensor._version for tensor in mlp.parameters()] == versions
+
+
+@both
+def test_samples_carry_gradients_to_every_parameter(build):
+    mlp = randomized(
+        build(ones(12, 12).tril(-1), (6, 6), input_splits=[0] + [1] * 11 + [1], output_splits=[1] * 12 + [0])
+    )
+    state, x, total = mlp.start(), torch.empty(5, 0), 0.0
+    for step in range(12):
+        rows, state = state.advance(x, step + 1)
+        x = rows + torch.randn(5, 1)
+        total = total + x.square().sum()
+    total.backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in mlp.parameters())
+
+
+def count_flops(function):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        function()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("steps", [3, 20, 100])
+def test_sampling_multiplies_no_more_than_one_dense_pass(steps):
+    mlp = MaskedMLP(
+        ones(steps, steps).tril(-1).repeat_interleave(2, 0),
+        (200, 200),
+        input_splits=[0] + [1] * (steps - 1) + [1],
+        output_splits=[2] * steps + [0],
+    )
+    x = torch.randn(10, steps)
+    inputs = mlp.steps.columns
+    sizes = [end - start for start, end in itertools.pairwise(inputs)]
+    dense = count_flops(lambda: mlp(x))
+    assert 0 < count_flops(lambda: advance_all(mlp, x, sizes, range(1, steps + 2))) <= dense
+
+
+@both
+def test_each_hidden_unit_is_computed_once(build):
+    computed = []
+
+    def activation(value):
+        computed.append(value.numel())
+        return value.tanh()
+
+    mlp, inputs = sampler(build, 0, steps=20, activation=activation)
+    x = torch.randn(5, sum(inputs), dtype=torch.double)
+    advance_all(mlp, x, inputs, range(1, 21))
+    incremental = sum(computed)
+    computed.clear()
+    mlp(x)
+    assert incremental == sum(computed) > 0
+
+
+def test_a_small_context_is_not_computed_at_the_size_of_the_samples():
+    mlp = MaskedMLP(ones(8, 57).tril(49), (64,), input_splits=[50] + [1] * 7, output_splits=[1] * 8)
+    context, samples = torch.randn(2, 50), torch.randn(1000, 2, 7)
+    inputs = [50] + [1] * 7
+    chunks = [context, *samples.split(1, -1)]
+    dense = count_flops(lambda: mlp(torch.randn(1000, 2, 57)))
+    assert count_flops(lambda: advance_all(mlp, chunks, inputs, range(1, 9))) < 0.6 * dense
+
+
+@both
+def test_advances_that_do_not_fit_are_errors(build):
+    mlp, inputs = sampler(build, 0, steps=4)
+    state = mlp.start()
+    with pytest.raises(ValueError, match="Expected stop from 1 to 4, the steps left; got 0"):
+        state.advance(torch.zeros(2, 0), 0)
+    with pytest.raises(ValueError, match="got 5"):
+        state.advance(torch.zeros(2, sum(inputs)), 5)
+    with pytest.raises(
+        ValueError, match=rf"\(\*batch, {sum(inputs)}\), the columns of steps 0 to 3; got \(2, 99\)"
+    ):
+        state.advance(torch.zeros(2, 99), 4)
+    _, state = state.advance(torch.zeros(2, sum(inputs), dtype=torch.double), 4)
+    with pytest.raises(ValueError, match="the steps left"):
+        state.advance(torch.zeros(2, 0), 4)
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        ([[0, 1]], "partition of the 3 rows"),
+        ([[0, 1], [1, 2]], "partition"),
+        ([[0], [1], [2], []], "partition"),
+        ([[0, 1], [2]], r"read the same columns; got rows \(0, 1\)"),
+        ([[0], [1, 2]], r"in one step; got rows \(1, 2\)"),
+    ],
+)
+def test_factors_that_do_not_fit_are_errors(factors, message):
+    dependency = torch.tensor([[1, 0], [0, 1], [0, 1]]).bool()
+    with pytest.raises(ValueError, match=message):
+        SeparateMLP(dependency, factors=factors, input_splits=[2, 0], output_splits=[2, 1])
+
+
+# Parameters
+
+
+@both
+def test_the_output_starts_at_the_bias_that_is_set(build):
+    mlp = build(DEPENDENCIES["random 5"], (16, 16))
+    x = torch.randn(4, 8)
+    assert torch.equal(mlp(x), torch.zeros(4, 11))
+    mlp.set_output_bias(torch.linspace(-1, 1, 11))
+    torch.testing.assert_close(mlp(x), torch.linspace(-1, 1, 11).expand(4, -1))
+
+
+@both
+def test_units_start_at_unit_scale_however_many_inputs_they_have(build):
+    """Weights of variance 1/n on n standardized inputs, and biases of variance 1/(3n); 5 standard errors."""
+    torch.manual_seed(0)
+    taken = []
+
+    def activation(value):
+        taken.append(value)
+        return value
+
+    dependency = ones(30, 30).tril()[[0, 4, 29]]
+    mlp = build(dependency, (3000,), activation=activation, dtype=torch.double)
+    mlp(torch.randn(2000, 30, dtype=torch.double))
+    mean_square = taken[-1].square().flatten(0, -1).mean()
+    fan_in = torch.tensor([1.0, 5.0, 30.0])
+    assert mean_square.item() == pytest.approx((1 + 1 / (3 * fan_in)).mean().item(), abs=0.1)
+
+
+def test_parameters_have_the_documented_shapes():
+    masked = MaskedMLP(ones(3, 4), (5, 6))
+    shapes = {name: tuple(parameter.shape) for name, parameter in masked.named_parameters()}
+    assert shapes == {"layer_0": (5, 5), "layer_1": (6, 6), "output": (3, 11)}
+    assert set(masked.state_dict()) > set(shapes)
+    dependency = torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 1]]).bool()
+    networks = SeparateMLP(dependency, (5, 6), factors=[[0, 1], [2]])
+    shapes = {name: tuple(parameter.shape) for name, parameter in networks.named_parameters()}
+    assert shapes == {"layer_0": (2, 5, 3), "layer_1": (2, 6, 6), "output": (2, 2, 9)}
+    assert set(networks.state_dict()) > set(shapes)
+
+
+@both
+def test_copies_and_loaded_networks_agree(build):
+    mlp, inputs = sampler(build, 0)
+    x = torch.randn(3, sum(inputs), dtype=torch.double)
+    duplicate = copy.deepcopy(mlp)
+    loaded, _ = sampler(build, 0)
+    for parameter in loaded.parameters():
+        nn.init.zeros_(parameter)
+    loaded.load_state_dict(mlp.state_dict())
+    expected = mlp(x)
+    for parameter in mlp.parameters():
+        nn.init.zeros_(parameter)
+    for other in (duplicate, loaded):
+        assert torch.equal(other(x), expected)
+        torch.testing.assert_close(torch.cat(advance_all(other, x, inputs, range(1, 13)), -1), expected)
+
+
+@both
+def test_networks_move_between_types(build):
+    mlp, inputs = sampler(build, 0)
+    x = torch.randn(3, sum(inputs), dtype=torch.double)
+    expected = mlp(x)
+    single = copy.deepcopy(mlp).to(torch.float)
+    rows = torch.cat(advance_all(single, x.float(), inputs, range(1, 13)), -1)
+    assert rows.dtype == torch.float
+    torch.testing.assert_close(rows.double(), expected, rtol=1e-4, atol=1e-5)
+    assert mlp.to("meta")(x.to("meta")).shape == expected.shape
+
+
+@both
+def test_parameters_may_become_pyro_params(build):
+    pyro.clear_param_store()
+    mlp, inputs = sampler(build, 0)
+    x = torch.randn(3, sum(inputs), dtype=torch.double)
+    expected = mlp(x)
+    names = [name for name, _ in mlp.named_parameters()]
+    to_pyro_module_(mlp)
+    for name in names:
+        value = getattr(mlp, name).detach().clone()
+        setattr(mlp, name, PyroParam(value, constraint=constraints.real))
+    torch.testing.assert_close(mlp(x), expected)
+    rows = torch.cat(advance_all(mlp, x, inputs, range(1, 13)), -1)
+    torch.testing.assert_close(rows, expected)
+    rows.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in mlp.named_parameters()}
+    assert set(gradients) == {f"{name}_unconstrained" for name in names}
+    assert all(gradient.abs().sum() > 0 for gradient in gradients.values())
+    bias = torch.arange(mlp.out_features, dtype=torch.double)
+    mlp.set_output_bias(torch.zeros_like(bias))
+    without = mlp(x)
+    mlp.set_output_bias(bias)
+    torch.testing.assert_close(mlp(x) - without, bias.expand(3, -1))
