@@ -1,136 +1,109 @@
 """The covariates of a guide: which columns of what differ between instances, and their values in a call.
 
-`CovariateFinder` says at the first call which they are, by the guide's option, and `covariate_values` reads them in
+`find_covariates` says at the first call which they are, by the guide's option, and `covariate_values` reads them in
 every call. What a column is, and how probing finds it, is in `pyro_nami.reading.covariates`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.guide.features import first_instance
-from pyro_nami.guide.structure import Assembly, check_names
+from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall
+from pyro_nami.guide.options import check_names
+from pyro_nami.guide.structure import Covariates
 from pyro_nami.messages import warn
 from pyro_nami.reading.covariates import MASK, Column, ColumnSearch, Given, columns_of
 from pyro_nami.reading.runner import prior_draws
 
-__all__ = ["PRIOR_DRAWS", "CovariateFinder", "covariate_values"]
+__all__ = ["covariate_values", "find_covariates"]
 
-PRIOR_DRAWS = 16
 _FEW_DRAWS = 3  # after which a site whose covariates grow with every draw is explained by arguments, if it can be
 _MOST_COVARIATES = 64
 
 
-class CovariateFinder(NamedTuple):
-    """Finds the covariates of a model's sites at a guide's first call.
+def find_covariates(first: FirstCall) -> Covariates:
+    """Returns the covariate columns of every site in a plate, and the reference draws that they are found at."""
+    sites = [name for name, site in first.net.sites.items() if site.plates and name in first.nodes]
+    if first.options.covariates != "auto":
+        return _given(first, sites)
+    if not sites or not first.draws:
+        return Covariates()
+    searches, references = _search(first, sites)
+    full = [name for name, search in searches.items() if len(search.columns) >= _MOST_COVARIATES]
+    if full:
+        warn(
+            f"Site '{full[0]}' differs between the instances of its plate in {_MOST_COVARIATES} covariates at "
+            "least, and factors read no others. Name what they shall read: covariates=, a callable from the "
+            "model's arguments to a mapping from sites to tensors."
+        )
+    columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
+    used = {column.draw for found in columns.values() for column in found if isinstance(column, Column)}
+    return Covariates(columns, references[: max(used, default=-1) + 1])
 
-    Attributes:
-        option: the guide's option ``covariates``.
-        model, args, kwargs: the model, and the arguments of the call.
-        net, nodes: its network, and the sites of a run of it.
-        frames: site -> the plates that its tensor has dims for; sizes, dims: of every plate.
-        subsampled: plates of which a call may see a part only.
-        draws: joint draws of all sites.
-        run: runs the model at chosen values of its latents.
-    """
 
-    option: Any
-    model: Callable
-    args: tuple
-    kwargs: Mapping[str, Any]
-    net: BayesNet
-    nodes: Mapping[str, Any]
-    frames: Mapping[str, frozenset[str]]
-    sizes: Mapping[str, int]
-    dims: Mapping[str, int]
-    subsampled: frozenset[str]
-    draws: list[dict[str, Tensor]]
-    run: Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
+def _search(first: FirstCall, sites: Collection[str]) -> tuple[dict[str, ColumnSearch], list[dict[str, Tensor]]]:
+    """Returns site -> its search, at an end, and the draws at which it was made."""
+    searches = {name: ColumnSearch(_MOST_COVARIATES) for name in sites}
+    explained: dict[str, ColumnSearch] = {}
+    references: list[dict[str, Tensor]] = []
+    draws = list(first.draws)
+    for _ in range(_MOST_COVARIATES):
+        draws = draws or prior_draws(first.model, first.args, first.kwargs, PRIOR_DRAWS)
+        if not draws:
+            break
+        draw = _first_instances(first, draws.pop(0))
+        try:
+            run = first.run(draw)
+        except Exception:  # noqa: BLE001  a model may fail where all instances are alike
+            continue
+        number = len(references)
+        references.append(draw)
+        new = [name for name, search in searches.items() if search.add(number, run[name])]
+        if number == _FEW_DRAWS:
+            explained = {name: searches[name] for name in new if _explained(first, name, searches[name])}
+            searches = {name: search for name, search in searches.items() if name not in explained}
+        if number > 0 and not new:
+            break
+    return searches | explained, references
 
-    def find(self) -> tuple[dict[str, tuple], list[dict[str, Tensor]]]:
-        """Returns the covariate columns of every site in a plate, and the reference draws that they are found at."""
-        searches = {
-            name: ColumnSearch(_MOST_COVARIATES)
-            for name, site in self.net.sites.items()
-            if site.plates and name in self.nodes
-        }
-        if self.option != "auto":
-            return self._given(searches)
-        if not searches or not self.draws:
-            return {}, []
-        references: list[dict[str, Tensor]] = []
-        explained: dict[str, ColumnSearch] = {}
-        leaves = tree_leaves((self.args, self.kwargs))
-        draws = list(self.draws)
-        for _ in range(_MOST_COVARIATES):
-            draws = draws or prior_draws(self.model, self.args, self.kwargs, PRIOR_DRAWS)
-            if not draws:
-                break
-            drawn = draws.pop(0)
-            draw = {n: first_instance(drawn[n], self.nodes[n]) for n in self.net.sites if n in self.nodes}
-            try:
-                sites = self.run(draw)
-            except Exception:  # noqa: BLE001  a model may fail where all instances are alike
-                continue
-            number = len(references)
-            references.append(draw)
-            found = [search.add(number, sites[name]) for name, search in searches.items()]
-            if number == _FEW_DRAWS:
-                searches = {
-                    name: search
-                    for (name, search), new in zip(searches.items(), found)
-                    if not (new and self._explained(name, search, leaves, explained))
-                }
-            if number > 0 and not any(found):
-                break
-        searches |= explained
-        full = [name for name, search in searches.items() if len(search.columns) >= _MOST_COVARIATES]
-        if full:
-            warn(
-                f"Site '{full[0]}' differs between the instances of its plate in {_MOST_COVARIATES} covariates at "
-                "least, and factors read no others. Name what they shall read: covariates=, a callable from the "
-                "model's arguments to a mapping from sites to tensors."
-            )
-        columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
-        used = {column.draw for found in columns.values() for column in found if isinstance(column, Column)}
-        return columns, references[: max(used, default=-1) + 1]
 
-    def _given(self, sites: Collection[str]) -> tuple[dict[str, tuple], list[dict[str, Tensor]]]:
-        """Returns the columns that the user gives, with the masks of all sites before them."""
-        option = self.option
-        given = {} if option is None else option(*self.args, **self.kwargs)
-        check_names("covariates", given, sites, "a site in a plate")
-        columns = {
-            name: (
-                *([Column(0, MASK, 0)] if isinstance(self.nodes[name]["mask"], Tensor) else []),
-                *(map(Given, range(given[name].shape[-1])) if name in given else ()),
-            )
-            for name in sites
-        }
-        initial = {n: first_instance(self.nodes[n]["value"], self.nodes[n]) for n in self.net.sites if n in self.nodes}
-        return {name: found for name, found in columns.items() if found}, [initial]
+def _explained(first: FirstCall, name: str, search: ColumnSearch) -> bool:
+    """Whether arguments of the model hold the covariates of a site; then it needs no more draws."""
+    if len(first.frames[name]) != 1 or first.frames[name] & first.plates.subsampled:
+        return False
+    (plate,) = first.frames[name]
+    leaves = tree_leaves((first.args, first.kwargs))
+    return search.explain(leaves, first.plates.sizes[plate], first.plates.dims[plate])
 
-    def _explained(
-        self, name: str, search: ColumnSearch, leaves: Sequence[Any], explained: dict[str, ColumnSearch]
-    ) -> bool:
-        """Whether arguments of the model hold the covariates of a site; then it needs no more draws."""
-        if len(self.frames[name]) != 1:
-            return False
-        (plate,) = self.frames[name]
-        if plate in self.subsampled or not search.explain(leaves, self.sizes[plate], self.dims[plate]):
-            return False
-        explained[name] = search
-        return True
+
+def _given(first: FirstCall, sites: Collection[str]) -> Covariates:
+    """Returns the columns that the user gives, with the masks of all sites before them."""
+    option = first.options.covariates
+    given = {} if option is None else option(*first.args, **first.kwargs)
+    check_names("covariates", given, sites, "a site in a plate")
+    columns = {
+        name: (
+            *([Column(0, MASK, 0)] if isinstance(first.nodes[name]["mask"], Tensor) else []),
+            *(map(Given, range(given[name].shape[-1])) if name in given else ()),
+        )
+        for name in sites
+    }
+    initial = _first_instances(first, {name: site.get("value") for name, site in first.nodes.items()})
+    return Covariates({name: found for name, found in columns.items() if found}, [initial])
+
+
+def _first_instances(first: FirstCall, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: first_instance(values[name], first.nodes[name]) for name in first.net.sites if name in first.nodes}
 
 
 def covariate_values(
-    assembly: Assembly,
+    covariates: Covariates,
     option: Any,
     args: tuple,
     kwargs: Mapping[str, Any],
@@ -140,21 +113,21 @@ def covariate_values(
     """Returns the covariates of every site that has some, ``(*batch, columns)``.
 
     Args:
+        covariates: which they are.
         option: the guide's option ``covariates``.
         args, kwargs: the model's arguments.
         run: runs the model on them at a reference draw.
         lacking: sites that such a run lacks.
     """
     given = option(*args, **kwargs) if callable(option) else {}
-    sites_at = functools.lru_cache(None)(lambda number: run(assembly.references[number]))
+    sites_at = functools.lru_cache(None)(lambda number: run(covariates.references[number]))
+    leaves = tree_leaves((args, kwargs))
 
     def at_draw(name: str, number: int) -> Any:
         return sites_at(number)[name]
 
-    leaves = tree_leaves((args, kwargs))
-
     return {
         name: columns_of(columns, functools.partial(at_draw, name), leaves, given.get(name))
-        for name, columns in assembly.columns.items()
+        for name, columns in covariates.columns.items()
         if name not in lacking
     }

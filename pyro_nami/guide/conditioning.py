@@ -91,12 +91,21 @@ class Plates(NamedTuple):
         fixed: plates of fixed size: flattened rather than pooled.
         subsampled: plates of which a call may see a part only; a node is never read across one of them.
         determined: plate -> the plates that index maps lead to from it, closed transitively.
+        dims: plate -> its (negative) batch dim.
+        sizes: plate -> its size at the guide's first call.
     """
 
     order: tuple[str, ...]
     fixed: frozenset[str] = frozenset()
     subsampled: frozenset[str] = frozenset()
     determined: Mapping[str, frozenset[str]] = {}
+    dims: Mapping[str, int] = {}
+    sizes: Mapping[str, int] = {}
+
+    @property
+    def nesting(self) -> int:
+        """The number of plate dims."""
+        return -min(self.dims.values(), default=0)
 
     def closure(self, plates: Iterable[str]) -> frozenset[str]:
         """Returns plates with all that they determine."""

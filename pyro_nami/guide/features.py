@@ -39,7 +39,7 @@ def first_instance(value: Tensor, site: Mapping[str, Any]) -> Tensor:
     return value
 
 
-def standardization(rows: Tensor, here: Tensor, factory: dict) -> tuple[Tensor, Tensor]:
+def standardization(rows: Tensor, here: Tensor, factory: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Returns (shift, scale) from rows of raw features; zeros and ones (categories) are left as they are."""
     rows, here = rows.to(**factory), here.to(**factory)
     if rows.shape[0] > 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.inputs import IndexMaps
-from pyro_nami.guide.structure import Assembly
+from pyro_nami.guide.structure import Plan
 from pyro_nami.reading.index_maps.finder import MapPlan, find_maps, maps_hold
 from pyro_nami.reading.isolation import untouched
 
@@ -29,13 +29,13 @@ class MapReader:
     """Finds the index maps of each call of one guide.
 
     Args:
-        assembly: the guide's structure.
+        plan: the guide's; another one may take its place.
         given: the guide's option ``index_maps``.
     """
 
-    def __init__(self, assembly: Assembly, given: Mapping[Pair, Callable]) -> None:
-        self.assembly = assembly
-        self._plan_of = {(q, plan.plate): plan for plan in assembly.map_plans for q in plan.dims}
+    def __init__(self, plan: Plan, given: Mapping[Pair, Callable]) -> None:
+        self.plan = plan
+        self._pairs = [(rows, each.plate) for each in plan.map_plans for rows in each.dims]
         self._given = {self._pair(*sites): function for sites, function in given.items()}
         self._slots: dict[Pair, int] = {}
         self.forget()
@@ -43,7 +43,7 @@ class MapReader:
     @property
     def names(self) -> list[tuple[str, ...]]:
         """The names of the guide's state that hold maps, and those of the sizes of the plates that they lead to."""
-        return [("index", *pair) for pair in self._plan_of] + [("size", p) for p in {p for _, p in self._plan_of}]
+        return [("index", *pair) for pair in self._pairs] + [("size", p) for p in {p for _, p in self._pairs}]
 
     def forget(self) -> None:
         """Forgets the maps of earlier calls."""
@@ -60,7 +60,7 @@ class MapReader:
             seen: the guide's state: the maps of the data that it saw last.
             stale: plates for which the call brings no data, so that factors read the rows seen last.
         """
-        pairs = [pair for pair in self._plan_of if pair[0] not in stale or ("index", *pair) not in seen]
+        pairs = [pair for pair in self._pairs if pair[0] not in stale or ("index", *pair) not in seen]
         if not stale and not call.indices and self._kept is not None:
             arguments, kept = self._kept
             if torch.jit.is_tracing():  # where no search can run; a map that is an argument is that of later calls
@@ -69,7 +69,7 @@ class MapReader:
                 return kept
         with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
             maps, sizes = self._find(call, leaves, pairs)
-        for pair in self._plan_of.keys() - set(pairs):
+        for pair in set(self._pairs) - set(pairs):
             name: Any = ("index", *pair)
             maps[pair] = seen[name]
             sizes[pair[1]] = int(seen["size", pair[1]])
@@ -80,29 +80,29 @@ class MapReader:
 
     def state(self, maps: IndexMaps) -> dict[Any, Tensor]:
         """Returns a call's maps as part of the guide's state."""
-        state: dict[Any, Tensor] = {("index", *pair): maps.maps[pair] for pair in self._plan_of}
+        state: dict[Any, Tensor] = {("index", *pair): maps.maps[pair] for pair in self._pairs}
         return state | {("size", plate): torch.tensor(size, device="cpu") for plate, size in maps.sizes.items()}
 
     def resized(self, call: Any) -> dict[str, int]:
         """Returns the plates, with their sizes now, that had another size in the data that the call reads."""
         now = {}
-        for plan in self.assembly.map_plans:
-            size = _size(plan, call.sites)
-            if size != call.maps.sizes[plan.plate]:
-                now[plan.plate] = size
+        for each in self.plan.map_plans:
+            size = _size(each, call.sites)
+            if size != call.maps.sizes[each.plate]:
+                now[each.plate] = size
         return now
 
     def _find(
         self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]
     ) -> tuple[dict[Pair, Tensor], dict[str, int]]:
         data = {name: self._single(name, value) for name, value in {**call.given, **call.values}.items()}
-        held = {**self.assembly.reference, **data}
+        held = {**self.plan.initial, **data}
 
         def run(values: Mapping[str, Tensor]) -> Mapping[str, Any]:
             return call.run({**held, **values}, broadcast=True)
 
         sites = call.sites or run({})
-        sizes = {plan.plate: _size(plan, sites) for plan in self.assembly.map_plans}
+        sizes = {each.plate: _size(each, sites) for each in self.plan.map_plans}
         maps = self._from_user(call, pairs, sizes) | self._from_table(call, leaves, pairs)
         slots = {pair: leaves[i] for pair, i in self._slots.items() if pair not in maps and i < len(leaves)}
         slots = {pair: leaf for pair, leaf in slots.items() if pair in pairs and _is_map(leaf, sizes[pair[1]])}
@@ -120,23 +120,23 @@ class MapReader:
 
     def _single(self, name: str, value: Tensor) -> Tensor:
         """Returns the first of several data sets at a site, of the site's own shape."""
-        dims = [self.assembly.dims[plate] for plate in self.assembly.frames[name]]
-        extra = value.dim() - self.assembly.event_dims[name] + min(dims, default=0)
+        site = self.plan.sites[name]
+        extra = value.dim() - site.event_dim + min((self.plan.plates.dims[plate] for plate in site.plates), default=0)
         return value[(0,) * max(extra, 0)]
 
     def _plans(self, pairs: Any) -> list[MapPlan]:
         """Returns the plans of some maps alone."""
         plans = []
-        for plan in self.assembly.map_plans:
-            rows = {q for q, p in pairs if p == plan.plate}
+        for each in self.plan.map_plans:
+            rows = {q for q, p in pairs if p == each.plate}
             if rows:
-                targets = {site: q for site, q in plan.targets.items() if q in rows}
-                plans.append(plan._replace(targets=targets, dims={q: plan.dims[q] for q in rows}))
+                targets = {site: q for site, q in each.targets.items() if q in rows}
+                plans.append(each._replace(targets=targets, dims={q: each.dims[q] for q in rows}))
         return plans
 
     def _pair(self, latent: str, site: str) -> Pair:
-        plan = next(p for p in self.assembly.map_plans if latent in p.values and site in p.targets)
-        return plan.targets[site], plan.plate
+        each = next(each for each in self.plan.map_plans if latent in each.values and site in each.targets)
+        return each.targets[site], each.plate
 
     def _from_user(self, call: Any, pairs: Sequence[Pair], sizes: Mapping[str, int]) -> dict[Pair, Tensor]:
         maps = {}
@@ -150,7 +150,7 @@ class MapReader:
                     f"Expected the index map from plate '{rows}' to plate '{plate}' to hold integers from 0 to "
                     f"{sizes[plate] - 1}; got {index}. Mend the callable in `index_maps`."
                 )
-            maps[pair] = index.to(self.assembly.factory["device"])
+            maps[pair] = index.to(self.plan.factory["device"])
         return maps
 
     def _from_table(self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]) -> dict[Pair, Tensor]:
@@ -175,7 +175,7 @@ class MapReader:
         for (rows, plate), index in maps.items():
             if rows in call.indices and plate not in call.indices:
                 where = call.indices[rows]
-                size = max(self.assembly.bayesnet.plate_sizes[rows], int(where.max()) + 1 if len(where) else 0)
+                size = max(self.plan.bayesnet.plate_sizes[rows], int(where.max()) + 1 if len(where) else 0)
                 table = self._table.setdefault((rows, plate), index.new_full((size,), -1))
                 if len(table) < size:
                     table = torch.cat((table, index.new_full((size - len(table),), -1)))

@@ -1,8 +1,8 @@
 """`AutoNaMIGuide`: a guide whose dependencies are a minimally faithful inverse of the model's.
 
-This module is the contract with Pyro: laziness, plates, state, and what users call. Its parts: `structure` is what is
-fixed at the first call and `assembly` makes it; `data` finds a call's data; `sampling` draws the latents; `network`
-gives their parameters.
+This module is the contract with Pyro: laziness, plates, and what users call. At the first call `build.assemble` makes a
+`Plan` and the networks; in every call `call` finds the data, `draw` draws the latents, each by its rule in `rules`, and
+`network_state` gives the parameters.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from torch import Tensor, nn
 
 from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.guide.assembly import assemble
-from pyro_nami.guide.data import Call, DataReader
+from pyro_nami.guide.build import assemble
+from pyro_nami.guide.call import Call, CallReader
 from pyro_nami.guide.differences import differences
-from pyro_nami.guide.interleaved import Interleaved, missing_site, new_site
+from pyro_nami.guide.draw import densities, draw, know_all, start_pass
 from pyro_nami.guide.network import as_pyro_module
-from pyro_nami.guide.network_state import NetworkState, start_pass
+from pyro_nami.guide.network_state import NetworkState, start_network
+from pyro_nami.guide.observed import ObservedFeatures
+from pyro_nami.guide.options import Options
 from pyro_nami.guide.regression import regress
-from pyro_nami.guide.sampling import Pass, draw_at, draw_detached
-from pyro_nami.guide.shapes import own_shape, quantiles_of, sum_plates, with_plate_dims
+from pyro_nami.guide.shapes import left_of_plates, own_shape, quantiles_of, sum_plates
 from pyro_nami.guide.state import PersistentGuide
-from pyro_nami.guide.structure import Assembly, Options
+from pyro_nami.guide.structure import Plan, new_site
 from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
 from pyro_nami.reading.runner import Runner, takes_observations
 
@@ -159,7 +160,7 @@ class AutoNaMIGuide(PersistentGuide):
             save_data=save_data,
         )
         self._options.check()
-        self._assembly = self._data = None  # type: ignore[assignment]
+        self._plan = self._reader = None  # type: ignore[assignment]
         self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None
 
     # ---- what was found
@@ -182,7 +183,7 @@ class AutoNaMIGuide(PersistentGuide):
     @property
     def conjugate(self) -> tuple[str, ...]:
         """The latents that are drawn from their exact conditional."""
-        return tuple(self._made().conjugate)
+        return tuple(self._made().groups)
 
     @property
     def num_parameters(self) -> int:
@@ -191,10 +192,10 @@ class AutoNaMIGuide(PersistentGuide):
         embeddings = self._options.embeddings.values()
         return self.network.num_parameters + sum(p.numel() for module in embeddings for p in module.parameters())
 
-    def _made(self) -> Assembly:
-        if self._assembly is None:
+    def _made(self) -> Plan:
+        if self._plan is None:
             raise RuntimeError("Expected a guide that was called once; call it with the model's arguments first.")
-        return self._assembly
+        return self._plan
 
     def check(self, *args: Any, **kwargs: Any) -> list[str]:
         """Returns what the model has at these arguments other than at the guide's first call.
@@ -212,10 +213,10 @@ class AutoNaMIGuide(PersistentGuide):
         return list(differences(before, assemble(self.model, args, kwargs, self._options, subsampled)[0]))
 
     def extra_repr(self) -> str:
-        if self._assembly is None:
+        if self._plan is None:
             return "not called yet"
         exact = "".join(f", '{name}' by its exact conditional" for name in self.conjugate)
-        return f"{len(self._assembly.program)} latents{exact}; {self.num_parameters} weights"
+        return f"{len(self._plan.rules)} latents{exact}; {self.num_parameters} weights"
 
     # ---- set-up
 
@@ -227,10 +228,10 @@ class AutoNaMIGuide(PersistentGuide):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         subsampled = self._subsampled(*args, **kwargs)
-        assembly, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
-        self._assembly = assembly
-        self.network = network
-        self._data = DataReader(assembly, self._options.covariates, self._options.index_maps)
+        plan, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
+        self._plan, self.network = plan, network
+        self._reader = CallReader(plan, self._options.covariates, self._options.index_maps)
+        self._observed = ObservedFeatures(plan, self._options.embeddings)
         for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
             prototype.remove_node(name)
         self._prototype_frames = {
@@ -275,24 +276,21 @@ class AutoNaMIGuide(PersistentGuide):
             Latent -> value, in model order.
         """
         call = self._begin(args, kwargs)
-        learning = self.training and torch.is_grad_enabled()
-        current = Pass(self._made(), self._start(call, learning=learning), call)
+        plan, learning = self._made(), self.training and torch.is_grad_enabled()
+        current = start_pass(plan, self._start(call, learning=learning), call)
         try:
             with self.network.taking_part():
-                if self._assembly.interleaved:
-                    self._run_interleaved(current, call)
-                else:
-                    self._run_detached(current, call)
+                draw(current, plan, call)
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
-        return {name: current.returned[name] for name in current.program if name in current.returned}
+        return {name: current.returned[name] for name in current.rules if name in current.returned}
 
     def _begin(self, args: tuple, kwargs: dict[str, Any], *, draws: bool = True) -> Call:
         """Returns one call's data: arguments of the model, plates, and the values of observed sites."""
         observations = kwargs.get("observations") or {}
         if "observations" in kwargs and not takes_observations(self.model):
             kwargs = {key: value for key, value in kwargs.items() if key != "observations"}
-        if self._assembly is None:
+        if self._plan is None:
             first = kwargs
             if observations:
                 single = self._note_observations(observations, args, kwargs)
@@ -304,13 +302,14 @@ class AutoNaMIGuide(PersistentGuide):
                 simulated = self._waiting_state[0].get("_extra_state", {}).get("simulated", simulated)
             self._options = self._options._replace(simulated=simulated)
             self._setup_prototype(*args, **first)
+        plan = self._made()
         for name in observations:
-            if name not in self._assembly.names:
-                known = ", ".join(map(repr, self._assembly.bayesnet.observed))
+            if name not in plan.names:
+                known = ", ".join(map(repr, plan.bayesnet.observed))
                 raise ValueError(f"Expected observations of the model's sites, {known}; got one of '{name}'.")
-        call = Call(self.model, args, kwargs, self._create_plates(*args, **kwargs))
-        self._data.read(call, observations, remember=self.training and torch.is_grad_enabled(), draws=draws)
-        return call
+        plates, remember = self._create_plates(*args, **kwargs), self.training and torch.is_grad_enabled()
+        call = Call(self.model, args, kwargs)
+        return self._reader.read(call, plates, observations, remember=remember, draws=draws)
 
     def _note_observations(
         self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
@@ -337,42 +336,21 @@ class AutoNaMIGuide(PersistentGuide):
         """Returns the networks' state with everything observed known."""
         if not self.network.settled:
             with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
-                state = start_pass(self.network, call.maps)
-                self._data.tell(state, call, self.network, self._options.embeddings)
+                state = start_network(self.network, call.maps)
+                self._observed.tell(state, call, self.network)
                 state.settle()
-        if self._data.varied and not self.network.varied:
+        varied = self._reader.memory.varied
+        if varied and not self.network.varied:
             self.network.vary()
-        constant = call.familiar and not self._data.varied
-        state = start_pass(self.network, call.maps, learning=learning, constant=constant, indices=call.indices)
-        self._data.tell(state, call, self.network, self._options.embeddings)
+        state = start_network(
+            self.network,
+            call.maps,
+            learning=learning,
+            constant=call.familiar and not varied,
+            indices=call.indices,
+        )
+        self._observed.tell(state, call, self.network)
         return state
-
-    def _run_interleaved(self, current: Pass, call: Call) -> None:
-        while True:
-            run = Interleaved(current, call.given, call.indices)
-            run.run(call.model, call.args, call.kwargs)
-            if run.lacking is None:
-                break
-            rest = [name for name in current.program if name not in current.values]
-            if current.ready.keys() >= set(rest):  # which needs no further run of the model
-                for name in rest:
-                    draw_at(current, name, current.ready[name])
-                return
-        missing = run.missing.intersection(current.program)
-        if missing:
-            raise ValueError(missing_site(min(missing)))
-
-    def _run_detached(self, current: Pass, call: Call) -> None:
-        for name in current.program:
-            if name in call.given:
-                current.know(name, call.given[name])
-
-        def prior_at(name: str, values: Mapping[str, Tensor]) -> Any:
-            return call.run({**call.given, **values}, until=[name])[name]["fn"]
-
-        draw_detached(current, call.sites, prior_at)
-        if current.from_model:
-            self._run_interleaved(current, call)
 
     # ---- densities and summaries
 
@@ -410,20 +388,16 @@ class AutoNaMIGuide(PersistentGuide):
     ) -> Tensor:
         with self._pyro_context:
             call = self._begin(args, kwargs, draws=False)
-            assembly, state = self._assembly, self._start(call)
+            plan, state = self._made(), self._start(call)
             if call.new:
                 raise ValueError(new_site(call.new[0]))
-            values = with_plate_dims(latents, assembly, call.given.keys() | call.lacking)
-            for name in assembly.order:
-                if name in call.given:
-                    state.add(name, assembly.features(name, call.given[name]))
+            values = left_of_plates(latents, plan, call.given.keys() | call.lacking)
             if sites is None:
-                needed = assembly.anchored or assembly.predictive or assembly.varies or assembly.masked
-                sites = call.run({**call.given, **values}, until=assembly.program) if needed else {}
-            current = Pass(assembly, state, call)
+                needed = plan.masked or any(rule.reads_prior for rule in plan.rules.values())
+                sites = call.run({**call.given, **values}, until=plan.rules) if needed else {}
             total = self.network.zero()
-            for log_prob in current.log_probs(values, sites):
-                total = total + sum_plates(log_prob, assembly.nesting)
+            for log_prob in densities(start_pass(plan, state, call), plan, call, values, sites):
+                total = total + sum_plates(log_prob, plan.plates.nesting)
             return total
 
     @torch.no_grad()
@@ -435,24 +409,14 @@ class AutoNaMIGuide(PersistentGuide):
             *args, **kwargs: the arguments of that run, and its data as ``observations=``.
         """
         call = self._begin(args, kwargs, draws=False)
-        assembly, state = self._assembly, self._start(call)
+        plan, state = self._made(), self._start(call)
         values = {name: site["value"] for name, site in sites.items() if site["type"] == "sample"}
-        values = with_plate_dims(values, assembly, call.given)
-        current = Pass(assembly, state, call)
-        targets: dict[Any, Tensor] = {}
-        blocks: dict[Any, list[int]] = {}
-        for name in assembly.order:
-            if name in values:
-                family = assembly.families[name].at(sites[name]["fn"])
-                elements = family.layout.elements(values[name])
-                current.know(name, values[name], elements)
-                if name in assembly.factors:
-                    anchored = family.locations and name in assembly.anchored
-                    anchor = family.anchor(sites[name]["fn"]) if anchored else None
-                    location, scale = (0.0, 1.0) if anchor is None else anchor.unbind(-1)
-                    targets[name] = (elements - location) / scale
-                    blocks[name] = [assembly.dims[plate] for plate in assembly.factors[name].joint]
-        regress(self.network, state, targets, blocks)
+        values = left_of_plates(values, plan, call.given)
+        current = start_pass(plan, state, call)
+        know_all(current, plan, call, values, sites)
+        rules = {name: rule for name, rule in plan.learned.items() if name in values}
+        targets = {name: rule.target(current, values[name], sites[name]["fn"]) for name, rule in rules.items()}
+        regress(self.network, state, targets, {name: rule.dims for name, rule in rules.items()})
 
     @torch.no_grad()
     def quantiles(
@@ -479,13 +443,12 @@ class AutoNaMIGuide(PersistentGuide):
 
     def _draws(self, count: int, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns draws of every latent, ``(count, *site shape)``, from a seed of their own."""
-        if self._assembly is None:
+        if self._plan is None:
             with poutine.block():
                 self(*args, **kwargs)
-        assembly = self._assembly
         with untouched(self.model), poutine.block():
             pyro.set_rng_seed(0)
-            with pyro.plate("_draws", count, dim=-1 - assembly.nesting):
+            with pyro.plate("_draws", count, dim=-1 - self._made().plates.nesting):
                 values = self(*args, **kwargs)
         sites = self.prototype_trace.nodes
         return {name: own_shape(name, value, count, sites[name]) for name, value in values.items() if name in sites}

@@ -21,10 +21,10 @@ from pyro_nami.guide.inputs import IndexMaps, Sources, concatenate
 from pyro_nami.guide.network import InverseNetwork, Passed
 from pyro_nami.networks.running import tempered
 
-__all__ = ["NetworkState", "start_pass"]
+__all__ = ["NetworkState", "start_network"]
 
 
-def start_pass(
+def start_network(
     network: InverseNetwork,
     maps: IndexMaps,
     *,

@@ -8,7 +8,8 @@ rest of training starts there, whatever its rate. Change this module to start a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ _ROWS_PER_INPUT = 4  # below which there are too few rows to regress on
 
 @torch.no_grad()
 def regress(
-    network: InverseNetwork, state: NetworkState, targets: Mapping[Hashable, Tensor], dims: Mapping[Hashable, list[int]]
+    network: InverseNetwork, state: NetworkState, targets: Mapping[Any, Tensor], dims: Mapping[Any, list[int]]
 ) -> None:
     """Writes regressions of all factors whose locations are one an element.
 

@@ -13,40 +13,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.guide.structure import Assembly
+from pyro_nami.guide.structure import Plan
 
-__all__ = ["own_shape", "quantiles_of", "resized_plates", "sum_plates", "with_plate_dims"]
+__all__ = ["left_of_plates", "own_shape", "quantiles_of", "resized_plates", "sum_plates"]
 
 
-def with_plate_dims(
-    latents: Mapping[str, Tensor], assembly: Assembly, observed: Collection[str]
-) -> dict[str, Tensor]:
+def left_of_plates(latents: Mapping[str, Tensor], plan: Plan, known: Collection[str]) -> dict[str, Tensor]:
     """Returns every latent's value with batch dims left of the plate dims; see `AutoNaMIGuide.log_prob`."""
-    wanted = [name for name in assembly.program if name not in observed and name not in assembly.transparent]
+    nesting = plan.plates.nesting
+    wanted = [name for name in plan.rules if name not in known and name in plan.bayesnet.sites]
     for name in wanted:
         if name not in latents:
             raise ValueError(f"Expected a value for every latent, {wanted}; got none for '{name}'.")
-    own_dims = {name: {assembly.dims[plate] for plate in assembly.frames[name]} for name in wanted}
+    own_dims = {name: {plan.plates.dims[plate] for plate in plan.sites[name].plates} for name in wanted}
 
     def fits(name: str) -> bool:
         value = latents[name]
-        batch = value.shape[: value.dim() - assembly.event_dims[name]]
-        return all(
-            batch[dim] == 1 for dim in range(-min(len(batch), assembly.nesting), 0) if dim not in own_dims[name]
-        )
+        batch = value.shape[: value.dim() - plan.sites[name].event_dim]
+        return all(batch[dim] == 1 for dim in range(-min(len(batch), nesting), 0) if dim not in own_dims[name])
 
     if all(map(fits, wanted)):
         return {name: latents[name] for name in wanted}
     values = {}
     for name in wanted:
         value, depth = latents[name], -min(own_dims[name], default=0)
-        cut = value.dim() - assembly.event_dims[name] - depth
+        cut = value.dim() - plan.sites[name].event_dim - depth
         if cut != 1:
             raise ValueError(
-                f"Expected latent '{name}' of shape (*batch, *plates, *event), batch dims left of {assembly.nesting} "
+                f"Expected latent '{name}' of shape (*batch, *plates, *event), batch dims left of {nesting} "
                 f"plate dims, or with one batch dim in front of its own shape; got {tuple(value.shape)}."
             )
-        values[name] = value.reshape(value.shape[:1] + (1,) * (assembly.nesting - depth) + value.shape[1:])
+        values[name] = value.reshape(value.shape[:1] + (1,) * (nesting - depth) + value.shape[1:])
     return values
 
 

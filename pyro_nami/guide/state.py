@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,9 +13,11 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pyro_nami.guide.data import DataReader
+from pyro_nami.guide.call import CallReader
 from pyro_nami.guide.network import InverseNetwork
-from pyro_nami.guide.structure import Assembly, Options
+from pyro_nami.guide.observed import ObservedFeatures
+from pyro_nami.guide.options import Options
+from pyro_nami.guide.structure import Covariates, Plan
 from pyro_nami.reading.covariates import column_of, plain_column
 
 __all__ = ["PersistentGuide"]
@@ -27,8 +30,9 @@ class PersistentGuide(AutoGuide):
     that cannot hold it gets it back by `bind`.
     """
 
-    _assembly: Assembly  # this and the next are None before the first call
-    _data: DataReader
+    _plan: Plan  # this and the next two are None before the first call
+    _reader: CallReader
+    _observed: ObservedFeatures
     _options: Options
     _waiting_state: tuple[dict[str, Any], bool, bool] | None
     network: InverseNetwork
@@ -82,42 +86,45 @@ class PersistentGuide(AutoGuide):
         they came with, if these can be saved.
         """
         state: dict[str, Any] = {"simulated": self._options.simulated}
-        if self._assembly is None:
+        if self._plan is None:
             return state
-        data = self._data
-        state.update(references=self._assembly.references, varied=data.varied)
-        state["columns"] = {site: [plain_column(c) for c in found] for site, found in self._assembly.columns.items()}
-        state["marks"] = {_key(name): mark for name, mark in data.all_marks().items()}
+        memory, covariates = self._reader.memory, self._plan.covariates
+        state.update(references=list(covariates.references), varied=memory.varied)
+        state["columns"] = {site: [plain_column(c) for c in found] for site, found in covariates.columns.items()}
+        state["marks"] = {_key(name): mark for name, mark in memory.all_marks().items()}
         if self._options.save_data:
-            state["seen"] = {_key(name): value for name, value in data.seen.items()}
-            state["context"] = data.plain_context()
+            state["seen"] = {_key(name): value for name, value in memory.seen.items()}
+            state["context"] = memory.plain_context()
         return state
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        names, device = {_key(name): name for name in self._data.names}, self._assembly.factory["device"]
+        device = self._plan.factory["device"]
         state = tree_map_only(Tensor, lambda value: value.to(device), dict(state))
-        self._data.seen = {names[key]: value for key, value in state.get("seen", {}).items()}
-        self._data.marks = {names[key]: mark for key, mark in state.get("marks", {}).items()}
-        self._data.context, self._data.varied = state.get("context"), bool(state.get("varied"))
-        self._assembly.references = list(state.get("references", ()))
-        self._assembly.columns.update(
-            {site: tuple(map(column_of, found)) for site, found in state.get("columns", {}).items()}
-        )
-        self._data.forget()
+        self._reader.memory.load(state, {_key(name): name for name in self._reader.names})
+        columns = {site: tuple(map(column_of, found)) for site, found in state.get("columns", {}).items()}
+        columns = {**self._plan.covariates.columns, **columns}
+        covariates = Covariates(columns, list(state.get("references", ())))
+        self._set_plan(dataclasses.replace(self._plan, covariates=covariates))
+
+    def _set_plan(self, plan: Plan) -> None:
+        self._plan = self._reader.plan = self._observed.plan = plan
+        self._reader.forget()
+        self._observed.forget()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state, or keeps it for the first call, when the guide gets its structure and parameters."""
-        if self._assembly is None:
+        if self._plan is None:
             self._waiting_state = dict(state_dict), strict, assign
             return nn.modules.module._IncompatibleKeys([], [])
-        self._data.forget()
+        self._set_plan(self._plan)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> PersistentGuide:
         super()._apply(fn, recurse)
-        if self._assembly is not None:
-            self._assembly.apply(fn)
-            self._data.apply(fn)
+        if self._plan is not None:
+            plan = self._plan.to(fn)
+            self._reader.apply(fn, plan)
+            self._set_plan(plan)
         return self
 
 

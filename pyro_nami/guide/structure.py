@@ -1,173 +1,156 @@
-"""What a guide is made of, fixed at its first call: its options and its structure, plain data both.
-
-`assembly` makes a structure, and every other module of the guide reads it.
-"""
+"""What a guide is made of, fixed at its first call: frozen values, which `plan` makes and all that follows reads."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pyro_nami.factors.base import Family
 from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.guide.groups import Factor
-from pyro_nami.networks.encoders import ENCODERS
+from pyro_nami.guide.conditioning import Plates
+from pyro_nami.guide.rules import Learned, Rule
 from pyro_nami.reading.covariates import MASK
 from pyro_nami.reading.forms import ConjugateGroup
 from pyro_nami.reading.index_maps.finder import MapPlan
 
-__all__ = ["Assembly", "Options", "check_names"]
+__all__ = ["Covariates", "Plan", "SitePlan", "missing_site", "new_site"]
 
 
-class Options(NamedTuple):
-    """The options of a guide, as `AutoNaMIGuide` documents them, and whether it is trained on simulations."""
-
-    inverse: Any
-    blocks: Sequence[Sequence[str]] | None
-    observed: tuple[str, ...]
-    simulated: bool
-    families: Any
-    hidden_features: tuple[int, ...]
-    shared: bool
-    skip: bool
-    within: str
-    embeddings: Mapping[str, nn.Module]
-    covariates: Any
-    index_maps: Mapping[tuple[str, str], Callable]
-    pooling: Any
-    evidence: bool
-    anchor: bool
-    conjugate: bool
-    refine: str | None
-    init_loc_fn: Callable
-    init_scale: float
-    activation: Callable[[Tensor], Tensor] | None
-    save_data: bool
-
-    def check(self) -> None:
-        """Raises for what can be told to be wrong before the guide's first call."""
-        if not (isinstance(self.init_scale, float) and self.init_scale > 0):
-            raise ValueError(f"Expected init_scale > 0.; got {self.init_scale}.")
-        if self.within not in ("autoregressive", "independent"):
-            raise ValueError(f"Expected within to be 'autoregressive' or 'independent'; got {self.within!r}.")
-        if self.covariates is not None and self.covariates != "auto" and not callable(self.covariates):
-            raise TypeError(f"Expected covariates to be 'auto', None or a callable; got {self.covariates!r}.")
-        if self.pooling not in ENCODERS and not callable(self.pooling):
-            names = ", ".join(ENCODERS)
-            raise ValueError(f"Expected pooling to be one of {names}, or a callable; got {self.pooling!r}.")
-        if self.refine not in ("auto", None):
-            raise ValueError(f"Expected refine to be 'auto' or None; got {self.refine!r}.")
-        for pair, given in self.index_maps.items():
-            if not (isinstance(pair, tuple) and len(pair) == 2 and callable(given)):
-                raise TypeError(
-                    f"Expected index_maps to map pairs (latent, site) to callables; got {pair!r}: {given!r}."
-                )
-
-
-@dataclasses.dataclass
-class Assembly:
-    """A guide's fixed structure.
+class SitePlan(NamedTuple):
+    """What is fixed of one site.
 
     Attributes:
-        bayesnet: the model's network; inverse: its inverse.
-        order: latents that the guide draws given what it reads, in sampling order.
-        predictive: latents drawn from the model's own conditional, in model order.
-        transparent: latent Delta sites, which the guide passes through.
-        program: all latents that the guide emits, in model order.
-        factors: of the latents in ``order`` that networks serve; families: of each of them.
-        encodings: latent or observed site -> what gives its raw features, its family or another object that does.
-        event_dims: site -> event dims of its value.
-        dims: plate -> batch dim; nesting: the deepest.
-        frames: site -> the plates that its tensor has dims for; `bayesnet` has those that these determine as well.
-        subsampled: plates that the model subsamples.
-        map_plans: how a call's index maps are found.
-        anchored: latents whose factor is relative to the model's own conditional.
-        experts: those of them whose prior other latents move, and whose factor is that prior times evidence of its own.
-        conjugate: latents without a factor, which are drawn from their exact conditional.
-        masked: whether the model masks latents.
-        interleaved: whether sampling order is program order, so that one run of the model draws all latents.
-        read: observed sites that some factor reads.
-        semi_observed: latents that a call may observe.
-        columns: site -> its covariates; references: values of the latents at the draws they were found at.
-        reference: initial values of all latents, first instances.
-        sizes: plate -> size at the first call.
-        factory: dtype and device of the networks.
-        names: all sites of the model, deterministic ones included.
-        nan_allowed: observed sites whose distribution or mask allows for NaN.
-        flattened: plate of fixed size -> a latent whose instances form one block over it.
+        plates: those that its tensor has dims for; the network has those that these determine as well.
+        event_dim: of its values.
+        encoding: what gives its raw features, its family or another object that does; None if nothing reads it.
+        initial: of a latent, the first instance of its initial value.
+        allows_nan: whether its distribution or mask allows for NaN in its data.
     """
 
-    bayesnet: BayesNet
-    inverse: Inverse
-    order: tuple[str, ...]
-    predictive: tuple[str, ...]
-    transparent: tuple[str, ...]
-    program: tuple[str, ...]
-    factors: dict[str, Factor]
-    families: dict[str, Family]
-    encodings: dict[str, Any]
-    event_dims: dict[str, int]
-    dims: dict[str, int]
-    frames: dict[str, frozenset[str]]
-    subsampled: frozenset[str]
-    map_plans: tuple[MapPlan, ...]
-    anchored: frozenset[str]
-    experts: frozenset[str]
-    conjugate: dict[str, ConjugateGroup]
-    masked: bool
-    interleaved: bool
-    read: tuple[str, ...]
-    semi_observed: frozenset[str]
-    columns: dict[str, tuple]
-    references: list[dict[str, Tensor]]
-    reference: dict[str, Tensor]
-    sizes: dict[str, int]
-    factory: dict[str, Any]
-    names: frozenset[str]
-    flattened: dict[str, str]
-    nan_allowed: frozenset[str]
+    plates: frozenset[str]
+    event_dim: int
+    encoding: Any = None
+    initial: Tensor | None = None
+    allows_nan: bool = False
 
-    @property
-    def varies(self) -> bool:
-        """Whether the support or a count of some latent depends on the call."""
-        return any(family.varies for family in self.families.values())
 
-    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Applies ``fn`` to all tensors held, to move them to another device."""
-        self.factory = {"dtype": (like := fn(torch.empty(0, **self.factory))).dtype, "device": like.device}
-        self.reference = {name: fn(value) for name, value in self.reference.items()}
-        self.map_plans = tuple(
-            plan._replace(values={name: (fn(a), fn(b)) for name, (a, b) in plan.values.items()})
-            for plan in self.map_plans
-        )
-        self.references = [{name: fn(value) for name, value in draw.items()} for draw in self.references]
+class Covariates(NamedTuple):
+    """Which covariates factors read.
+
+    Attributes:
+        columns: site -> its covariates.
+        references: values of the latents at the draws that they were found at.
+    """
+
+    columns: Mapping[str, tuple] = {}
+    references: Sequence[Mapping[str, Tensor]] = ()
 
     def mask_column(self, name: str) -> int | None:
         """Returns which of a site's covariates is its mask, if one is."""
         columns = enumerate(self.columns.get(name, ()))
         return next((i for i, column in columns if getattr(column, "parameter", None) == MASK), None)
 
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A guide's fixed structure.
+
+    Attributes:
+        bayesnet: the model's network; inverse: its inverse.
+        plates: of the model.
+        sites: what is fixed of each.
+        rules: latent -> how it is drawn, for all latents that the guide emits, in model order.
+        order: latents drawn given what the inverse says that they read, in sampling order.
+        interleaved: whether sampling order is program order, so that one run of the model draws all latents.
+        read: observed sites that some rule reads.
+        semi_observed: latents that a call may observe.
+        masked: whether the model masks latents.
+        names: all sites of the model, deterministic ones included.
+        covariates: which are read; map_plans: how a call's index maps are found.
+        factory: dtype and device of the networks.
+    """
+
+    bayesnet: BayesNet
+    inverse: Inverse
+    plates: Plates
+    sites: Mapping[str, SitePlan]
+    rules: Mapping[str, Rule]
+    order: tuple[str, ...]
+    interleaved: bool
+    read: tuple[str, ...]
+    semi_observed: frozenset[str]
+    masked: bool
+    names: frozenset[str]
+    covariates: Covariates
+    map_plans: tuple[MapPlan, ...]
+    factory: Mapping[str, Any]
+
+    @cached_property
+    def learned(self) -> dict[str, Learned]:
+        """The latents that networks serve, in sampling order."""
+        rules = {name: self.rules[name] for name in self.order}
+        return {name: rule for name, rule in rules.items() if isinstance(rule, Learned)}
+
+    @cached_property
+    def groups(self) -> dict[str, ConjugateGroup]:
+        """The latents that are drawn from their exact conditional, with those that they are derived with."""
+        return {name: rule.group for name, rule in self.rules.items() if rule.group is not None}
+
+    @cached_property
+    def blocks(self) -> dict[str, str]:
+        """Plate of fixed size -> a latent whose instances form one block over it."""
+        return {plate: name for name, rule in self.learned.items() for plate in rule.block}
+
+    @cached_property
+    def initial(self) -> dict[str, Tensor]:
+        """First instances of the initial values of all latents."""
+        return {name: site.initial for name, site in self.sites.items() if site.initial is not None}
+
+    @cached_property
+    def event_dims(self) -> dict[str, int]:
+        """Event dims of every site."""
+        return {name: site.event_dim for name, site in self.sites.items()}
+
     def features(self, name: str, value: Tensor) -> Tensor:
         """Returns the raw features of a site's value, ``(*batch, features)``."""
-        return self.encodings[name].features(value).flatten(-2)
+        return self.sites[name].encoding.features(value).flatten(-2)
 
-    @property
-    def nesting(self) -> int:
-        """The number of plate dims."""
-        return -min(self.dims.values(), default=0)
+    def to(self, fn: Callable[[Tensor], Tensor]) -> Plan:
+        """Returns the plan with ``fn`` applied to all tensors held, to move them to another device."""
+        like = fn(torch.empty(0, **self.factory))
+        return dataclasses.replace(
+            self,
+            factory={"dtype": like.dtype, "device": like.device},
+            sites={
+                name: site if site.initial is None else site._replace(initial=fn(site.initial))
+                for name, site in self.sites.items()
+            },
+            map_plans=tuple(
+                plan._replace(values={name: (fn(a), fn(b)) for name, (a, b) in plan.values.items()})
+                for plan in self.map_plans
+            ),
+            covariates=self.covariates._replace(
+                references=[{name: fn(value) for name, value in draw.items()} for draw in self.covariates.references]
+            ),
+        )
 
 
-def check_names(option: str, names: Collection[str], known: Collection[str], kind: str) -> frozenset[str]:
-    """Returns the names as a set; raises for one that is not known."""
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"Expected the keys of `{option}` to be {kind} each, one of {', '.join(map(repr, known)) or 'none'}; "
-                f"got {name!r}."
-            )
-    return frozenset(names)
+def new_site(name: str) -> str:
+    """Returns the message for a site that the guide's first call did not have."""
+    return (
+        f"Expected the sites of the guide's first call; got a new site '{name}'. A guide's structure is fixed at its "
+        "first call: make a new guide, and its first call with all sites that there may be."
+    )
+
+
+def missing_site(name: str) -> str:
+    """Returns the message for a site of the guide's first call that a call lacks."""
+    return (
+        f"Expected the sites of the guide's first call; this call lacks '{name}'. A guide's structure is fixed at its "
+        "first call: make a new guide, or sample the site in every call."
+    )

@@ -174,7 +174,7 @@ class Elimination:
 
     def __init__(self, group: ConjugateGroup, leading: Sequence[int], differentiable: bool) -> None:
         self._expansion = _Expansion(group, leading)
-        self._names, self._differentiable = group.members, differentiable
+        self.members, self._differentiable = group.members, differentiable
         self.points, self.until = self._expansion.values, self._expansion.until
 
     def solve(self, sites: Mapping[str, Any]) -> None:
@@ -194,10 +194,10 @@ class Elimination:
 
     def conditional(self, name: str, values: Mapping[str, Tensor]) -> dist.Normal:
         """Returns a member's exact conditional, of batch shape ``(*batch, *plates)``, at values of those before it."""
-        k = self._names.index(name)
+        k = self.members.index(name)
         gradient = self._gradient[k]
         for i in range(k):
-            gradient = gradient - self._precision[i][k] * (values[self._names[i]] - self._points[i])
+            gradient = gradient - self._precision[i][k] * (values[self.members[i]] - self._points[i])
         loc, scale = self._points[k] + gradient / self._precision[k][k], self._precision[k][k].rsqrt()
         if not self._differentiable:
             loc, scale = loc.detach(), scale.detach()

@@ -366,7 +366,7 @@ def test_a_factor_couples_what_it_reads_and_is_no_input(inverse):
     guide, y = AutoNaMIGuide(with_factor, inverse=inverse), torch.tensor(1.0)
     guide(y)
     assert "b" in guide.inverse.parents["a"] or "a" in guide.inverse.parents["b"]
-    assert "coupling" not in guide._assembly.read
+    assert "coupling" not in guide._plan.read
     steps(with_factor, guide, y)
 
 

@@ -256,7 +256,7 @@ def test_covariates_changed_in_place_are_read():
 
 def test_no_covariates_where_nothing_differs():
     guide = ready(beta_bernoulli, torch.tensor([1.0, 0.0, 1.0]))
-    assert guide._assembly.columns == {}
+    assert guide._plan.covariates.columns == {}
 
 
 def test_covariates_can_be_turned_off():
@@ -344,7 +344,7 @@ def test_instances_that_the_model_names_are_kept(inverse):
 def test_a_global_latent_does_not_read_a_minibatch(inverse):
     """A minibatch is not the data set (DESIGN 5.1)."""
     guide = ready(subsampled, torch.randn(10), inverse=inverse)
-    mu = guide._assembly.factors["mu"]
+    mu = guide._plan.learned["mu"].factor
     assert not mu.sources
     first, second = (
         poutine.trace(poutine.condition(guide, {"mu": torch.tensor(0.3)})).get_trace(y)

@@ -1,0 +1,181 @@
+"""From a guide's plan to its networks, at the values that they start from.
+
+`assemble` runs once, at a guide's first call. Change this module to start networks otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import Tensor, nn
+
+from pyro_nami.guide.columns import covariate_values
+from pyro_nami.guide.conditioning import Source, covariates_of
+from pyro_nami.guide.evidence import initial_evidence, initial_expert, pooled_part
+from pyro_nami.guide.features import standardization
+from pyro_nami.guide.first_call import FirstCall, first_call
+from pyro_nami.guide.groups import Factor
+from pyro_nami.guide.inputs import flatten
+from pyro_nami.guide.network import InverseNetwork
+from pyro_nami.guide.options import Options
+from pyro_nami.guide.plan import make_plan
+from pyro_nami.guide.rules import Learned
+from pyro_nami.guide.structure import Plan
+from pyro_nami.networks.encoders import make_encoder
+from pyro_nami.reading.isolation import untouched
+from pyro_nami.reading.runner import own_dims
+
+__all__ = ["assemble"]
+
+_POOLED_FEATURES, _POOLING_UNITS = 16, (16,)
+_MOST_OFFSETS = 100_000  # instances of a factor
+_PLENTY = 5  # instances from which an observed site is standardized by its own data
+
+
+def assemble(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], options: Options, subsampled: Collection[str] = ()
+) -> tuple[Plan, InverseNetwork, poutine.Trace]:
+    """Returns a guide's plan, its networks, and a run at the initial values, from one call's arguments.
+
+    Args:
+        model, args, kwargs: the model, and arguments that it runs with.
+        options: the guide's.
+        subsampled: plates that ``create_plates`` subsamples.
+
+    Raises:
+        ValueError: for options that name what the model lacks.
+        NotImplementedError: for a site that no family covers.
+    """
+    with untouched(model), poutine.block(), own_dims(), torch.no_grad():
+        first = first_call(model, args, kwargs, options, subsampled)
+        plan = make_plan(first)
+        return plan, _network(first, plan), first.prototype
+
+
+def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
+    options = first.options
+
+    def encoder(size: int) -> nn.Module:
+        activation = options.activation or nn.functional.silu
+        return make_encoder(
+            options.pooling, size, _POOLED_FEATURES, _POOLING_UNITS, activation=activation, **plan.factory
+        )
+
+    def takes_evidence(factor: Factor, source: Source) -> bool:
+        """Whether a factor takes evidence from a source; a block does from sets of its members' own only."""
+        pooled, members = pooled_part(source)
+        wanted = options.evidence and plan.learned[factor.name].family.takes_evidence
+        return wanted and pooled is not None and members == factor.joint
+
+    network = InverseNetwork(
+        [rule.factor for rule in plan.learned.values()],
+        _standard(first, plan),
+        plan.plates.dims,
+        plan.plates.sizes,
+        hidden_features=options.hidden_features,
+        shared=options.shared,
+        make_encoder=encoder,
+        takes_evidence=takes_evidence,
+        latents=plan.order,
+        simulated=options.simulated,
+        skip=options.skip,
+        activation=options.activation or torch.tanh,
+        **plan.factory,
+    )
+    if not network.simulated:
+        for name, rule in plan.learned.items():
+            network.set_units(name, options.init_scale, _anchor_scale(first, rule))
+        network.set_offsets(_offset_plates(first, network))
+    network.set_initial({name: _initial(first, rule, network) for name, rule in plan.learned.items()})
+    return network
+
+
+def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor:
+    """Returns raw parameters ``(elements, raw)`` at the initial value, averaged over batch plates."""
+    value, scale, factor = first.nodes[rule.name]["value"], first.options.init_scale, network.factors[rule.name]
+    anchor = _anchor(first, rule)
+    if rule.expert and anchor is not None:
+        raw = initial_expert(rule.family, value, scale, anchor)
+    else:
+        raw = rule.family.initial(value, scale, anchor)
+    raw = _averaged(first, raw, factor)
+    if not factor.evidence:
+        return raw
+    location = _averaged(first, rule.family.initial(value, scale), factor)[:, 0]
+    counts = [_mean_count(first, pooled_part(read.source)[0]) for read in factor.evidence]
+    evidence = initial_evidence(location, scale, counts, factor.evidence, network.scaling(rule.name))
+    return torch.cat((raw, evidence), -1)
+
+
+def _anchor(first: FirstCall, rule: Learned) -> Tensor | None:
+    return rule.family.anchor(first.nodes[rule.name]["fn"]) if rule.anchored else None
+
+
+def _anchor_scale(first: FirstCall, rule: Learned) -> Tensor:
+    """Returns the scale of a factor's anchor at the initial value, ``(elements,)``; ones if it has none."""
+    anchor = _anchor(first, rule)
+    if anchor is None or not rule.factor.locations or rule.expert:
+        return torch.ones(rule.factor.num_elements)
+    return _averaged(first, anchor.log(), rule.factor)[:, 1].exp()
+
+
+def _offset_plates(first: FirstCall, network: InverseNetwork) -> dict[str, dict[str, tuple[int, int]]]:
+    """Returns factor -> its plates, with dims and full sizes, of those that get offsets."""
+    found = {}
+    for name, factor in network.factors.items():
+        frames = [frame for frame in first.nodes[name]["cond_indep_stack"] if frame.name in factor.batch]
+        plates = {frame.name: (frame.dim, frame.full_size or frame.size) for frame in frames if frame.vectorized}
+        if plates and math.prod(size for _, size in plates.values()) <= _MOST_OFFSETS:
+            found[name] = plates
+    return found
+
+
+def _averaged(first: FirstCall, raw: Tensor, factor: Factor) -> Tensor:
+    """Returns ``(elements, params)`` of a factor from those of a site, ``(*batch, elements, params)``."""
+    count = raw.shape[-1]
+    raw = raw.expand(first.nodes[factor.name]["fn"].batch_shape + raw.shape[-2:]).flatten(-2)
+    raw = raw[(None,) * (1 + first.plates.nesting - raw.dim())]
+    for plate in factor.joint:
+        raw = flatten(raw, first.plates.dims[plate] - 1)
+    return raw.reshape(-1, raw.shape[-1]).mean(0).reshape(factor.num_elements, count)
+
+
+def _mean_count(first: FirstCall, source: Any) -> float:
+    """Returns how many instances of a pooled source each set of it holds on average."""
+    sizes = first.plates.sizes
+    return sizes[source.plate] / math.prod(sizes[plate] for plate in source.onto)
+
+
+def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tensor]]:
+    """Returns shift and scale of every node's features, such that shift + scale * features is of order one."""
+    standard: dict[Hashable, tuple[Tensor, Tensor]] = {}
+    for name in (*plan.order, *plan.read):
+        if name in first.options.embeddings:
+            width = plan.features(name, first.nodes[name]["value"]).shape[-1]
+            standard[name] = torch.zeros(width, **plan.factory), torch.ones(width, **plan.factory)
+        else:
+            standard[name] = _site_standard(first, plan, name)
+    values = covariate_values(plan.covariates, first.options.covariates, first.args, first.kwargs, first.run)
+    for name, chosen in plan.covariates.columns.items():
+        rows = values[name].reshape(-1, len(chosen))
+        standard[covariates_of(name)] = standardization(rows, rows, plan.factory)
+    return standard
+
+
+def _site_standard(first: FirstCall, plan: Plan, name: str) -> tuple[Tensor, Tensor]:
+    site = first.nodes[name]
+
+    def rows(value: Tensor) -> Tensor:
+        return torch.atleast_2d(plan.features(name, value)).flatten(0, -2)
+
+    here, mask = rows(site["value"]), site["mask"]
+    if isinstance(mask, Tensor) and name in first.net.observed:
+        seen = here[mask.expand(site["fn"].batch_shape).reshape(-1)]
+        here = seen if len(seen) else torch.zeros_like(here)
+    drawn = [rows(draw[name]) for draw in first.draws if name in draw]
+    plenty = site["is_observed"] and len(here) >= _PLENTY
+    return standardization(here if plenty or not drawn else torch.cat(drawn), here, plan.factory)

@@ -1,0 +1,146 @@
+"""What a guide's first call shows of its model: a run, its network, draws from its prior, and its plates.
+
+Change this module when a guide needs to know something more of its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import pyro
+from pyro import poutine
+from torch import Tensor
+
+from pyro_nami.graph.bayesnet import BayesNet
+from pyro_nami.guide.conditioning import Plates
+from pyro_nami.guide.inversion import with_hidden_evidence, with_latent_blocks
+from pyro_nami.guide.options import Options
+from pyro_nami.reading.first_run import first_run, is_latent, is_passing, subsamples
+from pyro_nami.reading.isolation import untouched
+from pyro_nami.reading.network import Extraction, extract, is_blocked
+from pyro_nami.reading.runner import Runner, prior_draws
+
+__all__ = ["PRIOR_DRAWS", "FirstCall", "first_call"]
+
+PRIOR_DRAWS = 16
+
+
+class FirstCall(NamedTuple):
+    """What the first call shows.
+
+    Attributes:
+        model, args, kwargs: the model and its arguments.
+        options: the guide's.
+        found: what extraction found, and ``net`` its network as the guide takes it.
+        prototype: a run at the initial values.
+        draws: joint draws of all sites.
+        plates: of the model; frames: site -> those that its tensor has dims for.
+        passing: sites that other calls may lack.
+    """
+
+    model: Callable
+    args: tuple
+    kwargs: Mapping[str, Any]
+    options: Options
+    found: Extraction
+    net: BayesNet
+    prototype: poutine.Trace
+    draws: list[dict[str, Tensor]]
+    plates: Plates
+    frames: Mapping[str, frozenset[str]]
+    passing: frozenset[str]
+
+    @property
+    def nodes(self) -> Mapping[str, Any]:
+        """The sites of the prototype."""
+        return self.prototype.nodes
+
+    @property
+    def data(self) -> list[str]:
+        """The observed sites."""
+        return [name for name in self.net.observed if name in self.nodes]
+
+    @property
+    def semi_observed(self) -> frozenset[str]:
+        """The latents that a call may observe."""
+        named = (name for block in self.options.blocks or () for name in block)
+        return frozenset(self.net.latent) & frozenset(self.found.bayesnet.observed) | frozenset(named)
+
+    def run(self, values: Mapping[str, Any], until: Collection[str] | None = None) -> dict[str, Any]:
+        """Returns the sites of a run of the model at chosen values of its latents."""
+        return Runner(values, broadcast=True, until=until).run(self.model, self.args, self.kwargs)
+
+
+def first_call(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], options: Options, subsampled: Collection[str]
+) -> FirstCall:
+    """Returns what one call shows; leaves the model as it was, but not the random number generators.
+
+    Args:
+        model, args, kwargs: the model, and arguments that it runs with.
+        options: the guide's.
+        subsampled: plates that ``create_plates`` subsamples.
+    """
+    prototype = first_run(model, args, kwargs, options.init_loc_fn)
+    nodes: Mapping[str, Any] = prototype.nodes
+    # All runs see the same instances of a subsampled plate: with others the sites, or their shapes, may be others.
+    model = poutine.condition(model, subsamples(nodes))
+    with untouched(model):
+        # A guide's structure and scales are a function of the model and its arguments, not of the seed.
+        pyro.set_rng_seed(0)
+        found = extract(
+            model,
+            args,
+            kwargs,
+            observed=options.observed,
+            init=lambda site: nodes[site["name"]]["value"],
+            index_maps={pair: given(*args, **kwargs) for pair, given in options.index_maps.items()},
+        )
+        draws = prior_draws(model, args, kwargs, PRIOR_DRAWS)
+    net = with_latent_blocks(found.bayesnet, options.blocks)
+    stacks = {
+        name: [frame for frame in nodes[name]["cond_indep_stack"] if frame.vectorized]
+        for name in net.sites
+        if name in nodes
+    }
+    passing = frozenset(name for name in stacks if is_passing(nodes[name]))
+    for name in filter(lambda name: is_latent(nodes[name]), passing):
+        raise NotImplementedError(
+            f"Expected latent '{name}' in every call; it is in a sequential plate that the model subsamples. Use a "
+            "vectorized plate, `with pyro.plate(...)`, or hide such latents: poutine.block(model, expose=[...])."
+        )
+    return FirstCall(
+        model=model,
+        args=args,
+        kwargs=kwargs,
+        options=options,
+        found=found,
+        net=with_hidden_evidence(net) if is_blocked(model) else net,
+        prototype=prototype,
+        draws=draws,
+        plates=_plates(stacks.values(), net, {*subsampled, *subsamples(nodes)}),
+        frames={name: frozenset(frame.name for frame in stack) for name, stack in stacks.items()},
+        passing=passing,
+    )
+
+
+def _plates(stacks: Collection[list], net: BayesNet, subsampled: Collection[str]) -> Plates:
+    """Returns the plates around sites, outermost first."""
+    frames = {frame.name: frame for stack in stacks for frame in stack}
+    depth: dict[str, int] = {}
+    for stack in stacks:
+        for i, frame in enumerate(stack):
+            depth[frame.name] = max(depth.get(frame.name, 0), i)
+
+    def level(plate: str) -> int:
+        return max([depth[plate], *(1 + level(outer) for outer in net.nesting.get(plate, ()))])
+
+    parts = [plate for plate, frame in frames.items() if frame.full_size not in (None, frame.size)]
+    return Plates(
+        order=tuple(sorted(frames, key=lambda plate: (level(plate), depth[plate]))),
+        subsampled=frozenset({*subsampled, *parts}),
+        determined=dict(net.nesting),
+        dims={name: frame.dim for name, frame in frames.items()},
+        sizes={name: frame.size for name, frame in frames.items()},
+    )

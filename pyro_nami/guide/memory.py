@@ -1,0 +1,113 @@
+"""What a guide was trained on: the data last seen, and whether those of a call are the same.
+
+Change this module when something else of the data is to be remembered.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from pyro_nami.guide.arguments import version_of
+
+__all__ = ["Memory"]
+
+_SAME = 1e-7  # relative error of marks of the same data
+Context = tuple[tuple, dict, dict, dict]
+
+
+class Memory:
+    """The data that a guide was trained on.
+
+    Attributes:
+        seen: observed site, its covariates, or ``("index", rows, plate)`` -> values last seen in training.
+        marks: of those of them that a loaded guide has not seen itself; see `_mark`.
+        varied: whether data of several kinds were seen in training.
+        context: arguments, keyword arguments, instances and values of the call that it was seen in, kept where latents
+            are drawn from exact conditionals, which are derived from them.
+    """
+
+    def __init__(self, varied: bool) -> None:
+        self.seen: dict[Any, Tensor] = {}
+        self.marks: dict[Any, Tensor] = {}
+        self.varied = varied
+        self.context: Context | None = None
+        self._equal: dict[Hashable, tuple[Tensor, int]] = {}  # observed node -> a value that is the one seen
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_equal": {}, "context": self.plain_context()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo), context=self.context)
+        return copied
+
+    def plain_context(self) -> Context | None:
+        """Returns `context` if it consists of tensors and plain values, which can be saved anywhere."""
+        return self.context if _is_plain(self.context) else None
+
+    def all_marks(self) -> dict[Any, Tensor]:
+        """Returns the marks of all data last seen."""
+        return {**self.marks, **{name: _mark(value) for name, value in self.seen.items()}}
+
+    def holds(self, data: Iterable[tuple[Hashable, Tensor]]) -> bool:
+        """Whether data, by node, are those last seen in training, or none were seen."""
+        return not (self.seen or self.marks) or all(self._was_seen(node, value) for node, value in data)
+
+    def keep(self, values: Mapping[Any, Tensor], context: Context | None) -> None:
+        """Takes in the data of a call in training."""
+        self.seen.update({name: value.detach() for name, value in values.items()})
+        if context is not None:
+            self.context = tree_map_only(Tensor, Tensor.detach, context)
+
+    def load(self, state: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+        """Takes over a saved state, its keys by ``names``."""
+        self.seen = {names[key]: value for key, value in state.get("seen", {}).items()}
+        self.marks = {names[key]: mark for key, mark in state.get("marks", {}).items()}
+        self.context, self.varied = state.get("context"), bool(state.get("varied"))
+        self._equal = {}
+
+    def apply(self, fn: Callable[[Tensor], Tensor], device: Any) -> None:
+        """Applies ``fn`` to all tensors kept, to move them to another device."""
+        self.seen = {name: fn(value) for name, value in self.seen.items()}
+        self.marks = {name: mark.to(device) for name, mark in self.marks.items()}
+        self.context = tree_map_only(Tensor, fn, self.context)
+        self._equal = {}
+
+    def _was_seen(self, node: Hashable, value: Tensor) -> bool:
+        known = self._equal.get(node)
+        if known is not None and known[0] is value and known[1] == version_of(value):
+            return True
+        seen, mark = self.seen.get(node), self.marks.get(node)
+        if seen is not None:
+            same = seen.shape == value.shape and bool(((seen == value) | (seen != seen)).all())
+        else:
+            same = mark is not None and _same_mark(mark, _mark(value))
+        if same:
+            self._equal[node] = value, version_of(value)
+        return same
+
+
+def _mark(value: Tensor) -> Tensor:
+    """Returns three numbers that tell data apart, to the rounding of float32, and do not tell what they are."""
+    flat = value.detach().flatten().double().nan_to_num()
+    place = torch.arange(1, len(flat) + 1, dtype=flat.dtype, device=flat.device)
+    return torch.stack([flat.abs() @ place.log1p(), flat @ place.sin(), place.sum()])
+
+
+def _same_mark(mark: Tensor, other: Tensor) -> bool:
+    off = (mark - other).abs()
+    return bool((off[:2] <= _SAME * mark[0]).all() and off[2] == 0)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is made of what ``torch.load`` reads with ``weights_only=True``."""
+    if type(value) in (list, tuple, dict):
+        return all(map(_is_plain, [*value, *value.values()] if isinstance(value, dict) else value))
+    return isinstance(value, Tensor) or type(value) in (int, float, bool, str, NoneType)

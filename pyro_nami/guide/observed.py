@@ -1,0 +1,104 @@
+"""What networks are told of a call: the standardized features of everything observed in it.
+
+Change this module to change what stands for data that a call lacks, or that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from typing import Any
+
+import torch
+from pyro.poutine.util import is_validation_enabled
+from torch import Tensor
+
+from pyro_nami.guide.arguments import version_of
+from pyro_nami.guide.call import Call
+from pyro_nami.guide.conditioning import covariates_of
+from pyro_nami.guide.network import InverseNetwork
+from pyro_nami.guide.network_state import NetworkState
+from pyro_nami.guide.structure import Plan
+from pyro_nami.networks.running import tempered
+
+__all__ = ["ObservedFeatures"]
+
+
+class ObservedFeatures:
+    """Features of observed nodes, made anew only where a value changed.
+
+    Args:
+        plan: the guide's; another one may take its place.
+        changing: observed sites whose features depend on weights.
+    """
+
+    def __init__(self, plan: Plan, changing: Collection[str] = ()) -> None:
+        self.plan, self._changing = plan, frozenset(changing)
+        self._kept: dict[Hashable, tuple[Tensor, int, Tensor]] = {}  # node -> value, its version, features
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": {}}
+
+    def forget(self) -> None:
+        """Forgets the features of earlier calls."""
+        self._kept.clear()
+
+    def tell(self, state: NetworkState, call: Call, network: InverseNetwork) -> None:
+        """Makes everything observed in a call known to a pass through the networks, at its start."""
+        plan = self.plan
+        for name in call.lacking.intersection(plan.order):
+            state.put(name, self._blank(name, name, call, network))
+        for name in call.lacking.intersection(plan.covariates.columns).difference(call.covariates):
+            state.put(covariates_of(name), self._blank(covariates_of(name), name, call, network))
+        for name in plan.read:
+            if name not in call.values:
+                state.put(name, self._blank(name, name, call, network))
+                continue
+            features = self.features(name, call.values[name], network)
+            column = plan.covariates.mask_column(name)
+            if column is not None:
+                mask = call.covariates[name][..., column : column + 1] != 0
+                features = torch.where(mask, features, torch.zeros_like(features))
+            state.put(name, features)
+        for name, values in call.covariates.items():
+            state.put(covariates_of(name), self.features(covariates_of(name), values, network))
+
+    def features(self, node: Any, value: Tensor, network: InverseNetwork) -> Tensor:
+        """Returns the standardized features of an observed node, ``(*left, *plates, features)``."""
+        kept = self._kept.get(node)
+        keep = node not in self._changing and not torch.jit.is_tracing()
+        if keep and kept is not None and kept[0] is value and kept[1] == version_of(value):
+            return kept[2]
+        features = value
+        if node in self.plan.sites:
+            self._check(node, value)
+            features = self.plan.features(node, value)
+        if features.shape[-1] != network.num_features(node):
+            raise ValueError(
+                f"Expected site '{node}' of the event shape of the guide's first call; got a value of shape "
+                f"{tuple(value.shape)}. A guide's networks are fixed at its first call: make a new guide."
+            )
+        features = tempered(network.standardize(node, features))
+        if keep:
+            self._kept[node] = value, version_of(value), features
+        return features
+
+    def _blank(self, node: Any, site: str, call: Call, network: InverseNetwork) -> Tensor:
+        """Returns features of a node whose site a call lacks: average ones, and none in plates that the call lacks."""
+        plates, shape = self.plan.plates, [1] * self.plan.plates.nesting
+        for plate in self.plan.sites[site].plates:
+            if plate in self.plan.blocks:
+                shape[plates.dims[plate]] = plates.sizes[plate]
+            elif plate not in call.frames:
+                shape[plates.dims[plate]] = 0
+        return torch.zeros(*shape, network.num_features(node), **self.plan.factory)
+
+    def _check(self, name: str, value: Tensor) -> None:
+        """Raises for NaN in the data of a site whose distribution and mask do not allow for it."""
+        if self.plan.sites[name].allows_nan or not is_validation_enabled() or not value.is_floating_point():
+            return
+        missing = int(value.isnan().sum())
+        if missing:
+            raise ValueError(
+                f"Expected data of site '{name}' without NaN; got {missing} of {value.numel()}. Mark missing values "
+                "with obs_mask=, or observe them by NanMaskedNormal."
+            )

@@ -1,0 +1,70 @@
+"""What users set: the options of a guide, checked.
+
+Change this module to give guides another option; `plan` and `build` say what it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from pyro_nami.networks.encoders import ENCODERS
+
+__all__ = ["Options", "check_names"]
+
+
+class Options(NamedTuple):
+    """The options of a guide, as `AutoNaMIGuide` documents them, and whether it is trained on simulations."""
+
+    inverse: Any
+    blocks: Sequence[Sequence[str]] | None
+    observed: tuple[str, ...]
+    simulated: bool
+    families: Any
+    hidden_features: tuple[int, ...]
+    shared: bool
+    skip: bool
+    within: str
+    embeddings: Mapping[str, nn.Module]
+    covariates: Any
+    index_maps: Mapping[tuple[str, str], Callable]
+    pooling: Any
+    evidence: bool
+    anchor: bool
+    conjugate: bool
+    refine: str | None
+    init_loc_fn: Callable
+    init_scale: float
+    activation: Callable[[Tensor], Tensor] | None
+    save_data: bool
+
+    def check(self) -> None:
+        """Raises for what can be told to be wrong before the guide's first call."""
+        if not (isinstance(self.init_scale, float) and self.init_scale > 0):
+            raise ValueError(f"Expected init_scale > 0.; got {self.init_scale}.")
+        if self.within not in ("autoregressive", "independent"):
+            raise ValueError(f"Expected within to be 'autoregressive' or 'independent'; got {self.within!r}.")
+        if self.covariates is not None and self.covariates != "auto" and not callable(self.covariates):
+            raise TypeError(f"Expected covariates to be 'auto', None or a callable; got {self.covariates!r}.")
+        if self.pooling not in ENCODERS and not callable(self.pooling):
+            names = ", ".join(ENCODERS)
+            raise ValueError(f"Expected pooling to be one of {names}, or a callable; got {self.pooling!r}.")
+        if self.refine not in ("auto", None):
+            raise ValueError(f"Expected refine to be 'auto' or None; got {self.refine!r}.")
+        for pair, given in self.index_maps.items():
+            if not (isinstance(pair, tuple) and len(pair) == 2 and callable(given)):
+                raise TypeError(
+                    f"Expected index_maps to map pairs (latent, site) to callables; got {pair!r}: {given!r}."
+                )
+
+
+def check_names(option: str, names: Collection[str], known: Collection[str], kind: str) -> None:
+    """Raises for a key of an option that is not known."""
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"Expected the keys of `{option}` to be {kind} each, one of {', '.join(map(repr, known)) or 'none'}; "
+                f"got {name!r}."
+            )
