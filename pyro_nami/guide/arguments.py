@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Arguments", "Kind", "kind_of", "version_of"]
+__all__ = ["Arguments", "Look", "Looks", "version_of"]
 
 Kind = tuple[Hashable, Hashable]
+_MANY_LOOKS, _MOST_LOOKS = 8, 64  # at calls whose arguments differ in numbers only
 
 
 class Arguments:
@@ -37,8 +38,51 @@ def version_of(tensor: Tensor) -> Any:
     return object() if tensor.is_inference() else tensor._version
 
 
-def kind_of(leaves: Sequence[Any]) -> Kind:
-    """Returns what a call's arguments have in common with those of others: all but what tensors hold; and numbers."""
+class Look(NamedTuple):
+    """What a run of the model has shown of a call.
+
+    Attributes:
+        slots: observed site -> the argument, by position or name, that is its very value.
+        varying: whether calls with arguments of this kind vary in more.
+    """
+
+    slots: dict[str, int | str]
+    varying: bool
+
+
+class Looks:
+    """What runs of the model have shown, by the kind of a call's arguments: all of them but what tensors hold."""
+
+    def __init__(self) -> None:
+        self._table: dict[Hashable, dict[Hashable, Look]] = {}
+        self._latest: Kind | None = None
+
+    def kind(self, leaves: Sequence[Any]) -> Kind:
+        """Returns a call's kind, and its numbers apart; those of the last call in a trace, which knows no shapes."""
+        if self._latest is None or not torch.jit.is_tracing():
+            self._latest = _kind_of(leaves)
+        return self._latest
+
+    def known(self, kind: Kind) -> Look | None:
+        """Returns what was seen at arguments of this kind, None if the model is to be run.
+
+        Its sites may be others, and what it observes too. Where many numbers did not matter, others will not either.
+        """
+        table = self._table.get(kind[0], {})
+        if kind[1] in table or len(table) < _MANY_LOOKS:
+            return table.get(kind[1])
+        first, *others = table.values()
+        return None if first.varying or any(other != first for other in others) else first
+
+    def note(self, kind: Kind, look: Look) -> None:
+        """Takes note of what a run has shown."""
+        table = self._table.setdefault(kind[0], {})
+        table[kind[1]] = look
+        if len(table) > _MOST_LOOKS:
+            del table[next(iter(table))]
+
+
+def _kind_of(leaves: Sequence[Any]) -> Kind:
     kind: list[Any] = []
     rest: list[Hashable] = []
     for leaf in leaves:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro
 import torch
@@ -18,7 +18,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_nami.guide.arguments import Arguments, Kind, kind_of
+from pyro_nami.guide.arguments import Arguments, Look, Looks
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.conditioning import covariates_of
 from pyro_nami.guide.inputs import IndexMaps
@@ -34,8 +34,6 @@ from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.runner import Runner, is_fixed
 
 __all__ = ["Call", "CallReader"]
-
-_MANY_LOOKS, _MOST_LOOKS = 8, 64  # at calls whose arguments differ in numbers only
 
 
 @dataclass(frozen=True)
@@ -96,13 +94,6 @@ class Call:
         return Runner(values, self.indices, **options).run(self.model, self.args, self.kwargs)
 
 
-class _Look(NamedTuple):
-    """What a run of the model has shown: the arguments that are data, and whether calls of its kind vary in more."""
-
-    slots: dict[str, int | str]
-    varying: bool
-
-
 class CallReader:
     """Finds the data of each call of one guide.
 
@@ -118,8 +109,7 @@ class CallReader:
         self.plan, self.covariates = plan, covariates
         self.memory = Memory(varied=bool(plan.semi_observed))
         self._maps = MapReader(plan, index_maps)
-        self._looks: dict[Hashable, dict[Hashable, _Look]] = {}
-        self._latest_kind: Kind | None = None
+        self._looks = Looks()
         self._probed: tuple[Arguments, dict[str, Tensor]] | None = None
 
     def read(
@@ -141,8 +131,8 @@ class CallReader:
         leaves = [*call.args, *call.kwargs.values(), *call.kwargs]
         if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
             leaves = tree_leaves(leaves)
-        kind = self._kind(leaves)
-        look = self._known_look(kind)
+        kind = self._looks.kind(leaves)
+        look = self._looks.known(kind)
         parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
         call = _given(replace(call, indices=parts), plan, observations)
         call = _from_arguments(call, plan, look.slots if look is not None else {})
@@ -151,7 +141,7 @@ class CallReader:
         if not alone or plan.plates.subsampled or look is not None and look.varying:
             call = _from_run(call, plan, plates)
         if look is None:
-            self._note_look(call, kind)
+            self._looks.note(kind, _look(call, plan))
         if plan.covariates.columns:
             call = replace(call, covariates=self._covariates(call, leaves))
         absent = [name for name in plan.read if name not in call.values]
@@ -180,38 +170,6 @@ class CallReader:
         self.plan = self._maps.plan = plan
         self.memory.apply(fn, plan.factory["device"])
         self.forget()
-
-    def _kind(self, leaves: list) -> Kind:
-        """Returns a call's kind; that of the last call in a trace, which knows no shapes."""
-        if self._latest_kind is None or not torch.jit.is_tracing():
-            self._latest_kind = kind_of(leaves)
-        return self._latest_kind
-
-    def _known_look(self, kind: Kind) -> _Look | None:
-        """Returns what a run of the model at arguments of this kind has shown, None if it is to be run.
-
-        Its sites may be others, and what it observes too. Where many numbers did not matter, others will not either.
-        """
-        table = self._looks.get(kind[0], {})
-        if kind[1] in table or len(table) < _MANY_LOOKS:
-            return table.get(kind[1])
-        first, *others = table.values()
-        return None if first.varying or any(other != first for other in others) else first
-
-    def _note_look(self, call: Call, kind: Kind) -> None:
-        """Takes note of which arguments are data, so that calls of this kind need no run of the model to find it."""
-        arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
-        slots = {
-            name: slot
-            for name, value in call.own.items()
-            for slot, argument in arguments
-            if isinstance(argument, Tensor) and argument is value and not self.plan.plates.subsampled
-        }
-        own_data = any(name in call.own and name not in slots for name in self.plan.semi_observed)
-        table = self._looks.setdefault(kind[0], {})
-        table[kind[1]] = _Look(slots, bool(call.lacking or call.new or own_data))
-        if len(table) > _MOST_LOOKS:
-            del table[next(iter(table))]
 
     def _covariates(self, call: Call, leaves: list) -> dict[str, Tensor]:
         """Returns the covariates of every site, probed anew only where the model's arguments changed."""
@@ -256,6 +214,19 @@ class CallReader:
             kept = {**call.own, **covariates, **self._maps.state(call.maps)}
             memory.keep(kept, context if plan.groups else None)
         return replace(call, familiar=familiar)
+
+
+def _look(call: Call, plan: Plan) -> Look:
+    """Returns what a run of the model has shown of this call, for others of its kind."""
+    arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    slots = {
+        name: slot
+        for name, value in call.own.items()
+        for slot, argument in arguments
+        if isinstance(argument, Tensor) and argument is value and not plan.plates.subsampled
+    }
+    own_data = any(name in call.own and name not in slots for name in plan.semi_observed)
+    return Look(slots, bool(call.lacking or call.new or own_data))
 
 
 def _given(call: Call, plan: Plan, observations: Mapping[str, Any]) -> Call:
@@ -377,10 +348,10 @@ def _unseen(plan: Plan, new_plates: Mapping[str, int]) -> frozenset[str]:
                 f"plate '{min(new_plates)}'; this one has the other order. Use inverse='reverse', or pass the "
                 "plate's data."
             )
-        block = plan.learned[name].block if name in plan.learned else {}
-        for plate, (_, size) in block.items():
+        joint = plan.learned[name].factor.joint if name in plan.learned else ()
+        for plate in joint:
             if name in unseen and plate in new_plates:
-                raise ValueError(fixed_size(name, plate, size, new_plates[plate]))
+                raise ValueError(fixed_size(name, plate, plan.plates.sizes[plate], new_plates[plate]))
     return unseen
 
 

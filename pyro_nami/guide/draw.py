@@ -23,7 +23,8 @@ from torch.distributions import Distribution
 from pyro_nami.factors.relocated import Relocation
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.network_state import NetworkState
-from pyro_nami.guide.rules import Pass, Prior
+from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.rules import Prior
 from pyro_nami.guide.structure import Plan, missing_site, new_site
 from pyro_nami.reading.first_run import is_latent
 from pyro_nami.reading.forms import ConjugateGroup, Elimination, expanding, leading_shape

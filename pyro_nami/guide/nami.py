@@ -15,27 +15,20 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import init_to_feasible
-from pyro.poutine.replay_messenger import ReplayMessenger
-from pyro.poutine.runtime import _PYRO_STACK
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.build import assemble
-from pyro_nami.guide.call import Call, CallReader
 from pyro_nami.guide.differences import differences
 from pyro_nami.guide.draw import densities, draw, know_all, start_pass
+from pyro_nami.guide.lazy import LazyGuide
 from pyro_nami.guide.network import as_pyro_module
-from pyro_nami.guide.network_state import NetworkState, start_network
-from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.regression import regress
 from pyro_nami.guide.shapes import left_of_plates, own_shape, quantiles_of, sum_plates
-from pyro_nami.guide.state import PersistentGuide
-from pyro_nami.guide.structure import Plan, new_site
+from pyro_nami.guide.structure import new_site
 from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
-from pyro_nami.reading.runner import Runner, takes_observations
 
 __all__ = ["AutoNaMIGuide"]
 
@@ -43,7 +36,7 @@ _MEDIAN_DRAWS = 1000
 _ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]  # made by Pyro's metaclass, which type checkers do not follow
 
 
-class AutoNaMIGuide(PersistentGuide):
+class AutoNaMIGuide(LazyGuide):
     r"""An amortized guide that can represent the posterior: a faithful inverse of the model, with no more edges.
 
     At its first call the guide runs the model, reads its Bayesian network off the run, inverts that network with NaMI,
@@ -192,11 +185,6 @@ class AutoNaMIGuide(PersistentGuide):
         embeddings = self._options.embeddings.values()
         return self.network.num_parameters + sum(p.numel() for module in embeddings for p in module.parameters())
 
-    def _made(self) -> Plan:
-        if self._plan is None:
-            raise RuntimeError("Expected a guide that was called once; call it with the model's arguments first.")
-        return self._plan
-
     def check(self, *args: Any, **kwargs: Any) -> list[str]:
         """Returns what the model has at these arguments other than at the guide's first call.
 
@@ -217,50 +205,6 @@ class AutoNaMIGuide(PersistentGuide):
             return "not called yet"
         exact = "".join(f", '{name}' by its exact conditional" for name in self.conjugate)
         return f"{len(self._plan.rules)} latents{exact}; {self.num_parameters} weights"
-
-    # ---- set-up
-
-    def _subsampled(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Returns the plates that are made outside the model and hold a part of their instances."""
-        with poutine.block():
-            plates = self._create_plates(*args, **kwargs)
-        return [name for name, plate in plates.items() if plate.subsample_size < plate.size]
-
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        subsampled = self._subsampled(*args, **kwargs)
-        plan, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
-        self._plan, self.network = plan, network
-        self._reader = CallReader(plan, self._options.covariates, self._options.index_maps)
-        self._observed = ObservedFeatures(plan, self._options.embeddings)
-        for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
-            prototype.remove_node(name)
-        self._prototype_frames = {
-            frame.name: frame
-            for site in prototype.nodes.values()
-            for frame in site["cond_indep_stack"]
-            if frame.vectorized
-        }
-        self.prototype_trace = prototype
-        self._check_store()
-        if self.master is not None:
-            self.master()._check_prototype(prototype)
-        if self._waiting_state is not None:
-            waiting, self._waiting_state = self._waiting_state, None
-            self.load_state_dict(*waiting)
-
-    def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, pyro.plate]:
-        """Returns the plates that are made outside the model; all others are the model's own."""
-        if self.master is not None:
-            return super()._create_plates(*args, **kwargs)
-        if self.create_plates is None:
-            return {}
-        plates = self.create_plates(*args, **kwargs)
-        plates = [plates] if isinstance(plates, pyro.plate) else list(plates)
-        for plate in plates:
-            if not isinstance(plate, pyro.plate):
-                raise TypeError(f"Expected create_plates() to return plates; got {type(plate).__name__}.")
-        self.plates = {plate.name: plate for plate in plates}
-        return self.plates
 
     # ---- one call
 
@@ -284,73 +228,6 @@ class AutoNaMIGuide(PersistentGuide):
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
         return {name: current.returned[name] for name in current.rules if name in current.returned}
-
-    def _begin(self, args: tuple, kwargs: dict[str, Any], *, draws: bool = True) -> Call:
-        """Returns one call's data: arguments of the model, plates, and the values of observed sites."""
-        observations = kwargs.get("observations") or {}
-        if "observations" in kwargs and not takes_observations(self.model):
-            kwargs = {key: value for key, value in kwargs.items() if key != "observations"}
-        if self._plan is None:
-            first = kwargs
-            if observations:
-                single = self._note_observations(observations, args, kwargs)
-                first = {**kwargs, "observations": single} if "observations" in kwargs else kwargs
-            # A guide that scores first, or that is replayed (`pyro.infer.CSIS`), is trained on simulations.
-            replayed = bool(observations) and any(isinstance(handler, ReplayMessenger) for handler in _PYRO_STACK)
-            simulated = self._options.simulated or replayed or not draws
-            if self._waiting_state is not None:
-                simulated = self._waiting_state[0].get("_extra_state", {}).get("simulated", simulated)
-            self._options = self._options._replace(simulated=simulated)
-            self._setup_prototype(*args, **first)
-        plan = self._made()
-        for name in observations:
-            if name not in plan.names:
-                known = ", ".join(map(repr, plan.bayesnet.observed))
-                raise ValueError(f"Expected observations of the model's sites, {known}; got one of '{name}'.")
-        plates, remember = self._create_plates(*args, **kwargs), self.training and torch.is_grad_enabled()
-        call = Call(self.model, args, kwargs)
-        return self._reader.read(call, plates, observations, remember=remember, draws=draws)
-
-    def _note_observations(
-        self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Takes sites given by ``observations`` at the first call as observed, though the model samples them.
-
-        Deterministic and factor sites, which `pyro.infer.CSIS` passes as well, are no data. Returns the first of
-        several data sets, as a structure is found from one: values without batch dims that their sites do not have.
-        """
-        with untouched(self.model), torch.no_grad():
-            sites = Runner({}).run(self.model, args, kwargs)
-        sampled = {name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site)}
-        extra = [name for name in observations if name in sampled and name not in self._options.observed]
-        observed = (*self._options.observed, *extra)
-        self._options = self._options._replace(observed=observed, simulated=bool(observed) or self._options.simulated)
-        more = {
-            name: value.dim() - len(sites[name]["fn"].shape())
-            for name, value in observations.items()
-            if isinstance(value, Tensor) and name in sites
-        }
-        return {name: value[(0,) * max(more.get(name, 0), 0)] for name, value in observations.items()}
-
-    def _start(self, call: Call, *, learning: bool = False) -> NetworkState:
-        """Returns the networks' state with everything observed known."""
-        if not self.network.settled:
-            with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
-                state = start_network(self.network, call.maps)
-                self._observed.tell(state, call, self.network)
-                state.settle()
-        varied = self._reader.memory.varied
-        if varied and not self.network.varied:
-            self.network.vary()
-        state = start_network(
-            self.network,
-            call.maps,
-            learning=learning,
-            constant=call.familiar and not varied,
-            indices=call.indices,
-        )
-        self._observed.tell(state, call, self.network)
-        return state
 
     # ---- densities and summaries
 
@@ -416,7 +293,7 @@ class AutoNaMIGuide(PersistentGuide):
         know_all(current, plan, call, values, sites)
         rules = {name: rule for name, rule in plan.learned.items() if name in values}
         targets = {name: rule.target(current, values[name], sites[name]["fn"]) for name, rule in rules.items()}
-        regress(self.network, state, targets, {name: rule.dims for name, rule in rules.items()})
+        regress(self.network, state, targets, {name: list(rule.dims) for name, rule in rules.items()})
 
     @torch.no_grad()
     def quantiles(

@@ -27,12 +27,11 @@ class ObservedFeatures:
     """Features of observed nodes, made anew only where a value changed.
 
     Args:
-        plan: the guide's; another one may take its place.
         changing: observed sites whose features depend on weights.
     """
 
-    def __init__(self, plan: Plan, changing: Collection[str] = ()) -> None:
-        self.plan, self._changing = plan, frozenset(changing)
+    def __init__(self, changing: Collection[str] = ()) -> None:
+        self._changing = frozenset(changing)
         self._kept: dict[Hashable, tuple[Tensor, int, Tensor]] = {}  # node -> value, its version, features
 
     def __getstate__(self) -> dict[str, Any]:
@@ -42,36 +41,35 @@ class ObservedFeatures:
         """Forgets the features of earlier calls."""
         self._kept.clear()
 
-    def tell(self, state: NetworkState, call: Call, network: InverseNetwork) -> None:
+    def tell(self, state: NetworkState, plan: Plan, call: Call, network: InverseNetwork) -> None:
         """Makes everything observed in a call known to a pass through the networks, at its start."""
-        plan = self.plan
         for name in call.lacking.intersection(plan.order):
-            state.put(name, self._blank(name, name, call, network))
+            state.put(name, _blank(name, name, plan, call, network))
         for name in call.lacking.intersection(plan.covariates.columns).difference(call.covariates):
-            state.put(covariates_of(name), self._blank(covariates_of(name), name, call, network))
+            state.put(covariates_of(name), _blank(covariates_of(name), name, plan, call, network))
         for name in plan.read:
             if name not in call.values:
-                state.put(name, self._blank(name, name, call, network))
+                state.put(name, _blank(name, name, plan, call, network))
                 continue
-            features = self.features(name, call.values[name], network)
+            features = self.features(name, call.values[name], plan, network)
             column = plan.covariates.mask_column(name)
             if column is not None:
                 mask = call.covariates[name][..., column : column + 1] != 0
                 features = torch.where(mask, features, torch.zeros_like(features))
             state.put(name, features)
         for name, values in call.covariates.items():
-            state.put(covariates_of(name), self.features(covariates_of(name), values, network))
+            state.put(covariates_of(name), self.features(covariates_of(name), values, plan, network))
 
-    def features(self, node: Any, value: Tensor, network: InverseNetwork) -> Tensor:
+    def features(self, node: Any, value: Tensor, plan: Plan, network: InverseNetwork) -> Tensor:
         """Returns the standardized features of an observed node, ``(*left, *plates, features)``."""
         kept = self._kept.get(node)
         keep = node not in self._changing and not torch.jit.is_tracing()
         if keep and kept is not None and kept[0] is value and kept[1] == version_of(value):
             return kept[2]
         features = value
-        if node in self.plan.sites:
-            self._check(node, value)
-            features = self.plan.features(node, value)
+        if node in plan.sites:
+            _check(node, value, plan)
+            features = plan.features(node, value)
         if features.shape[-1] != network.num_features(node):
             raise ValueError(
                 f"Expected site '{node}' of the event shape of the guide's first call; got a value of shape "
@@ -82,23 +80,25 @@ class ObservedFeatures:
             self._kept[node] = value, version_of(value), features
         return features
 
-    def _blank(self, node: Any, site: str, call: Call, network: InverseNetwork) -> Tensor:
-        """Returns features of a node whose site a call lacks: average ones, and none in plates that the call lacks."""
-        plates, shape = self.plan.plates, [1] * self.plan.plates.nesting
-        for plate in self.plan.sites[site].plates:
-            if plate in self.plan.blocks:
-                shape[plates.dims[plate]] = plates.sizes[plate]
-            elif plate not in call.frames:
-                shape[plates.dims[plate]] = 0
-        return torch.zeros(*shape, network.num_features(node), **self.plan.factory)
 
-    def _check(self, name: str, value: Tensor) -> None:
-        """Raises for NaN in the data of a site whose distribution and mask do not allow for it."""
-        if self.plan.sites[name].allows_nan or not is_validation_enabled() or not value.is_floating_point():
-            return
-        missing = int(value.isnan().sum())
-        if missing:
-            raise ValueError(
-                f"Expected data of site '{name}' without NaN; got {missing} of {value.numel()}. Mark missing values "
-                "with obs_mask=, or observe them by NanMaskedNormal."
-            )
+def _blank(node: Any, site: str, plan: Plan, call: Call, network: InverseNetwork) -> Tensor:
+    """Returns features of a node whose site a call lacks: average ones, and none in plates that the call lacks."""
+    plates, shape = plan.plates, [1] * plan.plates.nesting
+    for plate in plan.sites[site].plates:
+        if plate in plan.blocks:
+            shape[plates.dims[plate]] = plates.sizes[plate]
+        elif plate not in call.frames:
+            shape[plates.dims[plate]] = 0
+    return torch.zeros(*shape, network.num_features(node), **plan.factory)
+
+
+def _check(name: str, value: Tensor, plan: Plan) -> None:
+    """Raises for NaN in the data of a site whose distribution and mask do not allow for it."""
+    if plan.sites[name].allows_nan or not is_validation_enabled() or not value.is_floating_point():
+        return
+    missing = int(value.isnan().sum())
+    if missing:
+        raise ValueError(
+            f"Expected data of site '{name}' without NaN; got {missing} of {value.numel()}. Mark missing values "
+            "with obs_mask=, or observe them by NanMaskedNormal."
+        )

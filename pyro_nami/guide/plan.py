@@ -226,7 +226,8 @@ def _learned(first: FirstCall, factor: Factor, family: Family, anchored: bool, p
         family=family,
         anchored=anchored,
         expert=anchored and moved and fits,
-        block={plate: (plates.dims[plate], plates.sizes[plate]) for plate in factor.joint},
+        dims=tuple(plates.dims[plate] for plate in factor.joint),
+        sizes=tuple(plates.sizes[plate] for plate in factor.joint),
     )
 
 

@@ -7,10 +7,9 @@ say in `plan` which latents it serves.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -20,125 +19,14 @@ from torch.distributions import Distribution
 
 from pyro_nami.factors.base import Family
 from pyro_nami.factors.elements import relative_scale
-from pyro_nami.factors.factor import SiteDistribution
 from pyro_nami.factors.joint import unfold
-from pyro_nami.factors.relocated import Relocated, Relocation
 from pyro_nami.guide.evidence import expert
 from pyro_nami.guide.groups import Factor
-from pyro_nami.guide.network_state import NetworkState
-from pyro_nami.reading.forms import ConjugateGroup, Elimination
+from pyro_nami.guide.one_pass import Pass, Term
+from pyro_nami.reading.forms import ConjugateGroup
 from pyro_nami.reading.runner import changed_event_shape
 
-__all__ = ["Exact", "Learned", "Pass", "Prior", "Rule", "fixed_size"]
-
-
-class Pass:
-    """What is known so far in one pass over the latents.
-
-    Args:
-        rules: latent -> its rule in this call, in program order.
-        families: latent -> what gives its features, of latents that others read.
-        state: the networks' state, with everything observed known.
-        derive: derives the exact conditionals of a group at values of what is drawn before it.
-        relocation: where batch dims lie outside; None where they lie as inside.
-        validate: whether values are to be checked.
-
-    Attributes:
-        values: of latents, as the model sees them; returned: as handlers outside do.
-        solved: group -> its exact conditionals.
-        ready: latents whose site is known from the run that derived their conditional.
-        anchors: latent -> location and scale of its prior, if its factor is relative to that.
-        freedom: latent -> how much of its own location each draw of its factor takes.
-    """
-
-    def __init__(
-        self,
-        rules: Mapping[str, Rule],
-        families: Mapping[str, Family],
-        state: NetworkState,
-        derive: Callable[[ConjugateGroup, Mapping[str, Tensor]], Elimination],
-        relocation: Relocation | None,
-        validate: bool,
-    ) -> None:
-        self.rules, self.state, self.validate = rules, state, validate
-        self._families, self._derive, self._relocation = families, derive, relocation
-        self._moved: dict[str, Family] = {}  # families whose support or count varies, as they are in this pass
-        self.values: dict[str, Tensor] = {}
-        self.returned: dict[str, Tensor] = {}
-        self.solved: dict[ConjugateGroup, Elimination] = {}
-        self.ready: dict[str, Mapping[str, Any]] = {}
-        self.anchors: dict[str, Tensor | None] = {}
-        self.freedom: dict[str, Tensor] = {}
-        self.terms: dict[tuple, list[_Term]] = {}
-
-    def left(self) -> list[str]:
-        """Returns the latents without a value yet, in program order."""
-        return [name for name in self.rules if name not in self.values]
-
-    def family(self, name: str, prior: Distribution | None = None) -> Family:
-        """Returns a latent's family, at its current prior from the moment that this is told."""
-        family = self._moved.get(name, self._families[name])
-        if prior is not None:
-            family = self._families[name].at(prior)
-            if family.varies:
-                self._moved[name] = family
-        return family
-
-    def know(self, name: str, value: Tensor, elements: Tensor | None = None, *, drawn: bool = False) -> None:
-        """Takes in the value of a latent, and its elements where they are known from the draw."""
-        self.values[name] = value
-        if name in self._families:
-            family = self.family(name)
-            elements = family.layout.elements(value) if elements is None else elements
-            features = family.element_features(elements).flatten(-2)
-            self.state.add(name, features, drawn=drawn, share=self.freedom.get(name))
-
-    def outside(self, fn: TorchDistribution) -> TorchDistribution:
-        """Returns a distribution as the handlers outside see it."""
-        return fn if self._relocation is None else Relocated(fn, self._relocation)
-
-    def take(self, name: str, value: Tensor, fn: TorchDistribution) -> Tensor:
-        """Takes in the value that a latent got outside, by ``fn`` or by a replay; returns it as the model sees it."""
-        self.returned[name] = value
-        if self._relocation is not None:
-            value = self._relocation.value_inside(value, len(fn.event_shape))
-        elements = fn.recall(value) if isinstance(fn, SiteDistribution) else None
-        if elements is not None:
-            self.rules[name].note(self, elements)
-        if value.is_inference():  # through which no conditional could be derived
-            value = value.clone()
-        self.know(name, value, elements, drawn=True)
-        return value
-
-    def derive(self, group: ConjugateGroup) -> Elimination:
-        """Returns the exact conditionals of a group, derived now if they were not before."""
-        if group not in self.solved:
-            self.solved[group] = self._derive(group, self.values)
-        return self.solved[group]
-
-    def together(self) -> Iterator[Tensor]:
-        """Yields the log densities ``(*batch, *plates)`` of all `terms`, those of one kind at once."""
-        for terms in self.terms.values():
-            params = _joined(-2, [term.params for term in terms])
-            anchors = [term.anchor for term in terms if term.anchor is not None]
-            anchor = _joined(-2, anchors) if anchors else None
-            elements = _joined(-1, [term.elements for term in terms])
-            yield terms[0].family.elements(params, anchor).log_prob(elements).sum(-1)
-
-    def check(self) -> None:
-        """Raises where a draw has NaN; looks at all of them at once, as a device has to be waited for each time."""
-        sums = [value.detach().sum() for value in self.returned.values()] if self.validate else []
-        if not sums or not math.isnan(torch.stack(sums).sum().item()):
-            return
-        for name, total in zip(self.returned, sums):
-            if math.isnan(total.item()):
-                bad = self.state.non_finite_parameter()
-                raise ValueError(
-                    f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite"
-                    + (f", and neither is the guide's parameter '{bad}'" if bad else "")
-                    + ". The last gradient was not finite, or its step too large: lower the learning rate, clip "
-                    "gradients, or look for a log density of the model that is infinite."
-                )
+__all__ = ["Exact", "Learned", "Prior", "Rule", "fixed_size"]
 
 
 @dataclass(frozen=True)
@@ -228,24 +116,15 @@ class Learned(Rule):
         family: of its distribution.
         anchored: whether its parameters are relative to the model's own conditional.
         expert: whether its distribution is that conditional times evidence of its own.
-        block: plates flattened into its elements -> (batch dim, size).
+        dims, sizes: batch dims and sizes of the plates that are flattened into its elements, those of ``factor.joint``.
     """
 
     factor: Factor = None  # type: ignore[assignment]
     family: Family = None  # type: ignore[assignment]
     anchored: bool = False
     expert: bool = False
-    block: Mapping[str, tuple[int, int]] = None  # type: ignore[assignment]
-
-    @property
-    def dims(self) -> list[int]:
-        """Batch dims of the block's plates."""
-        return [dim for dim, _ in self.block.values()]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Sizes of the block's plates."""
-        return [size for _, size in self.block.values()]
+    dims: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
@@ -253,7 +132,7 @@ class Learned(Rule):
         factor, event_shape = self.factor, self.family.event_shape
         if prior is not None and prior.event_shape != event_shape:
             raise ValueError(changed_event_shape(self.name, event_shape, prior.event_shape))
-        for plate, (dim, size) in self.block.items():
+        for plate, dim, size in zip(factor.joint, self.dims, self.sizes):
             if batch_shape[dim] != size:
                 raise ValueError(fixed_size(self.name, plate, size, batch_shape[dim]))
         family = current.family(self.name, prior)
@@ -276,8 +155,7 @@ class Learned(Rule):
         if anchor is not None and self.expert:
             params = expert(params, family.num_params)
         elements = family.layout.elements(value)
-        term = _Term(family, params, anchor, elements)
-        current.terms.setdefault((family.kind, *term.shapes()), []).append(term)
+        current.add(Term(family, params, anchor, elements))
         log_abs_det = family.layout.log_abs_det(elements, value)
         return None if log_abs_det is None else -log_abs_det
 
@@ -298,7 +176,7 @@ class Learned(Rule):
     def _params(self, current: Pass) -> Tensor:
         """Returns the parameters, instance by instance where they come for all instances of a block at once."""
         params = current.state.params(self.name)
-        return unfold(params, self.dims, self.sizes) if self.block else params
+        return unfold(params, self.dims, self.sizes) if self.dims else params
 
     def _at_once(
         self, current: Pass, family: Family, params: Tensor, anchor: Tensor | None
@@ -318,23 +196,9 @@ class Learned(Rule):
         """Returns the distribution of a factor that is drawn element by element."""
         conditionals = current.state.conditionals(self.name, len(batch_shape))
         target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
-        if not self.block:
+        if not self.dims:
             return family.autoregressive_distribution(conditionals, anchor, target)
         return family.joint_distribution(conditionals, anchor, target, self.dims, self.sizes)
-
-
-class _Term(NamedTuple):
-    """What one latent's density is made of: its family, parameters, anchor, and elements in unconstrained space."""
-
-    family: Family
-    params: Tensor
-    anchor: Tensor | None
-    elements: Tensor
-
-    def shapes(self) -> tuple:
-        """Returns what has to be the same in sites whose elements are taken together."""
-        anchor = None if self.anchor is None else self.anchor.shape[:-2]
-        return self.params.shape[:-2], self.params.shape[-1], anchor, self.elements.shape[:-1]
 
 
 def fixed_size(name: str, plate: str, size: int, now: int) -> str:
@@ -349,10 +213,6 @@ def _freedom(params: Tensor, anchor: Tensor) -> Tensor:
     """Returns by how much the location of prior times evidence follows that of the evidence, ``(*batch, E)``."""
     precision = relative_scale(params[..., 1].detach()).square().reciprocal()
     return precision / (precision + anchor[..., 1].detach().square().reciprocal())
-
-
-def _joined(dim: int, tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def _masked(log_prob: Tensor, mask: Any) -> Tensor:

@@ -107,7 +107,7 @@ class PersistentGuide(AutoGuide):
         self._set_plan(dataclasses.replace(self._plan, covariates=covariates))
 
     def _set_plan(self, plan: Plan) -> None:
-        self._plan = self._reader.plan = self._observed.plan = plan
+        self._plan = self._reader.plan = plan
         self._reader.forget()
         self._observed.forget()
 

@@ -104,7 +104,7 @@ class Plan:
     @cached_property
     def blocks(self) -> dict[str, str]:
         """Plate of fixed size -> a latent whose instances form one block over it."""
-        return {plate: name for name, rule in self.learned.items() for plate in rule.block}
+        return {plate: name for name, rule in self.learned.items() for plate in rule.factor.joint}
 
     @cached_property
     def initial(self) -> dict[str, Tensor]:

@@ -261,7 +261,7 @@ def test_data_far_outside_are_tempered_and_others_are_not():
     guide(observations={"y": torch.randn(9)})
     shift, scale = (guide.network._buffers[name] for name in guide.network._affine["y"])
     units = torch.tensor([-9.9, -1.0, 0.0, 2.0, 9.9, 50.0, 1e6, -1e6, 3.0])
-    read = guide._observed.features("y", (units - shift) / scale, guide.network).flatten()
+    read = guide._observed.features("y", (units - shift) / scale, guide._plan, guide.network).flatten()
     near = units.abs() < 10
     assert torch.allclose(read[near], units[near], atol=1e-4)
     assert (read.abs() < 30).all() and (read.sort().indices == units.sort().indices).all()

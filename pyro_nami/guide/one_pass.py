@@ -1,0 +1,154 @@
+"""One pass over the latents: what is known so far, and the densities that are computed together.
+
+Change this module when rules need to know something more of what was drawn before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import Distribution
+
+from pyro_nami.factors.base import Family
+from pyro_nami.factors.factor import SiteDistribution
+from pyro_nami.factors.relocated import Relocated, Relocation
+from pyro_nami.guide.network_state import NetworkState
+from pyro_nami.reading.forms import ConjugateGroup, Elimination
+
+__all__ = ["Pass", "Term"]
+
+
+class Term(NamedTuple):
+    """What one latent's density is made of: its family, parameters, anchor, and elements in unconstrained space."""
+
+    family: Family
+    params: Tensor
+    anchor: Tensor | None
+    elements: Tensor
+
+    def key(self) -> tuple:
+        """Returns what has to be the same in terms that are taken together."""
+        anchor = None if self.anchor is None else self.anchor.shape[:-2]
+        return self.family.kind, self.params.shape[:-2], self.params.shape[-1], anchor, self.elements.shape[:-1]
+
+
+class Pass:
+    """What is known so far in one pass over the latents.
+
+    Args:
+        rules: latent -> its rule in this call (`pyro_nami.guide.rules`), in program order.
+        families: latent -> what gives its features, of latents that others read.
+        state: the networks' state, with everything observed known.
+        derive: derives the exact conditionals of a group at values of what is drawn before it.
+        relocation: where batch dims lie outside; None where they lie as inside.
+        validate: whether values are to be checked.
+
+    Attributes:
+        values: of latents, as the model sees them; returned: as handlers outside do.
+        solved: group -> its exact conditionals.
+        ready: latents whose site is known from the run that derived their conditional.
+        anchors: latent -> location and scale of its prior, if its factor is relative to that.
+        freedom: latent -> how much of its own location each draw of its factor takes.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str, Any],
+        families: Mapping[str, Family],
+        state: NetworkState,
+        derive: Callable[[ConjugateGroup, Mapping[str, Tensor]], Elimination],
+        relocation: Relocation | None,
+        validate: bool,
+    ) -> None:
+        self.rules, self.state, self.validate = rules, state, validate
+        self._families, self._derive, self._relocation = families, derive, relocation
+        self._moved: dict[str, Family] = {}  # families whose support or count varies, as they are in this pass
+        self.values: dict[str, Tensor] = {}
+        self.returned: dict[str, Tensor] = {}
+        self.solved: dict[ConjugateGroup, Elimination] = {}
+        self.ready: dict[str, Mapping[str, Any]] = {}
+        self.anchors: dict[str, Tensor | None] = {}
+        self.freedom: dict[str, Tensor] = {}
+        self._terms: dict[tuple, list[Term]] = {}
+
+    def left(self) -> list[str]:
+        """Returns the latents without a value yet, in program order."""
+        return [name for name in self.rules if name not in self.values]
+
+    def family(self, name: str, prior: Distribution | None = None) -> Family:
+        """Returns a latent's family, at its current prior from the moment that this is told."""
+        family = self._moved.get(name, self._families[name])
+        if prior is not None:
+            family = self._families[name].at(prior)
+            if family.varies:
+                self._moved[name] = family
+        return family
+
+    def know(self, name: str, value: Tensor, elements: Tensor | None = None, *, drawn: bool = False) -> None:
+        """Takes in the value of a latent, and its elements where they are known from the draw."""
+        self.values[name] = value
+        if name in self._families:
+            family = self.family(name)
+            elements = family.layout.elements(value) if elements is None else elements
+            features = family.element_features(elements).flatten(-2)
+            self.state.add(name, features, drawn=drawn, share=self.freedom.get(name))
+
+    def outside(self, fn: TorchDistribution) -> TorchDistribution:
+        """Returns a distribution as the handlers outside see it."""
+        return fn if self._relocation is None else Relocated(fn, self._relocation)
+
+    def take(self, name: str, value: Tensor, fn: TorchDistribution) -> Tensor:
+        """Takes in the value that a latent got outside, by ``fn`` or by a replay; returns it as the model sees it."""
+        self.returned[name] = value
+        if self._relocation is not None:
+            value = self._relocation.value_inside(value, len(fn.event_shape))
+        elements = fn.recall(value) if isinstance(fn, SiteDistribution) else None
+        if elements is not None:
+            self.rules[name].note(self, elements)
+        if value.is_inference():  # through which no conditional could be derived
+            value = value.clone()
+        self.know(name, value, elements, drawn=True)
+        return value
+
+    def derive(self, group: ConjugateGroup) -> Elimination:
+        """Returns the exact conditionals of a group, derived now if they were not before."""
+        if group not in self.solved:
+            self.solved[group] = self._derive(group, self.values)
+        return self.solved[group]
+
+    def add(self, term: Term) -> None:
+        """Leaves a latent's density to `together`."""
+        self._terms.setdefault(term.key(), []).append(term)
+
+    def together(self) -> Iterator[Tensor]:
+        """Yields the log densities ``(*batch, *plates)`` of what was added, terms of one kind at once."""
+        for terms in self._terms.values():
+            params = _joined(-2, [term.params for term in terms])
+            anchors = [term.anchor for term in terms if term.anchor is not None]
+            anchor = _joined(-2, anchors) if anchors else None
+            elements = _joined(-1, [term.elements for term in terms])
+            yield terms[0].family.elements(params, anchor).log_prob(elements).sum(-1)
+
+    def check(self) -> None:
+        """Raises where a draw has NaN; looks at all of them at once, as a device has to be waited for each time."""
+        sums = [value.detach().sum() for value in self.returned.values()] if self.validate else []
+        if not sums or not math.isnan(torch.stack(sums).sum().item()):
+            return
+        for name, total in zip(self.returned, sums):
+            if math.isnan(total.item()):
+                bad = self.state.non_finite_parameter()
+                raise ValueError(
+                    f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite"
+                    + (f", and neither is the guide's parameter '{bad}'" if bad else "")
+                    + ". The last gradient was not finite, or its step too large: lower the learning rate, clip "
+                    "gradients, or look for a log density of the model that is infinite."
+                )
+
+
+def _joined(dim: int, tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
