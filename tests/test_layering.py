@@ -19,7 +19,7 @@ ORDER = {
     "index_maps.given index_maps.search network first_run forms",
     "guide": "arguments options conditioning couplings offsets features evidence groups inputs inversion network "
     "network_state regression one_pass rules structure differences shapes first_call columns plan build memory maps "
-    "call observed draw state lazy nami",
+    "call last_seen reader observed draw state lazy nami",
     "inference": "sites observations checkpoint history psis ranks tracking optimizing weights simulate batches losses "
     "coordinates pair tempering transitions target annealing importance compilation",
     "checking": "verdicts calibration misspecification diagnose plots",

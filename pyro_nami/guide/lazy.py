@@ -18,9 +18,10 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_nami.guide.build import assemble
-from pyro_nami.guide.call import Call, CallReader
+from pyro_nami.guide.call import Call
 from pyro_nami.guide.network_state import NetworkState, start_network
 from pyro_nami.guide.observed import ObservedFeatures
+from pyro_nami.guide.reader import CallReader
 from pyro_nami.guide.state import PersistentGuide
 from pyro_nami.guide.structure import Plan
 from pyro_nami.reading.isolation import untouched

@@ -79,13 +79,7 @@ def make_plan(first: FirstCall) -> Plan:
         inverse=inverse,
         plates=plates,
         sites={
-            name: SitePlan(
-                plates=first.frames.get(name, frozenset()),
-                event_dim=nodes[name]["fn"].event_dim,
-                encoding=encodings.get(name),
-                initial=first_instance(nodes[name]["value"], nodes[name]) if name in emitted else None,
-                allows_nan=name in first.data and allows_nan(nodes[name]),
-            )
+            name: _site_plan(first, name, encodings.get(name), name in emitted)
             for name in nodes
             if name in first.frames or name in emitted
         },
@@ -101,6 +95,17 @@ def make_plan(first: FirstCall) -> Plan:
         ),
         map_plans=first.found.map_plans,
         factory=_factory(first, order),
+    )
+
+
+def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> SitePlan:
+    site = first.nodes[name]
+    return SitePlan(
+        plates=first.frames.get(name, frozenset()),
+        event_dim=site["fn"].event_dim,
+        encoding=encoding,
+        initial=first_instance(site["value"], site) if emitted else None,
+        allows_nan=name in first.data and allows_nan(site),
     )
 
 

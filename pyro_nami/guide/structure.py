@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.inverse import Inverse
@@ -123,21 +124,9 @@ class Plan:
     def to(self, fn: Callable[[Tensor], Tensor]) -> Plan:
         """Returns the plan with ``fn`` applied to all tensors held, to move them to another device."""
         like = fn(torch.empty(0, **self.factory))
-        return dataclasses.replace(
-            self,
-            factory={"dtype": like.dtype, "device": like.device},
-            sites={
-                name: site if site.initial is None else site._replace(initial=fn(site.initial))
-                for name, site in self.sites.items()
-            },
-            map_plans=tuple(
-                plan._replace(values={name: (fn(a), fn(b)) for name, (a, b) in plan.values.items()})
-                for plan in self.map_plans
-            ),
-            covariates=self.covariates._replace(
-                references=[{name: fn(value) for name, value in draw.items()} for draw in self.covariates.references]
-            ),
-        )
+        held = {"sites": dict(self.sites), "map_plans": self.map_plans, "covariates": self.covariates}
+        moved = tree_map_only(Tensor, fn, held)
+        return dataclasses.replace(self, factory={"dtype": like.dtype, "device": like.device}, **moved)
 
 
 def new_site(name: str) -> str:

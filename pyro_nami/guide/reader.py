@@ -1,0 +1,161 @@
+"""Finding the data of each call of one guide: observed values, covariates and index maps, from their sources in order.
+
+Change this module to change what is kept from call to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_nami.guide.arguments import Arguments, Looks
+from pyro_nami.guide.call import Call, from_arguments, from_run, given, is_data, look_at
+from pyro_nami.guide.columns import covariate_values
+from pyro_nami.guide.conditioning import covariates_of
+from pyro_nami.guide.inputs import IndexMaps
+from pyro_nami.guide.last_seen import last_seen
+from pyro_nami.guide.maps import MapReader
+from pyro_nami.guide.memory import Memory
+from pyro_nami.guide.rules import fixed_size
+from pyro_nami.guide.structure import Plan, missing_site
+from pyro_nami.reading.isolation import untouched
+
+__all__ = ["CallReader"]
+
+
+class CallReader:
+    """Finds the data of each call of one guide.
+
+    Args:
+        plan: the guide's; another one may take its place.
+        covariates, index_maps: the guide's options of these names.
+
+    Attributes:
+        memory: of the data in training.
+    """
+
+    def __init__(self, plan: Plan, covariates: Any, index_maps: Mapping[tuple[str, str], Callable]) -> None:
+        self.plan, self.covariates = plan, covariates
+        self.memory = Memory(varied=bool(plan.semi_observed))
+        self._maps = MapReader(plan, index_maps)
+        self._looks = Looks()
+        self._probed: tuple[Arguments, dict[str, Tensor]] | None = None
+
+    def read(
+        self, call: Call, plates: Mapping[str, pyro.plate], observations: Any, *, remember: bool, draws: bool
+    ) -> Call:
+        """Returns a call with its data.
+
+        Args:
+            call: with model and arguments.
+            plates: made outside the model.
+            observations: values by site; those that are no observed sites are passed over.
+            remember: whether to keep what the call's own arguments bring, for calls that bring none.
+            draws: whether latents will be drawn; unless the model is run for that, it has to be run for their plates.
+
+        Raises:
+            ValueError: a site has no data, or is missing from the run.
+        """
+        plan = self.plan
+        leaves = [*call.args, *call.kwargs.values(), *call.kwargs]
+        if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
+            leaves = tree_leaves(leaves)
+        kind = self._looks.kind(leaves)
+        look = self._looks.known(kind)
+        parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
+        call = given(replace(call, indices=parts), plan, observations)
+        call = from_arguments(call, plan, look.slots if look is not None else {})
+        complete = all(name in call.values for name in plan.read)
+        alone = look is not None and complete and (plan.interleaved or not draws)
+        if not alone or plan.plates.subsampled or look is not None and look.varying:
+            call = from_run(call, plan, plates)
+        if look is None:
+            self._looks.note(kind, look_at(call, plan))
+        if plan.covariates.columns:
+            call = replace(call, covariates=self._covariates(call, leaves))
+        absent = [name for name in plan.read if name not in call.values]
+        if observations or any(map(is_data, call.sites.values())):
+            absent = [name for name in absent if name not in call.lacking]
+        if plan.map_plans:
+            call = replace(call, maps=self._index_maps(call, leaves, absent))
+        call = self._compared(call, observations, remember)
+        if absent:
+            call = last_seen(call, plan, self.memory, absent, self._maps.resized(call))
+        _check_sizes(call, plan)
+        return call
+
+    def forget(self) -> None:
+        """Forgets what was found for the arguments of earlier calls."""
+        self._probed = None
+        self._maps.forget()
+
+    @property
+    def names(self) -> list[Any]:
+        """The names under which values may be remembered."""
+        return [*self.plan.sites, *map(covariates_of, self.plan.sites), *self._maps.names]
+
+    def apply(self, fn: Callable[[Tensor], Tensor], plan: Plan) -> None:
+        """Applies ``fn`` to all tensors kept, to move them to another device, where ``plan`` is."""
+        self.plan = self._maps.plan = plan
+        self.memory.apply(fn, plan.factory["device"])
+        self.forget()
+
+    def _covariates(self, call: Call, leaves: list) -> dict[str, Tensor]:
+        """Returns the covariates of every site, probed anew only where the model's arguments changed."""
+        if self._probed is not None and not call.indices and self._probed[0].are(leaves):
+            return self._probed[1]
+        with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
+            values = covariate_values(
+                self.plan.covariates,
+                self.covariates,
+                call.args,
+                call.kwargs,
+                lambda reference: call.run(reference, broadcast=True),
+                call.lacking,
+            )
+        self._probed = Arguments(leaves), values
+        return values
+
+    def _index_maps(self, call: Call, leaves: list, absent: Collection[str]) -> IndexMaps:
+        plan = self.plan
+        for name in [name for each in plan.map_plans for name in (*each.values, *each.targets)]:
+            if name in call.lacking:
+                raise ValueError(missing_site(name))
+        stale = frozenset().union(*(plan.sites[name].plates for name in absent))
+        return self._maps.read(call, leaves, self.memory.seen, stale)
+
+    def _compared(self, call: Call, observations: Mapping[str, Any], remember: bool) -> Call:
+        """Returns a call that knows whether its data are those of training, and remembers them if they belong there.
+
+        Minibatches are taken to be the data seen; data given by ``observations`` are those of one call.
+        """
+        plan, memory = self.plan, self.memory
+        values: list[tuple[str, Hashable, Tensor]] = []
+        values += [(name, name, call.values[name]) for name in plan.read if name in call.values]
+        values += [(name, covariates_of(name), value) for name, value in call.covariates.items()]
+        data = [(n, value) for name, n, value in values if plan.plates.subsampled.isdisjoint(plan.sites[name].plates)]
+        given = any(observations.get(name) is not None for name in plan.read)
+        familiar = not memory.varied and not given and memory.holds(data)
+        memory.varied = memory.varied or remember and not familiar
+        if remember and call.own:
+            covariates = {covariates_of(name): value for name, value in call.covariates.items()}
+            context = call.args, dict(call.kwargs), dict(call.indices), dict(call.values)
+            kept = {**call.own, **covariates, **self._maps.state(call.maps)}
+            memory.keep(kept, context if plan.groups else None)
+        return replace(call, familiar=familiar)
+
+
+def _check_sizes(call: Call, plan: Plan) -> None:
+    """Raises where a plate that the guide flattens has changed its size."""
+    for name in call.values.keys() & plan.read if plan.blocks else ():
+        site = plan.sites[name]
+        for plate in site.plates & plan.blocks.keys():
+            value, dim, size = call.values[name], plan.plates.dims[plate] - site.event_dim, plan.plates.sizes[plate]
+            if value.dim() >= -dim and value.shape[dim] not in (1, size):
+                raise ValueError(fixed_size(plan.blocks[plate], plate, size, value.shape[dim]))
