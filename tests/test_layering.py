@@ -18,8 +18,8 @@ ORDER = {
     "reading": "isolation provenance group_testing runner probe covariates index_maps.finder index_maps.nesting "
     "index_maps.given index_maps.search network first_run forms",
     "guide": "arguments options conditioning couplings offsets features evidence groups inputs inversion network "
-    "network_state regression one_pass rules structure differences shapes first_call columns plan build memory maps "
-    "call last_seen reader observed draw state lazy nami",
+    "network_state regression one_pass rules structure differences shapes first_call columns plan build maps "
+    "call memory reader observed draw state lazy nami",
     "inference": "sites observations checkpoint history psis ranks tracking optimizing weights simulate batches losses "
     "coordinates pair tempering transitions target annealing importance compilation",
     "checking": "verdicts calibration misspecification diagnose plots",

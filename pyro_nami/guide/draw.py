@@ -82,7 +82,7 @@ def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
 
     A run ends where an exact conditional has to be derived first, and the next one draws on from there.
     """
-    while (run := _drawing_run(current, plan, call)).lacks is not None:
+    while (run := _DrawingRun(current, plan, call)).lacks():
         run.derive()
         left = current.left()
         if current.ready.keys() >= set(left):  # which needs no further run of the model
@@ -94,39 +94,36 @@ def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
         raise ValueError(missing_site(min(missing)))
 
 
-def _drawing_run(current: Pass, plan: Plan, call: Call) -> _DrawingRun:
-    run = _DrawingRun(current, plan, call)
-    run.run(call.model, call.args, call.kwargs)
-    return run
-
-
 class _DrawingRun(Runner):
     """Runs the model with its latents drawn by the guide, on behalf of the handlers outside.
 
-    Attributes:
-        lacks: the group that a latent could not be drawn for, as its exact conditionals have to be derived first. That
-            takes the rest of a run of the model, with gradients: of this one, or if this has none of a further one,
-            behind it, as a model that is a handler's cannot run inside its own run.
+    It gives up at a latent whose exact conditionals have to be derived first. That takes the rest of a run of the
+    model, with gradients: of this one, or if this has none of a further one, behind it, as a model that is a handler's
+    cannot run inside its own run.
     """
 
     def __init__(self, current: Pass, plan: Plan, call: Call) -> None:
-        super().__init__(
-            {**call.given, **current.values}, call.indices, until=current.left(), choose=self._point
-        )
-        self.current, self.lacks = current, None
-        self._plan, self._call, self._drawn = plan, call, set[str]()
+        values = {**call.given, **current.values}
+        super().__init__(values, call.indices, until=current.left(), choose=self._point)
+        self._current, self._plan, self._call = current, plan, call
+        self._drawn: set[str] = set()
+        self._group: ConjugateGroup | None = None  # the one that it gave up for
         self._elimination: Elimination | None = None
         self._gradients = torch.is_grad_enabled()
 
+    def lacks(self) -> bool:
+        """Runs the model; whether conditionals have to be derived before it can draw on."""
+        self.run(self._call.model, self._call.args, self._call.kwargs)
+        return self._group is not None
+
     def derive(self) -> None:
         """Derives what the run lacked."""
-        group: Any = self.lacks
-        if self._elimination is None:
-            self.current.derive(group)
-            return
-        self._elimination.solve(self.sites)
-        self.current.solved[group] = self._elimination
-        self.current.ready.update({name: self.sites[name] for name in self._elimination.members})
+        assert self._group is not None
+        if self._elimination is not None:
+            self._elimination.solve(self.sites)
+            self._current.solved[self._group] = self._elimination
+            self._current.ready.update({name: self.sites[name] for name in self._elimination.members})
+        self._current.derive(self._group)
 
     def _point(self, msg: Any) -> Tensor | None:
         """Returns the value that a latent has where its log density is expanded."""
@@ -134,13 +131,14 @@ class _DrawingRun(Runner):
         return points[msg["name"]](msg["fn"]) if msg["name"] in points else None
 
     def _process_message(self, msg: Any) -> None:
-        name, current = msg["name"], self.current
+        name, current = msg["name"], self._current
         ours = msg["type"] == "sample" and not site_is_subsample(msg) and name not in current.values
-        ours = ours and self.lacks is None
+        ours = ours and self._group is None
         rule = current.rules.get(name)
         known = msg["is_observed"] or name in self.values
-        if ours and rule is not None and rule.group not in (None, *current.solved) and not known:
-            self._expand(rule.group)
+        group = None if rule is None or known else rule.group
+        if ours and group is not None and group not in current.solved:
+            self._expand(group)
             ours = False
         super()._process_message(msg)
         if not ours:
@@ -156,18 +154,18 @@ class _DrawingRun(Runner):
             msg["infer"] = _own_infer(msg)
             msg["fn"] = current.outside(rule.distribution(current, msg["fn"].batch_shape, msg["fn"]))
 
-    def _expand(self, group: Any) -> None:
+    def _expand(self, group: ConjugateGroup) -> None:
         """Goes on for the exact conditionals of a group, out of sight, or ends the run."""
-        self.lacks = group
-        passed = not self.current.values.keys().isdisjoint(group.members)
+        self._group = group
+        passed = not self._current.values.keys().isdisjoint(group.members)
         if passed or self._call.source(group) is not self._call or not (self._gradients and torch.is_grad_enabled()):
             raise AllSeen
-        self._elimination = _elimination(group, self.current.values, self._plan, self._call)
+        self._elimination = _elimination(group, self._current.values, self._plan, self._call)
         self.missing = set(self._elimination.until)
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self._drawn and msg["value"] is not None:
-            msg["value"] = self.current.take(msg["name"], msg["value"], msg["fn"])
+            msg["value"] = self._current.take(msg["name"], msg["value"], msg["fn"])
         super()._postprocess_message(msg)
 
 

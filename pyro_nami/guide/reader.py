@@ -19,9 +19,8 @@ from pyro_nami.guide.call import Call, from_arguments, from_run, given, is_data,
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.conditioning import covariates_of
 from pyro_nami.guide.inputs import IndexMaps
-from pyro_nami.guide.last_seen import last_seen
 from pyro_nami.guide.maps import MapReader
-from pyro_nami.guide.memory import Memory
+from pyro_nami.guide.memory import Memory, last_seen
 from pyro_nami.guide.rules import fixed_size
 from pyro_nami.guide.structure import Plan, missing_site
 from pyro_nami.reading.isolation import untouched
