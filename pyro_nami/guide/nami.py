@@ -328,4 +328,4 @@ class AutoNaMIGuide(LazyGuide):
             with pyro.plate("_draws", count, dim=-1 - self._made().plates.nesting):
                 values = self(*args, **kwargs)
         sites = self.prototype_trace.nodes
-        return {name: own_shape(name, value, count, sites[name]) for name, value in values.items() if name in sites}
+        return {name: own_shape(value, count, sites[name]) for name, value in values.items() if name in sites}

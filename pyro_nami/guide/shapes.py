@@ -55,7 +55,7 @@ def sum_plates(log_prob: Tensor, nesting: int) -> Tensor:
     return log_prob.sum(tuple(range(-nesting, 0)))
 
 
-def own_shape(name: str, value: Tensor, count: int, site: Mapping[str, Any]) -> Tensor:
+def own_shape(value: Tensor, count: int, site: Mapping[str, Any]) -> Tensor:
     """Returns draws ``(count, *site shape)`` from values with the draws left of all plate dims."""
     event_dim = site["fn"].event_dim
     nesting = max((-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized), default=0)
