@@ -7,7 +7,7 @@ proves to be it in this one; group testing. Change this module to find maps else
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pyro
@@ -60,21 +60,20 @@ class MapReader:
             seen: the guide's state: the maps of the data that it saw last.
             stale: plates for which the call brings no data, so that factors read the rows seen last.
         """
-        pairs = [pair for pair in self._pairs if pair[0] not in stale or ("index", *pair) not in seen]
-        if not stale and not call.indices and self._kept is not None:
+        lasting = not stale and not call.indices
+        if lasting and self._kept is not None:
             arguments, kept = self._kept
             if torch.jit.is_tracing():  # where no search can run; a map that is an argument is that of later calls
                 return IndexMaps({**kept.maps, **{pair: leaves[i] for pair, i in self._slots.items()}}, kept.sizes)
             if arguments.are(leaves):
                 return kept
+        old: dict[Pair, Any] = {pair: seen.get(("index", *pair)) for pair in self._pairs if pair[0] in stale}
+        old = {pair: index for pair, index in old.items() if index is not None}
         with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
-            maps, sizes = self._find(call, leaves, pairs)
-        for pair in set(self._pairs) - set(pairs):
-            name: Any = ("index", *pair)
-            maps[pair] = seen[name]
-            sizes[pair[1]] = int(seen["size", pair[1]])
-        found = IndexMaps(maps, sizes)
-        if not stale and not call.indices:
+            maps, sizes = self._find(call, leaves, [pair for pair in self._pairs if pair not in old])
+        sizes |= {plate: int(seen["size", plate]) for _, plate in old}
+        found = IndexMaps({**maps, **old}, sizes)
+        if lasting:
             self._kept = Arguments(leaves), found
         return found
 
@@ -85,12 +84,8 @@ class MapReader:
 
     def resized(self, call: Any) -> dict[str, int]:
         """Returns the plates, with their sizes now, that had another size in the data that the call reads."""
-        now = {}
-        for each in self.plan.map_plans:
-            size = _size(each, call.sites)
-            if size != call.maps.sizes[each.plate]:
-                now[each.plate] = size
-        return now
+        now = {each.plate: _size(each, call.sites) for each in self.plan.map_plans}
+        return {plate: size for plate, size in now.items() if size != call.maps.sizes[plate]}
 
     def _find(
         self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]
@@ -124,14 +119,13 @@ class MapReader:
         extra = value.dim() - site.event_dim + min((self.plan.plates.dims[plate] for plate in site.plates), default=0)
         return value[(0,) * max(extra, 0)]
 
-    def _plans(self, pairs: Any) -> list[MapPlan]:
+    def _plans(self, pairs: Collection[Pair]) -> list[MapPlan]:
         """Returns the plans of some maps alone."""
         plans = []
         for each in self.plan.map_plans:
-            rows = {q for q, p in pairs if p == each.plate}
-            if rows:
-                targets = {site: q for site, q in each.targets.items() if q in rows}
-                plans.append(each._replace(targets=targets, dims={q: each.dims[q] for q in rows}))
+            dims = {rows: dim for rows, dim in each.dims.items() if (rows, each.plate) in pairs}
+            targets = {site: rows for site, rows in each.targets.items() if rows in dims}
+            plans += [each._replace(targets=targets, dims=dims)] if dims else []
         return plans
 
     def _pair(self, latent: str, site: str) -> Pair:
