@@ -1,8 +1,7 @@
 """What ranks say about a posterior: tests that are exact in finite samples, and the kind of what is wrong.
 
-A rank is the place of a true value among draws from a posterior, and is uniform where the posterior is exact.
-`EcdfTest` tests that for counts of ranks, `judge` and `judge_joint` name what they find. All of it is NumPy on counts;
-change this module to change what a verdict rests on.
+A rank is the place of a true value among draws from a posterior, and is uniform where the posterior is exact. All of it
+is NumPy on counts of ranks. Change this module to change what a verdict rests on.
 """
 
 from __future__ import annotations
@@ -11,20 +10,23 @@ __all__ = [
     "BIASED",
     "CALIBRATED",
     "CONSERVATIVE",
-    "EcdfTest",
-    "Finding",
+    "JOINT_DENSITY",
+    "JOINT_TARP",
     "MISCALIBRATED",
     "OVERCONFIDENT",
+    "EcdfTest",
+    "Verdict",
+    "adjusted",
     "binomial_interval",
+    "central_counts",
     "count_ranks",
     "ecdf_test",
-    "fold",
     "holm",
     "judge",
-    "judge_joint",
-    "rank_probabilities",
+    "tests_of",
 ]
 
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
@@ -33,14 +35,83 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Counts = NDArray[np.int64]
 
 CALIBRATED = "calibrated"
 OVERCONFIDENT = "overconfident"
 CONSERVATIVE = "underconfident (conservative)"
 BIASED = "biased"
 MISCALIBRATED = "miscalibrated"  # the test rejects, but neither location nor spread says why
+JOINT_DENSITY, JOINT_TARP = "joint density", "joint TARP"  # what all latents together are ranked by
 
 _CLEAR = 3.0  # standard errors by which location or spread must be off to be named as what is wrong
+
+
+class Verdict(NamedTuple):
+    """What the ranks of one site, or of a joint test, say.
+
+    Attributes:
+        verdict: ``"calibrated"``, ``"overconfident"``, ``"underconfident (conservative)"``, ``"biased"``, or
+            ``"miscalibrated"`` where the ranks are not uniform but none of these says why.
+        p_value: that the guide is calibrated here, adjusted for the site's elements and tests and for all other sites.
+        elements: number of the site's scalar elements.
+        worst: index of the element with the smallest p-value, in ``(*plates, *event)``; the rest is about it.
+        deviation: largest difference between the distribution functions of its ranks and of uniform ones.
+        bias: how far the truth lies above the guide's location, in sds of the guide; 0 is right. NaN for joint tests.
+        spread: sd of the truth around the guide's location, in sds of the guide; 1 is right. NaN for joint tests.
+    """
+
+    verdict: str
+    p_value: float
+    elements: int
+    worst: tuple[int, ...]
+    deviation: float
+    bias: float
+    spread: float
+
+
+def judge(name: str, ranks: Counts, num_draws: int) -> Verdict:
+    """Returns what is wrong with the ranks of a site ``(data sets, *shape)`` or of a joint test, if anything is.
+
+    Ranks of densities are high where the truth lies far out. Those of distances to some point (TARP) are so where the
+    guide is too narrow, if it does not lie to one side; only larger or only smaller ones, on average, have no name.
+    The p-value is Bonferroni's over all tests of the site's elements, before other sites are allowed for.
+    """
+    num, shape = len(ranks), ranks.shape[1:]
+    counts = count_ranks(ranks.reshape(num, -1), num_draws)
+    whole, *_ = tests = tests_of(name, num, num_draws)
+    statistics = [test.statistic(counts) for test in tests]
+    p_values = [test.p_value(float(t.min())) for test, t in zip(tests, statistics)]
+    better = int(np.argmin(p_values))
+    element = int(statistics[better].argmin())
+    location, spread = _location_and_spread(counts[element])
+    far, wide = location * num**0.5, (spread - 1) * (2 * num) ** 0.5  # in standard errors
+    if name == JOINT_DENSITY:
+        clear = {OVERCONFIDENT: far, CONSERVATIVE: -far}
+    elif name == JOINT_TARP:
+        clear = {OVERCONFIDENT: wide * (far > -_CLEAR), CONSERVATIVE: -wide * (far < _CLEAR)}
+    else:
+        clear = {BIASED: abs(far), OVERCONFIDENT: wide, CONSERVATIVE: -wide}
+    kind = max(clear, key=lambda kind: clear[kind])
+    joint = name in (JOINT_DENSITY, JOINT_TARP)
+    return Verdict(
+        verdict=kind if clear[kind] > _CLEAR else MISCALIBRATED,
+        p_value=min(1.0, len(tests) * len(counts) * p_values[better]),
+        elements=len(counts),
+        worst=tuple(map(int, np.unravel_index(element, shape))),
+        deviation=float(whole.deviation(counts[element : element + 1])[0]),
+        bias=float("nan") if joint else location,
+        spread=float("nan") if joint else spread,
+    )
+
+
+def adjusted(verdicts: Mapping[str, Verdict], level: float) -> dict[str, Verdict]:
+    """Returns verdicts with p-values that allow for each other (Holm's), calibrated where these reach a level."""
+    p_values = holm([verdict.p_value for verdict in verdicts.values()]).tolist()
+    return {
+        name: verdict._replace(p_value=p, verdict=CALIBRATED if p >= level else verdict.verdict)
+        for (name, verdict), p in zip(verdicts.items(), p_values)
+    }
 
 
 class EcdfTest:
@@ -55,6 +126,7 @@ class EcdfTest:
     Args:
         num: number of draws N.
         probabilities: of the cells, ``(cells,)``.
+        central: whether the cells are those of `central_counts`; the methods take counts of ranks, as for other tests.
 
     References:
         Säilynoja, Bürkner, Vehtari 2022, "Graphical test for discrete uniformity and its applications in goodness of
@@ -69,8 +141,8 @@ class EcdfTest:
         [True, True]
     """
 
-    def __init__(self, num: int, probabilities: ArrayLike) -> None:
-        self.num = num
+    def __init__(self, num: int, probabilities: ArrayLike, *, central: bool = False) -> None:
+        self.num, self.central = num, central
         self.probabilities = np.asarray(probabilities, dtype=float)
         self._thresholds: dict[float, float] = {}  # level -> statistic, as `band` finds them
 
@@ -86,16 +158,20 @@ class EcdfTest:
         below, above = pmf.cumsum(1), pmf[:, ::-1].cumsum(1)[:, ::-1]
         return np.minimum(below, 1.0), np.minimum(above, 1.0)
 
-    def statistic(self, counts: NDArray[np.int64]) -> Array:
+    def sums(self, counts: Counts) -> Counts:
+        """Returns the counts up to each cell but the last, ``(elements, cells)`` to ``(elements, cells - 1)``."""
+        return (central_counts(counts) if self.central else counts).cumsum(1)[:, :-1]
+
+    def statistic(self, counts: Counts) -> Array:
         """Returns T of every row of counts, ``(elements, cells)`` to ``(elements,)``."""
         below, above = self._tails
-        sums = counts.cumsum(1)[:, :-1]
+        sums = self.sums(counts)
         cells = np.arange(sums.shape[1])
         return np.minimum(1.0, 2 * np.minimum(below[cells, sums], above[cells, sums]).min(1))
 
-    def deviation(self, counts: NDArray[np.int64]) -> Array:
+    def deviation(self, counts: Counts) -> Array:
         """Returns the largest difference between empirical and expected distribution function, ``(elements,)``."""
-        return np.abs(counts.cumsum(1)[:, :-1] / self.num - self.levels).max(1)
+        return np.abs(self.sums(counts) / self.num - self.levels).max(1)
 
     def p_value(self, statistic: float) -> float:
         """Returns P(T <= statistic) where the cells have their probabilities."""
@@ -104,7 +180,7 @@ class EcdfTest:
         # In one cell alone T is this small with at least half of this probability, which rounding cannot hide.
         return min(1.0, max(1.0 - self._inside(statistic), statistic / 2))
 
-    def band(self, level: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def band(self, level: float) -> tuple[Counts, Counts]:
         """Returns the envelope: the smallest and largest counts up to each cell, each ``(cells - 1,)``.
 
         Counts leave it with a probability of at most ``level``, over all cells together.
@@ -117,7 +193,7 @@ class EcdfTest:
             self._thresholds[level] = float(np.exp(low))
         return self._bounds(self._thresholds[level])
 
-    def _bounds(self, threshold: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _bounds(self, threshold: float) -> tuple[Counts, Counts]:
         """The smallest and largest counts up to each cell for which T > threshold."""
         below, above = self._tails
         limit = threshold / 2 * (1 + 1e-12)  # counts at exactly the threshold are outside
@@ -137,34 +213,38 @@ class EcdfTest:
 
 
 @lru_cache(maxsize=64)
-def ecdf_test(num: int, num_draws: int, folded: bool = False) -> EcdfTest:
-    """Returns the test of ``num`` ranks among ``num_draws`` draws; ``folded``: of how central they are, see `fold`."""
-    probabilities = rank_probabilities(num_draws)
-    return EcdfTest(num, fold(probabilities) if folded else probabilities)
+def ecdf_test(num: int, num_draws: int, central: bool = False) -> EcdfTest:
+    """Returns the test that ``num`` ranks among ``num_draws`` draws are uniform; ``central``: as central as uniform."""
+    uniform = np.full(num_draws + 1, 1 / (num_draws + 1))
+    return EcdfTest(num, central_counts(uniform) if central else uniform, central=central)
 
 
-def rank_probabilities(num_draws: int) -> Array:
-    """Returns the probabilities of the ranks of an exact posterior, 0 to ``num_draws``: all equal."""
-    return np.full(num_draws + 1, 1 / (num_draws + 1))
+def tests_of(name: str, num: int, num_draws: int) -> list[EcdfTest]:
+    """Returns the tests of a site's ranks, or a joint test's; the last says whether regions cover as they should.
+
+    For sites those are central intervals; by density, regions of highest density; by TARP, balls around some point.
+    """
+    joint = name in (JOINT_DENSITY, JOINT_TARP)
+    return [ecdf_test(num, num_draws, central) for central in ((False,) if joint else (False, True))]
 
 
-def count_ranks(ranks: NDArray[np.int64], num_draws: int) -> NDArray[np.int64]:
+def count_ranks(ranks: Counts, num_draws: int) -> Counts:
     """Returns how often each rank occurs, ``(data sets, elements)`` to ``(elements, num_draws + 1)``."""
     elements, cells = ranks.shape[1], num_draws + 1
     flat = ranks + cells * np.arange(elements)
     return np.bincount(flat.reshape(-1), minlength=elements * cells).reshape(elements, cells)
 
 
-def fold(counts: NDArray) -> NDArray:
+def central_counts(counts: NDArray) -> NDArray:
     """Returns counts by distance from the middle rank, nearest first: ``(*, ranks)`` to ``(*, (ranks + 1) // 2)``.
 
     Up to a cell, they count the true values inside a central interval.
     """
     ranks = counts.shape[-1]
-    folded = (counts + counts[..., ::-1])[..., : (ranks + 1) // 2][..., ::-1].copy()
+    central = (counts + counts[..., ::-1])[..., (ranks - 1) // 2 :: -1]
     if ranks % 2:
-        folded[..., 0] = counts[..., ranks // 2]
-    return folded
+        central[..., 0] = counts[..., ranks // 2]
+    return central
 
 
 def binomial_interval(num: int, probabilities: ArrayLike, level: float) -> tuple[NDArray, NDArray]:
@@ -188,79 +268,7 @@ def holm(p_values: ArrayLike) -> Array:
     return adjusted
 
 
-class Finding(NamedTuple):
-    """What the ranks of one site say.
-
-    Attributes:
-        p_value: that the ranks are uniform, over all elements and tests of the site (Bonferroni), before other sites
-            are allowed for.
-        kind: what is wrong, if anything is.
-        element: the element (in flat order) with the smallest p-value; the rest is about it.
-        deviation: largest difference between the distribution functions of its ranks and of uniform ones.
-        bias: how far the truth lies above the guide's location, in sds of the guide.
-        spread: sd of the truth around the guide's location, over the guide's sd.
-    """
-
-    p_value: float
-    kind: str
-    element: int
-    deviation: float
-    bias: float
-    spread: float
-
-
-def judge(ranks: NDArray[np.int64], num_draws: int) -> Finding:
-    """Returns the finding on one site's ranks, ``(data sets, elements)``.
-
-    Two tests an element: that ranks are uniform, and that they are as central as uniform ones, which is to say that all
-    central intervals cover as they should.
-    """
-    num, elements = ranks.shape
-    counts = count_ranks(ranks, num_draws)
-    whole, central = ecdf_test(num, num_draws), ecdf_test(num, num_draws, folded=True)
-    statistics = np.stack([whole.statistic(counts), central.statistic(fold(counts))])
-    worst = statistics.argmin(1)
-    p_values = [test.p_value(statistics[i, worst[i]]) for i, test in enumerate((whole, central))]
-    better = int(np.argmin(p_values))
-    element = int(worst[better])
-    bias, spread = _location_and_spread(counts[element])
-    off = {
-        BIASED: abs(bias) * num**0.5,
-        OVERCONFIDENT: (spread - 1) * (2 * num) ** 0.5,
-        CONSERVATIVE: (1 - spread) * (2 * num) ** 0.5,
-    }
-    kind = max(off, key=lambda name: off[name])
-    return Finding(
-        p_value=min(1.0, 2 * elements * p_values[better]),
-        kind=kind if off[kind] > _CLEAR else MISCALIBRATED,
-        element=element,
-        deviation=float(whole.deviation(counts[element : element + 1])[0]),
-        bias=bias,
-        spread=spread,
-    )
-
-
-def judge_joint(ranks: NDArray[np.int64], num_draws: int, *, distances: bool) -> Finding:
-    """Returns the finding on ranks ``(data sets,)`` of one number that is made of all latents.
-
-    Such ranks are high where the truth lies far out: of negative densities, always; of distances to some point
-    (``distances``), where the guide is too narrow, if it does not lie to one side. Distances that are only larger or
-    only smaller, on average, have no name.
-    """
-    num = len(ranks)
-    counts = count_ranks(ranks[:, None], num_draws)
-    test = ecdf_test(num, num_draws)
-    location, spread = _location_and_spread(counts[0])
-    far, wide = location * num**0.5, (spread - 1) * (2 * num) ** 0.5
-    outward, against = (wide, far) if distances else (far, 0.0)
-    kind = MISCALIBRATED
-    if abs(outward) > _CLEAR and np.sign(outward) * against > -_CLEAR:
-        kind = OVERCONFIDENT if outward > 0 else CONSERVATIVE
-    p_value, deviation = test.p_value(float(test.statistic(counts)[0])), float(test.deviation(counts)[0])
-    return Finding(p_value, kind, 0, deviation, float("nan"), float("nan"))
-
-
-def _location_and_spread(counts: NDArray[np.int64]) -> tuple[float, float]:
+def _location_and_spread(counts: Counts) -> tuple[float, float]:
     """Mean and sd of ranks as normal scores, in units in which those of uniform ranks are 0 and 1."""
     ranks = len(counts)
     scores = np.array([NormalDist().inv_cdf((rank + 0.5) / ranks) for rank in range(ranks)])
