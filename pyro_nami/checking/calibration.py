@@ -21,15 +21,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_nami.checking.plots import RankPanel, plot_ranks
-from pyro_nami.checking.rank_tests import (
-    CALIBRATED,
-    JOINT_DENSITY,
-    JOINT_TARP,
-    Verdict,
-    adjusted,
-    judge,
-    tests_of,
-)
+from pyro_nami.checking.rank_tests import CALIBRATED, JOINT_DENSITY, JOINT_TARP, Verdict, holm, judge
 from pyro_nami.checking.simulations import finite_draws, seeded
 from pyro_nami.inference.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.observations import observed_names
@@ -85,7 +77,11 @@ class Calibration:
         are adjusted by Holm's method.
         """
         found = {name: judge(name, ranks, self.num_draws) for name, ranks in self._arrays.items()}
-        return adjusted(found, self.level)
+        p_values = holm([verdict.p_value for verdict in found.values()]).tolist()
+        return {
+            name: verdict._replace(p_value=p, verdict=CALIBRATED if p >= self.level else verdict.verdict)
+            for (name, verdict), p in zip(found.items(), p_values)
+        }
 
     @property
     def failed(self) -> list[str]:
@@ -123,11 +119,11 @@ class Calibration:
     @property
     def panels(self) -> dict[str, RankPanel]:
         """Site, or joint test -> what figures show of it."""
-        panels, arrays = {}, self._arrays
-        for name, verdict in self.verdicts.items():
-            tests = len(tests_of(name, self.num_datasets, self.num_draws)) * verdict.elements * len(arrays)
-            panels[name] = RankPanel(name, arrays[name], self.num_draws, verdict, self.level / tests)
-        return panels
+        level = self.level / len(self.verdicts)
+        return {
+            name: RankPanel(name, ranks, self.num_draws, self.verdicts[name], level)
+            for name, ranks in self._arrays.items()
+        }
 
     def plot(self, kind: str = "ranks", *, sites: Sequence[str] | None = None) -> Figure:
         """Draws the ranks of some sites, with the bands that calibrated ones stay in.

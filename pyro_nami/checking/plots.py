@@ -26,6 +26,7 @@ import numpy as np
 from pyro_nami.checking.rank_tests import (
     CALIBRATED,
     JOINT_TARP,
+    EcdfTest,
     Verdict,
     binomial_interval,
     count_ranks,
@@ -62,7 +63,7 @@ class RankPanel(NamedTuple):
         name: of the site, or of the test.
         ranks: ``(data sets, *plates, *event)``, among ``num_draws`` draws.
         verdict: on the ranks.
-        level: at which one test of one element makes the verdict fail, whatever the others say.
+        level: below which its p-value fails, whatever those of the others are.
     """
 
     name: str
@@ -79,6 +80,15 @@ class RankPanel(NamedTuple):
     def title(self) -> str:
         return self.name if len(self.name) <= 24 else f"{self.name[:22]}..."
 
+    @property
+    def tests(self) -> list[EcdfTest]:
+        return tests_of(self.name, len(self.ranks), self.num_draws)
+
+    @property
+    def band_level(self) -> float:
+        """The level of one test of one element."""
+        return self.level / (self.verdict.elements * len(self.tests))
+
     def counts(self, lines: int) -> np.ndarray:
         """Counts of the ranks of some elements, at most ``lines`` and the worst, which is the last of them."""
         elements = self.verdict.elements
@@ -93,7 +103,8 @@ def plot_ranks(panels: Mapping[str, RankPanel], kind: str, sites: Sequence[str] 
     if kind not in _KINDS:
         raise ValueError(f"Expected kind to be one of {', '.join(_KINDS)}; got {kind!r}.")
     least = sorted(panels, key=lambda name: panels[name].verdict.p_value)[:_PANELS]
-    names = [JOINT_TARP] if kind == "tarp" else [name for name in panels if name in least] if sites is None else sites
+    names = [name for name in panels if name in least] if sites is None else sites
+    names = [JOINT_TARP] if kind == "tarp" else names
     for name in names:
         if name not in panels:
             raise ValueError(f"Expected sites with ranks, {', '.join(map(repr, panels))}; got '{name}'.")
@@ -150,7 +161,7 @@ def _figure(count: int, columns: int, size: tuple[float, float], title: str) -> 
 def draw_worst(axes: Axes, panels: Iterable[RankPanel], kind: str) -> None:
     """Draws the worst element of every site, those that failed on top, in the widest of their bands."""
     panels = sorted(panels, key=lambda panel: -panel.verdict.p_value)
-    _draw_bands(axes, min(panels, key=lambda panel: panel.level), kind)
+    _draw_bands(axes, min(panels, key=lambda panel: panel.band_level), kind)
     for panel in panels:
         x, (y,) = _curves(panel, kind, panel.counts(0))
         axes.plot(x, y, color=panel.color, lw=0.9, alpha=0.8)
@@ -198,7 +209,7 @@ def _draw_bars(axes: Axes, counts: np.ndarray, styles: Sequence[dict[str, Any]])
 
 def _draw_bands(axes: Axes, panel: RankPanel, kind: str) -> None:
     """Draws where calibrated curves stay, by the verdict and with 95%, and which side of the diagonal means what."""
-    for level, color in zip((panel.level, 0.05), _BANDS):
+    for level, color in zip((panel.band_level, 0.05), _BANDS):
         x, (low, high) = _curves(panel, kind, level)
         axes.fill_between(x, low, high, color=color, lw=0)
     axes.plot([0, 1], [0, 0 if kind == "ecdf" else 1], color=_FAINT, lw=0.8)
@@ -212,8 +223,7 @@ def _draw_bands(axes: Axes, panel: RankPanel, kind: str) -> None:
 
 def _curves(panel: RankPanel, kind: str, of: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
     """Returns x, and over it the curves of counts of ranks, or the two bounds of a level's band, ``(curves, x)``."""
-    tests = tests_of(panel.name, len(panel.ranks), panel.num_draws)
-    test = tests[0] if kind == "ecdf" else tests[-1]
+    test = panel.tests[0 if kind == "ecdf" else -1]
     sums = test.sums(of) if isinstance(of, np.ndarray) else np.stack(test.band(of))
     x = np.concatenate([[0.0], test.levels, [1.0]])
     shares = np.insert(sums, [0, sums.shape[1]], [0, test.num], axis=1) / test.num

@@ -16,7 +16,6 @@ __all__ = [
     "OVERCONFIDENT",
     "EcdfTest",
     "Verdict",
-    "adjusted",
     "binomial_interval",
     "central_counts",
     "count_ranks",
@@ -26,7 +25,6 @@ __all__ = [
     "tests_of",
 ]
 
-from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
@@ -73,17 +71,16 @@ class Verdict(NamedTuple):
 def judge(name: str, ranks: Counts, num_draws: int) -> Verdict:
     """Returns what is wrong with the ranks of a site ``(data sets, *shape)`` or of a joint test, if anything is.
 
-    Ranks of densities are high where the truth lies far out. Those of distances to some point (TARP) are so where the
-    guide is too narrow, if it does not lie to one side; only larger or only smaller ones, on average, have no name.
-    The p-value is Bonferroni's over all tests of the site's elements, before other sites are allowed for.
+    Ranks of densities are high where the truth lies far out; those of distances (TARP), where the guide is too narrow,
+    if they are not only larger on average: then it lies to one side. The p-value is Bonferroni's over all tests of the
+    site's elements, before other sites are allowed for.
     """
-    num, shape = len(ranks), ranks.shape[1:]
+    num = len(ranks)
     counts = count_ranks(ranks.reshape(num, -1), num_draws)
     whole, *_ = tests = tests_of(name, num, num_draws)
     statistics = [test.statistic(counts) for test in tests]
-    p_values = [test.p_value(float(t.min())) for test, t in zip(tests, statistics)]
-    better = int(np.argmin(p_values))
-    element = int(statistics[better].argmin())
+    p_value, i = min((test.p_value(float(statistics[i].min())), i) for i, test in enumerate(tests))
+    element = int(statistics[i].argmin())
     location, spread = _location_and_spread(counts[element])
     far, wide = location * num**0.5, (spread - 1) * (2 * num) ** 0.5  # in standard errors
     if name == JOINT_DENSITY:
@@ -93,25 +90,15 @@ def judge(name: str, ranks: Counts, num_draws: int) -> Verdict:
     else:
         clear = {BIASED: abs(far), OVERCONFIDENT: wide, CONSERVATIVE: -wide}
     kind = max(clear, key=lambda kind: clear[kind])
-    joint = name in (JOINT_DENSITY, JOINT_TARP)
     return Verdict(
         verdict=kind if clear[kind] > _CLEAR else MISCALIBRATED,
-        p_value=min(1.0, len(tests) * len(counts) * p_values[better]),
+        p_value=min(1.0, len(tests) * len(counts) * p_value),
         elements=len(counts),
-        worst=tuple(map(int, np.unravel_index(element, shape))),
-        deviation=float(whole.deviation(counts[element : element + 1])[0]),
-        bias=float("nan") if joint else location,
-        spread=float("nan") if joint else spread,
+        worst=tuple(map(int, np.unravel_index(element, ranks.shape[1:]))),
+        deviation=float(np.abs(whole.sums(counts)[element] / num - whole.levels).max()),
+        bias=location if BIASED in clear else float("nan"),
+        spread=spread if BIASED in clear else float("nan"),
     )
-
-
-def adjusted(verdicts: Mapping[str, Verdict], level: float) -> dict[str, Verdict]:
-    """Returns verdicts with p-values that allow for each other (Holm's), calibrated where these reach a level."""
-    p_values = holm([verdict.p_value for verdict in verdicts.values()]).tolist()
-    return {
-        name: verdict._replace(p_value=p, verdict=CALIBRATED if p >= level else verdict.verdict)
-        for (name, verdict), p in zip(verdicts.items(), p_values)
-    }
 
 
 class EcdfTest:
@@ -154,9 +141,7 @@ class EcdfTest:
     @cached_property
     def _tails(self) -> tuple[Array, Array]:
         """P(X_k <= x) and P(X_k >= x), each ``(cells - 1, num + 1)``."""
-        pmf = _binomial_pmf(self.num, self.levels)
-        below, above = pmf.cumsum(1), pmf[:, ::-1].cumsum(1)[:, ::-1]
-        return np.minimum(below, 1.0), np.minimum(above, 1.0)
+        return _binomial_tails(self.num, self.levels)
 
     def sums(self, counts: Counts) -> Counts:
         """Returns the counts up to each cell but the last, ``(elements, cells)`` to ``(elements, cells - 1)``."""
@@ -168,10 +153,6 @@ class EcdfTest:
         sums = self.sums(counts)
         cells = np.arange(sums.shape[1])
         return np.minimum(1.0, 2 * np.minimum(below[cells, sums], above[cells, sums]).min(1))
-
-    def deviation(self, counts: Counts) -> Array:
-        """Returns the largest difference between empirical and expected distribution function, ``(elements,)``."""
-        return np.abs(self.sums(counts) / self.num - self.levels).max(1)
 
     def p_value(self, statistic: float) -> float:
         """Returns P(T <= statistic) where the cells have their probabilities."""
@@ -191,17 +172,11 @@ class EcdfTest:
                 middle = (low + high) / 2
                 low, high = (middle, high) if self.p_value(np.exp(middle)) <= level else (low, middle)
             self._thresholds[level] = float(np.exp(low))
-        return self._bounds(self._thresholds[level])
-
-    def _bounds(self, threshold: float) -> tuple[Counts, Counts]:
-        """The smallest and largest counts up to each cell for which T > threshold."""
-        below, above = self._tails
-        limit = threshold / 2 * (1 + 1e-12)  # counts at exactly the threshold are outside
-        return (below <= limit).sum(1), (above > limit).sum(1) - 1
+        return _above(self._thresholds[level], *self._tails)
 
     def _inside(self, threshold: float) -> float:
         """P(T > threshold)."""
-        low, high = self._bounds(threshold)
+        low, high = _above(threshold, *self._tails)
         if (low > high).any():
             return 0.0
         state, start = np.ones(1), 0
@@ -249,8 +224,7 @@ def central_counts(counts: NDArray) -> NDArray:
 
 def binomial_interval(num: int, probabilities: ArrayLike, level: float) -> tuple[NDArray, NDArray]:
     """Returns the smallest and largest counts with tails above ``level / 2`` each, for every probability."""
-    pmf = _binomial_pmf(num, np.asarray(probabilities, dtype=float))
-    return (pmf.cumsum(1) <= level / 2).sum(1), (pmf[:, ::-1].cumsum(1) > level / 2).sum(1) - 1
+    return _above(level, *_binomial_tails(num, np.asarray(probabilities, dtype=float)))
 
 
 def holm(p_values: ArrayLike) -> Array:
@@ -262,10 +236,8 @@ def holm(p_values: ArrayLike) -> Array:
     """
     values = np.asarray(p_values, dtype=float)
     order = values.argsort(kind="stable")
-    stepped = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1))
-    adjusted = np.empty_like(values)
-    adjusted[order] = np.minimum(stepped, 1.0)
-    return adjusted
+    stepped = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)).clip(max=1.0)
+    return stepped[order.argsort()]
 
 
 def _location_and_spread(counts: Counts) -> tuple[float, float]:
@@ -282,11 +254,18 @@ def _log_factorials(num: int) -> Array:
     return np.concatenate([[0.0], np.log(np.arange(1, num + 1)).cumsum()])
 
 
-def _binomial_pmf(num: int, probabilities: Array) -> Array:
-    """Probabilities of 0 to ``num``, ``(*probabilities, num + 1)``; probabilities inside (0, 1)."""
+def _binomial_tails(num: int, probabilities: Array) -> tuple[Array, Array]:
+    """P(X <= x) and P(X >= x) for x from 0 to ``num``, each ``(probabilities, num + 1)``; all inside (0, 1)."""
     table, x = _log_factorials(num), np.arange(num + 1)
     z = probabilities[:, None]
-    return np.exp(table[-1] - table - table[::-1] + x * np.log(z) + (num - x) * np.log1p(-z))
+    pmf = np.exp(table[-1] - table - table[::-1] + x * np.log(z) + (num - x) * np.log1p(-z))
+    return pmf.cumsum(1), pmf[:, ::-1].cumsum(1)[:, ::-1]
+
+
+def _above(threshold: float, below: Array, above: Array) -> tuple[Counts, Counts]:
+    """The smallest and largest counts with both tails above half a threshold; those at exactly it are outside."""
+    limit = threshold / 2 * (1 + 1e-12)
+    return (below <= limit).sum(1), (above > limit).sum(1) - 1
 
 
 def _poisson_pmf(rate: float, most: int) -> Array:
