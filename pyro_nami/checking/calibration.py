@@ -1,8 +1,8 @@
 """Whether a guide's posteriors are right on average over the model's own data sets.
 
-`calibrate` draws data sets with their true latents from the model and asks the guide for draws given each; where the
-guide is the posterior, a true value is as any other draw, so its rank among them is uniform. The result holds the
-ranks; `rank_tests` judges them and `plots` draws them. Change this module to change what is compared with what.
+Where the guide is the posterior, the true latents of a simulated data set are as any other draws from it, so their
+ranks among draws are uniform: `rank_tests` judges them, and `plots` draws them. Change this module to change what is
+compared with what.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_nami.checking.plots import RankPanel, plot_ranks
-from pyro_nami.checking.rank_tests import CALIBRATED, JOINT_DENSITY, JOINT_TARP, Verdict, holm, judge
+from pyro_nami.checking.rank_tests import JOINT_DENSITY, JOINT_TARP, Verdict, ecdf_tests, verdicts
 from pyro_nami.checking.simulations import finite_draws, seeded
 from pyro_nami.inference.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.observations import observed_names
@@ -73,20 +73,14 @@ class Calibration:
 
         Ranks are tested element by element by the exact simultaneous envelope of their empirical distribution function
         (Säilynoja et al. 2022), and by that of their distance from the middle (the coverage of central intervals);
-        joint tests, by the first. A site's p-value is Bonferroni's over all tests of its elements; those of all sites
-        are adjusted by Holm's method.
+        joint tests, by the first.
         """
-        found = {name: judge(name, ranks, self.num_draws) for name, ranks in self._arrays.items()}
-        p_values = holm([verdict.p_value for verdict in found.values()]).tolist()
-        return {
-            name: verdict._replace(p_value=p, verdict=CALIBRATED if p >= self.level else verdict.verdict)
-            for (name, verdict), p in zip(found.items(), p_values)
-        }
+        return verdicts(self._arrays, self.num_draws, self.level)
 
     @property
     def failed(self) -> list[str]:
         """Sites, and joint tests, that are not calibrated."""
-        return [name for name, verdict in self.verdicts.items() if verdict.verdict != CALIBRATED]
+        return [name for name, verdict in self.verdicts.items() if not verdict.passed]
 
     @property
     def passed(self) -> bool:
@@ -119,11 +113,12 @@ class Calibration:
     @property
     def panels(self) -> dict[str, RankPanel]:
         """Site, or joint test -> what figures show of it."""
-        level = self.level / len(self.verdicts)
-        return {
-            name: RankPanel(name, ranks, self.num_draws, self.verdicts[name], level)
-            for name, ranks in self._arrays.items()
-        }
+        panels = {}
+        for name, ranks in self._arrays.items():
+            tests = len(ecdf_tests(name, len(ranks), self.num_draws)) * self.verdicts[name].elements
+            level = self.level / (len(self.verdicts) * tests)
+            panels[name] = RankPanel(name, ranks, self.num_draws, self.verdicts[name], level)
+        return panels
 
     def plot(self, kind: str = "ranks", *, sites: Sequence[str] | None = None) -> Figure:
         """Draws the ranks of some sites, with the bands that calibrated ones stay in.
@@ -223,10 +218,10 @@ def calibrate(
         forms = site_forms(simulator)
         coordinates = Coordinates(truth.latents, forms)
         points = _reference_points(truth.observed, forms, coordinates(truth.latents))
-        chunks = torch.arange(truth.num, device=points.device).split(chunk_size or max(1, _ROWS_A_CALL // num_draws))
+        size = chunk_size or max(1, _ROWS_A_CALL // num_draws)
         parts = [
             _chunk_ranks(guide, args, kwargs, num_draws, truth.select(rows), coordinates, points[rows])
-            for rows in chunks
+            for rows in torch.arange(truth.num, device=points.device).split(size)
         ]
     ranks = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     joint = {name: ranks.pop(name) for name in (JOINT_DENSITY, JOINT_TARP) if name in ranks}

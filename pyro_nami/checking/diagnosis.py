@@ -1,7 +1,6 @@
-"""`diagnose`: one call that says whether a trained guide can be trusted, and on what data.
+"""One call that says whether a trained guide can be trusted, on what data, and if not, what to do.
 
-It puts the checks of other modules (`calibration`, `importance`, `misspecification`) beside the losses of training, and
-says what to do about what they find. Change this module to change what belongs to a diagnosis, or the advice.
+Change this module to change what belongs to a diagnosis, or the advice.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from torch import Tensor
 from pyro_nami.checking.calibration import Calibration, calibrate, listed
 from pyro_nami.checking.misspecification import Misspecification, misspecification, observed_data
 from pyro_nami.checking.plots import (
-    draw_distances,
+    draw_data,
     draw_efficiency,
     draw_losses,
     draw_pareto,
     draw_worst,
-    plot_parts,
+    plot_all,
 )
 from pyro_nami.checking.simulations import seeded
 from pyro_nami.inference.history import History
@@ -61,8 +60,7 @@ class Diagnosis:
 
     Attributes:
         calibration: of the guide, over simulated data sets.
-        effective_sample_size, pareto_k: of importance sampling, for each of some simulated data sets,
-            ``(data sets,)``.
+        effective_sample_size, pareto_k: of importance sampling on some simulated data sets, ``(data sets,)``.
         num_samples: draws of importance sampling for each of them.
         losses, validation: of training, in nats: of every step, and pairs of steps and held-out losses; None and empty
             without a history.
@@ -85,9 +83,10 @@ class Diagnosis:
     @cached_property
     def checks(self) -> list[Check]:
         """Its parts, in order."""
-        losses = [] if self.losses is None else [_training(self.losses, self.validation)]
-        data = [] if self.misspecification is None else [_data(self.misspecification)]
-        return [*losses, _calibration(self.calibration), self._weights(), *data]
+        losses = None if self.losses is None else _training(self.losses, self.validation)
+        data = None if self.misspecification is None else _data(self.misspecification)
+        found = losses, _calibration(self.calibration), self._weights(), data
+        return [check for check in found if check is not None]
 
     @property
     def problems(self) -> dict[str, str]:
@@ -113,7 +112,7 @@ class Diagnosis:
             ImportError: matplotlib is missing (the extra ``viz``).
         """
         drawings = [drawing for check in self.checks for drawing in check.drawings.items()]
-        return plot_parts(self.summary, dict(drawings))
+        return plot_all(self.summary, dict(drawings))
 
     def __str__(self) -> str:
         advice = "".join(f"\n- {problem}: {advice}" for problem, advice in self.problems.items())
@@ -157,11 +156,9 @@ def _calibration(found: Calibration) -> Check:
 
 
 def _data(found: Misspecification) -> Check:
-    distances = found.simulated.cpu().numpy()
-    draw = partial(
-        draw_distances, simulated=distances, distance=found.distance, p_value=found.p_value, level=found.level
-    )
-    problem = "" if found.passed else "data far outside the simulations"
+    passed, distances = found.passed, found.simulated.cpu().numpy()
+    draw = partial(draw_data, simulated=distances, distance=found.distance, p_value=found.p_value, passed=passed)
+    problem = "" if passed else "data far outside the simulations"
     return Check(str(found), {"Data against simulations": draw}, problem, _EXTRAPOLATED)
 
 
@@ -181,6 +178,8 @@ def diagnose(
 ) -> Diagnosis:
     """Checks a trained guide: calibration, importance weights, and whether the real data are like the simulations.
 
+    ``print`` the result, or ``plot()`` it.
+
     Args:
         guide: of the model; takes ``observations={site: value}``.
         *args, **kwargs: the model's arguments. Data among them are the real data.
@@ -194,9 +193,6 @@ def diagnose(
         num_samples: draws of importance sampling for each of them.
         seed: of all random numbers; None goes on from the current state. The state outside stays as it was.
 
-    Returns:
-        A `Diagnosis`; ``print`` it, or ``plot()`` it.
-
     Raises:
         TypeError: no model is given, and the guide has none.
     """
@@ -206,14 +202,18 @@ def diagnose(
     given = as_mapping(observations)
     names = observed_names(observed, guide, given)
     with seeded(seed), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The data lie far outside|The importance weights are")  # it says so itself
+        warnings.filterwarnings("ignore", "The data lie far|The importance weights are")  # it says so itself
         simulator = Simulator(model, args, kwargs, names)
-        complete = {*observed_data(simulator), *given} >= set(simulator.observed)
-        data = misspecification(model, *args, observations=given, observed=names, **kwargs) if complete else None
-        options: dict[str, Any] = {"num_datasets": num_datasets, "num_draws": num_draws, "observed": names}
-        calibration = calibrate(model, guide, *args, **options, **kwargs)
+        data = None
+        if {*observed_data(simulator), *given} >= set(simulator.observed):
+            data = misspecification(model, *args, observations=given, observed=names, **kwargs)
+        calibration = calibrate(
+            model, guide, *args, num_datasets=num_datasets, num_draws=num_draws, observed=names, **kwargs
+        )
         simulated = simulator.draw(num_weighted).finite()[0].observed  # calibrate has judged how many are not
-        weighted = importance_sample(model, guide, *args, num_samples=num_samples, observations=simulated, **kwargs)
+        weighted = importance_sample(
+            model, guide, *args, num_samples=num_samples, observations=simulated, **kwargs
+        )
     return Diagnosis(
         calibration,
         weighted.effective_sample_size,

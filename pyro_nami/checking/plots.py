@@ -7,14 +7,8 @@ one. Change this module to change how things look.
 from __future__ import annotations
 
 __all__ = [
-    "RankPanel",
-    "draw_distances",
-    "draw_efficiency",
-    "draw_losses",
-    "draw_pareto",
-    "draw_worst",
-    "plot_parts",
-    "plot_ranks",
+    *("RankPanel", "plot_all", "plot_ranks"),
+    *("draw_data", "draw_efficiency", "draw_losses", "draw_pareto", "draw_worst"),
 ]
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,15 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyro_nami.checking.rank_tests import (
-    CALIBRATED,
-    JOINT_TARP,
-    EcdfTest,
-    Verdict,
-    binomial_interval,
-    count_ranks,
-    tests_of,
-)
+from pyro_nami.checking.rank_tests import JOINT_TARP, Verdict, binomial_interval, count_ranks, ecdf_tests
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,6 +29,7 @@ _PANELS, _BINS, _LINES = 12, 20, 50  # at most: panels, bars of a histogram, ele
 _POINTWISE = 0.01  # the share of bars outside of a histogram's band, as Talts et al. have it
 
 _BAND_NOTE = "Dark band: 95% of calibrated curves stay inside. Light band: outside of it the verdict fails."
+_INSIDE = "share of truths inside"
 _KINDS = {  # title, label of x, label of y, note
     "ranks": (
         "Ranks of the truth",
@@ -51,8 +38,8 @@ _KINDS = {  # title, label of x, label of y, note
         "Band: 99% of the bars of a calibrated site. Thin lines: its elements; thick: the one with the smallest p.",
     ),
     "ecdf": ("Distribution of ranks", "rank / draws", "ECDF - uniform", _BAND_NOTE),
-    "coverage": ("Expected coverage", "probability of the guide's region", "share of truths inside", _BAND_NOTE),
-    "tarp": ("TARP, all latents", "probability of the ball", "share of truths inside", _BAND_NOTE),
+    "coverage": ("Expected coverage", "probability of the guide's region", _INSIDE, _BAND_NOTE),
+    "tarp": ("TARP, all latents", "probability of the ball", _INSIDE, _BAND_NOTE),
 }
 
 
@@ -63,7 +50,7 @@ class RankPanel(NamedTuple):
         name: of the site, or of the test.
         ranks: ``(data sets, *plates, *event)``, among ``num_draws`` draws.
         verdict: on the ranks.
-        level: below which its p-value fails, whatever those of the others are.
+        level: at which one test of one element makes the verdict fail, whatever the others say.
     """
 
     name: str
@@ -74,20 +61,11 @@ class RankPanel(NamedTuple):
 
     @property
     def color(self) -> str:
-        return _GOOD if self.verdict.verdict == CALIBRATED else _BAD
+        return _GOOD if self.verdict.passed else _BAD
 
     @property
     def title(self) -> str:
         return self.name if len(self.name) <= 24 else f"{self.name[:22]}..."
-
-    @property
-    def tests(self) -> list[EcdfTest]:
-        return tests_of(self.name, len(self.ranks), self.num_draws)
-
-    @property
-    def band_level(self) -> float:
-        """The level of one test of one element."""
-        return self.level / (self.verdict.elements * len(self.tests))
 
     def counts(self, lines: int) -> np.ndarray:
         """Counts of the ranks of some elements, at most ``lines`` and the worst, which is the last of them."""
@@ -124,7 +102,7 @@ def plot_ranks(panels: Mapping[str, RankPanel], kind: str, sites: Sequence[str] 
     return figure
 
 
-def plot_parts(title: str, parts: Mapping[str, Callable[[Axes], None]]) -> Figure:
+def plot_all(title: str, parts: Mapping[str, Callable[[Axes], None]]) -> Figure:
     """Returns a figure of several drawings, each under its own title."""
     columns = 3 if len(parts) > 4 else 2
     figure, all_axes = _figure(len(parts), columns, (10 / columns, 2.9), "\n".join(wrap(title, 110)))
@@ -140,7 +118,8 @@ def _figure(count: int, columns: int, size: tuple[float, float], title: str) -> 
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise ImportError("Expected matplotlib for figures; got none. Run `pip install pyro-nami[viz]`.") from error
+        message = "Expected matplotlib for figures; got none. Run `pip install pyro-nami[viz]`."
+        raise ImportError(message) from error
     rows = -(-count // columns)
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
     figure = Figure(figsize=(columns * size[0], rows * size[1] + 0.8), dpi=100, layout=layout)
@@ -161,15 +140,16 @@ def _figure(count: int, columns: int, size: tuple[float, float], title: str) -> 
 def draw_worst(axes: Axes, panels: Iterable[RankPanel], kind: str) -> None:
     """Draws the worst element of every site, those that failed on top, in the widest of their bands."""
     panels = sorted(panels, key=lambda panel: -panel.verdict.p_value)
-    _draw_bands(axes, min(panels, key=lambda panel: panel.band_level), kind)
+    _draw_bands(axes, min(panels, key=lambda panel: panel.level), kind)
     for panel in panels:
         x, (y,) = _curves(panel, kind, panel.counts(0))
         axes.plot(x, y, color=panel.color, lw=0.9, alpha=0.8)
-    for color in dict.fromkeys(panel.color for panel in panels):
-        titles = [panel.title for panel in panels if panel.color == color]
-        label = f"{len(titles)} {'calibrated' if color == _GOOD else 'failed'}"
-        few = ": " + ", ".join(titles) if color == _BAD and len(titles) <= 3 else ""
-        axes.plot([], [], color=color, lw=1.4, label=label + few)
+    good, bad = ([panel.title for panel in panels if panel.color == color] for color in (_GOOD, _BAD))
+    if good:
+        axes.plot([], [], color=_GOOD, lw=1.4, label=f"{len(good)} calibrated")
+    if bad:
+        few = ": " + ", ".join(bad) if len(bad) <= 3 else ""
+        axes.plot([], [], color=_BAD, lw=1.4, label=f"{len(bad)} failed{few}")
     if kind == "ecdf":
         low, high = axes.get_ylim()
         axes.set_ylim(low, high + 0.2 * (high - low))  # room for the legend
@@ -209,7 +189,7 @@ def _draw_bars(axes: Axes, counts: np.ndarray, styles: Sequence[dict[str, Any]])
 
 def _draw_bands(axes: Axes, panel: RankPanel, kind: str) -> None:
     """Draws where calibrated curves stay, by the verdict and with 95%, and which side of the diagonal means what."""
-    for level, color in zip((panel.band_level, 0.05), _BANDS):
+    for level, color in zip((panel.level, 0.05), _BANDS):
         x, (low, high) = _curves(panel, kind, level)
         axes.fill_between(x, low, high, color=color, lw=0)
     axes.plot([0, 1], [0, 0 if kind == "ecdf" else 1], color=_FAINT, lw=0.8)
@@ -223,7 +203,8 @@ def _draw_bands(axes: Axes, panel: RankPanel, kind: str) -> None:
 
 def _curves(panel: RankPanel, kind: str, of: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
     """Returns x, and over it the curves of counts of ranks, or the two bounds of a level's band, ``(curves, x)``."""
-    test = panel.tests[0 if kind == "ecdf" else -1]
+    tests = ecdf_tests(panel.name, len(panel.ranks), panel.num_draws)
+    test = tests[0 if kind == "ecdf" else -1]
     sums = test.sums(of) if isinstance(of, np.ndarray) else np.stack(test.band(of))
     x = np.concatenate([[0.0], test.levels, [1.0]])
     shares = np.insert(sums, [0, sums.shape[1]], [0, test.num], axis=1) / test.num
@@ -270,10 +251,10 @@ def draw_pareto(axes: Axes, k: np.ndarray, limit: float) -> None:
     axes.legend(fontsize=7, frameon=False)
 
 
-def draw_distances(axes: Axes, simulated: np.ndarray, distance: float, p_value: float, level: float) -> None:
+def draw_data(axes: Axes, simulated: np.ndarray, distance: float, p_value: float, passed: bool) -> None:
     """Draws the distance of data from the simulations' center among those of simulations."""
     axes.hist(simulated, bins=30, color=_GOOD, alpha=0.75, label="simulations")
-    color = _BAD if p_value < level else _INK
+    color = _INK if passed else _BAD
     axes.axvline(distance, color=color, lw=1.4, label=f"the data, p = {p_value:.2g}")
     axes.set(xlabel="distance from the simulations' center", ylabel="data sets")
     axes.legend(fontsize=7, frameon=False)

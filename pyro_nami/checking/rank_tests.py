@@ -6,25 +6,9 @@ is NumPy on counts of ranks. Change this module to change what a verdict rests o
 
 from __future__ import annotations
 
-__all__ = [
-    "BIASED",
-    "CALIBRATED",
-    "CONSERVATIVE",
-    "JOINT_DENSITY",
-    "JOINT_TARP",
-    "MISCALIBRATED",
-    "OVERCONFIDENT",
-    "EcdfTest",
-    "Verdict",
-    "binomial_interval",
-    "central_counts",
-    "count_ranks",
-    "ecdf_test",
-    "holm",
-    "judge",
-    "tests_of",
-]
+__all__ = ["EcdfTest", "Verdict", "binomial_interval", "count_ranks", "ecdf_tests", "judge", "verdicts"]
 
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
@@ -67,25 +51,38 @@ class Verdict(NamedTuple):
     bias: float
     spread: float
 
+    @property
+    def passed(self) -> bool:
+        """Whether the ranks could be uniform."""
+        return self.verdict == CALIBRATED
+
+
+def verdicts(ranks: Mapping[str, Counts], num_draws: int, level: float) -> dict[str, Verdict]:
+    """Returns a verdict on the ranks of each site, and of each joint test, ``(data sets, *shape)``.
+
+    A p-value is Bonferroni's over all tests of a site's elements, and Holm's over all sites.
+    """
+    found = {name: judge(name, values, num_draws) for name, values in ranks.items()}
+    p_values = holm([verdict.p_value for verdict in found.values()]).tolist()
+    return {
+        name: verdict._replace(p_value=p, verdict=CALIBRATED if p >= level else verdict.verdict)
+        for (name, verdict), p in zip(found.items(), p_values)
+    }
+
 
 def judge(name: str, ranks: Counts, num_draws: int) -> Verdict:
-    """Returns what is wrong with the ranks of a site ``(data sets, *shape)`` or of a joint test, if anything is.
-
-    Ranks of densities are high where the truth lies far out; those of distances (TARP), where the guide is too narrow,
-    if they are not only larger on average: then it lies to one side. The p-value is Bonferroni's over all tests of the
-    site's elements, before other sites are allowed for.
-    """
+    """Returns what is wrong with the ranks of a site, if anything is, before other sites are allowed for."""
     num = len(ranks)
     counts = count_ranks(ranks.reshape(num, -1), num_draws)
-    whole, *_ = tests = tests_of(name, num, num_draws)
+    whole, *_ = tests = ecdf_tests(name, num, num_draws)
     statistics = [test.statistic(counts) for test in tests]
     p_value, i = min((test.p_value(float(statistics[i].min())), i) for i, test in enumerate(tests))
     element = int(statistics[i].argmin())
     location, spread = _location_and_spread(counts[element])
     far, wide = location * num**0.5, (spread - 1) * (2 * num) ** 0.5  # in standard errors
-    if name == JOINT_DENSITY:
+    if name == JOINT_DENSITY:  # the truth lies further out than draws, or less far
         clear = {OVERCONFIDENT: far, CONSERVATIVE: -far}
-    elif name == JOINT_TARP:
+    elif name == JOINT_TARP:  # distances that are only larger or only smaller, on average, have no name
         clear = {OVERCONFIDENT: wide * (far > -_CLEAR), CONSERVATIVE: -wide * (far < _CLEAR)}
     else:
         clear = {BIASED: abs(far), OVERCONFIDENT: wide, CONSERVATIVE: -wide}
@@ -95,7 +92,7 @@ def judge(name: str, ranks: Counts, num_draws: int) -> Verdict:
         p_value=min(1.0, len(tests) * len(counts) * p_value),
         elements=len(counts),
         worst=tuple(map(int, np.unravel_index(element, ranks.shape[1:]))),
-        deviation=float(np.abs(whole.sums(counts)[element] / num - whole.levels).max()),
+        deviation=float(np.abs(whole.sums(counts[[element]]) / num - whole.levels).max()),
         bias=location if BIASED in clear else float("nan"),
         spread=spread if BIASED in clear else float("nan"),
     )
@@ -106,9 +103,8 @@ class EcdfTest:
 
     The count up to cell k is :math:`X_k \sim \mathrm{Binomial}(N, z_k)`. The statistic is the smallest of their tail
     probabilities, :math:`T = 2 \min_k \min(P(X_k \le x_k), P(X_k \ge x_k))`; {T > gamma} is a simultaneous envelope
-    around the empirical distribution function. Its probability is found without simulation: given their sum, counts in
-    cells are independent Poisson variables, so that one pass of convolutions over the cells, cut to the envelope, gives
-    it. p-values far below 1 / N are as exact as others.
+    around the empirical distribution function. Given their sum, counts in cells are independent Poisson variables, so
+    one pass of convolutions over the cells, cut to the envelope, gives its probability, however small.
 
     Args:
         num: number of draws N.
@@ -194,20 +190,17 @@ def ecdf_test(num: int, num_draws: int, central: bool = False) -> EcdfTest:
     return EcdfTest(num, central_counts(uniform) if central else uniform, central=central)
 
 
-def tests_of(name: str, num: int, num_draws: int) -> list[EcdfTest]:
-    """Returns the tests of a site's ranks, or a joint test's; the last says whether regions cover as they should.
-
-    For sites those are central intervals; by density, regions of highest density; by TARP, balls around some point.
-    """
-    joint = name in (JOINT_DENSITY, JOINT_TARP)
-    return [ecdf_test(num, num_draws, central) for central in ((False,) if joint else (False, True))]
+def ecdf_tests(name: str, num: int, num_draws: int) -> list[EcdfTest]:
+    """Returns the tests of a site's ranks, or of a joint test's; the last says whether regions cover as they should."""
+    kinds = (False,) if name in (JOINT_DENSITY, JOINT_TARP) else (False, True)
+    return [ecdf_test(num, num_draws, central) for central in kinds]
 
 
 def count_ranks(ranks: Counts, num_draws: int) -> Counts:
     """Returns how often each rank occurs, ``(data sets, elements)`` to ``(elements, num_draws + 1)``."""
     elements, cells = ranks.shape[1], num_draws + 1
-    flat = ranks + cells * np.arange(elements)
-    return np.bincount(flat.reshape(-1), minlength=elements * cells).reshape(elements, cells)
+    places = ranks + cells * np.arange(elements)
+    return np.bincount(places.reshape(-1), minlength=elements * cells).reshape(elements, cells)
 
 
 def central_counts(counts: NDArray) -> NDArray:
