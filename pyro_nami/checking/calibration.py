@@ -1,8 +1,7 @@
 """Whether a guide's posteriors are right on average over the model's own data sets.
 
 Where the guide is the posterior, the true latents of a simulated data set are as any other draws from it, so their
-ranks among draws are uniform: `rank_tests` judges them, and `plots` draws them. Change this module to change what is
-compared with what.
+ranks among draws are uniform; `rank_tests` judges them. Change this module to change what is compared with what.
 """
 
 from __future__ import annotations
@@ -196,8 +195,7 @@ def calibrate(
         *args, **kwargs: the model's arguments. Data among them is simulated anew.
         num_datasets: data sets; 1000 find sds that are off by 10 to 20%, and locations off by 0.2 sds.
         num_draws: draws of the guide for each data set.
-        observed: sites that the model samples when no data is given, but that the guide conditions on; those of a
-            guide with an attribute ``observed`` need not be named.
+        observed: sites to condition on that the model samples without data, beside those of ``guide.observed``.
         level: the probability with which a right guide is found wrong, over all sites.
         seed: of all random numbers; None goes on from the current state. The state outside stays as it was.
         chunk_size: data sets in one call of the guide, which bounds memory; by default 2**15 draws are made at once.
@@ -223,10 +221,10 @@ def calibrate(
             _chunk_ranks(guide, args, kwargs, num_draws, truth.select(rows), coordinates, points[rows])
             for rows in torch.arange(truth.num, device=points.device).split(size)
         ]
-    ranks = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    joint = {name: ranks.pop(name) for name in (JOINT_DENSITY, JOINT_TARP) if name in ranks}
-    ranks = {name: value.reshape(-1, *forms[name].shape) for name, value in ranks.items()}
-    absent = tuple(name for name in truth.latents if name not in ranks)
+    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    joint = {name: found[name] for name in (JOINT_DENSITY, JOINT_TARP) if name in found}
+    ranks = {name: found[name].reshape(-1, *forms[name].shape) for name in truth.latents if name in found}
+    absent = tuple(name for name in truth.latents if name not in found)
     return Calibration(ranks, joint, num_draws, level, skipped, absent)
 
 

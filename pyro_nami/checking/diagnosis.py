@@ -186,8 +186,7 @@ def diagnose(
         model: by default the guide's own, ``guide.model``.
         history: of training, as ``InferenceCompilation(...).history``.
         observations: the real data, in place of what the model observes itself; without any, the data are not checked.
-        observed: sites that the model samples when no data is given, but that the guide conditions on; those of a
-            guide with an attribute ``observed`` need not be named.
+        observed: sites to condition on that the model samples without data, beside those of ``guide.observed``.
         num_datasets, num_draws: of calibration; see `calibrate`.
         num_weighted: simulated data sets that importance sampling is tried on.
         num_samples: draws of importance sampling for each of them.

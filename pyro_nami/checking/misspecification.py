@@ -150,10 +150,7 @@ def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) 
 
 
 def _p_value(usual: Tensor, others: Tensor, here: Tensor) -> float:
-    """Returns the share of others as far out as data, by distances ``(data sets, 1 + sites)``.
-
-    The better of two is taken, for the test of both: over all features, and over sites in sds of usual distances.
-    """
+    """The share of others as far out as data: by all features or by one site's, in sds of usual distances."""
     standard = [(distances - usual.mean(0)) / usual.std(0).clamp(min=1e-6) for distances in (others, here)]
     others, here = (torch.stack([x[:, 0], x[:, 1:].amax(1)], 1) for x in standard)
     p_values = (1 + (others >= here).sum(0).double()) / (1 + len(others))
@@ -161,10 +158,7 @@ def _p_value(usual: Tensor, others: Tensor, here: Tensor) -> float:
 
 
 def _distances(batches: Sequence[Mapping[str, Tensor]], forms: Mapping[str, SiteForm]) -> list[Tensor]:
-    """Returns how far the data sets of each batch are from the center of the first one, ``(data sets, 1 + sites)``.
-
-    By the features of all sites together, then by those of each.
-    """
+    """Distances of each batch from the first one's center, ``(data sets, 1 + sites)``: by all features, and by site."""
     coordinates = Coordinates(batches[0], forms)
     features = []
     for batch in batches:
