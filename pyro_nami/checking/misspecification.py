@@ -7,9 +7,8 @@ this module to change what counts as unusual data.
 
 from __future__ import annotations
 
-__all__ = ["Misspecification", "misspecification"]
+__all__ = ["Misspecification", "misspecification", "observed_data"]
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,11 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_nami.checking.calibration import without_non_finite
+from pyro_nami.checking.simulations import finite_draws, seeded
 from pyro_nami.inference.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.observations import as_mapping, as_tensor, observed_names
-from pyro_nami.inference.simulate import Simulator, forked_rng
+from pyro_nami.inference.simulate import Simulator
+from pyro_nami.messages import warn
 
 _LEAST_SHRINKAGE = 1e-3  # so that features which never vary have some variance
 _FEW = 64  # elements of a site, or columns of its events, that are features one by one
@@ -69,6 +69,12 @@ class Misspecification:
         )
 
 
+_ADVICE = (
+    "A guide trained on simulations was never trained on such data. Check units and outliers, and whether the model's "
+    "priors and likelihood allow for what the data show."
+)
+
+
 def misspecification(
     model: Callable,
     *args: Any,
@@ -82,9 +88,8 @@ def misspecification(
     """Measures how unusual a data set is among a model's simulations, and warns where it is.
 
     A guide that was compiled on simulations extrapolates there, and the model itself may be wrong. Data sets of the
-    model itself get p-values below a level with that probability at most.
-
-    Unusual is measured by what the model varies: among simulations with heavy tails, one outlier may pass.
+    model itself get p-values below a level with that probability at most. Unusual is measured by what the model varies:
+    among simulations with heavy tails, one outlier may pass.
 
     Args:
         model: a Pyro model.
@@ -105,47 +110,27 @@ def misspecification(
     if num_datasets < 10:
         raise ValueError(f"Expected num_datasets of at least 10; got {num_datasets}.")
     given = as_mapping(observations)
-    with forked_rng(), torch.no_grad(), poutine.block():
-        if seed is not None:
-            pyro.set_rng_seed(seed)
+    with seeded(seed):
         simulator = Simulator(model, args, kwargs, observed_names(observed, observations=given))
         forms = site_forms(simulator)
         data = {**observed_data(simulator), **given}
-        simulated = without_non_finite(simulator.draw(num_datasets))[0].observed
+        simulated = finite_draws(simulator, num_datasets)[0].observed
     own = {name: _as_batch(name, data, forms[name], value) for name, value in simulated.items()}
-    first, second = (
-        {k: v[rows] for k, v in simulated.items()} for rows in (slice(0, None, 2), slice(1, None, 2))
-    )
-    features = _Features(first, forms)
-    usual, others, here = (features.distances(part) for part in (first, second, own))
-
-    def extremes(distances: Tensor) -> Tensor:  # over all features, and over sites, in sds of usual distances
-        standard = (distances - usual.mean(0)) / usual.std(0).clamp(min=1e-6)
-        return torch.stack([standard[:, 0], standard[:, 1:].max(1).values], 1)
-
-    beyond = (extremes(others) >= extremes(here)).sum(0).double()
-    p_values = (1 + beyond) / (1 + len(others))
-    p_value = float(p_values[0]) if len(own) == 1 else min(1.0, 2 * float(p_values.min()))
+    halves = ({name: value[start::2] for name, value in simulated.items()} for start in (0, 1))
+    usual, others, here = _distances([*halves, own], forms)
     ratios = (here[0, 1:] / others[:, 1:].median(0).values.clamp(min=1e-6)).tolist()
     sites = dict(sorted(zip(own, ratios), key=lambda item: -item[1]))
-    result = Misspecification(float(here[0, 0]), others[:, 0], p_value, sites, level)
+    result = Misspecification(float(here[0, 0]), others[:, 0], _p_value(usual, others, here), sites, level)
     if not result.passed:
-        warnings.warn(f"{result} {_ADVICE}", stacklevel=2)
+        warn(f"{result} {_ADVICE}")
     return result
-
-
-_ADVICE = (
-    "A guide trained on simulations was never trained on such data. Check units and outliers, and whether the model's "
-    "priors and likelihood allow for what the data show."
-)
 
 
 def observed_data(simulator: Simulator) -> dict[str, Tensor]:
     """Returns the values that a model observes itself; sites that it samples are not among them."""
     with poutine.block(), torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
-        nodes = poutine.trace(simulator.model).get_trace(*simulator.args, **simulator.kwargs).nodes
-    sites: dict[str, Any] = {name: nodes[name] for name in simulator.observed}
-    return {name: site["value"] for name, site in sites.items() if site["is_observed"]}
+        nodes: Any = poutine.trace(simulator.model).get_trace(*simulator.args, **simulator.kwargs).nodes
+    return {name: nodes[name]["value"] for name in simulator.observed if nodes[name]["is_observed"]}
 
 
 def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) -> Tensor:
@@ -164,48 +149,37 @@ def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) 
     return value.to(like.dtype).reshape(1, *like.shape[1:])
 
 
-class _Features:
-    """Features of data sets, and distances in them; all as they vary in a sample of data sets.
+def _p_value(usual: Tensor, others: Tensor, here: Tensor) -> float:
+    """The share of others as far out as data: by all features or by one site's, in sds of usual distances."""
+    standard = [(distances - usual.mean(0)) / usual.std(0).clamp(min=1e-6) for distances in (others, here)]
+    others, here = (torch.stack([x[:, 0], x[:, 1:].amax(1)], 1) for x in standard)
+    p_values = (1 + (others >= here).sum(0).double()) / (1 + len(others))
+    return float(p_values[0]) if usual.shape[1] == 2 else min(1.0, 2 * float(p_values.min()))
 
-    Args:
-        sample: site -> ``(data sets, *plates, *event)``.
-        forms: of the sites.
-    """
 
-    def __init__(self, sample: Mapping[str, Tensor], forms: Mapping[str, SiteForm]) -> None:
-        self._forms, self._coordinates = forms, Coordinates(sample, forms)
-        self._spaces = [_Space(features) for features in self._blocks(sample)]
+def _distances(batches: Sequence[Mapping[str, Tensor]], forms: Mapping[str, SiteForm]) -> list[Tensor]:
+    """Distances of each batch from the first one's center, ``(data sets, 1 + sites)``: by all features, and by site."""
+    coordinates = Coordinates(batches[0], forms)
+    features = []
+    for batch in batches:
+        values = coordinates(batch).double()
+        sites = [_features(values[:, columns], forms[name]) for name, columns in coordinates.columns.items()]
+        features.append([torch.cat(sites, -1), *sites])
+    spaces = [_Space(sample) for sample in features[0]]
+    return [torch.stack([space.distances(x) for space, x in zip(spaces, parts)], -1) for parts in features]
 
-    def distances(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns distances from the sample's center: by all features, then by those of each site.
 
-        Args:
-            values: as the sample.
-
-        Returns:
-            ``(data sets, 1 + sites)``.
-        """
-        return torch.stack([space.distances(x) for space, x in zip(self._spaces, self._blocks(values))], -1)
-
-    def _blocks(self, values: Mapping[str, Tensor]) -> list[Tensor]:
-        coordinates = self._coordinates(values).double()
-        sites = [
-            self._of_site(coordinates[:, columns], self._forms[name])
-            for name, columns in self._coordinates.columns.items()
-        ]
-        return [torch.cat(sites, -1), *sites]
-
-    def _of_site(self, elements: Tensor, form: SiteForm) -> Tensor:
-        """Elements, if few, and how they are distributed over plates, from ``(data sets, elements)``."""
-        rows = form.shape[: len(form.shape) - form.event_dim].numel()
-        table = elements.reshape(len(elements), rows, -1)
-        if table.shape[2] > _FEW:
-            table = elements.unsqueeze(-1)
-        features = [elements] if elements.shape[1] <= _FEW else []
-        if table.shape[1] > 1:
-            mean, sd = table.mean(1), table.std(1) + 1e-3
-            features += [mean, sd.log(), (table.amax(1) - mean) / sd, (mean - table.amin(1)) / sd]
-        return torch.cat(features, -1)
+def _features(elements: Tensor, form: SiteForm) -> Tensor:
+    """A site's elements ``(data sets, elements)``, if few, and how they are distributed over plates."""
+    rows = form.shape[: len(form.shape) - form.event_dim].numel()
+    table = elements.reshape(len(elements), rows, -1)
+    if table.shape[2] > _FEW:
+        table = elements.unsqueeze(-1)
+    features = [elements] if elements.shape[1] <= _FEW else []
+    if table.shape[1] > 1:
+        mean, sd = table.mean(1), table.std(1) + 1e-3
+        features += [mean, sd.log(), (table.amax(1) - mean) / sd, (mean - table.amin(1)) / sd]
+    return torch.cat(features, -1)
 
 
 class _Space:

@@ -17,7 +17,7 @@ from scipy import stats
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.checking.calibration import JOINT_DENSITY, JOINT_TARP, Calibration, calibrate
-from pyro_nami.checking.verdicts import (
+from pyro_nami.checking.rank_tests import (
     BIASED,
     CALIBRATED,
     CONSERVATIVE,
@@ -25,9 +25,9 @@ from pyro_nami.checking.verdicts import (
     OVERCONFIDENT,
     EcdfTest,
     binomial_interval,
+    central_counts,
     count_ranks,
     ecdf_test,
-    fold,
     holm,
     judge,
 )
@@ -296,7 +296,7 @@ def test_histogram_band_is_the_exact_binomial_interval():
 def test_envelope_holds_simultaneously(num_draws, folded):
     ranks = np.random.default_rng(1).integers(0, num_draws + 1, (200, 20_000))
     counts = count_ranks(ranks, num_draws)
-    sums = (fold(counts) if folded else counts).cumsum(1)[:, :-1]
+    sums = (central_counts(counts) if folded else counts).cumsum(1)[:, :-1]
     low, high = ecdf_test(200, num_draws, folded).band(0.05)
     outside = ((sums < low) | (sums > high)).any(1).mean()
     error = math.sqrt(0.05 * 0.95 / 20_000)
@@ -331,9 +331,9 @@ def test_ranks_of_another_shape_have_no_name():
         :, None
     ]  # two humps, of the location and the spread of uniform ranks
     ranks = np.concatenate([ranks, np.repeat(np.r_[0:8, 92:100], 4)[:, None]])
-    finding = judge(ranks, 99)
+    finding = judge("z", ranks, 99)
     assert finding.p_value < 1e-6
-    assert finding.kind == MISCALIBRATED
+    assert finding.verdict == MISCALIBRATED
 
 
 # ---- coordinates

@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 from pyro_nami import AutoNaMIGuide
-from pyro_nami.checking.diagnose import diagnose
+from pyro_nami.checking.diagnosis import diagnose
 from pyro_nami.checking.misspecification import misspecification
 from pyro_nami.inference.annealing import annealed_importance_sampling
 from pyro_nami.inference.importance import importance_sample

@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from pyro_nami.checking.calibration import JOINT_TARP
-from pyro_nami.checking.diagnose import diagnose
+from pyro_nami.checking.diagnosis import diagnose
 from pyro_nami.checking.misspecification import _Space, misspecification
 from pyro_nami.inference.simulate import Simulator
 

@@ -1,0 +1,224 @@
+"""One call that says whether a trained guide can be trusted, on what data, and if not, what to do.
+
+Change this module to change what belongs to a diagnosis, or the advice.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Diagnosis", "diagnose"]
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from pyro_nami.checking.calibration import Calibration, calibrate, listed
+from pyro_nami.checking.misspecification import Misspecification, misspecification, observed_data
+from pyro_nami.checking.plots import (
+    draw_data,
+    draw_efficiency,
+    draw_losses,
+    draw_pareto,
+    draw_worst,
+    plot_all,
+)
+from pyro_nami.checking.simulations import seeded
+from pyro_nami.inference.history import History
+from pyro_nami.inference.importance import importance_sample
+from pyro_nami.inference.observations import as_mapping, observed_names
+from pyro_nami.inference.simulate import Simulator
+from pyro_nami.inference.weights import K_MAX
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_TOLERATED = 0.1  # share of data sets whose k-hat may be above the limit
+_REMEDY = (
+    "Train longer, on fresh simulations in every step, with wider networks (hidden_features=) or richer families "
+    "(families='flow')."
+)
+_EXTRAPOLATED = "The guide extrapolates: check units and outliers, and the model's priors and likelihood."
+
+
+class Check(NamedTuple):
+    """A part of a diagnosis: what it prints and draws, and, if something is wrong, what and what to do about it."""
+
+    text: str
+    drawings: Mapping[str, Callable[[Axes], None]]
+    problem: str = ""
+    advice: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """What `diagnose` found.
+
+    Attributes:
+        calibration: of the guide, over simulated data sets.
+        effective_sample_size, pareto_k: of importance sampling on some simulated data sets, ``(data sets,)``.
+        num_samples: draws of importance sampling for each of them.
+        losses, validation: of training, in nats: of every step, and pairs of steps and held-out losses; None and empty
+            without a history.
+        misspecification: of the real data; None if there are none.
+    """
+
+    calibration: Calibration
+    effective_sample_size: Tensor
+    pareto_k: Tensor
+    num_samples: int
+    losses: Sequence[float] | None = None
+    validation: Sequence[tuple[int, float]] = ()
+    misspecification: Misspecification | None = None
+
+    @property
+    def unreliable(self) -> float:
+        """Share of data sets for which importance sampling is unreliable: k-hat above 0.7."""
+        return float((self.pareto_k > K_MAX).double().mean())
+
+    @cached_property
+    def checks(self) -> list[Check]:
+        """Its parts, in order."""
+        losses = None if self.losses is None else _training(self.losses, self.validation)
+        data = None if self.misspecification is None else _data(self.misspecification)
+        found = losses, _calibration(self.calibration), self._weights(), data
+        return [check for check in found if check is not None]
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """What is wrong -> what to do about it; empty if nothing is."""
+        return {check.problem: check.advice for check in self.checks if check.problem}
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found wrong."""
+        return not self.problems
+
+    @property
+    def summary(self) -> str:
+        """What was found, in a line."""
+        share = float((self.effective_sample_size / self.num_samples).median())
+        verdict = f"wrong are {'; '.join(self.problems)}" if self.problems else "passed"
+        return f"Diagnosis: {verdict}. Median effective sample size {share:.0%} of the draws."
+
+    def plot(self) -> Figure:
+        """Draws all of it: losses, ranks, coverage, weights, and the data among simulations.
+
+        Raises:
+            ImportError: matplotlib is missing (the extra ``viz``).
+        """
+        drawings = [drawing for check in self.checks for drawing in check.drawings.items()]
+        return plot_all(self.summary, dict(drawings))
+
+    def __str__(self) -> str:
+        advice = "".join(f"\n- {problem}: {advice}" for problem, advice in self.problems.items())
+        return "\n\n".join([self.summary + advice, *(check.text for check in self.checks)])
+
+    def _weights(self) -> Check:
+        shares, k, unreliable = self.effective_sample_size / self.num_samples, self.pareto_k, self.unreliable
+        text = (
+            f"Importance sampling: {len(k):,} data sets, {self.num_samples:,} draws each\n"
+            f"  effective sample size / draws: median {float(shares.median()):.0%}, lowest {float(shares.min()):.0%}\n"
+            f"  Pareto k-hat: median {float(k.median()):.2f}, above {K_MAX} for {unreliable:.0%}"
+        )
+        drawings = {
+            "Importance sampling: efficiency": partial(draw_efficiency, shares=shares.cpu().numpy()),
+            "Importance sampling: Pareto k": partial(draw_pareto, k=k.cpu().numpy(), limit=K_MAX),
+        }
+        problem = f"importance weights (k-hat above {K_MAX} for {unreliable:.0%} of data sets)"
+        return Check(text, drawings, problem if unreliable > _TOLERATED else "", _REMEDY)
+
+
+def _training(losses: Sequence[float], validation: Sequence[tuple[int, float]]) -> Check:
+    tail = max(1, len(losses) // 10)
+    last, before = losses[-tail:], losses[-2 * tail : -tail]
+    text = f"Loss: {np.nanmean(last):.3f} nats over the last {tail:,} of {len(losses):,} steps"
+    if before:
+        text += f", {np.nanmean(before):.3f} over as many before"
+    if validation:
+        best = min(loss for _, loss in validation)
+        text += f"; held out {validation[-1][1]:.3f}, at best {best:.3f}"
+    return Check(f"{text}.", {"Loss": partial(draw_losses, losses=losses, validation=validation)})
+
+
+def _calibration(found: Calibration) -> Check:
+    panels = list(found.panels.values())
+    drawings = {
+        "Distribution of ranks": partial(draw_worst, panels=panels, kind="ecdf"),
+        "Expected coverage": partial(draw_worst, panels=panels, kind="coverage"),
+    }
+    problem = f"calibration of {listed(found.failed)}" if found.failed else ""
+    return Check(str(found), drawings, problem, _REMEDY)
+
+
+def _data(found: Misspecification) -> Check:
+    passed, distances = found.passed, found.simulated.cpu().numpy()
+    draw = partial(draw_data, simulated=distances, distance=found.distance, p_value=found.p_value, passed=passed)
+    problem = "" if passed else "data far outside the simulations"
+    return Check(str(found), {"Data against simulations": draw}, problem, _EXTRAPOLATED)
+
+
+def diagnose(
+    guide: Callable,
+    *args: Any,
+    model: Callable | None = None,
+    history: History | None = None,
+    observations: Mapping[str, Any] | None = None,
+    observed: Sequence[str] = (),
+    num_datasets: int = 1000,
+    num_draws: int = 99,
+    num_weighted: int = 100,
+    num_samples: int = 1000,
+    seed: int | None = None,
+    **kwargs: Any,
+) -> Diagnosis:
+    """Checks a trained guide: calibration, importance weights, and whether the real data are like the simulations.
+
+    ``print`` the result, or ``plot()`` it.
+
+    Args:
+        guide: of the model; takes ``observations={site: value}``.
+        *args, **kwargs: the model's arguments. Data among them are the real data.
+        model: by default the guide's own, ``guide.model``.
+        history: of training, as ``InferenceCompilation(...).history``.
+        observations: the real data, in place of what the model observes itself; without any, the data are not checked.
+        observed: sites to condition on that the model samples without data, beside those of ``guide.observed``.
+        num_datasets, num_draws: of calibration; see `calibrate`.
+        num_weighted: simulated data sets that importance sampling is tried on.
+        num_samples: draws of importance sampling for each of them.
+        seed: of all random numbers; None goes on from the current state. The state outside stays as it was.
+
+    Raises:
+        TypeError: no model is given, and the guide has none.
+    """
+    model = getattr(guide, "model", None) if model is None else model
+    if not callable(model):
+        raise TypeError("Expected a guide with a model, or model=...; got neither.")
+    given = as_mapping(observations)
+    names = observed_names(observed, guide, given)
+    with seeded(seed), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The data lie far|The importance weights are")  # it says so itself
+        simulator = Simulator(model, args, kwargs, names)
+        data = None
+        if {*observed_data(simulator), *given} >= set(simulator.observed):
+            data = misspecification(model, *args, observations=given, observed=names, **kwargs)
+        calibration = calibrate(
+            model, guide, *args, num_datasets=num_datasets, num_draws=num_draws, observed=names, **kwargs
+        )
+        simulated = simulator.draw(num_weighted).finite()[0].observed  # calibrate has judged how many are not
+        weighted = importance_sample(
+            model, guide, *args, num_samples=num_samples, observations=simulated, **kwargs
+        )
+    return Diagnosis(
+        calibration,
+        weighted.effective_sample_size,
+        weighted.pareto_k,
+        num_samples,
+        losses=list(history.losses) if history is not None and history.losses else None,
+        validation=() if history is None else tuple(history.validation),
+        misspecification=data,
+    )
