@@ -400,7 +400,7 @@ class _Network:
         if self.hidden and not is_blocked(self.probe.model):
             names = ", ".join(f"'{name}'" for name in self.probe.order if name in self.hidden)
             warn(
-                f"Runner randomness: {names} differ between runs of the model at equal values of all sites, "
+                f"Hidden randomness: {names} differ between runs of the model at equal values of all sites, "
                 "and are taken to depend on all latents before them. Draw all random numbers by "
                 "`pyro.sample`; to hide a latent on purpose (for enumeration, say), wrap the model in `poutine.block`."
             )

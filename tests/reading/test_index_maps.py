@@ -492,7 +492,7 @@ def test_a_site_with_hidden_randomness_is_not_nested_with_what_it_may_read():
             normal("y", alpha[COUNTY], obs=torch.zeros(ROWS))
             normal("w", alpha[COUNTY] + torch.randn(ROWS), obs=torch.zeros(ROWS))
 
-    with pytest.warns(UserWarning, match="Runner randomness"):
+    with pytest.warns(UserWarning, match="Hidden randomness"):
         assert not extract(model).index_maps
 
 
