@@ -15,8 +15,8 @@ ORDER = {
     "factors": "anchors bijections layout elements factor joint coupled relaxed relocated base discrete observed "
     "own_type unconstrained registry",
     "networks": "masks pace reductions rowwise running pooling attention encoders evidence stepped masked separate",
-    "reading": "isolation provenance group_testing runner probe covariates index_maps.finder index_maps.nesting "
-    "index_maps.given index_maps.search network first_run forms",
+    "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
+    "index_maps.finder index_maps.nesting index_maps.given index_maps.search network forms",
     "guide": "arguments conditioning couplings offsets features evidence groups inputs inversion structure differences "
     "shapes columns maps network network_state regression sampling interleaved assembly data state nami",
     "inference": "sites observations checkpoint history psis ranks tracking optimizing weights simulate batches losses "

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from pyro_nami.graph import nami
-from pyro_nami.reading.index_maps.finder import MapPlan, find_maps, maps_hold, routes
+from pyro_nami.reading.index_maps.finder import MapPlan, find_maps, maps_hold
 from pyro_nami.reading.index_maps.given import check_map
+from pyro_nami.reading.index_maps.nesting import routes
 from pyro_nami.reading.network import extract
 from pyro_nami.reading.runner import Runner
 
