@@ -16,7 +16,7 @@ ORDER = {
     "own_type unconstrained registry",
     "networks": "masks pace reductions rowwise running pooling attention encoders evidence stepped masked separate",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
-    "index_maps.finder index_maps.nesting index_maps.given index_maps.search network forms",
+    "index_maps.finder index_maps.nesting index_maps.given index_maps.search network joint_gaussian forms",
     "guide": "arguments conditioning couplings offsets features evidence groups inputs inversion structure differences "
     "shapes columns maps network network_state regression sampling interleaved assembly data state nami",
     "inference": "sites observations checkpoint history psis ranks tracking optimizing weights simulate batches losses "

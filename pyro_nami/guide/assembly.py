@@ -45,9 +45,10 @@ from pyro_nami.reading.first_run import (
     is_transparent,
     subsamples,
 )
-from pyro_nami.reading.forms import ConjugateGroup, find_conjugate
+from pyro_nami.reading.forms import find_conjugate
 from pyro_nami.reading.interventions import is_blocked
 from pyro_nami.reading.isolation import untouched
+from pyro_nami.reading.joint_gaussian import ConjugateGroup
 from pyro_nami.reading.network import Extraction, extract
 from pyro_nami.reading.runner import Runner, own_dims, prior_draws
 

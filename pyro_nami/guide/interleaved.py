@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_nami.guide.sampling import Pass, own_infer
 from pyro_nami.reading.first_run import is_latent
-from pyro_nami.reading.forms import Elimination
+from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.runner import AllSeen, Runner
 
 __all__ = ["Interleaved", "missing_site", "new_site"]
@@ -47,7 +47,7 @@ class Interleaved(Runner):
         super().__init__({**observed, **current.values}, indices, until=drawn)
         self.current = current
         self.lacking: str | None = None
-        self.elimination: Elimination | None = None
+        self.elimination: JointGaussian | None = None
         self._gradients = torch.is_grad_enabled()
         self._ours: set[str] = set()
 

@@ -31,7 +31,7 @@ from pyro_nami.guide.evidence import expert
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.structure import Assembly
-from pyro_nami.reading.forms import ConjugateGroup, Elimination, expanding, leading_shape
+from pyro_nami.reading.joint_gaussian import ConjugateGroup, JointGaussian, expanding, leading_shape
 from pyro_nami.reading.runner import changed_event_shape
 
 __all__ = ["Pass", "draw_at", "draw_detached", "fixed_size", "own_infer"]
@@ -76,7 +76,7 @@ class Pass:
         self.values: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
         self.ready: dict[str, Mapping[str, Any]] = {}
-        self._eliminations: dict[ConjugateGroup, Elimination] = {}
+        self._eliminations: dict[ConjugateGroup, JointGaussian] = {}
         self._freedom: dict[str, Tensor] = {}  # how much of its own location each draw of a factor takes
         self._anchors: dict[str, Tensor | None] = {}  # of the latents whose distribution was made
         self._families: dict[str, Family] = {}  # of those whose support or count varies, as they are in this pass
@@ -207,15 +207,15 @@ class Pass:
             and not any(value.is_inference() for value in self.values.values())
         )
 
-    def elimination(self, name: str, values: Mapping[str, Tensor]) -> Elimination:
+    def elimination(self, name: str, values: Mapping[str, Tensor]) -> JointGaussian:
         """Returns the elimination of a latent's group at values of what is before it; it needs a run of the model."""
         leading = leading_shape({**self._call.values, **values}, self.assembly.event_dims, self.assembly.nesting)
         group = self.assembly.conjugate[name]
         if self._call.lacking:
             group = ConjugateGroup(*(tuple(n for n in names if n not in self._call.lacking) for names in group))
-        return Elimination(group, leading, torch.is_grad_enabled())
+        return JointGaussian(group, leading, torch.is_grad_enabled())
 
-    def solve(self, name: str, elimination: Elimination, sites: Mapping[str, Any]) -> None:
+    def solve(self, name: str, elimination: JointGaussian, sites: Mapping[str, Any]) -> None:
         """Takes in the sites of that run."""
         elimination.solve(sites)
         group = self.assembly.conjugate[name]

@@ -18,8 +18,8 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.groups import Factor
 from pyro_nami.networks.encoders import ENCODERS
 from pyro_nami.reading.covariates import MASK
-from pyro_nami.reading.forms import ConjugateGroup
 from pyro_nami.reading.index_maps.finder import MapPlan
+from pyro_nami.reading.joint_gaussian import ConjugateGroup
 
 __all__ = ["Assembly", "Options", "check_names"]
 
