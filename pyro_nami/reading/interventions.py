@@ -20,36 +20,20 @@ from pyro_nami.reading.group_testing import Untested
 from pyro_nami.reading.probe import Place, Probe, Run
 from pyro_nami.reading.provenance import ProvenanceTracker
 
-__all__ = ["Claims", "Dependencies", "claim", "intervene", "is_blocked"]
+__all__ = ["Dependencies", "claim", "intervene", "is_blocked"]
 
 # Draws per site downstream of a value that left torch: one draw may well take the same branch of an `if`.
 _ROUNDS = 16
 
 
-class Claims(NamedTuple):
-    """What a run under a `ProvenanceTracker` shows.
+class Dependencies(NamedTuple):
+    """What sites read: as provenance claims it, or as interventions have corrected it.
 
     Attributes:
-        parents: site -> the earlier sites whose values reached its log density, mask, data or support.
-        support: those of them that are latent and reached its support.
+        parents: site -> the earlier sites whose values reach its log density, mask, data or support.
+        support: site -> the latents among them that its support depends on.
         suspects: site -> the earlier sites whose values had left torch for Python before it, or in its density.
         escaped: all sites whose values did.
-        hidden: the sites that differ from the base run.
-    """
-
-    parents: dict[str, frozenset[str]]
-    support: dict[str, frozenset[str]]
-    suspects: dict[str, frozenset[str]]
-    escaped: frozenset[str]
-    hidden: frozenset[str]
-
-
-class Dependencies(NamedTuple):
-    """What sites read, as far as interventions tell.
-
-    Attributes:
-        parents: site -> the sites that it reads.
-        support: site -> the latents that its support depends on.
         hidden: the sites that differ between runs at equal values of all sites.
         checked: the sites that were tested for all that they could read.
         lost: pairs (parent, site) that provenance did not claim.
@@ -58,41 +42,47 @@ class Dependencies(NamedTuple):
 
     parents: Mapping[str, Set[str]]
     support: Mapping[str, Set[str]]
+    suspects: Mapping[str, Set[str]]
+    escaped: frozenset[str]
     hidden: Set[str]
-    checked: Set[str]
-    lost: Sequence[tuple[str, str]]
-    failed: tuple[str, Exception] | None
+    checked: Set[str] = frozenset()
+    lost: Sequence[tuple[str, str]] = ()
+    failed: tuple[str, Exception] | None = None
 
 
-def claim(probe: Probe) -> Claims:
-    """Follows the values of all sites through one more run at base values."""
+def claim(probe: Probe) -> Dependencies:
+    """What provenance claims: follows the values of all sites through one more run at base values."""
     tracker = ProvenanceTracker()
-    for name, data in probe.base.items():
-        if name in probe.rank and name not in probe.latent and isinstance(data, Tensor):  # may be read directly
+    for name in probe.order:
+        data = probe.base[name]
+        if name not in probe.latent and isinstance(data, Tensor):  # the model may read its data directly
             tracker.tag(data, tracker.provenance(data) | {name})
     with tracker:
         run = probe.run({}, tracker=tracker)
-    claims = Claims({}, {}, {}, tracker.escaped & set(probe.order), _hidden(probe, run))
-    for name in probe.order:
-        density, support, escaped = run.reads.get(name, [frozenset()] * 3)
-        earlier = frozenset(probe.order[: probe.rank[name]])
-        claims.parents[name] = (density | support) & earlier
-        claims.support[name] = support & earlier & probe.latent
-        claims.suspects[name] = escaped & earlier
-    return claims
+    hidden, nothing = _hidden(probe, run), [frozenset[str]()] * 3
+    earlier = {name: frozenset(probe.order[:rank]) for name, rank in probe.rank.items()}
+    reads = {name: [names & earlier[name] for names in run.reads.get(name, nothing)] for name in probe.order}
+    return Dependencies(
+        {name: density | support for name, (density, support, _) in reads.items()},
+        {name: support & probe.latent for name, (_, support, _) in reads.items()},
+        {name: escaped for name, (_, _, escaped) in reads.items()},
+        tracker.escaped & set(probe.order),
+        hidden,
+    )
 
 
-def intervene(probe: Probe, claims: Claims) -> Dependencies:
+def intervene(probe: Probe, claimed: Dependencies) -> Dependencies:
     """Corrects what provenance claims, within the budget of runs; takes the safe side where no check was possible.
 
     Raises:
         ValueError: sites appear or disappear with the values of others; or instances of a plate depend on each other.
     """
-    work = _Interventions(probe, claims)
+    work = _Interventions(probe, claimed)
     if probe.budget > 0:
         work.check()
     work.settle()
-    return Dependencies(work.parents, work.support, work.hidden, work.checked, work.lost, work.failed)
+    found = work.parents, work.support, claimed.suspects, claimed.escaped, work.hidden
+    return Dependencies(*found, work.checked, work.lost, work.failed)
 
 
 def is_blocked(model: Any) -> bool:
@@ -112,10 +102,10 @@ def _hidden(probe: Probe, run: Run) -> frozenset[str]:
 class _Interventions:
     """The dependencies in the making, and how they came about."""
 
-    def __init__(self, probe: Probe, claims: Claims) -> None:
-        self.probe, self.suspects, self.hidden = probe, claims.suspects, set(claims.hidden)
-        self.parents = {name: set(parents) for name, parents in claims.parents.items()}
-        self.support = {name: set(parents) for name, parents in claims.support.items()}
+    def __init__(self, probe: Probe, claimed: Dependencies) -> None:
+        self.probe, self.suspects, self.hidden = probe, claimed.suspects, set(claimed.hidden)
+        self.parents = {name: set(parents) for name, parents in claimed.parents.items()}
+        self.support = {name: set(parents) for name, parents in claimed.support.items()}
         self.checked: set[str] = set()
         self.lost: list[tuple[str, str]] = []
         self.failed: tuple[str, Exception] | None = None  # a site that was not reached, and why
@@ -155,7 +145,7 @@ class _Interventions:
         for kept in (half, ~half):
             if probe.spent:
                 return
-            run = probe.redraw_instances(probe.first, places, ~kept)()
+            run = probe.redraw_rows(probe.first, places, ~kept)
             for name in sites:
                 moved = partial(self._moved, name, dim, kept)
                 instances = moved(run)

@@ -1,10 +1,10 @@
-"""Reading the Bayesian network off a Pyro model: run it, follow the values, then check by intervention.
+"""Reading the Bayesian network off a Pyro model, in stages: run it, follow the values, then check by intervention.
 
-A model is run once to draw base values (`Probe`), and once more at these values under a `ProvenanceTracker`, which
-gives the *claimed* parents of every site: the sites whose values reached its log density, mask or support. Values that
-leave torch (``.item()``, ``if``, numpy, lists) lose their provenance, so the claims are then tested (`interventions`):
-with a site's claimed parents held and other earlier sites changed, it must not move by a bit. Where a site reads a
-plate that it does not lie in through an index, `search_maps` finds the index map, and nests its plate there.
+A model is run once to draw base values (`Probe`), and once more at these values under a `ProvenanceTracker`, by which
+every site *claims* its parents (`claim`). Values that leave torch (``.item()``, ``if``, numpy, lists) lose their
+provenance, so the claims are then tested (`intervene`): with a site's claimed parents held and other earlier sites
+changed, it must not move by a bit. Where a site reads a plate that it does not lie in through an index, `search_maps`
+finds the index map, and nests its plate there.
 
 Deterministic and Delta sites are transparent, ``pyro.factor`` is an observed site, and plates are the vectorized ones.
 Change this module when another property of the model must be read off.
@@ -35,14 +35,14 @@ class Extraction(NamedTuple):
     """What `extract` found.
 
     Attributes:
-        bayesnet: The network, its sites in model order.
-        trace: The base run: every site with a plain, detached value.
-        checked: How many sites were tested by intervention (sites with nothing to test count).
-        escaped: The sites whose values left torch for Python somewhere in the model.
-        hidden_randomness: The sites that differ between runs at equal values of all sites.
-        index_maps: For plates (q, p), nested raggedly, the instance of p to which each instance of q belongs,
+        bayesnet: the network, its sites in model order.
+        trace: the base run: every site with a plain, detached value.
+        checked: how many sites were tested by intervention (sites with nothing to test count).
+        escaped: the sites whose values left torch for Python somewhere in the model.
+        hidden_randomness: the sites that differ between runs at equal values of all sites.
+        index_maps: for plates (q, p), nested raggedly, the instance of p to which each instance of q belongs,
             ``(size_q,)``: as sites read it, without what follows from two of them.
-        map_plans: How to find these maps in other calls, for those that the caller did not give.
+        map_plans: how to find these maps in other calls, for those that the caller did not give.
     """
 
     bayesnet: BayesNet
@@ -85,38 +85,35 @@ def extract(
 ) -> Extraction:
     """The Bayesian network of a model, and the run that it was read off.
 
-    The random number generators, the parameter store and the modules that the model uses are left as they
-    were, and Pyro handlers around the call see nothing. Dropout and batch normalization are in evaluation
-    mode meanwhile.
+    The random number generators, the parameter store and the modules that the model uses are left as they were, and
+    Pyro handlers around the call see nothing. Dropout and batch normalization are in evaluation mode meanwhile.
 
     Args:
-        model: A Pyro model: any callable with Pyro primitives.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        observed: Names of sites that this call samples but that inference will condition on.
-        checks: The most model runs to spend on interventions. Where they do not reach, values that left torch
-            are taken to reach every later site.
-        init: Takes a site and returns a constrained value, for latents that cannot be sampled
-            (``ImproperUniform``); by default such sites are drawn in unconstrained space.
-        index_maps: By pair (latent, site), the instance of the latent that each row of the site reads, integers
+        model: any callable with Pyro primitives.
+        args, kwargs: its arguments.
+        observed: names of sites that this call samples but that inference will condition on.
+        checks: the most model runs to spend on interventions. Where they do not reach, values that left torch are taken
+            to reach every later site.
+        init: takes a site and returns a constrained value, for latents that cannot be sampled (``ImproperUniform``); by
+            default such sites are drawn in unconstrained space.
+        index_maps: by pair (latent, site), the instance of the latent that each row of the site reads, integers
             ``(rows,)``. These pairs are not tested; other maps are found by intervention, within ``checks``.
 
     Raises:
-        TypeError: An index map is not a tensor of integers.
-        ValueError: A name in ``observed`` or ``index_maps`` is not a site; an index map points outside its plate;
+        TypeError: an index map is not a tensor of integers.
+        ValueError: a name in ``observed`` or ``index_maps`` is not a site; an index map points outside its plate;
             sites appear or disappear with the values of others; or instances of a plate depend on each other.
-        NotImplementedError: A latent site can neither be sampled nor initialized.
+        NotImplementedError: a latent site can neither be sampled nor initialized.
     """
     kwargs = dict(kwargs or {})
     with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
         probe = Probe(model, args, kwargs, init, tuple(observed), checks)
-        claims = claim(probe)
-        found = intervene(probe, claims)
+        found = intervene(probe, claim(probe))
         maps, plans, finished = search_maps(probe, found.parents, found.hidden, index_maps or {})
     _warn(probe, found, finished)
     net = _network(probe, found, maps)
     hidden = frozenset(found.hidden)
-    return Extraction(net, probe.trace, len(found.checked), claims.escaped, hidden, maps, plans)
+    return Extraction(net, probe.trace, len(found.checked), found.escaped, hidden, maps, plans)
 
 
 def _network(probe: Probe, found: Dependencies, index_maps: Collection[tuple[str, str]]) -> BayesNet:

@@ -175,22 +175,18 @@ class Probe:
         """Whether all runs of the budget are made."""
         return self.runs >= self.budget
 
-    def attempt(self, make: Callable[[], Run]) -> Run:
+    def attempt(self, make: Callable[..., Run], *args: Any) -> Run:
         """Makes a run, and again if the model fails at the values that were drawn; ends by `OutOfBudget`."""
         for _ in range(_RETRIES):
             if self.spent:
                 raise OutOfBudget
-            run = make()
+            run = make(*args)
             if run.error is None:
                 break
         return run
 
     def run(
-        self,
-        values: Mapping[str, Any],
-        draw: Choose = lambda msg: None,
-        tracker: ProvenanceTracker | None = None,
-        only: Container[str] | None = None,
+        self, values: Mapping[str, Any], draw: Choose = lambda msg: None, tracker: Any = None, only: Any = None
     ) -> Run:
         """Runs the model with ``values``, else what ``draw`` returns, else the base values; records sites ``only``.
 
@@ -219,31 +215,41 @@ class Probe:
         """Runs the model with a fresh draw of every latent."""
         return self.run({}, lambda msg: None if msg["is_observed"] else any_value(msg["fn"], self.base[msg["name"]]))
 
-    def redraw(self, names: Iterable[str], origin: Run, only: Container[str] | None = None) -> Run:
-        """Repeats ``origin`` with fresh draws at the sites ``names``; again if the model fails at these."""
-        names = frozenset(names)
+    def redraw(
+        self,
+        names: Iterable[str],
+        origin: Run,
+        only: Container[str] | None = None,
+        other: Callable[[str, Any], Tensor] | None = None,
+        attempts: int = _RETRIES,
+    ) -> Run:
+        """Repeats ``origin`` with other values at the sites ``names``; again if the model fails at these.
+
+        ``other`` makes one for a name and a distribution: by default a draw that differs in every element.
+        """
+        names, make = frozenset(names), other or (lambda name, fn: redraw(fn, origin.values[name]))
         observed = [name for name in self.order if name in names and name not in self.latent]
         held = {name: value for name, value in origin.chosen.items() if name not in names}
 
         def draw(msg: Any) -> Any:
-            return redraw(msg["fn"], origin.values[msg["name"]]) if msg["name"] in names else None
+            return make(msg["name"], msg["fn"]) if msg["name"] in names else None
 
-        for _ in range(_RETRIES):
-            data = {u: redraw(self.trace.nodes[u]["fn"], origin.values[u]) for u in observed}
+        for _ in range(attempts):
+            data = {name: make(name, self.trace.nodes[name]["fn"]) for name in observed}
             run = self.run({**held, **data}, draw, only=only)
             if run.error is None:
                 break
         return run
 
-    def redraw_instances(
-        self, origin: Run, places: Mapping[str, Place], chosen: Tensor, data: Iterable[str] = ()
-    ) -> Callable[[], Run]:
-        """Returns a run that repeats ``origin`` with fresh draws for some instances of a plate.
+    def redraw_rows(
+        self, origin: Run, places: Mapping[str, Place], chosen: Tensor, data: Collection[str] = ()
+    ) -> Run:
+        """Repeats ``origin`` with fresh draws for some instances of a plate.
 
         Args:
             origin: a run.
-            places: the sites that lie in the plate, and where.
-            chosen: the instances ``(size,)`` to change: those of all latents that lie there.
+            places: where sites lie in the plate.
+            chosen: the instances, boolean ``(size,)``, to change: those of all latents that lie there.
             data: arguments of the model, observed there, that are changed as well.
         """
 
@@ -254,13 +260,8 @@ class Probe:
                 return base
             return torch.where(spread(chosen[rows].to(base.device), dim), new, base)
 
-        def draw(msg: Any) -> Any:
-            return other(msg["name"], msg["fn"]) if msg["name"] in inside else None
-
-        inside = self.latent & self.changeable & places.keys()
-        held = {name: value for name, value in origin.chosen.items() if name not in inside}
-        held |= {name: other(name, origin.sites[name]["fn"]) for name in data}
-        return lambda: self.run(held, draw)
+        latents = self.latent & self.changeable & places.keys()
+        return self.redraw(latents.union(data), origin, other=other, attempts=1)
 
     def _first_run(self, init: Callable[[dict], Tensor] | None) -> tuple[Run, poutine.Trace]:
         """Draws the base values; where the model fails at every draw, it takes those of ``init``."""

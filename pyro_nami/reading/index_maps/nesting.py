@@ -145,10 +145,10 @@ class Nesting:
         try:
             for number in range(min(max(_FEWEST_ROUNDS, math.ceil(_ENOUGH_ROWS / max(fewest, 1))), _MOST_ROUNDS)):
                 # In the first round discrete latents are sure to differ from their base values.
-                other = probe.sample if number else lambda: probe.redraw(self.latents, probe.first)
-                origin = probe.attempt(other)
+                new = (probe.sample,) if number else (probe.redraw, self.latents, probe.first)
+                origin = probe.attempt(*new)
                 for half in _halves(probe.sizes[plate], every=number == 0, device=probe.device):
-                    run = probe.attempt(probe.redraw_instances(origin, places, half, data))
+                    run = probe.attempt(probe.redraw_rows, origin, places, half, data)
                     erring = [_strays(origin, run, name, places[name], half) for name in names]
                     if erring and torch.stack(erring).any():
                         return self._erring(next(name for name, errs in zip(names, erring) if errs), plate)

@@ -149,7 +149,7 @@ class _Search:
 
         def run(values: Mapping[str, Tensor]) -> Mapping[str, Any]:
             full = {name: value.expand(self.probe.base[name].shape) for name, value in values.items()}
-            return self.probe.attempt(lambda: self.probe.run(full)).sites
+            return self.probe.attempt(self.probe.run, full).sites
 
         held = [name for name in self.sites if name in self.nesting.latents and name not in plan.values]
         return Trial(run, plan, {name: self._first_instance(name, self.probe.base[name]) for name in held})
