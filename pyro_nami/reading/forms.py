@@ -50,11 +50,9 @@ def find_conjugate(
     Args:
         net, inverse: the model's network and its inverse.
         order: latents in sampling order.
-        nodes: the sites of a run of the model.
+        nodes: the sites of a run of the model, and ``frames`` the plates of each.
         families: of the latents whose instances are no joint block.
-        frames: site -> its plates.
-        subsampled: plates that are.
-        excluded: latents that may not be.
+        subsampled, excluded: plates, and latents, that are.
         run: as in `is_quadratic`.
         draws: values of all latents, at which densities are probed; those that lack a latent are passed over.
     """

@@ -81,8 +81,9 @@ def intervene(probe: Probe, claimed: Dependencies) -> Dependencies:
     if probe.budget > 0:
         work.check()
     work.settle()
-    found = work.parents, work.support, claimed.suspects, claimed.escaped, work.hidden
-    return Dependencies(*found, work.checked, work.lost, work.failed)
+    return Dependencies(
+        work.parents, work.support, claimed.suspects, claimed.escaped, work.hidden, work.checked, work.lost, work.failed
+    )
 
 
 def is_blocked(model: Any) -> bool:
@@ -175,19 +176,19 @@ class _Interventions:
         Once from the base run; where values left torch, so that a branch may hide a dependence, then from other values
         of everything, too, and changing some of the candidates only.
         """
-        order = self.probe.order
+        probe, order = self.probe, self.probe.order
         for number in range(_ROUNDS if any(self.suspects.values()) else 1):
             untested = self._untested(first=number == 0)
-            while untested.sites.any() and not self.probe.spent:
+            while untested.sites.any() and not probe.spent:
                 origin, changed = self._origin(number), untested.plan()
                 names = [name for name, change in zip(order, changed) if change]
                 if number % 2:
                     names = random.sample(names, random.randint(1, len(names)))
                 sites = [order[site] for site in untested.test(changed)]
-                run = self.probe.redraw(names, origin, sites)
+                run = probe.redraw(names, origin, sites)
                 for name in sites:
                     if self._repair(name, origin, run):
-                        untested.hold(self.probe.rank[name], self._held(name))
+                        untested.hold(probe.rank[name], self._held(name))
             if number == 0:
                 self.checked = {name for name, waits in zip(order, untested.sites) if not waits} - self.hidden
             if untested.sites.any():
@@ -217,16 +218,13 @@ class _Interventions:
 
     def _held(self, name: str) -> list[bool]:
         """Whether each site has to be held in a run that tests ``name``: what it reads, and later arguments."""
-        probe, parents, rank = self.probe, self.parents[name], self.probe.rank[name]
-        return [
-            u in parents or u not in probe.changeable or (i >= rank and u in probe.arguments)
-            for i, u in enumerate(probe.order)
-        ]
+        probe, rank = self.probe, self.probe.rank[name]
+        free = probe.changeable - self.parents[name]
+        return [u not in free or (i >= rank and u in probe.arguments) for i, u in enumerate(probe.order)]
 
     def _candidates(self, name: str) -> list[str]:
         """The sites that ``name`` could read but is not known to."""
-        earlier = self.probe.order[: self.probe.rank[name]]
-        return [u for u in earlier if u in self.probe.changeable and u not in self.parents[name]]
+        return [u for u, held in zip(self.probe.order[: self.probe.rank[name]], self._held(name)) if not held]
 
     def _repair(self, name: str, origin: Run, run: Run) -> bool:
         """Adds the parents that were lost, one bisection each, until nothing else moves it; whether any were."""

@@ -48,7 +48,7 @@ class JointGaussian:
     Normal(z0_k + (g_k - sum_i<k P_ik (z_i - z0_i)) / P_kk, P_kk^-1/2).
 
     A run of the model goes between its two halves: with what was drawn before at its values, the members at `points`,
-    and gradients; `until` names the sites that it has to reach. Then `solve` is told its sites.
+    and gradients (`expanding`); `until` names the sites that it has to reach. Then `solve` is told its sites.
 
     Args:
         group: the members and their children.
@@ -191,11 +191,7 @@ class _Expansion:
         return self._points[name]
 
     def at(
-        self,
-        sites: Mapping[str, Any],
-        differentiable: bool = False,
-        parts: Sequence[str] | None = None,
-        whole: bool = True,
+        self, sites: Mapping[str, Any], differentiable: bool = False, parts: Sequence[str] = (), whole: bool = True
     ) -> _Quadratic:
         """Returns it, given the sites of a run of the model with gradients.
 
@@ -207,9 +203,8 @@ class _Expansion:
         with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             scale = sites[group.members[0]]["scale"]
             values = [self._points[name] for name in group.members]
-            terms = [
-                _term(sites[name], scale, masked=name in group.children, whole=whole) for name in parts or self.until
-            ]
+            names = parts or self.until
+            terms = [_term(sites[name], scale, masked=name in group.children, whole=whole) for name in names]
             if parts:  # which need not depend on all values
                 terms += [(0 * value.square().sum(), None) for value in values]
             outputs, cotangents = zip(*(term for term in terms if term[0].requires_grad))

@@ -109,7 +109,7 @@ def extract(
     with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
         probe = Probe(model, args, kwargs, init, tuple(observed), checks)
         found = intervene(probe, claim(probe))
-        maps, plans, finished = search_maps(probe, found.parents, found.hidden, index_maps or {})
+        maps, plans, finished = search_maps(probe, found, index_maps or {})
     _warn(probe, found, finished)
     net = _network(probe, found, maps)
     hidden = frozenset(found.hidden)

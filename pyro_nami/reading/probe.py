@@ -49,7 +49,7 @@ class Run:
     Args:
         base: the base value per site.
         choice: takes a message, returns the value that the site shall hand to the model (None: as it comes).
-        tracker: follows provenance through the run.
+        tracker: a `ProvenanceTracker` that follows the run.
         only: the sites to record; None for all.
 
     Attributes:
@@ -216,12 +216,7 @@ class Probe:
         return self.run({}, lambda msg: None if msg["is_observed"] else any_value(msg["fn"], self.base[msg["name"]]))
 
     def redraw(
-        self,
-        names: Iterable[str],
-        origin: Run,
-        only: Container[str] | None = None,
-        other: Callable[[str, Any], Tensor] | None = None,
-        attempts: int = _RETRIES,
+        self, names: Iterable[str], origin: Run, only: Any = None, other: Any = None, attempts: int = _RETRIES
     ) -> Run:
         """Repeats ``origin`` with other values at the sites ``names``; again if the model fails at these.
 
@@ -244,13 +239,9 @@ class Probe:
     def redraw_rows(
         self, origin: Run, places: Mapping[str, Place], chosen: Tensor, data: Collection[str] = ()
     ) -> Run:
-        """Repeats ``origin`` with fresh draws for some instances of a plate.
+        """Repeats ``origin`` with fresh draws for the ``chosen`` instances, boolean ``(size,)``, of a plate.
 
-        Args:
-            origin: a run.
-            places: where sites lie in the plate.
-            chosen: the instances, boolean ``(size,)``, to change: those of all latents that lie there.
-            data: arguments of the model, observed there, that are changed as well.
+        Changes all latents that have a place in the plate, and arguments of the model, ``data``, that have one.
         """
 
         def other(name: str, fn: Any) -> Tensor:

@@ -6,8 +6,8 @@ number has a bit set take another value, then those that have it clear. Where ex
 for every bit, the row reads one instance, and the bits spell its number. A row that reads none (``slope[county] * x``
 where x is 0) shows nothing: it goes by what other sites, or the same one along other plates, read in the same row.
 
-Which plates are read through a map is decided once, in `search`; here the maps of one call are found again by the
-plan that was made then. Change this module to change how an index is read off runs of the model.
+Which plates are read through a map is decided once, in `search`; here the maps of one call are found again by the plan
+that was made then. Change this module to change how an index is read off runs of the model.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pyro_nami.reading.changes import any_along, moved, spread
 
 __all__ = ["NONE", "SEVERAL", "MapPlan", "Trial", "along", "completed", "find_maps", "maps_hold"]
 
+Key = tuple[str, str]
 RunModel = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 
 # In place of an index: the row reads no instance, or more than one.
@@ -49,21 +50,18 @@ class MapPlan(NamedTuple):
     dims: dict[str, int]
 
 
-def find_maps(
-    run: RunModel, plans: Sequence[MapPlan], held: Mapping[str, Tensor]
-) -> dict[tuple[str, str], Tensor]:
+def find_maps(run: RunModel, plans: Sequence[MapPlan], held: Mapping[str, Tensor]) -> dict[Key, Tensor]:
     """Returns the index map ``(size_q,)`` of each pair of plates (q, p), in 2 ceil(log2 J) + 1 runs a plan.
 
     Args:
-        run: runs the model with these values at its latents, expanded to the shape of their sites, and returns the
-            messages of its sites.
+        run: runs the model with values at its latents, expanded to the shape of their sites; returns its sites.
         plans: what is read through an index. Sizes are those of the run, not of the plan.
         held: one value of every latent, of its first instance.
 
     Raises:
         ValueError: a row reads several instances, or none at any site, or two sites of a plate read different ones.
     """
-    maps: dict[tuple[str, str], Tensor] = {}
+    maps: dict[Key, Tensor] = {}
     for plan in plans:
         for name, index in Trial(run, plan, held).decode().items():
             key = plan.targets[name], plan.plate
@@ -79,7 +77,7 @@ def find_maps(
 
 
 def maps_hold(
-    run: RunModel, plans: Sequence[MapPlan], held: Mapping[str, Tensor], maps: Mapping[tuple[str, str], Tensor]
+    run: RunModel, plans: Sequence[MapPlan], held: Mapping[str, Tensor], maps: Mapping[Key, Tensor]
 ) -> bool:
     """Returns whether these are still the maps that the model reads through, by 4 runs a plan.
 

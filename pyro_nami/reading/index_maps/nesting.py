@@ -10,13 +10,14 @@ Change this module to test more of what a nesting says.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_nami.reading.changes import moved, spread
+from pyro_nami.reading.interventions import Dependencies
 from pyro_nami.reading.probe import OutOfBudget, Place, Probe, Run
 
 __all__ = ["Nesting", "Route", "routes"]
@@ -57,8 +58,7 @@ class Nesting:
 
     Args:
         probe: the model, whose runs count against its budget.
-        parents: the parents of each site.
-        hidden: the sites that differ between runs by themselves.
+        found: what its sites read.
         given: maps that the user knows, by plates (q, p).
         pairs: these plates by the pair ``(latent, site)`` that the user gave them for.
 
@@ -69,14 +69,9 @@ class Nesting:
     """
 
     def __init__(
-        self,
-        probe: Probe,
-        parents: Mapping[str, Collection[str]],
-        hidden: Set[str],
-        given: Mapping[Key, Tensor],
-        pairs: Mapping[Key, Key],
+        self, probe: Probe, found: Dependencies, given: Mapping[Key, Tensor], pairs: Mapping[Key, Key]
     ) -> None:
-        self.probe, self.parents, self.hidden, self.given, self.pairs = probe, parents, hidden, given, pairs
+        self.probe, self.parents, self.hidden, self.given, self.pairs = probe, found.parents, found.hidden, given, pairs
         self.maps: dict[Key, Tensor] = dict(given)
         self.latents = probe.latent & probe.changeable
         self.finished = True

@@ -10,7 +10,7 @@ Change this module to accept other ways of reading a plate.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from pyro_nami.reading.draws import redraw
 from pyro_nami.reading.index_maps.finder import NONE, SEVERAL, MapPlan, Trial, along, completed
 from pyro_nami.reading.index_maps.given import given_by_plates
 from pyro_nami.reading.index_maps.nesting import Nesting
+from pyro_nami.reading.interventions import Dependencies
 from pyro_nami.reading.probe import OutOfBudget, Probe
 
 __all__ = ["search_maps"]
@@ -32,26 +33,18 @@ _PAIRS = 6
 
 
 def search_maps(
-    probe: Probe, parents: Mapping[str, Collection[str]], hidden: Set[str], given: Mapping[Key, Any]
+    probe: Probe, found: Dependencies, given: Mapping[Key, Any]
 ) -> tuple[dict[Key, Tensor], tuple[MapPlan, ...], bool]:
-    """Finds the index maps of a model whose edges are known.
+    """Returns the map ``(size_q,)`` of each pair of plates (q, p), plans to find it again, and if the budget sufficed.
 
-    Args:
-        probe: the model, whose runs count against its budget.
-        parents: the parents of each site.
-        hidden: the sites that differ between runs by themselves.
-        given: maps that the user knows, by pair ``(latent, site)``; these pairs are not tested, unless other sites come
-            to lie in the same plate by them.
-
-    Returns:
-        The map ``(size_q,)`` of each pair of plates (q, p), those that were given included; plans to find those that
-        were not given in other calls; and whether the budget sufficed.
+    Maps that were ``given``, by pair ``(latent, site)``, are among them; these pairs are not tested, unless other sites
+    come to lie in the same plate by them. Plans are to find those that were not given in other calls.
 
     Raises:
         TypeError: a given map is not a tensor of integers.
         ValueError: a given map names no latent and site, points outside its plate, or contradicts the model.
     """
-    nesting = Nesting(probe, parents, hidden, *given_by_plates(probe, given))
+    nesting = Nesting(probe, found, *given_by_plates(probe, given))
     search = _Search(nesting)
     if probe.budget > 0:
         search.find()
@@ -83,22 +76,18 @@ class _Search:
         """The plans of the maps that are left; those that were given are never to be tested, but have a place."""
         found = self.nesting.maps.keys() - self.nesting.given.keys()
         targets: dict[str, dict[str, str]] = {}
+        values: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
         for p, accepted in self.accepted.items():
             left = {name: q for name, q in accepted.items() if (q, p) in found}
             if left:
-                targets[p] = left
-        values = {
-            p: {u: pair for u, pair in self.values[p].items() if any(u in self.parents[name] for name in names)}
-            for p, names in targets.items()
-        }
+                read = set().union(*(self.parents[name] for name in left))
+                targets[p], values[p] = left, {u: pair for u, pair in self.values[p].items() if u in read}
         for (latent, site), (q, p) in self.nesting.pairs.items():
             values[p] = {latent: self._pair(latent), **values.get(p, {})}
             targets.setdefault(p, {})[site] = q
         dims = {plate: frame.dim for plate, frame in self.probe.plates.items()}
-        return tuple(
-            MapPlan(p, dims[p], values[p], names, {q: dims[q] for q in names.values()})
-            for p, names in targets.items()
-        )
+        over = {p: {q: dims[q] for q in names.values()} for p, names in targets.items()}
+        return tuple(MapPlan(p, dims[p], values[p], names, over[p]) for p, names in targets.items())
 
     def _find(self, plate: str) -> None:
         inside = [u for u in self.sites if u in self.nesting.latents and plate in self.probe.plates_of[u]]
