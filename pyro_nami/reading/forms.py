@@ -22,7 +22,8 @@ from pyro_nami.factors.unconstrained import NormalFamily
 from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.reading.first_run import allows_nan
-from pyro_nami.reading.joint_gaussian import ConjugateGroup, RunModel, is_quadratic
+from pyro_nami.reading.joint_gaussian import ConjugateGroup, is_quadratic
+from pyro_nami.reading.runner import RunModel
 
 __all__ = ["find_conjugate"]
 

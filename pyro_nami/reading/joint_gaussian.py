@@ -12,7 +12,7 @@ instance by instance of their plates. Change this module to tell, or to eliminat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,12 +21,12 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-__all__ = ["ConjugateGroup", "JointGaussian", "RunModel", "expanding", "is_quadratic", "leading_shape"]
+from pyro_nami.reading.runner import RunModel
+
+__all__ = ["ConjugateGroup", "JointGaussian", "expanding", "is_quadratic", "leading_shape"]
 
 _TOLERANCE = 1e-3
 _PROBED_AT = 3.0, 300.0  # prior standard deviations from the mean, at most; far, to see slow bends as well
-
-RunModel = Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]]
 
 
 class ConjugateGroup(NamedTuple):

@@ -24,6 +24,7 @@ from pyro_nami.messages import warn
 
 __all__ = [
     "AllSeen",
+    "RunModel",
     "Runner",
     "changed_event_shape",
     "is_fixed",
@@ -32,6 +33,10 @@ __all__ = [
     "takes_observations",
     "widen",
 ]
+
+
+# Runs a model with values at sites, and may be told which sites it is for; returns its sites.
+RunModel = Callable[..., Mapping[str, Any]]
 
 
 class AllSeen(BaseException):

@@ -12,18 +12,18 @@ that was made then. Change this module to change how an index is read off runs o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_nami.reading.changes import any_along, moved, spread
+from pyro_nami.reading.runner import RunModel
 
 __all__ = ["NONE", "SEVERAL", "MapPlan", "Trial", "along", "completed", "find_maps", "maps_hold"]
 
 Key = tuple[str, str]
-RunModel = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 
 # In place of an index: the row reads no instance, or more than one.
 NONE, SEVERAL = -1, -2
