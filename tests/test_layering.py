@@ -15,8 +15,8 @@ ORDER = {
     "factors": "anchors bijections layout elements factor joint coupled relaxed relocated base discrete observed "
     "own_type unconstrained registry",
     "networks": "masks pace reductions rowwise running pooling attention encoders evidence stepped masked separate",
-    "reading": "isolation provenance group_testing runner probe covariates index_maps.finder index_maps.nesting "
-    "index_maps.given index_maps.search network first_run forms",
+    "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
+    "index_maps.finder index_maps.nesting index_maps.given index_maps.search network joint_gaussian forms",
     "guide": "arguments options conditioning couplings offsets features evidence groups inputs inversion network "
     "network_state regression one_pass rules structure differences shapes first_call columns plan build maps "
     "call memory reader observed draw state lazy nami",

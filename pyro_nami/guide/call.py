@@ -22,7 +22,7 @@ from pyro_nami.guide.inputs import IndexMaps
 from pyro_nami.guide.structure import Plan, new_site
 from pyro_nami.messages import warn
 from pyro_nami.reading.first_run import is_latent, is_passing
-from pyro_nami.reading.forms import ConjugateGroup
+from pyro_nami.reading.joint_gaussian import ConjugateGroup
 from pyro_nami.reading.runner import Runner, is_fixed
 
 __all__ = ["Call", "from_arguments", "from_run", "given", "is_data", "look_at"]

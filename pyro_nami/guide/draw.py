@@ -27,7 +27,7 @@ from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.rules import Prior
 from pyro_nami.guide.structure import Plan, missing_site, new_site
 from pyro_nami.reading.first_run import is_latent
-from pyro_nami.reading.forms import ConjugateGroup, Elimination, expanding, leading_shape
+from pyro_nami.reading.joint_gaussian import ConjugateGroup, JointGaussian, expanding, leading_shape
 from pyro_nami.reading.runner import AllSeen, Runner
 
 __all__ = ["densities", "draw", "know_all", "start_pass"]
@@ -46,7 +46,7 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     validate = is_validation_enabled() and not torch.jit.is_tracing()
     families = {name: plan.sites[name].encoding for name in plan.order}
 
-    def derive(group: ConjugateGroup, values: Mapping[str, Tensor]) -> Elimination:
+    def derive(group: ConjugateGroup, values: Mapping[str, Tensor]) -> JointGaussian:
         elimination = _elimination(group, values, plan, call)
         source = call.source(group)
         with expanding():
@@ -61,12 +61,12 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     return current
 
 
-def _elimination(group: ConjugateGroup, values: Mapping[str, Tensor], plan: Plan, call: Call) -> Elimination:
+def _elimination(group: ConjugateGroup, values: Mapping[str, Tensor], plan: Plan, call: Call) -> JointGaussian:
     """Returns the elimination of a group at values of what is before it; it needs a run of the model."""
     leading = leading_shape({**call.values, **values}, plan.event_dims, plan.plates.nesting)
     if call.lacking:
         group = ConjugateGroup(*(tuple(name for name in names if name not in call.lacking) for names in group))
-    return Elimination(group, leading, torch.is_grad_enabled())
+    return JointGaussian(group, leading, torch.is_grad_enabled())
 
 
 def draw(current: Pass, plan: Plan, call: Call) -> None:
@@ -108,7 +108,7 @@ class _DrawingRun(Runner):
         self._current, self._plan, self._call = current, plan, call
         self._drawn: set[str] = set()
         self._group: ConjugateGroup | None = None  # the one that it gave up for
-        self._elimination: Elimination | None = None
+        self._elimination: JointGaussian | None = None
         self._gradients = torch.is_grad_enabled()
 
     def lacks(self) -> bool:

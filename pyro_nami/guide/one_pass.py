@@ -18,7 +18,7 @@ from pyro_nami.factors.base import Family
 from pyro_nami.factors.factor import SiteDistribution
 from pyro_nami.factors.relocated import Relocated, Relocation
 from pyro_nami.guide.network_state import NetworkState
-from pyro_nami.reading.forms import ConjugateGroup, Elimination
+from pyro_nami.reading.joint_gaussian import ConjugateGroup, JointGaussian
 
 __all__ = ["Pass", "Term"]
 
@@ -61,7 +61,7 @@ class Pass:
         rules: Mapping[str, Any],
         families: Mapping[str, Family],
         state: NetworkState,
-        derive: Callable[[ConjugateGroup, Mapping[str, Tensor]], Elimination],
+        derive: Callable[[ConjugateGroup, Mapping[str, Tensor]], JointGaussian],
         relocation: Relocation | None,
         validate: bool,
     ) -> None:
@@ -70,7 +70,7 @@ class Pass:
         self._moved: dict[str, Family] = {}  # families whose support or count varies, as they are in this pass
         self.values: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
-        self.solved: dict[ConjugateGroup, Elimination] = {}
+        self.solved: dict[ConjugateGroup, JointGaussian] = {}
         self.ready: dict[str, Mapping[str, Any]] = {}
         self.anchors: dict[str, Tensor | None] = {}
         self.freedom: dict[str, Tensor] = {}
@@ -115,7 +115,7 @@ class Pass:
         self.know(name, value, elements, drawn=True)
         return value
 
-    def derive(self, group: ConjugateGroup) -> Elimination:
+    def derive(self, group: ConjugateGroup) -> JointGaussian:
         """Returns the exact conditionals of a group, derived now if they were not before."""
         if group not in self.solved:
             self.solved[group] = self._derive(group, self.values)

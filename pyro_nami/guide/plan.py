@@ -30,7 +30,8 @@ from pyro_nami.guide.rules import Exact, Learned, Prior, Rule
 from pyro_nami.guide.structure import Plan, SitePlan
 from pyro_nami.messages import warn
 from pyro_nami.reading.first_run import allows_nan, is_transparent
-from pyro_nami.reading.forms import ConjugateGroup, find_conjugate
+from pyro_nami.reading.forms import find_conjugate
+from pyro_nami.reading.joint_gaussian import ConjugateGroup
 from pyro_nami.reading.network import is_blocked
 
 __all__ = ["make_plan"]

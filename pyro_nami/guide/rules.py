@@ -23,7 +23,7 @@ from pyro_nami.factors.joint import unfold
 from pyro_nami.guide.evidence import expert
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.one_pass import Pass, Term
-from pyro_nami.reading.forms import ConjugateGroup
+from pyro_nami.reading.joint_gaussian import ConjugateGroup
 from pyro_nami.reading.runner import changed_event_shape
 
 __all__ = ["Exact", "Learned", "Prior", "Rule", "fixed_size"]

@@ -16,8 +16,8 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.conditioning import Plates
 from pyro_nami.guide.rules import Learned, Rule
 from pyro_nami.reading.covariates import MASK
-from pyro_nami.reading.forms import ConjugateGroup
 from pyro_nami.reading.index_maps.finder import MapPlan
+from pyro_nami.reading.joint_gaussian import ConjugateGroup
 
 __all__ = ["Covariates", "Plan", "SitePlan", "missing_site", "new_site"]
 

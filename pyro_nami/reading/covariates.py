@@ -9,7 +9,9 @@ when covariates are missed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +33,102 @@ class Column(NamedTuple):
     entry: int
 
 
+class Argument(NamedTuple):
+    """One covariate: a column of an argument of the model that has a row for each instance.
+
+    Attributes:
+        leaf: position of the argument among the leaves of all arguments.
+        column: of its rows, flattened.
+        dim: batch dim of the instances.
+    """
+
+    leaf: int
+    column: int
+    dim: int
+
+
+class Given(NamedTuple):
+    """One covariate: a column, of the last dim, of a tensor that the user gives for the site."""
+
+    column: int
+
+
+def plain_column(column: Column | Argument | Given) -> tuple:
+    """Returns a covariate as ``torch.load`` reads it with ``weights_only=True``."""
+    return type(column).__name__, *column
+
+
+def column_of(plain: Sequence[Any]) -> Column | Argument | Given:
+    """Returns the covariate that `plain_column` made plain."""
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in (Column, Argument, Given)}
+    return kinds[plain[0]](*plain[1:])
+
+
+def columns_of(
+    columns: Sequence[Column | Argument | Given],
+    at_draw: Callable[[int], Mapping[str, Any]],
+    leaves: Sequence[Any] = (),
+    given: Tensor | None = None,
+) -> Tensor:
+    """Returns the values of columns, ``(*batch, columns)``.
+
+    Args:
+        columns: the columns.
+        at_draw: gives the site at a reference draw.
+        leaves: of the model's arguments.
+        given: what the user gives for the site, ``(*batch, columns)``.
+
+    Raises:
+        ValueError: the user gives fewer columns, or the site's distribution lacks a parameter that it had when the
+            columns were found.
+    """
+
+    @functools.lru_cache(None)
+    def at(draw: int) -> dict[str, Tensor]:
+        return parameters(at_draw(draw)["fn"]) | {MASK: _mask_of(at_draw(draw))}
+
+    def values(column: Column | Argument | Given) -> Tensor:
+        if isinstance(column, Argument):
+            leaf = leaves[column.leaf]
+            return leaf.reshape(len(leaf), -1)[:, column.column].reshape((-1,) + (1,) * (-1 - column.dim))
+        if isinstance(column, Column):
+            if column.parameter in at(column.draw):
+                return at(column.draw)[column.parameter][..., column.entry]
+            site = at_draw(column.draw)
+            raise ValueError(
+                f"Expected site '{site['name']}' to have the parameter '{column.parameter}', as at the guide's first "
+                f"call; got {type(site['fn']).__name__}. Make a new guide."
+            )
+        if given is not None and given.shape[-1] > column.column:
+            return given[..., column.column]
+        raise ValueError(
+            "Expected the callable `covariates` to give a site as many columns as at the guide's first call; got "
+            f"{0 if given is None else given.shape[-1]}. Make a new guide."
+        )
+
+    return torch.stack(torch.broadcast_tensors(*map(values, columns)), -1)
+
+
+def _mask_of(site: Mapping[str, Any]) -> Tensor:
+    """Returns a site's mask as numbers, ``(*batch, 1)``; ones where it has none."""
+    fn, mask = site["fn"], site["mask"]
+    like = next((value for _, value in _tensors(fn, "") if value.is_floating_point()), torch.empty(0))
+    mask = torch.as_tensor(True if mask is None else mask, device=like.device).to(like.dtype)
+    return mask.expand(torch.broadcast_shapes(mask.shape, fn.batch_shape)).unsqueeze(-1)
+
+
 def parameters(fn: Distribution) -> dict[str, Tensor]:
-    """Returns the tensors that parameterize a distribution, ``(*batch, entries)`` each, in unconstrained space."""
-    batch = fn.batch_shape
-    return {name: _entries(value, batch) for name, value in _tensors(fn, "") if _broadcasts(value, batch)}
+    """Returns the tensors that parameterize a distribution, ``(*batch, entries)`` each, in unconstrained space.
+
+    One that has no more dims than the batch has no event dims.
+    """
+    found, batch = {}, fn.batch_shape
+    for name, value in _tensors(fn, ""):
+        shape = batch + (value.shape[len(batch) :] or (1,))
+        value = value if value.dim() > len(batch) else value.unsqueeze(-1)
+        with suppress(RuntimeError):  # of a parameter that is not one of the instances
+            found[name] = value.expand(shape).flatten(len(batch))
+    return found
 
 
 def _tensors(fn: Distribution, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -63,59 +157,6 @@ def _unconstrained(value: Tensor, constraint: Any) -> Tensor:
     if free.shape == value.shape:
         return torch.where(free.isfinite().all(), free, value)  # without a look, for which a device is waited for
     return free if free.isfinite().all() else value
-
-
-def _broadcasts(value: Tensor, batch: torch.Size) -> bool:
-    leading = value.shape[: len(batch)] if value.dim() >= len(batch) else value.shape
-    try:
-        return torch.broadcast_shapes(leading, batch[len(batch) - len(leading) :]) is not None
-    except RuntimeError:
-        return False
-
-
-def _entries(value: Tensor, batch: torch.Size) -> Tensor:
-    """Returns a parameter as ``(*batch, entries)``; one that has no more dims than the batch has no event dims."""
-    if value.dim() <= len(batch):
-        return value.expand(batch).unsqueeze(-1)
-    event = value.shape[len(batch) :]
-    return value.expand(batch + event).flatten(len(batch))
-
-
-class Argument(NamedTuple):
-    """One covariate: a column of an argument of the model that has a row for each instance.
-
-    Attributes:
-        leaf: position of the argument among the leaves of all arguments.
-        column: of its rows, flattened.
-        dim: batch dim of the instances.
-    """
-
-    leaf: int
-    column: int
-    dim: int
-
-
-class Given(NamedTuple):
-    """One covariate: a column of a tensor that the user gives for the site.
-
-    Attributes:
-        column: of its last dim.
-    """
-
-    column: int
-
-
-def plain_column(column: Column | Argument | Given) -> tuple:
-    """Returns a covariate as ``torch.load`` reads it with ``weights_only=True``."""
-    return type(column).__name__, *column
-
-
-def column_of(plain: Sequence[Any]) -> Column | Argument | Given:
-    """Returns the covariate that `plain_column` made plain."""
-    kinds: dict[str, Any] = {kind.__name__: kind for kind in (Column, Argument, Given)}
-    return kinds[plain[0]](*plain[1:])
-
-
 class ColumnSearch:
     """Collects the covariates of one site, reference draw by reference draw.
 
@@ -123,10 +164,8 @@ class ColumnSearch:
         columns: those that differ between instances and are no linear function of the ones before, at most ``most``.
     """
 
-    columns: list[Column | Argument]
-
     def __init__(self, most: int) -> None:
-        self.columns = []
+        self.columns: list[Column | Argument] = []
         self._most = most
         self._basis: list[Tensor] = []
         self._found: list[Tensor] = []
@@ -158,17 +197,15 @@ class ColumnSearch:
             size: number of instances.
             dim: their batch dim.
         """
-        arguments = [
-            (Argument(i, column, dim), rows[:, column])
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(leaf) == size
-            for rows in [_some(leaf.detach().reshape(size, -1).double())]
-            for column in range(rows.shape[1] if rows.shape[1] <= self._most and rows.isfinite().all() else 0)
-        ]
+        arguments: dict[Argument, Tensor] = {}
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(leaf) == size:
+                rows = _some(leaf.detach().reshape(size, -1).double())
+                if rows.shape[1] <= self._most and rows.isfinite().all():
+                    arguments |= {Argument(i, column, dim): rows[:, column] for column in range(rows.shape[1])}
         if not arguments or not self._found:
             return False
-        wanted = torch.stack(self._found, 1)
-        design = torch.stack([values for _, values in arguments], 1)
+        wanted, design = torch.stack(self._found, 1), torch.stack([*arguments.values()], 1)
         scale = design.std(0).clamp(min=1e-12)
         design, wanted = (design - design.mean(0)) / scale, wanted - wanted.mean(0)
         weights = torch.linalg.lstsq(design, wanted, driver="gelsd").solution
@@ -176,7 +213,7 @@ class ColumnSearch:
             return False
         used = (weights.abs() > 1e-6 * weights.abs().amax(0)).any(1)
         masks = [column for column in self.columns if isinstance(column, Column) and column.parameter == MASK]
-        self.columns = masks + [argument for (argument, _), use in zip(arguments, used.tolist()) if use]
+        self.columns = masks + [argument for argument, use in zip(arguments, used.tolist()) if use]
         return len(self.columns) <= self._most
 
 
@@ -189,73 +226,17 @@ def _independent(rows: Tensor, basis: list[Tensor], most: int) -> list[int]:
     centered = rows - rows.mean(0)
     size = centered.norm(dim=0)
     magnitude = rows.abs().amax(0).clamp(min=torch.finfo(torch.float32).tiny) * rows.shape[0] ** 0.5
-    varying = size > 1e-5 * magnitude
-    rest = torch.where(varying, centered / size.clamp(min=1e-30), torch.zeros_like(centered))
+    rest = torch.where(size > 1e-5 * magnitude, centered / size.clamp(min=1e-30), torch.zeros_like(centered))
     for direction in basis:
         rest = rest - direction.unsqueeze(-1) * (direction @ rest)
     chosen: list[int] = []
     while len(chosen) < most:
         left, index = rest.norm(dim=0).max(0)
-        size, entry = torch.stack([left, index.to(left)]).tolist()  # one look, as a device has to be waited for
-        if not size > _TOLERANCE:
+        left, entry = torch.stack([left, index.to(left)]).tolist()  # one look, as a device has to be waited for
+        if not left > _TOLERANCE:
             break
-        entry = int(entry)
-        direction = rest[:, entry] / size
+        direction = rest[:, int(entry)] / left
         rest = rest - direction.unsqueeze(-1) * (direction @ rest)
         basis.append(direction)
-        chosen.append(entry)
+        chosen.append(int(entry))
     return chosen
-
-
-def columns_of(
-    columns: Sequence[Column | Argument | Given],
-    at_draw: Callable[[int], Mapping[str, Any]],
-    leaves: Sequence[Any] = (),
-    given: Tensor | None = None,
-) -> Tensor:
-    """Returns the values of columns, ``(*batch, columns)``.
-
-    Args:
-        columns: the columns.
-        at_draw: gives the site at a reference draw.
-        leaves: of the model's arguments.
-        given: what the user gives for the site, ``(*batch, columns)``.
-
-    Raises:
-        ValueError: the user gives fewer columns, or the site's distribution lacks a parameter that it had when the
-            columns were found.
-    """
-    found: dict[int, dict[str, Tensor]] = {}
-    parts = []
-    for column in columns:
-        if isinstance(column, Argument):
-            leaf = leaves[column.leaf]
-            parts.append(leaf.reshape(len(leaf), -1)[:, column.column].reshape((-1,) + (1,) * (-1 - column.dim)))
-            continue
-        if isinstance(column, Given):
-            if given is None or given.shape[-1] <= column.column:
-                number = 0 if given is None else given.shape[-1]
-                raise ValueError(
-                    "Expected the callable `covariates` to give a site as many columns as at the guide's first call; "
-                    f"got {number}. Make a new guide."
-                )
-            parts.append(given[..., column.column])
-            continue
-        if column.draw not in found:
-            site = at_draw(column.draw)
-            found[column.draw] = parameters(site["fn"]) | {MASK: _mask_of(site)}
-        if column.parameter not in found[column.draw]:
-            raise ValueError(
-                f"Expected site '{at_draw(column.draw)['name']}' to have the parameter '{column.parameter}', as at the "
-                f"guide's first call; got {type(at_draw(column.draw)['fn']).__name__}. Make a new guide."
-            )
-        parts.append(found[column.draw][column.parameter][..., column.entry])
-    return torch.stack(torch.broadcast_tensors(*parts), -1)
-
-
-def _mask_of(site: Mapping[str, Any]) -> Tensor:
-    """Returns a site's mask as numbers, ``(*batch, 1)``; ones where it has none."""
-    fn, mask = site["fn"], site["mask"]
-    like = next((value for _, value in _tensors(fn, "") if value.is_floating_point()), torch.empty(0))
-    mask = torch.as_tensor(True if mask is None else mask, device=like.device).to(like.dtype)
-    return mask.expand(torch.broadcast_shapes(mask.shape, fn.batch_shape)).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""The run of a model that a guide is made from, and what is read off its sites one by one."""
+"""The run of a model that a guide is made from, and what a message says of its site."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from pyro.poutine.util import site_is_subsample
 
 from pyro_nami.reading.runner import widen
 
-__all__ = ["allows_nan", "first_run", "is_latent", "is_passing", "is_transparent", "subsamples"]
+__all__ = [
+    "allows_nan",
+    "first_run",
+    "is_latent",
+    "is_node",
+    "is_partial",
+    "is_passing",
+    "is_transparent",
+    "subsamples",
+]
 
 
 class _InitContinuous(InitMessenger):
@@ -21,29 +30,27 @@ class _InitContinuous(InitMessenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         widen(msg)
-        if not _is_discrete(msg["fn"]):
-            with suppress(NotImplementedError):
-                super()._pyro_sample(msg)
-
-
-def _is_discrete(fn: Any) -> bool:
-    try:
-        return bool(fn.support.is_discrete)
-    except (AttributeError, NotImplementedError):
-        return False
+        with suppress(NotImplementedError, AttributeError):
+            if msg["fn"].support.is_discrete:
+                return
+        with suppress(NotImplementedError):
+            super()._pyro_sample(msg)
 
 
 def first_run(model: Callable, args: tuple, kwargs: Mapping[str, Any], init_loc_fn: Callable) -> poutine.Trace:
     """Returns the trace of a run with every continuous latent at its initial value."""
     with _InitContinuous(init_loc_fn):
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
-    return trace
+        return poutine.trace(model).get_trace(*args, **kwargs)
 
 
-def subsamples(nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the instances that a run, of which a trace has these nodes, saw of each plate that it saw a part of."""
-    plates = ((name, site) for name, site in nodes.items() if site_is_subsample(site))
-    return {name: site["value"] for name, site in plates if len(site["value"]) < site["fn"].size}
+def is_node(msg: Any) -> bool:
+    """Whether a message is a node of the network: not a subsample, deterministic, Delta or masked out."""
+    if msg["type"] != "sample" or site_is_subsample(msg):
+        return False
+    observed, fn = msg["is_observed"], msg["fn"]
+    if observed and (msg["mask"] is False or msg["infer"].get("_deterministic", False)):
+        return False
+    return not _is_delta(fn) or (observed and all(getattr(layer, "_mask", None) is not False for layer in _layers(fn)))
 
 
 def is_latent(site: Any) -> bool:
@@ -58,16 +65,33 @@ def is_passing(site: Any) -> bool:
 
 def is_transparent(site: Any) -> bool:
     """Whether a trace's site is a latent that the model itself determines."""
-    if site["type"] != "sample" or site["is_observed"] or site_is_subsample(site):
+    latent = site["type"] == "sample" and not site["is_observed"] and not site_is_subsample(site)
+    return latent and _is_delta(site["fn"])
+
+
+def is_partial(msg: Any) -> bool:
+    """Whether a message is a plate that is about to draw a part of its instances."""
+    if not site_is_subsample(msg) or msg["value"] is not None:
         return False
-    fn = site["fn"]
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return isinstance(fn, Delta)
+    return msg["fn"].subsample_size is not None and msg["fn"].subsample_size < msg["fn"].size
+
+
+def subsamples(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the instances that a run, of which a trace has these nodes, saw of each plate that it saw a part of."""
+    plates = ((name, site) for name, site in nodes.items() if site_is_subsample(site))
+    return {name: site["value"] for name, site in plates if len(site["value"]) < site["fn"].size}
 
 
 def allows_nan(site: Mapping[str, Any]) -> bool:
-    fn = site["fn"]
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
+    """Whether a site's value may be missing in part."""
+    *_, fn = _layers(site["fn"])
     return site["mask"] is not None or isinstance(fn, (NanMaskedNormal, NanMaskedMultivariateNormal))
+
+
+def _layers(fn: Any) -> list[Any]:
+    """A distribution and those that it wraps, from the outside in."""
+    return [fn, *_layers(fn.base_dist)] if hasattr(fn, "base_dist") else [fn]
+
+
+def _is_delta(fn: Any) -> bool:
+    return isinstance(_layers(fn)[-1], Delta)

@@ -1,28 +1,19 @@
-"""Latents of a plate that are linear and Gaussian given what is drawn before them: drawn from the exact conditional.
+"""Which latents of a plate have a conditional that is known exactly, in one of the forms that the guide can draw from.
 
-Take such a latent, the latents of its plates that are drawn after it and share its children (with it: ``members``), and
-those children, which are observed. As a function of the members the log density of all of these is quadratic, so its
-gradient and curvature at one point are all there is to know of it. Both come from a run of the model by automatic
-differentiation, and p(member | members before it, what is drawn before, data), with later members integrated out,
-follows for all of them by one elimination (`Elimination`). It needs no weights, holds for any data and any number of
-instances, and is differentiable in what was drawn before. It costs one run of the model more a group of members in each
-call of the guide.
+There is one form, `joint_gaussian`: a latent, the latents of its plates that are drawn after it and share its children
+(with it: ``members``), and those children, which are observed, have a density that is quadratic in the members. Then
+p(member | members before it, what is drawn before, data) needs no weights, holds for any data and any number of
+instances, and is differentiable in what was drawn before. It costs one run of the model more a group in each call.
 
-`find_conjugate` finds these latents: by the network, who has to be known; by probing, that the density is quadratic
-(density and gradient at other points, near and far, are what the curvature says, at data drawn with the latents as
-well). Change this module to take in other exact conditionals.
+`find_conjugate` tells by the network, who has to be known, and by probing, which form holds, at data drawn with the
+latents as well. Change this module to let other latents have a form, or to ask for another form.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
-import pyro
-import pyro.distributions as dist
-import torch
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -31,35 +22,12 @@ from pyro_nami.factors.unconstrained import NormalFamily
 from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.reading.first_run import allows_nan
+from pyro_nami.reading.joint_gaussian import ConjugateGroup, is_quadratic
+from pyro_nami.reading.runner import RunModel
 
-__all__ = ["ConjugateGroup", "Elimination", "expanding", "find_conjugate", "leading_shape"]
+__all__ = ["find_conjugate"]
 
 _MOST_MEMBERS = 4
-_TOLERANCE = 1e-3
-_PROBED_AT = 3.0, 300.0  # prior standard deviations from the mean, at most; far, to see slow bends as well
-
-Run = Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]]
-
-
-class ConjugateGroup(NamedTuple):
-    """Latents that are drawn from their exact conditionals together.
-
-    Attributes:
-        members: the latents, in sampling order.
-        children: observed sites that they are parents of.
-    """
-
-    members: tuple[str, ...]
-    children: tuple[str, ...]
-
-
-class _Quadratic(NamedTuple):
-    """Points ``(*batch, *plates)`` of all members, and the log density, its gradient and negative curvature there."""
-
-    points: list[Tensor]
-    total: Tensor | None
-    gradient: list[Tensor]
-    precision: list[list[Tensor]]
 
 
 def find_conjugate(
@@ -72,76 +40,64 @@ def find_conjugate(
     *,
     subsampled: Collection[str],
     excluded: Collection[str],
-    run: Run,
+    run: RunModel,
     draws: Sequence[Mapping[str, Tensor]],
 ) -> dict[str, ConjugateGroup]:
-    """Returns the latents that are drawn from their exact conditional: real numbers in a plate, without a mask.
+    """Returns the latents that are drawn from their exact conditional, each with its group.
 
-    Every one comes with its group.
-
-    Their children are not sites that only a mini-batch is seen of, or that may be missing, and nothing that they depend
-    on is discrete, as enumeration gives that dims of its own.
+    They are real numbers in a plate, without a mask. Their children are not sites that only a mini-batch is seen of, or
+    that may be missing, and nothing that they depend on is discrete, as enumeration gives that dims of its own.
 
     Args:
         net, inverse: the model's network and its inverse.
         order: latents in sampling order.
-        nodes: the sites of a run of the model.
+        nodes: the sites of a run of the model, and ``frames`` the plates of each.
         families: of the latents whose instances are no joint block.
-        frames: site -> its plates.
-        subsampled: plates that are.
-        excluded: latents that may not be.
-        run: a function of (values by site, sites that have to be reached) that runs the model and returns its sites.
+        subsampled, excluded: plates, and latents, that are.
+        run: as in `is_quadratic`.
         draws: values of all latents, at which densities are probed; those that lack a latent are passed over.
     """
-    able = {
-        name
-        for name, family in families.items()
-        if frames[name]
-        and name not in excluded
-        and type(family) is NormalFamily
-        and nodes[name]["fn"].event_dim == 0
-        and nodes[name]["fn"].support is constraints.real
-        and nodes[name]["mask"] is None
-    }
-    data = set()
-    for name in set(net.observed) & nodes.keys():
-        above = [parent for parent in net.graph.predecessors(name) if parent in nodes]
-        batches = frames[name] & frozenset(subsampled)
-        whole = all(batches <= frames[parent] for parent in above if parent in able)
-        if whole and not allows_nan(nodes[name]):
-            data.add(name)
+
+    def is_able(name: str) -> bool:
+        fn, real = nodes[name]["fn"], type(families[name]) is NormalFamily
+        real = real and fn.event_dim == 0 and fn.support is constraints.real
+        return real and bool(frames[name]) and name not in excluded and nodes[name]["mask"] is None
+
+    def is_data(name: str) -> bool:
+        above = [parent for parent in net.graph.predecessors(name) if parent in able]
+        whole = all(frames[name].intersection(subsampled) <= frames[parent] for parent in above)
+        return whole and not allows_nan(nodes[name])
+
+    able = set(filter(is_able, families))
+    data = set(filter(is_data, nodes.keys() & set(net.observed)))
     counted = {name for name in order if nodes[name]["fn"].has_enumerate_support}
-    found = {}
-    for group in _candidates(net, inverse, order, able, data, frames, counted):
-        first = group.members[0]
-        if first in found:
+    found: dict[str, ConjugateGroup] = {}
+    for members, children in _candidates(net, inverse, order, counted):
+        first = members[0]
+        alike = all(name in able and frames[name] == frames[first] for name in members)
+        if first in found or not alike or not children <= data:
             continue
+        group = ConjugateGroup(tuple(sorted(members, key=order.index)), tuple(sorted(children)))
         drawn = order[: order.index(first)]
         # With data of the same draw: far from the data many a density looks quadratic.
-        probed = {*drawn, *group.children}
-        given = [
-            {name: draw[name] for name in probed & draw.keys()} for draw in draws if draw.keys() >= set(drawn)
-        ]
-        if all(_is_quadratic(group, run, values) for values in given):
+        given = children.union(drawn)
+        probed = [{name: draw[name] for name in given & draw.keys()} for draw in draws if draw.keys() >= set(drawn)]
+        if all(is_quadratic(group, run, values) for values in probed):
             found.update(dict.fromkeys(group.members, group))
     return found
 
 
 def _candidates(
-    net: BayesNet,
-    inverse: Inverse,
-    order: Sequence[str],
-    able: Collection[str],
-    data: Collection[str],
-    frames: Mapping[str, frozenset[str]],
-    counted: Collection[str],
-) -> Iterator[ConjugateGroup]:
-    """Yields latents whose conditional the network allows: what it takes to know is what their factor reads."""
+    net: BayesNet, inverse: Inverse, order: Sequence[str], counted: Collection[str]
+) -> Iterator[tuple[list[str], set[str]]]:
+    """Yields members, and children, whose conditional the network allows: their factor reads what it takes to know."""
     graph, observed = net.graph, set(net.observed)
     predictive = set(inverse.predictive).difference(order)  # which integrate to 1
     for i, name in enumerate(order):
         drawn = observed.union(order[:i])
-        members, children, needed = [name], set(), set()
+        members = [name]
+        children: set[str] = set()
+        needed: set[str] = set()
         for member in members:  # which grows
             below = set(graph.successors(member))
             children |= below & observed
@@ -150,199 +106,6 @@ def _candidates(
             members += sorted(near - drawn - set(members), key=str)
             if len(members) > _MOST_MEMBERS:
                 break
-        if (
-            len(members) <= _MOST_MEMBERS
-            and children
-            and all(member in able and frames[member] == frames[name] for member in members)
-            and children <= set(data)
-            and needed <= set(inverse.parents[name]).difference(counted)
-        ):
-            yield ConjugateGroup(tuple(sorted(members, key=order.index)), tuple(sorted(children)))
-
-
-class Elimination:
-    """The exact conditionals of a group's members, each given those before it and with those behind integrated out.
-
-    A run of the model goes between its two halves: with what was drawn before at its values, the members at `points`,
-    and gradients; `until` names the sites that it has to reach. Then `solve` is told its sites.
-
-    Args:
-        group: the members and their children.
-        leading: sizes of the batch dims to the left of the plates, and 1 for each plate dim.
-        differentiable: whether gradients are to flow to what was drawn before.
-    """
-
-    def __init__(self, group: ConjugateGroup, leading: Sequence[int], differentiable: bool) -> None:
-        self._expansion = _Expansion(group, leading)
-        self.members, self._differentiable = group.members, differentiable
-        self.points, self.until = self._expansion.values, self._expansion.until
-
-    def solve(self, sites: Mapping[str, Any]) -> None:
-        """Eliminates the members, last ones first."""
-        whole = torch.jit.is_tracing()  # a traced tensor's shape is none that autograd can compare
-        points, _, gradient, precision = self._expansion.quadratic(sites, self._differentiable, whole=whole)
-        # What elimination leaves below this is rounding.
-        least = [torch.finfo(row[i].dtype).eps * row[i].detach() for i, row in enumerate(precision)]
-        for k in range(len(points) - 1, 0, -1):
-            for i in range(k):
-                ratio = precision[i][k] / precision[k][k]
-                gradient[i] = gradient[i] - ratio * gradient[k]
-                for j in range(i, k):
-                    precision[i][j] = precision[i][j] - ratio * precision[j][k]
-                precision[i][i] = precision[i][i].maximum(least[i])
-        self._points, self._gradient, self._precision = points, gradient, precision
-
-    def conditional(self, name: str, values: Mapping[str, Tensor]) -> dist.Normal:
-        """Returns a member's exact conditional, of batch shape ``(*batch, *plates)``, at values of those before it."""
-        k = self.members.index(name)
-        gradient = self._gradient[k]
-        for i in range(k):
-            gradient = gradient - self._precision[i][k] * (values[self.members[i]] - self._points[i])
-        loc, scale = self._points[k] + gradient / self._precision[k][k], self._precision[k][k].rsqrt()
-        if not self._differentiable:
-            loc, scale = loc.detach(), scale.detach()
-        return dist.Normal(loc, scale, validate_args=False)
-
-
-def leading_shape(values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int) -> torch.Size:
-    """Returns the sizes of all batch dims to the left of the plates that values have, and 1 for each plate dim."""
-    plates, shape = (1,) * nesting, torch.Size((1,) * nesting)
-    for name, value in values.items():
-        batch = value.shape[: value.dim() - event_dims.get(name, 0)]
-        if len(batch) > nesting:
-            shape = torch.broadcast_shapes(shape, batch[: len(batch) - nesting] + plates)
-    return shape
-
-
-class _Expansion:
-    """The expansion of a log density about the members' prior means, or points some deviations away.
-
-    Attributes:
-        values: member -> a function of its prior that makes its point.
-        until: the sites whose density it is.
-    """
-
-    def __init__(self, group: ConjugateGroup, leading: Sequence[int] = (), away: float = 0.0) -> None:
-        self._group, self._leading, self._away = group, leading, away
-        self._points: dict[str, Tensor] = {}
-        self.values = {name: functools.partial(self._point, name) for name in group.members}
-        self.until = (*group.members, *group.children)
-
-    def _point(self, name: str, prior: Any) -> Tensor:
-        value = prior.mean.detach()
-        if self._away:
-            spread = torch.arange(value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
-            value = value + self._away * prior.stddev.detach() * (1 + 2.4 * spread + len(self._points)).sin()
-        shape = torch.broadcast_shapes(self._leading, prior.batch_shape)
-        self._points[name] = value.expand(shape).clone().requires_grad_()
-        return self._points[name]
-
-    def quadratic(
-        self,
-        sites: Mapping[str, Any],
-        differentiable: bool = False,
-        parts: Sequence[str] | None = None,
-        whole: bool = True,
-    ) -> _Quadratic:
-        """Returns it, given the sites of a run of the model with gradients.
-
-        ``parts`` are the sites whose density it is, by default all. If it is known to be quadratic, ``whole=False``
-        leaves out its value there, and takes less time.
-        """
-        group = self._group
-        # On this thread, since a trace does not see what others do, as a GPU's would.
-        with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-            scale = sites[group.members[0]]["scale"]
-            values = [self._points[name] for name in group.members]
-            terms = [
-                _term(sites[name], scale, masked=name in group.children, whole=whole) for name in parts or self.until
-            ]
-            if parts:  # which need not depend on all values
-                terms += [(0 * value.square().sum(), None) for value in values]
-            outputs, cotangents = zip(*(term for term in terms if term[0].requires_grad))
-            gradient = list(torch.autograd.grad(outputs, values, cotangents, create_graph=True))
-            precision: list[list[Tensor]] = []
-            for i, row in enumerate(gradient):  # symmetric: what is below the diagonal is known
-                parts_above = torch.autograd.grad(
-                    row.sum(), values[i:], create_graph=differentiable, retain_graph=True, materialize_grads=True
-                )
-                precision.append([*(above[i] for above in precision), *(-part for part in parts_above)])
-        total = torch.stack([output.detach() for output, _ in terms]).sum() if whole else None
-        return _Quadratic(values, total, gradient, precision)
-
-
-@contextmanager
-def expanding() -> Iterator[None]:
-    """Runs a model for an expansion: with gradients, and unvalidated, as its own run validates the same."""
-    with torch.inference_mode(False), torch.enable_grad(), pyro.validation_enabled(False):
-        yield
-
-
-def _term(site: Mapping[str, Any], scale: Any, masked: bool, whole: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns an output and its cotangent, of which the gradient of a site's log density is the product.
-
-    That is the log density, summed, or if it need not be ``whole`` the error of a Normal, which takes half the time.
-    Scales count relative to that of the latent. Latents count where they are masked too, so that they have a
-    conditional there, which no density counts.
-    """
-    fn, value, mask, own = site["fn"], site["value"], site["mask"] if masked else None, site["scale"]
-    same = own is scale or not isinstance(own, Tensor) and not isinstance(scale, Tensor) and own == scale
-    normal = not whole and type(fn) is dist.Normal
-    output = value - fn.loc if normal else fn.log_prob(value)
-    if mask is not None:
-        output = torch.where(torch.as_tensor(mask), output, torch.zeros_like(output))
-    if normal:
-        # A scale that is the same for all is one number.
-        spread = fn.scale[tuple(slice(0, 1 if step == 0 else None) for step in fn.scale.stride())]
-        weight = -spread.square().reciprocal()
-        cotangent = output * (weight if same else weight * (own / scale))
-        return output.expand(cotangent.shape), cotangent
-    return (output if same else output * (own / scale)).sum(), None
-
-
-def _is_quadratic(group: ConjugateGroup, run: Run, drawn: Mapping[str, Tensor]) -> bool:
-    """Whether density and gradient some deviations away are what gradient and curvature at the means say.
-
-    The density as well, since what the model detaches, or compares, has no gradient; and members and children apart, as
-    the members' own density may be so large that nothing is seen of that of the children.
-    """
-
-    def at(away: float) -> Callable[..., _Quadratic]:
-        about = _Expansion(group, away=away)
-        with expanding():
-            sites = run({**drawn, **about.values}, about.until)
-        return functools.partial(about.quadratic, sites)
-
-    try:
-        near = at(0.0)
-        if not all((row[i] > 0).all() for i, row in enumerate(near().precision)):
-            return False
-        far = [at(away) for away in _PROBED_AT]
-        for parts in (group.members, group.children):
-            here = near(parts=parts)
-            if not all(_agree(here, there(parts=parts)) for there in far):
-                return False
-        return True
-    except (NotImplementedError, RuntimeError, ValueError):
-        return False  # no gradient, no mean, or a density that is not that of one instance each
-
-
-def _agree(here: _Quadratic, there: _Quadratic) -> bool:
-    """Whether the density of some sites is quadratic, and no constant, as far as two points tell."""
-    assert here.total is not None and there.total is not None
-    steps = [b.detach() - a.detach() for a, b in zip(here.points, there.points)]
-    if all((each == 0).all() for row in here.precision for each in row):
-        return False  # weights that are zero as yet
-    gain, slack = there.total - here.total, _TOLERANCE**2 * here.total.abs()
-    fits = torch.ones_like(gain, dtype=torch.bool)
-    for i, row in enumerate(here.precision):
-        bends = [each.detach() * step for each, step in zip(row, steps)]
-        before, after = here.gradient[i].detach(), there.gradient[i].detach()
-        bend = torch.stack([each.abs() for each in bends]).sum(0)
-        size = bend + before.abs()
-        rounding = 100 * torch.finfo(size.dtype).eps * size.max()
-        off = (after - before + sum(bends)).abs()
-        fits = fits & (off <= _TOLERANCE * (bend + _TOLERANCE * bend.max()) + rounding).all()
-        gain = gain - (steps[i] * (before - sum(bends) / 2)).sum()
-        slack = slack + _TOLERANCE * (steps[i].abs() * size).sum()
-    return bool(fits & (gain.abs() <= slack))  # one look, as a device has to be waited for
+        known = needed <= set(inverse.parents[name]).difference(counted)
+        if len(members) <= _MOST_MEMBERS and children and known:
+            yield members, children

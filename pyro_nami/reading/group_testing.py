@@ -1,8 +1,8 @@
 """Which sites to change together, so that few runs of a model test every edge that it could have.
 
-A run with some sites changed tests a site for all of them at once, if what the site is known to read was held.
-Such a run serves every site whose parents were held: in a chain of 400 sites about 25 runs test all pairs, in place
-of one a site. Change this module when runs can be planned better.
+A run with some sites changed tests a site for all of them at once, if what the site is known to read was held. Such a
+run serves every site whose parents were held: in a chain of 400 sites about 25 runs test all pairs, in place of one a
+site. Change this module when runs can be planned better.
 """
 
 from __future__ import annotations

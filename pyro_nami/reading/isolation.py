@@ -1,9 +1,4 @@
-"""Running a model and leaving no trace of it.
-
-`untouched` restores what a run of a Pyro model changes besides its own values: random number generators, the
-parameter store, and the state of the modules that it uses. `on_ordinary_tensors` leaves no inference tensors behind.
-Change this module when a run leaves something else behind.
-"""
+"""Running a model and leaving no trace of it. Change this module when a run leaves something else behind."""
 
 from __future__ import annotations
 
@@ -45,12 +40,8 @@ def untouched(*roots: Any) -> Iterator[None]:
     store = pyro.get_param_store()
     params = {key: dict(getattr(store, key)) for key in ("_params", "_constraints", "_param_to_name")}
     modules = {module: module.training for root in _modules(roots) for module in root.modules()}
-    buffers = [
-        (m, key, b, b.clone())
-        for m in modules
-        for key, b in m._buffers.items()
-        if b is not None and not is_lazy(b)
-    ]
+    items = [(module._buffers, key, b) for module in modules for key, b in module._buffers.items()]
+    buffers = [(place, key, b, b.clone()) for place, key, b in items if b is not None and not is_lazy(b)]
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -63,8 +54,8 @@ def untouched(*roots: Any) -> Iterator[None]:
         np.random.set_state(numpy)
         for module, training in modules.items():
             module.training = training
-        for module, key, buffer, saved in buffers:
-            module._buffers[key] = buffer if torch.equal(buffer, saved) else buffer.copy_(saved)
+        for place, key, buffer, saved in buffers:
+            place[key] = buffer if torch.equal(buffer, saved) else buffer.copy_(saved)
         for key, entries in params.items():
             getattr(store, key).clear()
             getattr(store, key).update(entries)
@@ -102,15 +93,13 @@ def on_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
 
 def _modules(roots: Iterable[Any], depth: int = 4) -> list[nn.Module]:
     """The modules that callables are, are bound to, wrap, close over or name, up to ``depth`` steps away."""
-    found: list[nn.Module] = []
-    level: list[Any] = list(roots)
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}
+    level = list(roots)
     for _ in range(depth):
         fresh = {id(value): value for value in level if value is not None and id(value) not in seen}
-        seen |= fresh.keys()
-        found += [value for value in fresh.values() if isinstance(value, nn.Module)]
+        seen |= fresh
         level = [part for value in fresh.values() for part in _parts(value)]
-    return found
+    return [value for value in seen.values() if isinstance(value, nn.Module)]
 
 
 def _parts(value: Any) -> list[Any]:
@@ -118,8 +107,8 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return list(value)
     if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        return cells + [value.__globals__.get(name) for name in value.__code__.co_names]
+        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        return [*map(_contents, value.__closure__ or ()), *named]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
@@ -127,8 +116,8 @@ def _parts(value: Any) -> list[Any]:
     return [getattr(value, "fn", None)] if callable(value) else []
 
 
-def _is_filled(cell: CellType) -> bool:
+def _contents(cell: CellType) -> Any:
     try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+        return cell.cell_contents
+    except ValueError:  # empty as yet
+        return None

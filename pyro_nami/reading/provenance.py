@@ -1,15 +1,11 @@
 """Which named values a tensor was computed from, followed through torch operations.
 
-`ProvenanceTracker` is a context: mark tensors with `tag`, compute, and ask `provenance` where a result came
-from. Names are kept per *storage*, below autograd, `vmap` and TorchScript, so writes into buffers, views and
-``out=`` carry them, and no tensor changes its type or its shape. A storage that is written in parts, and what
-is stacked or computed elementwise from such storages, keeps names per element: a scan that fills
-``buffer[t]`` step by step, or stacks its steps, leaves every step its own names. Everywhere else a result has
-the names of all tensors that the operation read, which may be too many, never too few.
-
-What leaves torch (``.item()``, ``if``, numpy, lists) cannot be followed. The names that left are in
-`escaped`. Change this module when torch gains operations that need a rule of their own; the rules are the
-sets of names below.
+Names are kept per *storage*, below autograd, `vmap` and TorchScript, so writes into buffers, views and ``out=`` carry
+them, and no tensor changes its type or its shape. A storage that is written in parts, and what is stacked or computed
+elementwise from such storages, keeps names per element: a scan that fills ``buffer[t]`` step by step, or stacks its
+steps, leaves every step its own names. Everywhere else a result has the names of all tensors that the operation read,
+which may be too many, never too few. Change this module when torch gains operations that need a rule of their own; the
+rules are the sets of names below.
 """
 
 from __future__ import annotations
@@ -55,7 +51,7 @@ class ProvenanceTracker(TorchDispatchMode):
     """A context in which every torch operation passes the names of its inputs on to its results.
 
     Attributes:
-        escaped: The names whose values left torch for Python so far.
+        escaped: the names whose values left torch for Python so far (``.item()``, ``if``, numpy, lists).
 
     Example:
         >>> a, b, buffer = torch.ones(()), torch.ones(()), torch.zeros(2)
@@ -106,20 +102,18 @@ class ProvenanceTracker(TorchDispatchMode):
     def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation, with the names of what it read."""
         result = func(*args, **kwargs)
-        inputs = tensors_in((args, kwargs))
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         name, written, overwritten = _effects(func, args, kwargs)
         if name == "set_" or not any(_storage(tensor) in self._entries for tensor in inputs):
             return result
         sources = tensors_in((args[1:], kwargs)) if name in _SHAPE_ONLY else inputs
         sources = [tensor for tensor in sources if not any(tensor is target for target in overwritten)]
-        outputs = tensors_in(result)
         if name in _VANISHING and any(type(arg) in (int, float) and arg == 0 for arg in args[1:]):
             sources = []
         if not outputs and not written and name not in _CHECKS:
             self.escaped |= self.provenance(sources)
         old = {_storage(tensor) for tensor in inputs}
-        fresh = [tensor for tensor in outputs if _storage(tensor) not in old]
-        for target in (*written, *fresh):
+        for target in (*written, *(tensor for tensor in outputs if _storage(tensor) not in old)):
             flow = self._flow(func, name, sources, args, kwargs, target.shape)
             self._write(target, flow, fresh=_storage(target) not in old)
         return result
@@ -128,15 +122,15 @@ class ProvenanceTracker(TorchDispatchMode):
         self, func: Any, name: str, sources: list[Tensor], args: Any, kwargs: Any, shape: Any
     ) -> Names | Tensor:
         """What reaches a result of ``shape``: names, or one index into ``_sets`` per element."""
-        if any(isinstance(self._entry(tensor), Tensor) for tensor in sources) or name in ("cat", "stack"):
-            if name in _POINTWISE or torch.Tag.pointwise in func.tags:
-                if all(_broadcasts(tensor.shape, shape) for tensor in sources):
-                    return self._merge([self._labels(tensor) for tensor in sources], shape)
-            elif name in _MOVES:
-                moved = tree_map_only(Tensor, self._labels, args[0])
-                others = self._label_tensor(self.provenance(args[1:], kwargs))
-                rest = tree_map_only(Tensor, Tensor.cpu, args[1:])
-                return self._merge([func(moved, *rest, **kwargs), others], shape)
+        if name not in ("cat", "stack") and not any(isinstance(self._entry(tensor), Tensor) for tensor in sources):
+            return self.provenance(sources)
+        if name in _POINTWISE or torch.Tag.pointwise in func.tags:
+            if all(_broadcasts(tensor.shape, shape) for tensor in sources):
+                return self._merge([self._labels(tensor) for tensor in sources], shape)
+        elif name in _MOVES:
+            moved = tree_map_only(Tensor, self._labels, args[0])
+            others = self._label_tensor(self.provenance(args[1:], kwargs))
+            return self._merge([func(moved, *tree_map_only(Tensor, Tensor.cpu, args[1:]), **kwargs), others], shape)
         return self.provenance(sources)
 
     def _merge(self, labels: list[Tensor], shape: Any) -> Tensor:
@@ -162,21 +156,18 @@ class ProvenanceTracker(TorchDispatchMode):
         """The entry of the tensor's storage; names only where its elements are not those of ``tensor``."""
         storage = _storage(tensor)
         entry = frozenset() if storage is None else self._entries.get(storage, frozenset())
-        if isinstance(entry, Tensor) and entry.numel() != _capacity(tensor):
-            return frozenset().union(*(self._sets[i] for i in entry.unique().tolist()))
-        return entry
+        return self._union(entry) if isinstance(entry, Tensor) and entry.numel() != _capacity(tensor) else entry
 
     def _names(self, tensor: Tensor) -> Names:
         entry = self._entry(tensor)
-        if isinstance(entry, frozenset):
-            return entry
-        return frozenset().union(*(self._sets[i] for i in _window(entry, tensor).unique().tolist()))
+        return entry if isinstance(entry, frozenset) else self._union(_window(entry, tensor))
+
+    def _union(self, labels: Tensor) -> Names:
+        return frozenset().union(*(self._sets[i] for i in labels.unique().tolist()))
 
     def _labels(self, tensor: Tensor) -> Tensor:
         entry = self._entry(tensor)
-        if isinstance(entry, Tensor):
-            return _window(entry, tensor)
-        return self._label_tensor(entry).expand(tensor.shape)
+        return _window(entry, tensor) if isinstance(entry, Tensor) else self._label_tensor(entry).expand(tensor.shape)
 
     def _write(self, tensor: Tensor, flow: Names | Tensor, fresh: bool = False) -> None:
         storage = _storage(tensor)
@@ -213,13 +204,12 @@ class _ExitWatch(TorchFunctionMode):
         elif name in _CONSTRUCTORS:
             left = tracker.provenance(args[1:] if name.startswith("new_") else args, kwargs)
         if not left or name in _CHECKS:
-            pass
-        elif name in _CONSTRUCTORS:
+            return result
+        if name in _CONSTRUCTORS:
             tracker.tag(result, left)
         elif name == "__getitem__":  # a view, chosen by a number that was read from a tensor
-            names = tracker.provenance(result) | left
-            result = result.clone()
-            tracker.tag(result, names)
+            left, result = tracker.provenance(result) | left, result.clone()
+            tracker.tag(result, left)
         elif name == "__setitem__":
             tracker.tag(args[0], tracker.provenance(args[0]) | left)
         else:
@@ -231,11 +221,8 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dicts, in order."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    return [tensor for item in value for tensor in tensors_in(item)]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def _effects(func: Any, args: Any, kwargs: Any) -> tuple[str, list[Tensor], list[Tensor]]:
@@ -243,15 +230,12 @@ def _effects(func: Any, args: Any, kwargs: Any) -> tuple[str, list[Tensor], list
     schema = getattr(func, "_schema", None)
     if schema is None:
         return "", [], []
-    name = schema.name.split("::")[-1]
-    written: list[Tensor] = []
-    overwritten: list[Tensor] = []
+    name, written, overwritten = schema.name.split("::")[-1], [], []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += tensors_in(value)
-            if argument.kwarg_only or name in _OVERWRITES:
-                overwritten += tensors_in(value)
+            targets = tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+            written += targets
+            overwritten += targets if argument.kwarg_only or name in _OVERWRITES else []
     return name, written, overwritten
 
 

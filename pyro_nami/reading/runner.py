@@ -1,7 +1,7 @@
 """Running a model out of sight: with chosen values at its sites, unseen by the handlers outside.
 
-`Runner` is the one way in which a model is run: to extract its network, at a guide's set-up and in every call.
-`prior_draws` are joint draws of all sites, which networks are standardized by and covariates are found at.
+`Runner` is the one way in which a model is run: to extract its network, at a guide's set-up and in every call. What
+else a use needs of a run, its callbacks do. Change this module when a run shall take, or show, something more.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pyro_nami.messages import warn
 
 __all__ = [
     "AllSeen",
+    "RunModel",
     "Runner",
     "changed_event_shape",
     "is_fixed",
@@ -32,6 +33,10 @@ __all__ = [
     "takes_observations",
     "widen",
 ]
+
+
+# Runs a model with values at sites, and may be told which sites it is for; returns its sites.
+RunModel = Callable[..., Mapping[str, Any]]
 
 
 class AllSeen(BaseException):
@@ -55,6 +60,14 @@ class Runner(Messenger):
     Attributes:
         sites: the message of every sample site, plates included, as the run left it.
         last: the message of the sample site that the run came to last.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def model():
+        ...     return pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0))
+        >>> sites = Runner({"z": torch.tensor(3.0)}).run(model, (), {})
+        >>> list(sites), sites["x"]["fn"].loc
+        (['z', 'x'], tensor(3.))
     """
 
     def __init__(
@@ -69,12 +82,17 @@ class Runner(Messenger):
         note: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__()
-        self.choose, self.note = choose, note
-        self.last: Any = None
         self.values, self.indices, self.shown, self.broadcast = values, indices or {}, shown, broadcast
-        self.simulated = simulated
+        self.simulated, self.choose, self.note = simulated, choose, note
         self.missing: set[str] = set(until or ())
         self.sites: dict[str, Any] = {}
+        self.last: Any = None
+
+    def run(self, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs the model, to its end or until all is seen; returns its sample sites, as a trace holds them."""
+        with own_dims(), self, suppress(AllSeen):
+            model(*args, **kwargs)
+        return self.sites
 
     def _process_message(self, msg: Any) -> None:
         msg["stop"] = True
@@ -109,12 +127,6 @@ class Runner(Messenger):
             if not self.missing:
                 raise AllSeen
 
-    def run(self, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs the model, to its end or until all is seen; returns its sample sites, as a trace holds them."""
-        with own_dims(), self, suppress(AllSeen):
-            model(*args, **kwargs)
-        return self.sites
-
 
 def widen(msg: Any) -> None:
     """Makes shapes of an observed site whole where Pyro leaves them to broadcasting.
@@ -137,14 +149,14 @@ def is_fixed(site: Any) -> bool:
 
 def _expanded(name: str, value: Tensor, fn: Any) -> Tensor:
     """Returns a value at the full shape of its site."""
-    event_shape = fn.event_shape
-    if value.shape[value.dim() - len(event_shape) :] != event_shape:
-        raise ValueError(changed_event_shape(name, value.shape[value.dim() - len(event_shape) :], event_shape))
+    event_shape = value.shape[value.dim() - len(fn.event_shape) :]
+    if event_shape != fn.event_shape:
+        raise ValueError(changed_event_shape(name, event_shape, fn.event_shape))
     return value.expand(fn.shape())
 
 
 def changed_event_shape(name: str, before: torch.Size, now: torch.Size) -> str:
-    """Returns the message for a site whose event shape is not that of the guide's first call."""
+    """The message for a site whose event shape is not that of the guide's first call."""
     return (
         f"Expected site '{name}' of event shape {tuple(before)}, as at the guide's first call; got {tuple(now)}. "
         "A guide's networks are fixed at its first call: make a new guide."

@@ -19,7 +19,7 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.inversion import DIRECTIONS, nami_steps
 from pyro_nami.graph.separation import verify_inverse
 from pyro_nami.guide.inversion import invert, with_hidden_evidence, with_latent_blocks
-from pyro_nami.reading.network import is_blocked
+from pyro_nami.reading.interventions import is_blocked
 from pyro_nami.show.render import render
 from pyro_nami.show.report import (
     factors_object,

@@ -41,7 +41,7 @@ def network_lines(extraction: Extraction) -> Iterator[str]:
         yield f"Index map {label(inner)} -> {label(outer)}: {', '.join(map(str, index[:_SHOWN].tolist()))}{more}"
     for what, names in (
         ("Values left torch; edges from here are found by intervention", extraction.escaped),
-        ("Runner randomness; taken to depend on all latents before", extraction.hidden_randomness),
+        ("Hidden randomness; taken to depend on all latents before", extraction.hidden_randomness),
     ):
         if names:
             yield f"{what}: {_labels(name for name in net.sites if name in names)}"

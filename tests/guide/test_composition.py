@@ -17,7 +17,7 @@ from pyro.optim import Adam
 
 from pyro_nami import AutoNaMIGuide
 
-pytestmark = pytest.mark.filterwarnings("error", "ignore:Runner randomness")
+pytestmark = pytest.mark.filterwarnings("error", "ignore:Hidden randomness")
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
 
 

@@ -48,7 +48,7 @@ NAMES = ["collider", "eight_schools", "nested", "constrained", "coupled_instance
 quiet = pytest.mark.filterwarnings(
     "ignore:Failed to verify mean field restriction", "ignore:TraceEnum_ELBO found no sample sites"
 )
-hidden = pytest.mark.filterwarnings("ignore:Runner randomness")
+hidden = pytest.mark.filterwarnings("ignore:Hidden randomness")
 
 
 @quiet

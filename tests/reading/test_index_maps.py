@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from pyro_nami.graph import nami
-from pyro_nami.reading.index_maps.finder import MapPlan, find_maps, maps_hold, routes
+from pyro_nami.reading.index_maps.finder import MapPlan, find_maps, maps_hold
 from pyro_nami.reading.index_maps.given import check_map
+from pyro_nami.reading.index_maps.nesting import routes
 from pyro_nami.reading.network import extract
 from pyro_nami.reading.runner import Runner
 
@@ -492,7 +493,7 @@ def test_a_site_with_hidden_randomness_is_not_nested_with_what_it_may_read():
             normal("y", alpha[COUNTY], obs=torch.zeros(ROWS))
             normal("w", alpha[COUNTY] + torch.randn(ROWS), obs=torch.zeros(ROWS))
 
-    with pytest.warns(UserWarning, match="Runner randomness"):
+    with pytest.warns(UserWarning, match="Hidden randomness"):
         assert not extract(model).index_maps
 
 

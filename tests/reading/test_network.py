@@ -667,7 +667,7 @@ class TestInterventions:
             normal("x", a, obs=ZERO)
             normal("y", b + torch.randn(()), obs=ZERO)
 
-        with pytest.warns(UserWarning, match="Runner randomness: 'y' differ"):
+        with pytest.warns(UserWarning, match="Hidden randomness: 'y' differ"):
             found = extract(model)
         assert found.hidden_randomness == {"y"}
         assert set(found.bayesnet.edges) == edges("a>x a>y b>y")
@@ -771,7 +771,7 @@ class TestLeavesNothingBehind:
             pyro.module("norm", norm)
             normal("x", norm(normal("z") + torch.randn(5, 1)).mean().detach(), obs=ZERO)
 
-        with pytest.warns(UserWarning, match="Runner randomness"):
+        with pytest.warns(UserWarning, match="Hidden randomness"):
             extract_bayesnet(wrap(model))
         assert norm.num_batches_tracked == 0 and norm.training
 

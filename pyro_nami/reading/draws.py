@@ -1,0 +1,80 @@
+"""Values for a site: one in its support whatever its distribution, and one that differs from another.
+
+Change this module when a distribution can be drawn in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Independent, biject_to
+
+__all__ = ["any_value", "drawn", "redraw"]
+
+# Draws to find a value that differs, where the support cannot be enumerated (a Poisson of low rate).
+_REDRAWS = 20
+
+
+def drawn(fn: Any) -> Any:
+    """A draw; None from a distribution that has none (``ImproperUniform``)."""
+    try:
+        return fn()
+    except NotImplementedError:
+        return None
+
+
+def any_value(fn: Any, like: Tensor | None = None, unconstrained: Callable[..., Tensor] = torch.randn) -> Any:
+    """A value of shape ``fn.shape()`` in the support: a draw, or the image of a point in unconstrained space.
+
+    Args:
+        fn: the distribution.
+        like: of the dtype and device of that point; what is returned where no bijection onto the support is known.
+        unconstrained: makes the point, from ``(shape, dtype=, device=)``: ``torch.randn``, ``torch.zeros``.
+
+    Example:
+        >>> from pyro.distributions import ImproperUniform, constraints
+        >>> any_value(ImproperUniform(constraints.positive, (), (2,)), unconstrained=torch.zeros)
+        tensor([1., 1.])
+    """
+    value = drawn(fn)
+    if value is not None:
+        return value
+    try:
+        transform = biject_to(fn.support)
+    except NotImplementedError:
+        return like
+    kind = torch.empty(0) if like is None else like
+    return transform(unconstrained(transform.inverse_shape(fn.shape()), dtype=kind.dtype, device=kind.device))
+
+
+def redraw(fn: Any, base: Tensor) -> Tensor:
+    """A draw from ``fn`` that differs from ``base`` in every element, where ``fn`` has another value."""
+    value = any_value(fn, base)
+    while isinstance(fn, Independent):
+        fn = fn.base_dist
+    for _ in range(_REDRAWS if value.shape == base.shape else 0):
+        stuck = _whole_event(value == base, fn.event_dim)
+        if not stuck.any():
+            break
+        value = torch.where(stuck, _other_value(fn, base) if fn.has_enumerate_support else any_value(fn, base), value)
+    return value.to(base.dtype)
+
+
+def _other_value(fn: Any, base: Tensor) -> Tensor:
+    """A draw from ``fn`` given that it is not ``base``; ``base`` where it can be nothing else."""
+    try:
+        support = fn.enumerate_support()
+    except NotImplementedError:
+        return fn()
+    log_prob, event = fn.log_prob(support), (1,) * fn.event_dim
+    score = log_prob - torch.empty_like(log_prob).exponential_().log()
+    same = _whole_event(support == base, fn.event_dim)
+    best, index = score.reshape(log_prob.shape + event).masked_fill(same, -torch.inf).max(0, keepdim=True)
+    return torch.where(best.isfinite(), support.gather(0, index.expand((1,) + base.shape)), base)[0]
+
+
+def _whole_event(equal: Tensor, event_dim: int) -> Tensor:
+    return equal.flatten(-event_dim).all(-1)[(...,) + (None,) * event_dim] if event_dim else equal
