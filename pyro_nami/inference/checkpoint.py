@@ -21,6 +21,7 @@ from torch import Tensor
 
 __all__ = [
     "check_structure",
+    "fingerprint",
     "load_checkpoint",
     "rng_state",
     "save_checkpoint",
@@ -116,7 +117,7 @@ def fingerprint(structure: Mapping[str, str]) -> str:
 
 def check_structure(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
     """Raises ValueError, naming what differs, if a checkpoint is of another structure than the guide's own."""
-    if fingerprint(saved) == fingerprint(own):
+    if saved == own:
         return
     differing = [key for key in {**own, **saved} if saved.get(key) != own.get(key)]
     sites = [key for key in differing if key.startswith("site")] or differing

@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Ranks:
     """The processes of the `DistributedDataParallel` in a module; without one, this process alone.
 
-    Every method but `first` must be called by all of them.
+    Every method must be called by all of them.
 
     Args:
         module: what may be such a wrapper, or hold one.
@@ -32,6 +32,7 @@ class Ranks:
     Attributes:
         rank: number of this process, from 0.
         size: how many there are.
+        first: whether this process is the one that speaks for all.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -41,11 +42,7 @@ class Ranks:
                 self.group: Any = part.process_group
                 self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
                 break
-
-    @property
-    def first(self) -> bool:
-        """Whether this process is the one that speaks for all."""
-        return self.rank == 0
+        self.first = self.rank == 0
 
     def sum(self, values: Iterable[float]) -> list[float]:
         """Returns the sums of numbers over the processes."""

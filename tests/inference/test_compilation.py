@@ -132,7 +132,7 @@ def test_schedules_step_once_a_step_and_plateaus_once_a_validation():
     class Recorder:
         def log(self, name, value, step):
             if name == "loss":
-                rates.append(compilation._optimization.torch.param_groups[0]["lr"])
+                rates.append(compilation._trainer.optimization.optimizer.param_groups[0]["lr"])
 
     halving = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     compilation = compiled(scheduler=halving)
@@ -224,7 +224,7 @@ def test_a_guide_may_say_itself_what_it_conditions_on():
         observed = ("y",)
 
     compilation = InferenceCompilation(sized, Guide(sized, observed=["y"]), Adam, batch_size=5)
-    assert math.isfinite(compilation.step()) and compilation._simulator.observed == ("y",)
+    assert math.isfinite(compilation.step()) and compilation._trainer.simulator.observed == ("y",)
 
 
 def test_observations_among_the_arguments_are_those_of_the_model_alone():
@@ -360,8 +360,8 @@ def test_what_wraps_the_loss_is_used():
             return self.module(*inputs)
 
     compilation = compiled(steps=3, wrap=Wrapper)
-    assert compilation._loss.calls == 3
-    assert compilation._loss.count == len(list(compilation.guide.parameters())) > 0
+    assert compilation._trainer.wrapped.calls == 3
+    assert compilation._trainer.wrapped.count == len(list(compilation.guide.parameters())) > 0
 
 
 # ---- bad simulations, bad losses, parameters of the model
