@@ -1,8 +1,4 @@
-"""Where batches of simulations come from: fresh ones, worker processes, or a data set larger than memory.
-
-A stream yields one a step, and knows what it takes to go on from there in another process. Change this module for
-another source.
-"""
+"""Where batches of simulations come from: fresh ones, worker processes, or a data set larger than memory."""
 
 from __future__ import annotations
 
@@ -17,9 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pyro_nami.inference.checkpoint import rng_state, set_rng_state
+from pyro_nami.inference.ranks import Ranks
 from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
 
-__all__ = ["Arguments", "Batch", "Simulations", "Stream", "held_out_batches", "stream_of"]
+__all__ = ["Arguments", "Batch", "Simulations", "Stream", "stream_of"]
 
 _HELD_OUT_SEED = 1_618_033_988  # apart from the training's
 
@@ -56,34 +53,24 @@ class Simulations(NamedTuple):
         """Returns the batch of a step from values made before; see `_as_draws`."""
         return Batch(*self.arguments(step), _as_draws(values, self.simulator))
 
-
-def held_out_batches(
-    given: int | Iterable[Any] | None, simulations: Simulations
-) -> Callable[[], Iterable[Batch]] | None:
-    """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given."""
-    if given is None:
-        return None
-    if isinstance(given, int):
-        with forked_rng():
-            pyro.set_rng_seed(_HELD_OUT_SEED)
-            batches = list(simulations.total(given))
-        return lambda: batches
-    kept = list(given) if isinstance(given, Iterator) else given
-    return lambda: (simulations.given(values, i) for i, values in enumerate(kept))
+    def held_out(self, given: int | Iterable[Any] | None) -> Callable[[], Iterable[Batch]] | None:
+        """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given."""
+        if given is None:
+            return None
+        if isinstance(given, int):
+            with forked_rng():
+                pyro.set_rng_seed(_HELD_OUT_SEED)
+                batches = list(self.total(given))
+            return lambda: batches
+        kept = list(given) if isinstance(given, Iterator) else given
+        return lambda: (self.given(values, i) for i, values in enumerate(kept))
 
 
 class Stream(NamedTuple):
-    """Batches, one a step.
-
-    Attributes:
-        batches: the batches themselves.
-        state: what another process needs to go on behind the batch read last.
-        ends: whether there may be fewer than steps.
-    """
+    """Batches, one a step, and what another process needs to go on behind the one read last."""
 
     batches: Iterator[Batch]
     state: dict[str, Any]
-    ends: bool = False
 
 
 def stream_of(
@@ -92,17 +79,15 @@ def stream_of(
     data: Iterable[Any] | None,
     num_workers: int,
     state: Mapping[str, Any],
+    ranks: Ranks,
 ) -> Stream:
     """Returns the batches of ``steps``: of a data set, of workers, or simulated when they are asked for.
 
-    Args:
-        simulations, steps, data, num_workers: see `InferenceCompilation.fit`.
-        state: of the stream to go on with; empty: none.
+    ``state`` is that of the stream to go on with; empty: none. A data set ends when that of one process does.
     """
     if data is not None:
         place = dict(state) if "epoch" in state else {}
-        read = enumerate(_epochs(data, place), steps.start)
-        return Stream((simulations.given(values, step) for step, values in read), place, ends=True)
+        return Stream(_read(simulations, steps, _epochs(data, place), ranks), place)
     if num_workers == 0:
         return Stream(map(simulations.fresh, steps), {})
     seed = state.get("seed") or int(torch.randint(1, 2**31, ()))
@@ -130,42 +115,41 @@ class _Seeded:
         return batch._replace(draws=batch.draws._replace(sites=None))  # not to go from process to process
 
 
+def _read(simulations: Simulations, steps: range, given: Iterator[Any], ranks: Ranks) -> Iterator[Batch]:
+    for step in steps:
+        values = next(given, None)
+        if ranks.any(values is None):
+            if step == 0:
+                raise ValueError("Expected batches of simulations in data; got none.")
+            return
+        yield simulations.given(values, step)
+
+
 def _epochs(data: Iterable[Any], place: dict[str, Any]) -> Iterator[Any]:
     """Yields what a data set holds, again and again; what an iterator holds, once.
 
-    ``place`` is kept at the batch read last: by its position in its epoch, and by the random numbers with which that
-    began, so that a loader that shuffles comes back to it.
+    ``place`` is that of the batch read last: its position in its epoch, and the random numbers with which that began,
+    so that a loader that shuffles comes back to it.
     """
-    batches = _at(data, place) if place else None
+    skipped, now = place.get("position", 0), rng_state()
+    if skipped:
+        set_rng_state(place["epoch"])
     while True:
-        if batches is None:
-            place.update(epoch=rng_state(), position=0)
-            batches = iter(data)
+        place.update(epoch=rng_state(), position=skipped)
+        batches = iter(data)
+        if skipped:
+            next(islice(batches, skipped, skipped), None)
+            set_rng_state(now)
+            skipped = 0
         for values in batches:
             place["position"] += 1
             yield values
         if batches is data or not place["position"]:
             return
-        batches = None
-
-
-def _at(data: Iterable[Any], place: Mapping[str, Any]) -> Iterator[Any]:
-    """Returns the rest of the epoch that was left at a place; random numbers go on as if it had not been found again."""
-    now = rng_state()
-    set_rng_state(place["epoch"])
-    batches = iter(data)
-    next(islice(batches, place["position"], place["position"]), None)
-    set_rng_state(now)
-    return batches
 
 
 def _as_draws(values: Any, simulator: Simulator) -> JointDraws:
-    """Returns simulations given as `JointDraws`, or as site -> values ``(draws, *plates, *event)`` of latents and data.
-
-    Raises:
-        TypeError: for anything else.
-        ValueError: naming a site that is missing, or whose number of draws differs.
-    """
+    """Returns simulations given as `JointDraws`, or as site -> values ``(draws, *plates, *event)``, after a check."""
     if isinstance(values, JointDraws):
         values = {**values.latents, **values.observed}
     if not isinstance(values, Mapping):

@@ -1,8 +1,6 @@
 """Inference compilation: a guide trained on a model's own simulations, for all data sets at once.
 
-Change this module when the loop of training changes. Its parts: `simulate` simulates, `batches` says where simulations
-come from, `losses` what they cost, `optimizers` move the weights, `trainer` takes a step, `checkpoint` keeps what there
-is, and `ranks` are the processes that share the work.
+Change this module when the loop of training changes; `batches` says what it runs over, and `trainer` takes its steps.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pyro_nami.inference.batches import Arguments, Batch, Simulations, Stream, held_out_batches, stream_of
+from pyro_nami.inference.batches import Arguments, Batch, Simulations, Stream, stream_of
 from pyro_nami.inference.checkpoint import load_checkpoint, rng_state, save_checkpoint, set_rng_state
 from pyro_nami.inference.history import History
 from pyro_nami.inference.observations import observed_names
@@ -120,7 +118,7 @@ class InferenceCompilation:
         checkpoint: str | Path | None = None,
         checkpoint_every: int = 100,
         progress: bool = True,
-        tracker: Tracker | None = None,
+        tracker: Tracker | Callable[[str, float, int], Any] | None = None,
     ) -> History:
         """Trains for a number of steps.
 
@@ -132,10 +130,9 @@ class InferenceCompilation:
             steps: number of steps, those before the checkpoint included.
             args, kwargs: the model's arguments; or ``args`` is a function from the step to a pair of them, for
                 training over plates of varying size.
-            data: batches of simulations made before, read instead of fresh ones and again from the start when they
-                end: `JointDraws`, or site -> values ``(draws, *plates, *event)`` of latents and observed sites. Any
-                iterable, a `DataLoader` say. An iterator ends the training with its last batch. Of many processes each
-                reads its own: give them parts, by a `DistributedSampler` say.
+            data: batches of simulations made before, any iterable of `JointDraws`, or of site -> values
+                ``(draws, *plates, *event)`` of latents and observed sites; read again from the start when it ends, but
+                an iterator ends the training. Of many processes each reads its own, by a `DistributedSampler` say.
             num_workers: processes that simulate ahead, for models that are slow; 0: none.
             validation: number of held-out simulations, the same in every run; or batches of them, as in ``data``.
             validate_every: steps between validations.
@@ -143,7 +140,7 @@ class InferenceCompilation:
             checkpoint: file to write to and to go on from.
             checkpoint_every: steps between checkpoints; one more comes at the end.
             progress: whether to show a progress bar.
-            tracker: where to log ``loss`` and ``validation_loss``.
+            tracker: where to log ``loss`` and ``validation_loss``; a function of name, value and step will do.
 
         Raises:
             ValueError: as `step` does; or if the checkpoint is of another structure, naming the sites.
@@ -153,15 +150,14 @@ class InferenceCompilation:
             _check_counts(validation=validation)
         if patience is not None and validation is None:
             raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
-        arguments = args if callable(args) else _constant(tuple(args), dict(kwargs or {}))
-        trainer, simulations = self._set_up(arguments)
-        held_out = held_out_batches(validation, simulations)
+        trainer, simulations = self._set_up(args if callable(args) else _constant(tuple(args), dict(kwargs or {})))
+        held_out = simulations.held_out(validation)
         checkpoint, place = _resume(trainer, checkpoint)
-        ahead = range(len(self.history.losses), steps)
-        stream = stream_of(simulations, ahead, data, num_workers, place)
-        schedule = _Schedule(steps, validate_every, patience, checkpoint, checkpoint_every)
-        _train(trainer, stream, held_out, schedule, callback(tracker), progress)
-        return self.history
+        ahead = range(len(trainer.history.losses), steps)
+        stream = stream_of(simulations, ahead, data, num_workers, place, trainer.ranks)
+        plan = _Plan(ahead, validate_every, patience, checkpoint, checkpoint_every, callback(tracker), progress)
+        _train(trainer, stream, held_out, plan)
+        return trainer.history
 
     def _set_up(self, arguments: Arguments) -> tuple[Trainer, Simulations]:
         """Returns the trainer, which the first call makes with the guide's structure, and simulations at arguments."""
@@ -172,59 +168,45 @@ class InferenceCompilation:
         return self._trainer, Simulations(self._trainer.simulator, arguments, self.batch_size)
 
 
-class _Schedule(NamedTuple):
-    """When training does what, in steps, and after how many validations without a new best one it ends."""
+class _Plan(NamedTuple):
+    """When training does what, in steps, and whom it tells."""
 
-    steps: int
+    ahead: range
     validate_every: int
     patience: int | None
     checkpoint: str | Path | None
     checkpoint_every: int
+    log: Callable[[str, float, int], Any]
+    progress: bool
 
 
 def _train(
-    trainer: Trainer,
-    stream: Stream,
-    held_out: Callable[[], Iterable[Batch]] | None,
-    schedule: _Schedule,
-    log: Callable[[str, float, int], Any],
-    progress: bool,
+    trainer: Trainer, stream: Stream, held_out: Callable[[], Iterable[Batch]] | None, plan: _Plan
 ) -> None:
-    """Takes steps until those of the schedule, its patience or the batches end."""
-    steps, start, first = schedule.steps, len(trainer.history.losses), trainer.ranks.first
-    log = log if first else callback(None)
-    with tqdm(total=steps, initial=start, desc="compiling", disable=not (progress and first), mininterval=0.2) as bar:
-        while not _is_over(trainer.history, schedule) and (batch := _next(stream, trainer)) is not None:
-            loss, done = trainer.step(batch), len(trainer.history.losses)
-            log("loss", loss, done)
-            if held_out is not None and (done % schedule.validate_every == 0 or done == steps):
+    """Takes the steps of a plan, until its patience or the batches end."""
+    history, done, last = trainer.history, plan.ahead.start, plan.ahead.stop
+    log, show = (plan.log, plan.progress) if trainer.ranks.first else (callback(None), False)
+    with tqdm(total=last, initial=done, desc="compiling", disable=not show, mininterval=0.2) as bar:
+        while done < last and _patient(history, plan) and (batch := next(stream.batches, None)):
+            done += 1
+            log("loss", trainer.step(batch), done)
+            if held_out is not None and (done % plan.validate_every == 0 or done == last):
                 log("validation_loss", trainer.validate(held_out()), done)
-            if done % schedule.checkpoint_every == 0 and done < steps:
-                _save(trainer, stream, schedule.checkpoint)
+            if done % plan.checkpoint_every == 0 and done < last:
+                _save(trainer, stream, plan.checkpoint)
             if done % 50 == 0:
-                bar.set_postfix_str(trainer.history.recent(), refresh=False)
+                bar.set_postfix_str(history.recent(), refresh=False)
             bar.update()
-    if len(trainer.history.losses) > start:
-        _save(trainer, stream, schedule.checkpoint)
+    if done > plan.ahead.start:
+        _save(trainer, stream, plan.checkpoint)
     if trainer.best is not None:
         trainer.load_weights(trainer.best)
-    if trainer.history.skipped and first:
-        warn(f"{trainer.history.shortfall()}; they were left out.")
+    if history.skipped and trainer.ranks.first:
+        warn(f"{history.shortfall()}; they were left out.")
 
 
-def _is_over(history: History, schedule: _Schedule) -> bool:
-    patient = schedule.patience is None or history.validations_since_best() < schedule.patience
-    return len(history.losses) >= schedule.steps or not patient
-
-
-def _next(stream: Stream, trainer: Trainer) -> Batch | None:
-    """Returns the next batch; None if some process has none."""
-    batch = next(stream.batches, None)
-    if not stream.ends or not trainer.ranks.any(batch is None):
-        return batch
-    if not trainer.history.losses:
-        raise ValueError("Expected batches of simulations in data; got none.")
-    return None
+def _patient(history: History, plan: _Plan) -> bool:
+    return plan.patience is None or history.validations_since_best() < plan.patience
 
 
 def _save(trainer: Trainer, stream: Stream, checkpoint: str | Path | None) -> None:
@@ -241,8 +223,8 @@ def _resume(trainer: Trainer, checkpoint: str | Path | None) -> tuple[str | Path
     Random numbers go on as well; where another number of processes goes on, from the first's, anew in the others.
     """
     ranks = trainer.ranks
-    there = checkpoint is not None and ranks.first and Path(checkpoint).exists()
-    checkpoint, saved = ranks.of_first((checkpoint, load_checkpoint(checkpoint) if there else {}))
+    found = None if checkpoint is None or not (ranks.first and Path(checkpoint).exists()) else checkpoint
+    checkpoint, saved = ranks.of_first((checkpoint, {} if found is None else load_checkpoint(found)))
     trainer.load(saved)
     parts = [saved, *saved.get("others", ())]
     own = parts[ranks.rank] if len(parts) == ranks.size else {}

@@ -1,8 +1,4 @@
-"""Torch's and Pyro's optimizers behind one interface.
-
-A guide's parameters exist only after its first call, so an optimizer is a function of them until then. Change this
-module for another kind of optimizer.
-"""
+"""Torch's and Pyro's optimizers behind one interface: functions of parameters, as guides get theirs in a first call."""
 
 from __future__ import annotations
 
@@ -47,13 +43,13 @@ class Optimization:
 
     def __init__(self, optim: Any, scheduler: Any, clip_norm: float, parameters: list[Tensor]) -> None:
         self.parameters, self.clip_norm = parameters, clip_norm
-        by_pyro = isinstance(optim, PyroOptim)
-        self.optimizer: Any = _PyroOptimizer(optim, parameters) if by_pyro else optim(parameters)
-        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
-        self._waits = isinstance(self.scheduler, ReduceLROnPlateau)
-        self._parts = {"pyro" if by_pyro else "torch": self.optimizer}
-        if self.scheduler is not None:
-            self._parts["scheduler"] = self.scheduler
+        self.parts: dict[str, Any] = {}
+        if isinstance(optim, PyroOptim):
+            self.parts["pyro"] = _PyroOptimizer(optim, parameters)
+        else:
+            self.parts["torch"] = optim(parameters)
+        if scheduler is not None:
+            self.parts["scheduler"] = scheduler(self.parts["torch"])
 
     def backward(self, loss: Tensor) -> Tensor:
         """Computes the clipped gradients; returns their norm before that, a scalar."""
@@ -64,31 +60,27 @@ class Optimization:
 
     def step(self) -> None:
         """Moves the parameters, and the learning rate by its schedule."""
-        self.optimizer.step()
-        if self.scheduler is not None and not self._waits:
-            self.scheduler.step()
+        for part in self.parts.values():
+            if not isinstance(part, ReduceLROnPlateau):
+                part.step()
 
     def validated(self, loss: float) -> None:
         """Tells a scheduler that waits for plateaus a validation loss."""
-        if self._waits:
-            self.scheduler.step(loss)
+        for part in self.parts.values():
+            if isinstance(part, ReduceLROnPlateau):
+                part.step(loss)
 
     def state(self) -> dict[str, Any]:
-        """Returns the states of optimizer and scheduler."""
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state` returned.
-
-        Raises:
-            ValueError: for the state of an optimizer of another kind.
-        """
-        if state.keys() != self._parts.keys():
+        """Loads what `state` returned; raises ValueError if it is of an optimizer of another kind."""
+        if state.keys() != self.parts.keys():
             raise ValueError(
-                f"Expected a checkpoint with the state of {' and '.join(sorted(self._parts))}; got one with "
+                f"Expected a checkpoint with the state of {' and '.join(sorted(self.parts))}; got one with "
                 f"{' and '.join(sorted(state))}. Resume with the optimizer and scheduler of the run."
             )
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             part.load_state_dict(state[name])
 
 

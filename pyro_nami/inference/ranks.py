@@ -1,8 +1,4 @@
-"""The processes that train one guide together: what they agree on, and what tells them apart.
-
-They are those of a `DistributedDataParallel`, which averages gradients; all else that passes between them goes through
-here. Change this module for another way to train in many processes.
-"""
+"""The processes that train one guide together: `DistributedDataParallel` averages gradients, all else passes here."""
 
 from __future__ import annotations
 
@@ -23,15 +19,10 @@ T = TypeVar("T")
 class Ranks:
     """The processes of the `DistributedDataParallel` in a module; without one, this process alone.
 
-    Every method must be called by all of them.
-
-    Args:
-        module: what may be such a wrapper, or hold one.
-        device: of the tensors that pass between processes, the same kind as the parameters'.
+    Every method must be called by all of them. Tensors that pass between them are on ``device``.
 
     Attributes:
-        rank: number of this process, from 0.
-        size: how many there are.
+        rank, size: number of this process, from 0, and how many there are.
         first: whether this process is the one that speaks for all.
     """
 

@@ -18,8 +18,10 @@ class Tracker(Protocol):
 
 
 def callback(tracker: Tracker | Callable[[str, float, int], Any] | None) -> Callable[[str, float, int], Any]:
-    """Returns the function that takes figures; without a tracker one that forgets them."""
-    return (lambda *figure: None) if tracker is None else getattr(tracker, "log", tracker)
+    """Returns the function that takes what is logged; without a tracker one that forgets it."""
+    if tracker is None:
+        return lambda name, value, step: None
+    return tracker if callable(tracker) else tracker.log
 
 
 class TensorBoardTracker:
@@ -33,8 +35,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        module = _imported("torch.utils.tensorboard", "TensorBoardTracker", "tensorboard")
-        self.writer = module.SummaryWriter(str(folder))
+        self.writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
 
     def log(self, name: str, value: float, step: int) -> None:
         self.writer.add_scalar(name, value, step)
@@ -56,7 +57,7 @@ class WandbTracker:
     """
 
     def __init__(self, run: Any = None) -> None:
-        self.run = _imported("wandb", "WandbTracker", "wandb").run if run is None else run
+        self.run = _imported("wandb", "wandb").run if run is None else run
         if self.run is None:
             raise ValueError("Expected a run of W&B; got none. Call wandb.init(project=...) first.")
 
@@ -64,10 +65,8 @@ class WandbTracker:
         self.run.log({name: value}, step=step)
 
 
-def _imported(module: str, needed_by: str, package: str) -> Any:
+def _imported(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"Expected the package of {needed_by}; got none. Install it: pip install {package}"
-        ) from error
+        raise ImportError(f"Expected the package {package} for this tracker; pip install {package}") from error

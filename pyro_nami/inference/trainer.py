@@ -1,13 +1,10 @@
-"""The guide that is trained, with all that moves its weights: loss, optimizer, and the processes that share the work.
-
-Change this module when a step changes, or what a guide starts from.
-"""
+"""A guide with all that moves its weights: where it starts from, what a step is, and what a checkpoint holds of it."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +16,7 @@ from torch import Tensor, nn
 from pyro_nami.inference.batches import Batch
 from pyro_nami.inference.checkpoint import check_structure, fingerprint, structure_of
 from pyro_nami.inference.history import History
-from pyro_nami.inference.losses import CompilationLoss, non_finite_sites
+from pyro_nami.inference.losses import CompilationLoss, non_finite_sites, site_log_probs
 from pyro_nami.inference.optimizers import Optimization
 from pyro_nami.inference.ranks import Ranks
 from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
@@ -32,18 +29,11 @@ _REGRESSED = 2000  # simulations that a guide starts from
 
 
 class Trainer:
-    """Moves a guide's weights, alike in all processes; making it calls the guide for the first time.
-
-    Args:
-        simulator: of the guide's model.
-        guide: see `CompilationLoss`.
-        optimization: a function from the guide's parameters.
-        wrap: what wraps the loss module; None: nothing.
+    """Moves a guide's weights, alike in all processes, from its first call on, which is made here.
 
     Attributes:
-        parameters: of the guide, by name.
-        history: of the steps taken.
-        best: the weights of the lowest validation loss; None without validation.
+        history: what happened since the last `load`.
+        best: the weights of the lowest validation loss.
     """
 
     def __init__(
@@ -53,6 +43,11 @@ class Trainer:
         optimization: Callable[[list[Tensor]], Optimization],
         wrap: Callable[[nn.Module], nn.Module] | None,
     ) -> None:
+        if simulator.trainable:
+            warn(
+                f"The model has trainable parameters, {', '.join(map(repr, simulator.trainable))}. The guide is "
+                "compiled for the model as it is, and they are left alone; fit them first, by SVI say."
+            )
         self.simulator, self.guide, self.loss = simulator, guide, CompilationLoss(guide)
         self.parameters = _first_call(self.loss, simulator)
         if not self.parameters:
@@ -63,9 +58,8 @@ class Trainer:
         self.finite = [value.detach().clone() for value in self.parameters.values()]  # as the wrapper set them
         self.ranks = Ranks(self.wrapped, self.finite[0].device)
         self.ranks.part()
-        self.history, self.best = History(), None
-
-    # ---- steps and validations
+        self.history = History()
+        self.best: dict[str, Any] | None = None
 
     def step(self, batch: Batch) -> float:
         """Moves the weights by one step; returns the loss before, over the simulations of all processes.
@@ -73,9 +67,8 @@ class Trainer:
         NaN where a process has no finite simulation: none may go on alone.
         """
         draws, share = self._finite_draws(batch.draws)
-        loss = self._descend(batch._replace(draws=draws), share) if share else math.nan
-        self.history.losses.append(loss)
-        return loss
+        self.history.losses.append(self._descend(batch._replace(draws=draws), share) if share else math.nan)
+        return self.history.losses[-1]
 
     def validate(self, batches: Iterable[Batch]) -> float:
         """Returns the mean loss of all processes on held-out batches, and keeps the weights if it is the lowest."""
@@ -115,20 +108,19 @@ class Trainer:
         return draws, 0.0 if empty else draws.num * self.ranks.size / kept
 
     def _descend(self, batch: Batch, share: float) -> float:
-        args, kwargs, draws = batch
         parameters = self.optimization.parameters
         with _out_of_sight():
-            loss = self.wrapped(draws, args, kwargs).mean() * share
+            loss = self.wrapped(batch.draws, batch.args, batch.kwargs).mean() * share
             norm = self.optimization.backward(loss)
         loss_value, norm_value = torch.stack((loss.detach(), norm.to(loss))).tolist()
         loss_value = self.ranks.mean(loss_value)
-        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-            message = self._non_finite(loss_value, batch)
-            _copy(self.finite, parameters)
-            raise ValueError(message)
-        _copy(parameters, self.finite)
-        self.optimization.step()
-        return loss_value
+        if math.isfinite(loss_value) and math.isfinite(norm_value):
+            _copy(parameters, self.finite)
+            self.optimization.step()
+            return loss_value
+        message = self._non_finite(loss_value, batch)
+        _copy(self.finite, parameters)
+        raise ValueError(message)
 
     def _non_finite(self, loss: float, batch: Batch) -> str:
         """Returns the message for a loss or gradient that is not finite, with the sites that it comes from."""
@@ -144,8 +136,6 @@ class Trainer:
             "step at which all was finite. Lower the learning rate, pass clip_norm=, or give the site a prior with "
             "lighter tails."
         )
-
-    # ---- state
 
     def weights(self) -> dict[str, Any]:
         """Returns the guide's state; its tensors go on to move."""
@@ -172,11 +162,7 @@ class Trainer:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state` returned; starts a new history from an empty one.
-
-        Raises:
-            ValueError: if it is of another structure, or of another kind of optimizer.
-        """
+        """Loads what `state` returned, or starts anew from nothing; raises ValueError if it is another guide's."""
         if state:
             check_structure(state["structure"], self.structure)
             self.load_weights(state["guide"])
@@ -186,25 +172,24 @@ class Trainer:
 
 
 def _first_call(loss: CompilationLoss, simulator: Simulator) -> dict[str, Tensor]:
-    """Calls a guide, by which lazy ones get parameters, and starts it from a regression, if it can; returns these."""
+    """Calls a guide, as lazy ones get their parameters then, and regresses it, if it can be; returns these by name."""
     guide, args, kwargs = loss.guide, simulator.args, simulator.kwargs
-    if simulator.trainable:
-        warn(
-            f"The model has trainable parameters, {', '.join(map(repr, simulator.trainable))}. The guide is compiled "
-            "for the model as it is, and they are left alone; fit them first, by SVI say."
-        )
     with forked_rng():
         draws, _ = simulator.draw(_FIRST).finite()
-    with torch.no_grad(), _out_of_sight(), poutine.trace(param_only=True) as capture:
+    with torch.no_grad(), _out_of_sight():
+        if not isinstance(guide, nn.Module):
+            seen = poutine.trace(guide, param_only=True)
+            site_log_probs(seen, draws, args, kwargs)
+            nodes: Any = seen.trace.nodes
+            return {name: nodes[name]["value"].unconstrained() for name in seen.trace.param_nodes}
         loss(draws, args, kwargs)
-    if simulator.vectorized and hasattr(guide, "regress"):
+    regress: Any = getattr(guide, "regress", None)
+    if simulator.vectorized and regress is not None:
         with forked_rng(), _out_of_sight():
             draws, _ = simulator.draw(_REGRESSED, keep_sites=True).finite()
             if draws.sites is not None:
-                guide.regress(draws.sites, *args, **{**kwargs, "observations": draws.observed})
-    if isinstance(guide, nn.Module):
-        return {name: value for name, value in guide.named_parameters() if value.requires_grad}
-    return {name: site["value"].unconstrained() for name, site in capture.trace.nodes.items()}
+                regress(draws.sites, *args, **{**kwargs, "observations": draws.observed})
+    return {name: value for name, value in guide.named_parameters() if value.requires_grad}
 
 
 @contextmanager
@@ -214,5 +199,5 @@ def _out_of_sight() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _copy(values: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+def _copy(values: list[Tensor], to: list[Tensor]) -> None:
     torch._foreach_copy_(to, values)
