@@ -20,8 +20,8 @@ ORDER = {
     "guide": "arguments options conditioning couplings offsets features evidence groups inputs inversion network "
     "network_state regression one_pass rules structure differences shapes first_call columns plan build maps "
     "call memory reader observed draw state lazy nami",
-    "inference": "sites observations checkpoint history psis ranks tracking optimizing weights simulate batches losses "
-    "coordinates pair tempering transitions target annealing importance compilation",
+    "inference": "sites observations checkpoint history psis ranks trackers optimizers weights simulate batches losses "
+    "trainer compilation coordinates pair tempering transitions target annealing importance",
     "checking": "rank_tests plots simulations calibration misspecification diagnosis",
     "show": "render report target commands",
 }

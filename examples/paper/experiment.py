@@ -98,9 +98,6 @@ class StepTracker(NamedTuple):
     def log(self, name: str, value: float, step: int) -> None:
         self.tell(step / self.steps)
 
-    def figure(self, name: str, figure: Any, step: int) -> None:
-        """No figures are kept."""
-
 
 Task = Callable[[Cell, Run], Any]
 

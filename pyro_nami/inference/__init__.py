@@ -5,7 +5,7 @@ from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.simulate import JointDraws, Simulator
-from pyro_nami.inference.tracking import TensorBoardTracker, Tracker, WandbTracker
+from pyro_nami.inference.trackers import TensorBoardTracker, Tracker, WandbTracker
 from pyro_nami.inference.weights import WeightedSamples
 
 __all__ = [

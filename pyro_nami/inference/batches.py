@@ -1,8 +1,4 @@
-"""Where batches of simulations come from: fresh ones, worker processes, or a data set larger than memory.
-
-A stream of batches yields one a step, from a given step on, and knows what it takes to go on from there in another
-process. Change this module for another source.
-"""
+"""Where batches of simulations come from: fresh ones, worker processes, or a data set larger than memory."""
 
 from __future__ import annotations
 
@@ -14,20 +10,13 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from pyro_nami.inference.checkpoint import rng_state, set_rng_state
+from pyro_nami.inference.ranks import Ranks
 from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
 
-__all__ = [
-    "Arguments",
-    "Batch",
-    "FreshBatches",
-    "OfflineBatches",
-    "WorkerBatches",
-    "held_out_batches",
-    "simulated",
-]
+__all__ = ["Arguments", "Batch", "Simulations", "Stream", "stream_of"]
 
 _HELD_OUT_SEED = 1_618_033_988  # apart from the training's
 
@@ -42,168 +31,143 @@ class Batch(NamedTuple):
     draws: JointDraws
 
 
-class FreshBatches:
-    """Batches simulated when they are asked for, with Pyro's random numbers."""
+class Simulations(NamedTuple):
+    """A model's simulations in batches, at arguments that may differ from step to step."""
 
-    def __init__(self, simulator: Simulator, arguments: Arguments, batch_size: int, start: int = 0) -> None:
-        self.simulator, self.arguments, self.batch_size, self.step = simulator, arguments, batch_size, start
+    simulator: Simulator
+    arguments: Arguments
+    batch_size: int
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
+    def fresh(self, step: int, size: int | None = None) -> Batch:
+        """Returns the batch of a step, with Pyro's random numbers."""
+        args, kwargs = self.arguments(step)
+        draws = self.simulator.at(*args, **kwargs).draw(size or self.batch_size, keep_sites=True)
+        return Batch(args, kwargs, draws)
 
-    def __next__(self) -> Batch:
-        args, kwargs = self.arguments(self.step)
-        self.step += 1
-        return Batch(args, kwargs, self.simulator.at(*args, **kwargs).draw(self.batch_size, keep_sites=True))
+    def total(self, num: int) -> Iterator[Batch]:
+        """Yields ``num`` simulations in batches."""
+        for step, done in enumerate(range(0, num, self.batch_size)):
+            yield self.fresh(step, min(self.batch_size, num - done))
 
-    def state(self) -> dict[str, Any]:
-        return {}
+    def given(self, values: Any, step: int) -> Batch:
+        """Returns the batch of a step from values made before; see `_as_draws`."""
+        return Batch(*self.arguments(step), _as_draws(values, self.simulator))
 
-
-class WorkerBatches:
-    """Batches simulated ahead in worker processes, every step from a seed of its own, in order."""
-
-    def __init__(
-        self,
-        simulator: Simulator,
-        arguments: Arguments,
-        batch_size: int,
-        steps: range,
-        num_workers: int,
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.seed: int = (state or {}).get("seed") or int(torch.randint(1, 2**31, ()))
-        fork = "fork" in multiprocessing.get_all_start_methods()  # models are rarely picklable
-        loader: DataLoader = DataLoader(
-            _Simulations(simulator, arguments, batch_size, self.seed),
-            batch_size=None,
-            sampler=steps,
-            num_workers=num_workers,
-            multiprocessing_context="fork" if fork else None,
-            generator=torch.Generator("cpu"),  # else the loader would draw from the global one
-        )
-        self.batches = iter(loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        return next(self.batches)
-
-    def state(self) -> dict[str, Any]:
-        return {"seed": self.seed}
+    def held_out(self, given: int | Iterable[Any] | None) -> Callable[[], Iterable[Batch]] | None:
+        """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given."""
+        if given is None:
+            return None
+        if isinstance(given, int):
+            with forked_rng():
+                pyro.set_rng_seed(_HELD_OUT_SEED)
+                batches = list(self.total(given))
+            return lambda: batches
+        kept = list(given) if isinstance(given, Iterator) else given
+        return lambda: (self.given(values, i) for i, values in enumerate(kept))
 
 
-class _Simulations(Dataset):
-    """A batch for each step."""
+class Stream(NamedTuple):
+    """Batches, one a step, and what another process needs to go on behind the one read last."""
 
-    def __init__(self, simulator: Simulator, arguments: Arguments, batch_size: int, seed: int) -> None:
-        self.simulator, self.arguments, self.batch_size, self.seed = simulator, arguments, batch_size, seed
+    batches: Iterator[Batch]
+    state: dict[str, Any]
+
+
+def stream_of(
+    simulations: Simulations,
+    steps: range,
+    data: Iterable[Any] | None,
+    num_workers: int,
+    state: Mapping[str, Any],
+    ranks: Ranks,
+) -> Stream:
+    """Returns the batches of ``steps``: of a data set, of workers, or simulated when they are asked for.
+
+    ``state`` is that of the stream to go on with; empty: none. A data set ends when that of one process does.
+    """
+    if data is not None:
+        place = dict(state) if "epoch" in state else {}
+        return Stream(_read(simulations, steps, _epochs(data, place), ranks), place)
+    if num_workers == 0:
+        return Stream(map(simulations.fresh, steps), {})
+    seed = state.get("seed") or int(torch.randint(1, 2**31, ()))
+    fork = "fork" in multiprocessing.get_all_start_methods()  # models are rarely picklable
+    loader: DataLoader = DataLoader(
+        _Seeded(simulations, seed),  # type: ignore[arg-type]
+        batch_size=None,
+        sampler=steps,
+        num_workers=num_workers,
+        multiprocessing_context="fork" if fork else None,
+        generator=torch.Generator("cpu"),  # else the loader would draw from the global one
+    )
+    return Stream(iter(loader), {"seed": seed})
+
+
+class _Seeded:
+    """Simulations of which every step has a seed of its own, whichever process makes them."""
+
+    def __init__(self, simulations: Simulations, seed: int) -> None:
+        self.simulations, self.seed = simulations, seed
 
     def __getitem__(self, step: int) -> Batch:
         pyro.set_rng_seed((self.seed + step) % 2**32)
-        batch = next(FreshBatches(self.simulator, self.arguments, self.batch_size, step))
+        batch = self.simulations.fresh(step)
         return batch._replace(draws=batch.draws._replace(sites=None))  # not to go from process to process
 
 
-class OfflineBatches:
-    """Batches of an iterable, once more from its start when it ends; an iterator ends the stream.
-
-    Going on in another process skips the batches of the epoch that were read, with the random numbers with which the
-    epoch began, so that a loader that shuffles comes back to the same place.
-    """
-
-    def __init__(
-        self,
-        data: Iterable[Any],
-        simulator: Simulator,
-        arguments: Arguments,
-        start: int = 0,
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.data, self.simulator, self.arguments, self.step = data, simulator, arguments, start
-        state = state if state and "epoch" in state else None
-        if state:
-            set_rng_state(state["epoch"])
-        self._begin()
-        if state:
-            self.position = state["position"]
-            next(islice(self.batches, self.position, self.position), None)
-
-    def _begin(self) -> None:
-        self.epoch, self.position = rng_state(), 0
-        self.batches = iter(self.data)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        batch = next(self.batches, None)
-        if batch is None and self.position and self.batches is not self.data:
-            self._begin()
-            batch = next(self.batches, None)
-        if batch is None:
-            if self.step == 0:
+def _read(simulations: Simulations, steps: range, given: Iterator[Any], ranks: Ranks) -> Iterator[Batch]:
+    for step in steps:
+        values = next(given, None)
+        if ranks.any(values is None):
+            if step == 0:
                 raise ValueError("Expected batches of simulations in data; got none.")
-            raise StopIteration
-        self.position += 1
-        args, kwargs = self.arguments(self.step)
-        self.step += 1
-        return Batch(args, kwargs, as_draws(batch, self.simulator))
-
-    def state(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position}
+            return
+        yield simulations.given(values, step)
 
 
-def simulated(simulator: Simulator, arguments: Arguments, batch_size: int, num: int) -> Iterator[Batch]:
-    """Yields ``num`` simulations in batches."""
-    for step, done in enumerate(range(0, num, batch_size)):
-        yield next(FreshBatches(simulator, arguments, min(batch_size, num - done), step))
+def _epochs(data: Iterable[Any], place: dict[str, Any]) -> Iterator[Any]:
+    """Yields what a data set holds, again and again; what an iterator holds, once.
 
-
-def held_out_batches(
-    given: int | Iterable[Any] | None, simulator: Simulator, arguments: Arguments, batch_size: int
-) -> Callable[[], Iterable[Batch]] | None:
-    """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given.
-
-    None where none are asked for.
+    ``place`` is that of the batch read last: its position in its epoch, and the random numbers with which that began,
+    so that a loader that shuffles comes back to it.
     """
-    if given is None:
-        return None
-    if isinstance(given, int):
-        with forked_rng():
-            pyro.set_rng_seed(_HELD_OUT_SEED)
-            batches = list(simulated(simulator, arguments, batch_size, given))
-        return lambda: batches
-    kept = list(given) if isinstance(given, Iterator) else given
-    return lambda: (Batch(*arguments(i), as_draws(batch, simulator)) for i, batch in enumerate(kept))
+    skipped, now = place.get("position", 0), rng_state()
+    if skipped:
+        set_rng_state(place["epoch"])
+    while True:
+        place.update(epoch=rng_state(), position=skipped)
+        batches = iter(data)
+        if skipped:
+            next(islice(batches, skipped, skipped), None)
+            set_rng_state(now)
+            skipped = 0
+        for values in batches:
+            place["position"] += 1
+            yield values
+        if batches is data or not place["position"]:
+            return
 
 
-def as_draws(batch: Any, simulator: Simulator) -> JointDraws:
-    """Returns a batch given as `JointDraws`, or as site -> values ``(draws, *plates, *event)`` of latents and data.
-
-    Raises:
-        TypeError: for anything else.
-        ValueError: naming a site that is missing, or whose number of draws differs.
-    """
-    if isinstance(batch, JointDraws):
-        batch = {**batch.latents, **batch.observed}
-    if not isinstance(batch, Mapping):
+def _as_draws(values: Any, simulator: Simulator) -> JointDraws:
+    """Returns simulations given as `JointDraws`, or as site -> values ``(draws, *plates, *event)``, after a check."""
+    if isinstance(values, JointDraws):
+        values = {**values.latents, **values.observed}
+    if not isinstance(values, Mapping):
         raise TypeError(
-            f"Expected batches as JointDraws or mappings from sites to values; got {type(batch).__name__}."
+            f"Expected batches as JointDraws or mappings from sites to values; got {type(values).__name__}."
         )
     names = (*simulator.latent, *simulator.observed)
     for name in names:
-        if not isinstance(batch.get(name), Tensor):
+        if not isinstance(values.get(name), Tensor):
             raise ValueError(
                 f"Expected a tensor for every site, {', '.join(map(repr, names))}; got none for '{name}'."
             )
-        if batch[name].dim() <= simulator.nesting or len(batch[name]) != len(batch[names[0]]):
+    num = len(values[names[0]])
+    for name in names:
+        if values[name].dim() <= simulator.nesting or len(values[name]) != num:
             raise ValueError(
                 f"Expected values of site '{name}' of shape (draws, *plates, *event), with {simulator.nesting} plate "
-                f"dims and as many draws as '{names[0]}', {len(batch[names[0]])}; got {tuple(batch[name].shape)}."
+                f"dims and as many draws as '{names[0]}', {num}; got {tuple(values[name].shape)}."
             )
-    latents, observed = (
-        {name: batch[name] for name in part} for part in (simulator.latent, simulator.observed)
-    )
+    latents, observed = ({name: values[name] for name in part} for part in (simulator.latent, simulator.observed))
     return JointDraws(latents, observed, simulator.nesting)

@@ -1,8 +1,7 @@
 """Checkpoints: written so that no moment of death loses them, read so that they run no code.
 
-A file holds tensors and plain Python only, and is loaded with ``weights_only=True``. It is written beside its place and
-moved there when it is on the disk. Change this module when a checkpoint should live elsewhere, or know more of the
-structure that it belongs to.
+A file holds tensors and plain Python only. Change this module when a checkpoint should live elsewhere, or know more of
+the structure that it belongs to.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import os
 import pickle
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 __all__ = [
     "check_structure",
+    "fingerprint",
     "load_checkpoint",
     "rng_state",
     "save_checkpoint",
@@ -34,9 +34,7 @@ _FORMAT = 1
 def save_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
     """Writes a state of tensors and plain Python atomically: the file is the old one or the new one, never part of one.
 
-    Args:
-        path: where to; its folder is made if need be. Meanwhile ``.tmp`` is beside it.
-        state: what `load_checkpoint` will return.
+    It is written beside its place, as ``.tmp``, and moved there when it is on the disk.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,12 +53,7 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Returns what `save_checkpoint` wrote, its tensors on the CPU.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if the file is no checkpoint, or one of another format.
-    """
+    """Returns what `save_checkpoint` wrote, its tensors on the CPU; raises ValueError for any other file."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -79,58 +72,49 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 def structure_of(guide: Callable, parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns what must agree for weights to mean the same, in words: per site and per parameter.
 
-    Sites are told by a guide that shows its ``bayesnet``, with plates and model parents, and its ``inverse``, with the
-    parents there; otherwise the shapes of the parameters have to do. Sizes of plates do not count.
-
-    Args:
-        guide: any Pyro guide, after its first call.
-        parameters: its parameters by name.
+    Sites are those of a guide that shows its ``bayesnet`` and its ``inverse``; of others the shapes of parameters have
+    to do. Sizes of plates do not count.
     """
-    structure = {}
     net, inverse = getattr(guide, "bayesnet", None), getattr(guide, "inverse", None)
-    if net is not None:
-        for name in (*net.latent, *net.observed):
-            parts = ["observed" if name in net.observed else "latent"]
-            parts += [
-                f"plates [{_names(net.plates[name])}]",
-                f"parents [{_names(net.graph.predecessors(name))}]",
-            ]
-            if inverse is not None and name in inverse.parents:
-                read = (
-                    f"{u} across [{_names(plates)}]" if plates else u
-                    for u, plates in inverse.parents[name].items()
-                )
-                parts.append(f"in the inverse [{_names(read)}]")
-            structure[f"site '{name}'"] = ", ".join(parts)
-    for name, value in parameters.items():
-        structure[f"parameter '{name}'"] = f"shape {tuple(value.shape)}"
-    return structure
+    sites = () if net is None else (*net.latent, *net.observed)
+    return {
+        **{f"site '{name}'": _in_words(net, inverse, name) for name in sites},
+        **{f"parameter '{name}'": f"shape {tuple(value.shape)}" for name, value in parameters.items()},
+    }
+
+
+def _in_words(net: Any, inverse: Any, name: str) -> str:
+    words = f"{'observed' if name in net.observed else 'latent'}, plates [{_listed(net.plates[name])}]"
+    words += f", parents [{_listed(net.graph.predecessors(name))}]"
+    if inverse is None or name not in inverse.parents:
+        return words
+    parents = inverse.parents[name].items()
+    read = (f"{parent} across [{_listed(plates)}]" if plates else parent for parent, plates in parents)
+    return f"{words}, in the inverse [{_listed(read)}]"
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(sorted(map(str, names)))
 
 
 def fingerprint(structure: Mapping[str, str]) -> str:
     """Returns a digest of a structure."""
-    return hashlib.sha256(
-        "\n".join(f"{key}: {structure[key]}" for key in sorted(structure)).encode()
-    ).hexdigest()
+    lines = (f"{key}: {structure[key]}" for key in sorted(structure))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def check_structure(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
     """Raises ValueError, naming what differs, if a checkpoint is of another structure than the guide's own."""
-    if fingerprint(saved) == fingerprint(own):
+    if saved == own:
         return
     differing = [key for key in {**own, **saved} if saved.get(key) != own.get(key)]
     sites = [key for key in differing if key.startswith("site")] or differing
-    lines = [f"{key}: here {own.get(key, 'absent')}; there {saved.get(key, 'absent')}" for key in sites[:5]]
-    more = [f"and {len(sites) - 5} more"] if len(sites) > 5 else []
+    lines = [f"{key}: here {own.get(key, 'absent')}; there {saved.get(key, 'absent')}" for key in sites]
+    told = "; ".join(lines if len(lines) <= 5 else [*lines[:5], f"and {len(lines) - 5} more"])
     raise ValueError(
-        "Expected a checkpoint of this guide's structure; got one of another model or guide. They differ at "
-        + "; ".join(lines + more)
-        + ". Choose another path, or delete the file to start anew."
+        f"Expected a checkpoint of this guide's structure; got one of another model or guide. They differ at {told}. "
+        "Choose another path, or delete the file to start anew."
     )
-
-
-def _names(names: Any) -> str:
-    return ", ".join(sorted(map(str, names)))
 
 
 # ---- random number generators
@@ -139,19 +123,13 @@ def _names(names: Any) -> str:
 def rng_state() -> dict[str, Any]:
     """Returns the states of the random number generators of torch (CUDA as well), numpy and Python, as plain data."""
     numpy_state: Any = np.random.get_state(legacy=True)
-    kind, keys, position, has_gauss, gauss = numpy_state
-    version, internal, python_gauss = random.getstate()
+    kind, keys, *rest = numpy_state
+    version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "numpy": [
-            str(kind),
-            torch.from_numpy(keys.astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ],
-        "python": [version, torch.tensor(internal, dtype=torch.int64), python_gauss],
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
+        "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
     }
 
 

@@ -1,54 +1,30 @@
 """Inference compilation: a guide trained on a model's own simulations, for all data sets at once.
 
-Change this module when the loss or the loop of training changes. Its parts: `joint` simulates, `batches` says where
-simulations come from, `losses` what they cost, `optimizing` moves the weights, `checkpoint` keeps them, and `ranks` are
-the processes that share the work.
+Change this module when the loop of training changes; `batches` says what it runs over, and `trainer` takes its steps.
 """
 
 from __future__ import annotations
 
-import copy
-import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import pyro
 import torch
-from pyro import poutine
 from pyro.optim import PyroOptim
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pyro_nami.inference.batches import (
-    Arguments,
-    Batch,
-    FreshBatches,
-    OfflineBatches,
-    WorkerBatches,
-    held_out_batches,
-    simulated,
-)
-from pyro_nami.inference.checkpoint import (
-    check_structure,
-    fingerprint,
-    load_checkpoint,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-    structure_of,
-)
+from pyro_nami.inference.batches import Arguments, Batch, Simulations, Stream, stream_of
+from pyro_nami.inference.checkpoint import load_checkpoint, rng_state, save_checkpoint, set_rng_state
 from pyro_nami.inference.history import History
-from pyro_nami.inference.losses import CompilationLoss, non_finite_sites
-from pyro_nami.inference.optimizing import Optimization, check_optimizer
-from pyro_nami.inference.ranks import Ranks
-from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
-from pyro_nami.inference.tracking import Tracker
+from pyro_nami.inference.observations import observed_names
+from pyro_nami.inference.optimizers import optimization_of
+from pyro_nami.inference.simulate import Simulator
+from pyro_nami.inference.trackers import Tracker, callback
+from pyro_nami.inference.trainer import Trainer
+from pyro_nami.messages import warn
 
 __all__ = ["InferenceCompilation"]
-
-_REGRESSED = 2000  # simulations that a guide starts from
 
 
 class InferenceCompilation:
@@ -82,9 +58,6 @@ class InferenceCompilation:
         clip_norm: largest norm of the gradient.
         wrap: what wraps the loss module before its first use, such as `DistributedDataParallel`.
 
-    Attributes:
-        history: of the last `fit`, or of the steps so far.
-
     References:
         Le, Baydin and Wood 2017, "Inference Compilation and Universal Probabilistic Programming".
     """
@@ -101,16 +74,16 @@ class InferenceCompilation:
         clip_norm: float | None = None,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
-        check_optimizer(optim, scheduler, clip_norm)
-        _check_count("batch_size", batch_size)
+        self._optimization = optimization_of(optim, scheduler, clip_norm)
+        _check_counts(batch_size=batch_size)
         self.model, self.guide, self.batch_size = model, guide, batch_size
-        self.history = History()
-        self._observed = (observed,) if isinstance(observed, str) else tuple(observed)
-        self._options = optim, scheduler, clip_norm
-        self._wrap = wrap
-        self._simulator: Simulator | None = None
+        self._observed, self._wrap = observed, wrap
+        self._trainer: Trainer | None = None
 
-    # ---- single steps
+    @property
+    def history(self) -> History:
+        """What happened in the last `fit`, or in the steps so far."""
+        return History() if self._trainer is None else self._trainer.history
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes one step on a fresh batch of simulations at the model's arguments.
@@ -122,20 +95,14 @@ class InferenceCompilation:
             ValueError: if loss or gradient are not finite, naming the site; the guide then has the weights of the last
                 step at which they were. If more than a tenth of all simulations are not finite, naming the site.
         """
-        loss = self._update(
-            next(FreshBatches(self._set_up(args, kwargs), _constant(args, kwargs), self.batch_size))
-        )
-        self.history.losses.append(loss)
-        return loss
+        trainer, simulations = self._set_up(_constant(args, kwargs))
+        return trainer.step(simulations.fresh(0))
 
     def evaluate_loss(self, *args: Any, num: int = 1000, **kwargs: Any) -> float:
         """Returns the loss on ``num`` fresh simulations at the model's arguments, in nats per simulation."""
-        _check_count("num", num)
-        return self._mean_loss(
-            simulated(self._set_up(args, kwargs), _constant(args, kwargs), self.batch_size, num)
-        )
-
-    # ---- the whole of training
+        _check_counts(num=num)
+        trainer, simulations = self._set_up(_constant(args, kwargs))
+        return trainer.mean_loss(simulations.total(num))
 
     def fit(
         self,
@@ -151,7 +118,7 @@ class InferenceCompilation:
         checkpoint: str | Path | None = None,
         checkpoint_every: int = 100,
         progress: bool = True,
-        tracker: Tracker | None = None,
+        tracker: Tracker | Callable[[str, float, int], Any] | None = None,
     ) -> History:
         """Trains for a number of steps.
 
@@ -163,10 +130,9 @@ class InferenceCompilation:
             steps: number of steps, those before the checkpoint included.
             args, kwargs: the model's arguments; or ``args`` is a function from the step to a pair of them, for
                 training over plates of varying size.
-            data: batches of simulations made before, read instead of fresh ones and again from the start when they
-                end: `JointDraws`, or site -> values ``(draws, *plates, *event)`` of latents and observed sites. Any
-                iterable, a `DataLoader` say. An iterator ends the training with its last batch. Of many processes each
-                reads its own: give them parts, by a `DistributedSampler` say.
+            data: batches of simulations made before, any iterable of `JointDraws`, or of site -> values
+                ``(draws, *plates, *event)`` of latents and observed sites; read again from the start when it ends, but
+                an iterator ends the training. Of many processes each reads its own, by a `DistributedSampler` say.
             num_workers: processes that simulate ahead, for models that are slow; 0: none.
             validation: number of held-out simulations, the same in every run; or batches of them, as in ``data``.
             validate_every: steps between validations.
@@ -174,227 +140,106 @@ class InferenceCompilation:
             checkpoint: file to write to and to go on from.
             checkpoint_every: steps between checkpoints; one more comes at the end.
             progress: whether to show a progress bar.
-            tracker: where to log ``loss`` and ``validation_loss``.
+            tracker: where to log ``loss`` and ``validation_loss``; a function of name, value and step will do.
 
         Raises:
             ValueError: as `step` does; or if the checkpoint is of another structure, naming the sites.
         """
-        _check_count("steps", steps)
-        _check_count("validate_every", validate_every)
-        _check_count("checkpoint_every", checkpoint_every)
+        _check_counts(steps=steps, validate_every=validate_every, checkpoint_every=checkpoint_every)
         if isinstance(validation, int):
-            _check_count("validation", validation)
+            _check_counts(validation=validation)
         if patience is not None and validation is None:
             raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
-        arguments = args if callable(args) else _constant(tuple(args), dict(kwargs or {}))
-        simulator = self._set_up(*arguments(0))
-        held_out = held_out_batches(validation, simulator, arguments, self.batch_size)
-        ranks = self._ranks
-        history = self.history = History()
-        best: dict[str, Any] | None = None
-        saved: dict[str, Any] = {}
-        if checkpoint is not None and ranks.first and Path(checkpoint).exists():
-            saved = load_checkpoint(checkpoint)
-        checkpoint, saved = ranks.of_first((checkpoint, saved))
-        if saved:
-            check_structure(saved["structure"], self._structure)
-            self._load_guide(saved["guide"])
-            self._optimization.load(saved["optimization"])
-            history = self.history = History.from_state(saved["history"])
-            best = saved["best"]
-        start = len(history.losses)
-        sessions = [saved, *saved.get("others", ())]  # by rank, if as many processes go on
-        own = sessions[ranks.rank] if len(sessions) == ranks.size else {}
-        if not own:
-            if saved:
-                set_rng_state(saved["rng"])
-            ranks.part()
-        stream: Any
-        state = own.get("stream")
-        if data is not None:
-            stream = OfflineBatches(data, simulator, arguments, start, state)
-        elif num_workers > 0:
-            ahead = range(start, steps)
-            stream = WorkerBatches(simulator, arguments, self.batch_size, ahead, num_workers, state)
-        else:
-            stream = FreshBatches(simulator, arguments, self.batch_size, start)
-        if own:
-            set_rng_state(own["rng"])
+        trainer, simulations = self._set_up(args if callable(args) else _constant(tuple(args), dict(kwargs or {})))
+        held_out = simulations.held_out(validation)
+        checkpoint, place = _resume(trainer, checkpoint)
+        ahead = range(len(trainer.history.losses), steps)
+        stream = stream_of(simulations, ahead, data, num_workers, place, trainer.ranks)
+        plan = _Plan(ahead, validate_every, patience, checkpoint, checkpoint_every, callback(tracker), progress)
+        _train(trainer, stream, held_out, plan)
+        return trainer.history
 
-        def save() -> None:
-            if checkpoint is not None:
-                now, *others = ranks.gather({"rng": rng_state(), "stream": stream.state()})
-                if ranks.first:
-                    now = {**now, "others": others} if others else now
-                    save_checkpoint(checkpoint, {**self._state(), **now, "best": best})
+    def _set_up(self, arguments: Arguments) -> tuple[Trainer, Simulations]:
+        """Returns the trainer, which the first call makes with the guide's structure, and simulations at arguments."""
+        args, kwargs = arguments(0)
+        if self._trainer is None:
+            simulator = Simulator(self.model, args, kwargs, observed_names(self._observed, self.guide))
+            self._trainer = Trainer(simulator, self.guide, self._optimization, self._wrap)
+        return self._trainer, Simulations(self._trainer.simulator, arguments, self.batch_size)
 
-        tracker, progress = (tracker, progress) if ranks.first else (None, False)
-        with tqdm(total=steps, initial=start, desc="compiling", disable=not progress, mininterval=0.2) as bar:
-            while (step := len(history.losses)) < steps:
-                if patience is not None and history.validations_since_best() >= patience:
-                    break
-                batch: Any = next(stream, None)
-                if data is not None and ranks.any(batch is None):
-                    break
-                loss = self._update(batch)
-                history.losses.append(loss)
-                step += 1
-                if tracker is not None:
-                    tracker.log("loss", loss, step)
-                if held_out is not None and (step % validate_every == 0 or step == steps):
-                    validated = ranks.mean(self._mean_loss(held_out()))
-                    history.validation.append((step, validated))
-                    self._optimization.validated(validated)
-                    if history.best_step == step:
-                        best = copy.deepcopy(self._guide_state())
-                    if tracker is not None:
-                        tracker.log("validation_loss", validated, step)
-                if step % checkpoint_every == 0 and step < steps:
-                    save()
-                if step % 50 == 0:
-                    bar.set_postfix_str(history.recent(), refresh=False)
-                bar.update()
-        if len(history.losses) > start:
-            save()
-        if best is not None:
-            self._load_guide(best)
-        if history.skipped and ranks.first:
-            warnings.warn(f"{history.shortfall()}; they were left out.", stacklevel=2)
-        return history
 
-    # ---- set-up
+class _Plan(NamedTuple):
+    """When training does what, in steps, and whom it tells."""
 
-    def _set_up(self, args: tuple, kwargs: dict[str, Any]) -> Simulator:
-        """Returns the simulator; at the first call makes it, the guide's structure and all that depends on it."""
-        if self._simulator is not None:
-            return self._simulator
-        observed = dict.fromkeys((*self._observed, *getattr(self.guide, "observed", ())))
-        simulator = Simulator(self.model, args, kwargs, tuple(observed))
-        if simulator.trainable:
-            warnings.warn(
-                f"The model has trainable parameters, {', '.join(map(repr, simulator.trainable))}. The guide is "
-                "compiled for the model as it is, and they are left alone; fit them first, by SVI say.",
-                stacklevel=4,
-            )
-        with forked_rng():
-            draws, _ = simulator.draw(16).finite()
-        loss = CompilationLoss(self.guide)
-        with torch.no_grad(), pyro.validation_enabled(False), poutine.trace(param_only=True) as capture:
-            loss(draws, args, kwargs)  # lazy guides get their parameters
-        if simulator.vectorized and hasattr(self.guide, "regress"):
-            with forked_rng(), pyro.validation_enabled(False), poutine.block():
-                draws, _ = simulator.draw(_REGRESSED, keep_sites=True).finite()
-                if draws.sites is not None:
-                    self.guide.regress(draws.sites, *args, **{**kwargs, "observations": draws.observed})
-        if isinstance(self.guide, nn.Module):
-            parameters: dict[str, Tensor] = {
-                n: p for n, p in self.guide.named_parameters() if p.requires_grad
-            }
-        else:
-            sites: dict[str, Any] = dict(capture.trace.nodes)
-            parameters = {name: site["value"].unconstrained() for name, site in sites.items()}
-        if not parameters:
-            raise ValueError("Expected a guide with parameters; got none.")
-        self._parameters = parameters
-        self._optimization = Optimization(*self._options, parameters)
-        self._structure = structure_of(self.guide, parameters)
-        self._bare_loss = loss
-        self._loss: nn.Module = loss if self._wrap is None else self._wrap(loss)
-        self._finite = [value.detach().clone() for value in parameters.values()]  # as the wrapper set them
-        self._ranks = Ranks(self._loss, self._finite[0].device)
-        self._ranks.part()
-        self._simulator = simulator
-        return simulator
+    ahead: range
+    validate_every: int
+    patience: int | None
+    checkpoint: str | Path | None
+    checkpoint_every: int
+    log: Callable[[str, float, int], Any]
+    progress: bool
 
-    def _state(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of training, alike in all processes, besides the best weights."""
-        return {
-            "structure": self._structure,
-            "fingerprint": fingerprint(self._structure),
-            "guide": self._guide_state(),
-            "optimization": self._optimization.state(),
-            "history": self.history.state(),
-        }
 
-    def _guide_state(self) -> dict[str, Any]:
-        if isinstance(self.guide, nn.Module):
-            return self.guide.state_dict()
-        return {name: value.detach() for name, value in self._parameters.items()}
+def _train(
+    trainer: Trainer, stream: Stream, held_out: Callable[[], Iterable[Batch]] | None, plan: _Plan
+) -> None:
+    """Takes the steps of a plan, until its patience or the batches end."""
+    history, done, last = trainer.history, plan.ahead.start, plan.ahead.stop
+    log, show = (plan.log, plan.progress) if trainer.ranks.first else (callback(None), False)
+    with tqdm(total=last, initial=done, desc="compiling", disable=not show, mininterval=0.2) as bar:
+        while done < last and _patient(history, plan) and (batch := next(stream.batches, None)):
+            done += 1
+            log("loss", trainer.step(batch), done)
+            if held_out is not None and (done % plan.validate_every == 0 or done == last):
+                log("validation_loss", trainer.validate(held_out()), done)
+            if done % plan.checkpoint_every == 0 and done < last:
+                _save(trainer, stream, plan.checkpoint)
+            if done % 50 == 0:
+                bar.set_postfix_str(history.recent(), refresh=False)
+            bar.update()
+    if done > plan.ahead.start:
+        _save(trainer, stream, plan.checkpoint)
+    if trainer.best is not None:
+        trainer.load_weights(trainer.best)
+    if history.skipped and trainer.ranks.first:
+        warn(f"{history.shortfall()}; they were left out.")
 
-    def _load_guide(self, state: Mapping[str, Any]) -> None:
-        if isinstance(self.guide, nn.Module):
-            self.guide.load_state_dict(state)
-        else:
-            with torch.no_grad():
-                for name, value in self._parameters.items():
-                    value.copy_(state[name])
-        torch._foreach_copy_(self._finite, [*self._parameters.values()])
 
-    # ---- losses
+def _patient(history: History, plan: _Plan) -> bool:
+    return plan.patience is None or history.validations_since_best() < plan.patience
 
-    @torch.no_grad()
-    def _mean_loss(self, batches: Iterable[Batch]) -> float:
-        """Returns the mean loss over all finite simulations of this process; warns of those left out."""
-        total, seen = 0.0, History()
-        with pyro.validation_enabled(False), poutine.block():
-            for args, kwargs, draws in batches:
-                kept, non_finite = draws.to(self._finite[0].device).finite()
-                seen.count(draws.num, draws.num - kept.num, non_finite)
-                if kept.num:
-                    total += self._bare_loss(kept, args, kwargs).sum().item()
-        if seen.skipped == seen.simulations:
-            raise ValueError(f"Expected finite simulations to evaluate the loss on; {seen.shortfall()}.")
-        if seen.skipped:
-            warnings.warn(f"Held out: {seen.shortfall()}; they were left out.", stacklevel=3)
-        return total / (seen.simulations - seen.skipped)
 
-    def _update(self, batch: Batch) -> float:
-        """Moves the weights by one step; returns the loss before, over the simulations of all processes."""
-        args, kwargs, drawn = batch
-        draws, non_finite = drawn.to(self._finite[0].device).finite()  # a loader's may be on the host
-        sites = (*drawn.latents, *drawn.observed)
-        own = (drawn.num, draws.num, draws.num == 0, *(non_finite.get(name, 0) for name in sites))
-        total, kept, empty, *bad = map(int, self._ranks.sum(own))
-        self.history.count(total, total - kept, {name: count for name, count in zip(sites, bad) if count})
-        if empty:  # in any process: none may go on alone
-            return math.nan
-        parameters: list[Tensor] = [*self._parameters.values()]
-        with pyro.validation_enabled(False), poutine.block():
-            share = draws.num * self._ranks.size / kept  # as gradients are averaged over processes
-            loss = self._loss(draws, args, kwargs).mean() * share
-            self._optimization.zero_grad()
-            loss.backward(inputs=parameters)  # none for the model's own
-        norm = self._optimization.clip()
-        loss_value, norm_value = torch.stack((loss.detach(), norm.to(loss))).tolist()
-        loss_value = self._ranks.mean(loss_value)
-        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-            message = self._non_finite(loss_value, draws, args, kwargs)
-            with torch.no_grad():
-                torch._foreach_copy_(parameters, self._finite)
-            raise ValueError(message)
-        torch._foreach_copy_(self._finite, parameters)
-        self._optimization.step()
-        return loss_value
+def _save(trainer: Trainer, stream: Stream, checkpoint: str | Path | None) -> None:
+    if checkpoint is None:
+        return
+    own, *others = trainer.ranks.gather({"rng": rng_state(), "stream": stream.state})
+    if trainer.ranks.first:
+        save_checkpoint(checkpoint, {**trainer.state(), **own, **({"others": others} if others else {})})
 
-    def _non_finite(self, loss: float, draws: JointDraws, args: tuple, kwargs: dict[str, Any]) -> str:
-        """Returns the message for a loss or gradient that is not finite, with the sites that it comes from."""
-        with pyro.validation_enabled(False):
-            sites, largest = non_finite_sites(self.guide, [*self._parameters.values()], draws, args, kwargs)
-        found = [f"'{name}' (values up to {draws.latents[name].abs().max().item():.3g})" for name in sites]
-        found = [words for part in self._ranks.gather(found) for words in part]
-        where = ", ".join(found) or f"no single site (the largest loss is that of '{largest}')"
-        return (
-            f"Expected a finite loss and gradient; in step {len(self.history.losses) + 1} the guide's log density or "
-            f"its gradient is not finite at {where}, and the loss is {loss:.3g}. The guide has the weights of the last "
-            "step at which all was finite. Lower the learning rate, pass clip_norm=, or give the site a prior with "
-            "lighter tails."
-        )
+
+def _resume(trainer: Trainer, checkpoint: str | Path | None) -> tuple[str | Path | None, dict[str, Any]]:
+    """Goes on from the first process's checkpoint; returns its path and the state of this process's stream.
+
+    Random numbers go on as well; where another number of processes goes on, from the first's, anew in the others.
+    """
+    ranks = trainer.ranks
+    found = None if checkpoint is None or not (ranks.first and Path(checkpoint).exists()) else checkpoint
+    checkpoint, saved = ranks.of_first((checkpoint, {} if found is None else load_checkpoint(found)))
+    trainer.load(saved)
+    parts = [saved, *saved.get("others", ())]
+    own = parts[ranks.rank] if len(parts) == ranks.size else {}
+    if saved:
+        set_rng_state((own or saved)["rng"])
+    if not own:
+        ranks.part()
+    return checkpoint, own.get("stream", {})
 
 
 def _constant(args: tuple, kwargs: dict[str, Any]) -> Arguments:
     return lambda step: (args, kwargs)
 
 
-def _check_count(name: str, value: Any) -> None:
-    if not (isinstance(value, int) and value > 0):
-        raise ValueError(f"Expected {name} to be a positive number; got {value!r}.")
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        if not (isinstance(value, int) and value > 0):
+            raise ValueError(f"Expected {name} to be a positive number; got {value!r}.")

@@ -43,11 +43,7 @@ class History:
         return 0 if best is None else sum(step > best for step, _ in self.validation)
 
     def count(self, drawn: int, skipped: int, non_finite: Mapping[str, int]) -> None:
-        """Takes the figures of one batch.
-
-        Raises:
-            ValueError: if more than a tenth of all simulations are not finite, naming the sites.
-        """
+        """Takes the figures of one batch; raises ValueError where more than a tenth of all are not finite."""
         self.simulations += drawn
         self.skipped += skipped
         for name, number in non_finite.items():

@@ -1,7 +1,4 @@
-"""The loss of compilation: -log q of simulations, of all sites in one pass or site by site.
-
-Change this module when guides give their densities in another way.
-"""
+"""The loss of compilation: -log q of simulations, of all sites in one pass or site by site."""
 
 from __future__ import annotations
 
@@ -10,13 +7,12 @@ from typing import Any
 
 import pyro
 import torch
-from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_nami.inference.simulate import JointDraws
-from pyro_nami.reading.runner import takes_observations
+from pyro_nami.reading.runner import Runner, takes_observations
 
 __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 
@@ -25,8 +21,8 @@ class CompilationLoss(nn.Module):
     """-log q of simulations under a guide: a module, so that `DistributedDataParallel` can wrap it.
 
     A guide with ``log_prob(latents, *args, observations=..., **kwargs)`` takes one dense pass, with ``log_prob_of_run``
-    also one without another run of the model; any other is replayed under an outer plate, and must accept
-    ``observations=``, as for `pyro.infer.CSIS`.
+    also one without another run of the model; any other runs in an outer plate, and must accept ``observations=``, as
+    for `pyro.infer.CSIS`.
     """
 
     def __init__(self, guide: Callable) -> None:
@@ -58,21 +54,18 @@ class CompilationLoss(nn.Module):
 def site_log_probs(
     guide: Callable, draws: JointDraws, args: tuple, kwargs: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Returns log q of simulations at every site of a guide, ``(draws,)`` each, from a replay under an outer plate.
+    """Returns log q of simulations at every site of a guide, ``(draws,)`` each, from a run in an outer plate.
 
     Raises:
         ValueError: naming a latent that the guide lacks, or a site that it has too many, or its shape.
     """
-    values = poutine.Trace()
-    for name, value in draws.latents.items():
-        values.add_node(name, name=name, type="sample", is_observed=False, value=value, infer={})
-    replayed = poutine.trace(poutine.replay(guide, trace=values))
-    hidden = poutine.block(hide_types=["sample", "observe"])  # parameters are to be seen
-    with hidden, pyro.plate("_draws", draws.num, dim=-1 - draws.nesting):
-        nodes = replayed.get_trace(*args, **{**kwargs, "observations": draws.observed}).nodes
-    sites: dict[str, Any] = {
-        name: site for name, site in nodes.items() if site["type"] == "sample" and not site_is_subsample(site)
-    }
+
+    def run(**kwargs: Any) -> None:
+        with pyro.plate("_draws", draws.num, dim=-1 - draws.nesting):
+            guide(*args, **kwargs)
+
+    nodes = Runner(draws.latents).run(run, (), {**kwargs, "observations": draws.observed})
+    sites = {name: site for name, site in nodes.items() if not site_is_subsample(site)}
     for name in sorted(sites.keys() ^ draws.latents.keys()):
         raise ValueError(
             f"Expected a guide with the model's latents, {', '.join(map(repr, draws.latents))}; "
@@ -93,12 +86,11 @@ def site_log_probs(
 def non_finite_sites(
     guide: Callable, parameters: Sequence[Tensor], draws: JointDraws, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[list[str], str]:
-    """Returns the sites of a guide whose log density, or its gradient, is not finite for some of the simulations.
+    """Returns the sites at which log q or its gradient is not finite, and the one of the largest loss of all.
 
-    And the site of the largest loss, which a sum that overflows comes from.
+    A sum that overflows comes from the latter.
     """
-    guilty = []
-    log_probs = site_log_probs(guide, draws, args, kwargs)
+    guilty, log_probs = [], site_log_probs(guide, draws, args, kwargs)
     for name, log_prob in log_probs.items():
         values: list[Any] = [log_prob.detach()]
         if log_prob.requires_grad:

@@ -1,8 +1,4 @@
-"""The processes that train one guide together: what they agree on, and what tells them apart.
-
-They are those of a `DistributedDataParallel`, which averages gradients; all else that passes between them goes through
-here. Change this module for another way to train in many processes.
-"""
+"""The processes that train one guide together: `DistributedDataParallel` averages gradients, all else passes here."""
 
 from __future__ import annotations
 
@@ -23,15 +19,11 @@ T = TypeVar("T")
 class Ranks:
     """The processes of the `DistributedDataParallel` in a module; without one, this process alone.
 
-    Every method but `first` must be called by all of them.
-
-    Args:
-        module: what may be such a wrapper, or hold one.
-        device: of the tensors that pass between processes, the same kind as the parameters'.
+    Every method must be called by all of them. Tensors that pass between them are on ``device``.
 
     Attributes:
-        rank: number of this process, from 0.
-        size: how many there are.
+        rank, size: number of this process, from 0, and how many there are.
+        first: whether this process is the one that speaks for all.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -41,11 +33,7 @@ class Ranks:
                 self.group: Any = part.process_group
                 self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
                 break
-
-    @property
-    def first(self) -> bool:
-        """Whether this process is the one that speaks for all."""
-        return self.rank == 0
+        self.first = self.rank == 0
 
     def sum(self, values: Iterable[float]) -> list[float]:
         """Returns the sums of numbers over the processes."""

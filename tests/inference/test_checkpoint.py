@@ -56,7 +56,7 @@ def new(model=CHAIN, *, optim=Adam, guide=None, **options):
 
 
 def state_of(compilation):
-    return {name: value.detach().clone() for name, value in compilation._parameters.items()}
+    return {name: value.detach().clone() for name, value in compilation._trainer.parameters.items()}
 
 
 def simulations():
@@ -137,7 +137,7 @@ import functools, os, random, signal, sys, time, traceback
 import numpy, pyro, torch, torch._dynamo  # which every child would import at its first step
 import pyro.distributions as dist
 from pyro_nami import AutoNaMIGuide
-from pyro_nami.infer.compilation import InferenceCompilation
+from pyro_nami.inference.compilation import InferenceCompilation
 
 STEPS, EVERY, KILLS, path = 200, 4, 20, sys.argv[1]
 

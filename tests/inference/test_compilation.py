@@ -132,7 +132,7 @@ def test_schedules_step_once_a_step_and_plateaus_once_a_validation():
     class Recorder:
         def log(self, name, value, step):
             if name == "loss":
-                rates.append(compilation._optimization.torch.param_groups[0]["lr"])
+                rates.append(compilation._trainer.optimization.parts["torch"].param_groups[0]["lr"])
 
     halving = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     compilation = compiled(scheduler=halving)
@@ -224,7 +224,7 @@ def test_a_guide_may_say_itself_what_it_conditions_on():
         observed = ("y",)
 
     compilation = InferenceCompilation(sized, Guide(sized, observed=["y"]), Adam, batch_size=5)
-    assert math.isfinite(compilation.step()) and compilation._simulator.observed == ("y",)
+    assert math.isfinite(compilation.step()) and compilation._trainer.simulator.observed == ("y",)
 
 
 def test_observations_among_the_arguments_are_those_of_the_model_alone():
@@ -261,6 +261,12 @@ def test_the_tracker_gets_losses_and_validation_losses():
     assert [value for name, value, _ in recorder.logged if name == "loss"] == history.losses
     assert [(s, v) for n, v, s in recorder.logged if n == "validation_loss"] == history.validation
     assert [step for step, _ in history.validation] == [2, 4, 5]
+
+
+def test_a_function_is_a_tracker():
+    logged = []
+    history = compiled().fit(3, ZERO, progress=False, tracker=lambda *figure: logged.append(figure))
+    assert logged == [("loss", loss, step) for step, loss in enumerate(history.losses, 1)]
 
 
 @pytest.mark.usefixtures("double")
@@ -360,8 +366,8 @@ def test_what_wraps_the_loss_is_used():
             return self.module(*inputs)
 
     compilation = compiled(steps=3, wrap=Wrapper)
-    assert compilation._loss.calls == 3
-    assert compilation._loss.count == len(list(compilation.guide.parameters())) > 0
+    assert compilation._trainer.wrapped.calls == 3
+    assert compilation._trainer.wrapped.count == len(list(compilation.guide.parameters())) > 0
 
 
 # ---- bad simulations, bad losses, parameters of the model
@@ -470,6 +476,12 @@ def test_simulations_far_out_but_finite_are_kept(scale):
     assert kept.num == 8 and counts == {}
 
 
+def test_the_weights_to_go_back_to_hold_no_graph():
+    """It would grow with every step."""
+    compilation = compiled(steps=3)
+    assert not any(value.requires_grad for value in compilation._trainer.finite)
+
+
 @pytest.mark.usefixtures("double")
 def test_weights_that_blow_up_go_back_to_the_last_finite_ones():
     compilation = compiled(optim=functools.partial(torch.optim.SGD, lr=1e308))
@@ -490,7 +502,7 @@ def test_parameters_of_the_model_are_left_alone():
     with pytest.warns(UserWarning, match="trainable parameters, 'scale'") as caught:
         compilation.fit(3, progress=False)
         compilation.step()
-    assert len(caught) == 1
+    assert len(caught) == 1 and caught[0].filename == __file__
     scale = pyro.param("scale")
     assert scale.item() == pytest.approx(2.0) and scale.unconstrained().grad is None
 

@@ -33,9 +33,9 @@ from models import COLLIDER
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_nami import AutoNaMIGuide
-from pyro_nami.infer.compilation import InferenceCompilation
-from pyro_nami.infer.joint import Simulator
-from pyro_nami.infer.losses import CompilationLoss
+from pyro_nami.inference import Simulator
+from pyro_nami.inference.compilation import InferenceCompilation
+from pyro_nami.inference.losses import CompilationLoss
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", category=DeprecationWarning)  # of fork, in a process with threads

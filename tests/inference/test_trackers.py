@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pyro_nami.inference.tracking import TensorBoardTracker, WandbTracker
+from pyro_nami.inference.trackers import TensorBoardTracker, WandbTracker
 
 
 @pytest.mark.parametrize(
@@ -23,10 +23,6 @@ def test_wandb_logs_to_the_given_run(monkeypatch):
     class Wandb:
         run = None
 
-        @staticmethod
-        def Image(figure):
-            return ("image", figure)
-
     class Run:
         logged: list = []
 
@@ -38,11 +34,10 @@ def test_wandb_logs_to_the_given_run(monkeypatch):
         WandbTracker()
     tracker = WandbTracker(Run())
     tracker.log("loss", 1.5, 3)
-    tracker.figure("ranks", "a figure", 4)
-    assert Run.logged == [({"loss": 1.5}, 3), ({"ranks": ("image", "a figure")}, 4)]
+    assert Run.logged == [({"loss": 1.5}, 3)]
 
 
-def test_tensorboard_gets_scalars_and_figures(monkeypatch):
+def test_tensorboard_gets_scalars(monkeypatch):
     class Module:
         class SummaryWriter:
             def __init__(self, folder):
@@ -51,15 +46,11 @@ def test_tensorboard_gets_scalars_and_figures(monkeypatch):
             def add_scalar(self, *call):
                 self.calls.append(call)
 
-            def add_figure(self, *call):
-                self.calls.append(call)
-
             def close(self):
                 self.calls.append("closed")
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Module)
     tracker = TensorBoardTracker("folder")
     tracker.log("loss", 1.5, 3)
-    tracker.figure("ranks", "a figure", 4)
     tracker.close()
-    assert tracker.writer.calls == ["folder", ("loss", 1.5, 3), ("ranks", "a figure", 4), "closed"]
+    assert tracker.writer.calls == ["folder", ("loss", 1.5, 3), "closed"]

@@ -1,0 +1,109 @@
+"""Torch's and Pyro's optimizers behind one interface: functions of parameters, as guides get theirs in a first call."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro.optim import PyroOptim
+from pyro.optim.lr_scheduler import PyroLRScheduler
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+__all__ = ["Optimization", "optimization_of"]
+
+
+def optimization_of(optim: Any, scheduler: Any, clip_norm: float | None) -> Callable[..., Optimization]:
+    """Returns the function from parameters to their `Optimization`; raises for options that it does not take."""
+    if isinstance(optim, torch.optim.Optimizer) or not callable(optim):  # a PyroOptim is callable
+        raise TypeError(
+            "Expected an optimizer of Pyro's or a function from parameters to one of torch's, such as "
+            f"`lambda params: torch.optim.Adam(params, lr=1e-3)`; got {type(optim).__name__}."
+        )
+    if scheduler is not None and (isinstance(optim, PyroOptim) or not callable(scheduler)):
+        raise TypeError(
+            "Expected a scheduler as a function from a torch optimizer to one of torch's schedulers, and optim a "
+            f"function that makes a torch optimizer; got {type(scheduler).__name__} with {type(optim).__name__}. "
+            "Pyro's schedulers are optimizers: pass them as optim."
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"Expected clip_norm > 0; got {clip_norm}.")
+    return functools.partial(Optimization, optim, scheduler, math.inf if clip_norm is None else clip_norm)
+
+
+class Optimization:
+    """Steps of one optimizer, and of its scheduler, over parameters whose gradients together are at most ``clip_norm``.
+
+    A scheduler steps once a step, as does one of Pyro's; `ReduceLROnPlateau` once a validation.
+    """
+
+    def __init__(self, optim: Any, scheduler: Any, clip_norm: float, parameters: list[Tensor]) -> None:
+        self.parameters, self.clip_norm = parameters, clip_norm
+        self.parts: dict[str, Any] = {}
+        if isinstance(optim, PyroOptim):
+            self.parts["pyro"] = _PyroOptimizer(optim, parameters)
+        else:
+            self.parts["torch"] = optim(parameters)
+        if scheduler is not None:
+            self.parts["scheduler"] = scheduler(self.parts["torch"])
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Computes the clipped gradients; returns their norm before that, a scalar."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        loss.backward(inputs=self.parameters)  # none for the model's own
+        return torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+
+    def step(self) -> None:
+        """Moves the parameters, and the learning rate by its schedule."""
+        for part in self.parts.values():
+            if not isinstance(part, ReduceLROnPlateau):
+                part.step()
+
+    def validated(self, loss: float) -> None:
+        """Tells a scheduler that waits for plateaus a validation loss."""
+        for part in self.parts.values():
+            if isinstance(part, ReduceLROnPlateau):
+                part.step(loss)
+
+    def state(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state` returned; raises ValueError if it is of an optimizer of another kind."""
+        if state.keys() != self.parts.keys():
+            raise ValueError(
+                f"Expected a checkpoint with the state of {' and '.join(sorted(self.parts))}; got one with "
+                f"{' and '.join(sorted(state))}. Resume with the optimizer and scheduler of the run."
+            )
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+
+class _PyroOptimizer:
+    """A `PyroOptim` over given parameters, with the methods of torch's."""
+
+    def __init__(self, optim: PyroOptim, parameters: list[Tensor]) -> None:
+        self.optim, self.parameters = optim, parameters
+
+    def step(self) -> None:
+        self.optim([parameter for parameter in self.parameters if parameter.grad is not None])
+        if isinstance(self.optim, PyroLRScheduler):
+            self.optim.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        if pyro.settings.get("module_local_params"):
+            raise NotImplementedError(
+                "Expected parameters in Pyro's store for a checkpoint of a Pyro optimizer; they are local to modules "
+                "(module_local_params). Use an optimizer of torch's."
+            )
+        return self.optim.get_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optim.optim_objs.clear()
+        self.optim.grad_clip.clear()
+        self.optim.set_state(state)

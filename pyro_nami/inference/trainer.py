@@ -1,0 +1,203 @@
+"""A guide with all that moves its weights: where it starts from, what a step is, and what a checkpoint holds of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor, nn
+
+from pyro_nami.inference.batches import Batch
+from pyro_nami.inference.checkpoint import check_structure, fingerprint, structure_of
+from pyro_nami.inference.history import History
+from pyro_nami.inference.losses import CompilationLoss, non_finite_sites, site_log_probs
+from pyro_nami.inference.optimizers import Optimization
+from pyro_nami.inference.ranks import Ranks
+from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
+from pyro_nami.messages import warn
+
+__all__ = ["Trainer"]
+
+_FIRST = 16  # simulations of a guide's first call
+_REGRESSED = 2000  # simulations that a guide starts from
+
+
+class Trainer:
+    """Moves a guide's weights, alike in all processes, from its first call on, which is made here.
+
+    Attributes:
+        history: what happened since the last `load`.
+        best: the weights of the lowest validation loss.
+    """
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        guide: Callable,
+        optimization: Callable[[list[Tensor]], Optimization],
+        wrap: Callable[[nn.Module], nn.Module] | None,
+    ) -> None:
+        if simulator.trainable:
+            warn(
+                f"The model has trainable parameters, {', '.join(map(repr, simulator.trainable))}. The guide is "
+                "compiled for the model as it is, and they are left alone; fit them first, by SVI say."
+            )
+        self.simulator, self.guide, self.loss = simulator, guide, CompilationLoss(guide)
+        self.parameters = _first_call(self.loss, simulator)
+        if not self.parameters:
+            raise ValueError("Expected a guide with parameters; got none.")
+        self.optimization = optimization([*self.parameters.values()])
+        self.structure = structure_of(guide, self.parameters)
+        self.wrapped = self.loss if wrap is None else wrap(self.loss)
+        self.finite = [value.detach().clone() for value in self.parameters.values()]  # as the wrapper set them
+        self.ranks = Ranks(self.wrapped, self.finite[0].device)
+        self.ranks.part()
+        self.history = History()
+        self.best: dict[str, Any] | None = None
+
+    def step(self, batch: Batch) -> float:
+        """Moves the weights by one step; returns the loss before, over the simulations of all processes.
+
+        NaN where a process has no finite simulation: none may go on alone.
+        """
+        draws, share = self._finite_draws(batch.draws)
+        self.history.losses.append(self._descend(batch._replace(draws=draws), share) if share else math.nan)
+        return self.history.losses[-1]
+
+    def validate(self, batches: Iterable[Batch]) -> float:
+        """Returns the mean loss of all processes on held-out batches, and keeps the weights if it is the lowest."""
+        loss, done = self.ranks.mean(self.mean_loss(batches)), len(self.history.losses)
+        self.history.validation.append((done, loss))
+        self.optimization.validated(loss)
+        if self.history.best_step == done:
+            self.best = copy.deepcopy(self.weights())
+        return loss
+
+    @torch.no_grad()
+    def mean_loss(self, batches: Iterable[Batch]) -> float:
+        """Returns the mean loss over all finite simulations of this process; warns of those left out."""
+        total, seen = 0.0, History()
+        with _out_of_sight():
+            for args, kwargs, draws in batches:
+                kept, non_finite = draws.to(self.finite[0].device).finite()
+                seen.count(draws.num, draws.num - kept.num, non_finite)
+                if kept.num:
+                    total += self.loss(kept, args, kwargs).sum().item()
+        if seen.skipped == seen.simulations:
+            raise ValueError(f"Expected finite simulations to evaluate the loss on; {seen.shortfall()}.")
+        if seen.skipped:
+            warn(f"Held out: {seen.shortfall()}; they were left out.")
+        return total / (seen.simulations - seen.skipped)
+
+    def _finite_draws(self, drawn: JointDraws) -> tuple[JointDraws, float]:
+        """Counts draws; returns the finite ones and the factor of their mean loss, as gradients are averaged.
+
+        The factor is 0 where some process has none.
+        """
+        draws, non_finite = drawn.to(self.finite[0].device).finite()  # a loader's may be on the host
+        sites = (*drawn.latents, *drawn.observed)
+        own = (drawn.num, draws.num, draws.num == 0, *(non_finite.get(name, 0) for name in sites))
+        total, kept, empty, *bad = map(int, self.ranks.sum(own))
+        self.history.count(total, total - kept, {name: count for name, count in zip(sites, bad) if count})
+        return draws, 0.0 if empty else draws.num * self.ranks.size / kept
+
+    def _descend(self, batch: Batch, share: float) -> float:
+        parameters = self.optimization.parameters
+        with _out_of_sight():
+            loss = self.wrapped(batch.draws, batch.args, batch.kwargs).mean() * share
+            norm = self.optimization.backward(loss)
+        loss_value, norm_value = torch.stack((loss.detach(), norm.to(loss))).tolist()
+        loss_value = self.ranks.mean(loss_value)
+        if math.isfinite(loss_value) and math.isfinite(norm_value):
+            _copy(parameters, self.finite)
+            self.optimization.step()
+            return loss_value
+        message = self._non_finite(loss_value, batch)
+        _copy(self.finite, parameters)
+        raise ValueError(message)
+
+    def _non_finite(self, loss: float, batch: Batch) -> str:
+        """Returns the message for a loss or gradient that is not finite, with the sites that it comes from."""
+        args, kwargs, draws = batch
+        with pyro.validation_enabled(False):
+            sites, largest = non_finite_sites(self.guide, self.optimization.parameters, draws, args, kwargs)
+        found = [f"'{name}' (values up to {draws.latents[name].abs().max().item():.3g})" for name in sites]
+        found = [words for part in self.ranks.gather(found) for words in part]
+        where = ", ".join(found) or f"no single site (the largest loss is that of '{largest}')"
+        return (
+            f"Expected a finite loss and gradient; in step {len(self.history.losses) + 1} the guide's log density or "
+            f"its gradient is not finite at {where}, and the loss is {loss:.3g}. The guide has the weights of the last "
+            "step at which all was finite. Lower the learning rate, pass clip_norm=, or give the site a prior with "
+            "lighter tails."
+        )
+
+    def weights(self) -> dict[str, Any]:
+        """Returns the guide's state; its tensors go on to move."""
+        if isinstance(self.guide, nn.Module):
+            return self.guide.state_dict()
+        return {name: value.detach() for name, value in self.parameters.items()}
+
+    def load_weights(self, state: Mapping[str, Any]) -> None:
+        if isinstance(self.guide, nn.Module):
+            self.guide.load_state_dict(state)
+        else:
+            _copy([state[name] for name in self.parameters], self.optimization.parameters)
+        _copy(self.optimization.parameters, self.finite)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of all this."""
+        return {
+            "structure": self.structure,
+            "fingerprint": fingerprint(self.structure),
+            "guide": self.weights(),
+            "best": self.best,
+            "optimization": self.optimization.state(),
+            "history": self.history.state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state` returned, or starts anew from nothing; raises ValueError if it is another guide's."""
+        if state:
+            check_structure(state["structure"], self.structure)
+            self.load_weights(state["guide"])
+            self.optimization.load(state["optimization"])
+        self.history = History.from_state(state["history"]) if state else History()
+        self.best = state.get("best")
+
+
+def _first_call(loss: CompilationLoss, simulator: Simulator) -> dict[str, Tensor]:
+    """Calls a guide, as lazy ones get their parameters then, and regresses it, if it can be; returns these by name."""
+    guide, args, kwargs = loss.guide, simulator.args, simulator.kwargs
+    with forked_rng():
+        draws, _ = simulator.draw(_FIRST).finite()
+    with torch.no_grad(), _out_of_sight():
+        if not isinstance(guide, nn.Module):
+            seen = poutine.trace(guide, param_only=True)
+            site_log_probs(seen, draws, args, kwargs)
+            nodes: Any = seen.trace.nodes
+            return {name: nodes[name]["value"].unconstrained() for name in seen.trace.param_nodes}
+        loss(draws, args, kwargs)
+    regress: Any = getattr(guide, "regress", None)
+    if simulator.vectorized and regress is not None:
+        with forked_rng(), _out_of_sight():
+            draws, _ = simulator.draw(_REGRESSED, keep_sites=True).finite()
+            if draws.sites is not None:
+                regress(draws.sites, *args, **{**kwargs, "observations": draws.observed})
+    return {name: value for name, value in guide.named_parameters() if value.requires_grad}
+
+
+@contextmanager
+def _out_of_sight() -> Iterator[None]:
+    with pyro.validation_enabled(False), poutine.block():
+        yield
+
+
+@torch.no_grad()
+def _copy(values: list[Tensor], to: list[Tensor]) -> None:
+    torch._foreach_copy_(to, values)
