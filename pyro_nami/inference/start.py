@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,7 +16,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_nami.inference.sites import OutsideSupport, log_density, with_idle_dims
+from pyro_nami.inference.sites import OutsideSupport, with_idle_dims
 from pyro_nami.inference.target import Extent, Target, log_densities
 from pyro_nami.inference.tempering import (
     Point,
@@ -25,7 +26,7 @@ from pyro_nami.inference.tempering import (
     guide_log_density,
     guide_sites,
     is_latent,
-    point_of,
+    note_site,
 )
 from pyro_nami.inference.vectorization import differing_site
 from pyro_nami.reading.runner import Runner
@@ -78,20 +79,17 @@ class Start:
             ValueError: the model does not take batch dims; a log density is not finite. The site is named.
         """
         extent = self.target.extent(num_chains, rows)
-        sites = self._run(extent, self._values(extent, rows))
+        point = Point.empty()
+        sites = self._run(extent, self._values(extent, rows), point)
         _check_shapes(sites)
         if check:
             self._compare(sites, extent, rows.start)
-        latents = [name for name, site in sites.items() if is_latent(site, extent.data)]
-        transforms = {name: bijection(sites[name]) for name in latents}
-        unconstrained = {name: transforms[name].inv(sites[name]["value"]) for name in latents}
-        point = point_of(sites, extent, unconstrained, transforms)
         _check_finite(point)
         if self.target.guide is not None:
             density = guide_log_density(self.target, extent, point.values)
             if not density.isfinite().all():
                 raise ValueError("Expected a guide with finite log densities at its own draws; got others.")
-        slots, position = _flattened(unconstrained)
+        slots, position = _flattened(point.unconstrained)
         return TemperedPath(self.target, extent, slots), position
 
     def _values(self, extent: Extent, rows: slice) -> dict[str, Tensor]:
@@ -121,14 +119,9 @@ class Start:
             raise ValueError(f"Expected latents {list(self.latents)} only; the guide has '{name}' as well.")
         return values
 
-    def _run(self, extent: Extent, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _run(self, extent: Extent, values: Mapping[str, Tensor], point: Point) -> dict[str, Any]:
         """Runs the model for all chains, at given values of its latents or at draws of their prior."""
-
-        def refuse_bad_values(site: Any) -> None:
-            if site["name"] in values:
-                log_density(site)
-
-        runner = Runner({**extent.data, **values}, note=refuse_bad_values)
+        runner = Runner({**extent.data, **values}, note=partial(note_site, point, extent))
         try:
             return self.target.run_model(extent, runner)
         except OutsideSupport:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,23 +33,29 @@ __all__ = [
     "guide_log_density",
     "guide_sites",
     "is_latent",
-    "point_of",
+    "note_site",
 ]
 
 
 class Point(NamedTuple):
-    """Values of latents, and log densities there.
+    """Values of latents, and log densities there, as `note_site` gathers them in a run of the model.
 
     Attributes:
         values, unconstrained: latent -> ``(*batch, *plates, *event)``.
+        transforms: latent -> from its unconstrained value to its value, given those of its parents.
         prior, likelihood, log_jacobian: site -> log density in nats, ``(*batch)``. Factors belong to the likelihood.
     """
 
     values: dict[str, Tensor]
     unconstrained: dict[str, Tensor]
+    transforms: dict[str, Transform]
     prior: dict[str, Tensor]
     likelihood: dict[str, Tensor]
     log_jacobian: dict[str, Tensor]
+
+    @classmethod
+    def empty(cls) -> Point:
+        return cls({}, {}, {}, {}, {}, {})
 
 
 class PathValue(NamedTuple):
@@ -94,19 +101,19 @@ class TemperedPath:
 
         A latent's transform is made where the model comes to it: it belongs to the present values of its parents.
         """
-        unconstrained, transforms = {}, {}
+        point = Point.empty()
 
         def choose(site: Any) -> Tensor | None:
             if not is_latent(site, self.extent.data):
                 return None
             name, slot = site["name"], self.slots[site["name"]]
-            shape = self.extent.sizes + slot.shape
-            unconstrained[name] = position[..., slot.first : slot.last].reshape(shape)
-            transforms[name] = bijection(site)
-            return transforms[name](unconstrained[name])
+            value = position[..., slot.first : slot.last].reshape(self.extent.sizes + slot.shape)
+            point.unconstrained[name], point.transforms[name] = value, bijection(site)
+            return point.transforms[name](value)
 
-        sites = self.target.run_model(self.extent, Runner(self.extent.data, choose=choose))
-        return point_of(sites, self.extent, unconstrained, transforms)
+        note = partial(note_site, point, self.extent)
+        self.target.run_model(self.extent, Runner(self.extent.data, choose=choose, note=note))
+        return point
 
     def value_of(self, point: Point) -> PathValue:
         """Returns the log densities at a point."""
@@ -131,28 +138,20 @@ class TemperedPath:
         return torch.autograd.grad(total, position)[0]
 
 
-def point_of(
-    sites: Mapping[str, Any],
-    extent: Extent,
-    unconstrained: dict[str, Tensor],
-    transforms: Mapping[str, Transform],
-) -> Point:
-    """Returns what a run of the model says of its latents, which ``unconstrained`` names."""
-    latents = {name: sites[name] for name in unconstrained}
-    values = {name: site["value"] for name, site in latents.items()}
-    # What a mask leaves out of a latent follows its prior, which integrates to one.
-    prior = {name: log_density(site, _unmasked(site["fn"])) for name, site in latents.items()}
-    jacobian = {
-        name: transforms[name].log_abs_det_jacobian(unconstrained[name], value)
-        for name, value in values.items()
-    }
-    rest = {
-        name: site
-        for name, site in sites.items()
-        if name not in latents and site["mask"] is not False and not site["infer"].get("_deterministic")
-    }
-    parts = (per_draw(log_probs, extent) for log_probs in (prior, log_densities(rest), jacobian))
-    return Point(values, unconstrained, *parts)
+def note_site(point: Point, extent: Extent, site: Any) -> None:
+    """Gathers a site's log densities as the run comes to it, in which order gradients are summed as well."""
+    name, value = site["name"], site["value"]
+    if is_latent(site, extent.data):
+        if name not in point.transforms:
+            point.transforms[name] = bijection(site)
+            point.unconstrained[name] = point.transforms[name].inv(value)
+        point.values[name] = value
+        # What a mask leaves out of a latent follows its prior, which integrates to one.
+        point.prior.update(per_draw({name: log_density(site, _unmasked(site["fn"]))}, extent))
+        jacobian = point.transforms[name].log_abs_det_jacobian(point.unconstrained[name], value)
+        point.log_jacobian.update(per_draw({name: jacobian}, extent))
+    elif not (site_is_subsample(site) or site["mask"] is False or site["infer"].get("_deterministic")):
+        point.likelihood.update(per_draw(log_densities({name: site}), extent))
 
 
 def is_latent(site: Any, data: Mapping[str, Any]) -> bool:
