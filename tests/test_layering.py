@@ -19,8 +19,8 @@ ORDER = {
     "index_maps.given index_maps.search network first_run forms",
     "guide": "arguments conditioning couplings offsets features evidence groups inputs inversion structure differences "
     "shapes columns maps network network_state regression sampling interleaved assembly data state nami",
-    "inference": "sites observations vectorization checkpoint history psis ranks tracking optimizing weights simulate "
-    "batches losses coordinates target tempering start transitions annealing importance compilation",
+    "inference": "sites observations target checkpoint history psis ranks tracking optimizing weights simulate "
+    "batches losses coordinates tempering start transitions annealing importance compilation",
     "checking": "verdicts calibration misspecification diagnose plots",
     "show": "render report target commands",
 }

@@ -19,8 +19,14 @@ from torch import Tensor
 
 from pyro_nami.inference.observations import as_mapping
 from pyro_nami.inference.sites import is_delta, plate_names, plate_nesting
-from pyro_nami.inference.target import Extent, Target, log_densities, per_draw
-from pyro_nami.inference.vectorization import differing_site, in_one_line
+from pyro_nami.inference.target import (
+    Extent,
+    Target,
+    differing_site,
+    in_one_line,
+    log_densities,
+    per_draw,
+)
 from pyro_nami.inference.weights import K_MAX, WeightedSamples
 from pyro_nami.messages import warn
 from pyro_nami.reading.runner import Runner

@@ -19,7 +19,7 @@ from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from pyro_nami.inference.sites import log_density, plate_nesting, with_idle_dims
-from pyro_nami.inference.vectorization import differing_site, in_one_line, outer_plates, run_in_plates
+from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line
 from pyro_nami.messages import warn
 from pyro_nami.reading.runner import Runner, is_fixed
 
@@ -126,8 +126,8 @@ class Simulator:
                 data.add(site["name"])
 
         with forked_rng(), pyro.validation_enabled(False):  # draws may be NaN
-            with_params = poutine.trace(param_only=True)
-            first = self._run(Runner({}, simulated=True, choose=note), with_params)
+            params = poutine.trace(param_only=True)
+            first = self._run(Extent(contexts=(params,)), Runner({}, simulated=True, choose=note))
             names = [name for name, site in first.items() if not site_is_factor(site)]
             for name in given:
                 if name not in names:
@@ -138,7 +138,7 @@ class Simulator:
             self.nesting = plate_nesting(first.values())
             self.observed = tuple(name for name in names if name in given or name in data)
             self.latent = tuple(name for name in names if name not in self.observed)
-            self.trainable = tuple(name for name, site in with_params.trace.nodes.items() if _is_trained(site))
+            self.trainable = tuple(name for name, site in params.trace.nodes.items() if _is_trained(site))
             self._check_sites(first)
             reason = self._difference(first)
         self.vectorized = reason is None
@@ -162,25 +162,19 @@ class Simulator:
         """
         if not (isinstance(num, int) and num > 0):
             raise ValueError(f"Expected a positive number of draws; got {num!r}.")
-        runs = [self._batch(num)] if self.vectorized else [self.sites() for _ in range(num)]
-        names = (*self.latent, *self.observed)
-        for sites in runs:
-            for name in names:
-                if name not in sites:
-                    raise ValueError(
-                        f"Expected the same sites in every run of the model; one run lacks '{name}'."
-                    )
         if self.vectorized:
-            draws = {name: runs[0][name]["value"] for name in names}
+            sites = self._batch(num)
+            draws = {name: sites[name]["value"] for name in (*self.latent, *self.observed)}
         else:
+            runs = [self.sites() for _ in range(num)]
             draws = {
                 name: torch.stack(
                     [with_idle_dims(run[name]["value"], run[name], self.nesting, 0) for run in runs]
                 )
-                for name in names
+                for name in (*self.latent, *self.observed)
             }
         latents, observed = ({name: draws[name] for name in part} for part in (self.latent, self.observed))
-        return JointDraws(latents, observed, self.nesting, runs[0] if keep_sites and self.vectorized else None)
+        return JointDraws(latents, observed, self.nesting, sites if keep_sites and self.vectorized else None)
 
     def at(self, *args: Any, **kwargs: Any) -> Simulator:
         """Returns a simulator of the same model at other arguments (other plate sizes, say), not checked again."""
@@ -190,16 +184,16 @@ class Simulator:
 
     def sites(self) -> dict[str, Any]:
         """Returns the sites of a single run, with nothing observed, as messages."""
-        return self._run(Runner({}, simulated=True))
+        return self._complete(self._run(Extent(), Runner({}, simulated=True)))
 
     # ---- runs of the model
 
-    def _run(self, runner: Runner, *contexts: Any) -> dict[str, Any]:
-        """Runs the model in contexts, outer plates say; returns its sites but deterministic ones."""
+    def _run(self, extent: Extent, runner: Runner) -> dict[str, Any]:
+        """Runs the model; returns its sites but deterministic ones."""
         # Draws may be NaN, which distributions that the model makes can be told not to refuse in no other way.
         with torch.no_grad(), pyro.validation_enabled(False):
             try:
-                sites = run_in_plates(runner, self.model, self.args, self.kwargs, contexts)
+                sites = Target(self.model, None, self.args, self.kwargs).run_model(extent, runner)
             except Exception as error:
                 last = runner.last
                 if last is None or last["name"] in runner.sites:  # not the distribution's: the model's own
@@ -213,10 +207,23 @@ class Simulator:
 
     def _batch(self, num: int) -> dict[str, Any]:
         """Returns the sites of one run for all draws."""
-        sites = self._run(Runner({}, simulated=True), *outer_plates((num,), self.nesting))
+        extent = Target(self.model, None, self.args, self.kwargs, nesting=self.nesting).extent(num)
+        sites = self._complete(self._run(extent, Runner({}, simulated=True)))
         for name, site in sites.items():
-            if site["fn"].batch_shape != _plate_shape(site, self.nesting, num):
-                raise ValueError(_BATCH_SHAPE.format(name, tuple(site["fn"].batch_shape), num))
+            shape, expected = site["fn"].batch_shape, (num, *_plate_shape(site, self.nesting))
+            if shape != expected:
+                raise ValueError(
+                    f"Expected batch dims on the left: {num} draws of site '{name}' should be of shape {expected}, but "
+                    f"are of shape {tuple(shape)}, their event dims aside."
+                )
+        return sites
+
+    def _complete(self, sites: dict[str, Any]) -> dict[str, Any]:
+        for name in (*self.latent, *self.observed):
+            if name not in sites:
+                raise ValueError(
+                    f"Expected the same sites in every run of the model; one run lacks '{name}'."
+                )
         return sites
 
     def _check_sites(self, sites: Mapping[str, Any]) -> None:
@@ -229,7 +236,7 @@ class Simulator:
                 )
         for name, site in sites.items():
             shape = site["fn"].batch_shape
-            if torch.Size((1,) * (self.nesting - len(shape))) + shape != _plate_shape(site, self.nesting):
+            if (1,) * (self.nesting - len(shape)) + shape != _plate_shape(site, self.nesting):
                 raise ValueError(
                     f"Expected the batch dims of site '{name}' to be those of its plates; got {tuple(shape)}. Declare "
                     "them by .to_event() or pyro.plate."
@@ -242,14 +249,7 @@ class Simulator:
         sizes = {size for site in first.values() for size in site["fn"].shape()}
         num = next(n for n in range(_CHECKED, _CHECKED + len(sizes) + 1) if n not in sizes)
         try:
-            batch = self._run(Runner({}, simulated=True), *outer_plates((num,), self.nesting))
-            for name, site in first.items():
-                if name not in batch:
-                    return f"site '{name}' is not in every run"
-                shape = _plate_shape(site, self.nesting, num) + site["fn"].event_shape
-                if batch[name]["fn"].shape() != shape:
-                    got = tuple(batch[name]["fn"].shape())
-                    return f"{num} draws of site '{name}' should be of shape {tuple(shape)}, but are of shape {got}"
+            batch = self._batch(num)
             together = _log_densities(batch)
             for draw in range(num):
                 values = {
@@ -257,7 +257,8 @@ class Simulator:
                     for name, site in first.items()
                     if not site_is_factor(site)
                 }
-                wrong = differing_site(together, draw, _log_densities(self._run(Runner(values, simulated=True))))
+                alone = self._run(Extent(), Runner(values, simulated=True))
+                wrong = differing_site(together, draw, _log_densities(alone))
                 if wrong is not None:
                     return f"the log density of site '{wrong}' differs from that in a run of one draw"
         except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
@@ -279,14 +280,13 @@ def _is_trained(param: Any) -> bool:
     return bool((value.unconstrained() if hasattr(value, "unconstrained") else value).requires_grad)
 
 
-def _plate_shape(site: Any, nesting: int, num: int | None = None) -> torch.Size:
-    """Returns the batch shape that a site's plates give it: ``(num, *plates)``, or without ``num`` ``(*plates,)``."""
+def _plate_shape(site: Any, nesting: int) -> tuple[int, ...]:
+    """Returns the batch shape that a site's plates give it, ``(*plates,)``."""
     shape = [1] * nesting
-    own = site["fn"].batch_shape
     for frame in site["cond_indep_stack"]:
         if frame.vectorized and -frame.dim <= nesting:
-            shape[frame.dim] = frame.size if frame.size >= 0 else own[frame.dim]
-    return torch.Size(shape if num is None else [num, *shape])
+            shape[frame.dim] = frame.size if frame.size >= 0 else site["fn"].batch_shape[frame.dim]
+    return tuple(shape)
 
 
 @contextmanager
@@ -299,9 +299,3 @@ def forked_rng() -> Iterator[None]:
             yield
     finally:
         pyro.util.set_rng_state(state)
-
-
-_BATCH_SHAPE = (
-    "Expected site '{0}' to have the batch dims of {2} draws and of its plates; got {1}. Write the model for batch "
-    "dims on the left."
-)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import pyro
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor
 
 from pyro_nami.inference.sites import OutsideSupport, with_idle_dims
-from pyro_nami.inference.target import Extent, Target, log_densities
+from pyro_nami.inference.target import Extent, Target, differing_site, log_densities
 from pyro_nami.inference.tempering import (
     Point,
-    Slot,
     TemperedPath,
     bijection,
     guide_log_density,
@@ -28,7 +26,6 @@ from pyro_nami.inference.tempering import (
     is_latent,
     note_site,
 )
-from pyro_nami.inference.vectorization import differing_site
 from pyro_nami.reading.runner import Runner
 
 __all__ = ["Start"]
@@ -79,9 +76,8 @@ class Start:
             ValueError: the model does not take batch dims; a log density is not finite. The site is named.
         """
         extent = self.target.extent(num_chains, rows)
-        point = Point.empty()
+        point = Point()
         sites = self._run(extent, self._values(extent, rows), point)
-        _check_shapes(sites)
         if check:
             self._compare(sites, extent, rows.start)
         _check_finite(point)
@@ -89,8 +85,9 @@ class Start:
             density = guide_log_density(self.target, extent, point.values)
             if not density.isfinite().all():
                 raise ValueError("Expected a guide with finite log densities at its own draws; got others.")
-        slots, position = _flattened(point.unconstrained)
-        return TemperedPath(self.target, extent, slots), position
+        shapes = {name: value.shape[2:] for name, value in point.unconstrained.items()}
+        position = torch.cat([value.reshape(extent.sizes + (-1,)) for value in point.unconstrained.values()], -1)
+        return TemperedPath(self.target, extent, shapes), position
 
     def _values(self, extent: Extent, rows: slice) -> dict[str, Tensor]:
         """Returns the latents' first values, or none of them where the model is to draw them."""
@@ -197,15 +194,6 @@ def _with_data_sets(
         value = with_idle_dims(posterior[name], site, target.nesting, batch)
         result[name] = value.unsqueeze(1) if batch == 1 else value
     return result
-
-
-def _flattened(unconstrained: Mapping[str, Tensor]) -> tuple[dict[str, Slot], Tensor]:
-    """Returns the slots of latents, in model order, and the position that holds them."""
-    slots, first = {}, 0
-    for name, value in unconstrained.items():
-        slots[name] = Slot(first, first + prod(value.shape[2:]), value.shape[2:])
-        first = slots[name].last
-    return slots, torch.cat([value.reshape(value.shape[:2] + (-1,)) for value in unconstrained.values()], -1)
 
 
 def _check_finite(point: Point) -> None:

@@ -1,41 +1,47 @@
 """A model, a guide, and what one call gives them; run for any number of draws and of data sets.
 
-A `Target` is all that importance sampling and annealing know of a model, and both are functions of it. Change this
-module when model and guide are to be run in another way.
+A `Target` is all that simulation, importance sampling and annealing know of a model. A batched run stands in outer
+plates, left of the model's own, and all three check their first one by `differing_site`. Change this module when model
+and guide are to be run, or runs to be compared, in another way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import pyro
+import torch
+from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_nami.inference.observations import Observations
-from pyro_nami.inference.sites import any_value, log_density, plate_nesting
-from pyro_nami.inference.vectorization import outer_plates, run_in_plates
-from pyro_nami.reading.runner import Runner, takes_observations
+from pyro_nami.inference.sites import any_value, check_full_plates, log_density, plate_nesting
+from pyro_nami.reading.runner import Runner, own_dims, takes_observations
 
-__all__ = ["Extent", "Target", "log_densities", "per_draw"]
+__all__ = ["Extent", "Target", "differing_site", "in_one_line", "log_densities", "per_draw"]
+
+_PLATES = ("_draws", "_data_sets")
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of log densities; half precision: the loosest below
 
 
 class Extent(NamedTuple):
-    """What one run is for: a number of draws for each of some data sets, or one draw for one of them.
+    """What one run is for: a number of draws for each of some data sets, or by default one draw for one of them.
 
     Attributes:
         sizes: ``(draws, *data sets)``; ``()`` for one draw.
-        plates: of these dims.
         data: observed site -> value, of the data sets.
+        contexts: what the run stands in, the plates of these dims.
     """
 
-    sizes: tuple[int, ...]
-    plates: tuple[pyro.plate, ...]
-    data: Mapping[str, Any]
+    sizes: tuple[int, ...] = ()
+    data: Mapping[str, Any] = {}
+    contexts: tuple[AbstractContextManager, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +55,13 @@ class Target:
         nesting: plate dims; those of draws and of data sets stand left of them.
 
     Example:
-        >>> import pyro.distributions as dist, torch
+        >>> import pyro.distributions as dist
         >>> def model():
         ...     z = pyro.sample("z", dist.Normal(0.0, 1.0))
         ...     pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(2.0))
         >>> target = Target(model, None, (), {})
-        >>> extent = target.extent(3)
-        >>> sites = target.run_model(extent, Runner({"z": torch.tensor([0.0, 1.0, 2.0])}))
-        >>> per_draw(log_densities(sites), extent)["x"]
+        >>> sites = target.run_model(target.extent(3), Runner({"z": torch.tensor([0.0, 1.0, 2.0])}))
+        >>> log_densities(sites)["x"]
         tensor([-2.9189, -1.4189, -0.9189])
     """
 
@@ -72,7 +77,6 @@ class Target:
 
         Raises:
             ValueError, TypeError: see `Observations`.
-            NotImplementedError: plates with random subsampling.
         """
 
         def value(site: Any) -> Tensor | None:
@@ -80,43 +84,66 @@ class Target:
                 return None
             return any_value(site["fn"], (self.args, self.kwargs))
 
-        sites = self.run_model(Extent((), (), observations), Runner({}, choose=value))
+        sites = self.run_model(Extent(data=observations), Runner({}, choose=value))
         nesting = plate_nesting(sites.values())
         return replace(self, data=Observations(observations, sites, nesting), nesting=nesting), sites
+
+    def one(self, row: int = 0) -> Extent:
+        """Returns the extent of one draw for one data set."""
+        return Extent(data=self.data.one(row))
 
     def extent(self, draws: int, rows: slice | None = None) -> Extent:
         """Returns the extent of draws for each data set of ``rows``; by default of all there are, if there is a dim."""
         if rows is None and self.data.num is not None:
             rows = slice(0, self.data.num)
         sizes = (draws,) if rows is None else (draws, rows.stop - rows.start)
-        data = self.data.batch(rows or slice(None))
-        return Extent(sizes, outer_plates(sizes, self.nesting), data)
-
-    def one(self, row: int = 0) -> Extent:
-        """Returns the extent of one draw for one data set."""
-        return Extent((), (), self.data.one(row))
+        first = -self.nesting - len(sizes)
+        with poutine.block(), own_dims():
+            plates = [pyro.plate(_PLATES[i], size, dim=first + i) for i, size in enumerate(sizes)]
+        return Extent(sizes, self.data.batch(rows or slice(None)), tuple(plates))
 
     def run_model(self, extent: Extent, runner: Runner) -> dict[str, Any]:
-        """Runs the model; returns its sites with densities. Observed values are in it if they are the runner's."""
-        kwargs = self._with_data(extent, self._takes_observations[0])
-        return run_in_plates(runner, self.model, self.args, kwargs, extent.plates)
+        """Runs the model; returns its sites with densities. Observed values are in it if they are the runner's.
+
+        Raises:
+            NotImplementedError: a plate with random subsampling.
+        """
+        kwargs = self._kwargs(extent, self._takes_observations[0])
+        return _run(runner, self.model, self.args, kwargs, extent)
 
     def run_guide(self, extent: Extent, runner: Runner) -> dict[str, Any]:
         """Runs the guide; returns its sites with densities."""
         assert self.guide is not None
-        return run_in_plates(runner, self.guide, self.args, self.guide_kwargs(extent), extent.plates)
+        return _run(runner, self.guide, self.args, self.guide_kwargs(extent), extent)
 
     def guide_kwargs(self, extent: Extent) -> Mapping[str, Any]:
-        """Returns the guide's keyword arguments."""
-        return self._with_data(extent, self._takes_observations[1])
+        return self._kwargs(extent, self._takes_observations[1])
 
     @cached_property
     def _takes_observations(self) -> tuple[bool, bool]:
         guide = self.guide is not None and takes_observations(self.guide, is_guide=True)
         return takes_observations(self.model), guide
 
-    def _with_data(self, extent: Extent, taken: bool) -> Mapping[str, Any]:
-        return {**self.kwargs, "observations": extent.data} if taken and extent.data else self.kwargs
+    def _kwargs(self, extent: Extent, takes_observations: bool) -> Mapping[str, Any]:
+        told = takes_observations and extent.data
+        return {**self.kwargs, "observations": extent.data} if told else self.kwargs
+
+
+def _run(
+    runner: Runner, fn: Callable, args: tuple, kwargs: Mapping[str, Any], extent: Extent
+) -> dict[str, Any]:
+    def in_contexts(*args: Any, **kwargs: Any) -> None:
+        with ExitStack() as stack:
+            for context in extent.contexts:
+                stack.enter_context(context)
+            fn(*args, **kwargs)
+
+    sites = runner.run(in_contexts, args, kwargs)
+    check_full_plates(sites)
+    return {name: site for name, site in sites.items() if not site_is_subsample(site)}
+
+
+# ---- what the sites of a run say
 
 
 def log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -142,3 +169,30 @@ def per_draw(log_probs: Mapping[str, Tensor], extent: Extent) -> dict[str, Tenso
                 f"Expected batch dims {extent.sizes} at site '{name}'; got {tuple(log_prob.shape)}."
             )
     return {name: log_prob.reshape(extent.sizes + (-1,)).sum(-1) for name, log_prob in log_probs.items()}
+
+
+def differing_site(
+    together: Mapping[str, Tensor], index: int | tuple[int, ...], alone: Mapping[str, Tensor]
+) -> str | None:
+    """Returns the first site whose log densities in a batched run are not those in a run of one draw; None if none is.
+
+    Args:
+        together: site -> log densities in the batched run, ``(*batch, *plates)``.
+        index: of the draw in the batch.
+        alone: site -> log densities in its own run, ``(*plates)``.
+    """
+    for name in {**together, **alone}:
+        if name not in together or name not in alone:
+            return name
+        here, there = together[name][index], alone[name]
+        tolerance = max(_TOLERANCE.get(x.dtype, 1e-2) for x in (here, there))
+        if here.numel() != there.numel() or not torch.allclose(
+            here, there.reshape(here.shape).to(here), rtol=tolerance, atol=tolerance, equal_nan=True
+        ):
+            return name
+    return None
+
+
+def in_one_line(error: Exception) -> str:
+    """Returns what a warning tells of an error."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"

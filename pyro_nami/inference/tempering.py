@@ -9,7 +9,7 @@ runs between.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,6 @@ from pyro_nami.reading.runner import Runner
 __all__ = [
     "PathValue",
     "Point",
-    "Slot",
     "TemperedPath",
     "bijection",
     "guide_log_density",
@@ -37,7 +36,8 @@ __all__ = [
 ]
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Point:
     """Values of latents, and log densities there, as `note_site` gathers them in a run of the model.
 
     Attributes:
@@ -46,16 +46,12 @@ class Point(NamedTuple):
         prior, likelihood, log_jacobian: site -> log density in nats, ``(*batch)``. Factors belong to the likelihood.
     """
 
-    values: dict[str, Tensor]
-    unconstrained: dict[str, Tensor]
-    transforms: dict[str, Transform]
-    prior: dict[str, Tensor]
-    likelihood: dict[str, Tensor]
-    log_jacobian: dict[str, Tensor]
-
-    @classmethod
-    def empty(cls) -> Point:
-        return cls({}, {}, {}, {}, {}, {})
+    values: dict[str, Tensor] = field(default_factory=dict)
+    unconstrained: dict[str, Tensor] = field(default_factory=dict)
+    transforms: dict[str, Transform] = field(default_factory=dict)
+    prior: dict[str, Tensor] = field(default_factory=dict)
+    likelihood: dict[str, Tensor] = field(default_factory=dict)
+    log_jacobian: dict[str, Tensor] = field(default_factory=dict)
 
 
 class PathValue(NamedTuple):
@@ -74,14 +70,6 @@ class PathValue(NamedTuple):
         return self.start + temperature * self.ratio
 
 
-class Slot(NamedTuple):
-    """Where a latent is in a position: its part of the last dim, and its shape right of the batch dims."""
-
-    first: int
-    last: int
-    shape: torch.Size
-
-
 @dataclass(frozen=True, eq=False)
 class TemperedPath:
     """The densities of a path, at positions ``(chains, data sets, size)`` of all chains at once.
@@ -89,27 +77,28 @@ class TemperedPath:
     Args:
         target: the model, and the guide to start from; without one, paths start from the prior.
         extent: chains and data sets.
-        slots: where each latent is in a position.
+        shapes: of the latents, right of the batch dims, in the order in which a position holds them.
     """
 
     target: Target
     extent: Extent
-    slots: Mapping[str, Slot]
+    shapes: Mapping[str, torch.Size]
 
     def at(self, position: Tensor) -> Point:
         """Returns the point at a position, by a run of the model.
 
         A latent's transform is made where the model comes to it: it belongs to the present values of its parents.
         """
-        point = Point.empty()
+        point, sizes = Point(), self.extent.sizes
+        parts = dict(zip(self.shapes, position.split([shape.numel() for shape in self.shapes.values()], -1)))
 
         def choose(site: Any) -> Tensor | None:
             if not is_latent(site, self.extent.data):
                 return None
-            name, slot = site["name"], self.slots[site["name"]]
-            value = position[..., slot.first : slot.last].reshape(self.extent.sizes + slot.shape)
-            point.unconstrained[name], point.transforms[name] = value, bijection(site)
-            return point.transforms[name](value)
+            name = site["name"]
+            point.unconstrained[name] = parts[name].reshape(sizes + self.shapes[name])
+            point.transforms[name] = bijection(site)
+            return point.transforms[name](point.unconstrained[name])
 
         note = partial(note_site, point, self.extent)
         self.target.run_model(self.extent, Runner(self.extent.data, choose=choose, note=note))
