@@ -16,7 +16,6 @@ References:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from pyro_nami.inference.start import Start
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.tempering import TemperedPath
 from pyro_nami.inference.transitions import ChainState, StepSize, hamiltonian_step
-from pyro_nami.inference.weights import WeightedSamples
+from pyro_nami.inference.weights import WeightedSamples, log_mean, log_mean_error
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling", "sigmoid_temperatures"]
 
@@ -76,16 +75,12 @@ class AnnealedSamples(NamedTuple):
 
         Its expectation is at most the log evidence; with ``reverse``, at least.
         """
-        mean = self.log_weights.logsumexp(0) - math.log(len(self.log_weights))
-        return -mean if self.reverse else mean
+        return -log_mean(self.log_weights) if self.reverse else log_mean(self.log_weights)
 
     @property
     def log_evidence_error(self) -> Tensor:
         """Standard error of `log_evidence` in nats, ``(*data sets)``, by the delta method; inf for a single chain."""
-        if len(self.log_weights) == 1:
-            return torch.full_like(self.log_weights[0], math.inf)
-        weights = (self.log_weights - self.log_weights.max(0).values).exp()
-        return weights.std(0) / weights.mean(0) / math.sqrt(len(weights))
+        return log_mean_error(self.log_weights)
 
 
 def sigmoid_temperatures(num: int) -> Tensor:
@@ -246,17 +241,15 @@ def _chain_counts(num_chains: int, posterior: Mapping[str, Tensor] | None, adapt
 
 
 def _check(options: _Options) -> None:
-    _, num_chains, _, num_leapfrog_steps, target, chunk_size = options
-    if num_chains < 1:
-        raise ValueError(
-            f"Expected num_chains >= 1, or two posterior draws (one is a pilot); got {num_chains}."
-        )
-    if num_leapfrog_steps < 1:
-        raise ValueError(f"Expected num_leapfrog_steps >= 1; got {num_leapfrog_steps}.")
-    if target is not None and not 0 < target < 1:
-        raise ValueError(f"Expected target_acceptance between 0 and 1, or None; got {target}.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"Expected chunk_size >= 1 or None; got {chunk_size}.")
+    _, num_chains, _, steps, target, chunk_size = options
+    for holds, expected in (
+        (num_chains >= 1, f"num_chains >= 1, or two posterior draws (one is a pilot); got {num_chains}"),
+        (steps >= 1, f"num_leapfrog_steps >= 1; got {steps}"),
+        (target is None or 0 < target < 1, f"target_acceptance between 0 and 1, or None; got {target}"),
+        (chunk_size is None or chunk_size >= 1, f"chunk_size >= 1 or None; got {chunk_size}"),
+    ):
+        if not holds:
+            raise ValueError(f"Expected {expected}.")
 
 
 def _step_sizes(given: float | Tensor, num_data: int) -> Tensor:

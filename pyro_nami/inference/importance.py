@@ -87,28 +87,28 @@ def importance_sample(
         >>> importance_sample(model, guide, num_samples=100).log_evidence
         tensor(-2.2655)
     """
-    for name, count in (("num_samples", num_samples), ("chunk_size", chunk_size)):
-        _check_count(name, count)
+    _check_counts(num_samples, chunk_size)
     proposal = _Proposal.of(Target(model, guide, args, kwargs), as_mapping(observations))
     size = min(num_samples, chunk_size or max(1, _ELEMENTS // proposal.elements))
-    draws = proposal.chunks([min(size, num_samples - start) for start in range(0, num_samples, size)])
+    draws = proposal.draw([min(size, num_samples - start) for start in range(0, num_samples, size)])
+    sites = {name: proposal.single.model[name] for name in proposal.latents}
     result = WeightedSamples(
-        {name: torch.cat([chunk.values[name] for chunk in draws]) for name in proposal.latents},
+        {name: torch.cat([chunk.values[name] for chunk in draws]) for name in sites},
         torch.cat([chunk.log_weights for chunk in draws]),
-        {name: plate_names(proposal.single.model[name]) for name in proposal.latents},
+        {name: plate_names(site) for name, site in sites.items()},
     )
     if (result.pareto_k > K_MAX).any():
         warn(f"The importance weights are {result.verdict} {_ADVICE}")
     return result
 
 
-def _check_count(name: str, value: int | None) -> None:
-    if value is None and name == "chunk_size":
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"Expected {name} to be an int; got {value!r}.")
-    if value < 1:
-        raise ValueError(f"Expected {name} to be at least 1; got {value}.")
+def _check_counts(num_samples: int, chunk_size: int | None) -> None:
+    counts = {"num_samples": num_samples, "chunk_size": 1 if chunk_size is None else chunk_size}
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"Expected {name} to be an int; got {value!r}.")
+        if value < 1:
+            raise ValueError(f"Expected {name} to be at least 1; got {value}.")
 
 
 class _BadDensity(ValueError):
@@ -118,6 +118,7 @@ class _BadDensity(ValueError):
 class _Weighed(NamedTuple):
     """The sites of a run of the guide, and of one of the model at its values, with their log densities."""
 
+    extent: Extent
     guide: dict[str, Any]
     model: dict[str, Any]
     log_q: dict[str, Tensor]
@@ -133,10 +134,10 @@ class _Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class _Proposal:
-    """A guide that draws what a model has: one run of both is for all draws of a chunk, or for one."""
+    """A guide that draws what a model has; a run of both for one draw gives every site its own shape."""
 
     target: Target
-    single: _Weighed  # one draw for the first data set, which gives every site its own shape
+    single: _Weighed
     latents: tuple[str, ...]
 
     @classmethod
@@ -145,7 +146,7 @@ class _Proposal:
             target, _ = target.observing(observations)
         single = _run(target, target.one())
         nesting = max(plate_nesting(sites.values()) for sites in (single.guide, single.model))
-        return cls(replace(target, nesting=nesting), single, _matched_latents(single, target.one().data))
+        return cls(replace(target, nesting=nesting), single, _matched_latents(single))
 
     @property
     def elements(self) -> int:
@@ -153,30 +154,25 @@ class _Proposal:
         sites = [*self.single.guide.values(), *self.single.model.values()]
         return max(1, sum(site["fn"].shape().numel() for site in sites)) * (self.target.data.num or 1)
 
-    def chunks(self, counts: Sequence[int]) -> list[_Draws]:
-        """Returns chunks of draws: each at once, or one by one where this goes wrong for the first."""
+    def draw(self, counts: Sequence[int]) -> list[_Draws]:
+        """Returns chunks of draws: each at once, or all one by one where this goes wrong for the first."""
         try:
-            extent = self.target.extent(counts[0])
-            run = _run(self.target, extent)
-            first, reason = self._draws(run, extent), self._difference(run, extent)
+            run = _run(self.target, self.target.extent(counts[0]))
+            first, reason = self._draws(run), self._difference(run)
         except (_BadDensity, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a model does with batch dims that it was not written for
             reason = in_one_line(error)
         if reason is not None:
             warn(_LOOP.format(reason))
-            return [self._in_turn(sum(counts))]
-        return [first, *(self._at_once(count) for count in counts[1:])]
+            return [self._one_by_one(sum(counts))]
+        return [first, *(self._draws(_run(self.target, self.target.extent(num))) for num in counts[1:])]
 
-    def _at_once(self, count: int) -> _Draws:
-        extent = self.target.extent(count)
-        return self._draws(_run(self.target, extent), extent)
-
-    def _in_turn(self, count: int) -> _Draws:
-        data = self.target.data
-        extents = [self.target.one(row) for _ in range(count) for row in range(data.num or 1)]
-        draws = [self._draws(_run(self.target, extent), extent) for extent in extents]
-        sizes = (count,) if data.num is None else (count, data.num)
+    def _one_by_one(self, count: int) -> _Draws:
+        num = self.target.data.num
+        rows = [row for _ in range(count) for row in range(num or 1)]
+        draws = [self._draws(_run(self.target, self.target.one(row))) for row in rows]
+        sizes = (count,) if num is None else (count, num)
 
         def stacked(parts: list[Tensor]) -> Tensor:
             return torch.stack(parts).reshape(sizes + parts[0].shape)
@@ -184,32 +180,31 @@ class _Proposal:
         values = {name: stacked([draw.values[name] for draw in draws]) for name in self.latents}
         return _Draws(values, stacked([draw.log_weights for draw in draws]))
 
-    def _draws(self, run: _Weighed, extent: Extent) -> _Draws:
-        log_q, log_p = (sum(per_draw(part, extent).values()) for part in (run.log_q, run.log_p))
+    def _draws(self, run: _Weighed) -> _Draws:
+        log_q, log_p = (sum(per_draw(part, run.extent).values()) for part in (run.log_q, run.log_p))
         log_weights: Any = log_p - log_q
         if not (log_weights < torch.inf).all():
-            _check_densities(run, extent)
-        values = {}
-        for name in self.latents:
-            site, own = run.model[name], self.single.model[name]["fn"].shape()
-            values[name] = site["value"].expand(site["fn"].shape()).reshape(extent.sizes + own)
-        return _Draws(values, log_weights)
+            _check_densities(run)
+        shapes = {name: run.extent.sizes + self.single.model[name]["fn"].shape() for name in self.latents}
+        return _Draws({name: _whole(run.model[name]).reshape(shapes[name]) for name in shapes}, log_weights)
 
-    def _difference(self, run: _Weighed, extent: Extent) -> str | None:
+    def _difference(self, run: _Weighed) -> str | None:
         """Returns where a run for many draws differs from runs for its first and last one; None if nowhere."""
-        drawn = {name: site for name, site in run.guide.items() if not site["is_observed"]}
+        drawn = [name for name, site in run.guide.items() if not site["is_observed"]]
         for end in (0, -1):
-            index = (end,) * len(extent.sizes)
-            values = {
-                name: site["value"].expand(site["fn"].shape())[index].reshape(self.single.guide[name]["fn"].shape())
-                for name, site in drawn.items()
-            }
+            index = (end,) * len(run.extent.sizes)
+            shapes = {name: self.single.guide[name]["fn"].shape() for name in drawn}
+            values = {name: _whole(run.guide[name])[index].reshape(shapes[name]) for name in drawn}
             alone = _run(self.target, self.target.one(end), values)
             for role, many, one in (("guide", run.log_q, alone.log_q), ("model", run.log_p, alone.log_p)):
                 name = differing_site(many, index, one)
                 if name is not None:
                     return f"the {role}'s log density of site '{name}' differs from that in a single run"
         return None
+
+
+def _whole(site: Any) -> Tensor:
+    return site["value"].expand(site["fn"].shape())
 
 
 def _run(target: Target, extent: Extent, values: Mapping[str, Tensor] | None = None) -> _Weighed:
@@ -221,11 +216,11 @@ def _run(target: Target, extent: Extent, values: Mapping[str, Tensor] | None = N
     try:
         return _weighed(target, extent, values or {})
     except ValueError as error:
-        # A distribution that the model makes is told not to refuse NaN in no other way than globally. Without
+        # Distributions that a model makes can be told not to refuse NaN in no other way than globally. Without
         # validation the run goes on to a log density, which has a site to name.
         with pyro.validation_enabled(False):
             try:
-                _check_densities(_weighed(target, extent, values or {}), extent)
+                _check_densities(_weighed(target, extent, values or {}))
             except _BadDensity as bad:
                 raise bad from error
             except Exception:  # the same error, or what follows from it
@@ -239,28 +234,29 @@ def _weighed(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> _W
     guide = {name: site for name, site in guide.items() if not site["is_observed"] or site_is_factor(site)}
     drawn = {name: site["value"] for name, site in guide.items() if not site["is_observed"]}
     model = target.run_model(extent, Runner({**drawn, **extent.data}))
-    return _Weighed(guide, model, log_densities(guide), log_densities(model))
+    return _Weighed(extent, guide, model, log_densities(guide), log_densities(model))
 
 
-def _check_densities(run: _Weighed, extent: Extent) -> None:
+def _check_densities(run: _Weighed) -> None:
     """Raises for a site whose log density is no number, or +inf, or -inf in the guide, which drew it."""
-    roles = {"guide": per_draw(run.log_q, extent), "model": per_draw(run.log_p, extent)}
+    roles = {"guide": per_draw(run.log_q, run.extent), "model": per_draw(run.log_p, run.extent)}
     for kind, bad in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
         for role, log_probs in roles.items():
             for name, log_prob in log_probs.items():
                 found = int(bad(log_prob).sum())
                 if found and not (kind == "-inf" and role == "model"):
-                    raise _BadDensity(_DENSITY.format(name, role, kind, found, log_prob.numel()))
+                    raise _BadDensity(
+                        f"Expected a finite log density at site '{name}' of the {role}; got {kind} for {found} of "
+                        f"{log_prob.numel()} draws. Check the site's parameters and the data that it sees."
+                    )
 
 
-def _matched_latents(single: _Weighed, data: Mapping[str, Tensor]) -> tuple[str, ...]:
+def _matched_latents(single: _Weighed) -> tuple[str, ...]:
     """Returns the latents, and raises where the guide's and the model's differ."""
-    sites = single.model
+    sites, data = single.model, single.extent.data
     latents = [name for name, site in sites.items() if not site["is_observed"] and name not in data]
-    auxiliary = {name: bool(site["infer"].get("is_auxiliary")) for name, site in single.guide.items()}
-    drawn = {
-        name: site for name, site in single.guide.items() if not (site["is_observed"] or auxiliary[name])
-    }
+    auxiliary = {name for name, site in single.guide.items() if site["infer"].get("is_auxiliary")}
+    drawn = {n: site for n, site in single.guide.items() if not site["is_observed"] and n not in auxiliary}
     for name in latents:
         if name not in drawn and is_sample_site(sites[name]):
             raise ValueError(
@@ -269,7 +265,7 @@ def _matched_latents(single: _Weighed, data: Mapping[str, Tensor]) -> tuple[str,
             )
     # A Delta of the guide has a density only if it is a function of an auxiliary site, or says so.
     made = any(
-        site_is_factor(site) or (auxiliary[name] and not is_delta(site["fn"]))
+        site_is_factor(site) or (name in auxiliary and not is_delta(site["fn"]))
         for name, site in single.guide.items()
     )
     for name, site in drawn.items():
@@ -292,10 +288,6 @@ def _matched_latents(single: _Weighed, data: Mapping[str, Tensor]) -> tuple[str,
     return tuple(name for name in latents if name in drawn)
 
 
-_DENSITY = (
-    "Expected a finite log density at site '{}' of the {}; got {} for {} of {} draws. Check the site's parameters and "
-    "the data that it sees."
-)
 _LOOP = (
     "The model and the guide cannot be run for all draws at once: {}. Draws are made one by one, which is slow. Write "
     "both for batch dims on the left: `alpha[..., index]` for `alpha[index]`, dims counted from the right, "
