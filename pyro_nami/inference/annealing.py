@@ -30,7 +30,7 @@ from pyro_nami.inference.sites import plate_names
 from pyro_nami.inference.start import Start
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.tempering import TemperedPath
-from pyro_nami.inference.transitions import ChainState, StepSize, hamiltonian_step
+from pyro_nami.inference.transitions import ChainState, adapted, hamiltonian_step
 from pyro_nami.inference.weights import WeightedSamples, log_mean, log_mean_error
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling", "sigmoid_temperatures"]
@@ -176,27 +176,26 @@ def _annealed(
         for first in range(0, num_data, size):
             rows = slice(first, min(first + size, num_data))
             path, position = start.path(options.num_chains + options.num_pilots, rows, check=not parts)
-            adapted = StepSize(steps[rows].to(position), options.target_acceptance)
-            parts.append(_anneal(path, position, options, adapted, bar.update))
+            parts.append(_anneal(path, position, options, steps[rows].to(position), bar.update))
     return _joined(parts, start)
 
 
 @pyro.validation_enabled(False)  # the model's distributions would refuse what a wide step brings, which is rejected
 def _anneal(
-    path: TemperedPath, position: Tensor, options: _Options, step_size: StepSize, tick: Callable[[], Any]
+    path: TemperedPath, position: Tensor, options: _Options, step_size: Tensor, tick: Callable[[], Any]
 ) -> AnnealedSamples:
     """Runs all chains of a chunk of data sets along the path; those behind ``num_chains`` are pilots."""
     schedule, num_chains = options.schedule, options.num_chains
     state = ChainState(position, path.value(position))
     log_weights = acceptance = torch.zeros_like(state.value.start)
-    for before, now in zip(schedule, schedule[1:]):
+    for count, (before, now) in enumerate(zip(schedule, schedule[1:]), 1):
         log_weights = log_weights + (now - before) * state.value.ratio
-        state, probability = hamiltonian_step(path, state, now, step_size.value, options.num_leapfrog_steps)
+        state, probability = hamiltonian_step(path, state, now, step_size, options.num_leapfrog_steps)
         acceptance = acceptance + probability / (len(schedule) - 1)
-        step_size.update(probability[num_chains:].mean(0))
+        step_size = adapted(step_size, count, probability[num_chains:].mean(0), options.target_acceptance)
         tick()
     samples = {name: value[:num_chains] for name, value in path.at(state.position).values.items()}
-    return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains], step_size.value)
+    return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains], step_size)
 
 
 def _joined(parts: list[AnnealedSamples], start: Start) -> AnnealedSamples:

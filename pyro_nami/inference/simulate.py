@@ -19,9 +19,9 @@ from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from pyro_nami.inference.sites import log_density, plate_nesting, with_idle_dims
-from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line
+from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line, unsampled
 from pyro_nami.messages import warn
-from pyro_nami.reading.runner import Runner, is_fixed
+from pyro_nami.reading.runner import Runner
 
 __all__ = ["JointDraws", "Simulator", "forked_rng"]
 
@@ -119,6 +119,8 @@ class Simulator:
     ) -> None:
         self.model, self.args, self.kwargs = model, tuple(args), dict(kwargs or {})
         given = dict.fromkeys((observed,) if isinstance(observed, str) else observed)
+        self.nesting, names = 0, tuple[str, ...]()
+        self.latent, self.observed = names, names  # until the first run tells
         data: set[str] = set()  # that the model observes
 
         def note(site: Any) -> None:
@@ -127,8 +129,8 @@ class Simulator:
 
         with forked_rng(), pyro.validation_enabled(False):  # draws may be NaN
             params = poutine.trace(param_only=True)
-            first = self._run(Extent(contexts=(params,)), Runner({}, simulated=True, choose=note))
-            names = [name for name, site in first.items() if not site_is_factor(site)]
+            first = self._run(Extent(contexts=(params,)), choose=note)
+            names = tuple(name for name, site in first.items() if not site_is_factor(site))
             for name in given:
                 if name not in names:
                     known = ", ".join(map(repr, names))
@@ -184,45 +186,51 @@ class Simulator:
 
     def sites(self) -> dict[str, Any]:
         """Returns the sites of a single run, with nothing observed, as messages."""
-        return self._complete(self._run(Extent(), Runner({}, simulated=True)))
+        return self._run()
 
     # ---- runs of the model
 
-    def _run(self, extent: Extent, runner: Runner) -> dict[str, Any]:
+    @property
+    def _target(self) -> Target:
+        return Target(self.model, None, self.args, self.kwargs, nesting=self.nesting)
+
+    def _run(
+        self,
+        extent: Extent = Extent(),
+        values: Mapping[str, Tensor] | None = None,
+        choose: Callable[[Any], None] | None = None,
+    ) -> dict[str, Any]:
         """Runs the model; returns its sites but deterministic ones."""
+        runner = Runner(values or {}, simulated=True, choose=choose)
         # Draws may be NaN, which distributions that the model makes can be told not to refuse in no other way.
         with torch.no_grad(), pyro.validation_enabled(False):
             try:
-                sites = Target(self.model, None, self.args, self.kwargs).run_model(extent, runner)
+                sites = self._target.run_model(extent, runner)
             except Exception as error:
-                last = runner.last
-                if last is None or last["name"] in runner.sites:  # not the distribution's: the model's own
+                failed = unsampled(runner)
+                if failed is None:
                     raise
                 kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
                 raise kind(
-                    f"Expected a site that can be sampled; got '{last['name']}', whose {type(last['fn']).__name__} "
+                    f"Expected a site that can be sampled; got '{failed['name']}', whose {type(failed['fn']).__name__} "
                     f"raises {type(error).__name__}: {error}. Simulations need a proper distribution at every site."
                 ) from error
-        return {name: site for name, site in sites.items() if site_is_factor(site) or not is_fixed(site)}
+        for name in (*self.latent, *self.observed):
+            if name not in sites:
+                raise ValueError(
+                    f"Expected the same sites in every run of the model; one run lacks '{name}'."
+                )
+        return {name: site for name, site in sites.items() if not site["infer"].get("_deterministic")}
 
     def _batch(self, num: int) -> dict[str, Any]:
         """Returns the sites of one run for all draws."""
-        extent = Target(self.model, None, self.args, self.kwargs, nesting=self.nesting).extent(num)
-        sites = self._complete(self._run(extent, Runner({}, simulated=True)))
+        sites = self._run(self._target.extent(num))
         for name, site in sites.items():
             shape, expected = site["fn"].batch_shape, (num, *_plate_shape(site, self.nesting))
             if shape != expected:
                 raise ValueError(
                     f"Expected batch dims on the left: {num} draws of site '{name}' should be of shape {expected}, but "
                     f"are of shape {tuple(shape)}, their event dims aside."
-                )
-        return sites
-
-    def _complete(self, sites: dict[str, Any]) -> dict[str, Any]:
-        for name in (*self.latent, *self.observed):
-            if name not in sites:
-                raise ValueError(
-                    f"Expected the same sites in every run of the model; one run lacks '{name}'."
                 )
         return sites
 
@@ -257,8 +265,7 @@ class Simulator:
                     for name, site in first.items()
                     if not site_is_factor(site)
                 }
-                alone = self._run(Extent(), Runner(values, simulated=True))
-                wrong = differing_site(together, draw, _log_densities(alone))
+                wrong = differing_site(together, draw, _log_densities(self._run(values=values)))
                 if wrong is not None:
                     return f"the log density of site '{wrong}' differs from that in a run of one draw"
         except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for

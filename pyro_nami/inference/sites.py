@@ -70,9 +70,7 @@ def with_idle_dims(value: Tensor, site: Any, nesting: int, num_batch: int) -> Te
 
     Args:
         value: with ``num_batch`` batch dims, then the site's own shape, with or without these dims.
-        site: from a run without batch dims.
-        nesting: number of plate dims of the model.
-        num_batch: number of batch dims.
+        site: from a run without batch dims, of a model with ``nesting`` plate dims.
 
     Raises:
         ValueError: another shape.
@@ -91,10 +89,6 @@ def with_idle_dims(value: Tensor, site: Any, nesting: int, num_batch: int) -> Te
 def log_density(site: Any, fn: Any = None) -> Tensor:
     """Returns the log density of a site's value in nats, ``(*batch, *plates)``, without scale and mask.
 
-    Args:
-        site: its message.
-        fn: a distribution in place of the site's.
-
     Raises:
         OutsideSupport: the distribution refuses the value.
     """
@@ -107,11 +101,9 @@ def log_density(site: Any, fn: Any = None) -> Tensor:
 
 
 def any_value(fn: Any, arguments: Any) -> Tensor:
-    """Returns a draw of a distribution; where it has none, an improper prior, some value in its support.
+    """Returns a draw of a distribution; of an improper prior, which has none, some value in its support.
 
-    Args:
-        fn: the distribution.
-        arguments: those of the model, of any structure; the first real tensor in them gives dtype and device.
+    The first real tensor in ``arguments``, the model's, gives this value its dtype and device.
     """
     try:
         return fn.sample()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.inference.sites import OutsideSupport, with_idle_dims
-from pyro_nami.inference.target import Extent, Target, differing_site, log_densities
+from pyro_nami.inference.target import Extent, Target, differing_site, log_densities, unsampled
 from pyro_nami.inference.tempering import (
     Point,
     TemperedPath,
@@ -53,8 +53,7 @@ class Start:
 
         Raises:
             ValueError: no latents; undeclared batch dims; observations or posterior draws that do not fit.
-            NotImplementedError: subsampled plates, scaled latents, masked latents with a guide, and latents without a
-                `bijection`.
+            NotImplementedError: scaled latents, masked ones with a guide, and those without a `bijection`.
         """
         target, sites = target.observing(observations)
         latents = {name: site for name, site in sites.items() if is_latent(site, observations)}
@@ -67,13 +66,8 @@ class Start:
     def path(self, num_chains: int, rows: slice, *, check: bool) -> tuple[TemperedPath, Tensor]:
         """Returns the path for some data sets, and positions at its start, ``(chains, data sets, size)``.
 
-        Args:
-            num_chains: number of chains.
-            rows: the data sets.
-            check: whether to compare the run of all chains with runs of single ones.
-
         Raises:
-            ValueError: the model does not take batch dims; a log density is not finite. The site is named.
+            ValueError: the model does not take batch dims (looked into with ``check``); a log density is not finite.
         """
         extent = self.target.extent(num_chains, rows)
         point = Point()
@@ -124,11 +118,12 @@ class Start:
         except OutsideSupport:
             raise
         except NotImplementedError as error:
-            name, fn = runner.last["name"], runner.last["fn"]
-            if name in runner.sites:  # not the prior's: the model's own
+            failed = unsampled(runner)
+            if failed is None:
                 raise
             raise NotImplementedError(
-                f"Expected a prior that can be sampled; site '{name}' ({type(fn).__name__}) cannot. Start from a guide."
+                f"Expected a prior that can be sampled; site '{failed['name']}' ({type(failed['fn']).__name__}) "
+                "cannot. Start from a guide."
             ) from error
         except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
             name = "" if runner.last is None else runner.last["name"]

@@ -24,7 +24,7 @@ from pyro_nami.inference.observations import Observations
 from pyro_nami.inference.sites import any_value, check_full_plates, log_density, plate_nesting
 from pyro_nami.reading.runner import Runner, own_dims, takes_observations
 
-__all__ = ["Extent", "Target", "differing_site", "in_one_line", "log_densities", "per_draw"]
+__all__ = ["Extent", "Target", "differing_site", "in_one_line", "log_densities", "per_draw", "unsampled"]
 
 _PLATES = ("_draws", "_data_sets")
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of log densities; half precision: the loosest below
@@ -141,6 +141,12 @@ def _run(
     sites = runner.run(in_contexts, args, kwargs)
     check_full_plates(sites)
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
+
+
+def unsampled(runner: Runner) -> Any:
+    """Returns the site, as a message, whose distribution made the run fail; None if it was the model's own code."""
+    last = runner.last
+    return None if last is None or last["name"] in runner.sites else last
 
 
 # ---- what the sites of a run say
