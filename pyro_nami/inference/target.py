@@ -108,7 +108,7 @@ class Target:
         Raises:
             NotImplementedError: a plate with random subsampling.
         """
-        kwargs = self._kwargs(extent, self._takes_observations[0])
+        kwargs = self._kwargs(extent) if extent.data and self._model_is_told else self.kwargs
         return _run(runner, self.model, self.args, kwargs, extent)
 
     def run_guide(self, extent: Extent, runner: Runner) -> dict[str, Any]:
@@ -117,16 +117,18 @@ class Target:
         return _run(runner, self.guide, self.args, self.guide_kwargs(extent), extent)
 
     def guide_kwargs(self, extent: Extent) -> Mapping[str, Any]:
-        return self._kwargs(extent, self._takes_observations[1])
+        return self._kwargs(extent) if extent.data and self._guide_is_told else self.kwargs
+
+    def _kwargs(self, extent: Extent) -> Mapping[str, Any]:
+        return {**self.kwargs, "observations": extent.data}
 
     @cached_property
-    def _takes_observations(self) -> tuple[bool, bool]:
-        guide = self.guide is not None and takes_observations(self.guide, is_guide=True)
-        return takes_observations(self.model), guide
+    def _model_is_told(self) -> bool:
+        return takes_observations(self.model)
 
-    def _kwargs(self, extent: Extent, takes_observations: bool) -> Mapping[str, Any]:
-        told = takes_observations and extent.data
-        return {**self.kwargs, "observations": extent.data} if told else self.kwargs
+    @cached_property
+    def _guide_is_told(self) -> bool:
+        return self.guide is not None and takes_observations(self.guide, is_guide=True)
 
 
 def _run(
