@@ -90,13 +90,7 @@ def importance_sample(
     _check_counts(num_samples, chunk_size)
     proposal = _Proposal.of(Target(model, guide, args, kwargs), as_mapping(observations))
     size = min(num_samples, chunk_size or max(1, _ELEMENTS // proposal.elements))
-    draws = proposal.draw([min(size, num_samples - start) for start in range(0, num_samples, size)])
-    sites = {name: proposal.single.model[name] for name in proposal.latents}
-    result = WeightedSamples(
-        {name: torch.cat([chunk.values[name] for chunk in draws]) for name in sites},
-        torch.cat([chunk.log_weights for chunk in draws]),
-        {name: plate_names(site) for name, site in sites.items()},
-    )
+    result = proposal.draw([min(size, num_samples - start) for start in range(0, num_samples, size)])
     if (result.pareto_k > K_MAX).any():
         warn(f"The importance weights are {result.verdict} {_ADVICE}")
     return result
@@ -154,7 +148,14 @@ class _Proposal:
         sites = [*self.single.guide.values(), *self.single.model.values()]
         return max(1, sum(site["fn"].shape().numel() for site in sites)) * (self.target.data.num or 1)
 
-    def draw(self, counts: Sequence[int]) -> list[_Draws]:
+    def draw(self, counts: Sequence[int]) -> WeightedSamples:
+        """Returns draws in chunks, joined."""
+        chunks = self._chunks(counts)
+        plates = {name: plate_names(self.single.model[name]) for name in self.latents}
+        values = {name: torch.cat([chunk.values[name] for chunk in chunks]) for name in plates}
+        return WeightedSamples(values, torch.cat([chunk.log_weights for chunk in chunks]), plates)
+
+    def _chunks(self, counts: Sequence[int]) -> list[_Draws]:
         """Returns chunks of draws: each at once, or all one by one where this goes wrong for the first."""
         try:
             run = _run(self.target, self.target.extent(counts[0]))
