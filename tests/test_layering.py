@@ -20,8 +20,8 @@ ORDER = {
     "guide": "arguments options conditioning couplings offsets features evidence groups inputs inversion network "
     "network_state regression one_pass rules structure differences shapes first_call columns plan build maps "
     "call memory reader observed draw state lazy nami",
-    "inference": "sites observations checkpoint history psis ranks trackers optimizers weights simulate batches losses "
-    "trainer compilation coordinates pair tempering transitions target annealing importance",
+    "inference": "sites observations target checkpoint history psis ranks trackers optimizers weights simulate batches "
+    "losses trainer compilation coordinates tempering start transitions annealing importance",
     "checking": "rank_tests plots simulations calibration misspecification diagnosis",
     "show": "render report target commands",
 }

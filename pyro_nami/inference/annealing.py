@@ -6,12 +6,16 @@ Chains start from the prior, or from a guide, and follow the densities
 
 with one Hamiltonian transition at each. A chain's weight, the product of f_{t_k} / f_{t_{k-1}} at the places where it
 was, has the evidence p(x) as its mean. Here is the loop over temperatures, and the result; `tempering` holds the
-densities, `transitions` the kernel, and `layout` what is found out about a model before the first step.
+densities, `transitions` the kernel, and `start` what is checked, and drawn, before the first step.
+
+References:
+    Neal 2001, "Annealed importance sampling"; Wu et al. 2017, "On the quantitative analysis of decoder-based
+    generative models", whose chains adapt their step sizes to themselves, which ours leave to pilots; Grosse et al.
+    2015, "Sandwiching the marginal likelihood using bidirectional Monte Carlo", for chains from the posterior.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,10 +26,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from pyro_nami.inference.observations import as_mapping
-from pyro_nami.inference.target import Layout
+from pyro_nami.inference.sites import plate_names
+from pyro_nami.inference.start import Start
+from pyro_nami.inference.target import Target
 from pyro_nami.inference.tempering import TemperedPath
-from pyro_nami.inference.transitions import ChainState, StepSize, hamiltonian_step
-from pyro_nami.inference.weights import WeightedSamples
+from pyro_nami.inference.transitions import ChainState, adapted, hamiltonian_step
+from pyro_nami.inference.weights import WeightedSamples, log_mean, log_mean_error
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling", "sigmoid_temperatures"]
 
@@ -69,16 +75,12 @@ class AnnealedSamples(NamedTuple):
 
         Its expectation is at most the log evidence; with ``reverse``, at least.
         """
-        mean = self.log_weights.logsumexp(0) - math.log(len(self.log_weights))
-        return -mean if self.reverse else mean
+        return -log_mean(self.log_weights) if self.reverse else log_mean(self.log_weights)
 
     @property
     def log_evidence_error(self) -> Tensor:
         """Standard error of `log_evidence` in nats, ``(*data sets)``, by the delta method; inf for a single chain."""
-        if len(self.log_weights) == 1:
-            return torch.full_like(self.log_weights[0], math.inf)
-        weights = (self.log_weights - self.log_weights.max(0).values).exp()
-        return weights.std(0) / weights.mean(0) / math.sqrt(len(weights))
+        return log_mean_error(self.log_weights)
 
 
 def sigmoid_temperatures(num: int) -> Tensor:
@@ -110,16 +112,11 @@ def annealed_importance_sampling(
     """Estimates the log evidence of a model by annealed importance sampling with Hamiltonian transitions.
 
     Latents move in unconstrained space; all chains and data sets share one run of the model per gradient. A step size
-    serves all chains of a data set, and follows the acceptance of pilots: more chains, one for five, that do not count.
-    Chains and step sizes are then independent and weights unbiased, which is lost where a chain adapts to itself, as
-    in Wu et al. 2017.
-
-    With draws of the ``posterior`` the path is run backwards, which bounds the log evidence from above, in
-    expectation (Grosse et al. 2015): exact draws are had for data that were simulated together with them.
+    serves all chains of a data set, and follows the acceptance of pilots: more chains, one for five, that do not count,
+    so that weights are unbiased.
 
     Args:
-        model: a Pyro model whose latents are continuous. Batch dims stand left of its plates: chains at
-            ``-2 - nesting``, data sets at ``-1 - nesting``.
+        model: a Pyro model with continuous latents; batch dims of chains and data sets stand left of its plates.
         guide: the start of the path: a guide, with a density at every latent; None for the prior.
         *args, **kwargs: the model's arguments.
         num_chains: independent chains for every data set.
@@ -128,25 +125,18 @@ def annealed_importance_sampling(
         num_leapfrog_steps: gradients per transition.
         step_size: first step size in unconstrained space, for all data sets or ``(data sets,)``.
         target_acceptance: mean acceptance probability to steer for; None leaves step sizes alone.
-        observations: observed site -> value, in place of the model's own: of the site's shape in a single run of the
-            model, or several data sets, ``(data sets, *site shape)`` (also with all plate dims, as in `JointDraws`).
-        posterior: latent -> draws ``(chains, *data sets, *site shape)`` to run backwards from, in place of
-            ``num_chains``. The last sixth are pilots, unless ``target_acceptance`` is None.
+        observations: observed site -> value, in place of the model's own, as in `importance_sample`.
+        posterior: latent -> exact draws ``(chains, *data sets, *site shape)``, as those simulated together with the
+            data, to run backwards from: this bounds the log evidence from above, in expectation. They replace
+            ``num_chains``; the last sixth are pilots, unless ``target_acceptance`` is None.
         chunk_size: number of data sets at a time, to bound memory; None for all.
         progress: whether to show a progress bar.
-
-    Returns:
-        An `AnnealedSamples`.
 
     Raises:
         ValueError: options out of range; a model whose sites do not take batch dims; a density that is not finite at
             the start. The site is named.
         NotImplementedError: discrete latents, supports without a bijection, subsampled plates, scaled latents, guides
             without densities.
-
-    References:
-        Neal 2001, "Annealed importance sampling"; Wu et al. 2017, "On the quantitative analysis of decoder-based
-        generative models".
 
     Example:
         >>> def model(y):
@@ -156,63 +146,74 @@ def annealed_importance_sampling(
         >>> bool(abs(result.log_evidence - (-1.5155)) < 0.1)  # y ~ Normal(0, sqrt(2))
         True
     """
-    schedule = _schedule(num_temperatures, temperatures)
-    if posterior is not None:
-        schedule = schedule[::-1]
-    num_chains, pilots = _chain_counts(num_chains, posterior, target_acceptance is not None)
-    _check(num_chains, num_leapfrog_steps, target_acceptance, chunk_size)
+    counts = _chain_counts(num_chains, posterior, target_acceptance is not None)
+    schedule = _schedule(num_temperatures, temperatures)[:: 1 if posterior is None else -1]
+    options = _Options(schedule, *counts, num_leapfrog_steps, target_acceptance, chunk_size)
+    _check(options)
     with _fixed(model, guide):
-        layout = Layout.of(model, guide, args, kwargs, as_mapping(observations), posterior)
-        num_data = layout.data.num or 1
-        steps = _step_sizes(step_size, num_data)
-        size = min(chunk_size or num_data, num_data)
-        parts: list[AnnealedSamples] = []
-        with tqdm(total=-(-num_data // size) * (len(schedule) - 1), disable=not progress) as bar:
-            for first in range(0, num_data, size):
-                chunk = slice(first, min(first + size, num_data))
-                path, position = layout.start(num_chains + pilots, chunk, check=not parts)
-                adapted = StepSize(steps[chunk].to(position), target_acceptance)
-                parts.append(
-                    _anneal(path, position, num_chains, schedule, adapted, num_leapfrog_steps, bar.update)
-                )
-    return _joined(parts, layout, posterior is not None)
+        start = Start.of(Target(model, guide, args, kwargs), as_mapping(observations), posterior)
+        return _annealed(start, options, step_size, progress)
 
 
-@pyro.validation_enabled(False)
+class _Options(NamedTuple):
+    schedule: Sequence[float]
+    num_chains: int
+    num_pilots: int
+    num_leapfrog_steps: int
+    target_acceptance: float | None
+    chunk_size: int | None
+
+
+def _annealed(
+    start: Start, options: _Options, step_size: float | Tensor, progress: bool
+) -> AnnealedSamples:
+    """Anneals all data sets, chunk by chunk."""
+    num_data = start.target.data.num or 1
+    steps = _step_sizes(step_size, num_data)
+    size = min(options.chunk_size or num_data, num_data)
+    parts: list[AnnealedSamples] = []
+    with tqdm(total=-(-num_data // size) * (len(options.schedule) - 1), disable=not progress) as bar:
+        for first in range(0, num_data, size):
+            rows = slice(first, min(first + size, num_data))
+            path, position = start.path(options.num_chains + options.num_pilots, rows, check=not parts)
+            parts.append(_anneal(path, position, options, steps[rows].to(position), bar.update))
+    return _joined(parts, start)
+
+
+@pyro.validation_enabled(False)  # the model's distributions would refuse what a wide step brings, which is rejected
 def _anneal(
-    path: TemperedPath,
-    position: Tensor,
-    num_chains: int,
-    schedule: Sequence[float],
-    step_size: StepSize,
-    num_leapfrog_steps: int,
-    tick: Callable[[], Any],
+    path: TemperedPath, position: Tensor, options: _Options, step_size: Tensor, tick: Callable[[], Any]
 ) -> AnnealedSamples:
     """Runs all chains of a chunk of data sets along the path; those behind ``num_chains`` are pilots."""
+    schedule, num_chains = options.schedule, options.num_chains
     state = ChainState(position, path.value(position))
     log_weights = acceptance = torch.zeros_like(state.value.start)
-    for before, now in zip(schedule, schedule[1:]):
+    for count, (before, now) in enumerate(zip(schedule, schedule[1:]), 1):
         log_weights = log_weights + (now - before) * state.value.ratio
-        state, probability = hamiltonian_step(path, state, now, step_size.value, num_leapfrog_steps)
+        state, probability = hamiltonian_step(path, state, now, step_size, options.num_leapfrog_steps)
         acceptance = acceptance + probability / (len(schedule) - 1)
-        step_size.update(probability[num_chains:].mean(0))
+        step_size = adapted(step_size, count, probability[num_chains:].mean(0), options.target_acceptance)
         tick()
-    samples = {name: value[:num_chains] for name, value in path.read(state.position).values.items()}
-    return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains], step_size.value)
+    samples = {name: value[:num_chains] for name, value in path.at(state.position).values.items()}
+    return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains], step_size)
 
 
-def _joined(parts: list[AnnealedSamples], layout: Layout, reverse: bool) -> AnnealedSamples:
+def _joined(parts: list[AnnealedSamples], start: Start) -> AnnealedSamples:
     """Returns the result for all chunks; without the dim of data sets if they are not batched."""
 
     def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
         joined = torch.cat(list(tensors), dim)
-        return joined.squeeze(dim) if layout.data.num is None else joined
+        return joined.squeeze(dim) if start.target.data.num is None else joined
 
     weights, samples, acceptance, steps, *_ = zip(*parts)
-    joined = {name: join([values[name] for values in samples], 1) for name in samples[0]}
     log_weights = join(weights, 1)
-    own = {name: value.reshape(log_weights.shape + layout.shapes[name]) for name, value in joined.items()}
-    return AnnealedSamples(log_weights, own, join(acceptance, 1), join(steps, 0), reverse, layout.plates)
+    own = {
+        name: join([values[name] for values in samples], 1).reshape(log_weights.shape + site["fn"].shape())
+        for name, site in start.latents.items()
+    }
+    plates = {name: plate_names(site) for name, site in start.latents.items()}
+    reverse = start.posterior is not None
+    return AnnealedSamples(log_weights, own, join(acceptance, 1), join(steps, 0), reverse, plates)
 
 
 def _schedule(num: int, given: Sequence[float] | Tensor | None) -> list[float]:
@@ -220,35 +221,10 @@ def _schedule(num: int, given: Sequence[float] | Tensor | None) -> list[float]:
         if num < 2:
             raise ValueError(f"Expected num_temperatures >= 2; got {num}.")
         return sigmoid_temperatures(num).tolist()
-    values = torch.as_tensor(given, dtype=torch.float64).tolist()
-    if (
-        len(values) < 2
-        or values[0] != 0
-        or values[-1] != 1
-        or any(a >= b for a, b in zip(values, values[1:]))
-    ):
-        raise ValueError(f"Expected temperatures that increase from 0 to 1; got {values}.")
-    return values
-
-
-def _check(num_chains: int, num_leapfrog_steps: int, target: float | None, chunk_size: int | None) -> None:
-    if num_chains < 1:
-        raise ValueError(
-            f"Expected num_chains >= 1, or two posterior draws (one is a pilot); got {num_chains}."
-        )
-    if num_leapfrog_steps < 1:
-        raise ValueError(f"Expected num_leapfrog_steps >= 1; got {num_leapfrog_steps}.")
-    if target is not None and not 0 < target < 1:
-        raise ValueError(f"Expected target_acceptance between 0 and 1, or None; got {target}.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"Expected chunk_size >= 1 or None; got {chunk_size}.")
-
-
-def _step_sizes(given: float | Tensor, num_data: int) -> Tensor:
-    sizes = torch.as_tensor(given, dtype=torch.float64)
-    if sizes.shape not in ((), (num_data,)) or not (sizes > 0).all():
-        raise ValueError(f"Expected step_size > 0, one or {num_data}; got {given}.")
-    return sizes.expand(num_data)
+    values = torch.as_tensor(given, dtype=torch.float64)
+    if len(values) < 2 or values[0] != 0 or values[-1] != 1 or not (values.diff() > 0).all():
+        raise ValueError(f"Expected temperatures that increase from 0 to 1; got {values.tolist()}.")
+    return values.tolist()
 
 
 def _chain_counts(num_chains: int, posterior: Mapping[str, Tensor] | None, adapts: bool) -> tuple[int, int]:
@@ -261,6 +237,25 @@ def _chain_counts(num_chains: int, posterior: Mapping[str, Tensor] | None, adapt
     total = next(iter(counts.values()))
     pilots = max(1, total // 6) if adapts else 0
     return total - pilots, pilots
+
+
+def _check(options: _Options) -> None:
+    _, num_chains, _, steps, target, chunk_size = options
+    for holds, expected in (
+        (num_chains >= 1, f"num_chains >= 1, or two posterior draws (one is a pilot); got {num_chains}"),
+        (steps >= 1, f"num_leapfrog_steps >= 1; got {steps}"),
+        (target is None or 0 < target < 1, f"target_acceptance between 0 and 1, or None; got {target}"),
+        (chunk_size is None or chunk_size >= 1, f"chunk_size >= 1 or None; got {chunk_size}"),
+    ):
+        if not holds:
+            raise ValueError(f"Expected {expected}.")
+
+
+def _step_sizes(given: float | Tensor, num_data: int) -> Tensor:
+    sizes = torch.as_tensor(given, dtype=torch.float64)
+    if sizes.shape not in ((), (num_data,)) or not (sizes > 0).all():
+        raise ValueError(f"Expected step_size > 0, one or {num_data}; got {given}.")
+    return sizes.expand(num_data)
 
 
 @contextmanager

@@ -83,10 +83,9 @@ class Coordinates:
         return standard.clamp(-_LINEAR, _LINEAR) + standard.sign() * beyond.log1p()
 
     def _parts(self, values: Mapping[str, Tensor], batch_dims: int) -> dict[str, Tensor]:
-        raw = {name: unconstrain(values[name]) for name, unconstrain in self._maps.items()}
-        return {
-            name: value.reshape(*value.shape[:batch_dims], -1).nan_to_num(
-                nan=0.0, posinf=_HUGE, neginf=-_HUGE
-            )
-            for name, value in raw.items()
-        }
+        parts = {}
+        for name, unconstrain in self._maps.items():
+            value = unconstrain(values[name])
+            value = value.reshape(*value.shape[:batch_dims], -1)
+            parts[name] = value.nan_to_num(nan=0.0, posinf=_HUGE, neginf=-_HUGE)
+        return parts

@@ -1,27 +1,42 @@
 """Importance sampling with any guide as the proposal, for all draws and data sets at once.
 
-One run of the guide and one of the model (`Pair`) give a chunk of draws for every data set. The first chunk is checked
-against single runs. Change this module for another way of drawing; what is done with the weights is in `weights`.
+A draw z of the guide q weighs p(z, x) / q(z | x), whose mean is the evidence p(x). One run of the guide and one of the
+model give a chunk of draws for every data set; the first chunk is checked against single runs. Change this module for
+another way of drawing; what is done with the weights is in `weights`.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import pyro
 import torch
+from pyro.infer.inspect import is_sample_site
+from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from pyro_nami.inference.observations import as_mapping
-from pyro_nami.inference.pair import BadDensity, Pair, Traces
+from pyro_nami.inference.sites import is_delta, plate_names, plate_nesting
+from pyro_nami.inference.target import (
+    Extent,
+    Target,
+    differing_site,
+    in_one_line,
+    log_densities,
+    per_draw,
+)
 from pyro_nami.inference.weights import K_MAX, WeightedSamples
+from pyro_nami.messages import warn
+from pyro_nami.reading.runner import Runner
 
 __all__ = ["importance_sample"]
 
 _ELEMENTS = 2**20  # of all sites' values, of one chunk by default
 
 
+@torch.no_grad()
 def importance_sample(
     model: Callable,
     guide: Callable,
@@ -72,21 +87,36 @@ def importance_sample(
         >>> importance_sample(model, guide, num_samples=100).log_evidence
         tensor(-2.2655)
     """
-    _check_count("num_samples", num_samples)
-    if chunk_size is not None:
-        _check_count("chunk_size", chunk_size)
-    pair = Pair(model, guide, args, kwargs, as_mapping(observations))
-    size = min(num_samples, chunk_size or max(1, _ELEMENTS // pair.elements))
-    sampler = _Sampler(pair)
-    chunks = [sampler.draw(min(size, num_samples - start)) for start in range(0, num_samples, size)]
-    result = WeightedSamples(
-        {name: torch.cat([chunk.values[name] for chunk in chunks]) for name in chunks[0].values},
-        torch.cat([chunk.log_weights for chunk in chunks]),
-        pair.plates,
-    )
+    _check_counts(num_samples, chunk_size)
+    proposal = _Proposal.of(Target(model, guide, args, kwargs), as_mapping(observations))
+    size = min(num_samples, chunk_size or max(1, _ELEMENTS // proposal.elements))
+    result = proposal.draw([min(size, num_samples - start) for start in range(0, num_samples, size)])
     if (result.pareto_k > K_MAX).any():
-        warnings.warn(f"The importance weights are {result.verdict} {_ADVICE}", stacklevel=2)
+        warn(f"The importance weights are {result.verdict} {_ADVICE}")
     return result
+
+
+def _check_counts(num_samples: int, chunk_size: int | None) -> None:
+    counts = {"num_samples": num_samples, "chunk_size": 1 if chunk_size is None else chunk_size}
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"Expected {name} to be an int; got {value!r}.")
+        if value < 1:
+            raise ValueError(f"Expected {name} to be at least 1; got {value}.")
+
+
+class _BadDensity(ValueError):
+    """A log density that no weight can be made of; the message names the site."""
+
+
+class _Weighed(NamedTuple):
+    """The sites of a run of the guide, and of one of the model at its values, with their log densities."""
+
+    extent: Extent
+    guide: dict[str, Any]
+    model: dict[str, Any]
+    log_q: dict[str, Tensor]
+    log_p: dict[str, Tensor]
 
 
 class _Draws(NamedTuple):
@@ -96,81 +126,167 @@ class _Draws(NamedTuple):
     log_weights: Tensor
 
 
-class _Sampler:
-    """Draws chunks: all draws of a chunk at once, or one by one where the first chunk shows that this goes wrong."""
+@dataclass(frozen=True)
+class _Proposal:
+    """A guide that draws what a model has; a run of both for one draw gives every site its own shape."""
 
-    def __init__(self, pair: Pair) -> None:
-        self.pair = pair
-        self.vectorized: bool | None = None  # None before the first chunk
+    target: Target
+    single: _Weighed
+    latents: tuple[str, ...]
 
-    def draw(self, count: int) -> _Draws:
-        """Returns ``count`` draws for every data set."""
-        batch = (count, *self.pair.sets)
-        if self.vectorized is None:
-            try:
-                traces = self.pair.run(batch)
-                draws, reason = self._weighted(traces, batch), self._difference(traces, batch)
-            except (BadDensity, torch.OutOfMemoryError):
-                raise
-            except Exception as error:  # whatever a model does with batch dims that it was not written for
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
-            self.vectorized = reason is None
-            if self.vectorized:
-                return draws
-            warnings.warn(_LOOP.format(reason), stacklevel=4)
-        return self._weighted(self.pair.run(batch), batch) if self.vectorized else self._draw_in_turn(batch)
+    @classmethod
+    def of(cls, target: Target, observations: Mapping[str, Any]) -> _Proposal:
+        if observations:
+            target, _ = target.observing(observations)
+        single = _run(target, target.one())
+        nesting = max(plate_nesting(sites.values()) for sites in (single.guide, single.model))
+        return cls(replace(target, nesting=nesting), single, _matched_latents(single))
 
-    def _draw_in_turn(self, batch: tuple[int, ...]) -> _Draws:
-        sets = range(self.pair.sets[0]) if self.pair.sets else (0,)
-        runs = [self._weighted(self.pair.run((), which), ()) for _ in range(batch[0]) for which in sets]
+    @property
+    def elements(self) -> int:
+        """The number of elements of all sites, for one draw and all data sets."""
+        sites = [*self.single.guide.values(), *self.single.model.values()]
+        return max(1, sum(site["fn"].shape().numel() for site in sites)) * (self.target.data.num or 1)
+
+    def draw(self, counts: Sequence[int]) -> WeightedSamples:
+        """Returns draws in chunks, joined."""
+        chunks = self._chunks(counts)
+        plates = {name: plate_names(self.single.model[name]) for name in self.latents}
+        values = {name: torch.cat([chunk.values[name] for chunk in chunks]) for name in plates}
+        return WeightedSamples(values, torch.cat([chunk.log_weights for chunk in chunks]), plates)
+
+    def _chunks(self, counts: Sequence[int]) -> list[_Draws]:
+        """Returns chunks of draws: each at once, or all one by one where this goes wrong for the first."""
+        try:
+            run = _run(self.target, self.target.extent(counts[0]))
+            first, reason = self._draws(run), self._difference(run)
+        except (_BadDensity, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a model does with batch dims that it was not written for
+            reason = in_one_line(error)
+        if reason is not None:
+            warn(_LOOP.format(reason))
+            return [self._one_by_one(sum(counts))]
+        return [first, *(self._draws(_run(self.target, self.target.extent(num))) for num in counts[1:])]
+
+    def _one_by_one(self, count: int) -> _Draws:
+        num = self.target.data.num
+        rows = [row for _ in range(count) for row in range(num or 1)]
+        draws = [self._draws(_run(self.target, self.target.one(row))) for row in rows]
+        sizes = (count,) if num is None else (count, num)
 
         def stacked(parts: list[Tensor]) -> Tensor:
-            return torch.stack(parts).reshape(batch + parts[0].shape)
+            return torch.stack(parts).reshape(sizes + parts[0].shape)
 
-        values = {name: stacked([run.values[name] for run in runs]) for name in self.pair.latents}
-        return _Draws(values, stacked([run.log_weights for run in runs]))
+        values = {name: stacked([draw.values[name] for draw in draws]) for name in self.latents}
+        return _Draws(values, stacked([draw.log_weights for draw in draws]))
 
-    def _weighted(self, traces: Traces, batch: tuple[int, ...]) -> _Draws:
-        log_q, log_p = (_total(self.pair.log_probs(trace, batch), batch) for trace in traces)
-        log_weights = log_p - log_q
+    def _draws(self, run: _Weighed) -> _Draws:
+        log_q, log_p = (sum(per_draw(part, run.extent).values()) for part in (run.log_q, run.log_p))
+        log_weights: Any = log_p - log_q
         if not (log_weights < torch.inf).all():
-            self.pair.check_densities(traces, batch)
-        return _Draws(self.pair.values(traces, batch), log_weights)
+            _check_densities(run)
+        shapes = {name: run.extent.sizes + self.single.model[name]["fn"].shape() for name in self.latents}
+        return _Draws({name: _whole(run.model[name]).reshape(shapes[name]) for name in shapes}, log_weights)
 
-    def _difference(self, traces: Traces, batch: tuple[int, ...]) -> str | None:
+    def _difference(self, run: _Weighed) -> str | None:
         """Returns where a run for many draws differs from runs for its first and last one; None if nowhere."""
-        pair = self.pair
-        together = [pair.log_probs(trace, batch) for trace in traces]
+        drawn = [name for name, site in run.guide.items() if not site["is_observed"]]
         for end in (0, -1):
-            held = pair.one_draw(traces.guide, (end,) * len(batch))
-            alone = pair.run((), pair.sets[0] - 1 if pair.sets and end else 0, held)
-            for role, many, trace in zip(("guide", "model"), together, alone):
-                one = pair.log_probs(trace, ())
-                if one.keys() != many.keys():
-                    return f"the {role} has other sites"
-                for name, log_prob in one.items():
-                    scale = trace.nodes[name]["log_prob"].abs().sum()
-                    if not _close(log_prob, many[name][(end,) * len(batch)], scale):
-                        return f"the {role}'s log density of site '{name}' differs from that in a single run"
+            index = (end,) * len(run.extent.sizes)
+            shapes = {name: self.single.guide[name]["fn"].shape() for name in drawn}
+            values = {name: _whole(run.guide[name])[index].reshape(shapes[name]) for name in drawn}
+            alone = _run(self.target, self.target.one(end), values)
+            for role, many, one in (("guide", run.log_q, alone.log_q), ("model", run.log_p, alone.log_p)):
+                name = differing_site(many, index, one)
+                if name is not None:
+                    return f"the {role}'s log density of site '{name}' differs from that in a single run"
         return None
 
 
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"Expected {name} to be an int; got {value!r}.")
-    if value < 1:
-        raise ValueError(f"Expected {name} to be at least 1; got {value}.")
+def _whole(site: Any) -> Tensor:
+    return site["value"].expand(site["fn"].shape())
 
 
-def _total(log_probs: Mapping[str, Tensor], batch: tuple[int, ...]) -> Tensor:
-    return sum(log_probs.values()) if log_probs else torch.zeros(batch)  # type: ignore[return-value]
+def _run(target: Target, extent: Extent, values: Mapping[str, Tensor] | None = None) -> _Weighed:
+    """Runs the guide, at its own draws or at given values, and the model at the guide's.
+
+    Raises:
+        _BadDensity: a distribution refuses NaN.
+    """
+    try:
+        return _weighed(target, extent, values or {})
+    except ValueError as error:
+        # Distributions that a model makes can be told not to refuse NaN in no other way than globally. Without
+        # validation the run goes on to a log density, which has a site to name.
+        with pyro.validation_enabled(False):
+            try:
+                _check_densities(_weighed(target, extent, values or {}))
+            except _BadDensity as bad:
+                raise bad from error
+            except Exception:  # the same error, or what follows from it
+                pass
+        raise
 
 
-def _close(one: Tensor, many: Tensor, scale: Tensor) -> bool:
-    """Whether two sums of terms agree within rounding, given the sum of the terms' sizes."""
-    tolerance = 1e-6 if many.dtype == one.dtype == torch.float64 else 1e-3
-    same = (one == many) | (torch.isnan(one) & torch.isnan(many))
-    return bool(same | ((one - many).abs() <= tolerance * (1 + scale)))
+def _weighed(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> _Weighed:
+    guide = target.run_guide(extent, Runner(values))
+    # What the guide observes is no part of its density, but what it weights by a factor is.
+    guide = {name: site for name, site in guide.items() if not site["is_observed"] or site_is_factor(site)}
+    drawn = {name: site["value"] for name, site in guide.items() if not site["is_observed"]}
+    model = target.run_model(extent, Runner({**drawn, **extent.data}))
+    return _Weighed(extent, guide, model, log_densities(guide), log_densities(model))
+
+
+def _check_densities(run: _Weighed) -> None:
+    """Raises for a site whose log density is no number, or +inf, or -inf in the guide, which drew it."""
+    roles = {"guide": per_draw(run.log_q, run.extent), "model": per_draw(run.log_p, run.extent)}
+    for kind, bad in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
+        for role, log_probs in roles.items():
+            for name, log_prob in log_probs.items():
+                found = int(bad(log_prob).sum())
+                if found and not (kind == "-inf" and role == "model"):
+                    raise _BadDensity(
+                        f"Expected a finite log density at site '{name}' of the {role}; got {kind} for {found} of "
+                        f"{log_prob.numel()} draws. Check the site's parameters and the data that it sees."
+                    )
+
+
+def _matched_latents(single: _Weighed) -> tuple[str, ...]:
+    """Returns the latents, and raises where the guide's and the model's differ."""
+    sites, data = single.model, single.extent.data
+    latents = [name for name, site in sites.items() if not site["is_observed"] and name not in data]
+    auxiliary = {name for name, site in single.guide.items() if site["infer"].get("is_auxiliary")}
+    drawn = {n: site for n, site in single.guide.items() if not site["is_observed"] and n not in auxiliary}
+    for name in latents:
+        if name not in drawn and is_sample_site(sites[name]):
+            raise ValueError(
+                f"Expected a guide that samples every latent of the model; it does not sample '{name}'. If '{name}' "
+                "is data, pass it as an argument or by observations=."
+            )
+    # A Delta of the guide has a density only if it is a function of an auxiliary site, or says so.
+    made = any(
+        site_is_factor(site) or (name in auxiliary and not is_delta(site["fn"]))
+        for name, site in single.guide.items()
+    )
+    for name, site in drawn.items():
+        if name not in latents:
+            what = "observed" if name in sites else "none of its sites"
+            raise ValueError(
+                f"Expected a guide that samples latents of the model; it samples '{name}', which is {what} there."
+            )
+        own, fn = sites[name]["fn"], site["fn"]
+        if fn.shape() != own.shape():
+            raise ValueError(
+                f"Expected the guide to sample '{name}' of the model's shape, {tuple(own.shape())}; got "
+                f"{tuple(fn.shape())}."
+            )
+        if not made and is_delta(fn) and not is_delta(own) and not single.log_q[name].any():
+            raise ValueError(
+                f"Expected a guide with a density at every latent; it is a point at '{name}'. Use AutoNaMIGuide, or "
+                "another guide that draws."
+            )
+    return tuple(name for name in latents if name in drawn)
 
 
 _LOOP = (

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
-from pyro_nami.inference.sites import with_plate_dims
+from pyro_nami.inference.sites import with_idle_dims
+from pyro_nami.reading.runner import is_fixed
 
 __all__ = ["Observations", "as_mapping", "as_tensor", "observed_names"]
 
@@ -38,46 +38,45 @@ class Observations:
 
     def __init__(self, given: Mapping[str, Any], sites: Mapping[str, Any], nesting: int) -> None:
         self.num: int | None = None
-        self._own: dict[str, Tensor] = {}  # of all data sets
-        self._wide: dict[str, Tensor] = {}  # (data sets, *plates, *event)
-        self._shapes: dict[str, torch.Size] = {}
-        known = [name for name, site in sites.items() if _has_values(site)]
+        self._shared: dict[str, Tensor] = {}  # of all data sets, the own shape
+        self._several: dict[str, Tensor] = {}  # (data sets, *plates, *event)
+        self._shapes = {name: site["fn"].shape() for name, site in sites.items() if not is_fixed(site)}
         for name, value in given.items():
-            if name not in known:
-                raise ValueError(
-                    f"Expected observations of the model's sites, {', '.join(map(repr, known))}; got one of '{name}'."
-                )
-            self._read(name, as_tensor(name, value, sites[name]["value"]), sites[name], nesting)
+            if name not in self._shapes:
+                known = ", ".join(map(repr, self._shapes))
+                raise ValueError(f"Expected observations of the model's sites, {known}; got one of '{name}'.")
+            value = as_tensor(name, value, sites[name]["value"])
+            if value.shape == self._shapes[name]:
+                self._shared[name] = value
+            else:
+                self._several[name] = self._batch(name, value, sites[name], nesting)
 
-    def _read(self, name: str, value: Tensor, site: Any, nesting: int) -> None:
-        own = self._shapes[name] = site["fn"].shape()
-        if value.shape == own:
-            self._own[name] = value
-            return
+    def _batch(self, name: str, value: Tensor, site: Any, nesting: int) -> Tensor:
         try:
-            value = with_plate_dims(value, site, nesting, 1)
+            wide = with_idle_dims(value, site, nesting, 1)
         except ValueError as error:
+            own = self._shapes[name]
             several = ", ".join(("data sets", *map(str, own)))
             raise ValueError(
                 f"Expected observations of site '{name}' of shape {tuple(own)}, or ({several}); got "
                 f"{tuple(value.shape)}."
             ) from error
-        if len(value) != (self.num or len(value)) or len(value) == 0:
+        if len(wide) != (self.num or len(wide)) or len(wide) == 0:
             raise ValueError(
                 "Expected observations of the same number of data sets at all sites, at least one; got "
-                f"{len(value)} at '{name}'" + (f" and {self.num} before it." if self.num else ".")
+                f"{len(wide)} at '{name}'" + (f" and {self.num} before it." if self.num else ".")
             )
-        self.num = len(value)
-        self._wide[name] = value
+        self.num = len(wide)
+        return wide
 
     def one(self, index: int = 0) -> dict[str, Tensor]:
         """Returns the values of one data set, of the sites' own shapes."""
-        batched = {name: value[index].reshape(self._shapes[name]) for name, value in self._wide.items()}
-        return {**self._own, **batched}
+        own = {name: value[index].reshape(self._shapes[name]) for name, value in self._several.items()}
+        return {**self._shared, **own}
 
     def batch(self, rows: slice = slice(None)) -> dict[str, Tensor]:
         """Returns the values of some data sets: ``(data sets, *plates, *event)``, or the own shape if of all."""
-        return {**self._own, **{name: value[rows] for name, value in self._wide.items()}}
+        return {**self._shared, **{name: value[rows] for name, value in self._several.items()}}
 
 
 def as_mapping(observations: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -105,9 +104,7 @@ def as_tensor(name: str, given: Any, like: Tensor) -> Tensor:
         value = torch.as_tensor(given, device=like.device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"Expected a tensor as the value of site '{name}'; got {given!r}.") from error
-    if value.is_floating_point() and like.is_floating_point():
-        value = value.to(like.dtype)
-    return value
+    return value.to(like.dtype) if value.is_floating_point() and like.is_floating_point() else value
 
 
 def observed_names(
@@ -116,7 +113,3 @@ def observed_names(
     """Returns the sites to condition on: those named, those that a guide was built for, and those with a value."""
     named = (observed,) if isinstance(observed, str) else observed
     return tuple(dict.fromkeys((*named, *getattr(guide, "observed", ()), *observations)))
-
-
-def _has_values(site: Any) -> bool:
-    return not (site_is_factor(site) or site["infer"].get("_deterministic"))

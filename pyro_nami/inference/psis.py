@@ -47,7 +47,7 @@ def smooth(log_weights: Tensor) -> tuple[Tensor, Tensor]:
     draws = log_weights.shape[-1]
     rows = log_weights.detach().reshape(-1, draws).double()
     length = math.ceil(min(draws / 5, 3 * math.sqrt(draws)))
-    at_once = max(1, _ELEMENTS // (length * _grid_size(length)))
+    at_once = max(1, _ELEMENTS // (length * (30 + math.isqrt(length))))
     done = [_smooth_rows(part, min(length, draws - 1)) for part in rows.split(at_once)]
     smoothed, shape = (torch.cat(parts).to(log_weights.dtype) for parts in zip(*done))
     return smoothed.reshape(log_weights.shape), shape.reshape(log_weights.shape[:-1])
@@ -125,10 +125,6 @@ def _fit(excess: Tensor, in_tail: Tensor, counts: Tensor) -> tuple[Tensor, Tenso
     shape = torch.log1p(-mean[:, None] * excess).masked_fill(~in_tail, 0.0).sum(-1) / counts
     scale = -shape / mean
     return (counts * shape + _PRIOR_COUNT * _PRIOR_SHAPE) / (counts + _PRIOR_COUNT), scale
-
-
-def _grid_size(length: int) -> int:
-    return 30 + math.isqrt(length)
 
 
 def _quantile(upper: Tensor, k: Tensor, scale: Tensor) -> Tensor:

@@ -1,37 +1,49 @@
-"""What a site of a run says of its values: the plates they lie in, and the shape they have beside batch dims.
+"""What the messages of a run's sites say: their plates, the layout of their values, their log densities.
 
 Change this module when values are laid out in another way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from pyro.distributions import Delta, MaskedDistribution
+from pyro.distributions import Delta
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import Independent
-from torch.utils._pytree import tree_leaves
 
-__all__ = ["check_full_plate", "is_delta", "plate_names", "plate_nesting", "unconstrained_zeros", "with_plate_dims"]
+from pyro_nami.factors.anchors import innermost
+
+__all__ = [
+    "OutsideSupport",
+    "check_full_plates",
+    "is_delta",
+    "log_density",
+    "plate_names",
+    "plate_nesting",
+    "with_idle_dims",
+]
 
 
-def check_full_plate(name: str, fn: Any, indices: Any = None) -> None:
-    """Raises NotImplementedError for a plate that holds a part of its instances: at random, or ``indices`` if given."""
-    size = fn.subsample_size if indices is None else len(indices)
-    if size is not None and size < fn.size:
-        raise NotImplementedError(
-            f"Expected the full data; plate '{name}' holds {size} of {fn.size} instances. Run the model without "
-            "subsample_size."
-        )
+class OutsideSupport(ValueError):
+    """A value that its distribution refuses; the message names the site."""
+
+
+def check_full_plates(sites: Mapping[str, Any]) -> None:
+    """Raises NotImplementedError for a plate that holds a part of its instances, chosen at random."""
+    for name, site in sites.items():
+        if site_is_subsample(site):
+            held, size = site["fn"].subsample_size, site["fn"].size
+            if held is not None and held < size:
+                raise NotImplementedError(
+                    f"Expected the full data; plate '{name}' holds {held} of {size} instances. Run the model without "
+                    "subsample_size."
+                )
 
 
 def is_delta(fn: Any) -> bool:
     """Tells whether a distribution is a Delta, below its event dims and masks."""
-    while isinstance(fn, (Independent, MaskedDistribution)):
-        fn = fn.base_dist
-    return isinstance(fn, Delta)
+    return isinstance(innermost(fn), Delta)
 
 
 def plate_nesting(sites: Iterable[Any]) -> int:
@@ -49,14 +61,12 @@ def plate_names(site: Any) -> tuple[str | None, ...]:
     return tuple(names)
 
 
-def with_plate_dims(value: Tensor, site: Any, nesting: int, num_batch: int) -> Tensor:
-    """Returns values of a site, ``(*batch, *plates, *event)`` with all plate dims of the model.
+def with_idle_dims(value: Tensor, site: Any, nesting: int, num_batch: int) -> Tensor:
+    """Returns values of a site, ``(*batch, *plates, *event)``, with dims of size 1 for plates that it is not in.
 
     Args:
-        value: with ``num_batch`` batch dims, then the site's own shape, with or without the plates that it is not in.
-        site: from a run without batch dims.
-        nesting: number of plate dims of the model.
-        num_batch: number of batch dims.
+        value: with ``num_batch`` batch dims, then the site's own shape, with or without these dims.
+        site: from a run without batch dims, of a model with ``nesting`` plate dims.
 
     Raises:
         ValueError: another shape.
@@ -72,7 +82,15 @@ def with_plate_dims(value: Tensor, site: Any, nesting: int, num_batch: int) -> T
     return value.reshape(batch + wide)
 
 
-def unconstrained_zeros(shape: torch.Size, *arguments: Any) -> Tensor:
-    """Returns zeros of the dtype and device of the first real tensor among a model's arguments."""
-    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    return next(tensors, torch.empty(0)).new_zeros(shape)
+def log_density(site: Any, fn: Any = None) -> Tensor:
+    """Returns the log density of a site's value in nats, ``(*batch, *plates)``, without scale and mask.
+
+    Raises:
+        OutsideSupport: the distribution refuses the value.
+    """
+    value = site["value"]
+    try:
+        log_prob = (fn or site["fn"]).log_prob(value)
+    except ValueError as error:  # of Pyro's validation, which names no site
+        raise OutsideSupport(f"Expected a value of site '{site['name']}' in its support; {error}") from error
+    return log_prob.to(value.device) if isinstance(value, Tensor) else log_prob  # an improper prior's are anywhere

@@ -1,266 +1,210 @@
-"""What annealing finds out about a model before its first step: plates, data, and that it takes batch dims.
+"""A model, a guide, and what one call gives them; run for any number of draws and of data sets.
 
-Checks are here, so that the densities need none. Change this module when models or data may come in other shapes.
+A `Target` is all that simulation, importance sampling and annealing know of a model. A batched run stands in outer
+plates, left of the model's own, and all three check their first one by `differing_site`. Change this module when model
+and guide are to be run, or runs to be compared, in another way.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from math import prod
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import Transform
+from torch.utils._pytree import tree_leaves
 
 from pyro_nami.inference.observations import Observations
-from pyro_nami.inference.sites import (
-    check_full_plate,
-    plate_names,
-    plate_nesting,
-    unconstrained_zeros,
-    with_plate_dims,
-)
-from pyro_nami.inference.tempering import GuideStart, SiteError, SiteReader, Slot, TemperedPath
-from pyro_nami.reading.runner import takes_observations
+from pyro_nami.inference.sites import check_full_plates, log_density, plate_nesting
+from pyro_nami.reading.draws import any_value
+from pyro_nami.reading.runner import Runner, own_dims, takes_observations
 
-__all__ = ["Layout"]
+__all__ = ["Extent", "Target", "differing_site", "in_one_line", "log_densities", "per_draw", "unsampled"]
+
+_PLATES = ("_draws", "_data_sets")
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of log densities; half precision: the loosest below
 
 
-class Layout(NamedTuple):
-    """A model with its data.
+class Extent(NamedTuple):
+    """What one run is for: a number of draws for each of some data sets, or by default one draw for one of them.
 
     Attributes:
-        model, guide, args, kwargs: the model, the guide to start from (None for the prior), and their arguments.
-        data: the observed values that are given.
-        posterior: latent -> draws to start from, ``(chains, data sets, *plates, *event)``; None for the start's own.
-        nesting: number of plate dims.
-        shapes: site -> its shape in a run without batch dims, and ``plates`` the names of its batch dims' plates.
+        sizes: ``(draws, *data sets)``; ``()`` for one draw.
+        data: observed site -> value, of the data sets.
+        contexts: what the run stands in, the plates of these dims.
+    """
+
+    sizes: tuple[int, ...] = ()
+    data: Mapping[str, Any] = {}
+    contexts: tuple[AbstractContextManager, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A model p(z, x) and a guide q(z | x), on the arguments and the data of one call.
+
+    Args:
+        model, guide: as Pyro takes them; the guide is None where none is run.
+        args, kwargs: arguments of both.
+        data: observed values in place of the model's own.
+        nesting: plate dims; those of draws and of data sets stand left of them.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> def model():
+        ...     z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(2.0))
+        >>> target = Target(model, None, (), {})
+        >>> sites = target.run_model(target.extent(3), Runner({"z": torch.tensor([0.0, 1.0, 2.0])}))
+        >>> log_densities(sites)["x"]
+        tensor([-2.9189, -1.4189, -0.9189])
     """
 
     model: Callable
     guide: Callable | None
     args: tuple
     kwargs: Mapping[str, Any]
-    data: Observations
-    posterior: Mapping[str, Tensor] | None
-    nesting: int
-    shapes: Mapping[str, torch.Size]
-    plates: Mapping[str, tuple[str | None, ...]]
+    data: Observations = field(default_factory=lambda: Observations({}, {}, 0))
+    nesting: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        model: Callable,
-        guide: Callable | None,
-        args: tuple,
-        kwargs: Mapping[str, Any],
-        observations: Mapping[str, Any],
-        posterior: Mapping[str, Tensor] | None,
-    ) -> Layout:
-        """Returns the layout of a model, from one run without batch dims.
+    def observing(self, observations: Mapping[str, Any]) -> tuple[Target, dict[str, Any]]:
+        """Returns the target on observed values, and the sites of the run of the model that these are checked against.
 
         Raises:
-            ValueError: no latents; undeclared batch dims; observations or posterior draws that do not fit.
-            NotImplementedError: subsampled plates, scaled latents, masked latents with a guide, and what a
-                `SiteReader` does not cover.
+            ValueError, TypeError: see `Observations`.
         """
-        given = {"observations": observations} if observations and takes_observations(model) else {}
-        anywhere = functools.partial(_drawn_anywhere, arguments=(args, kwargs))
-        reader = SiteReader((), anywhere if guide is not None else _drawn, {})
-        sites = reader.run(model, args, {**kwargs, **given}).sites
-        _check_sites(reader, guide, observations)
+
+        def value(site: Any) -> Tensor | None:
+            if site_is_subsample(site) or site["value"] is not None:
+                return None
+            return any_value(site["fn"], like, torch.zeros)
+
+        tensors = (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor))
+        like = next((leaf for leaf in tensors if leaf.is_floating_point()), None)
+        sites = self.run_model(Extent(data=observations), Runner({}, choose=value))
         nesting = plate_nesting(sites.values())
-        data = Observations(observations, sites, nesting)
-        if posterior is not None:
-            missing = [name for name in reader.values if name not in posterior]
-            if missing:
-                raise ValueError(f"Expected posterior draws of every latent; got none of '{missing[0]}'.")
-            batch = 1 if data.num is None else 2
-            posterior = {
-                name: with_plate_dims(posterior[name], sites[name], nesting, batch) for name in reader.values
-            }
-            if data.num is None:
-                posterior = {name: value.unsqueeze(1) for name, value in posterior.items()}
-        shapes = {name: site["fn"].shape() for name, site in sites.items()}
-        plates = {name: plate_names(sites[name]) for name in reader.values}
-        return cls(model, guide, args, kwargs, data, posterior, nesting, shapes, plates)
+        return replace(self, data=Observations(observations, sites, nesting), nesting=nesting), sites
 
-    def start(self, num_chains: int, chunk: slice, *, check: bool) -> tuple[TemperedPath, Tensor]:
-        """Returns the path for a chunk of data sets, and positions at its start, ``(chains, data sets, size)``.
+    def one(self, row: int = 0) -> Extent:
+        """Returns the extent of one draw for one data set."""
+        return Extent(data=self.data.one(row))
 
-        Args:
-            num_chains: number of chains.
-            chunk: of data sets.
-            check: whether to compare the run of all chains with runs of single ones.
+    def extent(self, draws: int, rows: slice | None = None) -> Extent:
+        """Returns the extent of draws for each data set of ``rows``; by default of all there are, if there is a dim."""
+        if rows is None and self.data.num is not None:
+            rows = slice(0, self.data.num)
+        sizes = (draws,) if rows is None else (draws, rows.stop - rows.start)
+        first = -self.nesting - len(sizes)
+        with poutine.block(), own_dims():
+            plates = [pyro.plate(_PLATES[i], size, dim=first + i) for i, size in enumerate(sizes)]
+        return Extent(sizes, self.data.batch(rows or slice(None)), tuple(plates))
+
+    def run_model(self, extent: Extent, runner: Runner) -> dict[str, Any]:
+        """Runs the model; returns its sites with densities. Observed values are in it if they are the runner's.
 
         Raises:
-            ValueError: the model does not take batch dims; a log density is not finite. The site is named.
+            NotImplementedError: a plate with random subsampling.
         """
-        data = self.data.batch(chunk)
-        with poutine.block():
-            plates = (
-                pyro.plate("_chains", num_chains, dim=-2 - self.nesting),
-                pyro.plate("_data_sets", chunk.stop - chunk.start, dim=-1 - self.nesting),
-            )
-        start = GuideStart(self.guide, self.args, self.kwargs, data) if self.guide is not None else None
-        choose: Any = _drawn
-        if self.posterior is not None:
-            choose = _Given({name: value[:, chunk] for name, value in self.posterior.items()})
-        elif start is not None:
-            with pyro.validation_enabled(False):  # the model's sites tell, by name, which draws are bad
-                choose = _Given(start.draw(plates))
-        path = TemperedPath(self.model, self.args, self._kwargs(data), start, data, plates, {})
-        reader = SiteReader(path.batch, choose, data)
-        try:
-            reader.run(self.model, self.args, path.kwargs, plates)
-        except (SiteError, NotImplementedError):
-            raise
-        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            problem = f"or behind it, the run fails ({error})"
-            raise ValueError(_NOT_BATCHED.format(reader.last, problem)) from error
-        _check_shapes(reader.sites)
-        if isinstance(choose, _Given) and choose.values.keys() - reader.values.keys():
-            extra = min(choose.values.keys() - reader.values.keys())
-            raise ValueError(f"Expected latents {list(reader.values)} only; the guide has '{extra}' as well.")
-        if check:
-            self._compare(reader, chunk.start)
-        path.slots, position = _flattened(reader.unconstrained)
-        _check_finite(reader, path)
-        return path, position
+        kwargs = self._kwargs(extent) if extent.data and self._model_is_told else self.kwargs
+        return _run(runner, self.model, self.args, kwargs, extent)
 
-    def _kwargs(self, data: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        given = {"observations": data} if data and takes_observations(self.model) else {}
-        return {**self.kwargs, **given}
+    def run_guide(self, extent: Extent, runner: Runner) -> dict[str, Any]:
+        """Runs the guide; returns its sites with densities."""
+        assert self.guide is not None
+        return _run(runner, self.guide, self.args, self.guide_kwargs(extent), extent)
 
-    def _compare(self, reader: SiteReader, first: int) -> None:
-        """Raises where the first and the last chain have other densities in a run of their own."""
-        chains, sets = reader.batch
-        for chain, index in {(0, 0), (chains - 1, sets - 1)}:
-            values = {name: v[chain, index].reshape(self.shapes[name]) for name, v in reader.values.items()}
-            own = self.data.one(first + index)
-            single = SiteReader((), _Given(values), own).run(self.model, self.args, self._kwargs(own))
-            for part, alone in ((reader.prior, single.prior), (reader.likelihood, single.likelihood)):
-                for name, log_prob in part.items():
-                    here, there = log_prob[chain, index], alone.get(name, torch.zeros(()))
-                    tolerance = 10 * torch.finfo(here.dtype).eps ** 0.5 * (1 + there.abs())
-                    if here.isfinite() and there.isfinite() and not (here - there).abs() <= tolerance:
-                        problem = f"the log density is {here:.6g}, and {there:.6g} in a run of its own"
-                        raise ValueError(_NOT_BATCHED.format(name, problem))
+    def guide_kwargs(self, extent: Extent) -> Mapping[str, Any]:
+        return self._kwargs(extent) if extent.data and self._guide_is_told else self.kwargs
+
+    def _kwargs(self, extent: Extent) -> Mapping[str, Any]:
+        return {**self.kwargs, "observations": extent.data}
+
+    @cached_property
+    def _model_is_told(self) -> bool:
+        return takes_observations(self.model)
+
+    @cached_property
+    def _guide_is_told(self) -> bool:
+        return self.guide is not None and takes_observations(self.guide, is_guide=True)
 
 
-class _Given:
-    """Takes a latent's value from those given."""
+def _run(
+    runner: Runner, fn: Callable, args: tuple, kwargs: Mapping[str, Any], extent: Extent
+) -> dict[str, Any]:
+    def in_contexts(*args: Any, **kwargs: Any) -> None:
+        with ExitStack() as stack:
+            for context in extent.contexts:
+                stack.enter_context(context)
+            fn(*args, **kwargs)
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self.values = values
-
-    def __call__(self, name: str, fn: Any, transform: Transform) -> tuple[Tensor, Tensor]:
-        if name not in self.values:
-            raise SiteError(
-                f"Expected a guide with a density at every latent; it has none at '{name}'. Use AutoNaMIGuide, whose "
-                "sites are no Deltas, or start from the prior (guide=None)."
-            )
-        value = self.values[name]
-        if value.shape != fn.shape():
-            raise SiteError(
-                f"Expected values of site '{name}' of shape {tuple(fn.shape())}: batch dims, all plate dims, event; "
-                f"got {tuple(value.shape)}."
-            )
-        return transform.inv(value), value
+    sites = runner.run(in_contexts, args, kwargs)
+    check_full_plates(sites)
+    return {name: site for name, site in sites.items() if not site_is_subsample(site)}
 
 
-def _drawn(name: str, fn: Any, transform: Transform) -> tuple[Tensor, Tensor]:
-    """Draws a latent from the prior."""
-    try:
-        value = fn.sample()
-    except NotImplementedError as error:
-        raise NotImplementedError(
-            f"Expected a prior that can be sampled; site '{name}' ({type(fn).__name__}) cannot. Start from a guide."
-        ) from error
-    return transform.inv(value), value
+def unsampled(runner: Runner) -> Any:
+    """Returns the site, as a message, whose distribution made the run fail; None if it was the model's own code."""
+    last = runner.last
+    return None if last is None or last["name"] in runner.sites else last
 
 
-def _drawn_anywhere(name: str, fn: Any, transform: Transform, arguments: Any) -> tuple[Tensor, Tensor]:
-    """Draws a latent from the prior, or takes some value in its support where that is improper."""
-    try:
-        return _drawn(name, fn, transform)
-    except NotImplementedError:
-        value = unconstrained_zeros(transform.inverse_shape(fn.shape()), arguments)
-        return value, transform(value)
+# ---- what the sites of a run say
 
 
-def _check_sites(reader: SiteReader, guide: Callable | None, given: Mapping[str, Any]) -> None:
-    if not reader.values:
-        raise ValueError(
-            "Expected a model with latent sites; it has none. Its log density is its log evidence."
-        )
-    for name, (fn, indices) in reader.subsamples.items():
-        check_full_plate(name, fn, indices)
-    for name in reader.values:
-        site = reader.sites[name]
-        if isinstance(site["scale"], Tensor) or site["scale"] != 1:
-            raise NotImplementedError(
-                f"Expected a latent without scale at site '{name}': its prior is no density then."
-            )
-        if guide is not None and site["mask"] is not None and site["mask"] is not True:
-            raise NotImplementedError(
-                f"Expected no mask at the latent '{name}' where chains start from a guide; start from the prior "
-                "(guide=None)."
-            )
-    _check_shapes({name: site for name, site in reader.sites.items() if name not in given})
+def log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns each site's log density in nats, with its scale and mask, ``(*batch, *plates)``.
+
+    Raises:
+        OutsideSupport: a value that its distribution refuses.
+    """
+    return {
+        name: scale_and_mask(log_density(site), site["scale"], site["mask"]) for name, site in sites.items()
+    }
 
 
-def _check_shapes(sites: Mapping[str, Any]) -> None:
-    """Raises for a site with batch dims that belong to no plate."""
-    for name, site in sites.items():
-        fn, value = site["fn"], site["value"]
-        frames = {frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.vectorized}
-        own = value.shape[: value.dim() - fn.event_dim] if isinstance(value, Tensor) else ()
-        for i, size in enumerate(reversed(torch.broadcast_shapes(fn.batch_shape, own))):
-            expected = frames.get(-1 - i, 1)
-            if size != expected and expected >= 0 and not site["infer"].get("_deterministic"):
-                raise ValueError(
-                    f"Expected size {expected} at batch dim {-1 - i} of site '{name}'; got {size}. Declare dims by "
-                    "plates or .to_event()."
-                )
+def per_draw(log_probs: Mapping[str, Tensor], extent: Extent) -> dict[str, Tensor]:
+    """Returns each site's log density summed over its plates, ``extent.sizes``.
 
-
-def _flattened(unconstrained: Mapping[str, Tensor]) -> tuple[dict[str, Slot], Tensor]:
-    """Returns the slots of latents, in model order, and the position that holds them."""
-    slots, first = {}, 0
-    for name, value in unconstrained.items():
-        slots[name] = Slot(first, first + prod(value.shape[2:]), value.shape[2:])
-        first = slots[name].last
-    return slots, torch.cat([value.reshape(value.shape[:2] + (-1,)) for value in unconstrained.values()], -1)
-
-
-def _check_finite(reader: SiteReader, path: TemperedPath) -> None:
-    for name, value in reader.unconstrained.items():
-        if not value.isfinite().all():
+    Raises:
+        ValueError: a site that lacks dims of the extent.
+    """
+    for name, log_prob in log_probs.items():
+        if log_prob.shape[: len(extent.sizes)] != extent.sizes:
             raise ValueError(
-                f"Expected draws of site '{name}' inside its support; got some on its edge, where the unconstrained "
-                "value is not finite. Use float64, or a prior with less mass at the edge."
+                f"Expected batch dims {extent.sizes} at site '{name}'; got {tuple(log_prob.shape)}."
             )
-    for name, log_prob in {**reader.prior, **reader.likelihood}.items():
-        bad = ~log_prob.isfinite()
-        # A chain may start where the data are impossible, and weighs nothing; but not all chains of a data set.
-        excused = (log_prob == -torch.inf) & (~bad).any(0) & (name in reader.likelihood)
-        if (bad & ~excused).any():
-            raise ValueError(
-                f"Expected a finite log density at site '{name}' where the chains start; got "
-                f"{log_prob[bad & ~excused][0].item()} in {int(bad.sum())} of {bad.numel()} chains."
-            )
-    if path.start is not None:
-        density = path.start.log_prob(reader.values, path.plates)
-        if not density.isfinite().all():
-            raise ValueError("Expected a guide with finite log densities at its own draws; got others.")
+    return {name: log_prob.reshape(extent.sizes + (-1,)).sum(-1) for name, log_prob in log_probs.items()}
 
 
-_NOT_BATCHED = (
-    "Expected a model that takes batch dims of chains and data sets, left of its plates; at site '{}', {}. Count dims "
-    "from the right: z[..., i], z.sum(-1), torch.stack([a, b], -1)."
-)
+def differing_site(
+    together: Mapping[str, Tensor], index: int | tuple[int, ...], alone: Mapping[str, Tensor]
+) -> str | None:
+    """Returns the first site whose log densities in a batched run are not those in a run of one draw; None if none is.
+
+    Args:
+        together: site -> log densities in the batched run, ``(*batch, *plates)``.
+        index: of the draw in the batch.
+        alone: site -> log densities in its own run, ``(*plates)``.
+    """
+    for name in {**together, **alone}:
+        if name not in together or name not in alone:
+            return name
+        here, there = together[name][index], alone[name]
+        tolerance = max(_TOLERANCE.get(x.dtype, 1e-2) for x in (here, there))
+        if here.numel() != there.numel() or not torch.allclose(
+            here, there.reshape(here.shape).to(here), rtol=tolerance, atol=tolerance, equal_nan=True
+        ):
+            return name
+    return None
+
+
+def in_one_line(error: Exception) -> str:
+    """Returns what a warning tells of an error."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"

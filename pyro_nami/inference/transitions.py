@@ -12,7 +12,9 @@ from torch import Tensor
 
 from pyro_nami.inference.tempering import PathValue, TemperedPath
 
-__all__ = ["ChainState", "StepSize", "hamiltonian_step"]
+__all__ = ["ChainState", "adapted", "hamiltonian_step"]
+
+_LEAST_RATE = 0.05  # of adaptation
 
 
 class ChainState(NamedTuple):
@@ -56,13 +58,9 @@ def hamiltonian_step(
     change = change.nan_to_num(nan=-torch.inf)
     probability = change.clamp(max=0.0).exp()
     accepted = torch.rand_like(probability) < probability
-    return (
-        ChainState(
-            torch.where(accepted.unsqueeze(-1), position, state.position),
-            PathValue(*(torch.where(accepted, new, old) for new, old in zip(value, state.value))),
-        ),
-        probability,
-    )
+    position = torch.where(accepted.unsqueeze(-1), position, state.position)
+    value = PathValue(*(torch.where(accepted, new, old) for new, old in zip(value, state.value)))
+    return ChainState(position, value), probability
 
 
 def _finite(position: Tensor, origin: Tensor) -> Tensor:
@@ -70,26 +68,19 @@ def _finite(position: Tensor, origin: Tensor) -> Tensor:
     return torch.where(position.isfinite().all(-1, keepdim=True), position, origin)
 
 
-class StepSize:
-    """Step sizes that follow an acceptance target, each data set's own.
+def adapted(step_size: Tensor, count: int, acceptance: Tensor, target: float | None) -> Tensor:
+    """Returns the step sizes after ``count`` transitions, which follow an acceptance target, each data set's own.
 
-    log step += rate * (acceptance - target), with a rate that falls to a floor, as the target keeps changing with the
+    log step += rate * (acceptance - target), with a rate that falls to a floor, as the densities keep changing with the
     temperature.
 
     Args:
-        initial: ``(data sets,)``.
-        target: the mean acceptance probability to reach; None leaves the step sizes alone.
+        step_size: before, ``(data sets,)``.
+        count: of transitions, the last included.
+        acceptance: mean acceptance probabilities in the last one, ``(data sets,)``.
+        target: the probability to reach; None leaves the step sizes alone.
     """
-
-    floor = 0.05
-
-    def __init__(self, initial: Tensor, target: float | None) -> None:
-        self.value, self.target, self.count = initial, target, 0
-
-    def update(self, acceptance: Tensor) -> None:
-        """Takes note of acceptance probabilities, ``(data sets,)``."""
-        if self.target is None:
-            return
-        self.count += 1
-        rate = max(self.floor, self.count**-0.5)
-        self.value = self.value * torch.exp(rate * (acceptance - self.target))
+    if target is None:
+        return step_size
+    rate = max(_LEAST_RATE, count**-0.5)
+    return step_size * torch.exp(rate * (acceptance - target))

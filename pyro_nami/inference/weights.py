@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_nami.inference.psis import check_log_weights, smooth
 
-__all__ = ["K_MAX", "WeightedSamples"]
+__all__ = ["K_MAX", "WeightedSamples", "log_mean", "log_mean_error"]
 
 K_GOOD, K_MAX = 0.5, 0.7  # k-hat: finite variance below the first, no usable estimate above the second
 
@@ -69,7 +69,7 @@ class WeightedSamples:
     @cached_property
     def log_evidence(self) -> Tensor:
         """Estimate of log p(x), ``(*data sets)``, nats: log of the mean weight."""
-        return torch.logsumexp(self.log_weights, 0) - math.log(self.num_samples)
+        return log_mean(self.log_weights)
 
     @cached_property
     def log_evidence_error(self) -> Tensor:
@@ -77,10 +77,7 @@ class WeightedSamples:
 
         inf for a single draw. Not to be trusted where `pareto_k` is not: the weights' variance may be infinite.
         """
-        if self.num_samples == 1:
-            return torch.full_like(self.log_evidence, math.inf)
-        relative = (self.log_weights - self.log_evidence).exp()
-        return relative.std(0) / math.sqrt(self.num_samples)
+        return log_mean_error(self.log_weights)
 
     @cached_property
     def effective_sample_size(self) -> Tensor:
@@ -119,15 +116,9 @@ class WeightedSamples:
         return ((value - (value * weights).sum(0)).square() * weights).sum(0).sqrt()
 
     def quantile(self, site: str, q: float | Sequence[float] | Tensor, *, smoothed: bool = True) -> Tensor:
-        """Returns posterior quantiles of a site: the smallest draw that weight q or more lies at or below.
+        """Returns quantiles of a site, elementwise, ``(*shape of q, *data sets, *site shape)``.
 
-        Args:
-            site: name of the site.
-            q: one probability, or several.
-            smoothed: whether to weight by the smoothed weights.
-
-        Returns:
-            ``(*shape of q, *data sets, *site shape)``, elementwise.
+        They are the smallest draws at or below which lies a weight of q or more.
 
         Raises:
             ValueError: q outside [0, 1]; an unknown site.
@@ -148,20 +139,15 @@ class WeightedSamples:
     def resample(
         self, num: int, generator: torch.Generator | None = None, *, smoothed: bool = True
     ) -> dict[str, Tensor]:
-        """Returns draws of equal weight, by systematic resampling, in random order.
+        """Returns draws of equal weight, site -> ``(num, *data sets, *site shape)``, in random order.
 
-        Each draw comes up its expected number of times, rounded up or down.
+        By systematic resampling (Kitagawa 1996, "Monte Carlo Filter and Smoother for Non-Gaussian Nonlinear State
+        Space Models"): each draw, of all sites together, comes up its expected number of times, rounded up or down.
 
         Args:
             num: number of draws, with repetitions.
             generator: random numbers, on the device of the weights; torch's own by default.
             smoothed: whether to resample by the smoothed weights.
-
-        Returns:
-            Site -> ``(num, *data sets, *site shape)``; sites of one data set are resampled together.
-
-        References:
-            Kitagawa 1996, "Monte Carlo Filter and Smoother for Non-Gaussian Nonlinear State Space Models".
         """
         if num < 1:
             raise ValueError(f"Expected num to be at least 1; got {num}.")
@@ -181,17 +167,14 @@ class WeightedSamples:
         }
 
     def to_arviz(self, num: int | None = None, generator: torch.Generator | None = None) -> Any:
-        """Returns resampled draws as an ArviZ object, with plates as named dims.
+        """Returns resampled draws as ArviZ's ``InferenceData`` (from 1.0 on xarray's ``DataTree``).
 
-        One chain of draws of equal weight; a batch of data sets is the dim ``data_set``, before the plates. The
-        evidence, k-hat and effective sample size are attributes of the group ``posterior``.
+        One chain of draws of equal weight, with plates as named dims; a batch of data sets is the dim ``data_set``,
+        before the plates. The evidence, k-hat and effective sample size are attributes of the group ``posterior``.
 
         Args:
             num: number of draws; as many as there are samples by default.
             generator: as in `resample`.
-
-        Returns:
-            An ``InferenceData`` with ArviZ before 1.0, an xarray ``DataTree`` from 1.0 on.
 
         Raises:
             ImportError: ArviZ is not installed.
@@ -201,10 +184,14 @@ class WeightedSamples:
         except ImportError as error:
             raise ImportError("to_arviz needs ArviZ: pip install pyro-nami[arviz]") from error
         drawn = self.resample(self.num_samples if num is None else num, generator)
-        arrays, dims = {}, {}
-        for name, value in drawn.items():
-            arrays[name], dims[name] = self._named(name, value)
-        result = _from_dict(arviz, {name: value[None].cpu().numpy() for name, value in arrays.items()}, dims)
+        named = {name: self._named(name, value) for name, value in drawn.items()}
+        posterior = {name: value[None].cpu().numpy() for name, (value, _) in named.items()}
+        groups: Any = {"posterior": posterior}
+        options: Any = {"dims": {name: dims for name, (_, dims) in named.items()}}
+        if "posterior" in inspect.signature(arviz.from_dict).parameters:  # before 1.0
+            result = arviz.from_dict(**groups, **options)
+        else:
+            result = arviz.from_dict(groups, **options)
         for key in ("log_evidence", "log_evidence_error", "pareto_k", "effective_sample_size"):
             values = getattr(self, key).cpu().numpy()
             result["posterior"].attrs[key] = values.reshape(-1) if values.ndim else values.item()
@@ -225,18 +212,17 @@ class WeightedSamples:
 
     def __repr__(self) -> str:
         sets = self.log_weights.shape[1:]
-        sites = ", ".join(name + _shape(value.shape[1 + len(sets) :]) for name, value in self.samples.items())
+        shapes = {name: tuple(value.shape[1 + len(sets) :]) for name, value in self.samples.items()}
+        sites = ", ".join(f"{name} {shape}" if shape else name for name, shape in shapes.items())
         over = f" for each of {sets.numel()} data sets" if sets else ""
         error = f" +- {_range(self.log_evidence_error)}" if not sets else ""
-        return "\n".join(
-            [
-                f"WeightedSamples: {self.num_samples:,} draws of {sites}{over}",
-                f"  log evidence           {_range(self.log_evidence, '.4f')}{error} nats",
-                f"  effective sample size  {_range(self.effective_sample_size, '.1f')} "
-                f"({_range(100 * self.effective_sample_size / self.num_samples, '.3g')}%)",
-                f"  Pareto k-hat           {_range(self.pareto_k, '.2f')}",
-                f"  {self.verdict}",
-            ]
+        size = self.effective_sample_size
+        return (
+            f"WeightedSamples: {self.num_samples:,} draws of {sites}{over}\n"
+            f"  log evidence           {_range(self.log_evidence, '.4f')}{error} nats\n"
+            f"  effective sample size  {_range(size, '.1f')} ({_range(100 * size / self.num_samples, '.3g')}%)\n"
+            f"  Pareto k-hat           {_range(self.pareto_k, '.2f')}\n"
+            f"  {self.verdict}"
         )
 
     @property
@@ -265,20 +251,22 @@ class WeightedSamples:
         return value, _over(weights, value)
 
 
+def log_mean(log_weights: Tensor) -> Tensor:
+    """Returns the log of the mean weight, from log weights ``(draws, *batch)``."""
+    return torch.logsumexp(log_weights, 0) - math.log(len(log_weights))
+
+
+def log_mean_error(log_weights: Tensor) -> Tensor:
+    """Returns the standard error of `log_mean`, ``(*batch)``: sd of the mean weight over its mean (delta method)."""
+    mean = log_mean(log_weights)
+    if len(log_weights) == 1:
+        return torch.full_like(mean, math.inf)
+    return (log_weights - mean).exp().std(0) / math.sqrt(len(log_weights))
+
+
 def _over(weights: Tensor, value: Tensor) -> Tensor:
     """Returns a tensor with dims of size 1 to its right, as many as ``value`` has more."""
     return weights.reshape(weights.shape + (1,) * (value.dim() - weights.dim()))
-
-
-def _from_dict(arviz: Any, posterior: Mapping[str, Any], dims: Mapping[str, list[str]]) -> Any:
-    """Calls `arviz.from_dict`, which takes groups by keyword before 1.0 and in one mapping from then on."""
-    if "posterior" in inspect.signature(arviz.from_dict).parameters:
-        return arviz.from_dict(posterior=posterior, dims=dims)
-    return arviz.from_dict({"posterior": posterior}, dims=dims)
-
-
-def _shape(shape: torch.Size) -> str:
-    return f" {tuple(shape)}" if shape else ""
 
 
 def _range(values: Tensor, form: str = ".2g") -> str:

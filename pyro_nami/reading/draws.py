@@ -31,7 +31,8 @@ def any_value(fn: Any, like: Tensor | None = None, unconstrained: Callable[..., 
 
     Args:
         fn: the distribution.
-        like: of the dtype and device of that point; what is returned where no bijection onto the support is known.
+        like: of the dtype and device of that point; what is returned, if of that shape or None, where no bijection
+            onto the support is known.
         unconstrained: makes the point, from ``(shape, dtype=, device=)``: ``torch.randn``, ``torch.zeros``.
 
     Example:
@@ -45,6 +46,8 @@ def any_value(fn: Any, like: Tensor | None = None, unconstrained: Callable[..., 
     try:
         transform = biject_to(fn.support)
     except NotImplementedError:
+        if like is not None and like.shape != fn.shape():
+            raise
         return like
     kind = torch.empty(0) if like is None else like
     return transform(unconstrained(transform.inverse_shape(fn.shape()), dtype=kind.dtype, device=kind.device))

@@ -119,6 +119,8 @@ class Runner(Messenger):
         # Sequential enumeration puts the run off at a site, and there is no value yet.
         if msg["type"] != "sample" or msg["value"] is None:
             return
+        if msg["name"] in self.sites and not site_is_subsample(msg):
+            raise RuntimeError(f"Expected sites with names of their own; got '{msg['name']}' twice in one run.")
         self.sites[msg["name"]] = msg  # of which nothing changes from here on
         if self.note is not None:
             self.note(msg)

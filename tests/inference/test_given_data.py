@@ -17,7 +17,7 @@ from pyro_nami.checking.misspecification import misspecification
 from pyro_nami.inference.annealing import annealed_importance_sampling
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.observations import Observations, observed_names
-from pyro_nami.inference.sites import plate_names, plate_nesting, with_plate_dims
+from pyro_nami.inference.sites import plate_names, plate_nesting, with_idle_dims
 from pyro_nami.reading.runner import takes_observations
 
 
@@ -43,11 +43,11 @@ def test_plates_of_sites():
     assert plate_nesting([SITES["z"]]) == 0
     assert [plate_names(SITES[name]) for name in ("z", "v", "y")] == [(), ("columns",), ("rows", "columns")]
     value = torch.arange(12.0).reshape(2, 3, 2)
-    wide = with_plate_dims(value, SITES["v"], 2, 1)
+    wide = with_idle_dims(value, SITES["v"], 2, 1)
     assert wide.shape == (2, 1, 3, 2)
-    assert torch.equal(with_plate_dims(wide, SITES["v"], 2, 1), wide)
+    assert torch.equal(with_idle_dims(wide, SITES["v"], 2, 1), wide)
     with pytest.raises(ValueError, match=r"site 'v' of shape \(3, 2\) behind 2 batch dims; got \(2, 3, 2\)"):
-        with_plate_dims(value, SITES["v"], 2, 2)
+        with_idle_dims(value, SITES["v"], 2, 2)
 
 
 def test_a_batch_as_large_as_the_plates_is_told_from_one_data_set_by_its_dims():
