@@ -18,7 +18,7 @@ from pyro_nami.reading.network import extract
 from pyro_nami.show import main
 from pyro_nami.show.render import render
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 SOURCE = '''
 """Models of all kinds."""
