@@ -7,11 +7,11 @@
 """
 
 from pyro_nami.networks.attention import AttentionEncoder
-from pyro_nami.networks.encoders import ENCODERS, OwnEncoder, make_encoder
-from pyro_nami.networks.evidence import Evidence
+from pyro_nami.networks.encoders import ENCODERS, make_encoder
 from pyro_nami.networks.masked import MaskedMLP, MaskedState
 from pyro_nami.networks.pace import Pace
-from pyro_nami.networks.pooling import MaxEncoder, MeanEncoder, SetEncoder, SumEncoder
+from pyro_nami.networks.pooling import MaxEncoder, MeanEncoder, OwnEncoder, SetEncoder, SumEncoder
+from pyro_nami.networks.precision_sums import PrecisionSums
 from pyro_nami.networks.reductions import Along, Reduction, Segments
 from pyro_nami.networks.running import Running, tempered
 from pyro_nami.networks.separate import SeparateMLP, SeparateState
@@ -22,13 +22,13 @@ __all__ = [
     "Along",
     "AttentionEncoder",
     "Base",
-    "Evidence",
     "MaskedMLP",
     "MaskedState",
     "MaxEncoder",
     "MeanEncoder",
     "OwnEncoder",
     "Pace",
+    "PrecisionSums",
     "Reduction",
     "Running",
     "Segments",

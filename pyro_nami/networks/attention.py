@@ -100,7 +100,7 @@ class AttentionEncoder(SetEncoder):
         (seed, read_instances, update_seed, output) = weights[5:]
         query, key, value = _affine(x, read_inputs).chunk(3, -1)
         points = self._updated(inducing + _read_set(inducing, key, value, over), update_inducing)
-        points = over.spread(_affine(points, read_inducing).flatten(-2)).unflatten(-1, (len(inducing), -1))
+        points = over.gather(_affine(points, read_inducing).flatten(-2)).unflatten(-1, (len(inducing), -1))
         instances = self._updated(query + _read_points(query, *points.chunk(2, -1)), update_instances)
         key, value = _affine(instances, read_instances).chunk(2, -1)
         summary = self._updated(seed + _read_set(seed, key, value, over), update_seed).squeeze(-2)
@@ -123,7 +123,7 @@ def _read_set(queries: Tensor, key: Tensor, value: Tensor, over: Reduction) -> T
         key, value: of the instances, ``(*batch, width)``.
     """
     scores = F.linear(key, queries) * queries.shape[-1] ** -0.5
-    weight = (scores - over.spread(over.amax(scores.detach()))).exp()
+    weight = (scores - over.gather(over.amax(scores.detach()))).exp()
     total = over.sum((weight.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-2)).unflatten(
         -1, (len(queries), -1)
     )

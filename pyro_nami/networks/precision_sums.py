@@ -1,8 +1,8 @@
-"""Evidence that adds: what each instance of a set contributes to a Normal factor, summed rather than averaged.
+"""Pseudo-observations: each instance of a set is taken for an observation of a Normal factor, and precisions add.
 
 The mean of features says nothing of how a posterior contracts with the number of instances; it has to be learned from
 the logarithm of the count, at counts seen in training. Precisions of independent observations add, so a sum of
-precisions contracts rightly at any count.
+precisions contracts rightly at any count. Change this module to change what an instance contributes.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_nami.networks.reductions import Along, Reduction
-from pyro_nami.networks.rowwise import applies, evidence_sums
+from pyro_nami.networks.reductions import Reduction
 
-__all__ = ["Evidence"]
+__all__ = ["PrecisionSums"]
 
 _MAX_LOG_PRECISION = 10.0
 
 
-class Evidence(nn.Module):
-    """Sums of what each instance of a set says of a vector of heads, in the canonical parameters of a Normal.
+class PrecisionSums(nn.Module):
+    """Sums over a set of ``exp(l_n) q_n (q_n, 1, x_n)``, the canonical parameters of its pseudo-observations.
 
     Instance n is taken for an observation of every head v, ``q_n v = phi_n + noise of precision exp(l_n)``. It adds
     ``exp(l_n) q_n^2`` to the precision of v and ``exp(l_n) q_n phi_n`` to its precision times mean; where phi is
-    linear in the inputs of the instance, that is ``exp(l_n) q_n`` times the inputs and 1. l and q are linear in the
+    linear in the inputs x_n of the instance, that is ``exp(l_n) q_n`` times the inputs and 1. l and q are linear in the
     inputs as well, l within -10 and 10; l starts at 0 and q at 1.
 
     The parameter ``heads_weight``, ``(2 * heads, num_inputs + 1)``, has the rows of l, then those of q, and the bias as
@@ -32,13 +31,16 @@ class Evidence(nn.Module):
 
     Args:
         num_inputs: number of inputs of each instance.
-        heads: number of elements that the instances are evidence of.
+        heads: number of elements that the instances are taken for observations of.
         device: device of the parameters.
         dtype: floating-point type of the parameters.
 
+    Raises:
+        ValueError: if there is no head.
+
     Example:
         >>> from pyro_nami.networks import Along
-        >>> Evidence(1, heads=2)(torch.tensor([[1.0], [2.0], [5.0]]), Along(-1))[0]
+        >>> PrecisionSums(1, heads=2)(torch.tensor([[1.0], [2.0], [5.0]]), Along(-1))[0]
         tensor([[3., 3., 8.],
                 [3., 3., 8.]], grad_fn=<SelectBackward0>)
     """
@@ -84,25 +86,11 @@ class Evidence(nn.Module):
             input. A set of no instances has zeros.
         """
         (weight,) = self.weights() if weights is None else weights
-        if applies(x, over, heads=self.heads):
-            return evidence_sums(x, weight, _MAX_LOG_PRECISION, over).unflatten(-1, (self.heads, -1))
-        read, bias = weight[:, :-1], weight[:, -1]
-        if isinstance(over, Along):  # instances last, as one matrix product sums over them
-            x = x.movedim(over.axis, -2)
-            force = _force(read @ x.transpose(-1, -2) + bias.unsqueeze(-1), -2)
-            products, forces = force @ x, force.sum(-1, keepdim=True)
-        else:
-            force = _force(F.linear(x, read, bias), -1)
-            terms = force.unsqueeze(-1) * x.unsqueeze(-2)
-            products = over.sum(terms.flatten(-2)).unflatten(-1, (self.heads, -1))
-            forces = over.sum(force).unsqueeze(-1)
-        # As q is linear in the inputs; rounding may take what is next to nothing below it.
-        squares = (torch.cat((products, forces), -1) * weight[self.heads :]).sum(-1, keepdim=True).clamp(min=0)
-        sums = torch.cat((squares, forces, products), -1)
-        return sums.unsqueeze(over.axis - 1) if isinstance(over, Along) else sums
-
-
-def _force(linear: Tensor, dim: int) -> Tensor:
-    """Returns exp(l) q of every head, from both of these along a dim."""
-    log_precision, slope = linear.chunk(2, dim)
-    return F.hardtanh(log_precision, -_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope
+        x = x.movedim(over.axis, -1)  # products are fast where the instances are contiguous
+        log_precision, slope = (weight[:, :-1] @ x + weight[:, -1:]).chunk(2, -2)
+        force = F.hardtanh(log_precision, -_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope
+        sums = over.products(force, F.pad(x, (0, 0, 0, 1), value=1.0))
+        # As q is linear in the inputs; rounding may take what is next to nothing below zero.
+        squares = (sums * weight[self.heads :].unsqueeze(-1)).sum(-2, keepdim=True).clamp(min=0)
+        products, forces = sums.split((self.num_inputs, 1), -2)
+        return torch.cat((squares, forces, products), -2).movedim(-1, over.axis - 1)
