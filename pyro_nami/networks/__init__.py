@@ -8,13 +8,14 @@
 
 from pyro_nami.networks.attention import AttentionEncoder
 from pyro_nami.networks.encoders import ENCODERS, make_encoder
-from pyro_nami.networks.masked import MaskedMLP, MaskedState
+from pyro_nami.networks.masked import MaskedMLP
 from pyro_nami.networks.pace import Pace
+from pyro_nami.networks.passes import SteppedState
 from pyro_nami.networks.pooling import MaxEncoder, MeanEncoder, OwnEncoder, SetEncoder, SumEncoder
 from pyro_nami.networks.precision_sums import PrecisionSums
 from pyro_nami.networks.reductions import Along, Reduction, Segments
 from pyro_nami.networks.running import Running, tempered
-from pyro_nami.networks.separate import SeparateMLP, SeparateState
+from pyro_nami.networks.separate import SeparateMLP
 from pyro_nami.networks.stepped import Base
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "AttentionEncoder",
     "Base",
     "MaskedMLP",
-    "MaskedState",
     "MaxEncoder",
     "MeanEncoder",
     "OwnEncoder",
@@ -33,8 +33,8 @@ __all__ = [
     "Running",
     "Segments",
     "SeparateMLP",
-    "SeparateState",
     "SetEncoder",
+    "SteppedState",
     "SumEncoder",
     "make_encoder",
     "tempered",
