@@ -56,8 +56,7 @@ def make_encoder(
         num_outputs: number of features beside the logarithm of the count; a module of the user's own has its own.
         hidden_features: units in each hidden layer; attention has the width of the widest.
         activation: elementwise function of the hidden layers.
-        device: device of the parameters.
-        dtype: floating-point type of the parameters.
+        device, dtype: of the parameters.
 
     Raises:
         ValueError: if ``spec`` is no such name.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_nami.networks.masks import StepPlan, check_width, layer_masks, step_plan
 from pyro_nami.networks.passes import concatenated, expand_batch
-from pyro_nami.networks.stepped import Activation, Base, SteppedMLP
+from pyro_nami.networks.stepped import Activation, Layers, SteppedMLP
 
 # Steps that what becomes known is added to at once; later steps wait. More saves calls, fewer save memory traffic.
 _BLOCK = 8
@@ -49,8 +49,7 @@ class MaskedMLP(SteppedMLP):
         skip: whether rows also read their inputs directly. Linear-Gaussian regressions are then represented exactly.
         activation: elementwise function of the hidden layers.
         base: what weights are divided beyond.
-        device: device of the parameters.
-        dtype: floating-point type of the parameters.
+        device, dtype: of the parameters.
 
     Raises:
         ValueError: if a row reads a column of a later step; or without ``skip``, if the hidden layers are too narrow
@@ -68,41 +67,24 @@ class MaskedMLP(SteppedMLP):
         True
     """
 
-    def __init__(
-        self,
-        dependency: Tensor,
-        hidden_features: Sequence[int] = (64,),
-        *,
-        input_splits: Sequence[int] | None = None,
-        output_splits: Sequence[int] | None = None,
-        skip: bool = True,
-        activation: Activation = F.silu,
-        base: Base = Base(),
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(dependency, hidden_features, input_splits, output_splits, skip, activation)
+    def _lay_out(self, dependency: Tensor, hidden_features: Sequence[int]) -> Layers:
+        dependency = dependency.cpu()
         hidden, output, last_columns = layer_masks(dependency, hidden_features)
-        if not skip:
-            check_width(dependency.cpu(), (*hidden, output))
-        self._plan = step_plan(self.steps, last_columns, skip)
+        if not self.skip:
+            check_width(dependency, (*hidden, output))
+        self._plan = step_plan(self.steps, last_columns, self.skip)
         self._dense_plan = self._plan.merged()
-        direct = [dependency.cpu()] if skip and hidden else []
+        direct = [dependency] if self.skip and hidden else []
         masks = [F.pad(mask, (0, 1), value=True) for mask in (*hidden, torch.cat([output, *direct], 1))]
         gather = F.pad(torch.arange(1, self.in_features + 1), (0, 1)).unsqueeze(0)
-        rows, shapes = torch.arange(self.out_features), [tuple(mask.shape) for mask in masks]
-        self._add_layers(masks, shapes, rows, gather, base, device=device, dtype=dtype)
+        return Layers(masks, [tuple(mask.shape) for mask in masks], torch.arange(self.out_features), gather)
 
     def _pass_weights(self, whole: bool) -> _MaskedWeights:
         plan = self._dense_plan if whole else self._plan
-        *hidden, output = self._weights()
+        hidden, output, at_zero = self._weights()
         parts = [weight.t().split(sizes) for weight, sizes in zip((*hidden, output), plan.split_sizes)]
-        bias = [part[-1] for part in parts]
-        if hidden:  # units are taken relative to what they are at inputs of zero
-            units = self.activation(hidden[0][:, -1])
-            for weight in hidden[1:]:
-                units = self.activation(torch.addmv(weight[:, -1], weight[:, :-1], units))
-            bias[-1] = bias[-1] - output[:, : len(units)] @ units
+        *bias, last = (part[-1] for part in parts)
+        bias.append(last - at_zero.flatten())
         blocks = tuple(part[:-1] for part in parts)
         return _MaskedWeights(plan.sources[0], plan, self.activation, tuple(bias), blocks)
 

@@ -9,7 +9,7 @@ each drawn from rows emitted before::
 
 A state is an immutable value, so a pass may branch, and no tensor that carries values is ever written in place. Every
 hidden unit is computed once, at the step at which its inputs are complete. What it takes to do so is left to the
-weights: see `masked` and `separate`.
+weights of the pass: see `masked` and `separate`.
 """
 
 from __future__ import annotations
@@ -25,33 +25,21 @@ __all__ = ["PassWeights", "SteppedState", "concatenated", "expand_batch"]
 
 
 class PassWeights(Protocol):
-    """The weights of one pass, and how a pass multiplies by them."""
+    """The weights of one pass. ``memory`` is what a pass has made of the inputs so far, None at the start."""
 
     @property
     def columns(self) -> Sequence[int]:
         """Where the columns of each step begin, and the number of all."""
 
     def advance(self, memory: Any, x: Tensor, step: int, stop: int) -> tuple[Tensor, Any]:
-        """Returns the rows of some steps, ``(size of the batch, rows)``, and what a pass remembers after them.
-
-        Args:
-            memory: what it remembers before them, None at the start.
-            x: their columns, ``(size of the batch, columns)``.
-        """
+        """Returns the rows of some steps from their columns, ``(size of the batch, ...)`` both, and the next memory."""
 
     def expanded(self, memory: Any, step: int, old: torch.Size, new: torch.Size) -> Any:
-        """Returns what a pass remembers before a step at a batch of shape ``old`` at the larger one ``new``."""
+        """Returns the memory at a larger batch shape."""
 
 
 class SteppedState(NamedTuple):
-    """A pass through a network in which the inputs of the steps before ``step`` are known.
-
-    Attributes:
-        weights: those of the pass.
-        step: the next step.
-        batch_shape: broadcast shape of the batches so far.
-        memory: what the weights have made of the inputs so far.
-    """
+    """A pass in which the inputs of the steps before ``step`` are known, of this broadcast batch shape."""
 
     weights: PassWeights
     step: int
@@ -73,7 +61,7 @@ class SteppedState(NamedTuple):
             ValueError: if ``stop`` or the number of columns does not fit.
         """
         weights, step, known_shape, memory = self
-        columns = weights.columns
+        columns, shape = weights.columns, x.shape[:-1]
         if not step < stop < len(columns):
             raise ValueError(f"Expected stop from {step + 1} to {len(columns) - 1}, the steps left; got {stop}.")
         if x.shape[-1] != columns[stop] - columns[step]:
@@ -81,18 +69,14 @@ class SteppedState(NamedTuple):
                 f"Expected x of shape (*batch, {columns[stop] - columns[step]}), the columns of steps {step} to "
                 f"{stop - 1}; got {tuple(x.shape)}."
             )
-        shape = x.shape[:-1]
-        if shape != known_shape:
-            if known_shape:
-                shape = torch.broadcast_shapes(shape, known_shape)
-                x = x.expand(*shape, x.shape[-1])
-            if memory is not None and shape != known_shape:
-                memory = weights.expanded(memory, step, known_shape, shape)
-        if len(shape) != 1:
-            x = x.reshape(math.prod(shape), x.shape[-1])
-        rows, memory = weights.advance(memory, x, step, stop)
-        if len(shape) != 1:
-            rows = rows.reshape(*shape, rows.shape[1])
+        if known_shape and shape != known_shape:
+            shape = torch.broadcast_shapes(shape, known_shape)
+            x = x.expand(*shape, x.shape[-1])
+        if memory is not None and shape != known_shape:
+            memory = weights.expanded(memory, step, known_shape, shape)
+        flat = x if len(shape) == 1 else x.reshape(math.prod(shape), x.shape[-1])
+        rows, memory = weights.advance(memory, flat, step, stop)
+        rows = rows if len(shape) == 1 else rows.reshape(*shape, rows.shape[1])
         return rows, SteppedState(weights, stop, shape, memory)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pyro_nami.networks.reductions import Counts, Reduction
 
-__all__ = ["Activation", "MaxEncoder", "MeanEncoder", "OwnEncoder", "SetEncoder", "SumEncoder", "draw_layer"]
+__all__ = ["Activation", "MaxEncoder", "MeanEncoder", "OwnEncoder", "SetEncoder", "SumEncoder"]
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -28,14 +28,12 @@ Activation = Callable[[Tensor], Tensor]
 class SetEncoder(nn.Module):
     """An encoder of sets, ``(pool(x_1, ..., x_n), log(1 + n))``; a subclass says how in `pool`.
 
-    Parameters are one matrix a layer, ``(units, inputs + 1)``, with the bias as last column.
-
     Args:
         num_inputs: number of inputs of each instance.
-        num_outputs: number of features that `pool` returns.
-        shapes: name -> shape of each parameter.
-        device: device of the parameters.
-        dtype: floating-point type of the parameters.
+        num_outputs: number of features that `pool` returns, those beside the logarithm of the count.
+        layers: name -> units, columns and gain of each parameter. A layer has the bias as last column, and weights of
+            variance gain / inputs at first; gain None stands for learned points, standard normal.
+        device, dtype: of the parameters.
 
     Attributes:
         num_features: number of features returned, ``num_outputs + 1``.
@@ -49,7 +47,7 @@ class SetEncoder(nn.Module):
         self,
         num_inputs: int,
         num_outputs: int,
-        shapes: Mapping[str, tuple[int, int]],
+        layers: Mapping[str, tuple[int, int, float | None]],
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -57,12 +55,23 @@ class SetEncoder(nn.Module):
         super().__init__()
         self.num_inputs = num_inputs
         self.num_features = num_outputs + 1
-        self.layer_names = tuple(shapes)
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self._gains = {name: gain for name, (_, _, gain) in layers.items()}
+        for name, (units, columns, _) in layers.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(units, columns, device=device, dtype=dtype)))
+        self.reset_parameters()
 
     def extra_repr(self) -> str:
         return f"{self.num_inputs} -> {self.num_features}"
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew: n inputs' weights with variance gain/n, biases within 1/sqrt(n) as PyTorch's."""
+        for name, gain in self._gains.items():
+            weight = getattr(self, name)
+            fan_in = max(weight.shape[1] - 1, 1)
+            weight.normal_(std=1.0 if gain is None else (gain / fan_in) ** 0.5)
+            if gain is not None:
+                weight[:, -1].uniform_(-1, 1).mul_(fan_in**-0.5)
 
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
         """Returns features of each set, ``(*sets, num_outputs)``, zeros for an empty one.
@@ -76,7 +85,7 @@ class SetEncoder(nn.Module):
 
     def weights(self) -> list[Tensor]:
         """Returns the parameters, read by attribute, layer by layer."""
-        return [getattr(self, name) for name in self.layer_names]
+        return [getattr(self, name) for name in self._gains]
 
     def forward(self, x: Tensor, over: Reduction, weights: Sequence[Tensor] | None = None) -> Tensor:
         """Returns the features of each set of instances.
@@ -122,12 +131,9 @@ class _PerceptronEncoder(SetEncoder):
     Parameters are ``layer_0`` ``(units, num_inputs + 1)``, ..., ``output`` ``(num_outputs, units + num_inputs + 1)``.
 
     Args:
-        num_inputs: number of inputs of each instance.
-        num_outputs: number of features beside the logarithm of the count.
+        num_inputs, num_outputs, device, dtype: see `SetEncoder`.
         hidden_features: units in each hidden layer.
         activation: elementwise function of the hidden layers.
-        device: device of the parameters.
-        dtype: floating-point type of the parameters.
     """
 
     reduction: str  # a method of `Reduction`
@@ -147,16 +153,10 @@ class _PerceptronEncoder(SetEncoder):
                 f"Expected num_outputs and hidden_features of at least 1; got {num_outputs} and {hidden_features}."
             )
         reads = [num_inputs, *hidden_features]
-        shapes = {f"layer_{i}": (units, reads[i] + 1) for i, units in enumerate(hidden_features)}
-        shapes["output"] = (num_outputs, sum(hidden_features[-1:]) + num_inputs + 1)
-        super().__init__(num_inputs, num_outputs, shapes, device=device, dtype=dtype)
+        layers = {f"layer_{i}": (units, reads[i] + 1, 2 if i else 1) for i, units in enumerate(hidden_features)}
+        layers["output"] = (num_outputs, sum(hidden_features[-1:]) + num_inputs + 1, 1)
+        super().__init__(num_inputs, num_outputs, layers, device=device, dtype=dtype)
         self.activation = activation
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws all layers anew, with a gain of 2 between hidden layers."""
-        for name in self.layer_names:
-            draw_layer(getattr(self, name), 1 if name in ("layer_0", "output") else 2)
 
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
         units, values = x, [x, x.new_ones(*x.shape[:-1], 1)]
@@ -205,8 +205,7 @@ class OwnEncoder(SetEncoder):
     Args:
         module: maps inputs of instances ``(..., num_inputs)`` to features ``(..., features)``.
         num_inputs: number of inputs of each instance.
-        device: device that the module is moved to.
-        dtype: floating-point type that the module is converted to.
+        device, dtype: that the module is moved and converted to.
 
     Raises:
         TypeError: if ``module`` is no `torch.nn.Module`.
@@ -236,17 +235,6 @@ class OwnEncoder(SetEncoder):
 
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
         return over.mean(self.module(x))  # the module reads its parameters itself
-
-
-def draw_layer(weight: Tensor, gain: float = 1.0) -> None:
-    """Draws a layer ``(units, inputs + 1)`` in place: weights normal of variance gain/n for n inputs (He et al. 2015).
-
-    The bias, its last column, is uniform within 1/sqrt(n), PyTorch's default.
-    """
-    fan_in = max(weight.shape[1] - 1, 1)
-    with torch.no_grad():
-        weight.normal_(std=(gain / fan_in) ** 0.5)
-        weight[:, -1].uniform_(-1, 1).mul_(fan_in**-0.5)
 
 
 def _contiguous(gradient: Tensor | None) -> Tensor | None:

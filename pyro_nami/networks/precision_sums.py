@@ -32,8 +32,7 @@ class PrecisionSums(nn.Module):
     Args:
         num_inputs: number of inputs of each instance.
         heads: number of elements that the instances are taken for observations of.
-        device: device of the parameters.
-        dtype: floating-point type of the parameters.
+        device, dtype: of the parameters.
 
     Raises:
         ValueError: if there is no head.

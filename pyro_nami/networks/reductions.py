@@ -1,9 +1,9 @@
 """Sums and maxima over sets of instances that lie along a batch dimension: all of them one set, or by an index.
 
-An encoder does not know how the instances of a plate fall into sets; it asks a reduction. `Along` takes a whole plate
-for one set. `Segments` takes an index that says which set an instance belongs to, as the rows of a table belong to
-groups. Both have the same methods, which take instances ``(*batch, features)`` to sets ``(*sets, features)`` and have
-derivatives of any order and mode. Change this module to add a way of reducing a set.
+An encoder asks a reduction for all that concerns sets. `Along` takes a whole plate for one set. `Segments` takes an
+index that says which set an instance belongs to, as the rows of a table belong to groups. Both have the same methods,
+which take instances ``(*batch, features)`` to sets ``(*sets, features)``, with derivatives of any order and mode.
+Change this module to add a way of reducing a set.
 """
 
 from __future__ import annotations
@@ -117,17 +117,17 @@ class Segments:
             low, high = (int(bound) for bound in index.aminmax())
             if low < 0 or high >= num_segments:
                 raise ValueError(f"Expected index from 0 to {num_segments - 1}; got {low} to {high}.")
-        self.index = index.to(torch.long, copy=True)  # what is made of it is kept, whatever is written to it
+        with torch.inference_mode(False):  # a call in training may use it again
+            self.index = index.to(torch.long, copy=True)  # what is made of it is kept, whatever is written to it
         self.num_segments = num_segments
         self.dim = dim
         self.axis = dim - 1
-        self._counts: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
 
     def sum(self, x: Tensor) -> Tensor:
         return self._sum(self._instances(x, self.axis), self.axis)
 
     def mean(self, x: Tensor) -> Tensor:
-        return self.sum(x) * self._count_tensors(x)[1]
+        return self.sum(x) * self.count(x).clamp(min=1).reciprocal()
 
     def amax(self, x: Tensor) -> Tensor:
         x = self._instances(x, self.axis)
@@ -146,13 +146,13 @@ class Segments:
 
     def count(self, x: Tensor) -> Tensor:
         """Returns the number of instances of each set, ``(num_segments, ..., 1)`` with the dims from ``dim`` on."""
-        return self._count_tensors(x)[0]
+        return self._sizes.to(x.dtype)
 
     def counts(self, x: Tensor) -> Counts:
         return self._counts_range
 
     def with_log_count(self, z: Tensor, x: Tensor, within: Counts | None = None) -> Tensor:
-        log_count = self._count_tensors(x)[2]
+        log_count = self.count(x).log1p()
         if within is not None and within.union(self._counts_range) != within:
             log_count = log_count.clamp(math.log1p(within.least), math.log1p(within.most))
         return torch.cat((z, log_count.expand(*z.shape[:-1], 1)), -1)
@@ -170,20 +170,13 @@ class Segments:
             )
         return x.expand(_resized(x, axis, len(self.index)))
 
-    def _count_tensors(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns count, 1/count (1 where it is 0) and log(1 + count) in the dtype of x."""
-        if x.dtype not in self._counts:
-            count = torch.bincount(self.index, minlength=self.num_segments)
-            count = count.to(x.dtype).view(-1, *(1,) * (-self.axis - 1))
-            self._counts[x.dtype] = count, count.clamp(min=1).reciprocal(), count.log1p()
-        return self._counts[x.dtype]
+    @cached_property
+    def _sizes(self) -> Tensor:
+        return torch.bincount(self.index, minlength=self.num_segments).view(-1, *(1,) * (-self.axis - 1))
 
     @cached_property
     def _counts_range(self) -> Counts:
-        if not self.num_segments:
-            return Counts(0, 0)
-        least, most = torch.bincount(self.index, minlength=self.num_segments).aminmax()
-        return Counts(int(least), int(most))
+        return Counts(*map(int, self._sizes.aminmax())) if self.num_segments else Counts(0, 0)
 
 
 Reduction = Along | Segments

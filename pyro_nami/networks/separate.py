@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_nami.networks.masks import Steps
 from pyro_nami.networks.passes import concatenated, expand_batch
-from pyro_nami.networks.stepped import Activation, Base, SteppedMLP
+from pyro_nami.networks.stepped import Activation, Base, Layers, SteppedMLP
 
 __all__ = ["SeparateMLP"]
 
@@ -34,16 +34,8 @@ class SeparateMLP(SteppedMLP):
     (without ``skip``: ``(F, R, units + 1)``).
 
     Args:
-        dependency: boolean tensor ``(outputs, inputs)``; entry (i, j) says that output i may read input j.
+        factors: the rows of each factor; every row belongs to one. Others are those of `MaskedMLP`.
         hidden_features: units of each factor in each hidden layer.
-        factors: the rows of each factor; every row belongs to one.
-        input_splits: number of columns that become known at each step; one step by default.
-        output_splits: number of rows that are emitted at each step.
-        skip: whether rows also read their inputs directly.
-        activation: elementwise function of the hidden layers.
-        base: what weights are divided beyond.
-        device: device of the parameters.
-        dtype: floating-point type of the parameters.
 
     Raises:
         ValueError: if the factors are no partition of the rows, or the rows of one differ in columns or step.
@@ -63,38 +55,45 @@ class SeparateMLP(SteppedMLP):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dependency, hidden_features, input_splits, output_splits, skip, activation)
-        groups = _sorted_factors(dependency, factors, self.steps)
-        self._factor_bounds = tuple(sum(rows[0] < bound for rows in groups) for bound in self.steps.rows)
-        rows = _padded(groups, -1)
-        gather = F.pad(_padded([(dependency[group[0]].nonzero().flatten() + 1).tolist() for group in groups], 0), (0, 1))
+        self._factors = factors
+        super().__init__(
+            dependency,
+            hidden_features,
+            input_splits=input_splits,
+            output_splits=output_splits,
+            skip=skip,
+            activation=activation,
+            base=base,
+            device=device,
+            dtype=dtype,
+        )
+
+    def _lay_out(self, dependency: Tensor, hidden_features: Sequence[int]) -> Layers:
+        factors = _sorted_factors(dependency, self._factors, self.steps)
+        self._factor_bounds = tuple(sum(rows[0] < bound for rows in factors) for bound in self.steps.rows)
+        rows = _padded(factors, -1)
+        columns = [(dependency[rows[0]].nonzero().flatten() + 1).tolist() for rows in factors]
+        gather = F.pad(_padded(columns, 0), (0, 1))
         mask = F.pad(gather[:, :-1] > 0, (0, 1), value=True).unsqueeze(1)
         reads = mask[..., :-1].any(-1, keepdim=True)  # a factor that reads nothing has no units
-
-        below = [mask, *(mask.new_ones(1, 1, width + 1) for width in hidden_features)]
-        hidden = [each & reads for each in below[:-1]]
-        shapes = [(len(groups), width, each.shape[-1]) for width, each in zip(hidden_features, hidden)]
-        units = [below[-1][..., :-1] & reads] if hidden else []
-        output = torch.cat((*units, mask if skip else mask[..., -1:]), -1) & (rows >= 0).unsqueeze(-1)
-        shapes.append(tuple(output.shape))
-        self._add_layers([*hidden, output], shapes, rows, gather, base, device=device, dtype=dtype)
+        sources = [mask, *(mask.new_ones(1, 1, width + 1) for width in hidden_features)]
+        hidden = [source & reads for source in sources[:-1]]
+        units = [sources[-1][..., :-1] & reads] if hidden else []
+        output = torch.cat((*units, mask if self.skip else mask[..., -1:]), -1) & (rows >= 0).unsqueeze(-1)
+        shapes = [(len(rows), width, each.shape[-1]) for width, each in zip(hidden_features, hidden)]
+        return Layers([*hidden, output], [*shapes, tuple(output.shape)], rows, gather)
 
     def _pass_weights(self, whole: bool) -> _SeparateWeights:
-        bounds = self.steps, self._factor_bounds
+        steps, factors = self.steps, self._factor_bounds
         if whole:
-            bounds = Steps((0, self.in_features), (0, self.out_features)), (0, self._factor_bounds[-1])
-        steps, factors = bounds
-        *hidden, output = self._weights()
-        if hidden:  # units are taken relative to what they are at inputs of zero
-            units = self.activation(hidden[0][..., -1:])
-            for weight in hidden[1:]:
-                units = self.activation(torch.baddbmm(weight[..., -1:], weight[..., :-1], units))
-            constant = torch.bmm(output[..., : units.shape[1]], units)
-            output = torch.cat((output[..., :-1], output[..., -1:] - constant), -1)
+            steps, factors = Steps(*((bounds[0], bounds[-1]) for bounds in steps)), (0, factors[-1])
+        hidden, output, at_zero = self._weights()
+        output = torch.cat((output[..., :-1], output[..., -1:] - at_zero), -1)
         sizes = [end - start for start, end in pairwise(factors)]
         blocks = tuple(weight.split(sizes) for weight in (*hidden, output))
-        constants = self._gather, self._positions, output.shape[1], self.skip, self.activation
-        return _SeparateWeights(steps.columns, steps.rows, factors, *constants, blocks)
+        return _SeparateWeights(
+            *steps, factors, self._gather, self._positions, output.shape[1], self.skip, self.activation, blocks
+        )
 
 
 class _SeparateWeights(NamedTuple):

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_nami.networks.masks import split_steps
 from pyro_nami.networks.pace import Pace
 from pyro_nami.networks.passes import PassWeights, SteppedState
 
-__all__ = ["Activation", "Base", "SteppedMLP"]
+__all__ = ["Activation", "Base", "Layers", "SteppedMLP"]
 
 _MOST_PACED = 200_000  # weights of an output layer; of larger ones only the biases have speeds, for their time
 Activation = Callable[[Tensor], Tensor]
@@ -45,11 +46,29 @@ class Base(NamedTuple):
     paced: bool = False
 
 
+class Layers(NamedTuple):
+    """How the weights of a network are laid out.
+
+    Attributes:
+        masks: which weights there are, boolean and broadcastable to the parameters, the bias in the last column; the
+            output layer reads hidden units, and then inputs.
+        shapes: of the parameters, ``(*stack, units, inputs + 1)``.
+        rows: which row each place of the output layer gives, ``(*stack, places)``; -1 for padding.
+        gather: 1 + the column that each direct weight reads, ``(stack, inputs + 1)``; 0 for padding and for the bias.
+    """
+
+    masks: Sequence[Tensor]
+    shapes: Sequence[tuple[int, ...]]
+    rows: Tensor
+    gather: Tensor
+
+
 class SteppedMLP(nn.Module):
     """``rows(x) = bias_units * bias + units * (W (h(x) - h(0)) + direct x)``, with h the hidden layers.
 
     Hidden units are taken relative to what they are at inputs of zero: what is the same in every call is left to the
     bias. Every parameter is multiplied by its *multipliers*: zero for what is masked, and what `Base` divides by.
+    Arguments are those of `MaskedMLP`.
 
     Attributes:
         steps: the columns and the rows of each step.
@@ -57,77 +76,63 @@ class SteppedMLP(nn.Module):
         bias_units: likewise of its bias.
     """
 
+    _buffers: dict[str, Any]
     output: Tensor
     units: Tensor
     bias_units: Tensor
     _rows: Tensor
-    _positions: Tensor | None
     _gather: Tensor
-    _output_scale: Tensor | None
+    _positions: Tensor | None
+    _output_scale: Tensor
 
     def __init__(
         self,
         dependency: Tensor,
-        hidden_features: Sequence[int],
-        input_splits: Sequence[int] | None,
-        output_splits: Sequence[int] | None,
-        skip: bool,
-        activation: Activation,
+        hidden_features: Sequence[int] = (64,),
+        *,
+        input_splits: Sequence[int] | None = None,
+        output_splits: Sequence[int] | None = None,
+        skip: bool = True,
+        activation: Activation = F.silu,
+        base: Base = Base(),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.steps = split_steps(dependency, input_splits, output_splits)
         self.out_features, self.in_features = dependency.shape
-        self.skip = skip
-        self.activation = activation
+        self.skip, self.activation = skip, activation
         if any(width < 1 for width in hidden_features):
             raise ValueError(f"Expected hidden_features of at least 1 each; got {list(hidden_features)}.")
         if not hidden_features and not skip:
-            raise ValueError(
-                "Expected at least one hidden layer or skip=True; got hidden_features=() and skip=False."
-            )
+            raise ValueError("Expected at least one hidden layer or skip=True; got hidden_features=() and skip=False.")
         self.layer_names = (*(f"layer_{layer}" for layer in range(len(hidden_features))), "output")
-
-    def _add_layers(
-        self,
-        masks: Sequence[Tensor],
-        shapes: Sequence[tuple[int, ...]],
-        rows: Tensor,
-        gather: Tensor,
-        base: Base,
-        **factory: Any,
-    ) -> None:
-        """Registers a parameter a layer, and its multipliers.
-
-        Args:
-            masks: which weights there are, boolean and broadcastable to the parameters, the bias in the last column;
-                the output layer reads hidden units, and then inputs.
-            shapes: of the parameters, ``(*stack, units, inputs + 1)``.
-            rows: which row each place of the output layer gives, ``(*stack, places)``; -1 for padding.
-            gather: 1 + the column that each direct weight reads, 0 for padding and for the bias, ``(stack, inputs + 1)``.
-            base: what weights are divided beyond.
-            factory: device and dtype.
-        """
-        device = factory.get("device")
-        self.register_buffer("units", torch.ones(self.out_features, **factory))
-        self.register_buffer("bias_units", torch.ones(self.out_features, **factory))
-        self.register_buffer("_rows", rows.to(device), persistent=False)
-        self.register_buffer("_gather", gather.to(device), persistent=False)
-        positions = rows.flatten().argsort(stable=True)[rows.numel() - self.out_features :]
-        in_place = len(positions) == rows.numel() and torch.equal(positions, torch.arange(len(positions)))
-        self.register_buffer("_positions", None if in_place else positions.to(device), persistent=False)
-        self._units = shapes[-2][-2] if len(shapes) > 1 else 0
-        for name, shape, multiplier in zip(self.layer_names, shapes, self._multipliers(masks, base)):
-            weight = torch.empty(shape, **factory)
-            self.register_parameter(name, nn.Parameter(weight))
-            multiplier = multiplier.to(weight)
-            plain = name != "output" and bool((multiplier == 1).all())
-            self.register_buffer(f"{name}_mask", None if plain else multiplier, persistent=False)
-        self.register_buffer("_output_scale", None, persistent=False)
+        self._register_layers(self._lay_out(dependency, hidden_features), base, device, dtype)
         self._paced = slice(None) if self.output.numel() <= _MOST_PACED else slice(-1, None)
         self.pace = Pace(self.output[..., self._paced]) if base.paced else None
         if self.pace is not None:
             self.pace.patient[..., :-1] = True
         self.reset_parameters()
+
+    def _lay_out(self, dependency: Tensor, hidden_features: Sequence[int]) -> Layers:
+        raise NotImplementedError
+
+    def _register_layers(self, layers: Layers, base: Base, device: Any, dtype: torch.dtype | None) -> None:
+        """Registers units, a parameter a layer, its multipliers, and where rows lie in the output layer."""
+        for name in ("units", "bias_units"):
+            self.register_buffer(name, torch.ones(self.out_features, device=device, dtype=dtype))
+        rows = layers.rows.flatten()
+        positions = rows.argsort(stable=True)[len(rows) - self.out_features :]
+        in_place = torch.equal(positions, torch.arange(len(rows), device=rows.device))
+        self.register_buffer("_rows", layers.rows.to(self.units.device), persistent=False)
+        self.register_buffer("_gather", layers.gather.to(self.units.device), persistent=False)
+        self.register_buffer("_positions", None if in_place else positions.to(self.units.device), persistent=False)
+        self._units = layers.shapes[-2][-2] if len(layers.shapes) > 1 else 0
+        for name, shape, multiplier in zip(self.layer_names, layers.shapes, self._multipliers(layers.masks, base)):
+            self.register_parameter(name, nn.Parameter(self.units.new_empty(shape)))
+            self.register_buffer(f"{name}_mask", multiplier.to(self.units), persistent=False)
+        self.register_buffer("_output_scale", None, persistent=False)
+        self._scale_output()
 
     def reset_parameters(self) -> None:
         """Draws the hidden layers anew and sets the output layer to zero.
@@ -139,8 +144,8 @@ class SteppedMLP(nn.Module):
         with torch.no_grad():
             self.output.zero_()
             for layer, name in enumerate(self.layer_names[:-1]):
-                weight, mask = getattr(self, name), self._buffers[f"{name}_mask"]
-                scale = torch.ones_like(weight) if mask is None else mask.expand_as(weight)
+                weight = getattr(self, name)
+                scale = self._buffers[f"{name}_mask"].expand_as(weight)
                 kept = scale != 0
                 fan_in = (kept.sum(-1, keepdim=True) - 1).clamp(min=1).to(weight)
                 weight.normal_().mul_((fan_in / (1 if layer == 0 else 2)).rsqrt())
@@ -151,24 +156,27 @@ class SteppedMLP(nn.Module):
 
     def start(self) -> SteppedState:
         """Returns the state of a pass in which no input is known yet."""
-        return SteppedState(self._pass_weights(False), 0, torch.Size(), None)
+        return SteppedState(self._pass_weights(whole=False), 0, torch.Size(), None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""
-        return SteppedState(self._pass_weights(True), 0, torch.Size(), None).advance(x, 1)[0]
+        return SteppedState(self._pass_weights(whole=True), 0, torch.Size(), None).advance(x, 1)[0]
 
     def _pass_weights(self, whole: bool) -> PassWeights:
-        """Returns the weights of one pass, in whose first step the ``whole`` may be taken, or in steps."""
+        """Returns the weights of one pass, in steps or as a ``whole``, of one step."""
         raise NotImplementedError
 
-    def _weights(self) -> list[Tensor]:
-        """Returns the multiplied weights, read by attribute."""
-        weights = []
-        for name in self.layer_names:
-            mask = self._scaled_output() if name == "output" else self._buffers[f"{name}_mask"]
-            weight = getattr(self, name)
-            weights.append(weight if mask is None else weight * mask)
-        return weights
+    def _weights(self) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Returns the hidden and the output layer, read by attribute and multiplied, and W h(0), ``(*places, 1)``."""
+        hidden = [getattr(self, name) * self._buffers[f"{name}_mask"] for name in self.layer_names[:-1]]
+        output = self.output * self._output_scale
+        if not hidden:
+            return hidden, output, output.new_zeros(())
+        units = self.activation(hidden[0][..., -1:])
+        add_product = torch.addmm if units.dim() == 2 else torch.baddbmm
+        for weight in hidden[1:]:
+            units = self.activation(add_product(weight[..., -1:], weight[..., :-1], units))
+        return hidden, output, output[..., : self._units] @ units
 
     # Multipliers
 
@@ -181,16 +189,21 @@ class SteppedMLP(nn.Module):
         parts.append([_shares(units, base.output), _shares(direct, base.inputs), output[..., -1:]])
         return [torch.cat(layer, -1) for layer in parts]
 
+    def _scale_output(self) -> None:
+        """Puts the units into the multipliers of the output layer."""
+        mask = self._buffers["output_mask"]
+        units, bias = (torch.cat((part, part.new_ones(1)))[self._rows] for part in (self.units, self.bias_units))
+        self._output_scale = torch.cat((mask[..., :-1] * units[..., None], mask[..., -1:] * bias[..., None]), -1)
+
     @torch.no_grad()
     def rebase(self, base: Base) -> None:
         """Divides weights beyond another base, and multiplies the parameters so that nothing else changes."""
-        masks = [self._buffers[f"{name}_mask"] for name in self.layer_names]
-        old = [torch.ones_like(getattr(self, n)) if m is None else m for n, m in zip(self.layer_names, masks)]
+        old = [self._buffers[f"{name}_mask"] for name in self.layer_names]
         for name, before, now in zip(self.layer_names, old, self._multipliers(old, base)):
             now = now.to(before)
             getattr(self, name).mul_(torch.where(now != 0, before / now, 1.0))
             self.register_buffer(f"{name}_mask", now, persistent=False)
-        self._output_scale = None
+        self._scale_output()
         if self.pace is not None:
             self.pace.restart()
 
@@ -200,36 +213,27 @@ class SteppedMLP(nn.Module):
             self.units.copy_(units)
         if bias_units is not None:
             self.bias_units.copy_(bias_units)
-        self._output_scale = None
-
-    def _scaled_output(self) -> Tensor:
-        """Returns the multipliers of the output layer with the units in."""
-        if self._output_scale is None:
-            mask, rows = self._buffers["output_mask"], self._rows
-            assert mask is not None
-            units, bias = (torch.cat((part, part.new_ones(1)))[rows] for part in (self.units, self.bias_units))
-            self._output_scale = torch.cat((mask[..., :-1] * units[..., None], mask[..., -1:] * bias[..., None]), -1)
-        return self._output_scale
+        self._scale_output()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._output_scale = None
+        self._scale_output()
 
     # What rows are made of
 
     def output_bias(self) -> Tensor:
         """Returns what the rows are where all that they read is zero, ``(outputs,)``."""
-        return self._biases(self.output) * self._biases(self._scaled_output())
+        return self._biases(self.output) * self._biases(self._output_scale)
 
     def set_output_bias(self, values: Tensor) -> None:
         """Makes the rows ``values``, ``(outputs,)``, where all that they read is zero."""
         with torch.no_grad():
-            _by_place(self.output)[self._places(), -1] = values / self._biases(self._scaled_output())
+            _by_place(self.output)[self._places(), -1] = values / self._biases(self._output_scale)
 
     def direct_mask(self) -> Tensor:
         """Returns which inputs each row reads directly, a boolean ``(outputs, inputs)``."""
         places = self._places()
-        mask = _by_place(self._scaled_output())[places, self._units :] != 0
+        mask = _by_place(self._output_scale)[places, self._units :] != 0
         columns = self._gather[places // self.output.shape[-2], -mask.shape[1] :]
         return mask.new_zeros(self.out_features, self.in_features + 1).scatter(1, columns, mask)[:, 1:]
 
@@ -239,7 +243,7 @@ class SteppedMLP(nn.Module):
         place = int(self._places()[row])
         read = self._gather[place // self.output.shape[-2]]
         where = place, self._units + (read == columns.unsqueeze(-1) + 1).int().argmax(-1)
-        _by_place(self.output)[where] = slopes / _by_place(self._scaled_output())[where]
+        _by_place(self.output)[where] = slopes / _by_place(self._output_scale)[where]
 
     def is_trained(self) -> bool:
         """Whether rows depend on anything."""
@@ -258,11 +262,8 @@ class SteppedMLP(nn.Module):
     @property
     def num_parameters(self) -> int:
         """Number of weights that are not masked."""
-        count = 0
-        for name in self.layer_names:
-            weight, mask = getattr(self, name), self._buffers[f"{name}_mask"]
-            count += weight.numel() if mask is None else int((mask != 0).expand_as(weight).sum())
-        return count
+        pairs = [(getattr(self, name), self._buffers[f"{name}_mask"]) for name in self.layer_names]
+        return sum(int((mask != 0).expand_as(weight).sum()) for weight, mask in pairs)
 
     def extra_repr(self) -> str:
         hidden = [getattr(self, name).shape[-2] for name in self.layer_names[:-1]]
