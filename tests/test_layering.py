@@ -14,7 +14,8 @@ ORDER = {
     "graph": "sites bayesnet elimination inverse search inversion separation",
     "factors": "anchors bijections layout elements factor joint coupled relaxed relocated base discrete observed "
     "own_type unconstrained registry",
-    "networks": "masks pace reductions running pooling attention encoders precision_sums passes stepped masked separate",
+    "networks": "masks pace passes reductions running pooling attention encoders precision_sums stepped masked "
+    "separate",
     "reading": "isolation provenance group_testing runner probe covariates index_maps.finder index_maps.nesting "
     "index_maps.given index_maps.search network first_run forms",
     "guide": "arguments conditioning couplings offsets features evidence groups inputs inversion structure differences "

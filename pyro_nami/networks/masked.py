@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_nami.networks.masks import StepPlan, check_width, layer_masks, step_plan
-from pyro_nami.networks.passes import concatenated, expand_batch
+from pyro_nami.networks.passes import SteppedState, concatenated, expand_batch
 from pyro_nami.networks.stepped import Activation, Layers, SteppedMLP
 
 # Steps that what becomes known is added to at once; later steps wait. More saves calls, fewer save memory traffic.
@@ -76,28 +76,23 @@ class MaskedMLP(SteppedMLP):
         self._dense_plan = self._plan.merged()
         direct = [dependency] if self.skip and hidden else []
         masks = [F.pad(mask, (0, 1), value=True) for mask in (*hidden, torch.cat([output, *direct], 1))]
-        gather = F.pad(torch.arange(1, self.in_features + 1), (0, 1)).unsqueeze(0)
-        return Layers(masks, [tuple(mask.shape) for mask in masks], torch.arange(self.out_features), gather)
+        gather = F.pad(torch.arange(1, self.in_features + 1, device="cpu"), (0, 1)).unsqueeze(0)
+        return Layers(masks, [tuple(mask.shape) for mask in masks], torch.arange(self.out_features, device="cpu"), gather)
 
-    def _pass_weights(self, whole: bool) -> _MaskedWeights:
+    def _start(self, whole: bool) -> SteppedState:
         plan = self._dense_plan if whole else self._plan
         hidden, output, at_zero = self._weights()
         parts = [weight.t().split(sizes) for weight, sizes in zip((*hidden, output), plan.split_sizes)]
-        *bias, last = (part[-1] for part in parts)
-        bias.append(last - at_zero.flatten())
-        blocks = tuple(part[:-1] for part in parts)
-        return _MaskedWeights(plan.sources[0], plan, self.activation, tuple(bias), blocks)
+        bias = [part[-1] for part in parts]
+        bias[-1] = bias[-1] - at_zero.flatten()
+        weights = _MaskedWeights(plan.sources[0], plan, self.activation, tuple(part[:-1] for part in parts))
+        return SteppedState(weights, 0, torch.Size(), _Memory((_Frame(0, plan.num_steps, tuple(bias)),), ()))
 
 
 class _Frame(NamedTuple):
-    """Pre-activations of consecutive steps, ``(size of the batch, units)`` for each layer.
+    """Pre-activations of consecutive steps, up to ``stop``, that lack what became known in steps from ``since`` on.
 
-    They are ``(1, units)`` while nothing was added to the bias.
-
-    Attributes:
-        since: the step at which inputs and units became known that were not added to them yet.
-        stop: the step behind the last of these steps.
-        totals: the pre-activations, a tensor a layer.
+    ``totals`` are ``(size of the batch, units)`` for each layer, or ``(1, units)`` while nothing was added to the bias.
     """
 
     since: int
@@ -106,11 +101,9 @@ class _Frame(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """What a pass remembers: all later steps, and what was not added to all of them yet.
+    """All steps to come, as contiguous frames, the nearest last, which begins with the next step and lacks nothing.
 
-    Attributes:
-        frames: contiguous ranges of steps, the nearest last. It begins with the next step, and lacks nothing.
-        known: inputs and units that another frame lacks, as (step, (inputs, units of layer 0, ...)).
+    ``known`` is what other frames lack, as (step, (inputs, units of layer 0, ...)).
     """
 
     frames: tuple[_Frame, ...]
@@ -130,12 +123,11 @@ class _MaskedWeights(NamedTuple):
     columns: tuple[int, ...]
     plan: StepPlan
     activation: Activation
-    bias: tuple[Tensor, ...]
     blocks: tuple[tuple[Tensor, ...], ...]
 
-    def advance(self, memory: _Memory | None, x: Tensor, step: int, stop: int) -> tuple[Tensor, _Memory]:
-        *far, near = self._completed(self._started(memory), step, stop)
-        known = memory.known if memory and far else ()
+    def advance(self, memory: _Memory, x: Tensor, step: int, stop: int) -> tuple[Tensor, _Memory]:
+        *far, near = self._completed(memory, step, stop)
+        known = memory.known if far else ()
         while near.stop - step > _BLOCK:
             middle = max(step + (near.stop - step + 1) // 2, stop)
             if middle == near.stop:
@@ -163,9 +155,6 @@ class _MaskedWeights(NamedTuple):
         totals = (total if len(total) == 1 else expand_batch(total, old, new) for total in near.totals)
         return _Memory((near._replace(totals=tuple(totals)),), ())
 
-    def _started(self, memory: _Memory | None) -> _Memory:
-        return memory or _Memory((_Frame(0, self.plan.num_steps, self.bias),), ())
-
     def _completed(self, memory: _Memory, step: int, stop: int) -> list[_Frame]:
         """Returns the frames, of which the nearest holds the next step and all steps before ``stop``."""
         *far, near = memory.frames
@@ -176,7 +165,7 @@ class _MaskedWeights(NamedTuple):
                 bounds = target[near.stop], target[frame.stop]
                 totals.append(self._add(layer, total, lacking, frame.since, step, *bounds))
             if near.stop > step:
-                totals = [torch.cat(_same_size(*pair), 1) for pair in zip(near.totals, totals)]
+                totals = [_joined(*pair) for pair in zip(near.totals, totals)]
             near = _Frame(step, frame.stop, tuple(totals))
         return [*far, near]
 
@@ -217,7 +206,7 @@ class _MaskedWeights(NamedTuple):
         return total
 
 
-def _same_size(near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns both pre-activations at the size of the larger batch; one of them may be a bias still."""
+def _joined(near: Tensor, far: Tensor) -> Tensor:
+    """Returns the pre-activations of steps side by side; some of them may be a bias still, of size 1."""
     size = max(len(near), len(far))
-    return near.expand(size, -1), far.expand(size, -1)
+    return torch.cat((near.expand(size, -1), far.expand(size, -1)), 1)

@@ -25,7 +25,7 @@ __all__ = ["PassWeights", "SteppedState", "concatenated", "expand_batch"]
 
 
 class PassWeights(Protocol):
-    """The weights of one pass. ``memory`` is what a pass has made of the inputs so far, None at the start."""
+    """The weights of one pass. ``memory`` is what a pass has made of the inputs so far."""
 
     @property
     def columns(self) -> Sequence[int]:
@@ -72,7 +72,7 @@ class SteppedState(NamedTuple):
         if known_shape and shape != known_shape:
             shape = torch.broadcast_shapes(shape, known_shape)
             x = x.expand(*shape, x.shape[-1])
-        if memory is not None and shape != known_shape:
+        if shape != known_shape:
             memory = weights.expanded(memory, step, known_shape, shape)
         flat = x if len(shape) == 1 else x.reshape(math.prod(shape), x.shape[-1])
         rows, memory = weights.advance(memory, flat, step, stop)

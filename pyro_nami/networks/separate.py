@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_nami.networks.masks import Steps
-from pyro_nami.networks.passes import concatenated, expand_batch
+from pyro_nami.networks.passes import SteppedState, concatenated, expand_batch
 from pyro_nami.networks.stepped import Activation, Base, Layers, SteppedMLP
 
 __all__ = ["SeparateMLP"]
@@ -83,7 +83,7 @@ class SeparateMLP(SteppedMLP):
         shapes = [(len(rows), width, each.shape[-1]) for width, each in zip(hidden_features, hidden)]
         return Layers([*hidden, output], [*shapes, tuple(output.shape)], rows, gather)
 
-    def _pass_weights(self, whole: bool) -> _SeparateWeights:
+    def _start(self, whole: bool) -> SteppedState:
         steps, factors = self.steps, self._factor_bounds
         if whole:
             steps, factors = Steps(*((bounds[0], bounds[-1]) for bounds in steps)), (0, factors[-1])
@@ -91,9 +91,10 @@ class SeparateMLP(SteppedMLP):
         output = torch.cat((output[..., :-1], output[..., -1:] - at_zero), -1)
         sizes = [end - start for start, end in pairwise(factors)]
         blocks = tuple(weight.split(sizes) for weight in (*hidden, output))
-        return _SeparateWeights(
+        weights = _SeparateWeights(
             *steps, factors, self._gather, self._positions, output.shape[1], self.skip, self.activation, blocks
         )
+        return SteppedState(weights, 0, torch.Size(), output.new_ones(1, 1))
 
 
 class _SeparateWeights(NamedTuple):
@@ -121,10 +122,8 @@ class _SeparateWeights(NamedTuple):
     activation: Activation
     blocks: tuple[tuple[Tensor, ...], ...]
 
-    def advance(self, memory: Tensor | None, x: Tensor, step: int, stop: int) -> tuple[Tensor, Tensor]:
-        known = x.new_ones(1, len(x)) if memory is None else memory
-        if x.shape[1]:
-            known = torch.cat((known, x.t()))
+    def advance(self, memory: Tensor, x: Tensor, step: int, stop: int) -> tuple[Tensor, Tensor]:
+        known = torch.cat((memory, x.t())) if x.shape[1] else memory
         first, last = self.factors[step], self.factors[stop]
         if first == last:
             return known[:0].t(), known

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pyro_nami.networks.masks import split_steps
 from pyro_nami.networks.pace import Pace
-from pyro_nami.networks.passes import PassWeights, SteppedState
+from pyro_nami.networks.passes import SteppedState
 
 __all__ = ["Activation", "Base", "Layers", "SteppedMLP"]
 
@@ -156,14 +156,14 @@ class SteppedMLP(nn.Module):
 
     def start(self) -> SteppedState:
         """Returns the state of a pass in which no input is known yet."""
-        return SteppedState(self._pass_weights(whole=False), 0, torch.Size(), None)
+        return self._start(whole=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""
-        return SteppedState(self._pass_weights(whole=True), 0, torch.Size(), None).advance(x, 1)[0]
+        return self._start(whole=True).advance(x, 1)[0]
 
-    def _pass_weights(self, whole: bool) -> PassWeights:
-        """Returns the weights of one pass, in steps or as a ``whole``, of one step."""
+    def _start(self, whole: bool) -> SteppedState:
+        """Returns the state of a pass in steps, or as a ``whole``, of one step."""
         raise NotImplementedError
 
     def _weights(self) -> tuple[list[Tensor], Tensor, Tensor]:
