@@ -1,9 +1,11 @@
 """Networks of the guide, in torch alone: masked perceptrons that obey a dependency matrix, and pooling encoders.
 
-`masks` says which units may be connected; `masked` and `separate` compute the pass, densely or step by step, on what
-`stepped` holds. `pooling` and
-`attention` turn a set of instances into features that do not depend on their order, `encoders` chooses between them,
-`evidence` makes sums that contract a Normal factor, and `reductions` says which instances form a set.
+`masks` says which units may be connected. `stepped` holds the parameters of a perceptron whose inputs come to be known
+step by step, `passes` is one pass through it, and `masked` and `separate` are its two layouts: one network for all
+rows, or a small one for each factor. `running` scales their inputs, `pace` the steps of their parameters.
+
+`reductions` says which instances form a set. `pooling` and `attention` turn a set into features, `encoders` chooses
+between them and tells how to add one, and `precision_sums` takes instances for pseudo-observations, which add up.
 """
 
 from pyro_nami.networks.attention import AttentionEncoder

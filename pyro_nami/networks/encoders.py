@@ -50,13 +50,10 @@ def make_encoder(
     """Returns the encoder that ``spec`` asks for.
 
     Args:
-        spec: ``"mean"``, ``"sum"``, ``"max"`` or ``"attention"``, or a function of (number of inputs) that returns
-            a module of the user's own, see `OwnEncoder`.
-        num_inputs: number of inputs of each instance.
-        num_outputs: number of features beside the logarithm of the count; a module of the user's own has its own.
+        spec: one of `ENCODERS`, or a function of (number of inputs) that returns a module, see `OwnEncoder`.
+        num_inputs, num_outputs, device, dtype: see `SetEncoder`; a module of the user's own has its own outputs.
         hidden_features: units in each hidden layer; attention has the width of the widest.
         activation: elementwise function of the hidden layers.
-        device, dtype: of the parameters.
 
     Raises:
         ValueError: if ``spec`` is no such name.

@@ -76,8 +76,9 @@ class MaskedMLP(SteppedMLP):
         self._dense_plan = self._plan.merged()
         direct = [dependency] if self.skip and hidden else []
         masks = [F.pad(mask, (0, 1), value=True) for mask in (*hidden, torch.cat([output, *direct], 1))]
+        rows = torch.arange(self.out_features, device="cpu")
         gather = F.pad(torch.arange(1, self.in_features + 1, device="cpu"), (0, 1)).unsqueeze(0)
-        return Layers(masks, [tuple(mask.shape) for mask in masks], torch.arange(self.out_features, device="cpu"), gather)
+        return Layers(masks, [tuple(mask.shape) for mask in masks], rows, gather)
 
     def _start(self, whole: bool) -> SteppedState:
         plan = self._dense_plan if whole else self._plan

@@ -111,7 +111,8 @@ class SetEncoder(nn.Module):
 
     def _train_on(self, counts: Counts, gradient: Tensor) -> None:
         """Notes that the encoder learns, as a hook of what it returned."""
-        self.trained = counts if self.trained is None else self.trained.union(counts)
+        least, most = self.trained or counts
+        self.trained = min(least, counts[0]), max(most, counts[1])
 
     def get_extra_state(self) -> list[int]:
         """Returns ``trained``, as plain numbers."""
@@ -119,7 +120,7 @@ class SetEncoder(nn.Module):
 
     def set_extra_state(self, state: Sequence[int]) -> None:
         """Restores ``trained``."""
-        self.trained = Counts(*state) if state else None
+        self.trained = (state[0], state[1]) if state else None
 
 
 class _PerceptronEncoder(SetEncoder):

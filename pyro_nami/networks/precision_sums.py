@@ -69,20 +69,16 @@ class PrecisionSums(nn.Module):
             self.heads_weight.zero_()[self.heads :, -1] = 1
 
     def weights(self) -> list[Tensor]:
-        """Returns the parameters, read by attribute."""
+        """Returns the parameters, read by attribute, for `forward`."""
         return [self.heads_weight]
 
     def forward(self, x: Tensor, over: Reduction, weights: list[Tensor] | None = None) -> Tensor:
-        """Returns the sums of each set.
+        """Returns the sums of each set, ``(*sets, heads, num_inputs + 2)``; zeros for a set of no instances.
 
         Args:
             x: inputs of the instances, ``(*batch, num_inputs)``.
             over: which instances form a set.
             weights: what `weights` returned, to read no parameter now.
-
-        Returns:
-            ``(*sets, heads, num_inputs + 2)``: the sums of exp(l) q^2, of exp(l) q, and of exp(l) q times each
-            input. A set of no instances has zeros.
         """
         (weight,) = self.weights() if weights is None else weights
         x = x.movedim(over.axis, -1)  # products are fast where the instances are contiguous

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,19 +18,7 @@ from torch import Tensor
 __all__ = ["Along", "Counts", "Reduction", "Segments"]
 
 
-class Counts(NamedTuple):
-    """Numbers of instances of the smallest and the largest of some sets."""
-
-    least: int
-    most: int
-
-    def nearest(self, count: int) -> int:
-        """Returns the number in this range that is nearest to one."""
-        return min(max(count, self.least), self.most)
-
-    def union(self, other: Counts) -> Counts:
-        """Returns the smallest range that holds both."""
-        return Counts(min(self.least, other.least), max(self.most, other.most))
+Counts = tuple[int, int]  # numbers of instances of the smallest and of the largest of some sets
 
 
 class Along:
@@ -75,15 +62,15 @@ class Along:
 
     def counts(self, x: Tensor) -> Counts:
         """Returns the numbers of instances of the smallest and the largest set of x."""
-        return Counts(x.shape[self.axis], x.shape[self.axis])
+        return x.shape[self.axis], x.shape[self.axis]
 
     def with_log_count(self, z: Tensor, x: Tensor, within: Counts | None = None) -> Tensor:
         """Returns ``z``, ``(*sets, features)``, with log(1 + number of instances of x) as one more feature.
 
         Numbers outside ``within`` are taken for its nearest end.
         """
-        count = x.shape[self.axis]
-        return F.pad(z, (0, 1), value=math.log1p(count if within is None else within.nearest(count)))
+        count, (least, most) = x.shape[self.axis], within or self.counts(x)
+        return F.pad(z, (0, 1), value=math.log1p(min(max(count, least), most)))
 
 
 class Segments:
@@ -149,13 +136,11 @@ class Segments:
         return self._sizes.to(x.dtype)
 
     def counts(self, x: Tensor) -> Counts:
-        return self._counts_range
+        return self._range
 
     def with_log_count(self, z: Tensor, x: Tensor, within: Counts | None = None) -> Tensor:
-        log_count = self.count(x).log1p()
-        if within is not None and within.union(self._counts_range) != within:
-            log_count = log_count.clamp(math.log1p(within.least), math.log1p(within.most))
-        return torch.cat((z, log_count.expand(*z.shape[:-1], 1)), -1)
+        count = self.count(x) if within is None else self.count(x).clamp(*within)
+        return torch.cat((z, count.log1p().expand(*z.shape[:-1], 1)), -1)
 
     def _sum(self, x: Tensor, axis: int) -> Tensor:
         return x.new_zeros(_resized(x, axis, self.num_segments)).index_add(axis, self.index, x)
@@ -175,8 +160,9 @@ class Segments:
         return torch.bincount(self.index, minlength=self.num_segments).view(-1, *(1,) * (-self.axis - 1))
 
     @cached_property
-    def _counts_range(self) -> Counts:
-        return Counts(*map(int, self._sizes.aminmax())) if self.num_segments else Counts(0, 0)
+    def _range(self) -> Counts:
+        least, most = self._sizes.aminmax() if self.num_segments else (0, 0)
+        return int(least), int(most)
 
 
 Reduction = Along | Segments

@@ -100,16 +100,10 @@ class SeparateMLP(SteppedMLP):
 class _SeparateWeights(NamedTuple):
     """Constants of one pass, which remembers ones, and then the columns so far, ``(1 + columns, size of the batch)``.
 
-    Attributes:
-        columns: where the columns of each step begin.
-        rows: where its rows begin.
-        factors: where its factors begin.
-        gather: what each factor reads, as rows of what is remembered: row 0, the ones, for padding and bias.
-        positions: where each output row lies in the stack of the ``num_rows`` rows of each factor, None if in order.
-        num_rows: rows of a factor, with padding.
-        skip: whether rows read the inputs beside the units.
-        activation: of the hidden layers.
-        blocks: the masked weights of the factors of each step, layer by layer.
+    ``columns``, ``rows`` and ``factors`` say where those of each step begin, ``blocks`` are the masked weights of its
+    factors, layer by layer. ``gather`` is what each factor reads, as rows of what is remembered: row 0, the ones, for
+    padding and bias. ``positions`` is where each output row lies in the stack of the ``num_rows`` rows of each factor,
+    None if in order.
     """
 
     columns: tuple[int, ...]
