@@ -14,7 +14,8 @@ ORDER = {
     "graph": "sites bayesnet elimination inverse search inversion separation",
     "factors": "anchors bijections layout elements factor joint coupled relaxed relocated base discrete observed "
     "own_type unconstrained registry",
-    "networks": "masks pace reductions rowwise running pooling attention encoders evidence stepped masked separate",
+    "networks": "masks pace passes reductions running pooling attention encoders precision_sums stepped masked "
+    "separate",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
     "index_maps.finder index_maps.nesting index_maps.given index_maps.search network joint_gaussian forms",
     "guide": "arguments options conditioning couplings offsets features evidence groups inputs inversion network "

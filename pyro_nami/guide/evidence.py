@@ -1,7 +1,7 @@
 """Evidence that adds: what the instances of a pooled plate contribute to a Normal factor, one by one.
 
 Each instance n is a pseudo-observation of the latent: q_n v = w . x_n + w_0 with precision exp(c + l_n), where x_n is
-what the factor's pooled source reads of the instance (`networks.Evidence` sums over instances), and c, w and w_0
+what the factor's pooled source reads of the instance (`networks.PrecisionSums` sums over instances), and c, w and w_0
 are rows of the factor's network. These rows read what is known besides the pooled plates (globals, covariates of the
 factor itself, its earlier elements) but no pooled features, so what one instance says does not depend on how many
 there are: the factor's precision grows with their number by construction, at sizes never trained on as well. In a

@@ -137,7 +137,7 @@ class Sources:
     def _gather(self, value: Tensor, source: Gathered) -> Tensor:
         dim = self._dims[source.rows]
         segments = self._maps.segments(source.rows, source.plates, dim)
-        return segments.spread(_gathered(value, dim, *self._places(source.plates)))
+        return segments.gather(_gathered(value, dim, *self._places(source.plates)))
 
     def _places(self, plates: Sequence[str]) -> tuple[list[int], list[int]]:
         return [self._dims[plate] for plate in plates], [self._maps.sizes[plate] for plate in plates]

@@ -26,7 +26,7 @@ from pyro_nami.guide.evidence import EvidenceRead, pooled_part
 from pyro_nami.guide.groups import Factor, Group, pools
 from pyro_nami.guide.offsets import Offsets
 from pyro_nami.messages import warn
-from pyro_nami.networks.evidence import Evidence
+from pyro_nami.networks.precision_sums import PrecisionSums
 from pyro_nami.networks.reductions import Along, Segments
 from pyro_nami.networks.running import Running
 from pyro_nami.networks.stepped import Base
@@ -119,7 +119,7 @@ class InverseNetwork(PyroModule):
         self.factors = {factor.name: factor for factor in factors}
         self._evidence_index = {source: i for i, source in enumerate(heads)}
         self.evidence = _ModuleList(
-            [Evidence(self._num_inputs(source), count, **factory) for source, count in heads.items()]
+            [PrecisionSums(self._num_inputs(source), count, **factory) for source, count in heads.items()]
         )
         position = {factor.name: i for i, factor in enumerate(factors)}
         batches = list(dict.fromkeys(factor.batch for factor in factors))

@@ -1,8 +1,7 @@
 """An encoder in which the instances of a set attend to each other through a few inducing points.
 
 Attention between all pairs of n instances costs n^2; through m inducing points, which read the set and are read by
-every instance, it costs m an instance. Sets may be ragged: softmax over a set is a maximum, a sum and a spread of its
-reduction.
+every instance, it costs m an instance. Sets may be ragged: softmax over a set is a maximum and sums of its reduction.
 
 References:
     Lee et al. 2019, "Set Transformer: A Framework for Attention-based Permutation-Invariant Neural Networks",
@@ -16,9 +15,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from pyro_nami.networks.pooling import Activation, SetEncoder, draw_layer
+from pyro_nami.networks.pooling import Activation, SetEncoder
 from pyro_nami.networks.reductions import Reduction
 
 __all__ = ["AttentionEncoder"]
@@ -30,23 +29,11 @@ class AttentionEncoder(SetEncoder):
     Inducing points read the instances, every instance reads the points of its set, and a seed reads the instances;
     each time what is read is added to the reader, followed by a residual layer.
 
-    Parameters are ``inducing`` ``(inducing, width)`` and ``seed`` ``(1, width)``; ``read_inputs``
-    ``(3 * width, num_inputs + 1)``, query, key and value of an instance; ``read_inducing`` and ``read_instances``
-    ``(2 * width, width + 1)``, key and value; the residual layers ``update_inducing``, ``update_instances`` and
-    ``update_seed`` ``(width, width + 1)``; and ``output`` ``(num_outputs, width + num_inputs + 1)``. Layers have the
-    bias as last column.
-
     Args:
-        num_inputs: number of inputs of each instance.
-        num_outputs: number of features beside the logarithm of the count.
+        num_inputs, num_outputs, device, dtype: see `SetEncoder`.
         width: features of queries, keys and values.
         inducing: number of inducing points.
         activation: elementwise function of the residual layers.
-        device: device of the parameters.
-        dtype: floating-point type of the parameters.
-
-    Attributes:
-        num_features: number of features returned, ``num_outputs + 1``.
 
     Example:
         >>> from pyro_nami.networks import Along
@@ -70,37 +57,26 @@ class AttentionEncoder(SetEncoder):
                 "Expected num_outputs, width and inducing of at least 1; "
                 f"got {num_outputs}, {width} and {inducing}."
             )
-        shapes = {
-            "inducing": (inducing, width),
-            "read_inputs": (3 * width, num_inputs + 1),
-            "update_inducing": (width, width + 1),
-            "read_inducing": (2 * width, width + 1),
-            "update_instances": (width, width + 1),
-            "seed": (1, width),
-            "read_instances": (2 * width, width + 1),
-            "update_seed": (width, width + 1),
-            "output": (num_outputs, width + num_inputs + 1),
+        layers = {
+            "inducing": (inducing, width, None),
+            "read_inputs": (3 * width, num_inputs + 1, 1),  # query, key and value of an instance
+            "update_inducing": (width, width + 1, 1),
+            "read_inducing": (2 * width, width + 1, 1),  # key and value
+            "update_instances": (width, width + 1, 1),
+            "seed": (1, width, None),
+            "read_instances": (2 * width, width + 1, 1),
+            "update_seed": (width, width + 1, 1),
+            "output": (num_outputs, width + num_inputs + 1, 1),
         }
-        super().__init__(num_inputs, num_outputs, shapes, device=device, dtype=dtype)
+        super().__init__(num_inputs, num_outputs, layers, device=device, dtype=dtype)
         self.activation = activation
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws all layers anew, and the inducing points and the seed standard normal."""
-        for name in self.layer_names:
-            weight = getattr(self, name)
-            if name in ("inducing", "seed"):
-                nn.init.normal_(weight)
-            else:
-                draw_layer(weight)
 
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
-        """Returns a linear function of what the seed has read and of the mean of the inputs."""
         (inducing, read_inputs, update_inducing, read_inducing, update_instances) = weights[:5]
         (seed, read_instances, update_seed, output) = weights[5:]
         query, key, value = _affine(x, read_inputs).chunk(3, -1)
         points = self._updated(inducing + _read_set(inducing, key, value, over), update_inducing)
-        points = over.spread(_affine(points, read_inducing).flatten(-2)).unflatten(-1, (len(inducing), -1))
+        points = over.gather(_affine(points, read_inducing).flatten(-2)).unflatten(-1, (len(inducing), -1))
         instances = self._updated(query + _read_points(query, *points.chunk(2, -1)), update_instances)
         key, value = _affine(instances, read_instances).chunk(2, -1)
         summary = self._updated(seed + _read_set(seed, key, value, over), update_seed).squeeze(-2)
@@ -119,14 +95,11 @@ def _affine(x: Tensor, weight: Tensor) -> Tensor:
 def _read_set(queries: Tensor, key: Tensor, value: Tensor, over: Reduction) -> Tensor:
     """Returns what queries ``(queries, width)`` read of each set, ``(*sets, queries, width)``; zeros of an empty one.
 
-    Args:
-        key, value: of the instances, ``(*batch, width)``.
+    Keys and values are those of the instances, ``(*batch, width)``.
     """
     scores = F.linear(key, queries) * queries.shape[-1] ** -0.5
-    weight = (scores - over.spread(over.amax(scores.detach()))).exp()
-    total = over.sum((weight.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-2)).unflatten(
-        -1, (len(queries), -1)
-    )
+    weight = (scores - over.gather(over.amax(scores.detach()))).exp()
+    total = over.sum((weight.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-2)).unflatten(-1, (len(queries), -1))
     # The largest weight of a set is 1, so the bound concerns empty sets only.
     return total / over.sum(weight).clamp(min=1.0).unsqueeze(-1)
 

@@ -1,68 +1,40 @@
-"""The choice of a set encoder, by name or as a module of the user's own."""
+"""The choice of a set encoder, by name or as a module of the user's own.
+
+To add a pooling:
+
+* a reduction of a perceptron's units: write it as a method of `reductions.Along` and `reductions.Segments`, and name
+  the method in a class of three lines beside `pooling.MeanEncoder`;
+* anything else: subclass `pooling.SetEncoder` with the shapes of its parameters and `pool`, which asks a `Reduction`
+  for all that concerns sets, as `attention` does;
+* give it a name in `_BUILDERS`: the guide's ``pooling=`` and its error message know it then.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from pyro_nami.networks.attention import AttentionEncoder
-from pyro_nami.networks.pooling import Activation, MaxEncoder, MeanEncoder, SetEncoder, SumEncoder
-from pyro_nami.networks.reductions import Reduction
+from pyro_nami.networks.pooling import Activation, MaxEncoder, MeanEncoder, OwnEncoder, SetEncoder, SumEncoder
 
-__all__ = ["ENCODERS", "OwnEncoder", "make_encoder"]
-
-_PERCEPTRONS = {"mean": MeanEncoder, "sum": SumEncoder, "max": MaxEncoder}
-ENCODERS = (*_PERCEPTRONS, "attention")
+__all__ = ["ENCODERS", "make_encoder"]
 
 
-class OwnEncoder(SetEncoder):
-    """Encodes a set as the mean of the features that the user's module gives its instances, and log(1 + count).
+def _attention(num_inputs: int, num_outputs: int, hidden_features: Sequence[int], **options: Any) -> SetEncoder:
+    return AttentionEncoder(num_inputs, num_outputs, max(hidden_features, default=num_outputs), **options)
 
-    The number of features is found by a run on zeros.
 
-    Args:
-        module: maps inputs of instances ``(..., num_inputs)`` to features ``(..., features)``.
-        num_inputs: number of inputs of each instance.
-        device: device that the module is moved to.
-        dtype: floating-point type that the module is converted to.
-
-    Raises:
-        TypeError: if ``module`` is no `torch.nn.Module`.
-        ValueError: if its features do not have the shape of the inputs but for the last dimension.
-
-    Attributes:
-        num_features: number of features returned, those of the module and one more.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        num_inputs: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"Expected a torch.nn.Module that encodes instances; got {type(module).__name__}."
-            )
-        module = module.to(device=device, dtype=dtype)
-        with torch.no_grad():
-            features = module(torch.zeros(2, 3, num_inputs, device=device, dtype=dtype))
-        if features.dim() != 3 or features.shape[:-1] != (2, 3):
-            raise ValueError(
-                f"Expected a module that maps inputs (..., {num_inputs}) to features (..., features); it mapped "
-                f"(2, 3, {num_inputs}) to {tuple(features.shape)}."
-            )
-        super().__init__(num_inputs, features.shape[-1], {})
-        self.module = module
-
-    def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
-        """Returns the mean of the module's features; the module reads its parameters itself."""
-        return over.mean(self.module(x))
+_BUILDERS: dict[str, Callable[..., SetEncoder]] = {
+    "mean": MeanEncoder,
+    "sum": SumEncoder,
+    "max": MaxEncoder,
+    "attention": _attention,
+}
+ENCODERS = tuple(_BUILDERS)
 
 
 def make_encoder(
@@ -78,14 +50,10 @@ def make_encoder(
     """Returns the encoder that ``spec`` asks for.
 
     Args:
-        spec: ``"mean"``, ``"sum"``, ``"max"`` or ``"attention"``, or a function of (number of inputs) that returns
-            a module of the user's own, see `OwnEncoder`.
-        num_inputs: number of inputs of each instance.
-        num_outputs: number of features beside the logarithm of the count; a module of the user's own has its own.
+        spec: one of `ENCODERS`, or a function of (number of inputs) that returns a module, see `OwnEncoder`.
+        num_inputs, num_outputs, device, dtype: see `SetEncoder`; a module of the user's own has its own outputs.
         hidden_features: units in each hidden layer; attention has the width of the widest.
         activation: elementwise function of the hidden layers.
-        device: device of the parameters.
-        dtype: floating-point type of the parameters.
 
     Raises:
         ValueError: if ``spec`` is no such name.
@@ -96,19 +64,13 @@ def make_encoder(
         >>> make_encoder(lambda inputs: torch.nn.Linear(inputs, 4), 3, 16).num_features
         5
     """
-    if isinstance(spec, str) and spec in _PERCEPTRONS:
-        perceptron = _PERCEPTRONS[spec]
-        return perceptron(
-            num_inputs, num_outputs, hidden_features, activation=activation, device=device, dtype=dtype
-        )
-    if spec == "attention":
-        width = max(hidden_features, default=num_outputs)
-        return AttentionEncoder(
-            num_inputs, num_outputs, width, activation=activation, device=device, dtype=dtype
-        )
+    if isinstance(spec, str) and spec in _BUILDERS:
+        encoder = _BUILDERS[spec]
+        return encoder(num_inputs, num_outputs, hidden_features, activation=activation, device=device, dtype=dtype)
     if callable(spec):
         return OwnEncoder(spec(num_inputs), num_inputs, device=device, dtype=dtype)
+    *names, last = map(repr, ENCODERS)
     raise ValueError(
-        "Expected pooling to be 'mean', 'sum', 'max' or 'attention', or a function of the number of inputs that "
-        f"returns a module; got {spec!r}."
+        f"Expected pooling to be {', '.join(names)} or {last}, or a function of the number of inputs that returns a "
+        f"module; got {spec!r}."
     )

@@ -1,46 +1,25 @@
-"""Perceptrons whose outputs depend on exactly the inputs that a boolean matrix allows, computed at once or in steps.
+"""Perceptrons whose outputs depend on exactly the inputs that a boolean matrix allows, with shared hidden units.
 
-`MaskedMLP` is one network for all rows, with shared hidden units; `SeparateMLP` gives every factor its own. Both are
-used in two ways. For a density all inputs are known and ``mlp(x)`` is one dense pass. For sampling the inputs arrive
-one step at a time, each drawn from rows emitted before::
-
-    state = mlp.start()
-    rows, state = state.advance(context, 1)
-    rows, state = state.advance(sample(rows), 2)
-
-A state is an immutable value, so a pass may branch, and no tensor that carries values is ever written in place.
-Every hidden unit is computed once, at the step at which its inputs are complete, and all steps together cost about as
-much as one dense pass. In `MaskedMLP` that takes a blocked triangular scheme (`MaskedState`): what becomes known is
-added at once to the pre-activations of the few steps that follow, and to those of later steps in one product for
-many steps together, when they are first needed.
-
-Parameters are one tensor a layer with the bias as last column (optimizers that loop over tensors stay fast), and are
-read by attribute at the start of every pass, so that they may be replaced by name, as Pyro does.
+All steps together cost about as much as one dense pass, by a blocked triangular scheme: what becomes known is added at
+once to the pre-activations of the few steps that follow, and to those of later steps in one product for many steps
+together, when they are first needed. Change this module to change that scheme; `masks` says who is connected to whom.
 """
 
 from __future__ import annotations
 
-__all__ = ["MaskedMLP", "MaskedState"]
+__all__ = ["MaskedMLP"]
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_nami.networks.masks import StepPlan, check_width, layer_masks, step_plan
-from pyro_nami.networks.stepped import (
-    Activation,
-    Base,
-    SteppedMLP,
-    check_advance,
-    concatenated,
-    expand_batch,
-    flatten,
-    shares,
-)
+from pyro_nami.networks.passes import SteppedState, concatenated, expand_batch
+from pyro_nami.networks.stepped import Activation, Layers, SteppedMLP
 
 # Steps that what becomes known is added to at once; later steps wait. More saves calls, fewer save memory traffic.
 _BLOCK = 8
@@ -70,8 +49,7 @@ class MaskedMLP(SteppedMLP):
         skip: whether rows also read their inputs directly. Linear-Gaussian regressions are then represented exactly.
         activation: elementwise function of the hidden layers.
         base: what weights are divided beyond.
-        device: device of the parameters.
-        dtype: floating-point type of the parameters.
+        device, dtype: of the parameters.
 
     Raises:
         ValueError: if a row reads a column of a later step; or without ``skip``, if the hidden layers are too narrow
@@ -89,236 +67,138 @@ class MaskedMLP(SteppedMLP):
         True
     """
 
-    def __init__(
-        self,
-        dependency: Tensor,
-        hidden_features: Sequence[int] = (64,),
-        *,
-        input_splits: Sequence[int] | None = None,
-        output_splits: Sequence[int] | None = None,
-        skip: bool = True,
-        activation: Activation = F.silu,
-        base: Base = Base(),
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(dependency, hidden_features, input_splits, output_splits, skip, activation)
+    def _lay_out(self, dependency: Tensor, hidden_features: Sequence[int]) -> Layers:
+        dependency = dependency.cpu()
         hidden, output, last_columns = layer_masks(dependency, hidden_features)
-        if not skip:
-            check_width(dependency.cpu(), (*hidden, output))
-        direct = [dependency.cpu()] if skip and hidden else []
-        self._units = len(output[0]) if hidden and len(output) else 0
-        masks = [*hidden, torch.cat([output, *direct], 1)]
-        masks = [F.pad(mask.float(), (0, 1), value=1.0) for mask in masks]
-        masks = self._multipliers(masks, base)
-        self._plan = step_plan(self.steps, last_columns, skip)
+        if not self.skip:
+            check_width(dependency, (*hidden, output))
+        self._plan = step_plan(self.steps, last_columns, self.skip)
         self._dense_plan = self._plan.merged()
-        rows = torch.arange(self.out_features)
-        shapes = [tuple(mask.shape) for mask in masks]
-        self._add_layers(shapes, masks, rows, base.paced, device=device, dtype=dtype)
+        direct = [dependency] if self.skip and hidden else []
+        masks = [F.pad(mask, (0, 1), value=True) for mask in (*hidden, torch.cat([output, *direct], 1))]
+        rows = torch.arange(self.out_features, device="cpu")
+        gather = F.pad(torch.arange(1, self.in_features + 1, device="cpu"), (0, 1)).unsqueeze(0)
+        return Layers(masks, [tuple(mask.shape) for mask in masks], rows, gather)
 
-    def _multipliers(self, masks: Sequence[Tensor], base: Base) -> list[Tensor]:
-        *hidden, output = (mask[:, :-1] != 0 for mask in masks)
-        widths = [base.inputs, *[base.hidden] * len(hidden)]
-        parts = [shares(mask, width) for mask, width in zip(hidden, widths)]
-        units, direct = output[:, : self._units], output[:, self._units :]
-        rows = [shares(units, base.output)] if hidden else []
-        rows += [shares(direct, base.inputs)] if direct.shape[1] else []
-        parts.append(torch.cat(rows, 1) if rows else units.float())
-        return [F.pad(part, (0, 1), value=1.0) for part in parts]
-
-    def direct_mask(self) -> Tensor:
-        return self._buffers["output_mask"][:, self._units : -1] != 0  # type: ignore[index]
-
-    def _direct(self, row: int, columns: Tensor) -> tuple[Any, ...]:
-        return row, columns + self._units
-
-    def _biases(self, weights: Tensor) -> Tensor:
-        return weights[:, -1]
-
-    def _write_biases(self, values: Tensor) -> None:
-        self.output[:, -1] = values
-
-    def start(self) -> MaskedState:
-        """Returns the state of a pass in which no input is known yet."""
-        return self._start(self._plan)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""
-        return self._start(self._dense_plan).advance(x, 1)[0]
-
-    def _start(self, plan: StepPlan) -> MaskedState:
-        *hidden, output = self._weights()
+    def _start(self, whole: bool) -> SteppedState:
+        plan = self._dense_plan if whole else self._plan
+        hidden, output, at_zero = self._weights()
         parts = [weight.t().split(sizes) for weight, sizes in zip((*hidden, output), plan.split_sizes)]
         bias = [part[-1] for part in parts]
-        if hidden:
-            # Units are taken relative to what they are at inputs of zero.
-            units = self.activation(hidden[0][:, -1])
-            for weight in hidden[1:]:
-                units = self.activation(torch.addmv(weight[:, -1], weight[:, :-1], units))
-            bias[-1] = bias[-1] - output[:, : len(units)] @ units
-        run = _Run(plan, self.activation, tuple(part[:-1] for part in parts))
-        return MaskedState(run, 0, torch.Size(), plan.num_steps, tuple(bias), (), ())
+        bias[-1] = bias[-1] - at_zero.flatten()
+        weights = _MaskedWeights(plan.sources[0], plan, self.activation, tuple(part[:-1] for part in parts))
+        return SteppedState(weights, 0, torch.Size(), _Memory((_Frame(0, plan.num_steps, tuple(bias)),), ()))
 
 
-class MaskedState(NamedTuple):
-    """A pass through a `MaskedMLP` in which the inputs of the steps before ``step`` are known.
+class _Frame(NamedTuple):
+    """Pre-activations of consecutive steps, up to ``stop``, that lack what became known in steps from ``since`` on.
 
-    Pre-activations are kept as ``(size of the batch, units)``, or ``(1, units)`` while nothing was added to the bias.
-    Those of steps ``step`` to ``end - 1`` are *pending*: all that is known has been added. Later steps lie in
-    *frames*, innermost last, which still lack the features that became known since they were set aside. A range of
-    steps is halved into a near part and a frame until `_BLOCK` steps are left, so a pass of S steps makes S / _BLOCK
-    large products beside S small ones, and needs no schedule fixed in advance: any run of steps may be merged.
-
-    Attributes:
-        run: constants of the pass.
-        step: the next step.
-        batch_shape: broadcast shape of the batches so far.
-        end: the step behind the last pending one.
-        pending: per layer, pre-activations of the steps from ``step`` to ``end - 1``.
-        frames: what is set aside, contiguous from ``end``, the nearest last.
-        known: inputs and units since the first frame was set aside, as (step, (inputs, units of layer 0, ...)).
+    ``totals`` are ``(size of the batch, units)`` for each layer, or ``(1, units)`` while nothing was added to the bias.
     """
 
-    run: _Run
-    step: int
-    batch_shape: torch.Size
-    end: int
-    pending: tuple[Tensor, ...]
+    since: int
+    stop: int
+    totals: tuple[Tensor, ...]
+
+
+class _Memory(NamedTuple):
+    """All steps to come, as contiguous frames, the nearest last, which begins with the next step and lacks nothing.
+
+    ``known`` is what other frames lack, as (step, (inputs, units of layer 0, ...)).
+    """
+
     frames: tuple[_Frame, ...]
     known: tuple[tuple[int, tuple[Tensor, ...]], ...]
 
-    def advance(self, x: Tensor, stop: int) -> tuple[Tensor, MaskedState]:
-        """Returns the rows of steps ``step`` to ``stop - 1``, and the state after them.
 
-        Args:
-            x: the columns of these steps, ``(*batch, columns)``. Its batch broadcasts with those before, and what
-                was computed on a smaller batch is not computed again.
-            stop: the step behind the last one to take; more than one step may be taken at once.
-
-        Returns:
-            Rows ``(*batch, rows)``, where batch is the broadcast shape of all batches so far, and the next state.
-
-        Raises:
-            ValueError: if ``stop`` or the number of columns does not fit.
-        """
-        plan, activation = self.run.plan, self.run.activation
-        start = self.step
-        check_advance(plan.sources[0], start, x, stop)
-        batch_shape, x = flatten(x, self.batch_shape)
-        state = self if batch_shape == self.batch_shape else self._expand(batch_shape)
-        if state.end < stop or state.end == start:
-            state = state._complete(stop)
-        if state.end - start > _BLOCK:
-            state = state._set_aside(stop)
-        end, size = state.end, len(x)
-        values, pending = [x], []
-        for layer, (reads, target) in enumerate(zip(plan.reads, plan.targets)):
-            first, split, last = target[start], target[stop], target[end]
-            total = state.pending[layer]
-            if last > first:
-                total = state.run.add(
-                    layer, total, [values[source] for source in reads], start, stop, first, last
-                )
-            if stop < end:
-                total, rest = total.split((split - first, last - split), 1)
-                pending.append(rest)
-            if total.shape[0] != size:
-                total = total.expand(size, -1)
-            values.append(activation(total) if split > first and layer + 1 < len(plan.targets) else total)
-        *units, rows = values
-        known = (*state.known, (start, tuple(units))) if state.frames else ()
-        if len(batch_shape) != 1:
-            rows = rows.reshape(*batch_shape, rows.shape[1])
-        return rows, MaskedState(state.run, stop, batch_shape, end, tuple(pending), state.frames, known)
-
-    def _expand(self, shape: torch.Size) -> MaskedState:
-        """Returns the state at a larger batch shape, after adding all that is known at the smaller one."""
-        state = self._complete(self.run.plan.num_steps) if self.frames else self
-        pending = tuple(
-            total if len(total) == 1 else expand_batch(total, self.batch_shape, shape)
-            for total in state.pending
-        )
-        return state._replace(batch_shape=shape, pending=pending)
-
-    def _complete(self, stop: int) -> MaskedState:
-        """Returns the state with at least the next step, and all steps before ``stop``, pending."""
-        pending, end, frames = self.pending, self.end, self.frames
-        while end < stop or end == self.step:
-            *rest, frame = frames
-            totals = tuple(
-                self._add_known(layer, total, frame.start, end, frame.stop)
-                for layer, total in enumerate(frame.pending)
-            )
-            if end > self.step:
-                totals = tuple(torch.cat(_same_size(pair), 1) for pair in zip(pending, totals))
-            pending, end, frames = totals, frame.stop, tuple(rest)
-        return self._replace(pending=pending, end=end, frames=frames, known=self.known if frames else ())
-
-    def _add_known(self, layer: int, total: Tensor, since: int, start: int, stop: int) -> Tensor:
-        """Adds what became known since a step to the pre-activations of steps ``start`` to ``stop - 1``."""
-        target, reads = self.run.plan.targets[layer], self.run.plan.reads[layer]
-        value = concatenated(
-            [values[source] for source in reads for step, values in self.known if step >= since]
-        )
-        if value.shape[1] == 0 or target[start] == target[stop]:
-            return total
-        return torch.addmm(
-            total, value, self.run.block(layer, since, self.step)[:, target[start] : target[stop]]
-        )
-
-    def _set_aside(self, stop: int) -> MaskedState:
-        """Returns the state with no more than `_BLOCK` steps pending, or those before ``stop``."""
-        bounds = [self.end]
-        while bounds[0] - self.step > _BLOCK:
-            middle = max(self.step + (bounds[0] - self.step + 1) // 2, stop)
-            if middle == bounds[0]:
-                break
-            bounds.insert(0, middle)
-        parts = []
-        for target, total in zip(self.run.plan.targets, self.pending):
-            cuts = [target[self.step], *(target[bound] for bound in bounds)]
-            parts.append(total.split([after - before for before, after in pairwise(cuts)], 1))
-        near, *far = zip(*parts)
-        frames = [_Frame(self.step, bound, part) for bound, part in zip(bounds[1:], far)]
-        return self._replace(end=bounds[0], pending=near, frames=(*self.frames, *reversed(frames)))
-
-
-class _Run(NamedTuple):
+class _MaskedWeights(NamedTuple):
     """Constants of one pass. ``blocks[layer]`` are the masked weights, transposed, ``(features, units)``, and cut.
 
     They are cut into the steps of the first source that the layer reads, then into those of the second.
+
+    The steps that are left are halved into a near part and a frame that waits, until `_BLOCK` steps are left. A pass of
+    S steps so makes S / _BLOCK large products beside S small ones, and needs no schedule fixed in advance: any run of
+    steps may be taken at once.
     """
 
+    columns: tuple[int, ...]
     plan: StepPlan
     activation: Activation
     blocks: tuple[tuple[Tensor, ...], ...]
 
-    def block(self, layer: int, start: int, stop: int) -> Tensor:
-        """Returns the weights from sources of steps ``start`` to ``stop - 1`` to all units."""
-        blocks, count = self.blocks[layer], self.plan.num_steps
-        parts = blocks[start:stop]
-        if len(blocks) > count:
-            parts += blocks[count + start : count + stop]
-        return concatenated(parts, 0)
+    def advance(self, memory: _Memory, x: Tensor, step: int, stop: int) -> tuple[Tensor, _Memory]:
+        *far, near = self._completed(memory, step, stop)
+        known = memory.known if far else ()
+        while near.stop - step > _BLOCK:
+            middle = max(step + (near.stop - step + 1) // 2, stop)
+            if middle == near.stop:
+                break
+            near, frame = self._cut(near, step, middle)
+            far.append(frame)
+        values, rest = [x], []
+        for layer, (reads, target) in enumerate(zip(self.plan.reads, self.plan.targets)):
+            first, split, last = target[step], target[stop], target[near.stop]
+            total = self._add(layer, near.totals[layer], [[values[i]] for i in reads], step, stop, first, last)
+            if stop < near.stop:
+                total, later = total.split((split - first, last - split), 1)
+                rest.append(later)
+            if len(total) != len(x):
+                total = total.expand(len(x), -1)
+            values.append(self.activation(total) if split > first and layer + 1 < len(self.plan.targets) else total)
+        *units, rows = values
+        if far:
+            known = (*known, (step, tuple(units)))
+        return rows, _Memory((*far, _Frame(stop, near.stop, tuple(rest))), known)
 
-    def add(
-        self, layer: int, total: Tensor, values: list[Tensor], start: int, stop: int, first: int, last: int
+    def expanded(self, memory: _Memory, step: int, old: torch.Size, new: torch.Size) -> _Memory:
+        """Adds all that is known at the smaller batch first."""
+        (near,) = self._completed(memory, step, self.plan.num_steps)
+        totals = (total if len(total) == 1 else expand_batch(total, old, new) for total in near.totals)
+        return _Memory((near._replace(totals=tuple(totals)),), ())
+
+    def _completed(self, memory: _Memory, step: int, stop: int) -> list[_Frame]:
+        """Returns the frames, of which the nearest holds the next step and all steps before ``stop``."""
+        *far, near = memory.frames
+        while near.stop < stop or near.stop == step:
+            frame, totals = far.pop(), []
+            for layer, (total, reads, target) in enumerate(zip(frame.totals, self.plan.reads, self.plan.targets)):
+                lacking = [[values[i] for begin, values in memory.known if begin >= frame.since] for i in reads]
+                bounds = target[near.stop], target[frame.stop]
+                totals.append(self._add(layer, total, lacking, frame.since, step, *bounds))
+            if near.stop > step:
+                totals = [_joined(*pair) for pair in zip(near.totals, totals)]
+            near = _Frame(step, frame.stop, tuple(totals))
+        return [*far, near]
+
+    def _cut(self, frame: _Frame, step: int, middle: int) -> tuple[_Frame, _Frame]:
+        """Returns the parts of a frame that begins with a step, before and after another one."""
+        parts = []
+        for total, target in zip(frame.totals, self.plan.targets):
+            first, split, last = target[step], target[middle], target[frame.stop]
+            parts.append(total.split((split - first, last - split), 1))
+        near, far = zip(*parts)
+        return _Frame(step, middle, near), _Frame(step, frame.stop, far)
+
+    def _add(
+        self, layer: int, total: Tensor, sources: list[list[Tensor]], since: int, step: int, first: int, last: int
     ) -> Tensor:
-        """Returns pre-activations of units ``first`` to ``last - 1``, with what sources of some steps add to them.
+        """Returns pre-activations of units ``first`` to ``last - 1`` with what became known in some steps added.
 
         A large batch is neither copied nor multiplied by a matrix of few columns row by row: both take longer than the
         products themselves.
+
+        Args:
+            sources: for each source that the layer reads, its features of the steps from ``since`` to ``step - 1``.
         """
-        large = len(values[0]) >= _LARGE
-        if large:
-            blocks, count = self.blocks[layer], self.plan.num_steps
-            parts = [
-                concatenated(blocks[i * count + start : i * count + stop], 0) for i in range(len(values))
-            ]
-        else:
-            values, parts = [concatenated(values)], [self.block(layer, start, stop)]
-        for value, block in zip(values, parts):
+        if first == last:
+            return total
+        blocks, count = self.blocks[layer], self.plan.num_steps
+        weights = [blocks[i * count + since : i * count + step] for i in range(len(sources))]
+        large = len(sources[0][0]) >= _LARGE
+        if not large:
+            sources, weights = [list(chain(*sources))], [tuple(chain(*weights))]
+        for parts, block_parts in zip(sources, weights):
+            value, block = concatenated(parts), concatenated(block_parts, 0)
             if value.shape[1]:
                 block = block if block.shape[1] == last - first else block[:, first:last]
                 if large and block.shape[1] < block.shape[0]:
@@ -327,15 +207,7 @@ class _Run(NamedTuple):
         return total
 
 
-class _Frame(NamedTuple):
-    """Pre-activations per layer, set aside at step ``start``, of a range of steps that ends before ``stop``."""
-
-    start: int
-    stop: int
-    pending: tuple[Tensor, ...]
-
-
-def _same_size(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Returns both pre-activations at the size of the larger batch; one of them may be a bias still."""
-    size = max(len(total) for total in pair)
-    return tuple(total.expand(size, -1) for total in pair)
+def _joined(near: Tensor, far: Tensor) -> Tensor:
+    """Returns the pre-activations of steps side by side; some of them may be a bias still, of size 1."""
+    size = max(len(near), len(far))
+    return torch.cat((near.expand(size, -1), far.expand(size, -1)), 1)

@@ -44,7 +44,6 @@ class Steps(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps."""
         return len(self.columns) - 1
 
 
@@ -80,15 +79,12 @@ class StepPlan(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps."""
         return len(self.sources[0]) - 1
 
     def merged(self) -> StepPlan:
         """Returns the plan that takes all steps at once."""
-        sources, targets = (
-            tuple((bounds[0], bounds[-1]) for bounds in parts) for parts in (self.sources, self.targets)
-        )
-        return _with_sizes(sources, targets, self.reads)
+        parts = (*self.sources, self.targets[-1])
+        return _plan([(bounds[0], bounds[-1]) for bounds in parts], self.reads)
 
 
 def split_steps(
@@ -106,9 +102,8 @@ def split_steps(
         ValueError: if the splits do not add up, or a row reads a column of a later step.
     """
     if not isinstance(dependency, Tensor) or dependency.dtype != torch.bool:
-        raise TypeError(
-            f"Expected a boolean tensor as dependency; got {_kind(dependency)}. Convert it with .bool()."
-        )
+        kind = dependency.dtype if isinstance(dependency, Tensor) else type(dependency).__name__
+        raise TypeError(f"Expected a boolean tensor as dependency; got {kind}. Convert it with .bool().")
     if dependency.dim() != 2:
         raise ValueError(f"Expected dependency of shape (outputs, inputs); got {tuple(dependency.shape)}.")
     num_outputs, num_inputs = dependency.shape
@@ -124,6 +119,11 @@ def split_steps(
         if min(sizes) < 0 or sum(sizes) != total:
             raise ValueError(f"Expected {name} to be nonnegative and to add up to {total}; got {sizes}.")
     steps = Steps(tuple(accumulate(inputs, initial=0)), tuple(accumulate(outputs, initial=0)))
+    _check_order(dependency, steps)
+    return steps
+
+
+def _check_order(dependency: Tensor, steps: Steps) -> None:
     for step in range(steps.num_steps):
         later = dependency[steps.rows[step] : steps.rows[step + 1], steps.columns[step + 1] :]
         if later.any():
@@ -133,7 +133,6 @@ def split_steps(
                 f"{row + steps.rows[step]} reading column {column + steps.columns[step + 1]}. "
                 "Number columns and rows in sampling order."
             )
-    return steps
 
 
 def distinct_labels(dependency: Tensor) -> Tensor:
@@ -157,12 +156,12 @@ def allot_labels(labels: Tensor, width: int) -> Tensor:
     """
     count = len(labels)
     if count == 0 or width >= count:
-        return _spread(count, width)
+        return _evenly(count, width)
     first = _irreducible(labels)
     chosen, rest = first.nonzero().flatten(), (~first).nonzero().flatten()
     if width <= len(chosen):
-        return chosen[_spread(len(chosen), width)]
-    return torch.cat([chosen, rest[_spread(len(rest), width - len(chosen))]]).sort().values
+        return chosen[_evenly(len(chosen), width)]
+    return torch.cat([chosen, rest[_evenly(len(rest), width - len(chosen))]]).sort().values
 
 
 def layer_masks(dependency: Tensor, hidden_features: Sequence[int]) -> LayerMasks:
@@ -173,17 +172,12 @@ def layer_masks(dependency: Tensor, hidden_features: Sequence[int]) -> LayerMask
     """
     dependency = dependency.cpu()
     labels = distinct_labels(dependency)
-    last = _last_columns(labels)
-    nested = _contained(labels, labels)
-    hidden, columns = [], []
-    below = None
-    for width in hidden_features:
-        units = allot_labels(labels, width)
-        hidden.append(labels[units] if below is None else nested[units][:, below])
-        columns.append(tuple(last[unit] for unit in units.tolist()))
-        below = units
-    output = dependency if below is None else _contained(labels, dependency)[:, below]
-    return LayerMasks(tuple(hidden), output, tuple(columns))
+    last, nested = _last_columns(labels), _contained(labels, labels)
+    units = [allot_labels(labels, width) for width in hidden_features]
+    hidden = [labels[each] for each in units[:1]]
+    hidden += [nested[above][:, below] for below, above in pairwise(units)]
+    output = _contained(labels, dependency)[:, units[-1]] if units else dependency
+    return LayerMasks(tuple(hidden), output, tuple(tuple(last[unit] for unit in each.tolist()) for each in units))
 
 
 def jacobian_support(masks: Sequence[Tensor]) -> Tensor:
@@ -196,21 +190,6 @@ def jacobian_support(masks: Sequence[Tensor]) -> Tensor:
     for mask in masks[1:]:
         reached = (mask.float() @ reached).clamp(max=1.0)
     return reached > 0
-
-
-def step_plan(steps: Steps, last_columns: Sequence[Sequence[int]], skip: bool) -> StepPlan:
-    """Returns the plan of a network whose hidden units have these last columns, `LayerMasks.last_columns`.
-
-    Args:
-        steps: boundaries of columns and rows.
-        last_columns: for each hidden layer the last column that each unit depends on.
-        skip: whether rows read the inputs beside the units.
-    """
-    units = [tuple(bisect_left(columns, end) for end in steps.columns) for columns in last_columns]
-    depth = len(units)
-    output = (depth, 0) if skip and depth else (depth,)
-    reads = (*((layer,) for layer in range(depth)), output)
-    return _with_sizes((steps.columns, *units), (*units, steps.rows), reads)
 
 
 def check_width(dependency: Tensor, masks: Sequence[Tensor]) -> None:
@@ -226,14 +205,25 @@ def check_width(dependency: Tensor, masks: Sequence[Tensor]) -> None:
         )
 
 
-def _with_sizes(
-    sources: tuple[tuple[int, ...], ...],
-    targets: tuple[tuple[int, ...], ...],
-    reads: tuple[tuple[int, ...], ...],
-) -> StepPlan:
-    steps = [tuple(end - start for start, end in pairwise(bounds)) for bounds in sources]
-    sizes = tuple((*chain.from_iterable(steps[source] for source in layer), 1) for layer in reads)
-    return StepPlan(sources, targets, reads, sizes)
+def step_plan(steps: Steps, last_columns: Sequence[Sequence[int]], skip: bool) -> StepPlan:
+    """Returns the plan of a network whose hidden units have these last columns, `LayerMasks.last_columns`.
+
+    Args:
+        steps: boundaries of columns and rows.
+        last_columns: for each hidden layer the last column that each unit depends on.
+        skip: whether rows read the inputs beside the units.
+    """
+    units = [tuple(bisect_left(columns, end) for end in steps.columns) for columns in last_columns]
+    depth = len(units)
+    reads = (*((layer,) for layer in range(depth)), (depth, 0) if skip and depth else (depth,))
+    return _plan([steps.columns, *units, steps.rows], reads)
+
+
+def _plan(parts: Sequence[tuple[int, ...]], reads: tuple[tuple[int, ...], ...]) -> StepPlan:
+    """Returns the plan of inputs, hidden units and rows with these bounds."""
+    sizes = [tuple(end - start for start, end in pairwise(bounds)) for bounds in parts]
+    split_sizes = tuple((*chain.from_iterable(sizes[source] for source in layer), 1) for layer in reads)
+    return StepPlan(tuple(parts[:-1]), tuple(parts[1:]), reads, split_sizes)
 
 
 def _irreducible(labels: Tensor) -> Tensor:
@@ -248,7 +238,7 @@ def _contained(smaller: Tensor, larger: Tensor) -> Tensor:
     return (~larger).float() @ smaller.float().mT == 0
 
 
-def _spread(count: int, width: int) -> Tensor:
+def _evenly(count: int, width: int) -> Tensor:
     """Returns ``width`` ascending indices spread evenly over ``range(count)``, all of them if there is room."""
     return (2 * torch.arange(width if count else 0, device="cpu") + 1) * count // (2 * max(width, 1))
 
@@ -257,7 +247,3 @@ def _last_columns(labels: Tensor) -> list[int]:
     """Returns the index of the last column in each nonempty label."""
     positions = torch.arange(labels.shape[1], device=labels.device).expand(labels.shape)
     return positions.masked_fill(~labels, -1).amax(-1).tolist() if labels.numel() else []
-
-
-def _kind(value: object) -> str:
-    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__

@@ -1,13 +1,8 @@
 """How far parameters move: further than the optimizer's steps while these go one way, less far once they fluctuate.
 
 At a low rate most of a training is the way from where a factor starts to where it belongs, at a high one the noise in
-the end. After a step of the optimizer a parameter is therefore taken further along it, or some of the way back, by its
-*speed*: 16 at most while steps agree in their direction, and no further than steps of 0.05; a tenth at least where they
-do not, and no less far than steps of 0.002. A *patient* one goes by steps of 0.001 until they agree: weights, as at a
-high rate what a row reads of others is noise for long, and a bias that instances *share*, each adding to it. The latter
-goes no further than what they leave of a step of 0.05: two that move alike would else take twice the optimizer's step.
-Nothing else knows of speeds: gradients, and what an optimizer has gathered of them, stay what they are. Change this
-module to train faster or more steadily.
+the end. Nothing but this module knows of speeds: gradients, and what an optimizer has gathered of them, stay what they
+are. Change it to train faster or more steadily.
 """
 
 from __future__ import annotations
@@ -26,7 +21,14 @@ _REST = 0.001  # step of a patient parameter, at most, while its steps do not ag
 
 
 class Pace(nn.Module):
-    """The speeds of some parameters.
+    """``parameter += (speed - 1) * step`` after each step of the optimizer, further along it or some of the way back.
+
+    With d and l the running means of steps and of their lengths and ``lead = 2 |d| / l - 1``, a speed tends to
+    ``1 + lead^2 (0.05 / l - 1)`` where steps agree in their direction (lead > 0), to ``(0.002 / l)^-lead`` where they
+    do not, within 16 and a tenth: no further than steps of 0.05, no less far than steps of 0.002. A *patient* parameter
+    goes by steps of 0.001 until they agree: weights, as at a high rate what a row reads of others is noise for long,
+    and a bias that instances *share*, each adding to it. The latter goes no further than what they leave of a step of
+    0.05: two that move alike would else take twice the optimizer's step.
 
     Args:
         like: a tensor of the shape of the parameters.

@@ -1,9 +1,9 @@
-"""Permutation-invariant encoders: a set of instances becomes features that do not depend on order or size.
+"""Set encoders: a set of instances becomes features that do not depend on their order or number.
 
-Every instance goes through the same small network, what comes out is reduced over the set, and the logarithm of the
-number of instances is put beside it, because how much is known depends on it (Zaheer et al. 2017). No parameter has
-a shape that depends on the size of a set. Which instances form a set is said by a reduction (`Along`,
-`Segments`). To add an encoder, subclass `SetEncoder` and name it in `encoders.py`.
+Every instance goes through one small network, what comes out is reduced over the set, and the logarithm of the number
+of instances is put beside it, because how much is known depends on it (Zaheer et al. 2017). No parameter has a shape
+that depends on the size of a set. Which instances form a set is said by a reduction (`Along`, `Segments`). Change this
+module to change what all encoders share; `encoders` tells how to add one.
 
 References:
     Zaheer et al. 2017, "Deep Sets", theorem 2.
@@ -13,31 +13,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_nami.networks import rowwise
-from pyro_nami.networks.reductions import Counts, Reduction, Segments
+from pyro_nami.networks.reductions import Counts, Reduction
 
-__all__ = ["Activation", "MaxEncoder", "MeanEncoder", "SetEncoder", "SumEncoder", "draw_layer"]
+__all__ = ["Activation", "MaxEncoder", "MeanEncoder", "OwnEncoder", "SetEncoder", "SumEncoder"]
 
 Activation = Callable[[Tensor], Tensor]
 
 
 class SetEncoder(nn.Module):
-    """An encoder of sets of instances, a module that says how in `pool`.
-
-    Parameters are one matrix a layer, ``(units, inputs + 1)``, with the bias as last column.
+    """An encoder of sets, ``(pool(x_1, ..., x_n), log(1 + n))``; a subclass says how in `pool`.
 
     Args:
         num_inputs: number of inputs of each instance.
-        num_outputs: number of features that `pool` returns.
-        shapes: name -> shape of each parameter.
-        device: device of the parameters.
-        dtype: floating-point type of the parameters.
+        num_outputs: number of features that `pool` returns, those beside the logarithm of the count.
+        layers: name -> units, columns and gain of each parameter. A layer has the bias as last column, and weights of
+            variance gain / inputs at first; gain None stands for learned points, standard normal.
+        device, dtype: of the parameters.
 
     Attributes:
         num_features: number of features returned, ``num_outputs + 1``.
@@ -51,7 +47,7 @@ class SetEncoder(nn.Module):
         self,
         num_inputs: int,
         num_outputs: int,
-        shapes: Mapping[str, tuple[int, int]],
+        layers: Mapping[str, tuple[int, int, float | None]],
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -59,12 +55,23 @@ class SetEncoder(nn.Module):
         super().__init__()
         self.num_inputs = num_inputs
         self.num_features = num_outputs + 1
-        self.layer_names = tuple(shapes)
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self._gains = {name: gain for name, (_, _, gain) in layers.items()}
+        for name, (units, columns, _) in layers.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(units, columns, device=device, dtype=dtype)))
+        self.reset_parameters()
 
     def extra_repr(self) -> str:
         return f"{self.num_inputs} -> {self.num_features}"
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew: n inputs' weights with variance gain/n, biases within 1/sqrt(n) as PyTorch's."""
+        for name, gain in self._gains.items():
+            weight = getattr(self, name)
+            fan_in = max(weight.shape[1] - 1, 1)
+            weight.normal_(std=1.0 if gain is None else (gain / fan_in) ** 0.5)
+            if gain is not None:
+                weight[:, -1].uniform_(-1, 1).mul_(fan_in**-0.5)
 
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
         """Returns features of each set, ``(*sets, num_outputs)``, zeros for an empty one.
@@ -78,7 +85,7 @@ class SetEncoder(nn.Module):
 
     def weights(self) -> list[Tensor]:
         """Returns the parameters, read by attribute, layer by layer."""
-        return [getattr(self, name) for name in self.layer_names]
+        return [getattr(self, name) for name in self._gains]
 
     def forward(self, x: Tensor, over: Reduction, weights: Sequence[Tensor] | None = None) -> Tensor:
         """Returns the features of each set of instances.
@@ -104,7 +111,8 @@ class SetEncoder(nn.Module):
 
     def _train_on(self, counts: Counts, gradient: Tensor) -> None:
         """Notes that the encoder learns, as a hook of what it returned."""
-        self.trained = counts if self.trained is None else self.trained.union(counts)
+        least, most = self.trained or counts
+        self.trained = min(least, counts[0]), max(most, counts[1])
 
     def get_extra_state(self) -> list[int]:
         """Returns ``trained``, as plain numbers."""
@@ -112,25 +120,24 @@ class SetEncoder(nn.Module):
 
     def set_extra_state(self, state: Sequence[int]) -> None:
         """Restores ``trained``."""
-        self.trained = Counts(*state) if state else None
+        self.trained = (state[0], state[1]) if state else None
 
 
 class _PerceptronEncoder(SetEncoder):
-    """Encodes a set by a reduction of a perceptron's units and of the inputs, and a linear function of the result.
+    """Encodes a set by ``W (reduce of perceptron(x_n), reduce of x_n, reduce of 1)``, a linear function.
 
-    Parameters are ``layer_0`` ``(units, num_inputs + 1)``, ..., ``output`` ``(num_outputs, units + num_inputs + 1)``,
-    with the bias as last column.
+    As the last layer is linear, it is applied to what is reduced. The inputs beside the units are direct weights: a
+    mean of the inputs, what a linear-Gaussian posterior needs, is represented exactly.
+
+    Parameters are ``layer_0`` ``(units, num_inputs + 1)``, ..., ``output`` ``(num_outputs, units + num_inputs + 1)``.
+
     Args:
-        num_inputs: number of inputs of each instance.
-        num_outputs: number of features beside the logarithm of the count.
+        num_inputs, num_outputs, device, dtype: see `SetEncoder`.
         hidden_features: units in each hidden layer.
         activation: elementwise function of the hidden layers.
-        device: device of the parameters.
-        dtype: floating-point type of the parameters.
-
-    Attributes:
-        num_features: number of features returned, ``num_outputs + 1``.
     """
+
+    reduction: str  # a method of `Reduction`
 
     def __init__(
         self,
@@ -147,46 +154,28 @@ class _PerceptronEncoder(SetEncoder):
                 f"Expected num_outputs and hidden_features of at least 1; got {num_outputs} and {hidden_features}."
             )
         reads = [num_inputs, *hidden_features]
-        shapes = {f"layer_{i}": (units, reads[i] + 1) for i, units in enumerate(hidden_features)}
-        shapes["output"] = (num_outputs, sum(hidden_features[-1:]) + num_inputs + 1)
-        super().__init__(num_inputs, num_outputs, shapes, device=device, dtype=dtype)
+        layers = {f"layer_{i}": (units, reads[i] + 1, 2 if i else 1) for i, units in enumerate(hidden_features)}
+        layers["output"] = (num_outputs, sum(hidden_features[-1:]) + num_inputs + 1, 1)
+        super().__init__(num_inputs, num_outputs, layers, device=device, dtype=dtype)
         self.activation = activation
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws all layers anew, with a gain of 2 between hidden layers."""
-        for name in self.layer_names:
-            draw_layer(getattr(self, name), 1 if name in ("layer_0", "output") else 2)
-
-    of_sums: Callable[[Any, Tensor], Tensor] | None = None  # `reduce` as a function of the sums, if it is one
-
-    @staticmethod
-    def reduce(over: Reduction, values: Tensor) -> Tensor:
-        """Returns what is kept of the values of each set, zeros for an empty one."""
-        raise NotImplementedError
 
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
-        """Returns a linear function of the reduced units, inputs and ones."""
-        if len(weights) == 2 and self.of_sums is not None and rowwise.applies(x, over, activation=self.activation):
-            units = rowwise.unit_sums(self.activation, x, weights[0], over)
-            reduced = [self.of_sums(over, sums) for sums in (units, rowwise.input_sums(x, over))]
-        else:
-            values, units = [x, x.new_ones(*x.shape[:-1], 1)], x
-            for weight in weights[:-1]:
-                units = self.activation(F.linear(units, weight[:, :-1], weight[:, -1]))
-            if units.requires_grad:  # that of a sum is one row for all, and activations are slow at that
-                units.register_hook(_contiguous)
-            values = values if len(weights) == 1 else [units, *values]
-            reduced = [self.reduce(over, value) for value in values]
-        return F.linear(torch.cat(reduced, -1), weights[-1])
+        units, values = x, [x, x.new_ones(*x.shape[:-1], 1)]
+        for weight in weights[:-1]:
+            units = self.activation(F.linear(units, weight[:, :-1], weight[:, -1]))
+        if len(weights) > 1:
+            values.insert(0, units)
+        if units.requires_grad:  # the gradient of a sum is one row for all, and activations are slow at that
+            units.register_hook(_contiguous)
+        reduce = getattr(over, self.reduction)
+        return F.linear(torch.cat([reduce(value) for value in values], -1), weights[-1])
 
 
 class MeanEncoder(_PerceptronEncoder):
     """Encodes a set as the mean of its instances' features, and log(1 + number of instances).
 
-    The features of an instance are a perceptron of its inputs plus a linear function of them, so that a mean of the
-    inputs, what a linear-Gaussian posterior needs, is represented exactly. Features keep their scale at set sizes never
-    trained on. The last layer is linear, so it is applied to the mean of the units below and of the inputs.
+    The features of an instance are a perceptron of its inputs plus a linear function of them. They keep their scale at
+    set sizes never trained on.
 
     Example:
         >>> from pyro_nami.networks import Along
@@ -194,41 +183,59 @@ class MeanEncoder(_PerceptronEncoder):
         torch.Size([10, 1, 9])
     """
 
-    of_sums = staticmethod(Segments.averages)
-
-    @staticmethod
-    def reduce(over: Reduction, values: Tensor) -> Tensor:
-        """Returns the mean of each set."""
-        return over.mean(values)
+    reduction = "mean"
 
 
 class SumEncoder(_PerceptronEncoder):
     """Encodes a set as the sum of its instances' features, those of `MeanEncoder`, and log(1 + count)."""
 
-    @staticmethod
-    def reduce(over: Reduction, values: Tensor) -> Tensor:
-        """Returns the sum of each set."""
-        return over.sum(values)
+    reduction = "sum"
 
 
 class MaxEncoder(_PerceptronEncoder):
     """Encodes a set by the maxima of a perceptron's units and of the inputs, in a linear layer, and log(1 + count)."""
 
-    @staticmethod
-    def reduce(over: Reduction, values: Tensor) -> Tensor:
-        """Returns the maximum of each set."""
-        return over.amax(values)
+    reduction = "amax"
 
 
-def draw_layer(weight: Tensor, gain: float = 1.0) -> None:
-    """Draws a layer ``(units, inputs + 1)`` in place: weights normal of variance gain/n for n inputs (He et al. 2015).
+class OwnEncoder(SetEncoder):
+    """Encodes a set as the mean of the features that the user's module gives its instances, and log(1 + count).
 
-    The bias, its last column, is uniform within 1/sqrt(n), PyTorch's default.
+    The number of features is found by a run on zeros.
+
+    Args:
+        module: maps inputs of instances ``(..., num_inputs)`` to features ``(..., features)``.
+        num_inputs: number of inputs of each instance.
+        device, dtype: that the module is moved and converted to.
+
+    Raises:
+        TypeError: if ``module`` is no `torch.nn.Module`.
+        ValueError: if its features do not have the shape of the inputs but for the last dimension.
     """
-    fan_in = max(weight.shape[1] - 1, 1)
-    with torch.no_grad():
-        weight.normal_(std=(gain / fan_in) ** 0.5)
-        weight[:, -1].uniform_(-1, 1).mul_(fan_in**-0.5)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        num_inputs: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"Expected a torch.nn.Module that encodes instances; got {type(module).__name__}.")
+        module = module.to(device=device, dtype=dtype)
+        with torch.no_grad():
+            features = module(torch.zeros(2, 3, num_inputs, device=device, dtype=dtype))
+        if features.dim() != 3 or features.shape[:-1] != (2, 3):
+            raise ValueError(
+                f"Expected a module that maps inputs (..., {num_inputs}) to features (..., features); it mapped "
+                f"(2, 3, {num_inputs}) to {tuple(features.shape)}."
+            )
+        super().__init__(num_inputs, features.shape[-1], {})
+        self.module = module
+
+    def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
+        return over.mean(self.module(x))  # the module reads its parameters itself
 
 
 def _contiguous(gradient: Tensor | None) -> Tensor | None:

@@ -20,11 +20,11 @@ _LEAST_SHARE = 0.05
 
 
 class Running(nn.Module):
-    """Shift and scale of inputs by running averages.
+    """``tempered((x - center) / scale)``, with mean and standard deviation of what was read as running averages.
 
     Args:
         floor: the least scale of each input, ``(inputs,)``.
-        follows: whether an input's shift and scale follow what is read, a boolean ``(inputs,)``.
+        follows: whether an input's center and scale follow what is read, a boolean ``(inputs,)``.
 
     Attributes:
         center, scale: of each input; both stay 0 and 1 unless `settle` or `update` is called.
@@ -73,18 +73,16 @@ class Running(nn.Module):
         """Takes inputs ``first`` to ``last - 1`` of a pass into the averages."""
         part, share = slice(first, last), self.share
         x = x.reshape(-1, x.shape[-1])
-        follows, center, variance, scale = (
-            values[part] for values in (self.follows, self.center, self.variance, self.scale)
-        )
-        off = x.mean(0) - center
-        spread = x.var(0, correction=0) + (1 - share) * off.square()
-        new = {"center": center + share * off, "variance": variance + share * (spread - variance)}
-        new["scale"] = torch.maximum(new["variance"].sqrt(), self.floor[part])
-        for name, old in (("center", center), ("variance", variance), ("scale", scale)):
-            # A backward pass under way may need the old tensor.
-            values = getattr(self, name).clone()
-            values[part] = torch.where(follows, new[name], old)
-            setattr(self, name, values)
+        old = {name: getattr(self, name)[part] for name in ("center", "variance", "scale")}
+        off = x.mean(0) - old["center"]
+        seen = x.var(0, correction=0) + (1 - share) * off.square()
+        variance = old["variance"] + share * (seen - old["variance"])
+        new = {"center": old["center"] + share * off, "variance": variance}
+        new["scale"] = torch.maximum(variance.sqrt(), self.floor[part])
+        for name, value in new.items():
+            whole = getattr(self, name).clone()  # a backward pass under way may need the old tensor
+            whole[part] = torch.where(self.follows[part], value, old[name])
+            setattr(self, name, whole)
 
     def get_extra_state(self) -> list[int]:
         """Returns ``passes`` and ``settled``, as plain numbers."""

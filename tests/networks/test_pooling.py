@@ -82,21 +82,21 @@ def test_reductions_along_a_dim_agree_with_one_segment(name, dim):
 
 
 @pytest.mark.parametrize("dim", [-1, -2])
-def test_spread_gives_each_instance_what_its_set_holds(dim):
+def test_gather_gives_each_instance_what_its_set_holds(dim):
     z = randn(4, 6, 2) if dim == -1 else randn(6, 4, 2)
     segments = Segments(INDEX, NUM_SEGMENTS, dim)
-    spread = segments.spread(z)
+    gathered = segments.gather(z)
     for n, segment in enumerate(INDEX.tolist()):
-        assert torch.equal(spread.select(dim - 1, n), z.select(dim - 1, segment))
+        assert torch.equal(gathered.select(dim - 1, n), z.select(dim - 1, segment))
     one = z.narrow(dim - 1, 0, 1)
-    assert torch.equal(segments.spread(one), one.expand_as(spread))
-    assert torch.equal(Along(dim).spread(one), one)
+    assert torch.equal(segments.gather(one), one.expand_as(gathered))
+    assert torch.equal(Along(dim).gather(one), one)
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "amax", "spread"])
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "gather"])
 def test_gradients_of_segments_are_right_to_second_order(name):
     segments = Segments(INDEX, NUM_SEGMENTS, -2)
-    x = randn(NUM_SEGMENTS if name == "spread" else len(INDEX), 2, 3).requires_grad_()
+    x = randn(NUM_SEGMENTS if name == "gather" else len(INDEX), 2, 3).requires_grad_()
     assert torch.autograd.gradcheck(getattr(segments, name), (x,))
     assert torch.autograd.gradgradcheck(lambda value: getattr(segments, name)(value).sin(), (x,))
 
@@ -106,7 +106,7 @@ def test_gradients_in_single_precision_agree_with_double():
     single = x.detach().float().requires_grad_()
     segments = Segments(INDEX, NUM_SEGMENTS, -1)
     for value in (x, single):
-        segments.spread(segments.sum(value).sin()).cos().sum().backward()
+        segments.gather(segments.sum(value).sin()).cos().sum().backward()
     torch.testing.assert_close(single.grad.double(), x.grad, rtol=1e-4, atol=1e-5)
 
 
@@ -130,7 +130,7 @@ def test_no_instances_and_no_segments(dtype):
         assert torch.equal(getattr(none, name)(x), x.new_zeros(2, 4, 3))
         assert torch.equal(getattr(Along(-1), name)(x), x.new_zeros(2, 1, 3))
         assert getattr(empty, name)(x).shape == (2, 0, 3)
-    assert none.spread(x.new_zeros(2, 4, 3)).shape == (2, 0, 3)
+    assert none.gather(x.new_zeros(2, 4, 3)).shape == (2, 0, 3)
 
 
 def test_an_index_that_does_not_fit_is_an_error():

@@ -1,4 +1,4 @@
-"""Evidence that adds: against the formula, over unions and copies, and exact for a conjugate Normal."""
+"""Sums of pseudo-observations: against the formula, over unions and copies, and exact for a conjugate Normal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_nami.networks import Along, Evidence, Segments
+from pyro_nami.networks import Along, PrecisionSums, Segments
 
 INDEX = torch.tensor([0, 3, 3, 1, 0, 3])
 
@@ -20,7 +20,7 @@ def randn(*shape):
 @pytest.fixture
 def net():
     torch.manual_seed(0)
-    evidence = Evidence(3, 2, dtype=torch.double)
+    evidence = PrecisionSums(3, 2, dtype=torch.double)
     nn.init.normal_(evidence.heads_weight, std=0.3)
     return evidence
 
@@ -40,13 +40,13 @@ def test_sums_follow_the_formula(net):
 
 def test_each_instance_starts_as_one_observation_of_unit_precision():
     x = randn(6, 3)
-    sums = Evidence(3, 2, dtype=torch.double)(x, Along(-1))
+    sums = PrecisionSums(3, 2, dtype=torch.double)(x, Along(-1))
     torch.testing.assert_close(sums, torch.cat((x.new_full((2,), 6.0), x.sum(0))).expand(1, 2, 5))
 
 
 def test_a_conjugate_normal_posterior_is_represented_exactly():
     noise, slope, y = 0.3, 1.7, randn(50, 1)  # y_n = slope * v + Normal(0, noise), v ~ Normal(0, 1)
-    net = Evidence(1, 1, dtype=torch.double)
+    net = PrecisionSums(1, 1, dtype=torch.double)
     with torch.no_grad():
         net.heads_weight.copy_(torch.tensor([[0.0, -2 * torch.tensor(noise).log()], [0.0, slope]]))
     precision, _, weighted = net(y, Along(-1))[0, 0]
@@ -77,7 +77,7 @@ def test_segments_agree_with_a_loop_and_empty_sets_add_nothing(net, dim):
 
 
 def test_log_precisions_are_bounded():
-    net = Evidence(1, 1, dtype=torch.double)
+    net = PrecisionSums(1, 1, dtype=torch.double)
     with torch.no_grad():
         net.heads_weight[0, 0] = 1.0
     x = torch.tensor([[[-1e3]], [[1e3]]], dtype=torch.double)
@@ -99,4 +99,4 @@ def test_given_weights_are_read_in_place_of_the_parameters(net):
 
 def test_no_head_is_an_error():
     with pytest.raises(ValueError, match="Expected at least 1 head; got 0"):
-        Evidence(3, 0)
+        PrecisionSums(3, 0)

@@ -1,0 +1,91 @@
+"""Pseudo-observations: each instance of a set is taken for an observation of a Normal factor, and precisions add.
+
+The mean of features says nothing of how a posterior contracts with the number of instances; it has to be learned from
+the logarithm of the count, at counts seen in training. Precisions of independent observations add, so a sum of
+precisions contracts rightly at any count. Change this module to change what an instance contributes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyro_nami.networks.reductions import Reduction
+
+__all__ = ["PrecisionSums"]
+
+_MAX_LOG_PRECISION = 10.0
+
+
+class PrecisionSums(nn.Module):
+    """Sums over a set of ``exp(l_n) q_n (q_n, 1, x_n)``, the canonical parameters of its pseudo-observations.
+
+    Instance n is taken for an observation of every head v, ``q_n v = phi_n + noise of precision exp(l_n)``. It adds
+    ``exp(l_n) q_n^2`` to the precision of v and ``exp(l_n) q_n phi_n`` to its precision times mean; where phi is
+    linear in the inputs x_n of the instance, that is ``exp(l_n) q_n`` times the inputs and 1. l and q are linear in the
+    inputs as well, l within -10 and 10; l starts at 0 and q at 1.
+
+    The parameter ``heads_weight``, ``(2 * heads, num_inputs + 1)``, has the rows of l, then those of q, and the bias as
+    last column.
+
+    Args:
+        num_inputs: number of inputs of each instance.
+        heads: number of elements that the instances are taken for observations of.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: if there is no head.
+
+    Example:
+        >>> from pyro_nami.networks import Along
+        >>> PrecisionSums(1, heads=2)(torch.tensor([[1.0], [2.0], [5.0]]), Along(-1))[0]
+        tensor([[3., 3., 8.],
+                [3., 3., 8.]], grad_fn=<SelectBackward0>)
+    """
+
+    def __init__(
+        self,
+        num_inputs: int,
+        heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if heads < 1:
+            raise ValueError(f"Expected at least 1 head; got {heads}.")
+        self.num_inputs = num_inputs
+        self.heads = heads
+        self.heads_weight = nn.Parameter(torch.empty(2 * heads, num_inputs + 1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"{self.num_inputs} inputs, {self.heads} heads"
+
+    def reset_parameters(self) -> None:
+        """Sets l to 0 and q to 1 for any inputs."""
+        with torch.no_grad():
+            self.heads_weight.zero_()[self.heads :, -1] = 1
+
+    def weights(self) -> list[Tensor]:
+        """Returns the parameters, read by attribute, for `forward`."""
+        return [self.heads_weight]
+
+    def forward(self, x: Tensor, over: Reduction, weights: list[Tensor] | None = None) -> Tensor:
+        """Returns the sums of each set, ``(*sets, heads, num_inputs + 2)``; zeros for a set of no instances.
+
+        Args:
+            x: inputs of the instances, ``(*batch, num_inputs)``.
+            over: which instances form a set.
+            weights: what `weights` returned, to read no parameter now.
+        """
+        (weight,) = self.weights() if weights is None else weights
+        x = x.movedim(over.axis, -1)  # products are fast where the instances are contiguous
+        log_precision, slope = (weight[:, :-1] @ x + weight[:, -1:]).chunk(2, -2)
+        force = F.hardtanh(log_precision, -_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope
+        sums = over.products(force, F.pad(x, (0, 0, 0, 1), value=1.0))
+        # As q is linear in the inputs; rounding may take what is next to nothing below zero.
+        squares = (sums * weight[self.heads :].unsqueeze(-1)).sum(-2, keepdim=True).clamp(min=0)
+        products, forces = sums.split((self.num_inputs, 1), -2)
+        return torch.cat((squares, forces, products), -2).movedim(-1, over.axis - 1)
