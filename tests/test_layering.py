@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 ORDER = {
     "": "messages",
     "graph": "sites bayesnet elimination inverse search inversion separation",
-    "factors": "anchors bijections layout elements factor joint coupled relaxed relocated base discrete observed "
-    "own_type unconstrained registry",
+    "factors": "wrappers links joint bijections layout elements bent relaxed stable types anchors distributions family "
+    "features own_type unconstrained registry relocated",
     "networks": "masks pace reductions rowwise running pooling attention encoders evidence stepped masked separate",
     "reading": "isolation provenance group_testing runner probe covariates index_maps.finder index_maps.nesting "
     "index_maps.given index_maps.search network first_run forms",
@@ -87,7 +87,7 @@ def test_imports_only_from_modules_before_it(module):
         ("graph.bayesnet", "from pyro_nami.graph.inverse import Inverse"),
         ("networks.masks", "from pyro_nami import graph"),
         ("guide.nami", "from pyro_nami.guide import AutoNaMIGuide"),
-        ("factors.base", "import pyro_nami.guide.nami"),
+        ("factors.family", "import pyro_nami.guide.nami"),
         ("guide.nami", "def f():\n    from pyro_nami.graph.inverse import Inverse"),
         ("reading.network", "from pyro_nami.unheard_of import x"),
     ],

@@ -114,7 +114,8 @@ def interior(support: Constraint, value: Tensor) -> Tensor:
         return value.clamp(max=base.upper_bound - (finfo.eps * abs(base.upper_bound) + least))
     if isinstance(base, (constraints.interval, constraints.half_open_interval)):
         margin = finfo.eps * (base.upper_bound - base.lower_bound)
-        lower = base.lower_bound + (least if _is_zero(base.lower_bound) else margin)
+        at_zero = not isinstance(base.lower_bound, Tensor) and base.lower_bound == 0
+        lower = base.lower_bound + (least if at_zero else margin)
         return value.clamp(min=lower).clamp(max=base.upper_bound - margin)
     if base is constraints.simplex:
         return value.clamp(min=least)
@@ -139,16 +140,11 @@ class TriangularTransform(Transform):
 
     domain = constraints.real_vector
     bijective = True
-    _codomains = {
-        "log": constraints.lower_cholesky,
-        "free": constraints.lower_triangular,
-        "unit": constraints.unit_lower_cholesky,
-    }
 
     def __init__(self, diagonal: str = "log") -> None:
         super().__init__()
         self.diagonal = diagonal
-        self.codomain = self._codomains[diagonal]
+        self.codomain = _TRIANGULAR[diagonal]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TriangularTransform) and self.diagonal == other.diagonal
@@ -197,15 +193,19 @@ class TriangularTransform(Transform):
         return size + 1 if self.diagonal == "unit" else size
 
 
+_TRIANGULAR = {
+    "log": constraints.lower_cholesky,
+    "free": constraints.lower_triangular,
+    "unit": constraints.unit_lower_cholesky,
+}
+
+
 def _base_bijection(support: Constraint) -> Transform:
-    if isinstance(support, type(constraints.lower_cholesky)):
-        return TriangularTransform("log")
+    for diagonal, triangular in _TRIANGULAR.items():
+        if isinstance(support, type(triangular)):
+            return TriangularTransform(diagonal)
     if isinstance(support, (type(constraints.positive_definite), type(constraints.positive_semidefinite))):
         return ComposeTransform([TriangularTransform("log"), CholeskyTransform().inv])
-    if isinstance(support, type(constraints.lower_triangular)):
-        return TriangularTransform("free")
-    if isinstance(support, type(constraints.unit_lower_cholesky)):
-        return TriangularTransform("unit")
     if isinstance(support, constraints.cat):
         return CatTransform([bijection_to(part) for part in support.cseq], support.dim, support.lengths)
     if isinstance(support, constraints.stack):
@@ -213,10 +213,6 @@ def _base_bijection(support: Constraint) -> Transform:
     if type(support).__name__ == "MixtureSameFamilyConstraint" and not has_tensor_bounds(support):
         return bijection_to(support.base_constraint)  # type: ignore[attr-defined]
     return biject_to(support)
-
-
-def _is_zero(bound: object) -> bool:
-    return not isinstance(bound, Tensor) and bound == 0
 
 
 def _any_tensor(value: object) -> bool:

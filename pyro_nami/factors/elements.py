@@ -1,71 +1,57 @@
-"""One-element distributions, batched: what a factor draws and scores, element by element.
+"""Densities of single elements, batched: what a site's distribution draws and scores, element by element.
 
-An `Elements` object has batch ``(*batch, E)``; its elements are scalars (or vectors for simplex-like types). `Factor`
-and `AutoregressiveFactor` are both built on it, so a new family needs nothing else. Location-scale types live in
-unconstrained space and take an anchor ``(*batch, E, 2)`` of a prior location m and scale t there:
-location = m + t a, scale = t softplus(s), with (a, s) from the network. Those of relaxed types are in `relaxed`. Change
-this module to add a density.
+An `Elements` object has batch ``(*batch, E)``; its elements are scalars (or vectors for simplex-like types). A site's
+distribution is built on it, so a new family needs nothing else. Location-scale types live in unconstrained space and
+take an anchor ``(*batch, E, 2)`` of a prior location m and scale t there: location = m + t a, scale = t softplus(s),
+with (a, s) from the network. Bent Normals are in `bent`, relaxed types in `relaxed`.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 from torch.special import ndtr
 
 from pyro_nami.factors.bijections import interior, support_of
+from pyro_nami.factors.joint import to_instances, to_sequence
+from pyro_nami.factors.links import relative_scale
 
-__all__ = [
-    "Elements",
-    "FlowElements",
-    "MixtureElements",
-    "NormalElements",
-    "OwnElements",
-    "SinhArcsinhElements",
-    "log_positive",
-    "positive",
-    "raw_positive",
-    "raw_scale",
-    "relative_scale",
-]
+__all__ = ["CoupledElements", "Elements", "LatestDraw", "MixtureElements", "NormalElements", "OwnElements"]
 
-_RANGE = 40.0
-_TAIL_RANGE = 8.0  # raw parameters of tails move them less than that of the scale moves it, which training needs first
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
-def log_positive(raw: Tensor) -> Tensor:
-    """Returns the logarithm of `positive`: `raw` clamped to [-40, 40], where squares are finite."""
-    return raw.clamp(-_RANGE, _RANGE)
+class LatestDraw(NamedTuple):
+    """A draw, known by identity, and what was computed on the way to it: its score then costs no inverse, no network.
 
-
-def positive(raw: Tensor) -> Tensor:
-    """Returns the positive number that a raw parameter stands for: ``exp(raw)``, finite for every finite `raw`."""
-    return log_positive(raw).exp()
-
-
-def raw_positive(value: Tensor) -> Tensor:
-    """Returns the raw parameter at which `positive` is `value`."""
-    return log_positive(value.log())
-
-
-def relative_scale(raw: Tensor) -> Tensor:
-    """Returns the scale that a raw parameter of a location-scale type stands for: softplus, at least 4e-18.
-
-    It is exponential where the factor is narrow and linear where it is wide: an exponential throughout lets a wide
-    factor grow without bound through the values that it is given, and training then diverges now and then.
+    Attributes:
+        value: the draw.
+        tied: whether it required gradients.
+        recorded: whether gradients were recorded on the way.
+        kept: what was computed.
     """
-    return softplus(raw.clamp(min=-_RANGE))
 
+    value: Tensor
+    tied: bool
+    recorded: bool
+    kept: tuple[Any, ...]
 
-def raw_scale(scale: Tensor) -> Tensor:
-    """Returns the raw parameter at which `relative_scale` is ``scale``."""
-    return torch.where(scale > _RANGE / 2, scale, scale.clamp(max=_RANGE / 2).expm1().log()).clamp(min=-_RANGE)
+    @classmethod
+    def of(cls, value: Tensor, *kept: Any) -> LatestDraw:
+        return cls(value, value.requires_grad, torch.is_grad_enabled(), kept)
+
+    def recall(self, value: Tensor) -> tuple[Any, ...] | None:
+        """Returns what was kept if `value` is the draw, unchanged in its tie to autograd, with all gradients wanted.
+
+        A draw made without gradients is a constant: its score needs the path through the parameters.
+        """
+        same = self.value is value and self.tied == value.requires_grad
+        return self.kept if same and (self.recorded or not torch.is_grad_enabled()) else None
 
 
 class Elements(ABC):
@@ -95,30 +81,85 @@ class Elements(ABC):
 
 
 class NormalElements(Elements):
-    """Normal in unconstrained space.
+    """x = loc + scale b(e) with e standard normal: log q(x) = log N(e) - log b'(e) - log scale.
+
+    Here b is the identity; subclasses bend, by `_bend` and `_straighten`.
 
     Args:
         params: ``(*batch, E, 2)``, location and raw scale.
         evidence: ``(*batch, E, 2)``, a precision and a precision-weighted mean that add to those of the parameters.
         anchor: ``(*batch, E, 2)``.
+
+    Example:
+        >>> NormalElements(torch.tensor([[1.0, 0.0]]), anchor=torch.tensor([[10.0, 2.0]])).loc
+        tensor([12.])
     """
 
     def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
         location, raw = params.unbind(-1)
         self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
         self.shape = self.loc.shape
-        self._drawn: _Drawn | None = None
+        self._latest: LatestDraw | None = None
 
     def draw(self, shape: torch.Size) -> Tensor:
         noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
-        x = torch.addcmul(self.loc, self.scale, noise)
-        self._drawn = _Drawn(x, x.requires_grad, (noise,))
+        bent, log_slope = self._bend(noise)
+        x = torch.addcmul(self.loc, self.scale, bent)
+        self._latest = LatestDraw.of(x, noise, log_slope)
         return x
 
     def log_prob(self, x: Tensor) -> Tensor:
-        kept = _recall(self._drawn, x, self.loc, self.scale)
-        noise = (x - self.loc) / self.scale if kept is None else kept[0]
-        return -_HALF_LOG_TWO_PI - torch.add(self.log_scale, noise * noise, alpha=0.5)
+        kept = None if self._latest is None else self._latest.recall(x)
+        noise, log_slope = kept or self._straighten((x - self.loc) / self.scale)
+        if log_slope is None:
+            return -_HALF_LOG_TWO_PI - torch.add(self.log_scale, noise * noise, alpha=0.5)
+        return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
+
+    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the bent noise, and the logarithm of the slope there (None for zero)."""
+        return noise, None
+
+    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the noise that is bent so, and the logarithm of the slope there (None for zero)."""
+        return bent, None
+
+
+class CoupledElements(NormalElements):
+    """Jointly Normal elements, drawn all at once: x = loc + scale (I + L) e, with L strictly lower triangular.
+
+    What a network reads of a site's own elements can be any function, and takes a step an element to draw. Where it is
+    linear, one product gives them all. Element i given those before it is Normal with ``scale_i``: densities are as
+    cheap.
+
+    Args:
+        params, evidence, anchor: as for `NormalElements`: of each element given those before it at their locations.
+        coupling: L, ``(N E, N E)``, with the instances of plates in a row, the last plate slowest.
+        dims: negative batch dims of plates whose instances are coupled as well.
+        sizes: of these plates; N is their product.
+    """
+
+    def __init__(
+        self,
+        params: Tensor,
+        evidence: Tensor | None = None,
+        anchor: Tensor | None = None,
+        *,
+        coupling: Tensor,
+        dims: Sequence[int] = (),
+        sizes: Sequence[int] = (),
+    ) -> None:
+        super().__init__(params, evidence, anchor)
+        self.coupling, self.dims, self.sizes = coupling, dims, sizes
+
+    def _bend(self, noise: Tensor) -> tuple[Tensor, None]:
+        flat = to_sequence(noise, self.dims)
+        return to_instances(flat + flat @ self.coupling.mT, self.dims, self.sizes), None
+
+    def _straighten(self, bent: Tensor) -> tuple[Tensor, None]:
+        flat = to_sequence(bent, self.dims)
+        rows = flat.reshape(-1, flat.shape[-1]).mT
+        solved = torch.linalg.solve_triangular(self.coupling, rows, upper=False, unitriangular=True)
+        return to_instances(solved.mT.reshape(flat.shape), self.dims, self.sizes), None
 
 
 class MixtureElements(Elements):
@@ -178,118 +219,6 @@ class MixtureElements(Elements):
         ).sum(-1)
 
 
-class _BentElements(Elements):
-    """A standard Normal e bent by a monotone function, then location and scale: x = loc + scale bend(e).
-
-    Args:
-        location, raw: ``(*batch, E)``, location and raw scale.
-        evidence, anchor: as for `NormalElements`, on location and scale.
-        tied: a tensor of those that the function depends on.
-    """
-
-    def __init__(
-        self, location: Tensor, raw: Tensor, evidence: Tensor | None, anchor: Tensor | None, tied: Tensor
-    ) -> None:
-        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
-        self.shape = self.loc.shape
-        self._tied = tied
-        self._drawn: _Drawn | None = None
-
-    def draw(self, shape: torch.Size) -> Tensor:
-        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
-        bent, log_slope = self._bend(noise)
-        x = torch.addcmul(self.loc, self.scale, bent)
-        self._drawn = _Drawn(x, x.requires_grad, (noise, log_slope))
-        return x
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        kept = _recall(self._drawn, x, self.loc, self.scale, self._tied)
-        noise, log_slope = self._straighten((x - self.loc) / self.scale) if kept is None else kept
-        return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
-
-    @abstractmethod
-    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the bent noise, and the logarithm of the slope there."""
-
-    @abstractmethod
-    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the noise that is bent so, and the logarithm of the slope there."""
-
-
-class FlowElements(_BentElements):
-    """A standard Normal through a monotone rational-quadratic spline, then location and scale.
-
-    The spline is the identity outside [-5, 5], and everywhere where its parameters are zero.
-
-    Args:
-        params: ``(*batch, E, 2 + 3 bins - 1)``: location, raw scale, widths, heights, derivatives.
-        evidence: ``(*batch, E, 2)``, as for `NormalElements`, on location and scale.
-        anchor: ``(*batch, E, 2)``.
-
-    References:
-        Durkan et al. 2019, Neural Spline Flows.
-    """
-
-    def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
-        bins = (params.shape[-1] - 1) // 3
-        location, raw, widths, heights, derivatives = params.split([1, 1, bins, bins, bins - 1], -1)
-        self.spline = _spline(widths, heights, derivatives)
-        super().__init__(location.squeeze(-1), raw.squeeze(-1), evidence, anchor, self.spline.horizontal)
-
-    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return self.spline.call_and_ladj(noise)
-
-    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
-        noise = self.spline.inv(bent)
-        return noise, self.spline.log_abs_det_jacobian(noise, bent)
-
-
-class SinhArcsinhElements(_BentElements):
-    """A standard Normal e with two tails of their own weight, then location and scale.
-
-    bend(e) = sinh(a(arcsinh(e))), where a is a branch of a hyperbola through 0 with slopes ``2 ** tanh(left / 8)`` and
-    ``2 ** tanh(right / 8)`` far out: from 1/2 over 1, where the density falls off as a Normal's, to 2, as that of an
-    exponential variable. It is the identity where both parameters are zero.
-
-    Args:
-        params: ``(*batch, E, 4)``: location, raw scale, left, right.
-        evidence: ``(*batch, E, 2)``, as for `NormalElements`, on location and scale.
-        anchor: ``(*batch, E, 2)``.
-
-    References:
-        Jones and Pewsey 2009, Sinh-arcsinh distributions: there a is linear, with one slope and a shift.
-    """
-
-    def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
-        location, raw = params[..., :2].unbind(-1)
-        left, right = (params[..., 2:] / _TAIL_RANGE).tanh().exp2().unbind(-1)
-        self._mean, self._half = (left + right) / 2, (right - left) / 2
-        super().__init__(location, raw, evidence, anchor, self._mean)
-
-    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return self._bend_at(noise.asinh())
-
-    def _bend_at(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what sinh(w) is bent to, and the logarithm of the slope there."""
-        root = (1 + w * w).sqrt()
-        a = self._mean * w + self._half * (root - 1)
-        log_slope = (self._mean + self._half * (w / root)).log() + torch.logaddexp(a, -a) - torch.logaddexp(w, -w)
-        return a.sinh(), log_slope
-
-    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
-        a = bent.asinh()
-        c = a + self._half
-        product = (self._mean - self._half) * (self._mean + self._half)
-        along, root = self._mean * c, self._half * (c * c + product).sqrt()
-        # A root of a quadratic equation in two ways, each without cancellation where the other has some.
-        same = along * root > 0
-        w = torch.where(
-            same, a * (c + self._half) / torch.where(same, along + root, product), (along - root) / product
-        )
-        w = w.clamp(-_RANGE, _RANGE)
-        return w.sinh(), self._bend_at(w)[1]
-
-
 class OwnElements(Elements):
     """Elements of any torch distribution of batch shape ``(*batch, E)``."""
 
@@ -311,31 +240,6 @@ class OwnElements(Elements):
         return self.distribution.enumerate_support(expand=False)
 
 
-class _Drawn(NamedTuple):
-    x: Tensor
-    tied: bool  # whether the draw required gradients when it was made
-    kept: tuple[Tensor, ...]
-
-
-class _Spline(Protocol):
-    horizontal: Tensor
-
-    def call_and_ladj(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor: ...
-
-    @property
-    def inv(self): ...
-
-
-def _spline(widths: Tensor, heights: Tensor, derivatives: Tensor) -> _Spline:
-    try:
-        from zuko.transforms import MonotonicRQSTransform
-    except ImportError as error:
-        raise ImportError('The "flow" family needs zuko: pip install zuko') from error
-    return MonotonicRQSTransform(widths, heights, derivatives)
-
-
 def _anchored(
     location: Tensor, raw: Tensor, anchor: Tensor | None, evidence: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -353,14 +257,3 @@ def _anchored(
     location = location + scale * scale * (mean - precision * location) / share
     scale = scale * share.rsqrt()
     return location, scale.log(), scale
-
-
-def _recall(drawn: _Drawn | None, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...] | None:
-    """Returns what was kept with the draw `x`, if `x` is that draw and still carries the parameters' gradients.
-
-    A draw made without gradients is a constant: its score needs the path through the parameters.
-    """
-    if drawn is None or drawn.x is not x or drawn.tied != x.requires_grad:
-        return None
-    lost = not drawn.tied and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-    return None if lost else drawn.kept

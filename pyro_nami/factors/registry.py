@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pyro.distributions as dist
-import torch
 from pyro.distributions import constraints
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, TransformedDistribution
 
-from pyro_nami.factors.anchors import innermost, location_and_scale
-from pyro_nami.factors.base import Family
+from pyro_nami.factors.anchors import location_and_scale
 from pyro_nami.factors.bijections import support_of
-from pyro_nami.factors.discrete import DISCRETE
-from pyro_nami.factors.own_type import OwnTypeFamily
+from pyro_nami.factors.family import Family
+from pyro_nami.factors.own_type import AdditiveFamily, OwnTypeFamily
+from pyro_nami.factors.types import type_of
 from pyro_nami.factors.unconstrained import FlowFamily, MixtureFamily, NormalFamily, SinhArcsinhFamily
+from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["FamilyFactory", "FamilySpec", "make_family", "register_family"]
 
@@ -104,10 +103,10 @@ def _needs_continuous(factory: FamilyFactory) -> bool:
 
 
 def _default(name: str, prior: Distribution, value: Tensor) -> Family:
-    own = _discrete_family(prior)
-    if own is not None:
-        return own(name, prior, value)
-    if _is_discrete(prior) or _is_straight_through(prior):
+    row = type_of(prior)
+    if row.own and row.own.of_prior:
+        return AdditiveFamily(name, prior, value)
+    if row.hard or _is_discrete(prior):
         raise NotImplementedError
     alone = prior.batch_shape == prior.event_shape == ()
     skewed = alone and support_of(prior) is not constraints.real
@@ -115,32 +114,18 @@ def _default(name: str, prior: Distribution, value: Tensor) -> Family:
 
 
 def _match(name: str, prior: Distribution, value: Tensor) -> Family:
-    own = _discrete_family(prior)
-    if own is not None:
-        return own(name, prior, value)
+    row, leaf = type_of(prior), innermost(prior)
+    if row.own and row.own.of_prior:
+        return AdditiveFamily(name, prior, value)
     if _is_discrete(prior):
         raise _unsupported(name, prior)
-    return (NormalFamily if _is_normal(prior) else OwnTypeFamily)(name, prior, value)
-
-
-def _discrete_family(prior: Distribution) -> type[Family] | None:
-    return next((DISCRETE[kind] for kind in type(innermost(prior)).__mro__ if kind in DISCRETE), None)
-
-
-def _is_straight_through(prior: Distribution) -> bool:
-    return any(kind in DISCRETE for kind in type(innermost(prior)).__mro__)
+    if row.own is None and isinstance(leaf, TransformedDistribution) and location_and_scale(leaf) is not None:
+        row = type_of(leaf.base_dist)
+    return (NormalFamily if row.normal else OwnTypeFamily)(name, prior, value)
 
 
 def _is_discrete(prior: Distribution) -> bool:
     return support_of(prior).is_discrete
-
-
-def _is_normal(prior: Distribution) -> bool:
-    """Whether the prior is itself a Normal in unconstrained space."""
-    leaf = innermost(prior)
-    if isinstance(leaf, torch.distributions.TransformedDistribution) and type(leaf) in _TRANSFORMED:
-        return isinstance(innermost(leaf.base_dist), _NORMALS) and location_and_scale(leaf) is not None
-    return isinstance(leaf, _NORMALS)
 
 
 def _unsupported(name: str, prior: Distribution) -> Exception:
@@ -154,18 +139,6 @@ def _unsupported(name: str, prior: Distribution) -> Exception:
     )
 
 
-_NORMALS = (
-    torch.distributions.Normal,
-    torch.distributions.LogNormal,
-    torch.distributions.MultivariateNormal,
-    torch.distributions.LowRankMultivariateNormal,
-)
-_TRANSFORMED = (
-    torch.distributions.TransformedDistribution,
-    dist.TransformedDistribution,
-    torch.distributions.LogisticNormal,
-    dist.LogisticNormal,
-)
 _BUILT_IN: dict[str, FamilyFactory] = {
     "normal": NormalFamily,
     "sinh_arcsinh": SinhArcsinhFamily,

@@ -13,21 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Distribution
-from torch.distributions.constraints import Constraint
 
 from pyro_nami.factors.anchors import location_and_scale
-from pyro_nami.factors.base import Family, finite
-from pyro_nami.factors.coupled import CoupledFactor
-from pyro_nami.factors.elements import (
-    Elements,
-    FlowElements,
-    MixtureElements,
-    NormalElements,
-    SinhArcsinhElements,
-    raw_scale,
-    relative_scale,
-)
-from pyro_nami.factors.layout import Layout, UnconstrainedLayout
+from pyro_nami.factors.bent import FlowElements, SinhArcsinhElements
+from pyro_nami.factors.distributions import ParallelDistribution
+from pyro_nami.factors.elements import CoupledElements, Elements, MixtureElements, NormalElements
+from pyro_nami.factors.family import Family, finite
+from pyro_nami.factors.links import raw_scale, relative_scale
 from pyro_nami.factors.relaxed import LogisticElements
 
 __all__ = [
@@ -73,19 +65,16 @@ class NormalFamily(Family):
 
     def coupled_distribution(
         self, params: Tensor, anchor: Tensor | None, coupling: Tensor, dims: Sequence[int], sizes: Sequence[int]
-    ) -> CoupledFactor:
-        """Returns the site's distribution with elements that are jointly Normal; see `CoupledFactor`."""
-        elements = NormalElements(*self._split(params), anchor)
-        return CoupledFactor(elements, self.layout, coupling, dims, sizes)
+    ) -> ParallelDistribution:
+        """Returns the site's distribution with elements that are jointly Normal; see `CoupledElements`."""
+        elements = CoupledElements(*self._split(params), anchor, coupling=coupling, dims=dims, sizes=sizes)
+        return ParallelDistribution(elements, self.layout)
 
     def _split(self, params: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns own parameters, and the evidence behind them if there is any."""
         if params.shape[-1] == self.num_params:
             return params, None
         return params[..., : self.num_params], params[..., self.num_params :]
-
-    def _make_layout(self, support: Constraint, batch_shape: torch.Size, value: Tensor) -> Layout:
-        return UnconstrainedLayout(support, self.event_shape, value, batch_shape=batch_shape)
 
 
 class MixtureFamily(NormalFamily):

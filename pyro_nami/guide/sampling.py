@@ -22,10 +22,10 @@ from pyro.poutine.util import is_validation_enabled
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_nami.factors.base import Family
-from pyro_nami.factors.elements import relative_scale
-from pyro_nami.factors.factor import SiteDistribution
-from pyro_nami.factors.joint import unfold
+from pyro_nami.factors.distributions import SiteDistribution
+from pyro_nami.factors.family import Family
+from pyro_nami.factors.joint import to_instances
+from pyro_nami.factors.links import relative_scale
 from pyro_nami.factors.relocated import Relocated, Relocation
 from pyro_nami.guide.evidence import expert
 from pyro_nami.guide.groups import Factor
@@ -229,14 +229,11 @@ class Pass:
         """Returns the distribution of a factor that is drawn element by element."""
         conditionals = self.state.conditionals(name, len(batch_shape))
         target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
-        if not factor.joint:
-            return family.autoregressive_distribution(conditionals, anchor, target)
-        dims, sizes = self._joint_plates(factor)
-        return family.joint_distribution(conditionals, anchor, target, dims, sizes)
+        return family.autoregressive_distribution(conditionals, anchor, target, *self._joint_plates(factor))
 
     def _instances(self, factor: Factor, params: Tensor) -> Tensor:
         """Returns parameters instance by instance, where they come for all instances of a joint block at once."""
-        return unfold(params, *self._joint_plates(factor)) if factor.joint else params
+        return to_instances(params, *self._joint_plates(factor), parts=1)
 
     def _joint_plates(self, factor: Factor) -> tuple[list[int], list[int]]:
         plates = self.assembly.dims, self.assembly.sizes

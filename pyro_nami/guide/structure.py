@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_nami.factors.base import Family
+from pyro_nami.factors.family import Family
 from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.groups import Factor

@@ -1,8 +1,4 @@
-"""What every family has in common: from a site's prior to parameter shapes, and from parameters to a distribution.
-
-To write a family, subclass `Family` and give three things: the counts and the layout in ``__init__``, `elements`
-(parameters to densities of one element) and `initial` (parameters to start from). Then `register_family` names it.
-"""
+"""What every family has in common: from a site's prior to parameter shapes, and from parameters to a distribution."""
 
 from __future__ import annotations
 
@@ -13,19 +9,28 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
-from torch.distributions.constraints import Constraint
 
 from pyro_nami.factors.bijections import detached_support, has_tensor_bounds, support_of
+from pyro_nami.factors.distributions import (
+    Conditionals,
+    ParallelDistribution,
+    SequentialDistribution,
+    SiteDistribution,
+)
 from pyro_nami.factors.elements import Elements
-from pyro_nami.factors.factor import AutoregressiveFactor, Conditionals, Factor, SiteDistribution
-from pyro_nami.factors.joint import JointFactor
-from pyro_nami.factors.layout import Layout
+from pyro_nami.factors.layout import Layout, UnconstrainedLayout
 
-__all__ = ["Family"]
+__all__ = ["Family", "finite"]
 
 
 class Family(ABC):
     """Parameter shapes of one site and the distribution they make; it holds numbers and functions, no parameters.
+
+    To add one:
+
+    - subclass `Family`, or one that comes near, with ``num_params`` (and what else of the attributes differs);
+    - write `elements`, from raw parameters to densities of one element, and `initial`, to parameters to start from;
+    - name it: ``register_family("name", YourFamily)``, or give it as ``families={"site": YourFamily}``.
 
     Args:
         name: of the site, for messages.
@@ -33,7 +38,6 @@ class Family(ABC):
         value: the site's value there.
 
     Attributes:
-        num_elements: E, how many elements the value has in sequence.
         num_params: k, raw parameters of an element; any real numbers.
         locations: which of these are locations, in units of the anchor.
         num_features: f, what the network reads of an element.
@@ -43,6 +47,8 @@ class Family(ABC):
         varies: whether the support or a count depends on the call, so that `at` must be told the current prior.
         kind: families of one kind, unless it is None, make the same `elements` of the same parameters, so that the
             elements of several sites can be taken together. Subclasses do not inherit it.
+        default_anchor: what stands for an anchor that is not given.
+        layout_type, element_ndims: how the value is cut into elements, and the dims of one.
         layout: of the value as elements.
     """
 
@@ -54,19 +60,30 @@ class Family(ABC):
     takes_evidence: bool = False
     varies: bool = False
     kind: Hashable = None
-    layout: Layout
+    default_anchor: Tensor | None = None
+    layout_type: type[Layout] = UnconstrainedLayout
+    element_ndims: int = 0
 
     def __init_subclass__(cls) -> None:
         if "kind" not in cls.__dict__:
             cls.kind = None
 
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
-        self.name = name
-        self.event_shape = torch.Size(prior.event_shape)
-        self._set_support(support_of(prior), torch.Size(prior.batch_shape), value)
+        self.name, self.event_shape = name, torch.Size(prior.event_shape)
+        support = support_of(prior)
+        moving = has_tensor_bounds(support)
+        self.varies = self.varies or moving
+        self.layout = self.layout_type(
+            detached_support(support),
+            self.event_shape,
+            value,
+            element_ndims=self.element_ndims,
+            batch_shape=torch.Size(prior.batch_shape) if moving else torch.Size(),
+        )
 
     @property
     def num_elements(self) -> int:
+        """E, how many elements the value has in sequence."""
         return self.layout.num_elements
 
     @property
@@ -79,7 +96,13 @@ class Family(ABC):
 
         Itself where nothing varies. Without this call the prototype's are used.
         """
-        return self._moved_to(prior) if self.varies else self
+        if not self.varies:
+            return self
+        moved = copy.copy(self)
+        support = support_of(prior)
+        if has_tensor_bounds(support):
+            moved.layout = self.layout.at(support, torch.Size(prior.batch_shape))
+        return moved
 
     def features(self, value: Tensor) -> Tensor:
         """Returns what the network reads of a site value ``(*batch, *event)``: finite numbers ``(*batch, E, f)``."""
@@ -87,13 +110,10 @@ class Family(ABC):
 
     def element_features(self, elements: Tensor) -> Tensor:
         """Returns the features ``(*batch, E, f)`` of elements ``(*batch, E, *element)``."""
-        return finite(elements).unsqueeze(-1)
+        return finite(self.layout.coordinates(elements))
 
     def anchor(self, prior: Distribution) -> Tensor | None:
-        """Returns what the factor is parameterized relative to, ``(*batch, E, a)``, or None for nothing.
-
-        A prior of a type without a known location and scale gives None, which stands for (0, 1).
-        """
+        """Returns what the factor is parameterized relative to, ``(*batch, E, a)``, or None for nothing."""
         return None
 
     @abstractmethod
@@ -113,7 +133,7 @@ class Family(ABC):
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         """Returns the densities of single elements, from ``(*batch, E, k)`` and ``(*batch, E, a)``."""
 
-    def distribution(self, params: Tensor, anchor: Tensor | None = None) -> Factor:
+    def distribution(self, params: Tensor, anchor: Tensor | None = None) -> SiteDistribution:
         """Returns the site's distribution with independent elements.
 
         Args:
@@ -123,31 +143,37 @@ class Family(ABC):
         Returns:
             batch shape ``batch`` (broadcast with the anchor's) and the site's event shape.
         """
-        return Factor(self.elements(params, self._complete(anchor)), self.layout)
+        return ParallelDistribution(self.elements(params, self._or_default(anchor)), self.layout)
 
     def autoregressive_distribution(
-        self, conditionals: Conditionals, anchor: Tensor | None = None, batch_shape: torch.Size = torch.Size()
-    ) -> AutoregressiveFactor:
+        self,
+        conditionals: Conditionals,
+        anchor: Tensor | None = None,
+        batch_shape: torch.Size = torch.Size(),
+        dims: Sequence[int] = (),
+        sizes: Sequence[int] = (),
+    ) -> SequentialDistribution:
         """Returns the site's distribution with each element given the ones before.
 
         Args:
-            conditionals: parameters of each element, from the network.
+            conditionals: parameters of each element of the sequence, from the network.
             anchor: ``(*batch, E, a)`` or None.
             batch_shape: of the distribution; broadcast with the anchor's.
+            dims: negative batch dims of plates whose instances are drawn in sequence as well.
+            sizes: of these plates.
         """
-        anchor = self._complete(anchor)
-        if anchor is not None:
-            batch_shape = torch.broadcast_shapes(batch_shape, anchor.shape[:-2])
-        if self.layout.batch_shape:
-            batch_shape = torch.broadcast_shapes(batch_shape, self.layout.batch_shape)
-        return AutoregressiveFactor(
+        anchor = self._or_default(anchor)
+        shapes = () if anchor is None else (anchor.shape[:-2],)
+        return SequentialDistribution(
             conditionals,
             self.elements,
             self.element_features,
             self.layout,
             anchor=anchor,
-            batch_shape=batch_shape,
+            batch_shape=torch.broadcast_shapes(batch_shape, self.layout.batch_shape, *shapes),
             has_rsample=self.has_rsample,
+            dims=dims,
+            sizes=sizes,
         )
 
     def coupled_distribution(
@@ -156,54 +182,8 @@ class Family(ABC):
         """Returns the site's distribution with linear dependencies between all elements, if the family has one."""
         raise NotImplementedError
 
-    def joint_distribution(
-        self,
-        conditionals: Conditionals,
-        anchor: Tensor | None,
-        batch_shape: torch.Size,
-        dims: Sequence[int],
-        sizes: Sequence[int],
-    ) -> JointFactor:
-        """Returns the site's distribution with the instances of some plates drawn in sequence as well.
-
-        Args:
-            conditionals: parameters of each element of the sequence over all instances.
-            anchor: ``(*batch, E, a)`` or None.
-            batch_shape: of the distribution, these plates included.
-            dims: negative batch dims of the plates.
-            sizes: of the plates.
-        """
-        return JointFactor(
-            conditionals,
-            self.elements,
-            self.element_features,
-            self.layout,
-            anchor=self._complete(anchor),
-            batch_shape=batch_shape,
-            has_rsample=self.has_rsample,
-            dims=dims,
-            sizes=sizes,
-        )
-
-    def _complete(self, anchor: Tensor | None) -> Tensor | None:
-        """Returns the anchor, or the one to use where none is given."""
-        return anchor
-
-    def _make_layout(self, support: Constraint, batch_shape: torch.Size, value: Tensor) -> Layout:
-        """Returns the layout of values on this support, whose bounds vary over `batch_shape`."""
-        raise NotImplementedError
-
-    def _set_support(self, support: Constraint, batch_shape: torch.Size, value: Tensor) -> None:
-        moving = has_tensor_bounds(support)
-        self.varies = self.varies or moving
-        self._example = value.detach()[(0,) * (value.dim() - len(self.event_shape))].clone() if moving else None
-        self.layout = self._make_layout(detached_support(support), batch_shape if moving else torch.Size(), value)
-
-    def _moved_to(self, prior: Distribution) -> Family:
-        moved = copy.copy(self)
-        if self._example is not None:
-            moved.layout = self._make_layout(support_of(prior), torch.Size(prior.batch_shape), self._example)
-        return moved
+    def _or_default(self, anchor: Tensor | None) -> Tensor | None:
+        return self.default_anchor if anchor is None else anchor
 
 
 def finite(tensor: Tensor) -> Tensor:
