@@ -1,9 +1,8 @@
 """Densities of single elements, batched: what a site's distribution draws and scores, element by element.
 
 An `Elements` object has batch ``(*batch, E)``; its elements are scalars (or vectors for simplex-like types). A site's
-distribution is built on it, so a new family needs nothing else. Location-scale types live in unconstrained space and
-take an anchor ``(*batch, E, 2)`` of a prior location m and scale t there: location = m + t a, scale = t softplus(s),
-with (a, s) from the network. Bent Normals are in `bent`, relaxed types in `relaxed`.
+distribution is built on it, so a new family needs nothing else. Here are those of other distributions and of relaxed
+discrete types; `normals` has those made of Normals.
 """
 
 from __future__ import annotations
@@ -13,17 +12,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import pyro.distributions as dist
 import torch
 from torch import Tensor
-from torch.special import ndtr
+from torch.nn.functional import logsigmoid
 
 from pyro_nami.factors.bijections import interior, support_of
-from pyro_nami.factors.joint import to_instances, to_sequence
-from pyro_nami.factors.links import relative_scale
 
-__all__ = ["CoupledElements", "Elements", "LatestDraw", "MixtureElements", "NormalElements", "OwnElements"]
-
-_HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
+__all__ = [
+    "Elements",
+    "ExpRelaxedElements",
+    "LatestDraw",
+    "LogisticElements",
+    "OwnElements",
+    "StableKumaraswamy",
+    "StableVonMises",
+]
 
 
 class LatestDraw(NamedTuple):
@@ -80,145 +84,6 @@ class Elements(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot list its values")
 
 
-class NormalElements(Elements):
-    """x = loc + scale b(e) with e standard normal: log q(x) = log N(e) - log b'(e) - log scale.
-
-    Here b is the identity; subclasses bend, by `_bend` and `_straighten`.
-
-    Args:
-        params: ``(*batch, E, 2)``, location and raw scale.
-        evidence: ``(*batch, E, 2)``, a precision and a precision-weighted mean that add to those of the parameters.
-        anchor: ``(*batch, E, 2)``.
-
-    Example:
-        >>> NormalElements(torch.tensor([[1.0, 0.0]]), anchor=torch.tensor([[10.0, 2.0]])).loc
-        tensor([12.])
-    """
-
-    def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
-        location, raw = params.unbind(-1)
-        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
-        self.shape = self.loc.shape
-        self._latest: LatestDraw | None = None
-
-    def draw(self, shape: torch.Size) -> Tensor:
-        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
-        bent, log_slope = self._bend(noise)
-        x = torch.addcmul(self.loc, self.scale, bent)
-        self._latest = LatestDraw.of(x, noise, log_slope)
-        return x
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        kept = None if self._latest is None else self._latest.recall(x)
-        noise, log_slope = kept or self._straighten((x - self.loc) / self.scale)
-        if log_slope is None:
-            return -_HALF_LOG_TWO_PI - torch.add(self.log_scale, noise * noise, alpha=0.5)
-        return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
-
-    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the bent noise, and the logarithm of the slope there (None for zero)."""
-        return noise, None
-
-    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the noise that is bent so, and the logarithm of the slope there (None for zero)."""
-        return bent, None
-
-
-class CoupledElements(NormalElements):
-    """Jointly Normal elements, drawn all at once: x = loc + scale (I + L) e, with L strictly lower triangular.
-
-    What a network reads of a site's own elements can be any function, and takes a step an element to draw. Where it is
-    linear, one product gives them all. Element i given those before it is Normal with ``scale_i``: densities are as
-    cheap.
-
-    Args:
-        params, evidence, anchor: as for `NormalElements`: of each element given those before it at their locations.
-        coupling: L, ``(N E, N E)``, with the instances of plates in a row, the last plate slowest.
-        dims: negative batch dims of plates whose instances are coupled as well.
-        sizes: of these plates; N is their product.
-    """
-
-    def __init__(
-        self,
-        params: Tensor,
-        evidence: Tensor | None = None,
-        anchor: Tensor | None = None,
-        *,
-        coupling: Tensor,
-        dims: Sequence[int] = (),
-        sizes: Sequence[int] = (),
-    ) -> None:
-        super().__init__(params, evidence, anchor)
-        self.coupling, self.dims, self.sizes = coupling, dims, sizes
-
-    def _bend(self, noise: Tensor) -> tuple[Tensor, None]:
-        flat = to_sequence(noise, self.dims)
-        return to_instances(flat + flat @ self.coupling.mT, self.dims, self.sizes), None
-
-    def _straighten(self, bent: Tensor) -> tuple[Tensor, None]:
-        flat = to_sequence(bent, self.dims)
-        rows = flat.reshape(-1, flat.shape[-1]).mT
-        solved = torch.linalg.solve_triangular(self.coupling, rows, upper=False, unitriangular=True)
-        return to_instances(solved.mT.reshape(flat.shape), self.dims, self.sizes), None
-
-
-class MixtureElements(Elements):
-    """Mixture of K Normals in unconstrained space, reparameterized by implicit differentiation of its CDF.
-
-    With F the CDF and f the density, a draw x moves with a parameter p as dx/dp = -(dF/dp) / f. Gradients are exact to
-    first order; there are no second-order ones.
-
-    Args:
-        params: ``(*batch, E, 3 K)``: logits, locations, raw scales.
-        anchor: ``(*batch, E, 2)``, common to all components.
-
-    References:
-        Figurnov, Mohamed and Mnih 2018, Implicit Reparameterization Gradients.
-    """
-
-    def __init__(self, params: Tensor, anchor: Tensor | None = None) -> None:
-        logits, location, raw = params.chunk(3, -1)
-        anchor = None if anchor is None else anchor.unsqueeze(-2)
-        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor)
-        self.log_weight = logits.log_softmax(-1)
-        self.shape = torch.broadcast_shapes(self.loc.shape, logits.shape)[:-1]
-
-    def draw(self, shape: torch.Size) -> Tensor:
-        with torch.no_grad():
-            weight = self.log_weight.exp().expand(shape + self.log_weight.shape[-1:])
-            component = torch.multinomial(weight.reshape(-1, weight.shape[-1]), 1).reshape(shape + (1,))
-            loc = self.loc.expand(weight.shape).gather(-1, component).squeeze(-1)
-            scale = self.scale.expand(weight.shape).gather(-1, component).squeeze(-1)
-            x = loc + scale * torch.randn(shape, dtype=loc.dtype, device=loc.device)
-        return x + self._pathwise(x) if torch.is_grad_enabled() else x
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        noise = (x.unsqueeze(-1) - self.loc) / self.scale
-        joint = self.log_weight - self.log_scale - 0.5 * noise * noise
-        return joint.logsumexp(-1) - _HALF_LOG_TWO_PI
-
-    def _pathwise(self, x: Tensor) -> Tensor:
-        """Returns zeros whose derivative in each parameter is that of the draw."""
-        with torch.no_grad():
-            noise = (x.unsqueeze(-1) - self.loc) / self.scale
-            joint = self.log_weight - self.log_scale - 0.5 * noise * noise
-            share = joint.softmax(-1)
-            density = (joint.logsumexp(-1, keepdim=True) - _HALF_LOG_TWO_PI).exp()
-            weight = self.log_weight.exp()
-            # F - F_k from whichever tail is small, so that it does not cancel.
-            lower, upper = ndtr(noise), ndtr(-noise)
-            cdf, survival = (weight * lower).sum(-1, keepdim=True), (weight * upper).sum(-1, keepdim=True)
-            excess = torch.where(cdf < 0.5, cdf - lower, upper - survival)
-            tiny = torch.finfo(x.dtype).tiny
-            by_log_weight = weight * excess / density.clamp(min=tiny)
-            by_log_scale = share * noise * self.scale
-        return (
-            share * (self.loc - self.loc.detach())
-            + by_log_scale * (self.log_scale - self.log_scale.detach())
-            + by_log_weight * (self.log_weight - self.log_weight.detach())
-        ).sum(-1)
-
-
 class OwnElements(Elements):
     """Elements of any torch distribution of batch shape ``(*batch, E)``."""
 
@@ -240,20 +105,79 @@ class OwnElements(Elements):
         return self.distribution.enumerate_support(expand=False)
 
 
-def _anchored(
-    location: Tensor, raw: Tensor, anchor: Tensor | None, evidence: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns location, log scale and scale, relative to the anchor if there is one, and given the evidence."""
-    scale = relative_scale(raw)
-    if anchor is not None:
-        prior_loc, prior_scale = anchor.unbind(-1)
-        scale = prior_scale * scale
-        location = torch.addcmul(prior_loc, prior_scale, location)
-    if evidence is None:
-        return location, scale.log(), scale
-    precision, mean = evidence.unbind(-1)
-    # Relative to the scale before, so that a scale of any size keeps its digits.
-    share = 1 + precision * scale * scale
-    location = location + scale * scale * (mean - precision * location) / share
-    scale = scale * share.rsqrt()
-    return location, scale.log(), scale
+class LogisticElements(Elements):
+    """The logit of a relaxed Bernoulli variable: x = (logits + logistic noise) / temperature.
+
+    Args:
+        logits: ``(*batch, E)``.
+        temperature: positive, broadcastable.
+    """
+
+    def __init__(self, logits: Tensor, temperature: Tensor) -> None:
+        self.logits, self.temperature = logits, temperature
+        self.shape = torch.broadcast_shapes(logits.shape, temperature.shape)
+
+    def draw(self, shape: torch.Size) -> Tensor:
+        uniform = _open_uniform(shape, self.logits)
+        return (self.logits + uniform.log() - (-uniform).log1p()) / self.temperature
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        gap = self.logits - self.temperature * x
+        return self.temperature.log() + logsigmoid(gap) + logsigmoid(-gap)
+
+
+class ExpRelaxedElements(Elements):
+    """The logarithm of a relaxed one-hot vector, scored by the density of the vector on the simplex.
+
+    Args:
+        logits: ``(*batch, E, classes)``.
+        temperature: positive, broadcastable with ``(*batch, E)``.
+
+    References:
+        Maddison, Mnih and Teh 2017, The Concrete Distribution, eq. 10 and appendix C.
+    """
+
+    def __init__(self, logits: Tensor, temperature: Tensor) -> None:
+        self.logits, self.temperature = logits, temperature
+        self.shape = torch.broadcast_shapes(logits.shape[:-1], temperature.shape)
+
+    def draw(self, shape: torch.Size) -> Tensor:
+        uniform = _open_uniform(shape + self.logits.shape[-1:], self.logits)
+        return ((self.logits - (-uniform.log()).log()) / self.temperature.unsqueeze(-1)).log_softmax(-1)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        classes = x.shape[-1]
+        score = (self.logits - self.temperature.unsqueeze(-1) * x).log_softmax(-1)
+        return (score - x).sum(-1) + math.lgamma(classes) + (classes - 1) * self.temperature.log()
+
+
+def _open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
+    finfo = torch.finfo(like.dtype)
+    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp(finfo.tiny, 1 - finfo.eps)
+
+
+class StableKumaraswamy(dist.Kumaraswamy):
+    """Kumaraswamy drawn and scored through logarithms: x = (1 - u^(1/b))^(1/a) with u uniform."""
+
+    def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        shape, b = torch.Size(sample_shape) + self.batch_shape, self.concentration0
+        minus_log_uniform = torch.empty(shape, dtype=b.dtype, device=b.device).exponential_()
+        return (_log_complement(-minus_log_uniform / b) / self.concentration1).exp()
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        a, b, log_value = self.concentration1, self.concentration0, value.log()
+        return a.log() + b.log() + (a - 1) * log_value + (b - 1) * _log_complement(a * log_value)
+
+
+class StableVonMises(dist.VonMises):
+    """von Mises with a density that does not cancel at high concentrations: by k (cos d - 1) = -2 k sin(d / 2)^2."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        fall = 2 * self.concentration * (0.5 * (value - self.loc)).sin().square()
+        return -fall - torch.special.i0e(self.concentration).log() - math.log(2 * math.pi)
+
+
+def _log_complement(log_x: Tensor) -> Tensor:
+    """Returns log(1 - x) from log x < 0."""
+    tiny = torch.finfo(log_x.dtype).tiny
+    return (-log_x.clamp(max=-tiny).expm1()).log()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from pyro_nami.factors.distributions import (
 from pyro_nami.factors.elements import Elements
 from pyro_nami.factors.layout import Layout, UnconstrainedLayout
 
-__all__ = ["Family", "finite"]
+__all__ = ["Family"]
 
 
 class Family(ABC):
@@ -48,8 +48,7 @@ class Family(ABC):
         kind: families of one kind, unless it is None, make the same `elements` of the same parameters, so that the
             elements of several sites can be taken together. Subclasses do not inherit it.
         default_anchor: what stands for an anchor that is not given.
-        layout_type, element_ndims: how the value is cut into elements, and the dims of one.
-        layout: of the value as elements.
+        layout: of the value as elements, of type ``layout_type``.
     """
 
     num_params: int
@@ -61,8 +60,7 @@ class Family(ABC):
     varies: bool = False
     kind: Hashable = None
     default_anchor: Tensor | None = None
-    layout_type: type[Layout] = UnconstrainedLayout
-    element_ndims: int = 0
+    layout_type: Callable[..., Layout] = UnconstrainedLayout
 
     def __init_subclass__(cls) -> None:
         if "kind" not in cls.__dict__:
@@ -73,13 +71,8 @@ class Family(ABC):
         support = support_of(prior)
         moving = has_tensor_bounds(support)
         self.varies = self.varies or moving
-        self.layout = self.layout_type(
-            detached_support(support),
-            self.event_shape,
-            value,
-            element_ndims=self.element_ndims,
-            batch_shape=torch.Size(prior.batch_shape) if moving else torch.Size(),
-        )
+        batch_shape = torch.Size(prior.batch_shape) if moving else torch.Size()
+        self.layout = self.layout_type(detached_support(support), self.event_shape, value, batch_shape=batch_shape)
 
     @property
     def num_elements(self) -> int:
@@ -110,7 +103,7 @@ class Family(ABC):
 
     def element_features(self, elements: Tensor) -> Tensor:
         """Returns the features ``(*batch, E, f)`` of elements ``(*batch, E, *element)``."""
-        return finite(self.layout.coordinates(elements))
+        return self.layout.features(elements)
 
     def anchor(self, prior: Distribution) -> Tensor | None:
         """Returns what the factor is parameterized relative to, ``(*batch, E, a)``, or None for nothing."""
@@ -184,8 +177,3 @@ class Family(ABC):
 
     def _or_default(self, anchor: Tensor | None) -> Tensor | None:
         return self.default_anchor if anchor is None else anchor
-
-
-def finite(tensor: Tensor) -> Tensor:
-    """Returns `tensor` with NaN as 0 and infinities at the logarithms of the dtype's extremes (about +-88)."""
-    return tensor.nan_to_num(nan=0.0, posinf=88.0, neginf=-88.0)

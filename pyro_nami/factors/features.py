@@ -1,50 +1,21 @@
-"""What the network reads of a value: finite numbers, by the support of its site and, for classes, its type."""
+"""What the network reads of an observed site: the same numbers as of a latent one, from its support and type alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from pyro.distributions import NanMaskedMultivariateNormal, NanMaskedNormal, constraints
 from torch import Tensor
 from torch.distributions import Distribution
-from torch.distributions.constraints import Constraint
-from torch.nn.functional import one_hot
 
-from pyro_nami.factors.bijections import has_tensor_bounds, peel_support, support_of
-from pyro_nami.factors.family import finite
-from pyro_nami.factors.layout import Layout, UnconstrainedLayout
+from pyro_nami.factors.bijections import has_tensor_bounds, support_of
+from pyro_nami.factors.layout import DiscreteLayout, Layout, UnconstrainedLayout
 from pyro_nami.factors.types import type_of
 from pyro_nami.factors.wrappers import innermost
 
-__all__ = ["SiteFeatures", "code_of", "encode", "features_of"]
-
-
-def code_of(prior: Distribution) -> str:
-    """Returns how values are read: as ``"class"``, ``"binary"``, ``"count"`` or ``"real"``."""
-    support, _ = peel_support(support_of(prior))
-    if type_of(prior).classes:
-        return "class"
-    if support is constraints.boolean or support is constraints.one_hot:
-        return "binary"
-    return "count" if support.is_discrete else "real"
-
-
-def encode(elements: Tensor, code: str, num_classes: int, dtype: torch.dtype) -> Tensor:
-    """Returns the features ``(*batch, E, f)`` of elements ``(*batch, E)``.
-
-    A class is read as its one-hot code, a count as sign(x) log(1 + abs(x)), all else as it is; NaN is read as 0.
-
-    Example:
-        >>> encode(torch.tensor([2]), "class", 3, torch.float32)
-        tensor([[0., 0., 1.]])
-    """
-    if code == "class":
-        return one_hot(elements.long(), num_classes).to(dtype)
-    elements = elements.to(dtype)
-    if code == "count":
-        elements = elements.sign() * elements.abs().log1p()
-    return finite(elements).unsqueeze(-1)
+__all__ = ["SiteFeatures", "features_of"]
 
 
 @dataclass(frozen=True)
@@ -52,25 +23,27 @@ class SiteFeatures:
     """Features of one observed site: E elements with f features each.
 
     Attributes:
-        num_elements: E.
-        num_features: f.
-        code: as from `code_of`.
         layout: of the value as elements.
         dtype: of the features.
         marks_nan: whether a last feature of each element says that it is NaN.
     """
 
-    num_elements: int
-    num_features: int
-    code: str
     layout: Layout
     dtype: torch.dtype
-    marks_nan: bool = False
+    marks_nan: bool
+
+    @property
+    def num_elements(self) -> int:
+        return self.layout.num_elements
+
+    @property
+    def num_features(self) -> int:
+        return self.layout.num_features + self.marks_nan
 
     def features(self, value: Tensor) -> Tensor:
         """Returns finite features ``(*batch, E, f)`` of a value ``(*batch, *event)``; NaN is read as 0."""
-        elements = self.layout.elements(value if self.code == "class" else value.to(self.dtype))
-        features = encode(elements, self.code, self.num_features, self.dtype)
+        elements = self.layout.elements(value if self.layout.support.is_discrete else value.to(self.dtype))
+        features = self.layout.features(elements)
         return torch.cat((features, elements.isnan().to(features).unsqueeze(-1)), -1) if self.marks_nan else features
 
 
@@ -88,22 +61,23 @@ def features_of(name: str, prior: Distribution, value: Tensor) -> SiteFeatures:
     Raises:
         ValueError: the value does not end in the event shape.
     """
-    leaf, event_shape, code = innermost(prior), torch.Size(prior.event_shape), code_of(prior)
+    leaf, event_shape = innermost(prior), torch.Size(prior.event_shape)
     if value.shape[value.dim() - len(event_shape) :] != event_shape:
         raise ValueError(
             f'Expected the value of site "{name}" to end in its event shape {tuple(event_shape)}; '
             f"got {tuple(value.shape)}"
         )
     dtype = value.dtype if value.is_floating_point() else _parameter_dtype(leaf)
-    layout = _layout(support_of(prior), event_shape, value)
-    num_features = leaf.logits.shape[-1] if code == "class" else 1  # type: ignore[attr-defined]
     marks_nan = isinstance(leaf, (NanMaskedNormal, NanMaskedMultivariateNormal))
-    return SiteFeatures(layout.num_elements, num_features + marks_nan, code, layout, dtype, marks_nan)
+    return SiteFeatures(_layout(prior, event_shape, value, dtype), dtype, marks_nan)
 
 
-def _layout(support: Constraint, event_shape: torch.Size, value: Tensor) -> Layout:
+def _layout(prior: Distribution, event_shape: torch.Size, value: Tensor, dtype: torch.dtype) -> Layout:
+    support = support_of(prior)
     if support.is_discrete:
-        return Layout(support, event_shape, value)
+        leaf: Any = innermost(prior)
+        num_classes = leaf.logits.shape[-1] if type_of(leaf).classes else None
+        return DiscreteLayout(support, event_shape, value, num_classes=num_classes, dtype=dtype)
     if not has_tensor_bounds(support):
         try:
             return UnconstrainedLayout(support, event_shape, value)

@@ -1,21 +1,24 @@
-"""How the value of a site is laid out as E elements in sequence, on which its distribution works.
+"""How the value of a site is laid out as E elements in sequence, and what a network reads of each.
 
-Change this module when a value is to be cut differently.
+Change this module when a value is to be cut or read differently.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import torch
+from pyro.distributions import constraints
 from torch import Tensor
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import ComposeTransform, IndependentTransform, Transform
+from torch.nn.functional import one_hot
 
-from pyro_nami.factors.bijections import bijection_to, interior, support_on
+from pyro_nami.factors.bijections import bijection_to, interior, peel_support, support_on
 
-__all__ = ["Layout", "LogLayout", "UnconstrainedLayout"]
+__all__ = ["DiscreteLayout", "Layout", "LogLayout", "UnconstrainedLayout", "finite"]
 
 
 class Layout:
@@ -34,6 +37,7 @@ class Layout:
         support: its check takes all event dims.
         num_elements: E.
         element_shape: of one element; ``()`` or ``(classes,)``.
+        num_features: f, numbers that a network reads of an element.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Layout:
         self._set_support(support, batch_shape)
         cut = len(event_shape) - element_ndims
         self.num_elements, self.element_shape = math.prod(event_shape[:cut]), self.event_shape[cut:]
+        self.num_features = self.element_shape[0] - 1 if element_ndims else 1
 
     def at(self, support: Constraint, batch_shape: torch.Size) -> Layout:
         """Returns this layout on a support of the same kind whose bounds vary over ``batch_shape``."""
@@ -72,14 +77,43 @@ class Layout:
         """Returns the log Jacobian determinant of `value` ``(*batch,)``; None where it is zero."""
         return None
 
-    def coordinates(self, elements: Tensor) -> Tensor:
-        """Returns the unconstrained coordinates ``(*batch, E, c)`` of elements of a continuous value."""
+    def features(self, elements: Tensor) -> Tensor:
+        """Returns finite features ``(*batch, E, f)`` of elements: their unconstrained coordinates."""
         support = getattr(self.support, "base_constraint", self.support)
         free = bijection_to(support).inv(interior(support, elements))
-        return free if self.element_shape else free.unsqueeze(-1)
+        return finite(free if self.element_shape else free.unsqueeze(-1))
 
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
         self.support, self.batch_shape = support_on(support, len(self.event_shape)), torch.Size(batch_shape)
+
+
+class DiscreteLayout(Layout):
+    """The value's own entries: classes are read as their one-hot code, counts x as sign(x) log(1 + abs(x)).
+
+    Args:
+        num_classes: None where the entries are no classes.
+        dtype: of features.
+
+    Example:
+        >>> support = constraints.nonnegative_integer
+        >>> layout = DiscreteLayout(support, torch.Size([2]), torch.tensor([0, 1]), dtype=torch.float32)
+        >>> layout.features(torch.tensor([0, 1]))
+        tensor([[0.0000],
+                [0.6931]])
+    """
+
+    def __init__(self, *args: Any, num_classes: int | None = None, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.num_classes, self.dtype = num_classes, dtype
+        self.num_features = num_classes or math.prod(self.element_shape)
+
+    def features(self, elements: Tensor) -> Tensor:
+        if self.num_classes is not None:
+            return one_hot(elements.long(), self.num_classes).to(self.dtype)
+        elements = elements.to(self.dtype)
+        if peel_support(self.support)[0] not in (constraints.boolean, constraints.one_hot):
+            elements = elements.sign() * elements.abs().log1p()
+        return finite(elements if self.element_shape else elements.unsqueeze(-1))
 
 
 class LogLayout(Layout):
@@ -91,8 +125,8 @@ class LogLayout(Layout):
     def elements(self, value: Tensor) -> Tensor:
         return super().elements(value).log()
 
-    def coordinates(self, elements: Tensor) -> Tensor:
-        return super().coordinates(elements.exp())
+    def features(self, elements: Tensor) -> Tensor:
+        return super().features(elements.exp())
 
 
 class UnconstrainedLayout(Layout):
@@ -108,17 +142,9 @@ class UnconstrainedLayout(Layout):
         (2, tensor([0.3333, 0.3333, 0.3333]))
     """
 
-    def __init__(
-        self,
-        support: Constraint,
-        event_shape: torch.Size,
-        value: Tensor,
-        *,
-        element_ndims: int = 0,
-        batch_shape: torch.Size = torch.Size(),
-    ) -> None:
-        super().__init__(support, event_shape, value, batch_shape=batch_shape)
-        batch = torch.broadcast_shapes(value.shape[: value.dim() - len(self.event_shape)], batch_shape)
+    def __init__(self, support: Constraint, event_shape: torch.Size, value: Tensor, **options: Any) -> None:
+        super().__init__(support, event_shape, value, **options)
+        batch = torch.broadcast_shapes(value.shape[: value.dim() - len(self.event_shape)], self.batch_shape)
         value = value.expand(batch + self.event_shape)  # bounds need not have all of these dims
         free = value if self.bijection is None else self.bijection.inv(interior(self.support, value))
         self.free_shape = free.shape[len(batch) :]
@@ -142,8 +168,8 @@ class UnconstrainedLayout(Layout):
         extra = log_abs_det.dim() - (value.dim() - len(self.event_shape))
         return log_abs_det.flatten(-extra).sum(-1) if extra > 0 else log_abs_det
 
-    def coordinates(self, elements: Tensor) -> Tensor:
-        return elements.unsqueeze(-1)
+    def features(self, elements: Tensor) -> Tensor:
+        return finite(elements).unsqueeze(-1)
 
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
         super()._set_support(support, batch_shape)
@@ -153,6 +179,11 @@ class UnconstrainedLayout(Layout):
         if not self.free_shape:
             return elements.squeeze(-1)
         return elements.unflatten(-1, self.free_shape) if len(self.free_shape) > 1 else elements
+
+
+def finite(tensor: Tensor) -> Tensor:
+    """Returns `tensor` with NaN as 0 and infinities at the logarithms of the dtype's extremes (about +-88)."""
+    return tensor.nan_to_num(nan=0.0, posinf=88.0, neginf=-88.0)
 
 
 def _none_if_identity(bijection: Transform) -> Transform | None:

@@ -1,12 +1,15 @@
-"""Link functions: from raw parameters, any real numbers, to positive numbers, finite and with bounded slopes."""
+"""Link functions: from raw parameters, any real numbers, to what they stand for, finite and with bounded slopes."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-__all__ = ["RANGE", "log", "positive", "raw_positive", "raw_scale", "relative_scale"]
+__all__ = ["POSITIVE", "RANGE", "RATE", "REAL", "Link", "log", "positive", "raw_positive", "raw_scale", "relative_scale"]
 
 RANGE = 40.0  # of raw parameters: squares of what they stand for are finite
 
@@ -38,3 +41,15 @@ def raw_scale(scale: Tensor) -> Tensor:
 def log(value: Tensor) -> Tensor:
     """Returns the logarithm of a nonnegative number, finite at zero."""
     return value.clamp(min=torch.finfo(value.dtype).tiny).log()
+
+
+class Link(NamedTuple):
+    """A parameter as a function of a raw one, and the raw one as a function of a prior's parameter."""
+
+    of_raw: Callable[[Tensor], Tensor]
+    raw_of: Callable[[Tensor], Tensor]
+
+
+REAL = Link(lambda raw: raw, lambda value: value)
+POSITIVE = Link(positive, log)
+RATE = Link(lambda raw: positive(-raw), lambda rate: -log(rate))

@@ -1,8 +1,10 @@
-"""Families of the model's own type, each a row of the table: for ``"match"``, discrete and relaxed sites."""
+"""Families of the model's own type, each by a row of the table: for ``"match"``, and for discrete and relaxed sites."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch.distributions import Distribution
 
 from pyro_nami.factors.elements import Elements, OwnElements
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.features import code_of, encode
+from pyro_nami.factors.layout import DiscreteLayout
 from pyro_nami.factors.types import TYPES, OwnType
 from pyro_nami.factors.wrappers import innermost, through_wrappers
 
@@ -21,10 +23,10 @@ _RANGE = 100.0
 
 
 class OwnTypeFamily(Family):
-    """A factor of the prior's own type, with parameters by the link functions of its row.
+    """A factor of the prior's own type: its parameters are link functions of raw ones. There is no anchor.
 
-    `initial` puts the mean or the median at the value and the spread as near the scale as the type allows (see each
-    ``_start`` of the table); types with one parameter keep their spread. There is no anchor.
+    `initial` puts the mean or the median at the value and the spread as near the scale as the type allows; types with
+    one parameter keep their spread.
 
     Raises:
         NotImplementedError: no own type is known.
@@ -32,14 +34,12 @@ class OwnTypeFamily(Family):
     Example:
         >>> prior = torch.distributions.Gamma(torch.tensor(2.0), torch.tensor(1.0))
         >>> family = OwnTypeFamily("z", prior, torch.tensor(1.5))
-        >>> family.distribution(family.initial(torch.tensor(1.5), 0.1)).event_shape, family.num_params
-        (torch.Size([]), 2)
+        >>> family.initial(torch.tensor(1.5), 0.1).shape
+        torch.Size([1, 2])
     """
 
-    dtype: torch.dtype
-
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
-        leaf = innermost(prior)
+        leaf: Any = innermost(prior)
         kind = next((kind for kind in type(leaf).__mro__ if kind in TYPES and TYPES[kind].own), None)
         if kind is None:
             known = ", ".join(sorted({kind.__name__ for kind, row in TYPES.items() if row.own and row.own.start}))
@@ -48,23 +48,22 @@ class OwnTypeFamily(Family):
                 f'{type(leaf).__name__}. Give the site the family "normal", or add one with register_family.'
             )
         self._kind = kind  # the key, not the row: functions in it do not pickle
-        self.element_ndims, self.layout_type = len(leaf.event_shape), self._own.layout_type
-        super().__init__(name, prior, value)
-        self._code = code_of(prior)
+        self.num_params = (leaf.event_shape or leaf.logits.shape)[-1] if self._own.vector else len(self._own.links)
         self.has_rsample = leaf.has_rsample
-        entries = (leaf.event_shape or leaf.logits.shape)[-1] if self._own.num_params is None else 1  # type: ignore
-        self.num_params = self._own.num_params or entries
-        self.num_features = entries - 1 if self._code == "real" and self.element_ndims else entries
+        self.layout_type = functools.partial(self._own.layout_type, **self._layout_options(leaf))
+        super().__init__(name, prior, value)
+        self.num_features = self.layout.num_features
 
-    def element_features(self, elements: Tensor) -> Tensor:
-        if self._code == "real":
-            return super().element_features(elements)
-        features = encode(elements, self._code, self.num_features, self.dtype)
-        return features.squeeze(-1) if self.element_ndims else features  # a one-hot vector is one element
+    def _layout_options(self, leaf: Any) -> dict[str, Any]:
+        options: dict[str, Any] = {"element_ndims": len(leaf.event_shape)}
+        if self._own.layout_type is DiscreteLayout:
+            num_classes = self.num_params if TYPES[self._kind].classes else None
+            options.update(num_classes=num_classes, dtype=self._raw_of(leaf).dtype)
+        return options
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         elements = self.layout.elements(value)
-        shape = elements.shape[: elements.dim() - self.element_ndims]
+        shape = elements.shape[: elements.dim() - len(self.layout.element_shape)]
         scale = torch.as_tensor(scale, dtype=value.dtype, device=value.device).expand(shape)
         assert self._own.start is not None
         return self._stacked(self._own.start(elements, scale))
@@ -74,16 +73,20 @@ class OwnTypeFamily(Family):
 
     def _make(self, params: Tensor, *given: Tensor) -> Elements:
         own = self._own
-        parameters = dict(own.parameters(*([params] if own.num_params is None else params.unbind(-1))))
-        if own.given:
+        raw = [params] if own.vector else params.unbind(-1)
+        parameters = {name: link.of_raw(part) for (name, link), part in zip(own.links.items(), raw)}
+        if own.given is not None:
             (parameters[own.given],) = given
-        if issubclass(own.make, Elements):
+        if isinstance(own.make, type) and issubclass(own.make, Elements):
             return own.make(**parameters)
         return OwnElements(own.make(**parameters, validate_args=False))
 
-    def _stacked(self, parts: Sequence[Tensor]) -> Tensor:
-        """Returns raw parameters ``(*batch, E, k)`` of the tensors of a row; see `OwnType`."""
-        return parts[0] if self._own.num_params is None else torch.stack(torch.broadcast_tensors(*parts), -1)
+    def _raw_of(self, leaf: Any) -> Tensor:
+        """Returns the raw parameters ``(*batch, k)`` of a distribution of this type."""
+        return self._stacked([link.raw_of(getattr(leaf, name)) for name, link in self._own.links.items()])
+
+    def _stacked(self, raw: Sequence[Tensor]) -> Tensor:
+        return raw[0] if self._own.vector else torch.stack(torch.broadcast_tensors(*raw), -1)
 
     @property
     def _own(self) -> OwnType:
@@ -93,7 +96,7 @@ class OwnTypeFamily(Family):
 
 
 class AdditiveFamily(OwnTypeFamily):
-    """Parameters of the own type = the prior's + the network's: a network output of zero is the prior.
+    """A factor of the prior's own type at raw parameters = the prior's + the network's: at zero it is the prior.
 
     So `initial` ignores the value and starts from the prior; without an anchor, from the prototype's, averaged over its
     batch. Behind the prior's raw parameters the anchor has what the factor takes over as it is (a total count, a
@@ -105,16 +108,18 @@ class AdditiveFamily(OwnTypeFamily):
         self.varies = self.varies or self._own.given is not None
         with torch.no_grad():
             raw = self._raw(prior)
-            self.dtype = raw.dtype
+            self._start = raw.reshape((-1,) + raw.shape[-2:]).mean(0)
             given = self._given(prior)
-        self._start = raw.reshape((-1,) + raw.shape[-2:]).mean(0)
-        self.default_anchor = None if given is None else self._with_zeros(_without_equal_rows(given))
+        if given is not None:
+            rows = given.reshape((-1,) + given.shape[-2:])
+            equal = len(rows) and (rows == rows[0]).all()
+            self.default_anchor = self._with_zeros(rows[0] if equal else given)  # if equal, plates may change size
 
     def at(self, prior: Distribution) -> Family:
         moved = super().at(prior)
-        if moved is not self:
-            given = self._given(prior)
-            moved.default_anchor = None if given is None else self._with_zeros(given)
+        given = self._given(prior)
+        if given is not None:
+            moved.default_anchor = self._with_zeros(given)
         return moved
 
     def anchor(self, prior: Distribution) -> Tensor:
@@ -134,9 +139,7 @@ class AdditiveFamily(OwnTypeFamily):
 
     def _raw(self, prior: Distribution) -> Tensor:
         """Returns the prior's raw parameters ``(*batch, E, k)``."""
-        of_prior = self._own.of_prior
-        assert of_prior is not None
-        raw = through_wrappers(prior, lambda leaf: self._stacked(of_prior(leaf))).clamp(-_RANGE, _RANGE)
+        raw = through_wrappers(prior, self._raw_of).clamp(-_RANGE, _RANGE)
         return raw.reshape(torch.Size(prior.batch_shape) + (self.num_elements, self.num_params))
 
     def _given(self, prior: Distribution) -> Tensor | None:
@@ -145,14 +148,8 @@ class AdditiveFamily(OwnTypeFamily):
         if name is None:
             return None
         given = through_wrappers(prior, lambda leaf: torch.as_tensor(getattr(leaf, name)).expand(leaf.batch_shape))
-        return given.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 1)).to(self.dtype)
+        return given.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 1)).to(self._start.dtype)
 
     def _with_zeros(self, given: Tensor) -> Tensor:
         """Returns the anchor ``(*batch, E, k + 1)`` that adds nothing."""
         return torch.cat([given.new_zeros(given.shape[:-1] + (self.num_params,)), given], -1)
-
-
-def _without_equal_rows(given: Tensor) -> Tensor:
-    """Returns ``(E, 1)`` where ``(*batch, E, 1)`` is equal over the batch: plates may then change size."""
-    rows = given.reshape((-1,) + given.shape[-2:])
-    return rows[0] if len(rows) and (rows == rows[0]).all() else given

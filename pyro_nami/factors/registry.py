@@ -104,7 +104,7 @@ def _needs_continuous(factory: FamilyFactory) -> bool:
 
 def _default(name: str, prior: Distribution, value: Tensor) -> Family:
     row = type_of(prior)
-    if row.own and row.own.of_prior:
+    if row.own and not row.own.start:
         return AdditiveFamily(name, prior, value)
     if row.hard or _is_discrete(prior):
         raise NotImplementedError
@@ -115,7 +115,7 @@ def _default(name: str, prior: Distribution, value: Tensor) -> Family:
 
 def _match(name: str, prior: Distribution, value: Tensor) -> Family:
     row, leaf = type_of(prior), innermost(prior)
-    if row.own and row.own.of_prior:
+    if row.own and not row.own.start:
         return AdditiveFamily(name, prior, value)
     if _is_discrete(prior):
         raise _unsupported(name, prior)

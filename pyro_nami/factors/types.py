@@ -15,50 +15,46 @@ import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.nn.functional import logsigmoid
 
-from pyro_nami.factors.layout import Layout, LogLayout, UnconstrainedLayout
-from pyro_nami.factors.links import log, positive, raw_positive
-from pyro_nami.factors.relaxed import ExpRelaxedElements, LogisticElements
-from pyro_nami.factors.stable import StableKumaraswamy, StableVonMises
+from pyro_nami.factors.elements import ExpRelaxedElements, LogisticElements, StableKumaraswamy, StableVonMises
+from pyro_nami.factors.layout import DiscreteLayout, Layout, LogLayout, UnconstrainedLayout
+from pyro_nami.factors.links import POSITIVE, RATE, REAL, Link, log, positive, raw_positive
 from pyro_nami.factors.wrappers import innermost
 
-__all__ = ["TYPES", "DistributionType", "OwnType", "type_of"]
+__all__ = ["TYPES", "OwnType", "Row", "type_of"]
 
 _EULER = 0.5772156649015329
 _LOG_TWO = math.log(2.0)
 _PI = math.pi
 
-Parts = tuple[Tensor, ...]
+Anchor = tuple[Tensor, Tensor]
+RawParameters = tuple[Tensor, ...]
 
 
 class OwnType(NamedTuple):
-    """A factor of the model's own type.
-
-    Raw parameters come as k tensors ``(*batch, E)``; of a vector, as one, ``(*batch, E, k)``.
+    """A factor of the model's own type, by raw parameters ``(*batch, E)``; of a vector, by one, ``(*batch, E, k)``.
 
     Attributes:
-        make: the type, called with what `parameters` gives.
-        num_params: k; None for as many as a vector has entries.
-        parameters: raw parameters to the type's parameters by name.
+        make: a distribution, or `Elements`, from parameters by name.
+        links: name of a parameter -> its link function.
         start: an element's value ``(*batch, E, *element)`` and scale ``(*batch, E)`` in unconstrained space to raw
-            parameters there. Continuous types, which have no anchor.
-        of_prior: a prior to its raw parameters, which are the anchor: the network's are added. Other types.
-        given: the parameter that is the prior's own.
+            parameters there. Without it raw parameters are the prior's, and the network's are added.
+        vector: whether there is one parameter, a vector.
+        given: a parameter that is the prior's own.
         layout_type: of values as elements.
     """
 
-    make: type
-    num_params: int | None
-    parameters: Callable[..., Mapping[str, Tensor]]
-    start: Callable[[Tensor, Tensor], Parts] | None = None
-    of_prior: Callable[[Any], Parts] | None = None
+    make: Callable[..., Any]
+    links: Mapping[str, Link]
+    start: Callable[[Tensor, Tensor], RawParameters] | None = None
+    vector: bool = False
     given: str | None = None
     layout_type: type[Layout] = Layout
 
 
-class DistributionType(NamedTuple):
-    """A row of the table; what is left out is not known.
+class Row(NamedTuple):
+    """What is known of a type; what is left out is not.
 
     Attributes:
         anchor: location and scale of ``bijection_to(support).inv(x)``, its mean and standard deviation where these
@@ -69,14 +65,14 @@ class DistributionType(NamedTuple):
         hard: whether the model sees hard values of a relaxed variable, which no factor of that type would give.
     """
 
-    anchor: Callable[[Any], tuple[Tensor, Tensor]] | None = None
+    anchor: Callable[[Any], Anchor] | None = None
     own: OwnType | None = None
     normal: bool = False
     classes: bool = False
     hard: bool = False
 
 
-def type_of(prior: Distribution) -> DistributionType:
+def type_of(prior: td.Distribution) -> Row:
     """Returns the row of a distribution, found below its wrappers; an empty one if it has none.
 
     Example:
@@ -86,150 +82,132 @@ def type_of(prior: Distribution) -> DistributionType:
     return next((TYPES[kind] for kind in type(innermost(prior)).__mro__ if kind in TYPES), _UNKNOWN)
 
 
-# Logarithms of Gamma variables --------------------------------------------------------------------------------------
+# Real -----------------------------------------------------------------------------------------------------------------
 
 
-def _log_gamma(concentration: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and variance of the logarithm of a standard Gamma variable."""
-    # Below 0.01 such a variable underflows in single precision anyway.
-    concentration = concentration.clamp(min=0.01)
-    return concentration.digamma(), torch.polygamma(1, concentration)
+def _loc_and_scale(prior: Any) -> Anchor:
+    return prior.loc, prior.scale
 
 
-def _log_ratio(concentration1: Tensor, concentration0: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and standard deviation of the log ratio of two standard Gamma variables (a logit-Beta)."""
-    mean1, variance1 = _log_gamma(concentration1)
-    mean0, variance0 = _log_gamma(concentration0)
-    return mean1 - mean0, (variance1 + variance0).sqrt()
+def _location_scale(make: Callable, *, deviation: float, mean: float = 0.0, median: float = 0.0) -> Row:
+    """Returns the row of a type with location and scale, by the numbers of its standard form; `start` at the median."""
+
+    def start(value: Tensor, scale: Tensor) -> RawParameters:
+        own = scale / deviation
+        return value - median * own, raw_positive(own)
+
+    return Row(
+        lambda prior: (prior.loc + mean * prior.scale, prior.scale * deviation),
+        OwnType(make, {"loc": REAL, "scale": POSITIVE}, start),
+    )
 
 
-def _gamma_anchor(prior: Any) -> tuple[Tensor, Tensor]:
-    mean, variance = _log_gamma(prior.concentration)
-    return mean - log(prior.rate), variance.sqrt()
+def _student_t_start(value: Tensor, scale: Tensor) -> RawParameters:
+    """Location and scale at the given ones, ten degrees of freedom."""
+    return torch.full_like(value, math.log(10.0)), value, raw_positive(scale)
 
 
-def _gamma_start(value: Tensor, scale: Tensor) -> Parts:
+def _von_mises_anchor(prior: Any) -> Anchor:
+    # The circular standard deviation, between that of the tangent Normal and that of a uniform angle.
+    concentration = prior.concentration
+    ratio = torch.special.i1e(concentration) / torch.special.i0e(concentration)
+    tiny = torch.finfo(ratio.dtype).tiny
+    circular = (-2 * log(ratio)).clamp(min=tiny).sqrt()
+    scale = torch.maximum(circular, concentration.clamp(min=tiny).rsqrt())
+    return prior.loc, scale.clamp(max=_PI / math.sqrt(3.0))
+
+
+def _von_mises_start(value: Tensor, scale: Tensor) -> RawParameters:
+    """Circular mean at the value, concentration 1 / scale^2."""
+    return value, raw_positive(scale.square().reciprocal())
+
+
+# Far above this, torch's rejection sampler does not end.
+_CONCENTRATION = Link(lambda raw: positive(raw.clamp(max=math.log(1e6))), log)
+
+
+# Positive -------------------------------------------------------------------------------------------------------------
+
+
+def _log_ratio(one: Tensor, zero: Tensor | None = None, shift: float | Tensor = 0.0) -> Anchor:
+    """Returns mean and standard deviation of a shift plus the log ratio of standard Gamma variables, or one's log."""
+    one = one.clamp(min=0.01)  # below, such a variable underflows in single precision anyway
+    mean, variance = one.digamma(), torch.polygamma(1, one)
+    if zero is not None:
+        zero = zero.clamp(min=0.01)
+        mean, variance = mean - zero.digamma(), variance + torch.polygamma(1, zero)
+    return mean + shift, variance.sqrt()
+
+
+def _gamma_anchor(prior: Any) -> Anchor:
+    return _log_ratio(prior.concentration, shift=-log(prior.rate))
+
+
+def _inverse_gamma_anchor(prior: Any) -> Anchor:
+    mean, scale = _gamma_anchor(prior)
+    return -mean, scale
+
+
+def _gamma(concentration: Tensor, mean: Tensor, **options: Any) -> td.Distribution:
+    return dist.Gamma(concentration, concentration / mean, **options)
+
+
+def _inverse_gamma(concentration: Tensor, center: Tensor, **options: Any) -> td.Distribution:
+    return dist.InverseGamma(concentration, concentration * center, **options)
+
+
+def _gamma_start(value: Tensor, scale: Tensor) -> RawParameters:
     """Mean at the value, standard deviation of the logarithm at the scale (trigamma(a) is about 1/a + 1/(2 a^2))."""
     square = scale.square()
     return raw_positive((1 + (1 + 2 * square).sqrt()) / (2 * square)), raw_positive(value)
 
 
-def _inverse_gamma_anchor(prior: Any) -> tuple[Tensor, Tensor]:
-    mean, variance = _log_gamma(prior.concentration)
-    return log(prior.rate) - mean, variance.sqrt()
+def _scale_only(make: Callable, *, log_mean: float, log_deviation: float, median: float) -> Row:
+    """Returns the row of a type with a scale only, by the numbers of its standard form."""
+    return Row(
+        lambda prior: (log(prior.scale) + log_mean, torch.full_like(prior.scale, log_deviation)),
+        OwnType(make, {"scale": POSITIVE}, _median_at_value(median)),
+    )
 
 
-def _beta_anchor(prior: Any) -> tuple[Tensor, Tensor]:
-    return _log_ratio(prior.concentration1, prior.concentration0)
-
-
-def _beta_parameters(logit: Tensor, log_total: Tensor) -> dict[str, Tensor]:
-    logsigmoid = torch.nn.functional.logsigmoid
-    return {
-        "concentration1": positive(log_total + logsigmoid(logit)),
-        "concentration0": positive(log_total + logsigmoid(-logit)),
-    }
-
-
-def _beta_start(value: Tensor, scale: Tensor) -> Parts:
-    """Mean at the value, standard deviation of the logit near the scale."""
-    return value.logit(), raw_positive(1 / (scale.square() * value * (1 - value)))
-
-
-def _pareto_anchor(prior: Any) -> tuple[Tensor, Tensor]:
-    # x - scale over scale is the ratio of Gamma(1) and Gamma(alpha) variables.
-    mean, scale = _log_ratio(torch.ones_like(prior.alpha), prior.alpha)
-    return mean + log(prior.scale), scale
-
-
-def _fisher_snedecor_anchor(prior: Any) -> tuple[Tensor, Tensor]:
-    mean, scale = _log_ratio(prior.df1 / 2, prior.df2 / 2)
-    return mean + log(prior.df2) - log(prior.df1), scale
-
-
-def _dirichlet_anchor(prior: Any) -> tuple[Tensor, Tensor]:
-    # Stick k is Beta(a_k, sum of the later a); torch shifts its logit by the log of the number of later entries.
-    concentration = prior.concentration
-    later = concentration.flip(-1).cumsum(-1).flip(-1)[..., 1:]
-    mean, scale = _log_ratio(concentration[..., :-1], later)
-    count = torch.arange(concentration.shape[-1] - 1, 0, -1, dtype=mean.dtype, device=mean.device)
-    return mean + count.log(), scale
-
-
-def _dirichlet_start(value: Tensor, scale: Tensor) -> Parts:
-    """Mean at the value, total concentration by the mean over entries of the Beta rule."""
-    total = (1 / (value * (1 - value)).clamp(min=torch.finfo(value.dtype).eps)).mean(-1) / scale.square()
-    return (raw_positive(value * total.unsqueeze(-1)),)
-
-
-def _lkj_anchor(prior: Any) -> tuple[Tensor, Tensor]:
-    # Partial correlations in column j are 2 Beta(b, b) - 1 with b = concentration + (dim - 2 - j) / 2, by the density;
-    # torch's sampler departs from it above dim 2.
-    column = torch.tril_indices(prior.dim, prior.dim, -1, device=prior.concentration.device)[1]
-    b = prior.concentration.unsqueeze(-1) + 0.5 * (prior.dim - 2 - column)
-    return torch.zeros_like(b), 0.5 * _log_ratio(b, b)[1]
-
-
-# Locations and scales -----------------------------------------------------------------------------------------------
-
-
-def _loc_and_scale(prior: Any) -> tuple[Tensor, Tensor]:
-    return prior.loc, prior.scale
-
-
-def _location_scale(
-    make: type, *, deviation: float, mean: float = 0.0, median: float = 0.0
-) -> DistributionType:
-    """Returns the row of a type with location and scale, by the numbers of its standard form; `start` at the median."""
-
-    def anchor(prior: Any) -> tuple[Tensor, Tensor]:
-        return prior.loc + mean * prior.scale, prior.scale * deviation
-
-    def parameters(loc: Tensor, raw: Tensor) -> dict[str, Tensor]:
-        return {"loc": loc, "scale": positive(raw)}
-
-    def start(value: Tensor, scale: Tensor) -> Parts:
-        own = scale / deviation
-        return value - median * own, raw_positive(own)
-
-    return DistributionType(anchor, OwnType(make, 2, parameters, start))
-
-
-def _scale_only(
-    make: type, *, log_mean: float, log_deviation: float, median: float
-) -> DistributionType:
-    """Returns the row of a positive type with a scale only, by the numbers of its standard form."""
-
-    def anchor(prior: Any) -> tuple[Tensor, Tensor]:
-        return log(prior.scale) + log_mean, torch.full_like(prior.scale, log_deviation)
-
-    def parameters(raw: Tensor) -> dict[str, Tensor]:
-        return {"scale": positive(raw)}
-
-    return DistributionType(anchor, OwnType(make, 1, parameters, _median_at_value(median)))
-
-
-def _median_at_value(median: float) -> Callable[[Tensor, Tensor], Parts]:
-    """Returns the start of a positive type with one parameter, by the median of its standard form."""
+def _median_at_value(median: float) -> Callable[[Tensor, Tensor], RawParameters]:
+    """Returns the start of a type with one parameter, by the median of its standard form."""
     return lambda value, scale: (raw_positive(value * (1 / median)),)
 
 
-def _exponential_anchor(prior: Any) -> tuple[Tensor, Tensor]:
+def _exponential_anchor(prior: Any) -> Anchor:
     return -_EULER - log(prior.rate), torch.full_like(prior.rate, _PI / math.sqrt(6.0))
 
 
-def _weibull_anchor(prior: Any) -> tuple[Tensor, Tensor]:
+def _weibull_anchor(prior: Any) -> Anchor:
     spread = prior.concentration.reciprocal()
     return log(prior.scale) - _EULER * spread, spread * (_PI / math.sqrt(6.0))
 
 
-def _weibull_start(value: Tensor, scale: Tensor) -> Parts:
+def _weibull_start(value: Tensor, scale: Tensor) -> RawParameters:
     """Median at the value, standard deviation of the logarithm at the scale."""
     concentration = _PI / math.sqrt(6.0) / scale
     return raw_positive(value) - math.log(_LOG_TWO) / concentration, raw_positive(concentration)
 
 
-def _kumaraswamy_start(value: Tensor, scale: Tensor) -> Parts:
+# Bounded --------------------------------------------------------------------------------------------------------------
+
+
+def _beta_anchor(prior: Any) -> Anchor:
+    return _log_ratio(prior.concentration1, prior.concentration0)
+
+
+def _beta(logit: Tensor, log_total: Tensor, **options: Any) -> td.Distribution:
+    one, zero = positive(log_total + logsigmoid(logit)), positive(log_total + logsigmoid(-logit))
+    return dist.Beta(one, zero, **options)
+
+
+def _beta_start(value: Tensor, scale: Tensor) -> RawParameters:
+    """Mean at the value, standard deviation of the logit near the scale."""
+    return value.logit(), raw_positive(1 / (scale.square() * value * (1 - value)))
+
+
+def _kumaraswamy_start(value: Tensor, scale: Tensor) -> RawParameters:
     """Median at the value, logit spread near the scale.
 
     With w = 2^(-1/b) the median is (1 - w)^(1/a), and the density of the logit there is
@@ -246,117 +224,71 @@ def _kumaraswamy_start(value: Tensor, scale: Tensor) -> Parts:
     return raw_positive(a.gather(-1, best).squeeze(-1)), grid[best.squeeze(-1)]
 
 
-def _student_t_start(value: Tensor, scale: Tensor) -> Parts:
-    """Location and scale at the given ones, ten degrees of freedom."""
-    return torch.full_like(value, math.log(10.0)), value, raw_positive(scale)
-
-
-def _multivariate_student_t_anchor(prior: Any) -> tuple[Tensor, Tensor]:
-    return prior.loc, prior.scale_tril.square().sum(-1).sqrt()
-
-
-def _von_mises_anchor(prior: Any) -> tuple[Tensor, Tensor]:
-    # The circular standard deviation, between that of the tangent Normal and that of a uniform angle.
+def _dirichlet_anchor(prior: Any) -> Anchor:
+    # Stick k is Beta(a_k, sum of the later a); torch shifts its logit by the log of the number of later entries.
     concentration = prior.concentration
-    ratio = torch.special.i1e(concentration) / torch.special.i0e(concentration)
-    tiny = torch.finfo(ratio.dtype).tiny
-    circular = (-2 * log(ratio)).clamp(min=tiny).sqrt()
-    scale = torch.maximum(circular, concentration.clamp(min=tiny).rsqrt())
-    return prior.loc, scale.clamp(max=_PI / math.sqrt(3.0))
+    later = concentration.flip(-1).cumsum(-1).flip(-1)[..., 1:]
+    count = torch.arange(later.shape[-1], 0, -1, dtype=later.dtype, device=later.device)
+    return _log_ratio(concentration[..., :-1], later, count.log())
 
 
-def _von_mises_parameters(loc: Tensor, raw: Tensor) -> dict[str, Tensor]:
-    # Far above this, torch's rejection sampler does not end.
-    return {"loc": loc, "concentration": positive(raw.clamp(max=math.log(1e6)))}
+def _dirichlet_start(value: Tensor, scale: Tensor) -> RawParameters:
+    """Mean at the value, total concentration by the mean over entries of the Beta rule."""
+    total = (1 / (value * (1 - value)).clamp(min=torch.finfo(value.dtype).eps)).mean(-1) / scale.square()
+    return (raw_positive(value * total.unsqueeze(-1)),)
 
 
-def _von_mises_start(value: Tensor, scale: Tensor) -> Parts:
-    """Circular mean at the value, concentration 1 / scale^2."""
-    return value, raw_positive(scale.square().reciprocal())
+def _lkj_anchor(prior: Any) -> Anchor:
+    # Partial correlations in column j are 2 Beta(b, b) - 1 with b = concentration + (dim - 2 - j) / 2, by the density;
+    # torch's sampler departs from it above dim 2.
+    column = torch.tril_indices(prior.dim, prior.dim, -1, device=prior.concentration.device)[1]
+    b = prior.concentration.unsqueeze(-1) + 0.5 * (prior.dim - 2 - column)
+    return torch.zeros_like(b), 0.5 * _log_ratio(b, b)[1]
 
 
-def _uniform_anchor(prior: Any) -> tuple[Tensor, Tensor]:
-    return torch.zeros_like(prior.low), torch.full_like(prior.low, _PI / math.sqrt(3.0))
+# The table ------------------------------------------------------------------------------------------------------------
 
 
-# Discrete types -----------------------------------------------------------------------------------------------------
+def _discrete(make: Callable, *, classes: bool = False, layout_type: type[Layout] = DiscreteLayout, **options) -> Row:
+    """Returns the row of a discrete type, or of its relaxation; by its logits unless ``links`` are given."""
+    options = {"links": {"logits": REAL}, **options}
+    return Row(own=OwnType(make, layout_type=layout_type, **options), classes=classes)
 
 
-def _by_logits(make: type, num_params: int | None, **options: Any) -> OwnType:
-    """Returns the own type of a discrete distribution, or of its relaxation, whose raw parameters are the logits."""
-
-    def parameters(logits: Tensor) -> dict[str, Tensor]:
-        return {"logits": logits}
-
-    return OwnType(make, num_params, parameters, of_prior=lambda prior: (prior.logits,), **options)
+def _gamma_poisson(concentration: Tensor, rate: Tensor, **options: Any) -> td.Distribution:
+    return dist.NegativeBinomial(concentration, logits=-rate.log(), **options)
 
 
-def _negative_binomial(of_prior: Callable[[Any], Parts]) -> DistributionType:
-    def parameters(log_count: Tensor, logits: Tensor) -> dict[str, Tensor]:
-        return {"total_count": positive(log_count), "logits": logits}
-
-    return DistributionType(own=OwnType(dist.NegativeBinomial, 2, parameters, of_prior=of_prior))
-
-
-# The table ----------------------------------------------------------------------------------------------------------
-
-_UNKNOWN = DistributionType()
-_NORMAL = DistributionType(_loc_and_scale, normal=True)
-_MULTIVARIATE_NORMAL = DistributionType(lambda prior: (prior.loc, prior.variance.sqrt()), normal=True)
-_INVERSE_GAMMA = DistributionType(
-    _inverse_gamma_anchor,
-    OwnType(
-        dist.InverseGamma,
-        2,
-        lambda a, center: {"concentration": positive(a), "rate": positive(a) * positive(center)},
-        _gamma_start,
-    ),
+_UNKNOWN = Row()
+_NORMAL = Row(_loc_and_scale, normal=True)
+_MULTIVARIATE_NORMAL = Row(lambda prior: (prior.loc, prior.variance.sqrt()), normal=True)
+_INVERSE_GAMMA = Row(
+    _inverse_gamma_anchor, OwnType(_inverse_gamma, {"concentration": POSITIVE, "center": POSITIVE}, _gamma_start)
 )
 
-TYPES: dict[type, DistributionType] = {
-    # real
+TYPES: dict[type, Row] = {
     td.Normal: _NORMAL,
     td.MultivariateNormal: _MULTIVARIATE_NORMAL,
     td.LowRankMultivariateNormal: _MULTIVARIATE_NORMAL,
     td.Laplace: _location_scale(dist.Laplace, deviation=math.sqrt(2.0)),
     dist.Logistic: _location_scale(dist.Logistic, deviation=_PI / math.sqrt(3.0)),
-    td.Cauchy: _location_scale(dist.Cauchy, deviation=1.0),
     td.Gumbel: _location_scale(
         dist.Gumbel, deviation=_PI / math.sqrt(6.0), mean=_EULER, median=-math.log(_LOG_TWO)
     ),
-    td.StudentT: DistributionType(
-        _loc_and_scale,
-        OwnType(
-            dist.StudentT,
-            3,
-            lambda log_df, loc, raw: {"df": positive(log_df), "loc": loc, "scale": positive(raw)},
-            _student_t_start,
-        ),
+    td.Cauchy: _location_scale(dist.Cauchy, deviation=1.0),
+    td.StudentT: Row(
+        _loc_and_scale, OwnType(dist.StudentT, {"df": POSITIVE, "loc": REAL, "scale": POSITIVE}, _student_t_start)
     ),
-    dist.MultivariateStudentT: DistributionType(_multivariate_student_t_anchor),
-    td.VonMises: DistributionType(
-        _von_mises_anchor, OwnType(StableVonMises, 2, _von_mises_parameters, _von_mises_start)
+    dist.MultivariateStudentT: Row(lambda prior: (prior.loc, prior.scale_tril.square().sum(-1).sqrt())),
+    td.VonMises: Row(
+        _von_mises_anchor, OwnType(StableVonMises, {"loc": REAL, "concentration": _CONCENTRATION}, _von_mises_start)
     ),
-    # positive
     td.LogNormal: _NORMAL,
-    td.Gamma: DistributionType(
-        _gamma_anchor,
-        OwnType(
-            dist.Gamma,
-            2,
-            lambda a, mean: {"concentration": positive(a), "rate": positive(a) / positive(mean)},
-            _gamma_start,
-        ),
-    ),
-    td.Chi2: DistributionType(
-        _gamma_anchor, OwnType(dist.Chi2, 1, lambda raw: {"df": positive(raw)}, _median_at_value(1.0))
-    ),
+    td.Gamma: Row(_gamma_anchor, OwnType(_gamma, {"concentration": POSITIVE, "mean": POSITIVE}, _gamma_start)),
+    td.Chi2: Row(_gamma_anchor, OwnType(dist.Chi2, {"df": POSITIVE}, _median_at_value(1.0))),
     td.InverseGamma: _INVERSE_GAMMA,
     dist.InverseGamma: _INVERSE_GAMMA,
-    td.Exponential: DistributionType(
-        _exponential_anchor,
-        OwnType(dist.Exponential, 1, lambda raw: {"rate": positive(-raw)}, _median_at_value(_LOG_TWO)),
-    ),
+    td.Exponential: Row(_exponential_anchor, OwnType(dist.Exponential, {"rate": RATE}, _median_at_value(_LOG_TWO))),
     td.HalfNormal: _scale_only(
         dist.HalfNormal,
         log_mean=-0.5 * (_EULER + _LOG_TWO),
@@ -364,67 +296,44 @@ TYPES: dict[type, DistributionType] = {
         median=0.6744897501960817,
     ),
     td.HalfCauchy: _scale_only(dist.HalfCauchy, log_mean=0.0, log_deviation=_PI / 2, median=1.0),
-    td.Weibull: DistributionType(
-        _weibull_anchor,
-        OwnType(
-            dist.Weibull, 2, lambda raw, a: {"scale": positive(raw), "concentration": positive(a)}, _weibull_start
-        ),
+    td.Weibull: Row(
+        _weibull_anchor, OwnType(dist.Weibull, {"scale": POSITIVE, "concentration": POSITIVE}, _weibull_start)
     ),
-    td.Pareto: DistributionType(_pareto_anchor),
-    td.FisherSnedecor: DistributionType(_fisher_snedecor_anchor),
-    # bounded
-    td.Uniform: DistributionType(_uniform_anchor),
-    td.Beta: DistributionType(
-        _beta_anchor, OwnType(dist.Beta, 2, _beta_parameters, _beta_start)
+    # Over its scale, less 1, it is the ratio of Gamma(1) and Gamma(alpha) variables.
+    td.Pareto: Row(lambda prior: _log_ratio(torch.ones_like(prior.alpha), prior.alpha, log(prior.scale))),
+    td.FisherSnedecor: Row(
+        lambda prior: _log_ratio(prior.df1 / 2, prior.df2 / 2, log(prior.df2) - log(prior.df1))
     ),
-    dist.AffineBeta: DistributionType(_beta_anchor),
-    td.Kumaraswamy: DistributionType(
+    td.Uniform: Row(lambda prior: (torch.zeros_like(prior.low), torch.full_like(prior.low, _PI / math.sqrt(3.0)))),
+    td.Beta: Row(_beta_anchor, OwnType(_beta, {"logit": REAL, "log_total": REAL}, _beta_start)),
+    dist.AffineBeta: Row(_beta_anchor),
+    td.Kumaraswamy: Row(
         own=OwnType(
-            StableKumaraswamy,
-            2,
-            lambda a, b: {"concentration1": positive(a), "concentration0": positive(b)},
-            _kumaraswamy_start,
+            StableKumaraswamy, {"concentration1": POSITIVE, "concentration0": POSITIVE}, _kumaraswamy_start
         )
     ),
-    td.Dirichlet: DistributionType(
-        _dirichlet_anchor,
-        OwnType(dist.Dirichlet, None, lambda raw: {"concentration": positive(raw)}, _dirichlet_start),
+    td.Dirichlet: Row(
+        _dirichlet_anchor, OwnType(dist.Dirichlet, {"concentration": POSITIVE}, _dirichlet_start, vector=True)
     ),
-    td.LKJCholesky: DistributionType(_lkj_anchor),
-    # discrete
-    td.Bernoulli: DistributionType(own=_by_logits(dist.Bernoulli, 1)),
-    td.Categorical: DistributionType(own=_by_logits(dist.Categorical, None), classes=True),
-    td.OneHotCategorical: DistributionType(own=_by_logits(dist.OneHotCategorical, None)),
-    td.OneHotCategoricalStraightThrough: DistributionType(
-        own=_by_logits(dist.OneHotCategoricalStraightThrough, None)
+    td.LKJCholesky: Row(_lkj_anchor),
+    td.Bernoulli: _discrete(dist.Bernoulli),
+    td.Categorical: _discrete(dist.Categorical, vector=True, classes=True),
+    td.OneHotCategorical: _discrete(dist.OneHotCategorical, vector=True),
+    td.OneHotCategoricalStraightThrough: _discrete(dist.OneHotCategoricalStraightThrough, vector=True),
+    td.Geometric: _discrete(dist.Geometric),
+    td.Poisson: _discrete(dist.Poisson, links={"rate": POSITIVE}),
+    td.NegativeBinomial: _discrete(dist.NegativeBinomial, links={"total_count": POSITIVE, "logits": REAL}),
+    dist.GammaPoisson: _discrete(_gamma_poisson, links={"concentration": POSITIVE, "rate": RATE}),
+    td.Binomial: _discrete(dist.Binomial, given="total_count"),
+    dist.BetaBinomial: _discrete(
+        dist.BetaBinomial,
+        links={"concentration1": POSITIVE, "concentration0": POSITIVE},
+        given="total_count",
     ),
-    td.Geometric: DistributionType(own=_by_logits(dist.Geometric, 1)),
-    td.Binomial: DistributionType(own=_by_logits(dist.Binomial, 1, given="total_count")),
-    dist.BetaBinomial: DistributionType(
-        own=OwnType(
-            dist.BetaBinomial,
-            2,
-            lambda one, zero: {"concentration1": positive(one), "concentration0": positive(zero)},
-            of_prior=lambda prior: (log(prior.concentration1), log(prior.concentration0)),
-            given="total_count",
-        )
+    td.RelaxedBernoulli: _discrete(LogisticElements, given="temperature", layout_type=UnconstrainedLayout),
+    td.RelaxedOneHotCategorical: _discrete(
+        ExpRelaxedElements, vector=True, given="temperature", layout_type=LogLayout
     ),
-    td.Poisson: DistributionType(
-        own=OwnType(
-            dist.Poisson, 1, lambda raw: {"rate": positive(raw)}, of_prior=lambda prior: (log(prior.rate),)
-        )
-    ),
-    td.NegativeBinomial: _negative_binomial(
-        lambda prior: (log(prior.total_count), prior.logits)
-    ),
-    dist.GammaPoisson: _negative_binomial(lambda prior: (log(prior.concentration), -log(prior.rate))),
-    # relaxed
-    td.RelaxedBernoulli: DistributionType(
-        own=_by_logits(LogisticElements, 1, given="temperature", layout_type=UnconstrainedLayout)
-    ),
-    td.RelaxedOneHotCategorical: DistributionType(
-        own=_by_logits(ExpRelaxedElements, None, given="temperature", layout_type=LogLayout)
-    ),
-    dist.RelaxedBernoulliStraightThrough: DistributionType(hard=True),
-    dist.RelaxedOneHotCategoricalStraightThrough: DistributionType(hard=True),
+    dist.RelaxedBernoulliStraightThrough: Row(hard=True),
+    dist.RelaxedOneHotCategoricalStraightThrough: Row(hard=True),
 }

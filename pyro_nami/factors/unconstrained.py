@@ -15,12 +15,18 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_nami.factors.anchors import location_and_scale
-from pyro_nami.factors.bent import FlowElements, SinhArcsinhElements
 from pyro_nami.factors.distributions import ParallelDistribution
-from pyro_nami.factors.elements import CoupledElements, Elements, MixtureElements, NormalElements
-from pyro_nami.factors.family import Family, finite
+from pyro_nami.factors.elements import Elements, LogisticElements
+from pyro_nami.factors.family import Family
+from pyro_nami.factors.layout import finite
 from pyro_nami.factors.links import raw_scale, relative_scale
-from pyro_nami.factors.relaxed import LogisticElements
+from pyro_nami.factors.normals import (
+    CoupledElements,
+    FlowElements,
+    MixtureElements,
+    NormalElements,
+    SinhArcsinhElements,
+)
 
 __all__ = [
     "FlowFamily",

@@ -7,7 +7,7 @@ import torch
 from torch.distributions import MultivariateNormal, constraints
 
 from pyro_nami.factors.distributions import ParallelDistribution
-from pyro_nami.factors.elements import CoupledElements
+from pyro_nami.factors.normals import CoupledElements
 from pyro_nami.factors.layout import UnconstrainedLayout
 
 
