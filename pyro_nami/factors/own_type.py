@@ -13,7 +13,7 @@ from torch.distributions import Distribution
 from pyro_nami.factors.elements import Elements, OwnElements
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.layout import DiscreteLayout
-from pyro_nami.factors.types import TYPES, OwnType
+from pyro_nami.factors.types import TYPES, Row
 from pyro_nami.factors.wrappers import innermost, through_wrappers
 
 __all__ = ["AdditiveFamily", "OwnTypeFamily"]
@@ -40,59 +40,57 @@ class OwnTypeFamily(Family):
 
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
         leaf: Any = innermost(prior)
-        kind = next((kind for kind in type(leaf).__mro__ if kind in TYPES and TYPES[kind].own), None)
+        kind = next((kind for kind in type(leaf).__mro__ if kind in TYPES and TYPES[kind].make), None)
         if kind is None:
-            known = ", ".join(sorted({kind.__name__ for kind, row in TYPES.items() if row.own and row.own.start}))
+            known = ", ".join(sorted({kind.__name__ for kind, row in TYPES.items() if row.start}))
             raise NotImplementedError(
                 f'Expected at site "{name}" one of the types {known} for the family "match"; got '
                 f'{type(leaf).__name__}. Give the site the family "normal", or add one with register_family.'
             )
         self._kind = kind  # the key, not the row: functions in it do not pickle
-        self.num_params = (leaf.event_shape or leaf.logits.shape)[-1] if self._own.vector else len(self._own.links)
+        self.num_params = (leaf.event_shape or leaf.logits.shape)[-1] if self._row.vector else len(self._row.links)
         self.has_rsample = leaf.has_rsample
-        self.layout_type = functools.partial(self._own.layout_type, **self._layout_options(leaf))
+        self.layout_type = functools.partial(self._row.layout_type, element_ndims=len(leaf.event_shape))
+        if leaf.support.is_discrete:
+            num_classes = self.num_params if self._row.classes else None
+            dtype = self._raw_of(leaf).dtype
+            self.layout_type = functools.partial(
+                DiscreteLayout, element_ndims=len(leaf.event_shape), num_classes=num_classes, dtype=dtype
+            )
         super().__init__(name, prior, value)
         self.num_features = self.layout.num_features
-
-    def _layout_options(self, leaf: Any) -> dict[str, Any]:
-        options: dict[str, Any] = {"element_ndims": len(leaf.event_shape)}
-        if self._own.layout_type is DiscreteLayout:
-            num_classes = self.num_params if TYPES[self._kind].classes else None
-            options.update(num_classes=num_classes, dtype=self._raw_of(leaf).dtype)
-        return options
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         elements = self.layout.elements(value)
         shape = elements.shape[: elements.dim() - len(self.layout.element_shape)]
         scale = torch.as_tensor(scale, dtype=value.dtype, device=value.device).expand(shape)
-        assert self._own.start is not None
-        return self._stacked(self._own.start(elements, scale))
+        assert self._row.start is not None
+        return self._stacked(self._row.start(elements, scale))
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return self._make(params)
 
     def _make(self, params: Tensor, *given: Tensor) -> Elements:
-        own = self._own
-        raw = [params] if own.vector else params.unbind(-1)
-        parameters = {name: link.of_raw(part) for (name, link), part in zip(own.links.items(), raw)}
-        if own.given is not None:
-            (parameters[own.given],) = given
-        if isinstance(own.make, type) and issubclass(own.make, Elements):
-            return own.make(**parameters)
-        return OwnElements(own.make(**parameters, validate_args=False))
+        row = self._row
+        raw = [params] if row.vector else params.unbind(-1)
+        parameters = {name: link.of_raw(part) for (name, link), part in zip(row.links.items(), raw)}
+        if row.given is not None:
+            (parameters[row.given],) = given
+        assert row.make is not None
+        if isinstance(row.make, type) and issubclass(row.make, Elements):
+            return row.make(**parameters)
+        return OwnElements(row.make(**parameters, validate_args=False))  # type: ignore[call-arg, arg-type]
 
     def _raw_of(self, leaf: Any) -> Tensor:
         """Returns the raw parameters ``(*batch, k)`` of a distribution of this type."""
-        return self._stacked([link.raw_of(getattr(leaf, name)) for name, link in self._own.links.items()])
+        return self._stacked([link.raw_of(getattr(leaf, name)) for name, link in self._row.links.items()])
 
     def _stacked(self, raw: Sequence[Tensor]) -> Tensor:
-        return raw[0] if self._own.vector else torch.stack(torch.broadcast_tensors(*raw), -1)
+        return raw[0] if self._row.vector else torch.stack(torch.broadcast_tensors(*raw), -1)
 
     @property
-    def _own(self) -> OwnType:
-        own = TYPES[self._kind].own
-        assert own is not None
-        return own
+    def _row(self) -> Row:
+        return TYPES[self._kind]
 
 
 class AdditiveFamily(OwnTypeFamily):
@@ -105,7 +103,7 @@ class AdditiveFamily(OwnTypeFamily):
 
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
         super().__init__(name, prior, value)
-        self.varies = self.varies or self._own.given is not None
+        self.varies = self.varies or self._row.given is not None
         with torch.no_grad():
             raw = self._raw(prior)
             self._start = raw.reshape((-1,) + raw.shape[-2:]).mean(0)
@@ -144,7 +142,7 @@ class AdditiveFamily(OwnTypeFamily):
 
     def _given(self, prior: Distribution) -> Tensor | None:
         """Returns what the factor takes over from the prior as it is, ``(*batch, E, 1)``."""
-        name = self._own.given
+        name = self._row.given
         if name is None:
             return None
         given = through_wrappers(prior, lambda leaf: torch.as_tensor(getattr(leaf, name)).expand(leaf.batch_shape))

@@ -104,7 +104,7 @@ def _needs_continuous(factory: FamilyFactory) -> bool:
 
 def _default(name: str, prior: Distribution, value: Tensor) -> Family:
     row = type_of(prior)
-    if row.own and not row.own.start:
+    if row.make and not row.start:
         return AdditiveFamily(name, prior, value)
     if row.hard or _is_discrete(prior):
         raise NotImplementedError
@@ -115,11 +115,11 @@ def _default(name: str, prior: Distribution, value: Tensor) -> Family:
 
 def _match(name: str, prior: Distribution, value: Tensor) -> Family:
     row, leaf = type_of(prior), innermost(prior)
-    if row.own and not row.own.start:
+    if row.make and not row.start:
         return AdditiveFamily(name, prior, value)
     if _is_discrete(prior):
         raise _unsupported(name, prior)
-    if row.own is None and isinstance(leaf, TransformedDistribution) and location_and_scale(leaf) is not None:
+    if row.make is None and isinstance(leaf, TransformedDistribution) and location_and_scale(leaf) is not None:
         row = type_of(leaf.base_dist)
     return (NormalFamily if row.normal else OwnTypeFamily)(name, prior, value)
 

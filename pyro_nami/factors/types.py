@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pyro_nami.factors.elements import ExpRelaxedElements, LogisticElements, StableKumaraswamy, StableVonMises
-from pyro_nami.factors.layout import DiscreteLayout, Layout, LogLayout, UnconstrainedLayout
+from pyro_nami.factors.layout import Layout, LogLayout, UnconstrainedLayout
 from pyro_nami.factors.links import POSITIVE, RATE, REAL, Link, log, positive, raw_positive
 from pyro_nami.factors.wrappers import innermost
 
-__all__ = ["TYPES", "OwnType", "Row", "type_of"]
+__all__ = ["TYPES", "Row", "type_of"]
 
 _EULER = 0.5772156649015329
 _LOG_TWO = math.log(2.0)
@@ -32,41 +32,33 @@ Anchor = tuple[Tensor, Tensor]
 RawParameters = tuple[Tensor, ...]
 
 
-class OwnType(NamedTuple):
-    """A factor of the model's own type, by raw parameters ``(*batch, E)``; of a vector, by one, ``(*batch, E, k)``.
+class Row(NamedTuple):
+    """What is known of a type; what is left out is not.
+
+    Raw parameters are tensors ``(*batch, E)``, one for each link; of a vector, there is one, ``(*batch, E, k)``.
 
     Attributes:
-        make: a distribution, or `Elements`, from parameters by name.
+        anchor: location and scale of ``bijection_to(support).inv(x)``, its mean and standard deviation where these
+            exist, as functions of the parameters: gradients flow.
+        make: a factor of the model's own type (a distribution or `Elements`), from parameters by name.
         links: name of a parameter -> its link function.
         start: an element's value ``(*batch, E, *element)`` and scale ``(*batch, E)`` in unconstrained space to raw
             parameters there. Without it raw parameters are the prior's, and the network's are added.
         vector: whether there is one parameter, a vector.
         given: a parameter that is the prior's own.
-        layout_type: of values as elements.
-    """
-
-    make: Callable[..., Any]
-    links: Mapping[str, Link]
-    start: Callable[[Tensor, Tensor], RawParameters] | None = None
-    vector: bool = False
-    given: str | None = None
-    layout_type: type[Layout] = Layout
-
-
-class Row(NamedTuple):
-    """What is known of a type; what is left out is not.
-
-    Attributes:
-        anchor: location and scale of ``bijection_to(support).inv(x)``, its mean and standard deviation where these
-            exist, as functions of the parameters: gradients flow.
-        own: the factor of the model's own type.
+        layout_type: of continuous values as elements.
         normal: whether it is a Normal in unconstrained space, so that this is its own type.
         classes: whether its values are classes, which its support does not tell.
         hard: whether the model sees hard values of a relaxed variable, which no factor of that type would give.
     """
 
     anchor: Callable[[Any], Anchor] | None = None
-    own: OwnType | None = None
+    make: Callable[..., Any] | None = None
+    links: Mapping[str, Link] = {}
+    start: Callable[[Tensor, Tensor], RawParameters] | None = None
+    vector: bool = False
+    given: str | None = None
+    layout_type: type[Layout] = Layout
     normal: bool = False
     classes: bool = False
     hard: bool = False
@@ -82,9 +74,6 @@ def type_of(prior: td.Distribution) -> Row:
     return next((TYPES[kind] for kind in type(innermost(prior)).__mro__ if kind in TYPES), _UNKNOWN)
 
 
-# Real -----------------------------------------------------------------------------------------------------------------
-
-
 def _loc_and_scale(prior: Any) -> Anchor:
     return prior.loc, prior.scale
 
@@ -96,10 +85,10 @@ def _location_scale(make: Callable, *, deviation: float, mean: float = 0.0, medi
         own = scale / deviation
         return value - median * own, raw_positive(own)
 
-    return Row(
-        lambda prior: (prior.loc + mean * prior.scale, prior.scale * deviation),
-        OwnType(make, {"loc": REAL, "scale": POSITIVE}, start),
-    )
+    def anchor(prior: Any) -> Anchor:
+        return prior.loc + mean * prior.scale, prior.scale * deviation
+
+    return Row(anchor, make, {"loc": REAL, "scale": POSITIVE}, start)
 
 
 def _student_t_start(value: Tensor, scale: Tensor) -> RawParameters:
@@ -124,9 +113,6 @@ def _von_mises_start(value: Tensor, scale: Tensor) -> RawParameters:
 
 # Far above this, torch's rejection sampler does not end.
 _CONCENTRATION = Link(lambda raw: positive(raw.clamp(max=math.log(1e6))), log)
-
-
-# Positive -------------------------------------------------------------------------------------------------------------
 
 
 def _log_ratio(one: Tensor, zero: Tensor | None = None, shift: float | Tensor = 0.0) -> Anchor:
@@ -162,12 +148,13 @@ def _gamma_start(value: Tensor, scale: Tensor) -> RawParameters:
     return raw_positive((1 + (1 + 2 * square).sqrt()) / (2 * square)), raw_positive(value)
 
 
-def _scale_only(make: Callable, *, log_mean: float, log_deviation: float, median: float) -> Row:
+def _scale_only(make: Callable, log_mean: float, log_deviation: float, *, median: float) -> Row:
     """Returns the row of a type with a scale only, by the numbers of its standard form."""
-    return Row(
-        lambda prior: (log(prior.scale) + log_mean, torch.full_like(prior.scale, log_deviation)),
-        OwnType(make, {"scale": POSITIVE}, _median_at_value(median)),
-    )
+
+    def anchor(prior: Any) -> Anchor:
+        return log(prior.scale) + log_mean, torch.full_like(prior.scale, log_deviation)
+
+    return Row(anchor, make, {"scale": POSITIVE}, _median_at_value(median))
 
 
 def _median_at_value(median: float) -> Callable[[Tensor, Tensor], RawParameters]:
@@ -188,9 +175,6 @@ def _weibull_start(value: Tensor, scale: Tensor) -> RawParameters:
     """Median at the value, standard deviation of the logarithm at the scale."""
     concentration = _PI / math.sqrt(6.0) / scale
     return raw_positive(value) - math.log(_LOG_TWO) / concentration, raw_positive(concentration)
-
-
-# Bounded --------------------------------------------------------------------------------------------------------------
 
 
 def _beta_anchor(prior: Any) -> Anchor:
@@ -246,15 +230,6 @@ def _lkj_anchor(prior: Any) -> Anchor:
     return torch.zeros_like(b), 0.5 * _log_ratio(b, b)[1]
 
 
-# The table ------------------------------------------------------------------------------------------------------------
-
-
-def _discrete(make: Callable, *, classes: bool = False, layout_type: type[Layout] = DiscreteLayout, **options) -> Row:
-    """Returns the row of a discrete type, or of its relaxation; by its logits unless ``links`` are given."""
-    options = {"links": {"logits": REAL}, **options}
-    return Row(own=OwnType(make, layout_type=layout_type, **options), classes=classes)
-
-
 def _gamma_poisson(concentration: Tensor, rate: Tensor, **options: Any) -> td.Distribution:
     return dist.NegativeBinomial(concentration, logits=-rate.log(), **options)
 
@@ -262,11 +237,14 @@ def _gamma_poisson(concentration: Tensor, rate: Tensor, **options: Any) -> td.Di
 _UNKNOWN = Row()
 _NORMAL = Row(_loc_and_scale, normal=True)
 _MULTIVARIATE_NORMAL = Row(lambda prior: (prior.loc, prior.variance.sqrt()), normal=True)
+_BY_CONCENTRATIONS = {"concentration1": POSITIVE, "concentration0": POSITIVE}
+_BY_LOGITS = {"logits": REAL}
 _INVERSE_GAMMA = Row(
-    _inverse_gamma_anchor, OwnType(_inverse_gamma, {"concentration": POSITIVE, "center": POSITIVE}, _gamma_start)
+    _inverse_gamma_anchor, _inverse_gamma, {"concentration": POSITIVE, "center": POSITIVE}, _gamma_start
 )
 
 TYPES: dict[type, Row] = {
+    # on the real line
     td.Normal: _NORMAL,
     td.MultivariateNormal: _MULTIVARIATE_NORMAL,
     td.LowRankMultivariateNormal: _MULTIVARIATE_NORMAL,
@@ -276,63 +254,51 @@ TYPES: dict[type, Row] = {
         dist.Gumbel, deviation=_PI / math.sqrt(6.0), mean=_EULER, median=-math.log(_LOG_TWO)
     ),
     td.Cauchy: _location_scale(dist.Cauchy, deviation=1.0),
-    td.StudentT: Row(
-        _loc_and_scale, OwnType(dist.StudentT, {"df": POSITIVE, "loc": REAL, "scale": POSITIVE}, _student_t_start)
-    ),
+    td.StudentT: Row(_loc_and_scale, dist.StudentT, {"df": POSITIVE, "loc": REAL, "scale": POSITIVE}, _student_t_start),
     dist.MultivariateStudentT: Row(lambda prior: (prior.loc, prior.scale_tril.square().sum(-1).sqrt())),
     td.VonMises: Row(
-        _von_mises_anchor, OwnType(StableVonMises, {"loc": REAL, "concentration": _CONCENTRATION}, _von_mises_start)
+        _von_mises_anchor, StableVonMises, {"loc": REAL, "concentration": _CONCENTRATION}, _von_mises_start
     ),
+    # positive
     td.LogNormal: _NORMAL,
-    td.Gamma: Row(_gamma_anchor, OwnType(_gamma, {"concentration": POSITIVE, "mean": POSITIVE}, _gamma_start)),
-    td.Chi2: Row(_gamma_anchor, OwnType(dist.Chi2, {"df": POSITIVE}, _median_at_value(1.0))),
+    td.Gamma: Row(_gamma_anchor, _gamma, {"concentration": POSITIVE, "mean": POSITIVE}, _gamma_start),
+    td.Chi2: Row(_gamma_anchor, dist.Chi2, {"df": POSITIVE}, _median_at_value(1.0)),
     td.InverseGamma: _INVERSE_GAMMA,
     dist.InverseGamma: _INVERSE_GAMMA,
-    td.Exponential: Row(_exponential_anchor, OwnType(dist.Exponential, {"rate": RATE}, _median_at_value(_LOG_TWO))),
+    td.Exponential: Row(_exponential_anchor, dist.Exponential, {"rate": RATE}, _median_at_value(_LOG_TWO)),
     td.HalfNormal: _scale_only(
-        dist.HalfNormal,
-        log_mean=-0.5 * (_EULER + _LOG_TWO),
-        log_deviation=_PI / math.sqrt(8.0),
-        median=0.6744897501960817,
+        dist.HalfNormal, -0.5 * (_EULER + _LOG_TWO), _PI / math.sqrt(8.0), median=0.6744897501960817
     ),
-    td.HalfCauchy: _scale_only(dist.HalfCauchy, log_mean=0.0, log_deviation=_PI / 2, median=1.0),
-    td.Weibull: Row(
-        _weibull_anchor, OwnType(dist.Weibull, {"scale": POSITIVE, "concentration": POSITIVE}, _weibull_start)
-    ),
-    # Over its scale, less 1, it is the ratio of Gamma(1) and Gamma(alpha) variables.
+    td.HalfCauchy: _scale_only(dist.HalfCauchy, 0.0, _PI / 2, median=1.0),
+    td.Weibull: Row(_weibull_anchor, dist.Weibull, {"scale": POSITIVE, "concentration": POSITIVE}, _weibull_start),
     td.Pareto: Row(lambda prior: _log_ratio(torch.ones_like(prior.alpha), prior.alpha, log(prior.scale))),
     td.FisherSnedecor: Row(
         lambda prior: _log_ratio(prior.df1 / 2, prior.df2 / 2, log(prior.df2) - log(prior.df1))
     ),
+    # bounded
     td.Uniform: Row(lambda prior: (torch.zeros_like(prior.low), torch.full_like(prior.low, _PI / math.sqrt(3.0)))),
-    td.Beta: Row(_beta_anchor, OwnType(_beta, {"logit": REAL, "log_total": REAL}, _beta_start)),
+    td.Beta: Row(_beta_anchor, _beta, {"logit": REAL, "log_total": REAL}, _beta_start),
     dist.AffineBeta: Row(_beta_anchor),
-    td.Kumaraswamy: Row(
-        own=OwnType(
-            StableKumaraswamy, {"concentration1": POSITIVE, "concentration0": POSITIVE}, _kumaraswamy_start
-        )
-    ),
-    td.Dirichlet: Row(
-        _dirichlet_anchor, OwnType(dist.Dirichlet, {"concentration": POSITIVE}, _dirichlet_start, vector=True)
-    ),
+    td.Kumaraswamy: Row(None, StableKumaraswamy, _BY_CONCENTRATIONS, _kumaraswamy_start),
+    td.Dirichlet: Row(_dirichlet_anchor, dist.Dirichlet, {"concentration": POSITIVE}, _dirichlet_start, vector=True),
     td.LKJCholesky: Row(_lkj_anchor),
-    td.Bernoulli: _discrete(dist.Bernoulli),
-    td.Categorical: _discrete(dist.Categorical, vector=True, classes=True),
-    td.OneHotCategorical: _discrete(dist.OneHotCategorical, vector=True),
-    td.OneHotCategoricalStraightThrough: _discrete(dist.OneHotCategoricalStraightThrough, vector=True),
-    td.Geometric: _discrete(dist.Geometric),
-    td.Poisson: _discrete(dist.Poisson, links={"rate": POSITIVE}),
-    td.NegativeBinomial: _discrete(dist.NegativeBinomial, links={"total_count": POSITIVE, "logits": REAL}),
-    dist.GammaPoisson: _discrete(_gamma_poisson, links={"concentration": POSITIVE, "rate": RATE}),
-    td.Binomial: _discrete(dist.Binomial, given="total_count"),
-    dist.BetaBinomial: _discrete(
-        dist.BetaBinomial,
-        links={"concentration1": POSITIVE, "concentration0": POSITIVE},
-        given="total_count",
+    # discrete
+    td.Bernoulli: Row(None, dist.Bernoulli, _BY_LOGITS),
+    td.Categorical: Row(None, dist.Categorical, _BY_LOGITS, vector=True, classes=True),
+    td.OneHotCategorical: Row(None, dist.OneHotCategorical, _BY_LOGITS, vector=True),
+    td.OneHotCategoricalStraightThrough: Row(None, dist.OneHotCategoricalStraightThrough, _BY_LOGITS, vector=True),
+    td.Geometric: Row(None, dist.Geometric, _BY_LOGITS),
+    td.Poisson: Row(None, dist.Poisson, {"rate": POSITIVE}),
+    td.NegativeBinomial: Row(None, dist.NegativeBinomial, {"total_count": POSITIVE, "logits": REAL}),
+    dist.GammaPoisson: Row(None, _gamma_poisson, {"concentration": POSITIVE, "rate": RATE}),
+    td.Binomial: Row(None, dist.Binomial, _BY_LOGITS, given="total_count"),
+    dist.BetaBinomial: Row(None, dist.BetaBinomial, _BY_CONCENTRATIONS, given="total_count"),
+    # relaxed
+    td.RelaxedBernoulli: Row(
+        None, LogisticElements, _BY_LOGITS, given="temperature", layout_type=UnconstrainedLayout
     ),
-    td.RelaxedBernoulli: _discrete(LogisticElements, given="temperature", layout_type=UnconstrainedLayout),
-    td.RelaxedOneHotCategorical: _discrete(
-        ExpRelaxedElements, vector=True, given="temperature", layout_type=LogLayout
+    td.RelaxedOneHotCategorical: Row(
+        None, ExpRelaxedElements, _BY_LOGITS, vector=True, given="temperature", layout_type=LogLayout
     ),
     dist.RelaxedBernoulliStraightThrough: Row(hard=True),
     dist.RelaxedOneHotCategoricalStraightThrough: Row(hard=True),
