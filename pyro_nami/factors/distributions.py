@@ -18,7 +18,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_nami.factors.elements import Elements, LatestDraw
+from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.factors.layout import Layout
 
@@ -55,7 +55,7 @@ class SiteDistribution(TorchDistribution):
 
     def __init__(self, layout: Layout, batch_shape: torch.Size) -> None:
         self._layout = layout
-        self._latest: LatestDraw | None = None
+        self._latest = NO_DRAW
         super().__init__(torch.Size(batch_shape), layout.event_shape)
 
     @constraints.dependent_property
@@ -64,7 +64,7 @@ class SiteDistribution(TorchDistribution):
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> SiteDistribution:
         wide = copy.copy(self)
-        wide._batch_shape, wide._latest = torch.broadcast_shapes(tuple(batch_shape), self._batch_shape), None
+        wide._batch_shape, wide._latest = torch.broadcast_shapes(tuple(batch_shape), self._batch_shape), NO_DRAW
         return wide
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
@@ -83,12 +83,12 @@ class SiteDistribution(TorchDistribution):
 
     def recall(self, value: Tensor) -> Tensor | None:
         """Returns the elements of the latest draw if `value` is it; see `LatestDraw`."""
-        kept = None if self._latest is None else self._latest.recall(value)
+        kept = self._latest.recall(value)
         return None if kept is None else kept[0]
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities in nats ``(*batch,)``; of an instance given those before it, in a joint block."""
-        kept = None if self._latest is None else self._latest.recall(value)
+        kept = self._latest.recall(value)
         if kept is None:
             if self._validate_args:
                 self._validate_sample(value)

@@ -20,6 +20,7 @@ from torch.nn.functional import logsigmoid
 from pyro_nami.factors.bijections import interior, support_of
 
 __all__ = [
+    "NO_DRAW",
     "Elements",
     "ExpRelaxedElements",
     "LatestDraw",
@@ -40,7 +41,7 @@ class LatestDraw(NamedTuple):
         kept: what was computed.
     """
 
-    value: Tensor
+    value: Tensor | None
     tied: bool
     recorded: bool
     kept: tuple[Any, ...]
@@ -56,6 +57,9 @@ class LatestDraw(NamedTuple):
         """
         same = self.value is value and self.tied == value.requires_grad
         return self.kept if same and (self.recorded or not torch.is_grad_enabled()) else None
+
+
+NO_DRAW = LatestDraw(None, False, False, ())
 
 
 class Elements(ABC):

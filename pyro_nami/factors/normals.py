@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.special import ndtr
 
-from pyro_nami.factors.elements import Elements, LatestDraw
+from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.factors.links import RANGE, relative_scale
 
@@ -42,7 +42,7 @@ class NormalElements(Elements):
         location, raw = params.unbind(-1)
         self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
         self.shape = self.loc.shape
-        self._latest: LatestDraw | None = None
+        self._latest = NO_DRAW
 
     def draw(self, shape: torch.Size) -> Tensor:
         noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
@@ -52,8 +52,7 @@ class NormalElements(Elements):
         return x
 
     def log_prob(self, x: Tensor) -> Tensor:
-        kept = None if self._latest is None else self._latest.recall(x)
-        noise, log_slope = kept or self._straighten((x - self.loc) / self.scale)
+        noise, log_slope = self._latest.recall(x) or self._straighten((x - self.loc) / self.scale)
         if log_slope is None:
             return -_HALF_LOG_TWO_PI - torch.add(self.log_scale, noise * noise, alpha=0.5)
         return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale

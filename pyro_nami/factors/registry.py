@@ -13,7 +13,13 @@ from pyro_nami.factors.bijections import support_of
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.own_type import AdditiveFamily, OwnTypeFamily
 from pyro_nami.factors.types import type_of
-from pyro_nami.factors.unconstrained import FlowFamily, MixtureFamily, NormalFamily, SinhArcsinhFamily
+from pyro_nami.factors.unconstrained import (
+    FlowFamily,
+    MixtureFamily,
+    NormalFamily,
+    RelaxedFamily,
+    SinhArcsinhFamily,
+)
 from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["FamilyFactory", "FamilySpec", "make_family", "register_family"]
@@ -99,7 +105,7 @@ def _look_up(spec: FamilySpec, name: str) -> FamilyFactory:
 
 def _needs_continuous(factory: FamilyFactory) -> bool:
     kind = getattr(factory, "func", factory)  # below the partial of mixture(K) and flow(bins)
-    return isinstance(kind, type) and issubclass(kind, NormalFamily)
+    return isinstance(kind, type) and issubclass(kind, (NormalFamily, RelaxedFamily))
 
 
 def _default(name: str, prior: Distribution, value: Tensor) -> Family:

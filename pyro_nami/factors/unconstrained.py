@@ -1,7 +1,7 @@
-"""Families of continuous sites whose elements live in unconstrained space: Normal, sinh-arcsinh, mixture and flow.
+"""Families of continuous sites whose elements live in unconstrained space: Normal, sinh-arcsinh, mixture, flow, relaxed.
 
-All four are location-scale types, so they share the anchor and, at step 0, Pyro's ``AutoNormal``: location at the
-init value, scale at the init scale. The fifth, relaxed, has a fixed temperature instead of a scale.
+The first four are location-scale types: they share the anchor and, at step 0, Pyro's ``AutoNormal``: location at the
+init value, scale at the init scale.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pyro_nami.factors.anchors import location_and_scale
 from pyro_nami.factors.distributions import ParallelDistribution
 from pyro_nami.factors.elements import Elements, LogisticElements
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.layout import finite
 from pyro_nami.factors.links import raw_scale, relative_scale
 from pyro_nami.factors.normals import (
     CoupledElements,
@@ -43,9 +42,16 @@ __all__ = [
 class NormalFamily(Family):
     """A Normal in unconstrained space, pushed through `bijection_to` of the support. Parameters: location, raw scale.
 
-    `initial` is exact: the location is the value's, the scale is the given one.
+    Subclasses bend it by ``bent``: their parameters are these two, then the bend's, which are zero at `initial`.
+
+    Example:
+        >>> prior = torch.distributions.LogNormal(torch.tensor(0.0), torch.tensor(1.0))
+        >>> family = NormalFamily("z", prior, torch.tensor(1.0))
+        >>> family.distribution(torch.zeros(5, 1, 2)).rsample().shape
+        torch.Size([5])
     """
 
+    bent: type[NormalElements] = NormalElements
     num_params = 2
     locations: Sequence[int] = (0,)
     takes_evidence = True
@@ -64,10 +70,11 @@ class NormalFamily(Family):
             prior_loc, prior_scale = anchor.detach().unbind(-1)
             location = (location - prior_loc) / prior_scale
             relative = relative / prior_scale
-        return torch.stack(torch.broadcast_tensors(location, raw_scale(relative)), -1)
+        params = torch.stack(torch.broadcast_tensors(location, raw_scale(relative)), -1)
+        return F.pad(params, (0, self.num_params - 2))
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        return NormalElements(*self._split(params), anchor)
+        return self.bent(*self._split(params), anchor)
 
     def coupled_distribution(
         self, params: Tensor, anchor: Tensor | None, coupling: Tensor, dims: Sequence[int], sizes: Sequence[int]
@@ -103,7 +110,7 @@ class MixtureFamily(NormalFamily):
         return "mixture", self.num_params
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        location, raw = super().initial(value, scale, anchor).split(1, -1)
+        location, raw = super().initial(value, scale, anchor)[..., :2].split(1, -1)
         relative = relative_scale(raw)
         offset = torch.linspace(-1, 1, self.components, dtype=location.dtype, device=location.device)
         if self.components == 1:
@@ -118,18 +125,10 @@ class MixtureFamily(NormalFamily):
         return MixtureElements(params, anchor)
 
 
-class _BentFamily(NormalFamily):
-    """A bent Normal under location and scale. Parameters: these two, then the bend's, which are zero at `initial`.
-
-    There the factor is `NormalFamily`'s.
-    """
-
-    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        return F.pad(super().initial(value, scale, anchor), (0, self.num_params - 2))
-
-
-class FlowFamily(_BentFamily):
+class FlowFamily(NormalFamily):
     """A monotone rational-quadratic spline under location and scale. Parameters: these two, then the spline's."""
+
+    bent = FlowElements
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8) -> None:
         self.num_params = 2 + 3 * bins - 1
@@ -139,25 +138,20 @@ class FlowFamily(_BentFamily):
     def kind(self) -> Hashable:  # type: ignore[override]
         return "flow", self.num_params
 
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        return FlowElements(*self._split(params), anchor)
 
-
-class SinhArcsinhFamily(_BentFamily):
+class SinhArcsinhFamily(NormalFamily):
     """A Normal with two tails of their own weight, under location and scale. Parameters: these two, left, right.
 
     The default for a scale and other single bounded numbers: the posterior of its logarithm is skewed, with a tail that
     is exponential on one side.
     """
 
+    bent = SinhArcsinhElements
     num_params = 4
     kind: Hashable = "sinh_arcsinh"
 
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        return SinhArcsinhElements(*self._split(params), anchor)
 
-
-class RelaxedFamily(NormalFamily):
+class RelaxedFamily(Family):
     """A logistic variable in unconstrained space, at a temperature of its own. Parameter: the logit.
 
     On the unit interval that is a relaxed Bernoulli; on the real line, a relaxed Bernoulli's logit. `initial` has the
@@ -168,8 +162,6 @@ class RelaxedFamily(NormalFamily):
     """
 
     num_params = 1
-    locations = ()
-    takes_evidence = False
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, temperature: float = 2 / 3) -> None:
         self.temperature = temperature
@@ -179,11 +171,8 @@ class RelaxedFamily(NormalFamily):
     def kind(self) -> Hashable:  # type: ignore[override]
         return "relaxed", self.temperature
 
-    def anchor(self, prior: Distribution) -> None:
-        return None
-
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        return finite(self.layout.elements(value)).unsqueeze(-1) * self.temperature
+        return self.layout.features(self.layout.elements(value)) * self.temperature
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return LogisticElements(params.squeeze(-1), params.new_tensor(self.temperature))
@@ -196,10 +185,7 @@ def relaxed(temperature: float) -> Callable[[str, Distribution, Tensor], Family]
     """Returns the family of relaxed Bernoulli variables at this temperature, for ``families={"z": relaxed(2 / 3)}``.
 
     For sites on the unit interval, and for their logits on the real line. By default a `RelaxedBernoulli` site keeps
-    the prior's temperature.
-
-    Raises:
-        ValueError: a temperature that is not positive.
+    the prior's temperature. Raises ValueError for a temperature that is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"Expected a positive temperature; got {temperature}")
@@ -209,8 +195,7 @@ def relaxed(temperature: float) -> Callable[[str, Distribution, Tensor], Family]
 def mixture(components: int) -> Callable[[str, Distribution, Tensor], Family]:
     """Returns the family of mixtures with this many Normals, for ``families={"z": mixture(5)}``.
 
-    Raises:
-        ValueError: fewer than one component.
+    Raises ValueError for fewer than one.
     """
     if components < 1:
         raise ValueError(f"Expected at least 1 component; got {components}")
@@ -220,8 +205,7 @@ def mixture(components: int) -> Callable[[str, Distribution, Tensor], Family]:
 def flow(bins: int) -> Callable[[str, Distribution, Tensor], Family]:
     """Returns the family of splines with this many bins, for ``families={"z": flow(16)}``.
 
-    Raises:
-        ValueError: fewer than two bins.
+    Raises ValueError for fewer than two.
     """
     if bins < 2:
         raise ValueError(f"Expected at least 2 bins; got {bins}")
