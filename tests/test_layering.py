@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 ORDER = {
     "": "messages",
     "graph": "sites bayesnet elimination inverse search inversion separation",
-    "factors": "wrappers links joint bijections layout elements normals types anchors distributions family features "
-    "own_type unconstrained registry relocated",
+    "factors": "wrappers links joint bijections layout elements normals types anchors distribution sequential family "
+    "features own_type unconstrained registry relocated",
     "networks": "masks pace reductions rowwise running pooling attention encoders evidence stepped masked separate",
     "reading": "isolation provenance group_testing runner probe covariates index_maps.finder index_maps.nesting "
     "index_maps.given index_maps.search network first_run forms",

@@ -11,14 +11,10 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_nami.factors.bijections import detached_support, has_tensor_bounds, support_of
-from pyro_nami.factors.distributions import (
-    Conditionals,
-    ParallelDistribution,
-    SequentialDistribution,
-    SiteDistribution,
-)
+from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.elements import Elements
 from pyro_nami.factors.layout import Layout, UnconstrainedLayout
+from pyro_nami.factors.sequential import Conditionals, SequentialElements
 
 __all__ = ["Family"]
 
@@ -111,15 +107,12 @@ class Family(ABC):
 
     @abstractmethod
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        """Returns raw parameters at which the factor has this location and scale.
+        """Returns raw parameters ``(*batch, E, k)`` at which the factor has this location and scale.
 
         Args:
             value: constrained location ``(*batch, *event)``; an event alone will do.
             scale: in unconstrained space, broadcastable with ``(*batch, E)``.
             anchor: as passed to `distribution`, ``(*batch, E, a)``.
-
-        Returns:
-            ``(*batch, E, k)``; ``(E, k)`` for an event alone.
         """
 
     @abstractmethod
@@ -127,16 +120,8 @@ class Family(ABC):
         """Returns the densities of single elements, from ``(*batch, E, k)`` and ``(*batch, E, a)``."""
 
     def distribution(self, params: Tensor, anchor: Tensor | None = None) -> SiteDistribution:
-        """Returns the site's distribution with independent elements.
-
-        Args:
-            params: raw parameters ``(*batch, E, k)``.
-            anchor: ``(*batch, E, a)`` or None.
-
-        Returns:
-            batch shape ``batch`` (broadcast with the anchor's) and the site's event shape.
-        """
-        return ParallelDistribution(self.elements(params, self._or_default(anchor)), self.layout)
+        """Returns the site's distribution with independent elements, from ``(*batch, E, k)`` and ``(*batch, E, a)``."""
+        return SiteDistribution(self.elements(params, self._or_default(anchor)), self.layout)
 
     def autoregressive_distribution(
         self,
@@ -145,29 +130,24 @@ class Family(ABC):
         batch_shape: torch.Size = torch.Size(),
         dims: Sequence[int] = (),
         sizes: Sequence[int] = (),
-    ) -> SequentialDistribution:
-        """Returns the site's distribution with each element given the ones before.
+    ) -> SiteDistribution:
+        """Returns the site's distribution with each element given the ones before; see `SequentialElements`.
 
-        Args:
-            conditionals: parameters of each element of the sequence, from the network.
-            anchor: ``(*batch, E, a)`` or None.
-            batch_shape: of the distribution; broadcast with the anchor's.
-            dims: negative batch dims of plates whose instances are drawn in sequence as well.
-            sizes: of these plates.
+        Its batch shape is ``batch_shape``, broadcast with the anchor's.
         """
         anchor = self._or_default(anchor)
         shapes = () if anchor is None else (anchor.shape[:-2],)
-        return SequentialDistribution(
+        elements = SequentialElements(
             conditionals,
             self.elements,
             self.element_features,
-            self.layout,
-            anchor=anchor,
-            batch_shape=torch.broadcast_shapes(batch_shape, self.layout.batch_shape, *shapes),
+            anchor,
+            shape=torch.broadcast_shapes(batch_shape, self.layout.batch_shape, *shapes) + (self.num_elements,),
             has_rsample=self.has_rsample,
             dims=dims,
             sizes=sizes,
         )
+        return SiteDistribution(elements, self.layout)
 
     def coupled_distribution(
         self, params: Tensor, anchor: Tensor | None, coupling: Tensor, dims: Sequence[int], sizes: Sequence[int]

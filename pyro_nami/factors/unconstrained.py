@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_nami.factors.anchors import location_and_scale
-from pyro_nami.factors.distributions import ParallelDistribution
+from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.elements import Elements, LogisticElements
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.links import raw_scale, relative_scale
@@ -78,10 +78,10 @@ class NormalFamily(Family):
 
     def coupled_distribution(
         self, params: Tensor, anchor: Tensor | None, coupling: Tensor, dims: Sequence[int], sizes: Sequence[int]
-    ) -> ParallelDistribution:
+    ) -> SiteDistribution:
         """Returns the site's distribution with elements that are jointly Normal; see `CoupledElements`."""
         elements = CoupledElements(*self._split(params), anchor, coupling=coupling, dims=dims, sizes=sizes)
-        return ParallelDistribution(elements, self.layout)
+        return SiteDistribution(elements, self.layout)
 
     def _split(self, params: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns own parameters, and the evidence behind them if there is any."""

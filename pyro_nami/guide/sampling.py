@@ -22,7 +22,7 @@ from pyro.poutine.util import is_validation_enabled
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_nami.factors.distributions import SiteDistribution
+from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.joint import to_instances
 from pyro_nami.factors.links import relative_scale

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributions import MultivariateNormal, constraints
 
-from pyro_nami.factors.distributions import ParallelDistribution
+from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.normals import CoupledElements
 from pyro_nami.factors.layout import UnconstrainedLayout
 
@@ -20,7 +20,7 @@ def factor(batch: tuple[int, ...], dims=(), sizes=(), elements: int = 3):
     coupling = torch.randn(count, count, dtype=torch.double).tril(-1)
     layout = UnconstrainedLayout(constraints.real_vector, torch.Size([elements]), params[..., 0].detach())
     elements = CoupledElements(params, coupling=coupling, dims=dims, sizes=sizes)
-    return ParallelDistribution(elements, layout), coupling
+    return SiteDistribution(elements, layout), coupling
 
 
 def test_the_density_is_that_of_a_multivariate_normal():
