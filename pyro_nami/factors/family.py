@@ -99,7 +99,7 @@ class Family(ABC):
 
     def element_features(self, elements: Tensor) -> Tensor:
         """Returns the features ``(*batch, E, f)`` of elements ``(*batch, E, *element)``."""
-        return self.layout.features(elements)
+        return self.layout.element_features(elements)
 
     def anchor(self, prior: Distribution) -> Tensor | None:
         """Returns what the factor is parameterized relative to, ``(*batch, E, a)``, or None for nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,40 +14,26 @@ from pyro_nami.factors.layout import DiscreteLayout, Layout, UnconstrainedLayout
 from pyro_nami.factors.types import type_of
 from pyro_nami.factors.wrappers import innermost
 
-__all__ = ["SiteFeatures", "features_of"]
+__all__ = ["ContinuousFeatures", "features_of"]
 
 
-@dataclass(frozen=True)
-class SiteFeatures:
-    """Features of one observed site: E elements with f features each.
+class ContinuousFeatures(UnconstrainedLayout):
+    """The layout of an observed value of any dtype; NaN is read as 0, and marked by a second feature if so wanted."""
 
-    Attributes:
-        layout: of the value as elements.
-        dtype: of the features.
-        marks_nan: whether a last feature of each element says that it is NaN.
-    """
+    def __init__(self, *args: Any, dtype: torch.dtype, marks_nan: bool) -> None:
+        super().__init__(*args)
+        self.dtype, self.marks_nan, self.num_features = dtype, marks_nan, 1 + marks_nan
 
-    layout: Layout
-    dtype: torch.dtype
-    marks_nan: bool
+    def elements(self, value: Tensor) -> Tensor:
+        return super().elements(value.to(self.dtype))
 
-    @property
-    def num_elements(self) -> int:
-        return self.layout.num_elements
-
-    @property
-    def num_features(self) -> int:
-        return self.layout.num_features + self.marks_nan
-
-    def features(self, value: Tensor) -> Tensor:
-        """Returns finite features ``(*batch, E, f)`` of a value ``(*batch, *event)``; NaN is read as 0."""
-        elements = self.layout.elements(value if self.layout.support.is_discrete else value.to(self.dtype))
-        features = self.layout.features(elements)
+    def element_features(self, elements: Tensor) -> Tensor:
+        features = super().element_features(elements)
         return torch.cat((features, elements.isnan().to(features).unsqueeze(-1)), -1) if self.marks_nan else features
 
 
-def features_of(name: str, prior: Distribution, value: Tensor) -> SiteFeatures:
-    """Returns the features of an observed site.
+def features_of(name: str, prior: Distribution, value: Tensor) -> Layout:
+    """Returns the layout of an observed site, which says what is read of its values.
 
     Bounds that are tensors may depend on latents (``Uniform(0, hi)`` as a likelihood), so they are not used: such a
     site, and one whose support has no bijection, is read as it is.
@@ -56,34 +41,24 @@ def features_of(name: str, prior: Distribution, value: Tensor) -> SiteFeatures:
     Args:
         name: of the site, for messages.
         prior: the distribution at the site in the prototype run.
-        value: observed there, ``(*batch, *event)``.
-
-    Raises:
-        ValueError: the value does not end in the event shape.
+        value: observed there, ``(*batch, *event)``; ValueError if it does not end in the event shape.
     """
-    leaf, event_shape = innermost(prior), torch.Size(prior.event_shape)
+    event_shape, support, leaf = torch.Size(prior.event_shape), support_of(prior), innermost(prior)
     if value.shape[value.dim() - len(event_shape) :] != event_shape:
         raise ValueError(
             f'Expected the value of site "{name}" to end in its event shape {tuple(event_shape)}; '
             f"got {tuple(value.shape)}"
         )
     dtype = value.dtype if value.is_floating_point() else _parameter_dtype(leaf)
-    marks_nan = isinstance(leaf, (NanMaskedNormal, NanMaskedMultivariateNormal))
-    return SiteFeatures(_layout(prior, event_shape, value, dtype), dtype, marks_nan)
-
-
-def _layout(prior: Distribution, event_shape: torch.Size, value: Tensor, dtype: torch.dtype) -> Layout:
-    support = support_of(prior)
     if support.is_discrete:
-        leaf: Any = innermost(prior)
-        num_classes = leaf.logits.shape[-1] if type_of(leaf).classes else None
+        num_classes = leaf.logits.shape[-1] if type_of(leaf).classes else None  # type: ignore[attr-defined]
         return DiscreteLayout(support, event_shape, value, num_classes=num_classes, dtype=dtype)
-    if not has_tensor_bounds(support):
-        try:
-            return UnconstrainedLayout(support, event_shape, value)
-        except NotImplementedError:
-            pass
-    return UnconstrainedLayout(constraints.real, event_shape, value)
+    marks_nan = isinstance(leaf, (NanMaskedNormal, NanMaskedMultivariateNormal))
+    try:
+        support = constraints.real if has_tensor_bounds(support) else support
+        return ContinuousFeatures(support, event_shape, value, dtype=dtype, marks_nan=marks_nan)
+    except NotImplementedError:
+        return ContinuousFeatures(constraints.real, event_shape, value, dtype=dtype, marks_nan=False)
 
 
 def _parameter_dtype(prior: Distribution) -> torch.dtype:

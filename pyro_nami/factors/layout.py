@@ -13,7 +13,7 @@ import torch
 from pyro.distributions import constraints
 from torch import Tensor
 from torch.distributions.constraints import Constraint
-from torch.distributions.transforms import ComposeTransform, IndependentTransform, Transform
+from torch.distributions.transforms import ComposeTransform, IndependentTransform
 from torch.nn.functional import one_hot
 
 from pyro_nami.factors.bijections import bijection_to, interior, peel_support, support_on
@@ -22,9 +22,7 @@ __all__ = ["DiscreteLayout", "Layout", "LogLayout", "UnconstrainedLayout", "fini
 
 
 class Layout:
-    """A one-to-one map between values ``(*batch, *event)`` and elements ``(*batch, E, *element)``.
-
-    Here the elements are the value's own entries.
+    """A one-to-one map between values ``(*batch, *event)`` and elements ``(*batch, E, *element)``: here the own entries.
 
     Args:
         support: of the value.
@@ -38,6 +36,7 @@ class Layout:
         num_elements: E.
         element_shape: of one element; ``()`` or ``(classes,)``.
         num_features: f, numbers that a network reads of an element.
+        marks_nan: whether one of these says that it is NaN.
     """
 
     def __init__(
@@ -54,6 +53,7 @@ class Layout:
         cut = len(event_shape) - element_ndims
         self.num_elements, self.element_shape = math.prod(event_shape[:cut]), self.event_shape[cut:]
         self.num_features = self.element_shape[0] - 1 if element_ndims else 1
+        self.marks_nan = False
 
     def at(self, support: Constraint, batch_shape: torch.Size) -> Layout:
         """Returns this layout on a support of the same kind whose bounds vary over ``batch_shape``."""
@@ -77,7 +77,11 @@ class Layout:
         """Returns the log Jacobian determinant of `value` ``(*batch,)``; None where it is zero."""
         return None
 
-    def features(self, elements: Tensor) -> Tensor:
+    def features(self, value: Tensor) -> Tensor:
+        """Returns what a network reads of a value ``(*batch, *event)``: finite numbers ``(*batch, E, f)``."""
+        return self.element_features(self.elements(value))
+
+    def element_features(self, elements: Tensor) -> Tensor:
         """Returns finite features ``(*batch, E, f)`` of elements: their unconstrained coordinates."""
         support = getattr(self.support, "base_constraint", self.support)
         free = bijection_to(support).inv(interior(support, elements))
@@ -107,7 +111,7 @@ class DiscreteLayout(Layout):
         self.num_classes, self.dtype = num_classes, dtype
         self.num_features = num_classes or math.prod(self.element_shape)
 
-    def features(self, elements: Tensor) -> Tensor:
+    def element_features(self, elements: Tensor) -> Tensor:
         if self.num_classes is not None:
             return one_hot(elements.long(), self.num_classes).to(self.dtype)
         elements = elements.to(self.dtype)
@@ -125,8 +129,8 @@ class LogLayout(Layout):
     def elements(self, value: Tensor) -> Tensor:
         return super().elements(value).log()
 
-    def features(self, elements: Tensor) -> Tensor:
-        return super().features(elements.exp())
+    def element_features(self, elements: Tensor) -> Tensor:
+        return super().element_features(elements.exp())
 
 
 class UnconstrainedLayout(Layout):
@@ -168,12 +172,16 @@ class UnconstrainedLayout(Layout):
         extra = log_abs_det.dim() - (value.dim() - len(self.event_shape))
         return log_abs_det.flatten(-extra).sum(-1) if extra > 0 else log_abs_det
 
-    def features(self, elements: Tensor) -> Tensor:
+    def element_features(self, elements: Tensor) -> Tensor:
         return finite(elements).unsqueeze(-1)
 
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
         super()._set_support(support, batch_shape)
-        self.bijection = _none_if_identity(bijection_to(self.support))
+        bijection = base = bijection_to(self.support)
+        while isinstance(base, IndependentTransform):
+            base = base.base_transform
+        identity = isinstance(base, ComposeTransform) and not base.parts
+        self.bijection = None if identity else bijection
 
     def _free(self, elements: Tensor) -> Tensor:
         if not self.free_shape:
@@ -184,10 +192,3 @@ class UnconstrainedLayout(Layout):
 def finite(tensor: Tensor) -> Tensor:
     """Returns `tensor` with NaN as 0 and infinities at the logarithms of the dtype's extremes (about +-88)."""
     return tensor.nan_to_num(nan=0.0, posinf=88.0, neginf=-88.0)
-
-
-def _none_if_identity(bijection: Transform) -> Transform | None:
-    base = bijection
-    while isinstance(base, IndependentTransform):
-        base = base.base_transform
-    return None if isinstance(base, ComposeTransform) and not base.parts else bijection

@@ -64,7 +64,7 @@ class NormalFamily(Family):
         return moments.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 2))
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        location = self.element_features(self.layout.elements(value)).squeeze(-1)
+        location = self.features(value).squeeze(-1)
         relative = torch.as_tensor(scale, dtype=location.dtype, device=location.device)
         if anchor is not None:
             prior_loc, prior_scale = anchor.detach().unbind(-1)
@@ -172,7 +172,7 @@ class RelaxedFamily(Family):
         return "relaxed", self.temperature
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        return self.layout.features(self.layout.elements(value)) * self.temperature
+        return self.layout.features(value) * self.temperature
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return LogisticElements(params.squeeze(-1), params.new_tensor(self.temperature))
