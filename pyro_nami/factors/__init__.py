@@ -1,10 +1,9 @@
 """A site's factor as a distribution: from its prior to parameter shapes, from raw parameters to what the guide emits.
 
-`types` is the table of what is known of each distribution type. `bijections` leads from unconstrained space to a
-support, `layout` lays a value out as E elements in sequence, `elements` (`bent`, `relaxed`) has densities of one element,
-batched, and `distributions` makes a site's distribution of these. A `family` says which: those of `unconstrained` space
-or of the model's `own_type`, chosen by `registry`; `anchors` are location and scale of the model's own conditionals, and
-`features` what is read of observed sites. Nothing here holds parameters: the guide's networks give them.
+`types` is the table of what is known of each distribution type; `bijections` lead from unconstrained space to supports;
+a `layout` cuts a value into elements, whose densities are in `elements`, `normals` and `sequential`; a `distribution`
+is made of both. A `family` says of which: those of `unconstrained` space or of the model's `own_type`, chosen by the
+`registry`. Nothing here holds parameters: the guide's networks give them.
 """
 
 from pyro_nami.factors.family import Family

@@ -5,20 +5,14 @@ from __future__ import annotations
 import torch
 from pyro.distributions import constraints
 from torch import Tensor
-from torch.distributions import Distribution, TransformedDistribution
-from torch.distributions.transforms import (
-    AffineTransform,
-    ExpTransform,
-    IndependentTransform,
-    SigmoidTransform,
-    StickBreakingTransform,
-    Transform,
-)
+from torch.distributions import Distribution, TransformedDistribution, transforms
 
 from pyro_nami.factors.types import type_of
 from pyro_nami.factors.wrappers import innermost, through_wrappers
 
 __all__ = ["location_and_scale"]
+
+_OF_SUPPORTS = (transforms.ExpTransform, transforms.SigmoidTransform, transforms.StickBreakingTransform)
 
 
 def location_and_scale(prior: Distribution) -> Tensor | None:
@@ -44,26 +38,23 @@ def _stacked(leaf: Distribution) -> Tensor:
     return torch.stack((loc, scale.clamp(min=torch.finfo(scale.dtype).tiny ** 0.5)), -1)
 
 
-def _affine_maps(leaf: Distribution) -> list[AffineTransform] | None:
+def _affine_maps(leaf: Distribution) -> list[transforms.AffineTransform] | None:
     """Returns the affine maps of a real base that are left in unconstrained space, None if there are others.
 
     A last map that is the bijection of its own support (exp, sigmoid, stick-breaking) drops out there.
     """
     if not isinstance(leaf, TransformedDistribution):
         return None
-    maps = [_base_transform(transform) for transform in leaf.transforms]
-    if maps and isinstance(maps[-1], (ExpTransform, SigmoidTransform, StickBreakingTransform)):
-        maps = maps[:-1]
-    affine = [transform for transform in maps if isinstance(transform, AffineTransform)]
+    maps = list(leaf.transforms)
+    for i, transform in enumerate(maps):
+        while isinstance(transform, transforms.IndependentTransform):
+            maps[i] = transform = transform.base_transform
+    if maps and isinstance(maps[-1], _OF_SUPPORTS):
+        maps.pop()
+    affine = [transform for transform in maps if isinstance(transform, transforms.AffineTransform)]
     base = innermost(leaf.base_dist)
     real = getattr(base.support, "base_constraint", base.support) is constraints.real
     return affine if real and len(affine) == len(maps) and _has_anchor(base) else None
-
-
-def _base_transform(transform: Transform) -> Transform:
-    while isinstance(transform, IndependentTransform):
-        transform = transform.base_transform
-    return transform
 
 
 def _transformed(leaf: Distribution) -> tuple[Tensor, Tensor]:

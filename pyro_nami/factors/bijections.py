@@ -16,8 +16,10 @@ from torch.distributions import Distribution, biject_to, transforms
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
 
-__all__ = ["TriangularTransform", "bijection_to", "detached_support", "has_tensor_bounds", "interior"]
-__all__ += ["peel_support", "support_of", "support_on"]
+__all__ = [
+    "TriangularTransform", "bijection_to", "detached_support", "has_tensor_bounds", "interior",
+    "peel_support", "support_of", "support_on",
+]
 
 
 def bijection_to(support: Constraint) -> Transform:
@@ -107,7 +109,7 @@ class TriangularTransform(Transform):
     """Maps a real vector to a lower triangular matrix of size ``n``.
 
     The vector holds the diagonal first (``"log"``: its logarithm, ``"free"``: itself, ``"unit"``: not at all), then the
-    entries strictly below it, row by row. Densities of matrices are with respect to their free lower triangular entries.
+    entries strictly below it, row by row. Densities of matrices are those of their free lower triangular entries.
 
     Example:
         >>> TriangularTransform("log")(torch.tensor([0.0, 0.0, 5.0]))

@@ -1,8 +1,6 @@
 """Densities of single elements, batched: what a site's distribution draws and scores, element by element.
 
-An `Elements` object has batch ``(*batch, E)``; its elements are scalars (or vectors for simplex-like types). A site's
-distribution is built on it, so a new family needs nothing else. Here are those of other distributions and of relaxed
-discrete types; `normals` has those made of Normals.
+Here are those of other distributions and of relaxed discrete types; `normals` has those made of Normals.
 """
 
 from __future__ import annotations
@@ -20,30 +18,18 @@ from torch.nn.functional import logsigmoid
 from pyro_nami.factors.bijections import interior, support_of
 
 __all__ = [
-    "NO_DRAW",
-    "Elements",
-    "ExpRelaxedElements",
-    "LatestDraw",
-    "LogisticElements",
-    "OwnElements",
-    "StableKumaraswamy",
-    "StableVonMises",
+    "NO_DRAW", "Elements", "ExpRelaxedElements", "LatestDraw", "LogisticElements", "OwnElements",
+    "StableKumaraswamy", "StableVonMises",
 ]
 
 
 class LatestDraw(NamedTuple):
     """A draw, known by identity, and what was computed on the way to it: its score then costs no inverse, no network.
-
-    Attributes:
-        value: the draw.
-        tied: whether it required gradients.
-        recorded: whether gradients were recorded on the way.
-        kept: what was computed.
     """
 
     value: Tensor | None
-    tied: bool
-    recorded: bool
+    tied: bool  # whether it required gradients
+    recorded: bool  # whether gradients were recorded on the way
     kept: tuple[Any, ...]
 
     @classmethod
@@ -63,7 +49,7 @@ NO_DRAW = LatestDraw(None, False, False, ())
 
 
 class Elements(ABC):
-    """A batch of distributions of one element.
+    """A batch of distributions of one element, a scalar or, for simplex-like types, a vector.
 
     Attributes:
         shape: ``(*batch, E)``.

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
-from pyro_nami.factors.layout import DiscreteLayout, Layout, UnconstrainedLayout
+from pyro_nami.factors.layout import Layout, UnconstrainedLayout
 from pyro_nami.factors.types import type_of
 from pyro_nami.factors.wrappers import innermost
 
-__all__ = ["ContinuousFeatures", "features_of"]
+__all__ = ["ObservedLayout", "features_of"]
 
 
-class ContinuousFeatures(UnconstrainedLayout):
+class ObservedLayout(UnconstrainedLayout):
     """The layout of an observed value of any dtype; NaN is read as 0, and marked by a second feature if so wanted."""
 
     def __init__(self, *args: Any, dtype: torch.dtype, marks_nan: bool) -> None:
@@ -52,13 +52,13 @@ def features_of(name: str, prior: Distribution, value: Tensor) -> Layout:
     dtype = value.dtype if value.is_floating_point() else _parameter_dtype(leaf)
     if support.is_discrete:
         num_classes = leaf.logits.shape[-1] if type_of(leaf).classes else None  # type: ignore[attr-defined]
-        return DiscreteLayout(support, event_shape, value, num_classes=num_classes, dtype=dtype)
+        return Layout(support, event_shape, value, num_classes=num_classes, dtype=dtype)
     marks_nan = isinstance(leaf, (NanMaskedNormal, NanMaskedMultivariateNormal))
     try:
         support = constraints.real if has_tensor_bounds(support) else support
-        return ContinuousFeatures(support, event_shape, value, dtype=dtype, marks_nan=marks_nan)
+        return ObservedLayout(support, event_shape, value, dtype=dtype, marks_nan=marks_nan)
     except NotImplementedError:
-        return ContinuousFeatures(constraints.real, event_shape, value, dtype=dtype, marks_nan=False)
+        return ObservedLayout(constraints.real, event_shape, value, dtype=dtype, marks_nan=False)
 
 
 def _parameter_dtype(prior: Distribution) -> torch.dtype:

@@ -14,7 +14,7 @@ __all__ = ["to_instances", "to_sequence"]
 
 
 def to_sequence(x: Tensor, dims: Sequence[int], parts: int = 0) -> Tensor:
-    """Moves plate dims into the elements: ``(*batch, E, *parts)`` to ``(*batch, N E, *parts)`` with size 1 in their place.
+    """Moves plate dims into the elements, leaving size 1: ``(*batch, E, *parts)`` to ``(*batch, N E, *parts)``.
 
     Args:
         x: a tensor of elements.
@@ -32,7 +32,7 @@ def to_sequence(x: Tensor, dims: Sequence[int], parts: int = 0) -> Tensor:
 
 
 def to_instances(x: Tensor, dims: Sequence[int], sizes: Sequence[int], parts: int = 0) -> Tensor:
-    """Undoes `to_sequence`: ``(*batch, N E, *parts)`` to ``(*batch, E, *parts)`` with ``sizes`` in the dims ``dims``."""
+    """Undoes `to_sequence`: ``(*batch, N E, *parts)`` to ``(*batch, E, *parts)``, ``sizes`` in the dims ``dims``."""
     for dim, size in zip(reversed(dims), reversed(sizes)):
         place = dim - 1 - parts
         x = x.squeeze(place).unflatten(-1 - parts, (size, -1)).movedim(-2 - parts, place)

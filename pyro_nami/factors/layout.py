@@ -16,13 +16,13 @@ from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import ComposeTransform, IndependentTransform
 from torch.nn.functional import one_hot
 
-from pyro_nami.factors.bijections import bijection_to, interior, peel_support, support_on
+from pyro_nami.factors.bijections import bijection_to, interior, support_on
 
-__all__ = ["DiscreteLayout", "Layout", "LogLayout", "UnconstrainedLayout", "finite"]
+__all__ = ["Layout", "LogLayout", "UnconstrainedLayout", "finite"]
 
 
 class Layout:
-    """A one-to-one map between values ``(*batch, *event)`` and elements ``(*batch, E, *element)``: here the own entries.
+    """A one-to-one map between values ``(*batch, *event)`` and elements ``(*batch, E, *element)``: its own entries.
 
     Args:
         support: of the value.
@@ -30,6 +30,8 @@ class Layout:
         value: any value of the site.
         element_ndims: dims of one element: 0, or 1 for vectors that are one element.
         batch_shape: over which the support's bounds vary, ``()`` for a fixed support.
+        num_classes: where the entries are classes.
+        dtype: of features of discrete values.
 
     Attributes:
         support: its check takes all event dims.
@@ -47,12 +49,15 @@ class Layout:
         *,
         element_ndims: int = 0,
         batch_shape: torch.Size = torch.Size(),
+        num_classes: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.event_shape = torch.Size(event_shape)
+        self.event_shape, self.num_classes, self.dtype = torch.Size(event_shape), num_classes, dtype
         self._set_support(support, batch_shape)
         cut = len(event_shape) - element_ndims
         self.num_elements, self.element_shape = math.prod(event_shape[:cut]), self.event_shape[cut:]
-        self.num_features = self.element_shape[0] - 1 if element_ndims else 1
+        entries = self.element_shape[0] if element_ndims else 1
+        self.num_features = num_classes or max(entries - (not self.support.is_discrete), 1)
         self.marks_nan = False
 
     def at(self, support: Constraint, batch_shape: torch.Size) -> Layout:
@@ -82,42 +87,24 @@ class Layout:
         return self.element_features(self.elements(value))
 
     def element_features(self, elements: Tensor) -> Tensor:
-        """Returns finite features ``(*batch, E, f)`` of elements: their unconstrained coordinates."""
+        """Returns the features ``(*batch, E, f)`` of elements.
+
+        Classes are read as their one-hot code, counts x as sign(x) log(1 + abs(x)), other discrete values as they are,
+        continuous ones by their unconstrained coordinates.
+        """
         support = getattr(self.support, "base_constraint", self.support)
-        free = bijection_to(support).inv(interior(support, elements))
-        return finite(free if self.element_shape else free.unsqueeze(-1))
+        if self.num_classes is not None:
+            return one_hot(elements.long(), self.num_classes).to(self.dtype)
+        if not support.is_discrete:
+            elements = bijection_to(support).inv(interior(support, elements))
+        else:
+            elements = elements.to(self.dtype)
+            if support not in (constraints.boolean, constraints.one_hot):
+                elements = elements.sign() * elements.abs().log1p()
+        return finite(elements if self.element_shape else elements.unsqueeze(-1))
 
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
         self.support, self.batch_shape = support_on(support, len(self.event_shape)), torch.Size(batch_shape)
-
-
-class DiscreteLayout(Layout):
-    """The value's own entries: classes are read as their one-hot code, counts x as sign(x) log(1 + abs(x)).
-
-    Args:
-        num_classes: None where the entries are no classes.
-        dtype: of features.
-
-    Example:
-        >>> support = constraints.nonnegative_integer
-        >>> layout = DiscreteLayout(support, torch.Size([2]), torch.tensor([0, 1]), dtype=torch.float32)
-        >>> layout.features(torch.tensor([0, 1]))
-        tensor([[0.0000],
-                [0.6931]])
-    """
-
-    def __init__(self, *args: Any, num_classes: int | None = None, dtype: torch.dtype, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.num_classes, self.dtype = num_classes, dtype
-        self.num_features = num_classes or math.prod(self.element_shape)
-
-    def element_features(self, elements: Tensor) -> Tensor:
-        if self.num_classes is not None:
-            return one_hot(elements.long(), self.num_classes).to(self.dtype)
-        elements = elements.to(self.dtype)
-        if peel_support(self.support)[0] not in (constraints.boolean, constraints.one_hot):
-            elements = elements.sign() * elements.abs().log1p()
-        return finite(elements if self.element_shape else elements.unsqueeze(-1))
 
 
 class LogLayout(Layout):

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-__all__ = ["POSITIVE", "RANGE", "RATE", "REAL", "Link", "log", "positive", "raw_positive", "raw_scale", "relative_scale"]
+__all__ = [
+    "POSITIVE", "RANGE", "RATE", "REAL", "Link",
+    "log", "positive", "raw_positive", "raw_scale", "relative_scale",
+]
 
 RANGE = 40.0  # of raw parameters: squares of what they stand for are finite
 

@@ -1,6 +1,6 @@
 """Densities made of Normals, in unconstrained space: Normal, coupled, mixture, and bent by a spline or in its tails.
 
-All take an anchor ``(*batch, E, 2)`` of a prior location m and scale t there: location = m + t a, scale = t softplus(s),
+All take an anchor ``(*batch, E, 2)``, a prior location m and scale t there: location = m + t a, scale = t softplus(s),
 with (a, s) from the network; evidence then adds to both.
 """
 
@@ -69,9 +69,7 @@ class NormalElements(Elements):
 class CoupledElements(NormalElements):
     """Jointly Normal elements, drawn all at once: x = loc + scale (I + L) e, with L strictly lower triangular.
 
-    What a network reads of a site's own elements can be any function, and takes a step an element to draw. Where it is
-    linear, one product gives them all. Element i given those before it is Normal with ``scale_i``: densities are as
-    cheap.
+    Element i given those before it is Normal with ``scale_i``, so densities cost no more.
 
     Args:
         params, evidence, anchor: as for `NormalElements`: of each element given those before it at their locations.
@@ -208,15 +206,17 @@ class MixtureElements(Elements):
         return x + self._pathwise(x) if torch.is_grad_enabled() else x
 
     def log_prob(self, x: Tensor) -> Tensor:
+        return self._parts(x)[1].logsumexp(-1) - _HALF_LOG_TWO_PI
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the standard noise of each component, and its weighted log density but for a constant."""
         noise = (x.unsqueeze(-1) - self.loc) / self.scale
-        joint = self.log_weight - self.log_scale - 0.5 * noise * noise
-        return joint.logsumexp(-1) - _HALF_LOG_TWO_PI
+        return noise, self.log_weight - self.log_scale - 0.5 * noise * noise
 
     def _pathwise(self, x: Tensor) -> Tensor:
         """Returns zeros whose derivative in each parameter is that of the draw."""
         with torch.no_grad():
-            noise = (x.unsqueeze(-1) - self.loc) / self.scale
-            joint = self.log_weight - self.log_scale - 0.5 * noise * noise
+            noise, joint = self._parts(x)
             share = joint.softmax(-1)
             density = (joint.logsumexp(-1, keepdim=True) - _HALF_LOG_TWO_PI).exp()
             weight = self.log_weight.exp()

@@ -12,7 +12,6 @@ from torch.distributions import Distribution
 
 from pyro_nami.factors.elements import Elements, OwnElements
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.layout import DiscreteLayout
 from pyro_nami.factors.types import TYPES, Row
 from pyro_nami.factors.wrappers import innermost, through_wrappers
 
@@ -28,13 +27,9 @@ class OwnTypeFamily(Family):
     `initial` puts the mean or the median at the value and the spread as near the scale as the type allows; types with
     one parameter keep their spread.
 
-    Raises:
-        NotImplementedError: no own type is known.
-
     Example:
         >>> prior = torch.distributions.Gamma(torch.tensor(2.0), torch.tensor(1.0))
-        >>> family = OwnTypeFamily("z", prior, torch.tensor(1.5))
-        >>> family.initial(torch.tensor(1.5), 0.1).shape
+        >>> OwnTypeFamily("z", prior, torch.tensor(1.5)).initial(torch.tensor(1.5), 0.1).shape
         torch.Size([1, 2])
     """
 
@@ -50,13 +45,11 @@ class OwnTypeFamily(Family):
         self._kind = kind  # the key, not the row: functions in it do not pickle
         self.num_params = (leaf.event_shape or leaf.logits.shape)[-1] if self._row.vector else len(self._row.links)
         self.has_rsample = leaf.has_rsample
-        self.layout_type = functools.partial(self._row.layout_type, element_ndims=len(leaf.event_shape))
+        options: dict[str, Any] = {"element_ndims": len(leaf.event_shape)}
         if leaf.support.is_discrete:
             num_classes = self.num_params if self._row.classes else None
-            dtype = self._raw_of(leaf).dtype
-            self.layout_type = functools.partial(
-                DiscreteLayout, element_ndims=len(leaf.event_shape), num_classes=num_classes, dtype=dtype
-            )
+            options.update(num_classes=num_classes, dtype=self._raw_of(leaf).dtype)
+        self.layout_type = functools.partial(self._row.layout_type, **options)
         super().__init__(name, prior, value)
         self.num_features = self.layout.num_features
 

@@ -13,13 +13,7 @@ from pyro_nami.factors.bijections import support_of
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.own_type import AdditiveFamily, OwnTypeFamily
 from pyro_nami.factors.types import type_of
-from pyro_nami.factors.unconstrained import (
-    FlowFamily,
-    MixtureFamily,
-    NormalFamily,
-    RelaxedFamily,
-    SinhArcsinhFamily,
-)
+from pyro_nami.factors.unconstrained import BUILT_IN, NormalFamily, RelaxedFamily, SinhArcsinhFamily
 from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["FamilyFactory", "FamilySpec", "make_family", "register_family"]
@@ -51,7 +45,9 @@ def make_family(
     if within not in ("autoregressive", "independent"):
         raise ValueError(f'Expected within to be "autoregressive" or "independent"; got {within!r} at site "{name}"')
     factory = _default if spec is None else _look_up(spec, name)
-    if _needs_continuous(factory) and _is_discrete(prior):
+    kind = getattr(factory, "func", factory)  # below the partial of mixture(K) and flow(bins)
+    continuous = isinstance(kind, type) and issubclass(kind, (NormalFamily, RelaxedFamily))
+    if continuous and support_of(prior).is_discrete:
         raise ValueError(
             f'Expected a family for discrete values at site "{name}" ({type(innermost(prior)).__name__}); '
             f"got {spec!r}. "
@@ -73,12 +69,9 @@ def register_family(name: str, factory: FamilyFactory) -> None:
     """Gives a family a name, to be used in ``families=``.
 
     Args:
-        name: to use; may replace an earlier registration but no built-in family.
-        factory: a `Family` subclass, or a callable of the site's name, prior and value that returns a `Family`.
-
-    Raises:
-        ValueError: the name is that of a built-in family.
-        TypeError: `factory` cannot be called.
+        name: may replace an earlier registration; ValueError for that of a built-in family.
+        factory: a `Family` subclass, or a callable of the site's name, prior and value that returns a `Family`;
+            TypeError for what cannot be called.
     """
     if name in _BUILT_IN:
         raise ValueError(f"Expected a name other than the built-in {sorted(_BUILT_IN)}; got {name!r}")
@@ -103,16 +96,11 @@ def _look_up(spec: FamilySpec, name: str) -> FamilyFactory:
     return spec
 
 
-def _needs_continuous(factory: FamilyFactory) -> bool:
-    kind = getattr(factory, "func", factory)  # below the partial of mixture(K) and flow(bins)
-    return isinstance(kind, type) and issubclass(kind, (NormalFamily, RelaxedFamily))
-
-
 def _default(name: str, prior: Distribution, value: Tensor) -> Family:
     row = type_of(prior)
     if row.make and not row.start:
         return AdditiveFamily(name, prior, value)
-    if row.hard or _is_discrete(prior):
+    if row.hard or support_of(prior).is_discrete:
         raise NotImplementedError
     alone = prior.batch_shape == prior.event_shape == ()
     skewed = alone and support_of(prior) is not constraints.real
@@ -123,15 +111,11 @@ def _match(name: str, prior: Distribution, value: Tensor) -> Family:
     row, leaf = type_of(prior), innermost(prior)
     if row.make and not row.start:
         return AdditiveFamily(name, prior, value)
-    if _is_discrete(prior):
+    if support_of(prior).is_discrete:
         raise _unsupported(name, prior)
     if row.make is None and isinstance(leaf, TransformedDistribution) and location_and_scale(leaf) is not None:
         row = type_of(leaf.base_dist)
     return (NormalFamily if row.normal else OwnTypeFamily)(name, prior, value)
-
-
-def _is_discrete(prior: Distribution) -> bool:
-    return support_of(prior).is_discrete
 
 
 def _unsupported(name: str, prior: Distribution) -> Exception:
@@ -145,11 +129,5 @@ def _unsupported(name: str, prior: Distribution) -> Exception:
     )
 
 
-_BUILT_IN: dict[str, FamilyFactory] = {
-    "normal": NormalFamily,
-    "sinh_arcsinh": SinhArcsinhFamily,
-    "mixture": MixtureFamily,
-    "flow": FlowFamily,
-    "match": _match,
-}
+_BUILT_IN: dict[str, FamilyFactory] = {**BUILT_IN, "match": _match}
 _registered: dict[str, FamilyFactory] = {}

@@ -1,4 +1,4 @@
-"""Families of continuous sites whose elements live in unconstrained space: Normal, sinh-arcsinh, mixture, flow, relaxed.
+"""Families of sites whose elements live in unconstrained space: Normal, sinh-arcsinh, mixture, flow, relaxed.
 
 The first four are location-scale types: they share the anchor and, at step 0, Pyro's ``AutoNormal``: location at the
 init value, scale at the init scale.
@@ -28,14 +28,8 @@ from pyro_nami.factors.normals import (
 )
 
 __all__ = [
-    "FlowFamily",
-    "MixtureFamily",
-    "NormalFamily",
-    "RelaxedFamily",
-    "SinhArcsinhFamily",
-    "flow",
-    "mixture",
-    "relaxed",
+    "BUILT_IN", "FlowFamily", "MixtureFamily", "NormalFamily", "RelaxedFamily", "SinhArcsinhFamily",
+    "flow", "mixture", "relaxed",
 ]
 
 
@@ -210,3 +204,11 @@ def flow(bins: int) -> Callable[[str, Distribution, Tensor], Family]:
     if bins < 2:
         raise ValueError(f"Expected at least 2 bins; got {bins}")
     return functools.partial(FlowFamily, bins=bins)
+
+
+BUILT_IN = {
+    "normal": NormalFamily,
+    "sinh_arcsinh": SinhArcsinhFamily,
+    "mixture": MixtureFamily,
+    "flow": FlowFamily,
+}

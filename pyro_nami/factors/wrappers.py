@@ -1,7 +1,4 @@
-"""What a distribution wraps: masks, expansions and event dims leave its values alone; transforms do not.
-
-The one place that follows ``base_dist``.
-"""
+"""What a distribution wraps: the one place that follows ``base_dist``."""
 
 from __future__ import annotations
 
@@ -19,12 +16,7 @@ _WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistri
 
 
 def innermost(distribution: Distribution) -> Distribution:
-    """Returns the distribution below all masks, expansions and event dims.
-
-    Example:
-        >>> type(innermost(torch.distributions.Independent(torch.distributions.Gamma(torch.ones(3), 1.0), 1))).__name__
-        'Gamma'
-    """
+    """Returns the distribution below all masks, expansions and event dims."""
     while isinstance(distribution, _WRAPPERS):
         distribution = distribution.base_dist
     return distribution
@@ -39,14 +31,9 @@ def layers(distribution: Any) -> Iterator[Any]:
 
 
 def through_wrappers(distribution: Distribution, function: Callable[[Distribution], Tensor]) -> Tensor:
-    """Applies `function` to the innermost distribution and returns its tensor at the batch shape of the outermost.
+    """Applies `function` to the innermost distribution, and returns its tensor at the batch shape of the outermost.
 
-    Args:
-        distribution: possibly wrapped.
-        function: maps a distribution of batch shape ``(*inner)`` to a tensor ``(*inner, *rest)``.
-
-    Returns:
-        ``(*batch, *reinterpreted, *rest)``.
+    It maps batch shape ``(*inner)`` to a tensor ``(*inner, *rest)``; the result is ``(*batch, *reinterpreted, *rest)``.
     """
     if not isinstance(distribution, _WRAPPERS):
         return function(distribution)

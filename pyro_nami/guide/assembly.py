@@ -18,8 +18,8 @@ from pyro import poutine
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_nami.factors.family import Family
 from pyro_nami.factors.bijections import peel_support, support_of
+from pyro_nami.factors.family import Family
 from pyro_nami.factors.features import features_of
 from pyro_nami.factors.registry import make_family
 from pyro_nami.factors.unconstrained import NormalFamily

@@ -7,8 +7,8 @@ import torch
 from torch.distributions import MultivariateNormal, constraints
 
 from pyro_nami.factors.distribution import SiteDistribution
-from pyro_nami.factors.normals import CoupledElements
 from pyro_nami.factors.layout import UnconstrainedLayout
+from pyro_nami.factors.normals import CoupledElements
 
 
 def factor(batch: tuple[int, ...], dims=(), sizes=(), elements: int = 3):
