@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = {
     "": "messages",
     "graph": "sites bayesnet elimination inverse search inversion separation",
-    "factors": "wrappers links joint bijections layout elements normals types anchors distribution sequential family "
+    "factors": "wrappers links joint bijections layout elements normals types anchors distribution family "
     "features own_type unconstrained registry relocated",
     "networks": "masks pace reductions rowwise running pooling attention encoders evidence stepped masked separate",
     "reading": "isolation provenance group_testing runner probe covariates index_maps.finder index_maps.nesting "

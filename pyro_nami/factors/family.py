@@ -1,10 +1,12 @@
-"""What every family has in common: from a site's prior to parameter shapes, and from parameters to a distribution."""
+"""What families have in common: from a site's prior to parameter shapes, and from parameters to a distribution."""
 
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,11 +14,27 @@ from torch.distributions import Distribution
 
 from pyro_nami.factors.bijections import detached_support, has_tensor_bounds, support_of
 from pyro_nami.factors.distribution import SiteDistribution
-from pyro_nami.factors.elements import Elements
+from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
+from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.factors.layout import Layout, UnconstrainedLayout
-from pyro_nami.factors.sequential import Conditionals, SequentialElements
 
-__all__ = ["Family"]
+__all__ = ["Conditionals", "Family", "SequentialElements"]
+
+Next = Callable[[Tensor], tuple[Tensor, Any]]
+
+
+class Conditionals(Protocol):
+    """What the guide gives a sequential site: parameters of each element given the ones before; immutable."""
+
+    def first(self) -> tuple[Tensor, Next]:
+        """Returns the parameters ``(*batch, k)`` of element 0 and a function.
+
+        It takes the features ``(*batch, f)`` of the element just drawn and returns the parameters of the following
+        element and another such function.
+        """
+
+    def all(self, features: Tensor) -> Tensor:
+        """Returns the parameters ``(*batch, E, k)`` from all features ``(*batch, E, f)`` in one dense pass."""
 
 
 class Family(ABC):
@@ -137,16 +155,8 @@ class Family(ABC):
         """
         anchor = self._or_default(anchor)
         shapes = () if anchor is None else (anchor.shape[:-2],)
-        elements = SequentialElements(
-            conditionals,
-            self.elements,
-            self.element_features,
-            anchor,
-            shape=torch.broadcast_shapes(batch_shape, self.layout.batch_shape, *shapes) + (self.num_elements,),
-            has_rsample=self.has_rsample,
-            dims=dims,
-            sizes=sizes,
-        )
+        batch_shape = torch.broadcast_shapes(batch_shape, self.layout.batch_shape, *shapes)
+        elements = SequentialElements(self, conditionals, anchor, batch_shape, dims, sizes)
         return SiteDistribution(elements, self.layout)
 
     def coupled_distribution(
@@ -157,3 +167,62 @@ class Family(ABC):
 
     def _or_default(self, anchor: Tensor | None) -> Tensor | None:
         return self.default_anchor if anchor is None else anchor
+
+
+class SequentialElements(Elements):
+    """q(elements) = prod q(e_i | e_1 ... e_(i-1)), the sequence running over all instances of some plates, too.
+
+    The density of one's own draw costs no pass of the network.
+
+    Args:
+        family: of the elements, and of what the network reads of them.
+        conditionals: the network's side; with size 1 in the dims ``dims``.
+        anchor: ``(*batch, E, a)`` or None, instance by instance.
+        batch_shape: the plates ``dims`` included.
+        dims: negative batch dims of the plates whose instances are drawn in sequence.
+        sizes: of these plates.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        conditionals: Conditionals,
+        anchor: Tensor | None,
+        batch_shape: torch.Size,
+        dims: Sequence[int],
+        sizes: Sequence[int],
+    ) -> None:
+        self._family, self._conditionals, self._anchor = family, conditionals, anchor
+        self.shape, self.has_rsample = batch_shape + (family.num_elements,), family.has_rsample
+        self._dims, self._sizes, self._latest = dims, sizes, NO_DRAW
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        (params,) = self._latest.recall(x) or (None,)
+        if params is None:
+            features = to_sequence(self._family.element_features(x), self._dims, 1)
+            params = to_instances(self._conditionals.all(features), self._dims, self._sizes, 1)
+        return self._family.elements(params, self._anchor).log_prob(x)
+
+    def draw(self, shape: torch.Size) -> Tensor:
+        anchor, (*batch, count) = self._anchor, shape
+        if anchor is not None and self._dims:
+            anchor = to_sequence(anchor.expand(self.shape + anchor.shape[-1:]), self._dims, 1)
+        for dim in self._dims:
+            batch[dim] = 1
+        elements, params = self._draw_sequence(torch.Size(batch), count * math.prod(self._sizes), anchor)
+        x = to_instances(elements, self._dims, self._sizes, elements.dim() - len(shape))
+        self._latest = LatestDraw.of(x, to_instances(params, self._dims, self._sizes, 1))
+        return x
+
+    def _draw_sequence(self, shape: torch.Size, count: int, anchor: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns ``count`` elements, drawn one by one, ``(*shape, count, *element)``, and their parameters."""
+        params, advance = self._conditionals.first()
+        all_params, elements = [params], []
+        for index in range(count):
+            here = None if anchor is None else anchor[..., index : index + 1, :]
+            element = self._family.elements(params.unsqueeze(-2), here).draw(shape + (1,))
+            elements.append(element)
+            if index + 1 < count:
+                params, advance = advance(self._family.element_features(element).squeeze(-2))
+                all_params.append(params)
+        return torch.cat(elements, len(shape)), torch.stack(torch.broadcast_tensors(*all_params), -2)

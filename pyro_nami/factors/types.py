@@ -1,13 +1,13 @@
 """The table of distribution types: what is known of each, in one row. The place to add a type.
 
-A row holds formulas: the anchor, which is location and scale of the model's own conditional in unconstrained space, and
-the factor of the model's own type, which raw parameters make by link functions. A type without a row is covered by its
-support alone. Rows serve the types derived from theirs as well.
+A row holds the formulas of the anchor and of the factor of the model's own type. It serves derived types as well; a type
+without one is covered by its support alone.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -38,8 +38,8 @@ class Row(NamedTuple):
     Raw parameters are tensors ``(*batch, E)``, one for each link; of a vector, there is one, ``(*batch, E, k)``.
 
     Attributes:
-        anchor: location and scale of ``bijection_to(support).inv(x)``, its mean and standard deviation where these
-            exist, as functions of the parameters: gradients flow.
+        anchor: a prior to location and scale of ``bijection_to(support).inv(x)``: mean and standard deviation where
+            these exist.
         make: a factor of the model's own type (a distribution or `Elements`), from parameters by name.
         links: name of a parameter -> its link function.
         start: an element's value ``(*batch, E, *element)`` and scale ``(*batch, E)`` in unconstrained space to raw
@@ -72,10 +72,6 @@ def type_of(prior: td.Distribution) -> Row:
         True
     """
     return next((TYPES[kind] for kind in type(innermost(prior)).__mro__ if kind in TYPES), _UNKNOWN)
-
-
-def _loc_and_scale(prior: Any) -> Anchor:
-    return prior.loc, prior.scale
 
 
 def _location_scale(make: Callable, *, deviation: float, mean: float = 0.0, median: float = 0.0) -> Row:
@@ -234,8 +230,9 @@ def _gamma_poisson(concentration: Tensor, rate: Tensor, **options: Any) -> td.Di
     return dist.NegativeBinomial(concentration, logits=-rate.log(), **options)
 
 
+_LOC_SCALE = operator.attrgetter("loc", "scale")
 _UNKNOWN = Row()
-_NORMAL = Row(_loc_and_scale, normal=True)
+_NORMAL = Row(_LOC_SCALE, normal=True)
 _MULTIVARIATE_NORMAL = Row(lambda prior: (prior.loc, prior.variance.sqrt()), normal=True)
 _BY_CONCENTRATIONS = {"concentration1": POSITIVE, "concentration0": POSITIVE}
 _BY_LOGITS = {"logits": REAL}
@@ -254,7 +251,7 @@ TYPES: dict[type, Row] = {
         dist.Gumbel, deviation=_PI / math.sqrt(6.0), mean=_EULER, median=-math.log(_LOG_TWO)
     ),
     td.Cauchy: _location_scale(dist.Cauchy, deviation=1.0),
-    td.StudentT: Row(_loc_and_scale, dist.StudentT, {"df": POSITIVE, "loc": REAL, "scale": POSITIVE}, _student_t_start),
+    td.StudentT: Row(_LOC_SCALE, dist.StudentT, {"df": POSITIVE, "loc": REAL, "scale": POSITIVE}, _student_t_start),
     dist.MultivariateStudentT: Row(lambda prior: (prior.loc, prior.scale_tril.square().sum(-1).sqrt())),
     td.VonMises: Row(
         _von_mises_anchor, StableVonMises, {"loc": REAL, "concentration": _CONCENTRATION}, _von_mises_start
