@@ -63,7 +63,7 @@ class SiteDistribution(TorchDistribution):
 
     def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         """Returns a draw ``(*sample_shape, *batch, *event)`` that carries no gradient."""
-        # Others draw without gradients themselves; the network's parameters must keep theirs for log_prob.
+        # Discrete elements have none themselves; the network's parameters must keep theirs for log_prob.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.has_rsample):
             return self._draw(sample_shape)
 

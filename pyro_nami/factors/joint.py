@@ -22,6 +22,7 @@ def to_sequence(x: Tensor, dims: Sequence[int], parts: int = 0) -> Tensor:
         parts: how many dims each element has.
 
     Example:
+        >>> import torch
         >>> to_sequence(torch.arange(6).reshape(3, 2), [-1])
         tensor([[0, 1, 2, 3, 4, 5]])
     """

@@ -103,9 +103,7 @@ class CoupledElements(NormalElements):
 
 
 class FlowElements(NormalElements):
-    """A standard Normal through a monotone rational-quadratic spline, then location and scale.
-
-    The spline is the identity outside [-5, 5], and everywhere where its parameters are zero.
+    """A Normal bent by a monotone rational-quadratic spline; the identity outside [-5, 5], and at parameters of zero.
 
     Args:
         params: ``(*batch, E, 2 + 3 bins - 1)``: location, raw scale, widths, heights, derivatives.
@@ -132,9 +130,9 @@ class FlowElements(NormalElements):
 
 
 class SinhArcsinhElements(NormalElements):
-    """A standard Normal e with two tails of their own weight, then location and scale.
+    """A Normal with two tails of their own weight.
 
-    bend(e) = sinh(a(arcsinh(e))), where a is a branch of a hyperbola through 0 with slopes ``2 ** tanh(left / 8)`` and
+    b(e) = sinh(a(arcsinh(e))), where a is a branch of a hyperbola through 0 with slopes ``2 ** tanh(left / 8)`` and
     ``2 ** tanh(right / 8)`` far out: from 1/2 over 1, where the density falls off as a Normal's, to 2, as that of an
     exponential variable. It is the identity where both parameters are zero.
 
@@ -176,10 +174,9 @@ class SinhArcsinhElements(NormalElements):
 
 
 class MixtureElements(Elements):
-    """Mixture of K Normals in unconstrained space, reparameterized by implicit differentiation of its CDF.
+    """Mixture of K Normals, reparameterized by implicit differentiation of its CDF F: dx/dp = -(dF/dp) / density.
 
-    With F the CDF and f the density, a draw x moves with a parameter p as dx/dp = -(dF/dp) / f. Gradients are exact to
-    first order; there are no second-order ones.
+    Gradients are exact to first order; there are no second-order ones.
 
     Args:
         params: ``(*batch, E, 3 K)``: logits, locations, raw scales.
@@ -237,7 +234,7 @@ class MixtureElements(Elements):
 def _anchored(
     location: Tensor, raw: Tensor, anchor: Tensor | None, evidence: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns location, log scale and scale, relative to the anchor if there is one, and given the evidence."""
+    """Returns location, log scale and scale, relative to the anchor and given the evidence, if there is any."""
     scale = relative_scale(raw)
     if anchor is not None:
         prior_loc, prior_scale = anchor.unbind(-1)

@@ -32,10 +32,7 @@ def make_family(
             sinh-arcsinh for a single number outside of plates whose support is bounded, as a scale's posterior is
             skewed); a name (``"normal"``, ``"sinh_arcsinh"``, ``"mixture"``, ``"flow"``, ``"match"``, or one of
             `register_family`), or a `Family` subclass or callable of name, prior and value.
-        name: of the site.
-        prior: the model's distribution at the site in the prototype run, possibly masked, expanded or independent.
-        value: the site's value there.
-        within: ``"autoregressive"`` or ``"independent"``.
+        name, prior, value, within: as for `Family`.
 
     Raises:
         NotImplementedError: the site's support or type is not covered.
@@ -50,13 +47,12 @@ def make_family(
     if continuous and support_of(prior).is_discrete:
         raise ValueError(
             f'Expected a family for discrete values at site "{name}" ({type(innermost(prior)).__name__}); '
-            f"got {spec!r}. "
-            "Leave the site out of families= to keep the model's own type, or add a family with register_family."
+            f"got {spec!r}. Leave the site out of families= to keep the model's own type, or add a family with register_family."
         )
     try:
         family = factory(name, prior, value)
     except NotImplementedError as error:
-        if factory is _match:
+        if factory is _match and error.args:
             raise
         raise _unsupported(name, prior) from error
     if not isinstance(family, Family):
@@ -109,10 +105,8 @@ def _default(name: str, prior: Distribution, value: Tensor) -> Family:
 
 def _match(name: str, prior: Distribution, value: Tensor) -> Family:
     row, leaf = type_of(prior), innermost(prior)
-    if row.make and not row.start:
-        return AdditiveFamily(name, prior, value)
-    if support_of(prior).is_discrete:
-        raise _unsupported(name, prior)
+    if row.make and not row.start or support_of(prior).is_discrete:
+        return _default(name, prior, value)
     if row.make is None and isinstance(leaf, TransformedDistribution) and location_and_scale(leaf) is not None:
         row = type_of(leaf.base_dist)
     return (NormalFamily if row.normal else OwnTypeFamily)(name, prior, value)

@@ -42,12 +42,7 @@ class Relocation(NamedTuple):
 
 
 class Relocated(TorchDistribution):
-    """A distribution with its batch dims outside.
-
-    Args:
-        base: the distribution inside.
-        relocation: what lies where.
-    """
+    """The distribution ``base`` of inside with its batch dims outside."""
 
     arg_constraints: dict[str, constraints.Constraint] = {}
 

@@ -1,7 +1,7 @@
 """The table of distribution types: what is known of each, in one row. The place to add a type.
 
-A row holds the formulas of the anchor and of the factor of the model's own type. It serves derived types as well; a type
-without one is covered by its support alone.
+A row holds the formulas of the anchor and of the factor of the model's own type, and serves derived types as well; a
+type without one is covered by its support alone.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class FlowFamily(NormalFamily):
 
 
 class SinhArcsinhFamily(NormalFamily):
-    """A Normal with two tails of their own weight, under location and scale. Parameters: these two, left, right.
+    """A Normal with two tails of their own weight. Parameters: location, raw scale, left, right.
 
     The default for a scale and other single bounded numbers: the posterior of its logarithm is skewed, with a tail that
     is exponential on one side.

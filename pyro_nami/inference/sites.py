@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from pyro.distributions import Delta, MaskedDistribution
+from pyro.distributions import Delta
 from torch import Tensor
-from torch.distributions import Independent
 from torch.utils._pytree import tree_leaves
+
+from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["check_full_plate", "is_delta", "plate_names", "plate_nesting", "unconstrained_zeros", "with_plate_dims"]
 
@@ -29,9 +30,7 @@ def check_full_plate(name: str, fn: Any, indices: Any = None) -> None:
 
 def is_delta(fn: Any) -> bool:
     """Tells whether a distribution is a Delta, below its event dims and masks."""
-    while isinstance(fn, (Independent, MaskedDistribution)):
-        fn = fn.base_dist
-    return isinstance(fn, Delta)
+    return isinstance(innermost(fn), Delta)
 
 
 def plate_nesting(sites: Iterable[Any]) -> int:

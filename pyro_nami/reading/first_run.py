@@ -11,6 +11,7 @@ from pyro.distributions import Delta, NanMaskedMultivariateNormal, NanMaskedNorm
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 
+from pyro_nami.factors.wrappers import layers
 from pyro_nami.reading.runner import widen
 
 __all__ = ["allows_nan", "first_run", "is_latent", "is_passing", "is_transparent", "subsamples"]
@@ -60,14 +61,10 @@ def is_transparent(site: Any) -> bool:
     """Whether a trace's site is a latent that the model itself determines."""
     if site["type"] != "sample" or site["is_observed"] or site_is_subsample(site):
         return False
-    fn = site["fn"]
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
+    *_, fn = layers(site["fn"])
     return isinstance(fn, Delta)
 
 
 def allows_nan(site: Mapping[str, Any]) -> bool:
-    fn = site["fn"]
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
+    *_, fn = layers(site["fn"])
     return site["mask"] is not None or isinstance(fn, (NanMaskedNormal, NanMaskedMultivariateNormal))

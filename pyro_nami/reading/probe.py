@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Transform, biject_to
 from torch.distributions.constraints import Constraint
 
+from pyro_nami.factors.wrappers import layers
 from pyro_nami.reading.provenance import ProvenanceTracker
 from pyro_nami.reading.runner import widen
 
@@ -270,12 +271,11 @@ def _is_site(msg: Any) -> bool:
     """Whether a message is a node of the network: not a subsample, deterministic, Delta or masked out."""
     if msg["type"] != "sample" or site_is_subsample(msg):
         return False
-    fn, masked = msg["fn"], msg["mask"] is False
+    masked = msg["mask"] is False
     if msg["is_observed"] and (masked or msg["infer"].get("_deterministic", False)):
         return False
-    while hasattr(fn, "base_dist"):
+    for fn in layers(msg["fn"]):
         masked = masked or getattr(fn, "_mask", None) is False
-        fn = fn.base_dist
     return type(fn).__name__ != "Delta" or (msg["is_observed"] and not masked)
 
 
