@@ -47,7 +47,8 @@ def make_family(
     if continuous and support_of(prior).is_discrete:
         raise ValueError(
             f'Expected a family for discrete values at site "{name}" ({type(innermost(prior)).__name__}); '
-            f"got {spec!r}. Leave the site out of families= to keep the model's own type, or add a family with register_family."
+            f"got {spec!r}. Leave the site out of families= to keep the model's own type, or add a family with "
+            "register_family."
         )
     try:
         family = factory(name, prior, value)
