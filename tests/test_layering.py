@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 ORDER = {
     "": "messages",
     "graph": "sites bayesnet elimination inverse search inversion separation",
-    "factors": "anchors bijections layout elements factor joint coupled relaxed relocated base discrete observed "
-    "own_type unconstrained registry",
+    "factors": "wrappers links joint bijections layout elements normals types anchors distribution family "
+    "features own_type unconstrained registry relocated",
     "networks": "masks pace passes reductions running pooling attention encoders precision_sums stepped masked "
     "separate",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
@@ -88,7 +88,7 @@ def test_imports_only_from_modules_before_it(module):
         ("graph.bayesnet", "from pyro_nami.graph.inverse import Inverse"),
         ("networks.masks", "from pyro_nami import graph"),
         ("guide.nami", "from pyro_nami.guide import AutoNaMIGuide"),
-        ("factors.base", "import pyro_nami.guide.nami"),
+        ("factors.family", "import pyro_nami.guide.nami"),
         ("guide.nami", "def f():\n    from pyro_nami.graph.inverse import Inverse"),
         ("reading.network", "from pyro_nami.unheard_of import x"),
     ],

@@ -1,37 +1,24 @@
 """Bijections from unconstrained space to a support, for every support that a factor can be pushed onto.
 
-`bijection_to` returns the transform that Pyro's own guides use (``biject_to``) wherever there is one, and adds the
-triangular and positive definite matrices that torch maps by no bijection. Nothing is registered globally. Change this
-module when a support is missing or declares a wrong event dim.
+Nothing is registered globally. Change this module when a support is missing or declares a wrong event dim.
 """
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from pyro.distributions import constraints
 from pyro.distributions.transforms import CholeskyTransform
 from torch import Tensor
-from torch.distributions import Distribution, biject_to
+from torch.distributions import Distribution, biject_to, transforms
 from torch.distributions.constraints import Constraint
-from torch.distributions.transforms import (
-    CatTransform,
-    ComposeTransform,
-    IndependentTransform,
-    StackTransform,
-    Transform,
-)
+from torch.distributions.transforms import Transform
 
 __all__ = [
-    "TriangularTransform",
-    "bijection_to",
-    "detached_support",
-    "has_tensor_bounds",
-    "interior",
-    "peel_support",
-    "support_of",
-    "support_on",
+    "TriangularTransform", "bijection_to", "detached_support", "has_tensor_bounds", "interior",
+    "peel_support", "support_of", "support_on",
 ]
 
 
@@ -47,7 +34,7 @@ def bijection_to(support: Constraint) -> Transform:
     """
     base, ndims = peel_support(support)
     bijection = _base_bijection(base)
-    return IndependentTransform(bijection, ndims) if ndims else bijection
+    return transforms.IndependentTransform(bijection, ndims) if ndims else bijection
 
 
 def peel_support(support: Constraint) -> tuple[Constraint, int]:
@@ -66,11 +53,7 @@ def peel_support(support: Constraint) -> tuple[Constraint, int]:
 
 
 def support_of(distribution: Distribution) -> Constraint:
-    """Returns the support of a distribution.
-
-    Raises:
-        NotImplementedError: it declares none.
-    """
+    """Returns the support of a distribution; raises NotImplementedError where it declares none."""
     support = distribution.support
     if support is None:
         raise NotImplementedError(f"Expected a distribution with a support; got {type(distribution).__name__}")
@@ -87,12 +70,12 @@ def support_on(support: Constraint, event_dim: int) -> Constraint:
 
 def has_tensor_bounds(support: Constraint) -> bool:
     """Whether the support holds tensors, so that it may differ between calls (``Uniform(0, hi)``)."""
-    return any(_any_tensor(value) for value in vars(support).values())
+    return _holds_tensor(list(vars(support).values()))
 
 
 def detached_support(support: Constraint) -> Constraint:
     """Returns the support with its tensors cut from autograd, so that it can be kept, copied and pickled."""
-    return _map_tensors(support, lambda bound: bound.detach().clone())
+    return _detached(support)
 
 
 def interior(support: Constraint, value: Tensor) -> Tensor:
@@ -114,7 +97,8 @@ def interior(support: Constraint, value: Tensor) -> Tensor:
         return value.clamp(max=base.upper_bound - (finfo.eps * abs(base.upper_bound) + least))
     if isinstance(base, (constraints.interval, constraints.half_open_interval)):
         margin = finfo.eps * (base.upper_bound - base.lower_bound)
-        lower = base.lower_bound + (least if _is_zero(base.lower_bound) else margin)
+        at_zero = not isinstance(base.lower_bound, Tensor) and base.lower_bound == 0
+        lower = base.lower_bound + (least if at_zero else margin)
         return value.clamp(min=lower).clamp(max=base.upper_bound - margin)
     if base is constraints.simplex:
         return value.clamp(min=least)
@@ -124,12 +108,8 @@ def interior(support: Constraint, value: Tensor) -> Tensor:
 class TriangularTransform(Transform):
     """Maps a real vector to a lower triangular matrix of size ``n``.
 
-    The vector holds the diagonal first (as its logarithm, itself, or not at all), then the entries strictly below it,
-    row by row. Densities of matrices are with respect to their free lower triangular entries.
-
-    Args:
-        diagonal: ``"log"`` (onto ``lower_cholesky``), ``"free"`` (``lower_triangular``) or ``"unit"``
-            (``unit_lower_cholesky``).
+    The vector holds the diagonal first (``"log"``: its logarithm, ``"free"``: itself, ``"unit"``: not at all), then the
+    entries strictly below it, row by row. Densities of matrices are those of their free lower triangular entries.
 
     Example:
         >>> TriangularTransform("log")(torch.tensor([0.0, 0.0, 5.0]))
@@ -139,16 +119,11 @@ class TriangularTransform(Transform):
 
     domain = constraints.real_vector
     bijective = True
-    _codomains = {
-        "log": constraints.lower_cholesky,
-        "free": constraints.lower_triangular,
-        "unit": constraints.unit_lower_cholesky,
-    }
 
     def __init__(self, diagonal: str = "log") -> None:
         super().__init__()
         self.diagonal = diagonal
-        self.codomain = self._codomains[diagonal]
+        self.codomain = _TRIANGULAR[diagonal]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TriangularTransform) and self.diagonal == other.diagonal
@@ -179,61 +154,56 @@ class TriangularTransform(Transform):
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """Returns the log determinant ``(*batch,)``: the sum of the log diagonal, or zero."""
-        if self.diagonal == "log":
-            return x[..., : y.shape[-1]].sum(-1)
-        return x.new_zeros(x.shape[:-1])
+        return x[..., : y.shape[-1]].sum(-1) if self.diagonal == "log" else x.new_zeros(x.shape[:-1])
 
     def forward_shape(self, shape: tuple[int, ...]) -> torch.Size:
         size = self._size(shape[-1])
         return torch.Size(tuple(shape[:-1]) + (size, size))
 
     def inverse_shape(self, shape: tuple[int, ...]) -> torch.Size:
-        size = shape[-1]
-        below = size * (size - 1) // 2
-        return torch.Size(tuple(shape[:-2]) + (below if self.diagonal == "unit" else below + size,))
+        size = shape[-1] - (self.diagonal == "unit")
+        return torch.Size(tuple(shape[:-2]) + (size * (size + 1) // 2,))
 
     def _size(self, length: int) -> int:
         size = round((0.25 + 2 * length) ** 0.5 - 0.5)
         return size + 1 if self.diagonal == "unit" else size
 
 
+_TRIANGULAR = {
+    "log": constraints.lower_cholesky,
+    "free": constraints.lower_triangular,
+    "unit": constraints.unit_lower_cholesky,
+}
+
+
 def _base_bijection(support: Constraint) -> Transform:
-    if isinstance(support, type(constraints.lower_cholesky)):
-        return TriangularTransform("log")
+    for diagonal, triangular in _TRIANGULAR.items():
+        if isinstance(support, type(triangular)):
+            return TriangularTransform(diagonal)
     if isinstance(support, (type(constraints.positive_definite), type(constraints.positive_semidefinite))):
-        return ComposeTransform([TriangularTransform("log"), CholeskyTransform().inv])
-    if isinstance(support, type(constraints.lower_triangular)):
-        return TriangularTransform("free")
-    if isinstance(support, type(constraints.unit_lower_cholesky)):
-        return TriangularTransform("unit")
+        return transforms.ComposeTransform([TriangularTransform("log"), CholeskyTransform().inv])
     if isinstance(support, constraints.cat):
-        return CatTransform([bijection_to(part) for part in support.cseq], support.dim, support.lengths)
+        return transforms.CatTransform([bijection_to(part) for part in support.cseq], support.dim, support.lengths)
     if isinstance(support, constraints.stack):
-        return StackTransform([bijection_to(part) for part in support.cseq], support.dim)
+        return transforms.StackTransform([bijection_to(part) for part in support.cseq], support.dim)
     if type(support).__name__ == "MixtureSameFamilyConstraint" and not has_tensor_bounds(support):
         return bijection_to(support.base_constraint)  # type: ignore[attr-defined]
     return biject_to(support)
 
 
-def _is_zero(bound: object) -> bool:
-    return not isinstance(bound, Tensor) and bound == 0
-
-
-def _any_tensor(value: object) -> bool:
+def _holds_tensor(value: object) -> bool:
     if isinstance(value, Constraint):
         return has_tensor_bounds(value)
-    if isinstance(value, (list, tuple)):
-        return any(map(_any_tensor, value))
-    return isinstance(value, Tensor)
+    return any(map(_holds_tensor, value)) if isinstance(value, (list, tuple)) else isinstance(value, Tensor)
 
 
-def _map_tensors(value, function):
-    if isinstance(value, Constraint):
-        if not has_tensor_bounds(value):
-            return value
-        new = copy.copy(value)
-        new.__dict__.update({key: _map_tensors(item, function) for key, item in vars(value).items()})
-        return new
+def _detached(value: Any) -> Any:
+    if not _holds_tensor(value):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().clone()
     if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(item, function) for item in value)
-    return function(value) if isinstance(value, Tensor) else value
+        return type(value)(map(_detached, value))
+    new = copy.copy(value)
+    new.__dict__.update({key: _detached(item) for key, item in vars(value).items()})
+    return new

@@ -1,80 +1,113 @@
-"""How the value of a site is laid out as E elements in sequence.
+"""How the value of a site is laid out as E elements in sequence, and what a network reads of each.
 
-A factor works on elements; a site's value is an event of any shape. Two layouts: `UnconstrainedLayout`, whose elements
-are the scalars of the value's unconstrained space (Normal, sinh-arcsinh, mixture and flow factors), and `OwnLayout`,
-whose elements are the value's own entries (factors of the model's own type). Change this module when a value is to be
-cut differently.
+Change this module when a value is to be cut or read differently.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any
 
 import torch
+from pyro.distributions import constraints
 from torch import Tensor
 from torch.distributions.constraints import Constraint
-from torch.distributions.transforms import ComposeTransform, IndependentTransform, Transform
+from torch.distributions.transforms import ComposeTransform, IndependentTransform
+from torch.nn.functional import one_hot
 
 from pyro_nami.factors.bijections import bijection_to, interior, support_on
 
-__all__ = ["Layout", "LogLayout", "OwnLayout", "UnconstrainedLayout"]
+__all__ = ["Layout", "LogLayout", "UnconstrainedLayout", "finite"]
 
 
 class Layout:
-    """A one-to-one map between values ``(*batch, *event)`` and elements ``(*batch, E, *element)``.
+    """A one-to-one map between values ``(*batch, *event)`` and elements ``(*batch, E, *element)``: its own entries.
+
+    Args:
+        support: of the value.
+        event_shape: of the value.
+        value: any value of the site.
+        element_ndims: dims of one element: 0, or 1 for vectors that are one element.
+        batch_shape: over which the support's bounds vary, ``()`` for a fixed support.
+        num_classes: where the entries are classes.
+        dtype: of features of discrete values.
 
     Attributes:
-        support: of the site's value, its check taking all event dims.
-        event_shape: of the site's value.
+        support: its check takes all event dims.
         num_elements: E.
-        element_shape: of one element; ``()`` or, for vectors that are one element, ``(classes,)``.
-        batch_shape: over which the support's bounds vary, ``()`` for a fixed support.
+        element_shape: of one element; ``()`` or ``(classes,)``.
+        num_features: f, numbers that a network reads of an element.
+        marks_nan: whether one of these says that it is NaN.
     """
 
     def __init__(
         self,
         support: Constraint,
         event_shape: torch.Size,
+        value: Tensor,
         *,
         element_ndims: int = 0,
         batch_shape: torch.Size = torch.Size(),
+        num_classes: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.support = support_on(support, len(event_shape))
-        self.event_shape = torch.Size(event_shape)
-        self.batch_shape = torch.Size(batch_shape)
+        self.event_shape, self.num_classes, self.dtype = torch.Size(event_shape), num_classes, dtype
+        self._set_support(support, batch_shape)
         cut = len(event_shape) - element_ndims
-        self.num_elements = math.prod(event_shape[:cut])
-        self.element_shape = self.event_shape[cut:]
+        self.num_elements, self.element_shape = math.prod(event_shape[:cut]), self.event_shape[cut:]
+        entries = self.element_shape[0] if element_ndims else 1
+        self.num_features = num_classes or max(entries - (not self.support.is_discrete), 1)
+        self.marks_nan = False
+
+    def at(self, support: Constraint, batch_shape: torch.Size) -> Layout:
+        """Returns this layout on a support of the same kind whose bounds vary over ``batch_shape``."""
+        moved = copy.copy(self)
+        moved._set_support(support, batch_shape)
+        return moved
 
     def value(self, elements: Tensor) -> Tensor:
         """Returns the value ``(*batch, *event)`` of elements ``(*batch, E, *element)``."""
-        raise NotImplementedError
-
-    def elements(self, value: Tensor) -> Tensor:
-        """Returns the elements ``(*batch, E, *element)`` of a value ``(*batch, *event)``, moved off the boundary."""
-        raise NotImplementedError
-
-    def log_abs_det(self, elements: Tensor, value: Tensor) -> Tensor | None:
-        """Returns the log Jacobian determinant of `value` ``(*batch,)``; None where it is zero."""
-        return None
-
-
-class OwnLayout(Layout):
-    """The value's own entries, reshaped."""
-
-    def value(self, elements: Tensor) -> Tensor:
         if elements.shape[-len(self.element_shape) - 1 :] == self.event_shape:
             return elements
         batch = elements.shape[: elements.dim() - 1 - len(self.element_shape)]
         return elements.reshape(batch + self.event_shape)
 
     def elements(self, value: Tensor) -> Tensor:
+        """Returns the elements ``(*batch, E, *element)`` of a value ``(*batch, *event)``, moved off the boundary."""
         batch = value.shape[: value.dim() - len(self.event_shape)]
-        value = interior(self.support, value)
-        return value.reshape(batch + (self.num_elements,) + self.element_shape)
+        return interior(self.support, value).reshape(batch + (self.num_elements,) + self.element_shape)
+
+    def log_abs_det(self, elements: Tensor, value: Tensor) -> Tensor | None:
+        """Returns the log Jacobian determinant of `value` ``(*batch,)``; None where it is zero."""
+        return None
+
+    def features(self, value: Tensor) -> Tensor:
+        """Returns what a network reads of a value ``(*batch, *event)``: finite numbers ``(*batch, E, f)``."""
+        return self.element_features(self.elements(value))
+
+    def element_features(self, elements: Tensor) -> Tensor:
+        """Returns the features ``(*batch, E, f)`` of elements.
+
+        Classes are read as their one-hot code, counts x as sign(x) log(1 + abs(x)), other discrete values as they are,
+        continuous ones by their unconstrained coordinates.
+        """
+        support = getattr(self.support, "base_constraint", self.support)
+        if self.num_classes is not None:
+            return one_hot(elements.long(), self.num_classes).to(self.dtype)
+        if not support.is_discrete:
+            elements = bijection_to(support).inv(interior(support, elements))
+        else:
+            elements = elements.to(self.dtype)
+            if support not in (constraints.boolean, constraints.one_hot):
+                elements = elements.sign() * elements.abs().log1p()
+        return finite(elements if self.element_shape else elements.unsqueeze(-1))
+
+    def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
+        self.support, self.batch_shape = support_on(support, len(self.event_shape)), torch.Size(batch_shape)
 
 
-class LogLayout(OwnLayout):
+class LogLayout(Layout):
     """The logarithms of the value's entries; the density stays that of the value (relaxed one-hot vectors)."""
 
     def value(self, elements: Tensor) -> Tensor:
@@ -83,23 +116,26 @@ class LogLayout(OwnLayout):
     def elements(self, value: Tensor) -> Tensor:
         return super().elements(value).log()
 
+    def element_features(self, elements: Tensor) -> Tensor:
+        return super().element_features(elements.exp())
+
 
 class UnconstrainedLayout(Layout):
     """The scalars of the value's unconstrained space, by `bijection_to` of its support.
 
-    Args:
-        value: any value of the site; it tells the shape of unconstrained space.
-
     Raises:
         NotImplementedError: the support has no bijection.
+
+    Example:
+        >>> support = torch.distributions.constraints.simplex
+        >>> layout = UnconstrainedLayout(support, torch.Size([3]), torch.tensor([0.2, 0.3, 0.5]))
+        >>> layout.num_elements, layout.value(torch.zeros(2))
+        (2, tensor([0.3333, 0.3333, 0.3333]))
     """
 
-    def __init__(
-        self, support: Constraint, event_shape: torch.Size, value: Tensor, *, batch_shape: torch.Size = torch.Size()
-    ) -> None:
-        super().__init__(support, event_shape, batch_shape=batch_shape)
-        self.bijection = _none_if_identity(bijection_to(self.support))
-        batch = torch.broadcast_shapes(value.shape[: value.dim() - len(self.event_shape)], batch_shape)
+    def __init__(self, support: Constraint, event_shape: torch.Size, value: Tensor, **options: Any) -> None:
+        super().__init__(support, event_shape, value, **options)
+        batch = torch.broadcast_shapes(value.shape[: value.dim() - len(self.event_shape)], self.batch_shape)
         value = value.expand(batch + self.event_shape)  # bounds need not have all of these dims
         free = value if self.bijection is None else self.bijection.inv(interior(self.support, value))
         self.free_shape = free.shape[len(batch) :]
@@ -123,14 +159,23 @@ class UnconstrainedLayout(Layout):
         extra = log_abs_det.dim() - (value.dim() - len(self.event_shape))
         return log_abs_det.flatten(-extra).sum(-1) if extra > 0 else log_abs_det
 
+    def element_features(self, elements: Tensor) -> Tensor:
+        return finite(elements).unsqueeze(-1)
+
+    def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
+        super()._set_support(support, batch_shape)
+        bijection = base = bijection_to(self.support)
+        while isinstance(base, IndependentTransform):
+            base = base.base_transform
+        identity = isinstance(base, ComposeTransform) and not base.parts
+        self.bijection = None if identity else bijection
+
     def _free(self, elements: Tensor) -> Tensor:
         if not self.free_shape:
             return elements.squeeze(-1)
         return elements.unflatten(-1, self.free_shape) if len(self.free_shape) > 1 else elements
 
 
-def _none_if_identity(bijection: Transform) -> Transform | None:
-    base = bijection
-    while isinstance(base, IndependentTransform):
-        base = base.base_transform
-    return None if isinstance(base, ComposeTransform) and not base.parts else bijection
+def finite(tensor: Tensor) -> Tensor:
+    """Returns `tensor` with NaN as 0 and infinities at the logarithms of the dtype's extremes (about +-88)."""
+    return tensor.nan_to_num(nan=0.0, posinf=88.0, neginf=-88.0)

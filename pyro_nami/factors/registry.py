@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pyro.distributions as dist
-import torch
 from pyro.distributions import constraints
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, TransformedDistribution
 
-from pyro_nami.factors.anchors import innermost, location_and_scale
-from pyro_nami.factors.base import Family
+from pyro_nami.factors.anchors import location_and_scale
 from pyro_nami.factors.bijections import support_of
-from pyro_nami.factors.discrete import DISCRETE
-from pyro_nami.factors.own_type import OwnTypeFamily
-from pyro_nami.factors.unconstrained import FlowFamily, MixtureFamily, NormalFamily, SinhArcsinhFamily
+from pyro_nami.factors.family import Family
+from pyro_nami.factors.own_type import AdditiveFamily, OwnTypeFamily
+from pyro_nami.factors.types import type_of
+from pyro_nami.factors.unconstrained import BUILT_IN, NormalFamily, RelaxedFamily, SinhArcsinhFamily
+from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["FamilyFactory", "FamilySpec", "make_family", "register_family"]
 
@@ -33,10 +32,7 @@ def make_family(
             sinh-arcsinh for a single number outside of plates whose support is bounded, as a scale's posterior is
             skewed); a name (``"normal"``, ``"sinh_arcsinh"``, ``"mixture"``, ``"flow"``, ``"match"``, or one of
             `register_family`), or a `Family` subclass or callable of name, prior and value.
-        name: of the site.
-        prior: the model's distribution at the site in the prototype run, possibly masked, expanded or independent.
-        value: the site's value there.
-        within: ``"autoregressive"`` or ``"independent"``.
+        name, prior, value, within: as for `Family`.
 
     Raises:
         NotImplementedError: the site's support or type is not covered.
@@ -46,16 +42,18 @@ def make_family(
     if within not in ("autoregressive", "independent"):
         raise ValueError(f'Expected within to be "autoregressive" or "independent"; got {within!r} at site "{name}"')
     factory = _default if spec is None else _look_up(spec, name)
-    if _needs_continuous(factory) and _is_discrete(prior):
+    kind = getattr(factory, "func", factory)  # below the partial of mixture(K) and flow(bins)
+    continuous = isinstance(kind, type) and issubclass(kind, (NormalFamily, RelaxedFamily))
+    if continuous and support_of(prior).is_discrete:
         raise ValueError(
             f'Expected a family for discrete values at site "{name}" ({type(innermost(prior)).__name__}); '
-            f"got {spec!r}. "
-            "Leave the site out of families= to keep the model's own type, or add a family with register_family."
+            f"got {spec!r}. Leave the site out of families= to keep the model's own type, or add a family with "
+            "register_family."
         )
     try:
         family = factory(name, prior, value)
     except NotImplementedError as error:
-        if factory is _match:
+        if factory is _match and error.args:
             raise
         raise _unsupported(name, prior) from error
     if not isinstance(family, Family):
@@ -68,12 +66,9 @@ def register_family(name: str, factory: FamilyFactory) -> None:
     """Gives a family a name, to be used in ``families=``.
 
     Args:
-        name: to use; may replace an earlier registration but no built-in family.
-        factory: a `Family` subclass, or a callable of the site's name, prior and value that returns a `Family`.
-
-    Raises:
-        ValueError: the name is that of a built-in family.
-        TypeError: `factory` cannot be called.
+        name: may replace an earlier registration; ValueError for that of a built-in family.
+        factory: a `Family` subclass, or a callable of the site's name, prior and value that returns a `Family`;
+            TypeError for what cannot be called.
     """
     if name in _BUILT_IN:
         raise ValueError(f"Expected a name other than the built-in {sorted(_BUILT_IN)}; got {name!r}")
@@ -98,16 +93,11 @@ def _look_up(spec: FamilySpec, name: str) -> FamilyFactory:
     return spec
 
 
-def _needs_continuous(factory: FamilyFactory) -> bool:
-    kind = getattr(factory, "func", factory)  # below the partial of mixture(K) and flow(bins)
-    return isinstance(kind, type) and issubclass(kind, NormalFamily)
-
-
 def _default(name: str, prior: Distribution, value: Tensor) -> Family:
-    own = _discrete_family(prior)
-    if own is not None:
-        return own(name, prior, value)
-    if _is_discrete(prior) or _is_straight_through(prior):
+    row = type_of(prior)
+    if row.make and not row.start:
+        return AdditiveFamily(name, prior, value)
+    if row.hard or support_of(prior).is_discrete:
         raise NotImplementedError
     alone = prior.batch_shape == prior.event_shape == ()
     skewed = alone and support_of(prior) is not constraints.real
@@ -115,32 +105,12 @@ def _default(name: str, prior: Distribution, value: Tensor) -> Family:
 
 
 def _match(name: str, prior: Distribution, value: Tensor) -> Family:
-    own = _discrete_family(prior)
-    if own is not None:
-        return own(name, prior, value)
-    if _is_discrete(prior):
-        raise _unsupported(name, prior)
-    return (NormalFamily if _is_normal(prior) else OwnTypeFamily)(name, prior, value)
-
-
-def _discrete_family(prior: Distribution) -> type[Family] | None:
-    return next((DISCRETE[kind] for kind in type(innermost(prior)).__mro__ if kind in DISCRETE), None)
-
-
-def _is_straight_through(prior: Distribution) -> bool:
-    return any(kind in DISCRETE for kind in type(innermost(prior)).__mro__)
-
-
-def _is_discrete(prior: Distribution) -> bool:
-    return support_of(prior).is_discrete
-
-
-def _is_normal(prior: Distribution) -> bool:
-    """Whether the prior is itself a Normal in unconstrained space."""
-    leaf = innermost(prior)
-    if isinstance(leaf, torch.distributions.TransformedDistribution) and type(leaf) in _TRANSFORMED:
-        return isinstance(innermost(leaf.base_dist), _NORMALS) and location_and_scale(leaf) is not None
-    return isinstance(leaf, _NORMALS)
+    row, leaf = type_of(prior), innermost(prior)
+    if row.make and not row.start or support_of(prior).is_discrete:
+        return _default(name, prior, value)
+    if row.make is None and isinstance(leaf, TransformedDistribution) and location_and_scale(leaf) is not None:
+        row = type_of(leaf.base_dist)
+    return (NormalFamily if row.normal else OwnTypeFamily)(name, prior, value)
 
 
 def _unsupported(name: str, prior: Distribution) -> Exception:
@@ -154,23 +124,5 @@ def _unsupported(name: str, prior: Distribution) -> Exception:
     )
 
 
-_NORMALS = (
-    torch.distributions.Normal,
-    torch.distributions.LogNormal,
-    torch.distributions.MultivariateNormal,
-    torch.distributions.LowRankMultivariateNormal,
-)
-_TRANSFORMED = (
-    torch.distributions.TransformedDistribution,
-    dist.TransformedDistribution,
-    torch.distributions.LogisticNormal,
-    dist.LogisticNormal,
-)
-_BUILT_IN: dict[str, FamilyFactory] = {
-    "normal": NormalFamily,
-    "sinh_arcsinh": SinhArcsinhFamily,
-    "mixture": MixtureFamily,
-    "flow": FlowFamily,
-    "match": _match,
-}
+_BUILT_IN: dict[str, FamilyFactory] = {**BUILT_IN, "match": _match}
 _registered: dict[str, FamilyFactory] = {}

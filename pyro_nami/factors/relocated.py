@@ -14,6 +14,8 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_nami.factors.elements import NO_DRAW, LatestDraw
+
 __all__ = ["Relocated", "Relocation"]
 
 
@@ -38,25 +40,15 @@ class Relocation(NamedTuple):
         cut = value.dim() - event_dim
         return value.reshape(self.inside(value.shape[:cut]) + value.shape[cut:])
 
-    def value_outside(self, value: Tensor, event_dim: int) -> Tensor:
-        """Returns an inside value ``(*batch, *event)`` as it is outside."""
-        cut = value.dim() - event_dim
-        return value.reshape(self.outside(value.shape[:cut]) + value.shape[cut:])
-
 
 class Relocated(TorchDistribution):
-    """A distribution with its batch dims outside.
-
-    Args:
-        base: the distribution inside.
-        relocation: what lies where.
-    """
+    """The distribution ``base`` of inside with its batch dims outside."""
 
     arg_constraints: dict[str, constraints.Constraint] = {}
 
     def __init__(self, base: TorchDistribution, relocation: Relocation) -> None:
         self._base, self._relocation = base, relocation
-        self._latest: tuple[Tensor, Tensor] | None = None
+        self._latest = NO_DRAW
         super().__init__(relocation.outside(base.batch_shape), base.event_shape, validate_args=False)
 
     @constraints.dependent_property
@@ -75,33 +67,26 @@ class Relocated(TorchDistribution):
         return Relocated(self._base.expand(self._relocation.inside(torch.Size(batch_shape))), self._relocation)
 
     def rsample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:
-        """Returns a reparameterized draw ``(*sample_shape, *batch, *event)``."""
         return self._out(self._base.rsample(sample_shape), len(sample_shape))
 
     def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:
-        """Returns a draw ``(*sample_shape, *batch, *event)``."""
         return self._out(self._base.sample(sample_shape), len(sample_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Returns log densities in nats ``(*batch,)``."""
-        inside = self._inside(value)
-        return self._relocation.value_outside(self._base.log_prob(inside), 0)
+        log_prob = self._base.log_prob(self._inside(value))
+        return log_prob.reshape(self._relocation.outside(log_prob.shape))
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
-        """Returns every value, ``(values, *batch, *event)``."""
         values = self._base.enumerate_support(expand)
         batch = self.batch_shape if expand else torch.Size((1,) * len(self.batch_shape))
         return values.reshape(values.shape[:1] + batch + self.event_shape)
 
     def _out(self, inside: Tensor, sample_ndims: int) -> Tensor:
         value = inside.reshape(inside.shape[:sample_ndims] + self.batch_shape + self.event_shape)
-        self._latest = value, inside
+        self._latest = LatestDraw.of(value, inside)
         return value
 
     def _inside(self, value: Tensor) -> Tensor:
         """Returns a value as the base knows it; for the latest draw, that draw itself."""
-        if self._latest is not None:
-            drawn, inside = self._latest
-            if drawn is value and inside.requires_grad == value.requires_grad:
-                return inside
-        return self._relocation.value_inside(value, len(self.event_shape))
+        kept = self._latest.recall(value)
+        return self._relocation.value_inside(value, len(self.event_shape)) if kept is None else kept[0]

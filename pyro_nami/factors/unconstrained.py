@@ -1,7 +1,7 @@
-"""Families of continuous sites whose elements live in unconstrained space: Normal, sinh-arcsinh, mixture and flow.
+"""Families of sites whose elements live in unconstrained space: Normal, sinh-arcsinh, mixture, flow, relaxed.
 
-All four are location-scale types, so they share the anchor and, at step 0, Pyro's ``AutoNormal``: location at the
-init value, scale at the init scale. The fifth, relaxed, has a fixed temperature instead of a scale.
+The first four are location-scale types: they share the anchor and, at step 0, Pyro's ``AutoNormal``: location at the
+init value, scale at the init scale.
 """
 
 from __future__ import annotations
@@ -13,41 +13,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Distribution
-from torch.distributions.constraints import Constraint
 
 from pyro_nami.factors.anchors import location_and_scale
-from pyro_nami.factors.base import Family, finite
-from pyro_nami.factors.coupled import CoupledFactor
-from pyro_nami.factors.elements import (
-    Elements,
+from pyro_nami.factors.distribution import SiteDistribution
+from pyro_nami.factors.elements import Elements, LogisticElements
+from pyro_nami.factors.family import Family
+from pyro_nami.factors.links import raw_scale, relative_scale
+from pyro_nami.factors.normals import (
+    CoupledElements,
     FlowElements,
     MixtureElements,
     NormalElements,
     SinhArcsinhElements,
-    raw_scale,
-    relative_scale,
 )
-from pyro_nami.factors.layout import Layout, UnconstrainedLayout
-from pyro_nami.factors.relaxed import LogisticElements
 
 __all__ = [
-    "FlowFamily",
-    "MixtureFamily",
-    "NormalFamily",
-    "RelaxedFamily",
-    "SinhArcsinhFamily",
-    "flow",
-    "mixture",
-    "relaxed",
+    "BUILT_IN", "FlowFamily", "MixtureFamily", "NormalFamily", "RelaxedFamily", "SinhArcsinhFamily",
+    "flow", "mixture", "relaxed",
 ]
 
 
 class NormalFamily(Family):
     """A Normal in unconstrained space, pushed through `bijection_to` of the support. Parameters: location, raw scale.
 
-    `initial` is exact: the location is the value's, the scale is the given one.
+    Subclasses bend it by ``bent``: their parameters are these two, then the bend's, which are zero at `initial`.
+
+    Example:
+        >>> prior = torch.distributions.LogNormal(torch.tensor(0.0), torch.tensor(1.0))
+        >>> family = NormalFamily("z", prior, torch.tensor(1.0))
+        >>> family.distribution(torch.zeros(5, 1, 2)).rsample().shape
+        torch.Size([5])
     """
 
+    bent: type[NormalElements] = NormalElements
     num_params = 2
     locations: Sequence[int] = (0,)
     takes_evidence = True
@@ -60,32 +58,30 @@ class NormalFamily(Family):
         return moments.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 2))
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        location = self.element_features(self.layout.elements(value)).squeeze(-1)
+        location = self.features(value).squeeze(-1)
         relative = torch.as_tensor(scale, dtype=location.dtype, device=location.device)
         if anchor is not None:
             prior_loc, prior_scale = anchor.detach().unbind(-1)
             location = (location - prior_loc) / prior_scale
             relative = relative / prior_scale
-        return torch.stack(torch.broadcast_tensors(location, raw_scale(relative)), -1)
+        params = torch.stack(torch.broadcast_tensors(location, raw_scale(relative)), -1)
+        return F.pad(params, (0, self.num_params - 2))
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        return NormalElements(*self._split(params), anchor)
+        return self.bent(*self._split(params), anchor)
 
     def coupled_distribution(
         self, params: Tensor, anchor: Tensor | None, coupling: Tensor, dims: Sequence[int], sizes: Sequence[int]
-    ) -> CoupledFactor:
-        """Returns the site's distribution with elements that are jointly Normal; see `CoupledFactor`."""
-        elements = NormalElements(*self._split(params), anchor)
-        return CoupledFactor(elements, self.layout, coupling, dims, sizes)
+    ) -> SiteDistribution:
+        """Returns the site's distribution with elements that are jointly Normal; see `CoupledElements`."""
+        elements = CoupledElements(*self._split(params), anchor, coupling=coupling, dims=dims, sizes=sizes)
+        return SiteDistribution(elements, self.layout)
 
     def _split(self, params: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns own parameters, and the evidence behind them if there is any."""
         if params.shape[-1] == self.num_params:
             return params, None
         return params[..., : self.num_params], params[..., self.num_params :]
-
-    def _make_layout(self, support: Constraint, batch_shape: torch.Size, value: Tensor) -> Layout:
-        return UnconstrainedLayout(support, self.event_shape, value, batch_shape=batch_shape)
 
 
 class MixtureFamily(NormalFamily):
@@ -108,7 +104,7 @@ class MixtureFamily(NormalFamily):
         return "mixture", self.num_params
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        location, raw = super().initial(value, scale, anchor).split(1, -1)
+        location, raw = super().initial(value, scale, anchor)[..., :2].split(1, -1)
         relative = relative_scale(raw)
         offset = torch.linspace(-1, 1, self.components, dtype=location.dtype, device=location.device)
         if self.components == 1:
@@ -123,18 +119,10 @@ class MixtureFamily(NormalFamily):
         return MixtureElements(params, anchor)
 
 
-class _BentFamily(NormalFamily):
-    """A bent Normal under location and scale. Parameters: these two, then the bend's, which are zero at `initial`.
-
-    There the factor is `NormalFamily`'s.
-    """
-
-    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        return F.pad(super().initial(value, scale, anchor), (0, self.num_params - 2))
-
-
-class FlowFamily(_BentFamily):
+class FlowFamily(NormalFamily):
     """A monotone rational-quadratic spline under location and scale. Parameters: these two, then the spline's."""
+
+    bent = FlowElements
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8) -> None:
         self.num_params = 2 + 3 * bins - 1
@@ -144,25 +132,20 @@ class FlowFamily(_BentFamily):
     def kind(self) -> Hashable:  # type: ignore[override]
         return "flow", self.num_params
 
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        return FlowElements(*self._split(params), anchor)
 
-
-class SinhArcsinhFamily(_BentFamily):
-    """A Normal with two tails of their own weight, under location and scale. Parameters: these two, left, right.
+class SinhArcsinhFamily(NormalFamily):
+    """A Normal with two tails of their own weight. Parameters: location, raw scale, left, right.
 
     The default for a scale and other single bounded numbers: the posterior of its logarithm is skewed, with a tail that
     is exponential on one side.
     """
 
+    bent = SinhArcsinhElements
     num_params = 4
     kind: Hashable = "sinh_arcsinh"
 
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        return SinhArcsinhElements(*self._split(params), anchor)
 
-
-class RelaxedFamily(NormalFamily):
+class RelaxedFamily(Family):
     """A logistic variable in unconstrained space, at a temperature of its own. Parameter: the logit.
 
     On the unit interval that is a relaxed Bernoulli; on the real line, a relaxed Bernoulli's logit. `initial` has the
@@ -173,8 +156,6 @@ class RelaxedFamily(NormalFamily):
     """
 
     num_params = 1
-    locations = ()
-    takes_evidence = False
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, temperature: float = 2 / 3) -> None:
         self.temperature = temperature
@@ -184,11 +165,8 @@ class RelaxedFamily(NormalFamily):
     def kind(self) -> Hashable:  # type: ignore[override]
         return "relaxed", self.temperature
 
-    def anchor(self, prior: Distribution) -> None:
-        return None
-
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
-        return finite(self.layout.elements(value)).unsqueeze(-1) * self.temperature
+        return self.layout.features(value) * self.temperature
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return LogisticElements(params.squeeze(-1), params.new_tensor(self.temperature))
@@ -201,10 +179,7 @@ def relaxed(temperature: float) -> Callable[[str, Distribution, Tensor], Family]
     """Returns the family of relaxed Bernoulli variables at this temperature, for ``families={"z": relaxed(2 / 3)}``.
 
     For sites on the unit interval, and for their logits on the real line. By default a `RelaxedBernoulli` site keeps
-    the prior's temperature.
-
-    Raises:
-        ValueError: a temperature that is not positive.
+    the prior's temperature. Raises ValueError for a temperature that is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"Expected a positive temperature; got {temperature}")
@@ -214,8 +189,7 @@ def relaxed(temperature: float) -> Callable[[str, Distribution, Tensor], Family]
 def mixture(components: int) -> Callable[[str, Distribution, Tensor], Family]:
     """Returns the family of mixtures with this many Normals, for ``families={"z": mixture(5)}``.
 
-    Raises:
-        ValueError: fewer than one component.
+    Raises ValueError for fewer than one.
     """
     if components < 1:
         raise ValueError(f"Expected at least 1 component; got {components}")
@@ -225,9 +199,16 @@ def mixture(components: int) -> Callable[[str, Distribution, Tensor], Family]:
 def flow(bins: int) -> Callable[[str, Distribution, Tensor], Family]:
     """Returns the family of splines with this many bins, for ``families={"z": flow(16)}``.
 
-    Raises:
-        ValueError: fewer than two bins.
+    Raises ValueError for fewer than two.
     """
     if bins < 2:
         raise ValueError(f"Expected at least 2 bins; got {bins}")
     return functools.partial(FlowFamily, bins=bins)
+
+
+BUILT_IN = {
+    "normal": NormalFamily,
+    "sinh_arcsinh": SinhArcsinhFamily,
+    "mixture": MixtureFamily,
+    "flow": FlowFamily,
+}

@@ -22,7 +22,7 @@ _BASE = 0.5  # elements before it that a row may read before its weights are div
 
 
 class Couplings(PyroModule):
-    """The matrix of each of some factors, zero at first; see `pyro_nami.factors.coupled`.
+    """The matrix of each of some factors, zero at first; see `pyro_nami.factors.normals.CoupledElements`.
 
     Args:
         sizes: factor -> its number of elements.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_nami.factors.elements import raw_scale, relative_scale
+from pyro_nami.factors.links import raw_scale, relative_scale
 from pyro_nami.guide.conditioning import Flattened, Gathered, Pooled, Source
 
 __all__ = ["EvidenceRead", "add_evidence", "expert", "initial_evidence", "initial_expert", "pooled_part"]

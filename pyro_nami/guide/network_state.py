@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_nami.factors.joint import fold
+from pyro_nami.factors.joint import to_sequence
 from pyro_nami.guide.conditioning import Source
 from pyro_nami.guide.evidence import add_evidence, pooled_part
 from pyro_nami.guide.groups import Factor, Group
@@ -196,7 +196,7 @@ class NetworkState:
             location, scale = anchor.detach().unbind(-1)
             elements = (elements - location) / scale
         elements = elements.detach().to(self._network.dtype)
-        self._passed.innovations[name] = fold(elements.unsqueeze(-1), dims).squeeze(-1)
+        self._passed.innovations[name] = to_sequence(elements, dims)
 
     def non_finite_parameter(self) -> str | None:
         """Returns the name of a parameter that is not finite, None if all are."""

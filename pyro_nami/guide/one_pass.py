@@ -14,8 +14,8 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_nami.factors.base import Family
-from pyro_nami.factors.factor import SiteDistribution
+from pyro_nami.factors.distribution import SiteDistribution
+from pyro_nami.factors.family import Family
 from pyro_nami.factors.relocated import Relocated, Relocation
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.reading.joint_gaussian import ConjugateGroup, JointGaussian

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributions import constraints
 
-from pyro_nami.factors.base import Family
 from pyro_nami.factors.bijections import peel_support, support_of
-from pyro_nami.factors.observed import features_of
+from pyro_nami.factors.family import Family
+from pyro_nami.factors.features import features_of
 from pyro_nami.factors.registry import make_family
 from pyro_nami.factors.unconstrained import NormalFamily
 from pyro_nami.graph.inverse import Inverse

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.factors.elements import raw_scale
-from pyro_nami.factors.joint import fold
+from pyro_nami.factors.joint import to_sequence
+from pyro_nami.factors.links import raw_scale
 from pyro_nami.guide.network import InverseNetwork
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.networks.masked import MaskedMLP
@@ -47,7 +47,7 @@ def regress(
         for factor in group.factors:
             if len(factor.locations) != 1 or factor.name not in targets or factor.evidence:
                 continue  # a regression on a set of one size would be taken for what evidence says at any size
-            goal = fold(targets[factor.name].unsqueeze(-1), dims[factor.name]).squeeze(-1)
+            goal = to_sequence(targets[factor.name], dims[factor.name])
             x, y = (part.flatten(0, -2) for part in _same_batch(inputs, goal))
             rows = range(mlp.out_features)[network.location_rows(factor.name)]
             _regress_factor(mlp, rows, x, y, kept)

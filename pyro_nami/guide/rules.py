@@ -17,9 +17,9 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_nami.factors.base import Family
-from pyro_nami.factors.elements import relative_scale
-from pyro_nami.factors.joint import unfold
+from pyro_nami.factors.family import Family
+from pyro_nami.factors.joint import to_instances
+from pyro_nami.factors.links import relative_scale
 from pyro_nami.guide.evidence import expert
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.one_pass import Pass, Term
@@ -176,7 +176,7 @@ class Learned(Rule):
     def _params(self, current: Pass) -> Tensor:
         """Returns the parameters, instance by instance where they come for all instances of a block at once."""
         params = current.state.params(self.name)
-        return unfold(params, self.dims, self.sizes) if self.dims else params
+        return to_instances(params, self.dims, self.sizes, parts=1)
 
     def _at_once(
         self, current: Pass, family: Family, params: Tensor, anchor: Tensor | None
@@ -196,9 +196,7 @@ class Learned(Rule):
         """Returns the distribution of a factor that is drawn element by element."""
         conditionals = current.state.conditionals(self.name, len(batch_shape))
         target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
-        if not self.dims:
-            return family.autoregressive_distribution(conditionals, anchor, target)
-        return family.joint_distribution(conditionals, anchor, target, self.dims, self.sizes)
+        return family.autoregressive_distribution(conditionals, anchor, target, self.dims, self.sizes)
 
 
 def fixed_size(name: str, plate: str, size: int, now: int) -> str:

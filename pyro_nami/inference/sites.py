@@ -12,7 +12,7 @@ from pyro.distributions import Delta
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_nami.factors.anchors import innermost
+from pyro_nami.factors.wrappers import innermost
 
 __all__ = [
     "OutsideSupport",

@@ -11,6 +11,7 @@ from pyro.distributions import Delta, NanMaskedMultivariateNormal, NanMaskedNorm
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 
+from pyro_nami.factors.wrappers import layers
 from pyro_nami.reading.runner import widen
 
 __all__ = [
@@ -50,7 +51,7 @@ def is_node(msg: Any) -> bool:
     observed, fn = msg["is_observed"], msg["fn"]
     if observed and (msg["mask"] is False or msg["infer"].get("_deterministic", False)):
         return False
-    return not _is_delta(fn) or (observed and all(getattr(layer, "_mask", None) is not False for layer in _layers(fn)))
+    return not _is_delta(fn) or (observed and all(getattr(layer, "_mask", None) is not False for layer in layers(fn)))
 
 
 def is_latent(site: Any) -> bool:
@@ -84,14 +85,10 @@ def subsamples(nodes: Mapping[str, Any]) -> dict[str, Any]:
 
 def allows_nan(site: Mapping[str, Any]) -> bool:
     """Whether a site's value may be missing in part."""
-    *_, fn = _layers(site["fn"])
+    *_, fn = layers(site["fn"])
     return site["mask"] is not None or isinstance(fn, (NanMaskedNormal, NanMaskedMultivariateNormal))
 
 
-def _layers(fn: Any) -> list[Any]:
-    """A distribution and those that it wraps, from the outside in."""
-    return [fn, *_layers(fn.base_dist)] if hasattr(fn, "base_dist") else [fn]
-
-
 def _is_delta(fn: Any) -> bool:
-    return isinstance(_layers(fn)[-1], Delta)
+    *_, last = layers(fn)
+    return isinstance(last, Delta)

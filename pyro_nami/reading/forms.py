@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_nami.factors.base import Family
+from pyro_nami.factors.family import Family
 from pyro_nami.factors.unconstrained import NormalFamily
 from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.inverse import Inverse

@@ -1,4 +1,4 @@
-"""Every entry of the anchor registry against the moments of draws, mapped by Pyro's own bijection."""
+"""Every anchor of the table of types against the moments of draws, mapped by Pyro's own bijection."""
 
 import math
 
@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.distributions import biject_to
 
-from pyro_nami.factors.anchors import _MOMENTS, location_and_scale
+from pyro_nami.factors.anchors import location_and_scale
+from pyro_nami.factors.types import TYPES
 
 
 def t(*values):
@@ -90,7 +91,7 @@ def test_correlation_factors_have_the_moments_of_their_density(dim):
 
 def test_every_entry_is_checked():
     covered = {kind for prior in PRIORS.values() for kind in _kinds(prior)}
-    assert set(_MOMENTS) - covered - ELSEWHERE == set()
+    assert {kind for kind, row in TYPES.items() if row.anchor} - covered - ELSEWHERE == set()
 
 
 def test_heavy_tails_give_location_and_scale():

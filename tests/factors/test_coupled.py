@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributions import MultivariateNormal, constraints
 
-from pyro_nami.factors.coupled import CoupledFactor
-from pyro_nami.factors.elements import NormalElements
+from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.layout import UnconstrainedLayout
+from pyro_nami.factors.normals import CoupledElements
 
 
 def factor(batch: tuple[int, ...], dims=(), sizes=(), elements: int = 3):
@@ -19,7 +19,8 @@ def factor(batch: tuple[int, ...], dims=(), sizes=(), elements: int = 3):
         count *= size
     coupling = torch.randn(count, count, dtype=torch.double).tril(-1)
     layout = UnconstrainedLayout(constraints.real_vector, torch.Size([elements]), params[..., 0].detach())
-    return CoupledFactor(NormalElements(params), layout, coupling, dims, sizes), coupling
+    elements = CoupledElements(params, coupling=coupling, dims=dims, sizes=sizes)
+    return SiteDistribution(elements, layout), coupling
 
 
 def test_the_density_is_that_of_a_multivariate_normal():

@@ -8,15 +8,9 @@ import torch
 from torch.nn.functional import softplus
 from torch.special import ndtr
 
-from pyro_nami.factors.elements import (
-    FlowElements,
-    MixtureElements,
-    NormalElements,
-    SinhArcsinhElements,
-    positive,
-    raw_positive,
-)
-from pyro_nami.factors.relaxed import ExpRelaxedElements, LogisticElements
+from pyro_nami.factors.elements import ExpRelaxedElements, LogisticElements
+from pyro_nami.factors.links import positive, raw_positive
+from pyro_nami.factors.normals import FlowElements, MixtureElements, NormalElements, SinhArcsinhElements
 
 DTYPE = torch.float64
 ONE = torch.Size((1,))

@@ -11,7 +11,7 @@ from pyro import poutine
 from pyro.infer import Predictive
 
 from pyro_nami import AutoNaMIGuide
-from pyro_nami.factors.elements import NormalElements
+from pyro_nami.factors.normals import NormalElements
 from pyro_nami.factors.unconstrained import NormalFamily
 
 pytestmark = [

@@ -1,0 +1,104 @@
+"""The distribution that the guide emits at a sample site: elements of any kind, laid out as the site's value."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
+from pyro_nami.factors.layout import Layout
+
+__all__ = ["SiteDistribution"]
+
+
+class SiteDistribution(TorchDistribution):
+    """log q(value) = sum over elements of log q(element) - log |d value / d elements|.
+
+    It has the model's support and event shape and a real density, but no registered KL divergence, on purpose:
+    ``TraceMeanField_ELBO`` must fall back to the sample estimate (pyro_contract, section 3). It remembers the latest
+    draw, so that scoring one's own costs no inverse transform.
+
+    Args:
+        elements: of batch ``(*batch, E)``.
+        layout: of the site's value.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}
+
+    def __init__(self, elements: Elements, layout: Layout) -> None:
+        self._elements, self._layout, self._latest = elements, layout, NO_DRAW
+        batch_shape = elements.shape[:-1]
+        if layout.batch_shape:
+            batch_shape = torch.broadcast_shapes(batch_shape, layout.batch_shape)
+        super().__init__(batch_shape, layout.event_shape)
+
+    @constraints.dependent_property
+    def support(self) -> constraints.Constraint:
+        return self._layout.support
+
+    @property
+    def has_rsample(self) -> bool:  # type: ignore[override]
+        return self._elements.has_rsample
+
+    @property
+    def has_enumerate_support(self) -> bool:  # type: ignore[override]
+        return self._layout.num_elements == 1 and self._elements.has_enumerate_support
+
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> SiteDistribution:
+        wide = copy.copy(self)
+        wide._batch_shape, wide._latest = torch.broadcast_shapes(tuple(batch_shape), self._batch_shape), NO_DRAW
+        return wide
+
+    def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        """Returns a reparameterized draw ``(*sample_shape, *batch, *event)``."""
+        if not self.has_rsample:
+            raise NotImplementedError("A site of a discrete or non-reparameterized type has no rsample")
+        return self._draw(sample_shape)
+
+    def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        """Returns a draw ``(*sample_shape, *batch, *event)`` that carries no gradient."""
+        # Discrete elements have none themselves; the network's parameters must keep theirs for log_prob.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.has_rsample):
+            return self._draw(sample_shape)
+
+    def recall(self, value: Tensor) -> Tensor | None:
+        """Returns the elements of the latest draw if `value` is it; see `LatestDraw`."""
+        kept = self._latest.recall(value)
+        return None if kept is None else kept[0]
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Returns log densities in nats ``(*batch,)``; of an instance given those before it, in a joint block."""
+        elements = self.recall(value)
+        if elements is None:
+            if self._validate_args:
+                self._validate_sample(value)
+            elements = self._layout.elements(value)
+        log_probs = self._elements.log_prob(elements)
+        log_prob = log_probs.squeeze(-1) if log_probs.shape[-1] == 1 else log_probs.sum(-1)
+        log_abs_det = self._layout.log_abs_det(elements, value)
+        if log_abs_det is not None:
+            log_prob = log_prob - log_abs_det
+        if log_prob.shape != self._batch_shape:
+            log_prob = log_prob.expand(torch.broadcast_shapes(log_prob.shape, self._batch_shape))
+        return log_prob
+
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        """Returns every value, ``(values, *batch, *event)``, with ones for the batch unless `expand`."""
+        if not self.has_enumerate_support:
+            raise NotImplementedError("Expected one element of a type with finite support to enumerate")
+        values = self._elements.enumerate_support()
+        ones = (1,) * len(self._batch_shape)
+        values = values.reshape((len(values),) + ones + self._event_shape)
+        return values.expand((len(values),) + (self._batch_shape if expand else ones) + self._event_shape)
+
+    def _draw(self, sample_shape: Sequence[int]) -> Tensor:
+        elements = self._elements.draw(torch.Size(sample_shape) + self._batch_shape + (self._layout.num_elements,))
+        value = self._layout.value(elements)
+        self._latest = LatestDraw.of(value, elements)
+        return value

@@ -1,0 +1,228 @@
+"""What families have in common: from a site's prior to parameter shapes, and from parameters to a distribution."""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from pyro_nami.factors.bijections import detached_support, has_tensor_bounds, support_of
+from pyro_nami.factors.distribution import SiteDistribution
+from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
+from pyro_nami.factors.joint import to_instances, to_sequence
+from pyro_nami.factors.layout import Layout, UnconstrainedLayout
+
+__all__ = ["Conditionals", "Family", "SequentialElements"]
+
+Next = Callable[[Tensor], tuple[Tensor, Any]]
+
+
+class Conditionals(Protocol):
+    """What the guide gives a sequential site: parameters of each element given the ones before; immutable."""
+
+    def first(self) -> tuple[Tensor, Next]:
+        """Returns the parameters ``(*batch, k)`` of element 0 and a function.
+
+        It takes the features ``(*batch, f)`` of the element just drawn and returns the parameters of the following
+        element and another such function.
+        """
+
+    def all(self, features: Tensor) -> Tensor:
+        """Returns the parameters ``(*batch, E, k)`` from all features ``(*batch, E, f)`` in one dense pass."""
+
+
+class Family(ABC):
+    """Parameter shapes of one site and the distribution they make; it holds numbers and functions, no parameters.
+
+    To add one:
+
+    - subclass `Family`, or one that comes near, with ``num_params`` (and what else of the attributes differs);
+    - write `elements`, from raw parameters to densities of one element, and `initial`, to parameters to start from;
+    - name it: ``register_family("name", YourFamily)``, or give it as ``families={"site": YourFamily}``.
+
+    Args:
+        name: of the site, for messages.
+        prior: the model's distribution at the site in the prototype run, ``(*batch, *event)``.
+        value: the site's value there.
+
+    Attributes:
+        num_params: k, raw parameters of an element; any real numbers.
+        locations: which of these are locations, in units of the anchor.
+        num_features: f, what the network reads of an element.
+        has_rsample: whether draws are reparameterized.
+        within: ``"autoregressive"`` or ``"independent"``: how the elements of a value depend on each other.
+        takes_evidence: whether `elements` takes evidence (precision, precision-weighted mean) behind the parameters.
+        varies: whether the support or a count depends on the call, so that `at` must be told the current prior.
+        kind: families of one kind, unless it is None, make the same `elements` of the same parameters, so that the
+            elements of several sites can be taken together. Subclasses do not inherit it.
+        default_anchor: what stands for an anchor that is not given.
+        layout: of the value as elements, of type ``layout_type``.
+    """
+
+    num_params: int
+    locations: Sequence[int] = ()
+    num_features: int = 1
+    has_rsample: bool = True
+    within: str = "autoregressive"
+    takes_evidence: bool = False
+    varies: bool = False
+    kind: Hashable = None
+    default_anchor: Tensor | None = None
+    layout_type: Callable[..., Layout] = UnconstrainedLayout
+
+    def __init_subclass__(cls) -> None:
+        if "kind" not in cls.__dict__:
+            cls.kind = None
+
+    def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
+        self.name, self.event_shape = name, torch.Size(prior.event_shape)
+        support = support_of(prior)
+        moving = has_tensor_bounds(support)
+        self.varies = self.varies or moving
+        batch_shape = torch.Size(prior.batch_shape) if moving else torch.Size()
+        self.layout = self.layout_type(detached_support(support), self.event_shape, value, batch_shape=batch_shape)
+
+    @property
+    def num_elements(self) -> int:
+        """E, how many elements the value has in sequence."""
+        return self.layout.num_elements
+
+    @property
+    def autoregressive(self) -> bool:
+        """Whether elements are drawn in sequence: by `autoregressive_distribution` rather than `distribution`."""
+        return self.num_elements > 1 and self.within == "autoregressive"
+
+    def at(self, prior: Distribution) -> Family:
+        """Returns this family with the support and counts of the current prior, whose parents are sampled by now.
+
+        Itself where nothing varies. Without this call the prototype's are used.
+        """
+        if not self.varies:
+            return self
+        moved = copy.copy(self)
+        support = support_of(prior)
+        if has_tensor_bounds(support):
+            moved.layout = self.layout.at(support, torch.Size(prior.batch_shape))
+        return moved
+
+    def features(self, value: Tensor) -> Tensor:
+        """Returns what the network reads of a site value ``(*batch, *event)``: finite numbers ``(*batch, E, f)``."""
+        return self.element_features(self.layout.elements(value))
+
+    def element_features(self, elements: Tensor) -> Tensor:
+        """Returns the features ``(*batch, E, f)`` of elements ``(*batch, E, *element)``."""
+        return self.layout.element_features(elements)
+
+    def anchor(self, prior: Distribution) -> Tensor | None:
+        """Returns what the factor is parameterized relative to, ``(*batch, E, a)``, or None for nothing."""
+        return None
+
+    @abstractmethod
+    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
+        """Returns raw parameters ``(*batch, E, k)`` at which the factor has this location and scale.
+
+        Args:
+            value: constrained location ``(*batch, *event)``; an event alone will do.
+            scale: in unconstrained space, broadcastable with ``(*batch, E)``.
+            anchor: as passed to `distribution`, ``(*batch, E, a)``.
+        """
+
+    @abstractmethod
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+        """Returns the densities of single elements, from ``(*batch, E, k)`` and ``(*batch, E, a)``."""
+
+    def distribution(self, params: Tensor, anchor: Tensor | None = None) -> SiteDistribution:
+        """Returns the site's distribution with independent elements, from ``(*batch, E, k)`` and ``(*batch, E, a)``."""
+        return SiteDistribution(self.elements(params, self._or_default(anchor)), self.layout)
+
+    def autoregressive_distribution(
+        self,
+        conditionals: Conditionals,
+        anchor: Tensor | None = None,
+        batch_shape: torch.Size = torch.Size(),
+        dims: Sequence[int] = (),
+        sizes: Sequence[int] = (),
+    ) -> SiteDistribution:
+        """Returns the site's distribution with each element given the ones before; see `SequentialElements`.
+
+        Its batch shape is ``batch_shape``, broadcast with the anchor's.
+        """
+        anchor = self._or_default(anchor)
+        shapes = () if anchor is None else (anchor.shape[:-2],)
+        batch_shape = torch.broadcast_shapes(batch_shape, self.layout.batch_shape, *shapes)
+        elements = SequentialElements(self, conditionals, anchor, batch_shape, dims, sizes)
+        return SiteDistribution(elements, self.layout)
+
+    def coupled_distribution(
+        self, params: Tensor, anchor: Tensor | None, coupling: Tensor, dims: Sequence[int], sizes: Sequence[int]
+    ) -> SiteDistribution:
+        """Returns the site's distribution with linear dependencies between all elements, if the family has one."""
+        raise NotImplementedError
+
+    def _or_default(self, anchor: Tensor | None) -> Tensor | None:
+        return self.default_anchor if anchor is None else anchor
+
+
+class SequentialElements(Elements):
+    """q(elements) = prod q(e_i | e_1 ... e_(i-1)), the sequence running over all instances of some plates, too.
+
+    The density of one's own draw costs no pass of the network.
+
+    Args:
+        family: of the elements, and of what the network reads of them.
+        conditionals: the network's side; with size 1 in the dims ``dims``.
+        anchor: ``(*batch, E, a)`` or None, instance by instance.
+        batch_shape: the plates ``dims`` included.
+        dims: negative batch dims of the plates whose instances are drawn in sequence.
+        sizes: of these plates.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        conditionals: Conditionals,
+        anchor: Tensor | None,
+        batch_shape: torch.Size,
+        dims: Sequence[int],
+        sizes: Sequence[int],
+    ) -> None:
+        self._family, self._conditionals, self._anchor = family, conditionals, anchor
+        self.shape, self.has_rsample = batch_shape + (family.num_elements,), family.has_rsample
+        self._dims, self._sizes, self._latest = dims, sizes, NO_DRAW
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        (params,) = self._latest.recall(x) or (None,)
+        if params is None:
+            features = to_sequence(self._family.element_features(x), self._dims, 1)
+            params = to_instances(self._conditionals.all(features), self._dims, self._sizes, 1)
+        return self._family.elements(params, self._anchor).log_prob(x)
+
+    def draw(self, shape: torch.Size) -> Tensor:
+        anchor, (*batch, count) = self._anchor, shape
+        if anchor is not None and self._dims:
+            anchor = to_sequence(anchor.expand(self.shape + anchor.shape[-1:]), self._dims, 1)
+        for dim in self._dims:
+            batch[dim] = 1
+        elements, params = self._draw_sequence(torch.Size(batch), count * math.prod(self._sizes), anchor)
+        x = to_instances(elements, self._dims, self._sizes, elements.dim() - len(shape))
+        self._latest = LatestDraw.of(x, to_instances(params, self._dims, self._sizes, 1))
+        return x
+
+    def _draw_sequence(self, shape: torch.Size, count: int, anchor: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns ``count`` elements, drawn one by one, ``(*shape, count, *element)``, and their parameters."""
+        params, advance = self._conditionals.first()
+        all_params, elements = [params], []
+        for index in range(count):
+            here = None if anchor is None else anchor[..., index : index + 1, :]
+            element = self._family.elements(params.unsqueeze(-2), here).draw(shape + (1,))
+            elements.append(element)
+            if index + 1 < count:
+                params, advance = advance(self._family.element_features(element).squeeze(-2))
+                all_params.append(params)
+        return torch.cat(elements, len(shape)), torch.stack(torch.broadcast_tensors(*all_params), -2)

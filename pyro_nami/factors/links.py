@@ -1,0 +1,58 @@
+"""Link functions: from raw parameters, any real numbers, to what they stand for, finite and with bounded slopes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+__all__ = [
+    "POSITIVE", "RANGE", "RATE", "REAL", "Link",
+    "log", "positive", "raw_positive", "raw_scale", "relative_scale",
+]
+
+RANGE = 40.0  # of raw parameters: squares of what they stand for are finite
+
+
+def positive(raw: Tensor) -> Tensor:
+    """Returns ``exp(raw)`` with `raw` clamped to [-40, 40]: the positive number that a raw parameter stands for."""
+    return raw.clamp(-RANGE, RANGE).exp()
+
+
+def raw_positive(value: Tensor) -> Tensor:
+    """Returns the raw parameter at which `positive` is `value`."""
+    return value.log().clamp(-RANGE, RANGE)
+
+
+def relative_scale(raw: Tensor) -> Tensor:
+    """Returns softplus(raw), at least 4e-18: the scale that a raw parameter of a location-scale type stands for.
+
+    It is exponential where the factor is narrow and linear where it is wide: an exponential throughout lets a wide
+    factor grow without bound through the values that it is given, and training then diverges now and then.
+    """
+    return softplus(raw.clamp(min=-RANGE))
+
+
+def raw_scale(scale: Tensor) -> Tensor:
+    """Returns the raw parameter at which `relative_scale` is ``scale``."""
+    return torch.where(scale > RANGE / 2, scale, scale.clamp(max=RANGE / 2).expm1().log()).clamp(min=-RANGE)
+
+
+def log(value: Tensor) -> Tensor:
+    """Returns the logarithm of a nonnegative number, finite at zero."""
+    return value.clamp(min=torch.finfo(value.dtype).tiny).log()
+
+
+class Link(NamedTuple):
+    """A parameter as a function of a raw one, and the raw one as a function of a prior's parameter."""
+
+    of_raw: Callable[[Tensor], Tensor]
+    raw_of: Callable[[Tensor], Tensor]
+
+
+REAL = Link(lambda raw: raw, lambda value: value)
+POSITIVE = Link(positive, log)
+RATE = Link(lambda raw: positive(-raw), lambda rate: -log(rate))

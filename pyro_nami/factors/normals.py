@@ -1,0 +1,250 @@
+"""Densities made of Normals, in unconstrained space: Normal, coupled, mixture, and bent by a spline or in its tails.
+
+All take an anchor ``(*batch, E, 2)``, a prior location m and scale t there: location = m + t a, scale = t softplus(s),
+with (a, s) from the network; evidence then adds to both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.special import ndtr
+
+from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
+from pyro_nami.factors.joint import to_instances, to_sequence
+from pyro_nami.factors.links import RANGE, relative_scale
+
+__all__ = ["CoupledElements", "FlowElements", "MixtureElements", "NormalElements", "SinhArcsinhElements"]
+
+_HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
+_TAIL_RANGE = 8.0  # raw parameters of tails move them less than that of the scale moves it, which training needs first
+
+
+class NormalElements(Elements):
+    """x = loc + scale b(e) with e standard normal: log q(x) = log N(e) - log b'(e) - log scale.
+
+    Here b is the identity; subclasses bend, by `_bend` and `_straighten`.
+
+    Args:
+        params: ``(*batch, E, 2)``, location and raw scale.
+        evidence: ``(*batch, E, 2)``, a precision and a precision-weighted mean that add to those of the parameters.
+        anchor: ``(*batch, E, 2)``.
+
+    Example:
+        >>> NormalElements(torch.tensor([[1.0, 0.0]]), anchor=torch.tensor([[10.0, 2.0]])).loc
+        tensor([12.])
+    """
+
+    def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
+        location, raw = params.unbind(-1)
+        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
+        self.shape = self.loc.shape
+        self._latest = NO_DRAW
+
+    def draw(self, shape: torch.Size) -> Tensor:
+        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
+        bent, log_slope = self._bend(noise)
+        x = torch.addcmul(self.loc, self.scale, bent)
+        self._latest = LatestDraw.of(x, noise, log_slope)
+        return x
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        noise, log_slope = self._latest.recall(x) or self._straighten((x - self.loc) / self.scale)
+        if log_slope is None:
+            return -_HALF_LOG_TWO_PI - torch.add(self.log_scale, noise * noise, alpha=0.5)
+        return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
+
+    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the bent noise, and the logarithm of the slope there (None for zero)."""
+        return noise, None
+
+    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the noise that is bent so, and the logarithm of the slope there (None for zero)."""
+        return bent, None
+
+
+class CoupledElements(NormalElements):
+    """Jointly Normal elements, drawn all at once: x = loc + scale (I + L) e, with L strictly lower triangular.
+
+    Element i given those before it is Normal with ``scale_i``, so densities cost no more.
+
+    Args:
+        params, evidence, anchor: as for `NormalElements`: of each element given those before it at their locations.
+        coupling: L, ``(N E, N E)``, with the instances of plates in a row, the last plate slowest.
+        dims: negative batch dims of plates whose instances are coupled as well.
+        sizes: of these plates; N is their product.
+    """
+
+    def __init__(
+        self,
+        params: Tensor,
+        evidence: Tensor | None = None,
+        anchor: Tensor | None = None,
+        *,
+        coupling: Tensor,
+        dims: Sequence[int] = (),
+        sizes: Sequence[int] = (),
+    ) -> None:
+        super().__init__(params, evidence, anchor)
+        self.coupling, self.dims, self.sizes = coupling, dims, sizes
+
+    def _bend(self, noise: Tensor) -> tuple[Tensor, None]:
+        flat = to_sequence(noise, self.dims)
+        return to_instances(flat + flat @ self.coupling.mT, self.dims, self.sizes), None
+
+    def _straighten(self, bent: Tensor) -> tuple[Tensor, None]:
+        flat = to_sequence(bent, self.dims)
+        rows = flat.reshape(-1, flat.shape[-1]).mT
+        solved = torch.linalg.solve_triangular(self.coupling, rows, upper=False, unitriangular=True)
+        return to_instances(solved.mT.reshape(flat.shape), self.dims, self.sizes), None
+
+
+class FlowElements(NormalElements):
+    """A Normal bent by a monotone rational-quadratic spline; the identity outside [-5, 5], and at parameters of zero.
+
+    Args:
+        params: ``(*batch, E, 2 + 3 bins - 1)``: location, raw scale, widths, heights, derivatives.
+        evidence, anchor: as for `NormalElements`, on location and scale.
+
+    References:
+        Durkan et al. 2019, Neural Spline Flows.
+    """
+
+    def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
+        from zuko.transforms import MonotonicRQSTransform  # here, as importing it takes a while
+
+        bins = (params.shape[-1] - 1) // 3
+        params, widths, heights, derivatives = params.split([2, bins, bins, bins - 1], -1)
+        self.spline = MonotonicRQSTransform(widths, heights, derivatives)
+        super().__init__(params, evidence, anchor)
+
+    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return self.spline.call_and_ladj(noise)
+
+    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
+        noise = self.spline.inv(bent)
+        return noise, self.spline.log_abs_det_jacobian(noise, bent)
+
+
+class SinhArcsinhElements(NormalElements):
+    """A Normal with two tails of their own weight.
+
+    b(e) = sinh(a(arcsinh(e))), where a is a branch of a hyperbola through 0 with slopes ``2 ** tanh(left / 8)`` and
+    ``2 ** tanh(right / 8)`` far out: from 1/2 over 1, where the density falls off as a Normal's, to 2, as that of an
+    exponential variable. It is the identity where both parameters are zero.
+
+    Args:
+        params: ``(*batch, E, 4)``: location, raw scale, left, right.
+        evidence, anchor: as for `NormalElements`, on location and scale.
+
+    References:
+        Jones and Pewsey 2009, Sinh-arcsinh distributions: there a is linear, with one slope and a shift.
+    """
+
+    def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
+        left, right = (params[..., 2:] / _TAIL_RANGE).tanh().exp2().unbind(-1)
+        self._mean, self._half = (left + right) / 2, (right - left) / 2
+        super().__init__(params[..., :2], evidence, anchor)
+
+    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return self._bend_at(noise.asinh())
+
+    def _bend_at(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what sinh(w) is bent to, and the logarithm of the slope there."""
+        root = (1 + w * w).sqrt()
+        a = self._mean * w + self._half * (root - 1)
+        log_slope = (self._mean + self._half * (w / root)).log() + torch.logaddexp(a, -a) - torch.logaddexp(w, -w)
+        return a.sinh(), log_slope
+
+    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
+        a = bent.asinh()
+        c = a + self._half
+        product = (self._mean - self._half) * (self._mean + self._half)
+        along, root = self._mean * c, self._half * (c * c + product).sqrt()
+        # A root of a quadratic equation in two ways, each without cancellation where the other has some.
+        same = along * root > 0
+        w = torch.where(
+            same, a * (c + self._half) / torch.where(same, along + root, product), (along - root) / product
+        )
+        w = w.clamp(-RANGE, RANGE)
+        return w.sinh(), self._bend_at(w)[1]
+
+
+class MixtureElements(Elements):
+    """Mixture of K Normals, reparameterized by implicit differentiation of its CDF F: dx/dp = -(dF/dp) / density.
+
+    Gradients are exact to first order; there are no second-order ones.
+
+    Args:
+        params: ``(*batch, E, 3 K)``: logits, locations, raw scales.
+        anchor: ``(*batch, E, 2)``, common to all components.
+
+    References:
+        Figurnov, Mohamed and Mnih 2018, Implicit Reparameterization Gradients.
+    """
+
+    def __init__(self, params: Tensor, anchor: Tensor | None = None) -> None:
+        logits, location, raw = params.chunk(3, -1)
+        anchor = None if anchor is None else anchor.unsqueeze(-2)
+        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor)
+        self.log_weight = logits.log_softmax(-1)
+        self.shape = torch.broadcast_shapes(self.loc.shape, logits.shape)[:-1]
+
+    def draw(self, shape: torch.Size) -> Tensor:
+        with torch.no_grad():
+            weight = self.log_weight.exp().expand(shape + self.log_weight.shape[-1:])
+            component = torch.multinomial(weight.reshape(-1, weight.shape[-1]), 1).reshape(shape + (1,))
+            loc = self.loc.expand(weight.shape).gather(-1, component).squeeze(-1)
+            scale = self.scale.expand(weight.shape).gather(-1, component).squeeze(-1)
+            x = loc + scale * torch.randn(shape, dtype=loc.dtype, device=loc.device)
+        return x + self._pathwise(x) if torch.is_grad_enabled() else x
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return self._parts(x)[1].logsumexp(-1) - _HALF_LOG_TWO_PI
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the standard noise of each component, and its weighted log density but for a constant."""
+        noise = (x.unsqueeze(-1) - self.loc) / self.scale
+        return noise, self.log_weight - self.log_scale - 0.5 * noise * noise
+
+    def _pathwise(self, x: Tensor) -> Tensor:
+        """Returns zeros whose derivative in each parameter is that of the draw."""
+        with torch.no_grad():
+            noise, joint = self._parts(x)
+            share = joint.softmax(-1)
+            density = (joint.logsumexp(-1, keepdim=True) - _HALF_LOG_TWO_PI).exp()
+            weight = self.log_weight.exp()
+            # F - F_k from whichever tail is small, so that it does not cancel.
+            lower, upper = ndtr(noise), ndtr(-noise)
+            cdf, survival = (weight * lower).sum(-1, keepdim=True), (weight * upper).sum(-1, keepdim=True)
+            excess = torch.where(cdf < 0.5, cdf - lower, upper - survival)
+            tiny = torch.finfo(x.dtype).tiny
+            by_log_weight = weight * excess / density.clamp(min=tiny)
+            by_log_scale = share * noise * self.scale
+        return (
+            share * (self.loc - self.loc.detach())
+            + by_log_scale * (self.log_scale - self.log_scale.detach())
+            + by_log_weight * (self.log_weight - self.log_weight.detach())
+        ).sum(-1)
+
+
+def _anchored(
+    location: Tensor, raw: Tensor, anchor: Tensor | None, evidence: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns location, log scale and scale, relative to the anchor and given the evidence, if there is any."""
+    scale = relative_scale(raw)
+    if anchor is not None:
+        prior_loc, prior_scale = anchor.unbind(-1)
+        scale = prior_scale * scale
+        location = torch.addcmul(prior_loc, prior_scale, location)
+    if evidence is None:
+        return location, scale.log(), scale
+    precision, mean = evidence.unbind(-1)
+    # Relative to the scale before, so that a scale of any size keeps its digits.
+    share = 1 + precision * scale * scale
+    location = location + scale * scale * (mean - precision * location) / share
+    scale = scale * share.rsqrt()
+    return location, scale.log(), scale
