@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 # Rooms in order, and in each its modules in order. A room's __init__ comes behind its modules.
 ORDER = {
     "": "messages",
-    "graph": "sites bayesnet elimination inverse search inversion separation",
+    "graph": "sites network elimination min_fill inverse inversions verification",
     "factors": "anchors bijections layout elements factor joint coupled relaxed relocated base discrete observed "
     "own_type unconstrained registry",
     "networks": "masks pace reductions rowwise running pooling attention encoders evidence stepped masked separate",
@@ -84,7 +84,7 @@ def test_imports_only_from_modules_before_it(module):
         ("graph.inverse", "import torch"),
         ("networks.masked", "def f():\n    from pyro.nn import PyroModule"),
         ("graph.inverse", "from ..guide import nami"),
-        ("graph.bayesnet", "from pyro_nami.graph.inverse import Inverse"),
+        ("graph.network", "from pyro_nami.graph.inverse import Inverse"),
         ("networks.masks", "from pyro_nami import graph"),
         ("guide.nami", "from pyro_nami.guide import AutoNaMIGuide"),
         ("factors.base", "import pyro_nami.guide.nami"),

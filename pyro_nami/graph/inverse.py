@@ -1,14 +1,14 @@
-"""An inverse of a Bayesian network: what each latent reads when it is sampled given the data.
+"""An inverse of a Bayesian network: a factorization of the posterior over its latents.
 
-An `Inverse` checks that it is a factorization of the posterior over the network's latents; whether it is a faithful
-one is for `verify_inverse` to say. The functions that build inverses are in `inversion.py`.
+An `Inverse` checks that it is one; whether it is a faithful one is for `verify_inverse` to say. The functions that build
+inverses are in `inversions.py`. Change this file to say more of what a factor reads.
 """
 
 from __future__ import annotations
 
-__all__ = ["Inverse", "check_net", "check_partition", "sampled"]
+__all__ = ["Inverse", "check_partition", "sampled"]
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -16,10 +16,8 @@ from typing import Any
 
 import networkx as nx
 
-from pyro_nami.graph.bayesnet import BayesNet, label, plate_list, site_label
-from pyro_nami.graph.elimination import NO_PLATES
-
-Plates = frozenset[Any]
+from pyro_nami.graph.network import BayesNet, label, plate_list, site_label
+from pyro_nami.graph.sites import NO_PLATES, Plates
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,8 @@ class Inverse:
 
     def __post_init__(self) -> None:
         order = tuple(self.order)
-        check_net(self.net)
         _check_order(self.net, order)
-        parents = {v: _frozen(self.parents.get(v, {})) for v in order}
+        parents = {v: MappingProxyType(dict(self.parents.get(v, {}))) for v in order}
         joint = {v: frozenset(self.joint.get(v, NO_PLATES)) for v in order}
         _check_parents(self.net, order, parents, joint)
         object.__setattr__(self, "order", order)
@@ -151,22 +148,17 @@ class Inverse:
         return Inverse, (self.net, self.order, parents, dict(self.joint), self.predictive)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
         grounded = f" ({self.num_grounded_edges} between instances)" if self.net.plate_sizes else ""
-        yield f"Inverse: latents {len(self.order)}, edges {self.num_edges}{grounded}, levels {len(self.levels)}"
+        text = f"Inverse: latents {len(self.order)}, edges {self.num_edges}{grounded}, levels {len(self.levels)}"
         for v in reversed(self.order):
-            line = f"  {site_label(self.net, v)}"
-            if self.parents[v]:
-                line += " | " + ", ".join(self._reading(v, u) for u in self.parents[v])
-            if self.joint[v]:
-                line += f"; jointly over {plate_list(self.net, self.joint[v])}"
-            yield line + ("; from the model" if v in self.predictive else "")
-
-    def _reading(self, v: Hashable, u: Hashable) -> str:
-        pooled = self.pooled(v, u)
-        return label(u) + (f" over {plate_list(self.net, pooled)}" if pooled else "")
+            reads = [
+                label(u) + (f" over {plate_list(self.net, pooled)}" if (pooled := self.pooled(v, u)) else "")
+                for u in self.parents[v]
+            ]
+            text += f"\n  {site_label(self.net, v)}" + (f" | {', '.join(reads)}" if reads else "")
+            text += f"; jointly over {plate_list(self.net, self.joint[v])}" if self.joint[v] else ""
+            text += "; from the model" if v in self.predictive else ""
+        return text
 
     def pooled(self, v: Hashable, u: Hashable) -> Plates:
         """The plates over which latent ``v`` reads all instances of ``u``: those ``v`` lacks, and those across."""
@@ -174,17 +166,17 @@ class Inverse:
 
 
 def sampled(net: BayesNet) -> tuple[Hashable, ...]:
-    """The latents that a guide samples, in model order: all but the marginalized ones."""
-    return tuple(name for name in net.latent if not net.sites[name].marginalized)
+    """The latents that a guide samples, in model order: all but the marginalized ones.
 
-
-def check_net(net: BayesNet) -> None:
-    """Raises TypeError unless ``net`` is a `BayesNet`."""
+    Raises:
+        TypeError: ``net`` is not a `BayesNet`.
+    """
     if not isinstance(net, BayesNet):
         raise TypeError(
             f"Expected a BayesNet; got {type(net).__name__}. Build one with BayesNet.from_edges, "
             "BayesNet.from_networkx or extract_bayesnet."
         )
+    return tuple(name for name in net.latent if not net.sites[name].marginalized)
 
 
 def check_partition(net: BayesNet, parts: Sequence[Sequence[Hashable]], what: str) -> None:
@@ -240,7 +232,3 @@ def _check_parents(
                 raise ValueError(
                     f"Expected {v!r} to read {u!r} across plates that they share; got {set(across)!r}."
                 )
-
-
-def _frozen(reads: Mapping[Hashable, Plates]) -> Mapping[Hashable, Plates]:
-    return reads if isinstance(reads, MappingProxyType) else MappingProxyType(dict(reads))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_nami.graph.bayesnet import BayesNet
+from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.features import first_instance
 from pyro_nami.guide.structure import Assembly, check_names
 from pyro_nami.messages import warn

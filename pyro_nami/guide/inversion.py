@@ -12,10 +12,10 @@ from typing import Any
 
 import networkx as nx
 
-from pyro_nami.graph.bayesnet import BayesNet
+from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.elimination import eliminate
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.graph.inversion import fully_connected, mean_field, nami, stuhlmueller
+from pyro_nami.graph.inversions import fully_connected, mean_field, nami, stuhlmueller
 from pyro_nami.graph.sites import Site
 from pyro_nami.guide.conditioning import Read, covariates_of
 

@@ -28,7 +28,8 @@ from pyro import poutine
 from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
-from pyro_nami.graph.bayesnet import BayesNet, Site
+from pyro_nami.graph.network import BayesNet
+from pyro_nami.graph.sites import Site
 from pyro_nami.messages import warn
 from pyro_nami.reading.group_testing import Untested
 from pyro_nami.reading.index_maps.finder import MapPlan

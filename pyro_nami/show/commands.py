@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pyro_nami.graph.bayesnet import BayesNet
+from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.graph.inversion import DIRECTIONS, nami_steps
-from pyro_nami.graph.separation import verify_inverse
+from pyro_nami.graph.inversions import DIRECTIONS, nami_steps
+from pyro_nami.graph.verification import verify_inverse
 from pyro_nami.guide.inversion import invert, with_hidden_evidence, with_latent_blocks
 from pyro_nami.reading.network import is_blocked
 from pyro_nami.show.render import render

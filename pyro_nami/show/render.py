@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyro_nami.graph.bayesnet import BayesNet, label, plate_list
+from pyro_nami.graph.network import BayesNet, label, plate_list
 from pyro_nami.graph.inverse import Inverse
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pyro_nami.graph.bayesnet import BayesNet, label, plate_list
+from pyro_nami.graph.network import BayesNet, label, plate_list
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.graph.inversion import Step
-from pyro_nami.graph.separation import Verification
+from pyro_nami.graph.inversions import Step
+from pyro_nami.graph.verification import Verification
 from pyro_nami.reading.network import Extraction
 
 Object = dict[str, Any]

@@ -15,7 +15,7 @@ from pyro_nami.graph import (
     stuhlmueller,
     verify_inverse,
 )
-from pyro_nami.graph.inversion import DIRECTIONS
+from pyro_nami.graph.inversions import DIRECTIONS
 
 NOTHING = frozenset()
 
