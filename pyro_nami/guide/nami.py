@@ -20,8 +20,8 @@ from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.assembly import assemble
 from pyro_nami.guide.data import Call, DataReader
 from pyro_nami.guide.differences import differences

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pyro_nami.factors.base import Family
-from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.groups import Factor
 from pyro_nami.networks.encoders import ENCODERS
 from pyro_nami.reading.covariates import MASK

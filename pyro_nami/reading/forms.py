@@ -28,8 +28,8 @@ from torch.distributions import constraints
 
 from pyro_nami.factors.base import Family
 from pyro_nami.factors.unconstrained import NormalFamily
-from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.network import BayesNet
 from pyro_nami.reading.first_run import allows_nan
 
 __all__ = ["ConjugateGroup", "Elimination", "expanding", "find_conjugate", "leading_shape"]

@@ -17,8 +17,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyro_nami.graph.network import BayesNet, label, plate_list
 from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.network import BayesNet, label, plate_list
 
 if TYPE_CHECKING:
     import graphviz
