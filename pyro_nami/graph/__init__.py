@@ -9,20 +9,7 @@ from pyro_nami.graph.sites import Site
 from pyro_nami.graph.verification import Verification, d_separated, verify_inverse
 
 __all__ = [
-    "BayesNet",
-    "Elimination",
-    "Instance",
-    "Inverse",
-    "Site",
-    "Step",
-    "Verification",
-    "d_separated",
-    "eliminate",
-    "fully_connected",
-    "mean_field",
-    "moralize",
-    "nami",
-    "nami_steps",
-    "stuhlmueller",
-    "verify_inverse",
-]
+    "BayesNet", "Elimination", "Instance", "Inverse", "Site", "Step", "Verification",
+    "d_separated", "eliminate", "fully_connected", "mean_field", "moralize", "nami", "nami_steps",
+    "stuhlmueller", "verify_inverse",
+]  # fmt: skip

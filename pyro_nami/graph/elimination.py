@@ -175,7 +175,7 @@ class MoralGraph:
         return {pair: count for pair, count in counts.items() if count}
 
     def disturbed(self, v: int, waiting: set[int]) -> set[int]:
-        """The sites of ``waiting`` whose fill eliminating v may change: neighbours of it, or of both ends of a new edge."""
+        """The sites of ``waiting`` whose fill eliminating v may change: neighbours of it or of a new edge's ends."""
         batch, clique, rest = self._split(v)
         found = (clique & waiting) | (rest & waiting)
         for x in rest:

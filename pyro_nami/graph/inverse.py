@@ -1,7 +1,7 @@
 """An inverse of a Bayesian network: a factorization of the posterior over its latents.
 
-An `Inverse` checks that it is one; whether it is a faithful one is for `verify_inverse` to say. The functions that build
-inverses are in `inversions.py`. Change this file to say more of what a factor reads.
+An `Inverse` checks that it is one; whether it is a faithful one is for `verify_inverse` to say. The functions that
+build inverses are in `inversions.py`. Change this file to say more of what a factor reads.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ class Inverse:
 
     def __post_init__(self) -> None:
         order = tuple(self.order)
-        _check_order(self.net, order)
+        check_partition(self.net, [order], "the order")
         parents = {v: MappingProxyType(dict(self.parents.get(v, {}))) for v in order}
         joint = {v: frozenset(self.joint.get(v, NO_PLATES)) for v in order}
-        _check_parents(self.net, order, parents, joint)
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "parents", MappingProxyType(parents))
         object.__setattr__(self, "joint", MappingProxyType(joint))
         object.__setattr__(self, "predictive", frozenset(self.predictive))
+        self._check_supports()
+        self._check_parents()
 
     @cached_property
     def num_edges(self) -> int:
@@ -140,6 +141,33 @@ class Inverse:
             predictive=frozenset(i for v in self.predictive for i in net.instances(v)),
         )
 
+    def _check_supports(self) -> None:
+        place = {v: i for i, v in enumerate(self.order)}
+        for z in self.order:
+            for hi in self.net.sites[z].support_parents:
+                if not self.net.sites[hi].observed and place.get(hi, -1) < place[z]:
+                    how = "goes first" if hi in place else "is marginalized"
+                    raise ValueError(
+                        f"Expected {z!r} to be eliminated before {hi!r}, on which its support depends; got an order in "
+                        f"which {hi!r} {how}. Change the direction or the blocks."
+                    )
+
+    def _check_parents(self) -> None:
+        plates, known = self.net.plates, set(self.net.observed)
+        for v in reversed(self.order):
+            for u in self.parents[v].keys() - known:
+                raise ValueError(
+                    f"Expected the parents of {v!r} to be observed or sampled before it; got the edge ({u!r}, {v!r})."
+                )
+            known.add(v)
+            if not self.joint[v] <= plates[v]:
+                raise ValueError(f"Expected {v!r} to be joint over plates it lies in; got {set(self.joint[v])!r}.")
+            for u, across in self.parents[v].items() if self.net.plate_sizes else ():
+                if not across <= plates[u] & plates[v]:
+                    raise ValueError(
+                        f"Expected {v!r} to read {u!r} across plates that they share; got {set(across)!r}."
+                    )
+
     def __hash__(self) -> int:
         return hash((self.net, self.order))
 
@@ -196,39 +224,3 @@ def check_partition(net: BayesNet, parts: Sequence[Sequence[Hashable]], what: st
     if len(seen) < len(latents):
         missing = next(name for name in latents if name not in seen)
         raise ValueError(f"Expected every latent in {what}; got none for {missing!r}. List it.")
-
-
-def _check_order(net: BayesNet, order: Sequence[Hashable]) -> None:
-    place = {v: i for i, v in enumerate(order)}
-    check_partition(net, [order], "the order")
-    for z in order:
-        for hi in net.sites[z].support_parents:
-            if not net.sites[hi].observed and place.get(hi, -1) < place[z]:
-                how = "goes first" if hi in place else "is marginalized"
-                raise ValueError(
-                    f"Expected {z!r} to be eliminated before {hi!r}, on which its support depends; got an order in "
-                    f"which {hi!r} {how}. Change the direction or the blocks."
-                )
-
-
-def _check_parents(
-    net: BayesNet,
-    order: Sequence[Hashable],
-    parents: Mapping[Hashable, Mapping[Hashable, Plates]],
-    joint: Mapping[Hashable, Plates],
-) -> None:
-    known = set(net.observed)
-    for v in reversed(order):
-        if not parents[v].keys() <= known:
-            u = next(u for u in parents[v] if u not in known)
-            raise ValueError(
-                f"Expected the parents of {v!r} to be observed or sampled before it; got the edge ({u!r}, {v!r})."
-            )
-        known.add(v)
-        if not joint[v] <= net.plates[v]:
-            raise ValueError(f"Expected {v!r} to be joint over plates it lies in; got {set(joint[v])!r}.")
-        for u, across in parents[v].items() if net.plate_sizes else ():
-            if not across <= net.plates[u] & net.plates[v]:
-                raise ValueError(
-                    f"Expected {v!r} to read {u!r} across plates that they share; got {set(across)!r}."
-                )

@@ -5,7 +5,7 @@ are the baselines of that paper. To add an inversion:
 
 - write a function from `BayesNet` to `Inverse` (`inverse.py`): an elimination order of ``sampled(net)``, and for each
   latent the sites it reads, each with the shared plates that it is read across;
-- give it its name in `INVERSIONS`, by which guides and the command line offer it and the tests go through it;
+- give it its name in `INVERSIONS`, by which guides and the command line offer it;
 - ask `verify_inverse` whether it is faithful and minimal.
 
 One that only orders the elimination differently is a heuristic in `min_fill.py` and a word in `DIRECTIONS`.

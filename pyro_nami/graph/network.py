@@ -152,13 +152,9 @@ class BayesNet:
         """Builds a network from a directed graph; the arguments are those of `from_edges`."""
         if not isinstance(graph, nx.DiGraph):
             raise TypeError(f"Expected a networkx.DiGraph; got {type(graph).__name__}.")
+        edges, nodes = graph.edges(), graph.nodes
         return cls.from_edges(
-            graph.edges(),
-            observed=observed,
-            nodes=graph.nodes,
-            plates=plates,
-            plate_sizes=plate_sizes,
-            nesting=nesting,
+            edges, observed=observed, nodes=nodes, plates=plates, plate_sizes=plate_sizes, nesting=nesting
         )
 
     @cached_property

@@ -9,7 +9,6 @@ from __future__ import annotations
 __all__ = ["NO_PLATES", "Plates", "Site", "closed_nesting", "names_of", "plate_sizes_of", "sites_in_order"]
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -108,16 +107,17 @@ def closed_nesting(
 
 def _by_name(sites: Mapping[Hashable, Site] | Iterable[Site]) -> dict[Hashable, Site]:
     values = list(sites.values() if isinstance(sites, Mapping) else sites)
+    named: dict[Hashable, Site] = {}
     for site in values:
         if not isinstance(site, Site):
             raise TypeError(f"Expected every site to be a Site; got {type(site).__name__} {site!r}.")
-    names = [site.name for site in values]
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ValueError(f"Expected every site once; got {name!r} {count} times.")
-    if isinstance(sites, Mapping) and list(sites) != names:
-        raise ValueError(f"Expected every site under its own name; got {list(sites)!r} for {names!r}.")
-    return dict(zip(names, values))
+        if site.name in named:
+            count = sum(getattr(other, "name", None) == site.name for other in values)
+            raise ValueError(f"Expected every site once; got {site.name!r} {count} times.")
+        named[site.name] = site
+    if isinstance(sites, Mapping) and list(sites) != list(named):
+        raise ValueError(f"Expected every site under its own name; got {list(sites)!r} for {list(named)!r}.")
+    return named
 
 
 def _parents_first(

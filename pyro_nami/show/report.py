@@ -141,11 +141,13 @@ def _inverse_object(name: str, inverse: Inverse) -> Object:
         "factors": [
             {
                 "latent": _name(v),
-                "parents": [{"site": _name(u), "over": _sorted(inverse.pooled(v, u), plates)} for u in reads],
+                "parents": [
+                    {"site": _name(u), "over": _sorted(inverse.pooled(v, u), plates)} for u in inverse.parents[v]
+                ],
                 "joint": _sorted(inverse.joint[v], plates),
                 "predictive": v in inverse.predictive,
             }
-            for v, reads in reversed(inverse.parents.items())
+            for v in reversed(inverse.order)
         ],
         "levels": [list(map(_name, level)) for level in inverse.levels],
         "num_edges": inverse.num_edges,
