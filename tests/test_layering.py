@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 # Rooms in order, and in each its modules in order. A room's __init__ comes behind its modules.
 ORDER = {
     "": "messages",
-    "graph": "sites bayesnet elimination inverse search inversion separation",
+    "graph": "sites network elimination min_fill inverse inversions verification",
     "factors": "wrappers links joint bijections layout elements normals types anchors distribution family "
     "features own_type unconstrained registry relocated",
     "networks": "masks pace passes reductions running pooling attention encoders precision_sums stepped masked "

@@ -1,35 +1,36 @@
 """Variable elimination, simulated: which sites each eliminated site leaves coupled.
 
-Sites couple through *factors*. A factor is a scope (a set of sites) and a batch (a set of plates): there is one
-copy of it for each index of its batch, and a copy joins the instances of its scope that agree with that index,
-whatever their index on other plates. Two sites a and b of a factor are therefore coupled across the plates they
+Sites couple through *cliques* of the lifted moral graph. A clique is a set of sites and a batch (a set of plates):
+there is one copy of it for each index of its batch, and a copy joins the instances of its sites that agree with that
+index, whatever their index on other plates. Two sites of a clique are therefore coupled across the plates that they
 share outside its batch; in the labels of the lifted moral graph,
 
-    F(a, b)  =  union over factors with a and b in scope  of  (P(a) & P(b)) - batch,        a = b allowed.
+    F(a, b)  =  union over cliques with a and b of  (P(a) & P(b)) - batch,        a = b allowed.
 
-- Moralize: one factor a site t, with scope {t} and its parents, and batch P(t).
-- Eliminate v: multiply the factors that hold v and drop v from the scope. The product's batch is P(v) cut down to
-  the batches of all these factors, and joint(v) = P(v) - batch = F(v, v): the plates over which the instances of v
-  form one block. Its neighbours are v's parents in the inverse, and v reads parent u across joint(v) & P(u).
+- Moralize: one clique a site t, of t and its parents, with batch P(t).
+- Eliminate v: unite the cliques that hold v, and drop v from the union. Its batch is P(v) cut down to the batches of
+  all these cliques, and joint(v) = P(v) - batch = F(v, v): the plates over which the instances of v form one block.
+  Its sites are v's parents in the inverse, and v reads parent u across joint(v) & P(u).
 
 That is all. The label across which v reads u, F(v, u) | (joint(v) & P(u)), needs no book-keeping of its own because
-F(v, u) is within F(v, v): a factor that couples v and u across a plate couples instances of v across it too.
-A factor's scope is stored once, however dense the graph gets, so elimination costs what it writes.
+F(v, u) is within F(v, v): a clique that couples v and u across a plate couples instances of v across it too.
+A clique is stored once, however dense the graph gets, so elimination costs what it writes.
 
-Change this file to change what elimination joins; which site goes next is chosen in `search.py`.
+Change this file to change what elimination joins; which site goes next is chosen in `min_fill.py`.
 """
 
 from __future__ import annotations
 
-__all__ = ["Elimination", "Factors", "eliminate", "moralize"]
+__all__ = ["Elimination", "MoralGraph", "eliminate", "moralize"]
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator
+import math
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
-from pyro_nami.graph.bayesnet import BayesNet
+from pyro_nami.graph.network import BayesNet
+from pyro_nami.graph.sites import NO_PLATES, Plates
 
-NO_PLATES: frozenset[Hashable] = frozenset()
 NOTHING: Any = frozenset()
 
 
@@ -39,29 +40,29 @@ class Elimination(NamedTuple):
     Attributes:
         parents: for each eliminated site, its neighbours when it went, each with the shared plates read across.
         joint: for each eliminated site, the plates over which its instances form one block.
-        rows: for each eliminated site and each of its neighbours, the plates in which *every* factor that joined the
+        rows: for each eliminated site and each of its neighbours, the plates in which *every* clique that joined the
             two when the site went has one copy an index: over the rows of these plates the site reads the neighbour.
             They may be more than the plates of the two (``y[obs]`` joins ``alpha[county]`` and ``beta[day]``).
     """
 
-    parents: dict[Hashable, dict[Hashable, frozenset[Hashable]]]
-    joint: dict[Hashable, frozenset[Hashable]]
-    rows: dict[Hashable, dict[Hashable, frozenset[Hashable]]]
+    parents: dict[Hashable, dict[Hashable, Plates]]
+    joint: dict[Hashable, Plates]
+    rows: dict[Hashable, dict[Hashable, Plates]]
 
 
-def moralize(net: BayesNet) -> dict[Hashable, dict[Hashable, frozenset[Hashable]]]:
+def moralize(net: BayesNet) -> dict[Hashable, dict[Hashable, Plates]]:
     """Returns the labels F of the lifted moral graph.
 
     Sites a and b are adjacent iff ``b in labels[a]``, and ``labels[a][b] == labels[b][a]`` holds the shared plates
     across which their instances are coupled. A self-edge is there only where it couples distinct instances.
     """
-    names, factors = net.indexed.names, Factors(net)
-    labels: dict[Hashable, dict[Hashable, frozenset[Hashable]]] = {name: {} for name in names}
-    for a in range(len(names)):
-        for b in sorted(set().union(*(factors.scopes[i] for i in factors.touching[a]))):
-            across = factors.label(a, b)
-            if across or (across is not None and a != b):
-                labels[names[a]][names[b]] = across
+    names, plates, graph = net.indexed.names, net.indexed.plates, MoralGraph(net)
+    labels: dict[Hashable, dict[Hashable, Plates]] = {name: {} for name in names}
+    for a, name in enumerate(names):
+        for b, rows in sorted(graph.rows(a).items()):
+            across = (plates[a] & plates[b]) - rows
+            if across or a != b:
+                labels[name][names[b]] = across
     return labels
 
 
@@ -75,165 +76,150 @@ def eliminate(net: BayesNet, order: Iterable[Hashable]) -> Elimination:
     Raises:
         ValueError: a site of the order is unknown, observed or repeated.
     """
-    names, position, factors = net.indexed.names, net.indexed.position, Factors(net)
-    result = Elimination({}, {}, {})
+    graph, result = MoralGraph(net), Elimination({}, {}, {})
     for name in order:
         site = net.sites.get(name)
         if site is None or site.observed or name in result.joint:
             kind = "unknown" if site is None else "observed" if site.observed else "there twice"
             raise ValueError(f"Expected an order of distinct latent sites; got {name!r}, which is {kind}.")
-        rows = factors.rows(position[name])
-        scope, joint = factors.eliminate(position[name])
-        result.parents[name] = {names[u]: joint & factors.plates[u] for u in sorted(scope)}
-        result.joint[name] = joint
-        result.rows[name] = {names[u]: rows[u] for u in sorted(scope)}
+        v = net.indexed.position[name]
+        rows = graph.rows(v)
+        result.parents[name], result.joint[name] = graph.eliminate(v)
+        result.rows[name] = {u: rows[net.indexed.position[u]] for u in result.parents[name]}
     return result
 
 
-class Factors:
-    """The factors of a network while sites are eliminated from it.
+class MoralGraph:
+    """The lifted moral graph of a network while sites (indices) are eliminated from it.
 
     Args:
         net: the network.
-        kept: the sites (indices) to start from, closed under parents; all by default.
-        eliminated: sites to eliminate at once, in this order.
+        kept: the sites to start from, closed under parents; all by default.
+        gone: sites to eliminate at once, in this order.
     """
 
-    def __init__(
-        self, net: BayesNet, kept: Iterable[int] | None = None, eliminated: Iterable[int] = ()
-    ) -> None:
-        names, _, parents, _, self.plates = net.indexed
-        self.net = net
-        kept = range(len(names)) if kept is None else list(kept)
-        self.scopes: list[set[int]] = []
-        self.batches: list[frozenset[Hashable]] = []
-        self.touching: list[set[int]] = [set() for _ in names]
+    def __init__(self, net: BayesNet, kept: Iterable[int] | None = None, gone: Iterable[int] = ()) -> None:
+        self.net, self.names, self.plates = net, net.indexed.names, net.indexed.plates
+        self.cliques: list[set[int]] = []
+        self.batches: list[Plates] = []
+        self.holding: list[set[int]] = [set() for _ in self.names]  # the cliques that hold each site
+        kept = range(len(self.names)) if kept is None else list(kept)
         # With all sites in the same plates no label ever arises, and every pair counts alike.
         self.uniform = len({self.plates[t] for t in kept}) <= 1
         for t in kept:
-            if parents[t]:
-                for u in (t, *parents[t]):
-                    self.touching[u].add(len(self.scopes))
-                self.scopes.append({t, *parents[t]})
+            if parents := net.indexed.parents[t]:
+                for u in (t, *parents):
+                    self.holding[u].add(len(self.cliques))
+                self.cliques.append({t, *parents})
                 self.batches.append(self.plates[t])
-        for v in eliminated:
-            self.eliminate(v)
+        for v in gone:
+            self._unite(v)
 
-    def eliminate(self, v: int) -> tuple[set[int], frozenset[Hashable]]:
-        """Sums v out; returns its neighbours (a live set: read it before the next call) and joint(v)."""
-        ids = self.touching[v]
+    def eliminate(self, v: int) -> tuple[dict[Hashable, Plates], Plates]:
+        """Sums v out; returns the names of its neighbours, each with the plates v reads it across, and joint(v)."""
+        clique, joint = self._unite(v)
+        if not joint:
+            return dict.fromkeys([self.names[u] for u in sorted(clique)], NO_PLATES), joint
+        return {self.names[u]: joint & self.plates[u] for u in sorted(clique)}, joint
+
+    def _unite(self, v: int) -> tuple[set[int], Plates]:
+        """Unites the cliques that hold v, without v, into the largest of them; returns that clique and joint(v)."""
+        ids = self.holding[v]
         if not ids:
             return NOTHING, NO_PLATES
         batch = self._batch(v)
-        self.touching[v] = NOTHING
-        product = max(ids, key=lambda i: len(self.scopes[i])) if len(ids) > 1 else next(iter(ids))
-        scope = self.scopes[product]
-        scope.discard(v)
+        self.holding[v] = NOTHING
+        largest = max(ids, key=lambda i: len(self.cliques[i])) if len(ids) > 1 else next(iter(ids))
+        union = self.cliques[largest]
+        union.discard(v)
         for i in ids:
-            if i != product:
-                part, self.scopes[i] = self.scopes[i], NOTHING
+            if i != largest:
+                part, self.cliques[i] = self.cliques[i], NOTHING
                 part.discard(v)
                 for u in part:
-                    self.touching[u].discard(i)
-                    self.touching[u].add(product)
-                scope |= part
-        self.batches[product] = batch
-        return scope, self.plates[v] - batch
+                    self.holding[u].discard(i)
+                    self.holding[u].add(largest)
+                union |= part
+        self.batches[largest] = batch
+        return union, self.plates[v] - batch
 
-    def label(self, a: int, b: int) -> frozenset[Hashable] | None:
-        """F(a, b), or None where a and b share no factor."""
-        ids = self.touching[a] & self.touching[b]
-        if not ids:
-            return None
-        return (self.plates[a] & self.plates[b]).difference(
-            frozenset.intersection(*(self.batches[i] for i in ids))
-        )
-
-    def rows(self, v: int) -> dict[int, frozenset[Hashable]]:
-        """The plates common to the batches of all factors that join v and a neighbour, for each neighbour."""
-        found: dict[int, frozenset[Hashable]] = {}
-        for i in self.touching[v]:
-            batch = self.batches[i]
-            for u in self.scopes[i]:
-                found[u] = found[u] & batch if u in found else batch
-        found.pop(v, None)
+    def rows(self, v: int) -> dict[int, Plates]:
+        """The plates common to the batches of all cliques that join v and a site, for v and each neighbour."""
+        found: dict[int, Plates] = {}
+        for i in self.holding[v]:
+            for u in self.cliques[i]:
+                found[u] = found.get(u, self.batches[i]) & self.batches[i]
         return found
 
-    def fill(self, v: int) -> tuple[int, int]:
-        """Returns the number of grounded edges that eliminating v would add, and a bound on v's degree.
+    def fill(self, v: int) -> tuple[int, float]:
+        """The grounded edges that eliminating v would add, and how many of them another elimination can take away.
 
-        Where every site lies in the same plates, lifted edges are counted: each stands for as many grounded ones.
+        The latter aside from the pairs that that one joins. Where every site lies in the same plates, lifted edges
+        are counted: each stands for as many grounded ones.
         """
-        batch, clique, rest = self._split(v)
         if not self.uniform:
-            return sum(self.added(a, b, batch) for a, b in self._open_pairs(v, clique, rest)), 0
+            return sum(self.new_edges(v).values()), math.inf
+        _, clique, rest = self._split(v)
         twice = 0
         for x in rest:
             twice += 2 * (len(clique) - len(self._near(x, clique))) + len(rest) - len(self._near(x, rest))
         return twice // 2, len(clique) + len(rest)
 
-    def added(self, a: int, b: int, batch: frozenset[Hashable]) -> int:
-        """The number of grounded edges by which coupling a and b outside ``batch`` exceeds F(a, b)."""
-        old, shared = self.label(a, b), self.plates[a] & self.plates[b]
-        new = (shared - batch) | (old or NO_PLATES)
-        if new == old:
-            return 0
-        return self._num_edges(a, b, new) - (0 if old is None else self._num_edges(a, b, old))
-
-    def new_edges(self, v: int) -> tuple[tuple[tuple[int, int], ...], int]:
-        """Returns the lifted pairs that eliminating v would couple, or couple further, and their grounded edges."""
+    def new_edges(self, v: int) -> dict[tuple[int, int], int]:
+        """The lifted pairs that eliminating v would couple, or couple further, and how many grounded edges each is."""
         batch, clique, rest = self._split(v)
-        counts = {
-            (min(a, b), max(a, b)): self.added(a, b, batch) for a, b in self._open_pairs(v, clique, rest)
-        }
-        return tuple(sorted(pair for pair, count in counts.items() if count)), sum(counts.values())
+        pairs = itertools.chain(
+            itertools.product(rest, clique - {v}), itertools.combinations_with_replacement(rest, 2)
+        )
+        counts = {(min(pair), max(pair)): self._added(*pair, batch) for pair in pairs}
+        return {pair: count for pair, count in counts.items() if count}
 
     def disturbed(self, v: int, waiting: set[int]) -> set[int]:
-        """The sites of ``waiting``, v's neighbours aside, between whose neighbours eliminating v may add an edge."""
+        """The sites of ``waiting`` whose fill eliminating v may change: neighbours of it or of a new edge's ends."""
         batch, clique, rest = self._split(v)
-        found: set[int] = set()
+        found = (clique & waiting) | (rest & waiting)
         for x in rest:
-            ids = self.touching[x]
             if self.uniform:
                 ends = (clique - self._near(x, clique)) | (rest - self._near(x, rest))
             else:
-                ends = {b for b in clique | rest if b != v and self.added(x, b, batch)}
-            # A disturbed site touches both ends of a new edge: look from the side that has fewer factors.
-            if len(ids) <= len(ends):
-                found.update(*(self.scopes[i] & waiting for i in ids))
-                continue
-            for b in ends:
-                for i in self.touching[b]:
-                    found.update(u for u in self.scopes[i] & waiting if not ids.isdisjoint(self.touching[u]))
+                ends = {b for b in clique | rest if b != v and self._added(x, b, batch)}
+            ids = self.holding[x]
+            if len(ids) <= len(ends):  # look from the side that has fewer cliques
+                found |= self._near(x, waiting)
+            else:
+                found.update(u for b in ends for u in self._near(b, waiting) if not ids.isdisjoint(self.holding[u]))
         return found
 
-    def _batch(self, v: int) -> frozenset[Hashable]:
-        return self.plates[v].intersection(*(self.batches[i] for i in self.touching[v]))
+    def _batch(self, v: int) -> Plates:
+        return self.plates[v].intersection(*[self.batches[i] for i in self.holding[v]])
 
-    def _split(self, v: int) -> tuple[frozenset[Hashable], set[int], set[int]]:
-        """Returns batch(v), the largest scope that eliminating v would leave as it is, and v's other neighbours."""
-        ids, batch = self.touching[v], self._batch(v)
+    def _split(self, v: int) -> tuple[Plates, set[int], set[int]]:
+        """Returns batch(v), the largest clique that eliminating v would leave as it is, and v's other neighbours."""
+        ids, batch = self.holding[v], self._batch(v)
         clique: set[int] = set()
         for i in ids:
-            if len(self.scopes[i]) > len(clique) and self.batches[i] <= batch:
-                clique = self.scopes[i]
-        rest = set().union(*(self.scopes[i] for i in ids if self.scopes[i] is not clique)) - clique
+            if len(self.cliques[i]) > len(clique) and self.batches[i] <= batch:
+                clique = self.cliques[i]
+        rest = set().union(*[self.cliques[i] for i in ids if self.cliques[i] is not clique]) - clique
         rest.discard(v)
         return batch, clique, rest
 
     def _near(self, x: int, pool: set[int]) -> set[int]:
-        """The sites of ``pool`` that share a factor with x."""
-        ids = self.touching[x]
+        """The sites of ``pool`` that share a clique with x."""
+        ids = self.holding[x]
         if len(ids) > len(pool):
-            return {b for b in pool if not ids.isdisjoint(self.touching[b])}
-        return set().union(*[self.scopes[i] & pool for i in ids])
+            return {b for b in pool if not ids.isdisjoint(self.holding[b])}
+        return set().union(*[self.cliques[i] & pool for i in ids])
 
-    def _open_pairs(self, v: int, clique: set[int], rest: set[int]) -> Iterator[tuple[int, int]]:
-        """The pairs of v's neighbours that are not both in ``clique``, a site with itself included."""
-        others = sorted(rest)
-        yield from ((x, b) for x in others for b in clique if b != v)
-        yield from itertools.combinations_with_replacement(others, 2)
+    def _added(self, a: int, b: int, batch: Plates) -> int:
+        """The number of grounded edges by which coupling a and b outside ``batch`` exceeds F(a, b)."""
+        shared, ids = self.plates[a] & self.plates[b], self.holding[a] & self.holding[b]
+        if not ids:
+            return self._num_edges(a, b, shared - batch)
+        old = shared.difference(frozenset.intersection(*[self.batches[i] for i in ids]))
+        new = (shared - batch) | old
+        return self._num_edges(a, b, new) - self._num_edges(a, b, old) if new != old else 0
 
-    def _num_edges(self, a: int, b: int, across: frozenset[Hashable]) -> int:
+    def _num_edges(self, a: int, b: int, across: Plates) -> int:
         pairs = self.net.num_pairs(self.plates[a], self.plates[b], across)
         return (pairs - self.net.num_instances(self.plates[a])) // 2 if a == b else pairs

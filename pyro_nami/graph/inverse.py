@@ -1,14 +1,14 @@
-"""An inverse of a Bayesian network: what each latent reads when it is sampled given the data.
+"""An inverse of a Bayesian network: a factorization of the posterior over its latents.
 
-An `Inverse` checks that it is a factorization of the posterior over the network's latents; whether it is a faithful
-one is for `verify_inverse` to say. The functions that build inverses are in `inversion.py`.
+An `Inverse` checks that it is one; whether it is a faithful one is for `verify_inverse` to say. The functions that
+build inverses are in `inversions.py`. Change this file to say more of what a factor reads.
 """
 
 from __future__ import annotations
 
-__all__ = ["Inverse", "check_net", "check_partition", "sampled"]
+__all__ = ["Inverse", "check_partition", "sampled"]
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -16,10 +16,8 @@ from typing import Any
 
 import networkx as nx
 
-from pyro_nami.graph.bayesnet import BayesNet, label, plate_list, site_label
-from pyro_nami.graph.elimination import NO_PLATES
-
-Plates = frozenset[Any]
+from pyro_nami.graph.network import BayesNet, label, plate_list, site_label
+from pyro_nami.graph.sites import NO_PLATES, Plates
 
 
 @dataclass(frozen=True)
@@ -49,15 +47,15 @@ class Inverse:
 
     def __post_init__(self) -> None:
         order = tuple(self.order)
-        check_net(self.net)
-        _check_order(self.net, order)
-        parents = {v: _frozen(self.parents.get(v, {})) for v in order}
+        check_partition(self.net, [order], "the order")
+        parents = {v: MappingProxyType(dict(self.parents.get(v, {}))) for v in order}
         joint = {v: frozenset(self.joint.get(v, NO_PLATES)) for v in order}
-        _check_parents(self.net, order, parents, joint)
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "parents", MappingProxyType(parents))
         object.__setattr__(self, "joint", MappingProxyType(joint))
         object.__setattr__(self, "predictive", frozenset(self.predictive))
+        self._check_supports()
+        self._check_parents()
 
     @cached_property
     def num_edges(self) -> int:
@@ -143,6 +141,33 @@ class Inverse:
             predictive=frozenset(i for v in self.predictive for i in net.instances(v)),
         )
 
+    def _check_supports(self) -> None:
+        place = {v: i for i, v in enumerate(self.order)}
+        for z in self.order:
+            for hi in self.net.sites[z].support_parents:
+                if not self.net.sites[hi].observed and place.get(hi, -1) < place[z]:
+                    how = "goes first" if hi in place else "is marginalized"
+                    raise ValueError(
+                        f"Expected {z!r} to be eliminated before {hi!r}, on which its support depends; got an order in "
+                        f"which {hi!r} {how}. Change the direction or the blocks."
+                    )
+
+    def _check_parents(self) -> None:
+        plates, known = self.net.plates, set(self.net.observed)
+        for v in reversed(self.order):
+            for u in self.parents[v].keys() - known:
+                raise ValueError(
+                    f"Expected the parents of {v!r} to be observed or sampled before it; got the edge ({u!r}, {v!r})."
+                )
+            known.add(v)
+            if not self.joint[v] <= plates[v]:
+                raise ValueError(f"Expected {v!r} to be joint over plates it lies in; got {set(self.joint[v])!r}.")
+            for u, across in self.parents[v].items() if self.net.plate_sizes else ():
+                if not across <= plates[u] & plates[v]:
+                    raise ValueError(
+                        f"Expected {v!r} to read {u!r} across plates that they share; got {set(across)!r}."
+                    )
+
     def __hash__(self) -> int:
         return hash((self.net, self.order))
 
@@ -151,22 +176,17 @@ class Inverse:
         return Inverse, (self.net, self.order, parents, dict(self.joint), self.predictive)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
         grounded = f" ({self.num_grounded_edges} between instances)" if self.net.plate_sizes else ""
-        yield f"Inverse: latents {len(self.order)}, edges {self.num_edges}{grounded}, levels {len(self.levels)}"
+        text = f"Inverse: latents {len(self.order)}, edges {self.num_edges}{grounded}, levels {len(self.levels)}"
         for v in reversed(self.order):
-            line = f"  {site_label(self.net, v)}"
-            if self.parents[v]:
-                line += " | " + ", ".join(self._reading(v, u) for u in self.parents[v])
-            if self.joint[v]:
-                line += f"; jointly over {plate_list(self.net, self.joint[v])}"
-            yield line + ("; from the model" if v in self.predictive else "")
-
-    def _reading(self, v: Hashable, u: Hashable) -> str:
-        pooled = self.pooled(v, u)
-        return label(u) + (f" over {plate_list(self.net, pooled)}" if pooled else "")
+            reads = [
+                label(u) + (f" over {plate_list(self.net, pooled)}" if (pooled := self.pooled(v, u)) else "")
+                for u in self.parents[v]
+            ]
+            text += f"\n  {site_label(self.net, v)}" + (f" | {', '.join(reads)}" if reads else "")
+            text += f"; jointly over {plate_list(self.net, self.joint[v])}" if self.joint[v] else ""
+            text += "; from the model" if v in self.predictive else ""
+        return text
 
     def pooled(self, v: Hashable, u: Hashable) -> Plates:
         """The plates over which latent ``v`` reads all instances of ``u``: those ``v`` lacks, and those across."""
@@ -174,17 +194,17 @@ class Inverse:
 
 
 def sampled(net: BayesNet) -> tuple[Hashable, ...]:
-    """The latents that a guide samples, in model order: all but the marginalized ones."""
-    return tuple(name for name in net.latent if not net.sites[name].marginalized)
+    """The latents that a guide samples, in model order: all but the marginalized ones.
 
-
-def check_net(net: BayesNet) -> None:
-    """Raises TypeError unless ``net`` is a `BayesNet`."""
+    Raises:
+        TypeError: ``net`` is not a `BayesNet`.
+    """
     if not isinstance(net, BayesNet):
         raise TypeError(
             f"Expected a BayesNet; got {type(net).__name__}. Build one with BayesNet.from_edges, "
             "BayesNet.from_networkx or extract_bayesnet."
         )
+    return tuple(name for name in net.latent if not net.sites[name].marginalized)
 
 
 def check_partition(net: BayesNet, parts: Sequence[Sequence[Hashable]], what: str) -> None:
@@ -204,43 +224,3 @@ def check_partition(net: BayesNet, parts: Sequence[Sequence[Hashable]], what: st
     if len(seen) < len(latents):
         missing = next(name for name in latents if name not in seen)
         raise ValueError(f"Expected every latent in {what}; got none for {missing!r}. List it.")
-
-
-def _check_order(net: BayesNet, order: Sequence[Hashable]) -> None:
-    place = {v: i for i, v in enumerate(order)}
-    check_partition(net, [order], "the order")
-    for z in order:
-        for hi in net.sites[z].support_parents:
-            if not net.sites[hi].observed and place.get(hi, -1) < place[z]:
-                how = "goes first" if hi in place else "is marginalized"
-                raise ValueError(
-                    f"Expected {z!r} to be eliminated before {hi!r}, on which its support depends; got an order in "
-                    f"which {hi!r} {how}. Change the direction or the blocks."
-                )
-
-
-def _check_parents(
-    net: BayesNet,
-    order: Sequence[Hashable],
-    parents: Mapping[Hashable, Mapping[Hashable, Plates]],
-    joint: Mapping[Hashable, Plates],
-) -> None:
-    known = set(net.observed)
-    for v in reversed(order):
-        if not parents[v].keys() <= known:
-            u = next(u for u in parents[v] if u not in known)
-            raise ValueError(
-                f"Expected the parents of {v!r} to be observed or sampled before it; got the edge ({u!r}, {v!r})."
-            )
-        known.add(v)
-        if not joint[v] <= net.plates[v]:
-            raise ValueError(f"Expected {v!r} to be joint over plates it lies in; got {set(joint[v])!r}.")
-        for u, across in parents[v].items() if net.plate_sizes else ():
-            if not across <= net.plates[u] & net.plates[v]:
-                raise ValueError(
-                    f"Expected {v!r} to read {u!r} across plates that they share; got {set(across)!r}."
-                )
-
-
-def _frozen(reads: Mapping[Hashable, Plates]) -> Mapping[Hashable, Plates]:
-    return reads if isinstance(reads, MappingProxyType) else MappingProxyType(dict(reads))

@@ -1,29 +1,23 @@
 """The sites of a network, and what must hold for sites, edges and plates to make one.
 
 Each check turns what a caller gave into the form that `BayesNet` keeps, or raises a `ValueError` that names what is
-wrong. Change this module to say more about a site, or to demand more of a network.
+wrong. Change this file to say more about a site, or to demand more of a network.
 """
 
 from __future__ import annotations
 
-__all__ = [
-    "Site",
-    "check_nesting",
-    "closed_nesting",
-    "names_of",
-    "parents_by_name",
-    "sites_by_name",
-    "sizes_of",
-    "topological",
-]
+__all__ = ["NO_PLATES", "Plates", "Site", "closed_nesting", "names_of", "plate_sizes_of", "sites_in_order"]
 
-import heapq
-from collections import Counter
+import itertools
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-# The fewest instances that can differ.
-DEFAULT_PLATE_SIZE = 2
+import networkx as nx
+
+Plates = frozenset[Any]
+NO_PLATES: Plates = frozenset()
+DEFAULT_PLATE_SIZE = 2  # the fewest instances that can differ
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,7 @@ class Site:
     """
 
     name: Hashable
-    plates: frozenset[Hashable] = frozenset()
+    plates: Plates = NO_PLATES
     observed: bool = False
     support_parents: frozenset[Hashable] = frozenset()
     marginalized: bool = False
@@ -60,101 +54,84 @@ def names_of(names: Iterable[Hashable]) -> Iterable[Hashable]:
     return (names,) if isinstance(names, str) else names
 
 
-def sites_by_name(sites: Mapping[Hashable, Site] | Iterable[Site]) -> dict[Hashable, Site]:
-    """The sites by name, each once."""
-    values = list(sites.values() if isinstance(sites, Mapping) else sites)
-    for site in values:
-        if not isinstance(site, Site):
-            raise TypeError(f"Expected every site to be a Site; got {type(site).__name__} {site!r}.")
-    names = [site.name for site in values]
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ValueError(f"Expected every site once; got {name!r} {count} times.")
-    if isinstance(sites, Mapping) and list(sites) != names:
-        raise ValueError(f"Expected every site under its own name; got {list(sites)!r} for {names!r}.")
-    return dict(zip(names, values))
-
-
-def parents_by_name(
-    sites: Mapping[Hashable, Site], edges: Iterable[tuple[Hashable, Hashable]]
-) -> dict[Hashable, list]:
-    """The parents of each site, each once, in the order of the edges."""
-    parents: dict[Hashable, dict[Hashable, None]] = {name: {} for name in sites}
+def sites_in_order(
+    sites: Mapping[Hashable, Site] | Iterable[Site], edges: Collection[tuple[Hashable, Hashable]]
+) -> dict[Hashable, Site]:
+    """The sites by name, parents first: each time the earliest one whose parents are all placed."""
+    given = _by_name(sites)
     for u, t in edges:
-        if u not in sites or t not in sites:
-            unknown = t if u in sites else u
+        if u not in given or t not in given:
+            unknown = t if u in given else u
             raise ValueError(
                 f"Expected the edge ({u!r}, {t!r}) to join known sites; got the unknown site {unknown!r}. "
                 "Add it to the sites (nodes)."
             )
-        parents[t][u] = None
-    return {name: list(above) for name, above in parents.items()}
+    for name, site in given.items():
+        for parent in site.support_parents:
+            if (parent, name) not in edges:
+                raise ValueError(
+                    f"Expected the support parents of site {name!r} among its parents; got {parent!r}. "
+                    f"Add the edge ({parent!r}, {name!r})."
+                )
+    return {name: given[name] for name in _parents_first(given, edges, "graph")}
 
 
-def sizes_of(sites: Mapping[Hashable, Site], sizes: Mapping[Hashable, int]) -> dict[Hashable, int]:
+def plate_sizes_of(sites: Mapping[Hashable, Site], sizes: Mapping[Hashable, int]) -> dict[Hashable, int]:
     """The size of each plate that a site lies in, those that are given first."""
     for plate, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"Expected the size of plate {plate!r} to be a positive integer; got {size!r}.")
-    used = {plate: None for site in sites.values() for plate in sorted(site.plates, key=repr)}
-    known = {plate: size for plate, size in sizes.items() if plate in used}
-    return known | {plate: DEFAULT_PLATE_SIZE for plate in used if plate not in known}
+    used = {plate: DEFAULT_PLATE_SIZE for site in sites.values() for plate in sorted(site.plates, key=repr)}
+    return {plate: size for plate, size in {**sizes, **used, **sizes}.items() if plate in used}
 
 
-def closed_nesting(nesting: Mapping[Hashable, Collection[Hashable]]) -> dict[Hashable, frozenset]:
-    """The nesting, closed transitively."""
-    outer = {plate: list(names_of(plates)) for plate, plates in nesting.items()}
-    for plates in list(outer.values()):
-        outer.update({plate: [] for plate in plates if plate not in outer})
-    closed: dict[Hashable, frozenset] = {}
-    for plate in topological(outer, outer, "nesting of plates"):
-        closed[plate] = frozenset(outer[plate]).union(*(closed[q] for q in outer[plate]))
-    return closed
-
-
-def check_nesting(sites: Mapping[Hashable, Site], nesting: Mapping[Hashable, frozenset]) -> None:
-    """Checks that sites lie in every plate that one of theirs determines; the nesting is a closed one."""
+def closed_nesting(
+    sites: Mapping[Hashable, Site], nesting: Mapping[Hashable, Collection[Hashable]]
+) -> dict[Hashable, Plates]:
+    """The nesting closed transitively; every site must lie in the plates that one of its plates determines."""
+    outer = {plate: frozenset(names_of(plates)) for plate, plates in nesting.items()}
+    edges = [(above, plate) for plate, plates in outer.items() for above in plates]
+    known = dict.fromkeys(itertools.chain(outer, *outer.values()))
+    for plate in _parents_first(known, edges, "nesting of plates"):
+        direct = outer.get(plate, NO_PLATES)
+        outer[plate] = direct.union(*(outer[above] for above in direct))
     for site in sites.values():
         for plate in site.plates:
-            for outer in nesting.get(plate, frozenset()) - site.plates:
+            for missing in outer.get(plate, NO_PLATES) - site.plates:
                 raise ValueError(
                     f"Expected site {site.name!r} in every plate that its plate {plate!r} determines; got plates "
-                    f"{sorted(site.plates, key=repr)!r} without {outer!r}. Add {outer!r} to the site's plates."
+                    f"{sorted(site.plates, key=repr)!r} without {missing!r}. Add {missing!r} to the site's plates."
                 )
+    return outer
 
 
-def topological(
-    names: Iterable[Hashable], parents: Mapping[Hashable, list], what: str = "graph"
+def _by_name(sites: Mapping[Hashable, Site] | Iterable[Site]) -> dict[Hashable, Site]:
+    values = list(sites.values() if isinstance(sites, Mapping) else sites)
+    named: dict[Hashable, Site] = {}
+    for site in values:
+        if not isinstance(site, Site):
+            raise TypeError(f"Expected every site to be a Site; got {type(site).__name__} {site!r}.")
+        if site.name in named:
+            count = sum(getattr(other, "name", None) == site.name for other in values)
+            raise ValueError(f"Expected every site once; got {site.name!r} {count} times.")
+        named[site.name] = site
+    if isinstance(sites, Mapping) and list(sites) != list(named):
+        raise ValueError(f"Expected every site under its own name; got {list(sites)!r} for {list(named)!r}.")
+    return named
+
+
+def _parents_first(
+    names: Iterable[Hashable], edges: Iterable[tuple[Hashable, Hashable]], what: str
 ) -> list[Hashable]:
-    """The names, parents first: each time the earliest one whose parents are all placed."""
-    order = list(names)
-    rank = {name: i for i, name in enumerate(order)}
-    waiting = {name: len(parents[name]) for name in order}
-    children: dict[Hashable, list[Hashable]] = {name: [] for name in order}
-    for name in order:
-        for parent in parents[name]:
-            children[parent].append(name)
-    ready = [rank[name] for name in order if not waiting[name]]
-    placed = []
-    while ready:
-        name = order[heapq.heappop(ready)]
-        placed.append(name)
-        for child in children[name]:
-            waiting[child] -= 1
-            if not waiting[child]:
-                heapq.heappush(ready, rank[child])
-    if len(placed) < len(order):
-        cycle = _cycle([name for name in order if waiting[name]], parents)
-        raise ValueError(f"Expected an acyclic {what}; got the cycle {' -> '.join(map(repr, cycle))}.")
-    return placed
-
-
-def _cycle(left: list[Hashable], parents: Mapping[Hashable, list]) -> list[Hashable]:
-    """A cycle among ``left``, sites that each have a parent among ``left``."""
-    members, path, seen = set(left), [left[0]], {left[0]: 0}
-    while True:
-        parent = next(u for u in parents[path[-1]] if u in members)
-        if parent in seen:
-            return [parent, *reversed(path[seen[parent] :])]
-        seen[parent] = len(path)
-        path.append(parent)
+    """The names in topological order, and where that leaves a choice in their own."""
+    names = list(names)
+    rank = {name: i for i, name in enumerate(names)}
+    graph = nx.DiGraph()  # of ranks: a name may be None, which cannot be a node
+    graph.add_nodes_from(range(len(names)))
+    graph.add_edges_from((rank[u], rank[t]) for u, t in edges)
+    try:
+        return [names[i] for i in nx.lexicographical_topological_sort(graph)]
+    except nx.NetworkXUnfeasible:
+        cycle = [names[u] for u, _ in nx.find_cycle(graph)]
+        text = " -> ".join(map(repr, [*cycle, cycle[0]]))
+        raise ValueError(f"Expected an acyclic {what}; got the cycle {text}.") from None

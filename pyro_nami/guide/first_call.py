@@ -12,7 +12,7 @@ import pyro
 from pyro import poutine
 from torch import Tensor
 
-from pyro_nami.graph.bayesnet import BayesNet
+from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.conditioning import Plates
 from pyro_nami.guide.inversion import with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.options import Options

@@ -1,47 +1,40 @@
 """From a model's network, as extracted, to the inverse that a guide is built on.
 
 What the guide's options say of the network comes in here: semi-observed sites, evidence behind ``poutine.block``, and
-the choice of an inversion. Change this module to give a further inversion a name.
+the choice of an inversion; their names are in `pyro_nami.graph.inversions`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import networkx as nx
 
-from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.elimination import eliminate
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.graph.inversion import fully_connected, mean_field, nami, stuhlmueller
+from pyro_nami.graph.inversions import DIRECTIONS, INVERSIONS, nami
+from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site
 from pyro_nami.guide.conditioning import Read, covariates_of
 
 __all__ = ["invert", "plan_reads", "with_hidden_evidence", "with_latent_blocks"]
 
-_INVERSIONS: dict[str, Callable[[BayesNet], Inverse]] = {
-    "stuhlmueller": stuhlmueller,
-    "mean_field": mean_field,
-    "fully_connected": fully_connected,
-}
-_DIRECTIONS = ("auto", "forward", "reverse", "free")
-
 
 def invert(net: BayesNet, inverse: Any, blocks: Sequence[Sequence[str]] | None) -> Inverse:
     """Returns the inverse that an option ``inverse`` stands for."""
-    if isinstance(inverse, str) and inverse in _DIRECTIONS:
+    if isinstance(inverse, str) and inverse in DIRECTIONS:
         return nami(net, direction=inverse, blocks=blocks)
     if blocks is not None:
         raise ValueError(
-            f"Expected an inverse that honours `blocks`, one of {', '.join(map(repr, _DIRECTIONS))}; got {inverse!r}."
+            f"Expected an inverse that honours `blocks`, one of {', '.join(map(repr, DIRECTIONS))}; got {inverse!r}."
         )
     if isinstance(inverse, str):
-        if inverse not in _INVERSIONS:
-            names = ", ".join(map(repr, (*_DIRECTIONS, *_INVERSIONS)))
+        if inverse not in INVERSIONS:
+            names = ", ".join(map(repr, (*DIRECTIONS, *INVERSIONS)))
             raise ValueError(f"Expected `inverse` to be one of {names}, an Inverse or a callable; got {inverse!r}.")
-        return _INVERSIONS[inverse](net)
+        return INVERSIONS[inverse](net)
     result = inverse if isinstance(inverse, Inverse) else inverse(net)
     if not isinstance(result, Inverse):
         raise TypeError(f"Expected `inverse` to be, or to return, an Inverse; got {type(result).__name__}.")

@@ -17,8 +17,8 @@ from pyro import poutine
 from pyro.infer.autoguide.initialization import init_to_feasible
 from torch import Tensor, nn
 
-from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.differences import differences
 from pyro_nami.guide.draw import densities, draw, know_all, start_pass

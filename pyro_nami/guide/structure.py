@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.conditioning import Plates
 from pyro_nami.guide.rules import Learned, Rule
 from pyro_nami.reading.covariates import MASK

@@ -19,8 +19,8 @@ from torch.distributions import constraints
 
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.unconstrained import NormalFamily
-from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.network import BayesNet
 from pyro_nami.reading.first_run import allows_nan
 from pyro_nami.reading.joint_gaussian import ConjugateGroup, is_quadratic
 from pyro_nami.reading.runner import RunModel

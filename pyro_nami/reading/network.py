@@ -20,7 +20,8 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_nami.graph.bayesnet import BayesNet, Site
+from pyro_nami.graph.network import BayesNet
+from pyro_nami.graph.sites import Site
 from pyro_nami.messages import warn
 from pyro_nami.reading.index_maps.finder import MapPlan
 from pyro_nami.reading.index_maps.search import search_maps

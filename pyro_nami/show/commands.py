@@ -1,7 +1,7 @@
 """The commands ``inspect``, ``invert`` and ``verify``, their options and their exit codes.
 
 Change this module to add a command or an option; how a model is found and run is in `target.py`, and what is said of a
-network, an inverse or a verdict in `telling.py`.
+network, an inverse or a verdict in `report.py`.
 """
 
 from __future__ import annotations
@@ -10,34 +10,19 @@ __all__ = ["main"]
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from pyro_nami.graph.bayesnet import BayesNet
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.graph.inversion import DIRECTIONS, nami_steps
-from pyro_nami.graph.separation import verify_inverse
+from pyro_nami.graph.inversions import DIRECTIONS, INVERSIONS, nami_steps
+from pyro_nami.graph.verification import verify_inverse
 from pyro_nami.guide.inversion import invert, with_hidden_evidence, with_latent_blocks
 from pyro_nami.reading.interventions import is_blocked
-from pyro_nami.show.render import render
-from pyro_nami.show.report import (
-    factors_object,
-    inverse_lines,
-    network_lines,
-    network_object,
-    notes_object,
-    steps_object,
-    verdict_lines,
-    verdict_object,
-    written,
-)
+from pyro_nami.show.report import COMMENTS, Report, inverse_report, network_report, verdict_report
 from pyro_nami.show.target import Failure, Found, find, told
 
 _PROGRAM = "pyro-nami"
-_INVERSES = (*DIRECTIONS, "stuhlmueller", "mean_field", "fully_connected")
 _FORMATS = {".txt": "text", ".mmd": "mermaid", ".dot": "dot", ".json": "json"}
-_COMMENTS = {"mermaid": "%%", "dot": "//"}
 _HELP = """\
 examples:
   python -m pyro_nami inspect model.py:model --args "data()"
@@ -93,11 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for message in found.warnings:
             print(f"{_PROGRAM}: warning: {message}", file=sys.stderr)
-        text, code = options.run(options, found, format)
-        if options.output is None:
-            print(text)
-        else:
-            _write(options.output, text)
+        report, code = options.run(options, found)
+        header = {"command": options.command, "model": options.target, "warnings": list(found.warnings)}
+        _write(options.output, report.written(format, header))
     except Failure as failure:
         print(f"{_PROGRAM}: error: {failure}", file=sys.stderr)
         return 2
@@ -112,51 +95,43 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="{inspect,invert,verify}", dest="command")
-    common, inverting = _common_options(), _inverse_options()
-    inspection = commands.add_parser("inspect", parents=[common], help="the Bayesian network of a model")
-    inspection.set_defaults(run=_inspect)
-    inversion = commands.add_parser(
-        "invert", parents=[common, inverting], help="its inverse, as a guide has it"
-    )
-    inversion.add_argument("--steps", action="store_true", help="the elimination, step by step (text, json)")
-    inversion.set_defaults(run=_invert)
-    verification = commands.add_parser(
-        "verify", parents=[common, inverting], help="whether the inverse is faithful, and minimal"
-    )
-    verification.add_argument("--minimal", action="store_true", help="exit code 1 also if it is not minimal")
-    verification.set_defaults(run=_verify)
+    for name, run, about in (
+        ("inspect", _inspect, "the Bayesian network of a model"),
+        ("invert", _invert, "its inverse, as a guide has it"),
+        ("verify", _verify, "whether the inverse is faithful, and minimal"),
+    ):
+        command = commands.add_parser(name, help=about)
+        command.set_defaults(run=run)
+        _add_common_options(command.add_argument)
+        if name != "inspect":
+            _add_inverse_options(command.add_argument)
+        if name == "invert":
+            command.add_argument("--steps", action="store_true", help="the elimination, step by step (text, json)")
+        if name == "verify":
+            command.add_argument("--minimal", action="store_true", help="exit code 1 also if it is not minimal")
     return parser
 
 
-def _common_options() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(add_help=False)
-    add = options.add_argument
-    add("target", metavar="MODEL", help="path/to/file.py:name or package.module:name")
+def _add_common_options(add: Callable) -> None:
     known = "torch, numpy (np) and all names of the file are known"
     default = "by default the file's <name>_args, if it has that, else none"
     a_tuple = "the model's arguments, in Python: a tuple, or the only argument"
+    later = "sites that this call samples, but that inference will condition on"
+    add("target", metavar="MODEL", help="path/to/file.py:name or package.module:name")
     add("--args", metavar="EXPRESSION", help=f"{a_tuple}. {known}; {default}")
     add("--kwargs", metavar="EXPRESSION", help="its keyword arguments: a dict")
-    add(
-        "--observed", metavar="A,B", help="sites that this call samples, but that inference will condition on"
-    )
+    add("--observed", metavar="A,B", help=later)
     add("--seed", type=int, default=0, help="of all random numbers (0)")
     add("--checks", type=int, default=200, help="the most runs of the model to spend on interventions (200)")
     add("--format", choices=_FORMATS.values(), help="by default that of FILE, else text")
     add("-o", "--output", metavar="FILE", type=Path, help=f"in place of stdout; {' '.join(_FORMATS)}")
-    return options
 
 
-def _inverse_options() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(add_help=False)
-    names = ", ".join(_INVERSES)
-    options.add_argument(
-        "--inverse", choices=_INVERSES, default="auto", metavar="NAME", help=f"{names} (auto)"
-    )
-    options.add_argument(
-        "--blocks", metavar="A,B;C", help="an order of groups of latents; the last is sampled first"
-    )
-    return options
+def _add_inverse_options(add: Callable) -> None:
+    names = [*DIRECTIONS, *INVERSIONS]
+    blocks = "an order of groups of latents; the last is sampled first"
+    add("--inverse", choices=names, default="auto", metavar="NAME", help=f"{', '.join(names)} (auto)")
+    add("--blocks", metavar="A,B;C", help=blocks)
 
 
 def _format(options: argparse.Namespace) -> str:
@@ -168,14 +143,17 @@ def _format(options: argparse.Namespace) -> str:
             f"Expected a file that ends in one of {endings}; got {str(options.output)!r}. Give --format."
         )
     if getattr(options, "steps", False):
-        if format in _COMMENTS:
+        if format in COMMENTS:
             raise Failure(f"Expected --steps with --format text or json; got {format}.")
         if options.inverse not in DIRECTIONS:
             raise Failure(f"Expected --steps with --inverse {', '.join(DIRECTIONS)}; got {options.inverse}.")
     return format
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path | None, text: str) -> None:
+    if path is None:
+        print(text)
+        return
     try:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
@@ -186,51 +164,29 @@ def _names(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
-# Each command returns what it has to say, and the exit code.
+# Each command returns its report and the exit code.
 
 
-def _inspect(options: argparse.Namespace, found: Found, format: str) -> tuple[str, int]:
-    net = found.extraction.bayesnet
-    if format == "json":
-        return written(_header(options, found), network_object(net), notes_object(found.extraction)), 0
-    return "\n".join(network_lines(found.extraction)) if format == "text" else str(render(net, format)), 0
+def _inspect(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
+    return network_report(found.extraction), 0
 
 
-def _invert(options: argparse.Namespace, found: Found, format: str) -> tuple[str, int]:
-    net, inverse, blocks = _inverted(options, found)
-    steps = nami_steps(net, direction=options.inverse, blocks=blocks) if options.steps else []
-    if format == "json":
-        parts = [network_object(net), factors_object(options.inverse, inverse)]
-        parts += [steps_object(steps)] if options.steps else []
-        return written(_header(options, found), *parts), 0
-    return "\n".join(inverse_lines(inverse, steps)) if format == "text" else str(render(inverse, format)), 0
+def _invert(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
+    inverse, blocks = _inverse(options, found)
+    steps = nami_steps(inverse.net, direction=options.inverse, blocks=blocks) if options.steps else None
+    return inverse_report(options.inverse, inverse, steps), 0
 
 
-def _verify(options: argparse.Namespace, found: Found, format: str) -> tuple[str, int]:
-    net, inverse, _ = _inverted(options, found)
-    verdict = verify_inverse(net, inverse)
-    code = 0 if verdict.minimal or (verdict and not options.minimal) else 1
-    if format == "json":
-        parts = network_object(net), factors_object(options.inverse, inverse), verdict_object(net, verdict)
-        return written(_header(options, found), *parts), code
-    lines = [
-        f"{options.target}, inverse {options.inverse}: {next(said := verdict_lines(inverse, verdict))}",
-        *said,
-    ]
-    if format != "text":
-        lines = [*(f"{_COMMENTS[format]} {line}" for line in lines), str(render(inverse, format))]
-    return "\n".join(lines), code
+def _verify(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
+    inverse, _ = _inverse(options, found)
+    verdict = verify_inverse(inverse.net, inverse)
+    well = verdict.minimal if options.minimal else bool(verdict)
+    title = f"{options.target}, inverse {options.inverse}"
+    return verdict_report(title, options.inverse, inverse, verdict), 0 if well else 1
 
 
-class _Inverted(NamedTuple):
-    """The network that a guide with these options inverts, its inverse, and the blocks."""
-
-    net: BayesNet
-    inverse: Inverse
-    blocks: list[list[str]] | None
-
-
-def _inverted(options: argparse.Namespace, found: Found) -> _Inverted:
+def _inverse(options: argparse.Namespace, found: Found) -> tuple[Inverse, list[list[str]] | None]:
+    """The inverse that a guide with these options has, and the blocks."""
     blocks = None if options.blocks is None else [_names(block) for block in options.blocks.split(";")]
     net = with_latent_blocks(found.extraction.bayesnet, blocks)
     if not net.latent:
@@ -242,10 +198,6 @@ def _inverted(options: argparse.Namespace, found: Found) -> _Inverted:
     if is_blocked(found.model):
         net = with_hidden_evidence(net)
     try:
-        return _Inverted(net, invert(net, options.inverse, blocks), blocks)
+        return invert(net, options.inverse, blocks), blocks
     except ValueError as error:
         raise Failure(str(error)) from error
-
-
-def _header(options: argparse.Namespace, found: Found) -> dict[str, object]:
-    return {"command": options.command, "model": options.target, "warnings": list(found.warnings)}

@@ -1,8 +1,7 @@
 """Drawings of a `BayesNet` or an `Inverse`: text, Mermaid, DOT, Graphviz images.
 
-`render` lays a network out once (a `Drawing`: nodes, edges, nested plates) and writes it in the format asked for. Only
-images and the graphviz object need the extra ``viz``. Change this file to change how things look, or to add a format;
-the text form is the object's own ``str``.
+`render` lays a network out once (nested boxes of nodes, and edges) and writes it in the format asked for. Only images
+and the graphviz object need the extra ``viz``. Change this file to change how things look, or to add a format.
 """
 
 from __future__ import annotations
@@ -11,14 +10,16 @@ __all__ = ["IMAGE_FORMATS", "render"]
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyro_nami.graph.bayesnet import BayesNet, label, plate_list
 from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.network import BayesNet, label, plate_list
 
 if TYPE_CHECKING:
     import graphviz
@@ -61,16 +62,16 @@ def render(
     """
     if not isinstance(structure, (BayesNet, Inverse)):
         raise TypeError(f"Expected a BayesNet or an Inverse; got {type(structure).__name__}.")
-    writers: dict[str, Callable[[BayesNet | Inverse], str]] = {"text": str, "mermaid": _mermaid, "dot": _dot}
-    if format in writers:
-        drawn: str | bytes | graphviz.Source = writers[format](structure)
-    elif format == "graphviz":
-        drawn = _source(structure)
-    elif format in IMAGE_FORMATS:
-        drawn = _image(structure, format)
-    else:
-        known = ", ".join((*writers, "graphviz", *IMAGE_FORMATS))
-        raise ValueError(f"Expected format to be one of {known}; got {format!r}.")
+    writers: dict[str, Callable[[BayesNet | Inverse], str | bytes | graphviz.Source]] = {
+        "text": str,
+        "mermaid": _mermaid,
+        "dot": _dot,
+        "graphviz": _source,
+        **{image: partial(_image, format=image) for image in IMAGE_FORMATS},
+    }
+    if format not in writers:
+        raise ValueError(f"Expected format to be one of {', '.join(writers)}; got {format!r}.")
+    drawn = writers[format](structure)
     if path is not None:
         content = drawn if isinstance(drawn, (str, bytes)) else drawn.source
         Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -108,28 +109,19 @@ def _draw(structure: BayesNet | Inverse) -> tuple[Box, list[Edge]]:
     net = structure if isinstance(structure, BayesNet) else structure.net
     shown = [name for name, site in net.sites.items() if structure is net or not site.marginalized]
     ids = {name: f"n{i}" for i, name in enumerate(shown)}
+    # A plate whose sites are among another's is drawn inside it.
+    count = Counter(itertools.chain.from_iterable(net.plates.values()))
+    nesting = sorted(net.plate_sizes, key=lambda plate: (-count[plate], len(net.nesting.get(plate, ()))))
     outer = Box()
     for name in shown:
         box = outer
-        for plate in _nesting(net):
+        for plate in nesting:
             if plate in net.plates[name]:
-                box = box.boxes.setdefault(plate, Box(_title(net, plate)))
+                # The size of a ragged nested plate is its number of instances in all outer ones together.
+                size = f"{net.plate_sizes[plate]}{' in all' if plate in net.nesting else ''}"
+                box = box.boxes.setdefault(plate, Box(f"{label(plate)} ({size})"))
         box.nodes.append(_node(structure, net, name, ids[name]))
     return outer, list(_edges(structure, ids))
-
-
-def _title(net: BayesNet, plate: Hashable) -> str:
-    """A plate's name and size; that of a ragged nested plate is its number of instances in all outer ones together."""
-    return f"{label(plate)} ({net.plate_sizes[plate]}{' in all' if plate in net.nesting else ''})"
-
-
-def _nesting(net: BayesNet) -> list[Hashable]:
-    """Plates from the outside in: a plate whose sites are among another's is drawn inside it."""
-    count = dict.fromkeys(net.plate_sizes, 0)
-    for plates in net.plates.values():
-        for plate in plates:
-            count[plate] += 1
-    return sorted(count, key=lambda plate: (-count[plate], len(net.nesting.get(plate, ()))))
 
 
 def _node(structure: BayesNet | Inverse, net: BayesNet, name: Hashable, id: str) -> Node:

@@ -1,39 +1,80 @@
-"""What the command line says of a network, an inverse and a verdict: lines of text, and objects for JSON.
+"""What is said of a network, an inverse or a verdict: as lines of text, as an object for JSON, and as a drawing.
 
-Change this module to say more. Drawings are `render.py`'s, and keys of JSON are listed in the ``--help`` of
-`commands.py`.
+JSON names sites and plates in a fixed order, that of the network. Change this module to say more; keys may be added,
+not changed, and ``--help`` lists them.
 """
 
 from __future__ import annotations
 
-__all__ = [
-    "factors_object",
-    "inverse_lines",
-    "network_lines",
-    "network_object",
-    "notes_object",
-    "steps_object",
-    "verdict_lines",
-    "verdict_object",
-    "written",
-]
+__all__ = ["COMMENTS", "Report", "inverse_report", "network_report", "verdict_report"]
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from pyro_nami.graph.bayesnet import BayesNet, label, plate_list
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.graph.inversion import Step
-from pyro_nami.graph.separation import Verification
+from pyro_nami.graph.min_fill import Step
+from pyro_nami.graph.network import BayesNet, label, plate_list
+from pyro_nami.graph.verification import Verification
 from pyro_nami.reading.network import Extraction
+from pyro_nami.show.render import render
 
 Object = dict[str, Any]
+COMMENTS = {"mermaid": "%%", "dot": "//"}
 _SHOWN = 12  # entries of an index map
 
 
-def network_lines(extraction: Extraction) -> Iterator[str]:
+class Report(NamedTuple):
+    """What is said of something in each format; the comments stand above a drawing."""
+
+    object: Object
+    lines: Iterable[str]
+    drawn: BayesNet | Inverse
+    comments: Sequence[str] = ()
+
+    def written(self, format: str, header: Object) -> str:
+        """The report as text; JSON begins with the header."""
+        if format == "json":
+            return json.dumps(header | self.object, indent=2)
+        if format == "text":
+            return "\n".join(self.lines)
+        comments = [f"{COMMENTS[format]} {line}" for line in self.comments]
+        return "\n".join([*comments, str(render(self.drawn, format))])
+
+
+def network_report(extraction: Extraction) -> Report:
     """The network, its index maps, and what extraction could not see."""
+    net = extraction.bayesnet
+    notes = {
+        "index_maps": [
+            {"plate": inner, "outer": outer, "map": index.tolist()}
+            for (inner, outer), index in extraction.index_maps.items()
+        ],
+        "escaped": _sorted(extraction.escaped, net.sites),
+        "hidden_randomness": _sorted(extraction.hidden_randomness, net.sites),
+    }
+    return Report(_network_object(net) | notes, _network_lines(extraction), net)
+
+
+def inverse_report(name: str, inverse: Inverse, steps: Sequence[Step] | None) -> Report:
+    """The inverse of this name, its levels, and the steps of its elimination where they are asked for."""
+    taken = {} if steps is None else {"steps": list(map(_step_object, steps))}
+    return Report(_inverse_object(name, inverse) | taken, _inverse_lines(inverse, steps or ()), inverse)
+
+
+def verdict_report(title: str, name: str, inverse: Inverse, verdict: Verification) -> Report:
+    """The verdict, then a line for every false independence and every idle dependence of the inverse."""
+    found: Object = {"faithful": bool(verdict), "minimal": verdict.minimal}
+    for key, pairs in (("missing", verdict.missing), ("redundant", verdict.redundant)):
+        found[key] = [
+            {"parent": _name(u), "latent": _name(v), "across": _sorted(across, inverse.net.plate_sizes)}
+            for (u, v), across in pairs.items()
+        ]
+    lines = [f"{title}: {verdict.verdict}", *_verdict_lines(inverse, verdict)]
+    return Report(_inverse_object(name, inverse) | found, lines, inverse, lines)
+
+
+def _network_lines(extraction: Extraction) -> Iterator[str]:
     net = extraction.bayesnet
     yield str(net)
     for (inner, outer), index in extraction.index_maps.items():
@@ -47,10 +88,9 @@ def network_lines(extraction: Extraction) -> Iterator[str]:
             yield f"{what}: {_labels(name for name in net.sites if name in names)}"
 
 
-def inverse_lines(inverse: Inverse, steps: Sequence[Step]) -> Iterator[str]:
-    """The inverse, its levels, and the steps of its elimination where there are any."""
+def _inverse_lines(inverse: Inverse, steps: Sequence[Step]) -> Iterator[str]:
     yield str(inverse)
-    yield f"Sampled in turn: {'; '.join(_labels(level) for level in inverse.levels)}"
+    yield f"Sampled in turn: {'; '.join(map(_labels, inverse.levels))}"
     if steps:
         yield "Eliminated in turn:"
     for number, step in enumerate(steps, 1):
@@ -59,15 +99,11 @@ def inverse_lines(inverse: Inverse, steps: Sequence[Step]) -> Iterator[str]:
         if step.joint:
             line += f"; jointly over {plate_list(inverse.net, step.joint)}"
         if step.fill:
-            line += (
-                f"; fill-in {', '.join(f'{label(a)} - {label(b)}' for a, b in step.fill)}, cost {step.cost}"
-            )
+            line += f"; fill-in {', '.join(' - '.join(map(label, pair)) for pair in step.fill)}, cost {step.cost}"
         yield line + ("; from the model" if step.predictive else "")
 
 
-def verdict_lines(inverse: Inverse, verdict: Verification) -> Iterator[str]:
-    """The verdict, then a line for every false independence and every idle dependence of the inverse."""
-    yield "minimally faithful" if verdict.minimal else "faithful, not minimal" if verdict else "not faithful"
+def _verdict_lines(inverse: Inverse, verdict: Verification) -> Iterator[str]:
     net = inverse.net
     for (u, v), across in verdict.missing.items():
         others = f" at other instances of {plate_list(net, across)}" if across else ""
@@ -75,60 +111,40 @@ def verdict_lines(inverse: Inverse, verdict: Verification) -> Iterator[str]:
         independence = f"{label(v)} is taken to be independent of {label(u)}{others}, {given}"
         yield f"  missing {label(u)} -> {label(v)}: {independence}"
     for (u, v), across in verdict.redundant.items():
-        yield f"  redundant {label(u)} -> {label(v)}" + (
-            f" across {plate_list(net, across)}" if across else ""
-        )
+        where = f" across {plate_list(net, across)}" if across else ""
+        yield f"  redundant {label(u)} -> {label(v)}{where}"
 
 
-def written(*parts: Mapping[str, Any]) -> str:
-    """The parts as one JSON object."""
-    return json.dumps({key: value for part in parts for key, value in part.items()}, indent=2)
-
-
-def network_object(net: BayesNet) -> Object:
-    """Sites, edges and plates: all that makes up a `BayesNet`."""
+def _network_object(net: BayesNet) -> Object:
     return {
         "sites": [
             {
                 "name": _name(name),
-                "plates": _plates(net, site.plates),
+                "plates": _sorted(site.plates, net.plate_sizes),
                 "observed": site.observed,
                 "marginalized": site.marginalized,
-                "support_parents": _sites(net, site.support_parents),
+                "support_parents": _sorted(site.support_parents, net.sites),
             }
             for name, site in net.sites.items()
         ],
-        "edges": [[_name(u), _name(t)] for u, t in net.edges],
+        "edges": [list(map(_name, edge)) for edge in net.edges],
         "plate_sizes": dict(net.plate_sizes),
-        "nesting": {plate: _plates(net, outer) for plate, outer in net.nesting.items()},
+        "nesting": {plate: _sorted(outer, net.plate_sizes) for plate, outer in net.nesting.items()},
     }
 
 
-def notes_object(extraction: Extraction) -> Object:
-    """What extraction found besides the network."""
-    net = extraction.bayesnet
-    return {
-        "index_maps": [
-            {"plate": inner, "outer": outer, "map": index.tolist()}
-            for (inner, outer), index in extraction.index_maps.items()
-        ],
-        "escaped": _sites(net, extraction.escaped),
-        "hidden_randomness": _sites(net, extraction.hidden_randomness),
-    }
-
-
-def factors_object(name: str, inverse: Inverse) -> Object:
-    """An inverse of this name, factor by factor in sampling order, and its size."""
-    net = inverse.net
-    return {
+def _inverse_object(name: str, inverse: Inverse) -> Object:
+    """The network, and its inverse of this name, factor by factor in sampling order."""
+    plates = inverse.net.plate_sizes
+    return _network_object(inverse.net) | {
         "inverse": name,
         "factors": [
             {
                 "latent": _name(v),
                 "parents": [
-                    {"site": _name(u), "over": _plates(net, inverse.pooled(v, u))} for u in inverse.parents[v]
+                    {"site": _name(u), "over": _sorted(inverse.pooled(v, u), plates)} for u in inverse.parents[v]
                 ],
-                "joint": _plates(net, inverse.joint[v]),
+                "joint": _sorted(inverse.joint[v], plates),
                 "predictive": v in inverse.predictive,
             }
             for v in reversed(inverse.order)
@@ -139,33 +155,16 @@ def factors_object(name: str, inverse: Inverse) -> Object:
     }
 
 
-def steps_object(steps: Sequence[Step]) -> Object:
-    """The steps of an elimination."""
+def _step_object(step: Step) -> Object:
     return {
-        "steps": [
-            {
-                "site": _name(step.site),
-                "frontier": list(map(_name, step.frontier)),
-                "parents": list(map(_name, step.parents)),
-                "joint": sorted(step.joint),
-                "fill": [[_name(a), _name(b)] for a, b in step.fill],
-                "cost": step.cost,
-                "predictive": step.predictive,
-            }
-            for step in steps
-        ]
+        "site": _name(step.site),
+        "frontier": list(map(_name, step.frontier)),
+        "parents": list(map(_name, step.parents)),
+        "joint": sorted(step.joint),
+        "fill": [list(map(_name, pair)) for pair in step.fill],
+        "cost": step.cost,
+        "predictive": step.predictive,
     }
-
-
-def verdict_object(net: BayesNet, verdict: Verification) -> Object:
-    """Whether an inverse is faithful and minimal, and what is missing or too much."""
-    found: Object = {"faithful": bool(verdict), "minimal": verdict.minimal}
-    for key, pairs in (("missing", verdict.missing), ("redundant", verdict.redundant)):
-        found[key] = [
-            {"parent": _name(u), "latent": _name(v), "across": _plates(net, across)}
-            for (u, v), across in pairs.items()
-        ]
-    return found
 
 
 def _labels(names: Iterable[Any]) -> str:
@@ -177,11 +176,5 @@ def _name(name: Any) -> str:
     return name if isinstance(name, str) else label(name)
 
 
-def _sites(net: BayesNet, names: Iterable[Any]) -> list[str]:
-    chosen = frozenset(names)
-    return [_name(name) for name in net.sites if name in chosen]
-
-
-def _plates(net: BayesNet, plates: Iterable[Any]) -> list[str]:
-    chosen = frozenset(plates)
-    return [plate for plate in net.plate_sizes if plate in chosen]
+def _sorted(names: Collection[Any], order: Iterable[Any]) -> list[str]:
+    return [_name(name) for name in order if name in names]

@@ -43,13 +43,7 @@ class Found(NamedTuple):
 
 
 def find(
-    target: str,
-    args: str | None,
-    kwargs: str | None,
-    *,
-    observed: Sequence[str],
-    seed: int,
-    checks: int,
+    target: str, args: str | None, kwargs: str | None, *, observed: Sequence[str], seed: int, checks: int
 ) -> Found:
     """Imports the target's file and extracts the network of the model.
 
@@ -90,9 +84,7 @@ def find(
             except Exception as error:
                 if _is_ours(error):
                     raise Failure(_line(error)) from error
-                called = (
-                    f"{len(arguments) + len(named)} argument(s)" if arguments or named else "no arguments"
-                )
+                called = f"{len(arguments) + len(named)} argument(s)" if arguments or named else "no arguments"
                 raise Failure(
                     f"The model {target!r}, called with {called}, fails: {told(error, path)}. "
                     "Give its arguments by --args."

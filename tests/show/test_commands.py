@@ -18,7 +18,7 @@ from pyro_nami.reading.network import extract
 from pyro_nami.show import main
 from pyro_nami.show.render import render
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 
 SOURCE = '''
 """Models of all kinds."""
@@ -408,7 +408,7 @@ def test_warnings_are_a_line_each_on_stderr_and_notes_in_the_output(run):
     assert code == 0 and not caught
     lines = [line for line in err.splitlines() if line.startswith("pyro-nami: warning: ")]
     assert len(lines) == len(err.splitlines()) - 1 >= 2  # the first is what the import prints
-    assert any("Hidden randomness: 'noise'" in line for line in lines)
+    assert any("Runner randomness: 'noise'" in line for line in lines)
     assert "Values left torch; edges from here are found by intervention: w\n" in out
     assert "Hidden randomness; taken to depend on all latents before: noise\n" in out
     found = loaded(run("inspect", "leaky", "--format", "json")[1])

@@ -1,21 +1,18 @@
-"""Bayesian networks over named sites, with plates.
+"""Bayesian networks over named sites, with plates: what extraction reads off a model and inversion works on.
 
-A `BayesNet` is what extraction reads off a model and what inversion works on: the sites in model order, the
-edges between them, the plates they lie in, and which of them are observed. It knows nothing of torch or Pyro,
-and a site's name may be any hashable value. Change this file to ask a network something else; what a site is, and
-what makes sites a network, is in `sites.py`, and what follows from the graph in `elimination.py` (moralization,
-fill-in) and `separation.py` (d-separation).
+Change this file to ask a network something else. What a site is, and what makes sites a network, is in `sites.py`, and
+what follows from the graph in `elimination.py` (moralization, fill-in) and `verification.py` (d-separation).
 """
 
 from __future__ import annotations
 
-__all__ = ["BayesNet", "Instance", "Site", "label"]
+__all__ = ["BayesNet", "Instance", "label", "plate_list", "site_label"]
 
 import itertools
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,17 +20,16 @@ from typing import Any, NamedTuple
 import networkx as nx
 
 from pyro_nami.graph.sites import (
+    NO_PLATES,
+    Plates,
     Site,
-    check_nesting,
     closed_nesting,
     names_of,
-    parents_by_name,
-    sites_by_name,
-    sizes_of,
-    topological,
+    plate_sizes_of,
+    sites_in_order,
 )
 
-_PLAIN_NAME = re.compile(r"[^\W\d][\w./\-]*")
+PLAIN_NAME = re.compile(r"[^\W\d][\w./\-]*")
 
 
 class Instance(NamedTuple):
@@ -47,13 +43,13 @@ class Instance(NamedTuple):
 
 
 class Indexed(NamedTuple):
-    """A network on the integers 0, 1, ... in model order, for the algorithms of this package."""
+    """A network on the integers 0, 1, ... in model order, for the algorithms of this room; parents ascend."""
 
     names: tuple[Hashable, ...]
     position: dict[Hashable, int]
     parents: tuple[tuple[int, ...], ...]
     children: tuple[tuple[int, ...], ...]
-    plates: tuple[frozenset[Hashable], ...]
+    plates: tuple[Plates, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +86,7 @@ class BayesNet:
     sites: Mapping[Any, Site]
     edges: tuple[tuple[Any, Any], ...]
     plate_sizes: Mapping[Any, int] = field(default_factory=dict)
-    nesting: Mapping[Any, frozenset[Any]] = field(default_factory=dict)
+    nesting: Mapping[Any, Plates] = field(default_factory=dict)
 
     def __init__(
         self,
@@ -99,23 +95,14 @@ class BayesNet:
         plate_sizes: Mapping[Hashable, int] | None = None,
         nesting: Mapping[Hashable, Collection[Hashable]] | None = None,
     ) -> None:
-        given = sites_by_name(sites)
-        parents = parents_by_name(given, edges)
-        ordered = {name: given[name] for name in topological(given, parents)}
+        pairs = dict.fromkeys((u, t) for u, t in edges)
+        ordered = sites_in_order(sites, pairs)
         rank = {name: i for i, name in enumerate(ordered)}
-        parents = {name: sorted(parents[name], key=rank.__getitem__) for name in ordered}
-        for site in ordered.values():
-            for parent in site.support_parents.difference(parents[site.name]):
-                raise ValueError(
-                    f"Expected the support parents of site {site.name!r} among its parents; got {parent!r}. "
-                    f"Add the edge ({parent!r}, {site.name!r})."
-                )
+        sizes, outer = plate_sizes_of(ordered, plate_sizes or {}), closed_nesting(ordered, nesting or {})
+        nested = {plate: outer[plate] for plate in sizes if outer.get(plate)}
         object.__setattr__(self, "sites", MappingProxyType(ordered))
-        object.__setattr__(self, "edges", tuple((u, t) for t in ordered for u in parents[t]))
-        sizes, closed = sizes_of(ordered, plate_sizes or {}), closed_nesting(nesting or {})
-        check_nesting(ordered, closed)
+        object.__setattr__(self, "edges", tuple(sorted(pairs, key=lambda edge: (rank[edge[1]], rank[edge[0]]))))
         object.__setattr__(self, "plate_sizes", MappingProxyType(sizes))
-        nested = {plate: closed[plate] for plate in sizes if closed.get(plate)}
         object.__setattr__(self, "nesting", MappingProxyType(nested))
 
     @classmethod
@@ -129,24 +116,18 @@ class BayesNet:
         plate_sizes: Mapping[Hashable, int] | None = None,
         nesting: Mapping[Hashable, Collection[Hashable]] | None = None,
     ) -> BayesNet:
-        """Builds a network from its edges.
+        """Builds a network from its edges; the arguments that are not listed are those of the class.
 
         Args:
-            edges: pairs ``(parent, child)``.
             observed: the sites that inference conditions on.
             nodes: every site, in model order; by default the ends of the edges, as they first appear.
             plates: the plates of each site that lies in any.
-            plate_sizes: the number of instances of each plate (2 where not given).
-            nesting: for each nested plate, the plates whose index it determines.
 
         Raises:
-            ValueError: the edges or the nesting have a cycle, a name is not among the nodes, or a site lies in a
-                nested plate but not in every plate that this determines.
+            ValueError: as the class does, or a name is not among the nodes.
         """
         edges = [(u, t) for u, t in edges]
-        if nodes is None:
-            nodes = itertools.chain.from_iterable(edges)
-        names = dict.fromkeys(nodes)
+        names = dict.fromkeys(itertools.chain.from_iterable(edges) if nodes is None else nodes)
         seen, lying = frozenset(names_of(observed)), dict(plates or {})
         for what, group in (("observed site", seen), ("site in plates", lying)):
             for name in group:
@@ -155,7 +136,7 @@ class BayesNet:
                         f"Expected every {what} to be a node of the graph; got {name!r}. "
                         "Add it to the edges, or list it in nodes."
                     )
-        sites = [Site(n, plates=frozenset(names_of(lying.get(n, ()))), observed=n in seen) for n in names]
+        sites = [Site(name, frozenset(names_of(lying.get(name, ()))), name in seen) for name in names]
         return cls(sites, edges, plate_sizes, nesting)
 
     @classmethod
@@ -171,13 +152,9 @@ class BayesNet:
         """Builds a network from a directed graph; the arguments are those of `from_edges`."""
         if not isinstance(graph, nx.DiGraph):
             raise TypeError(f"Expected a networkx.DiGraph; got {type(graph).__name__}.")
+        edges, nodes = graph.edges(), graph.nodes
         return cls.from_edges(
-            ((u, t) for u, t in graph.edges()),
-            observed=observed,
-            nodes=graph.nodes,
-            plates=plates,
-            plate_sizes=plate_sizes,
-            nesting=nesting,
+            edges, observed=observed, nodes=nodes, plates=plates, plate_sizes=plate_sizes, nesting=nesting
         )
 
     @cached_property
@@ -199,7 +176,7 @@ class BayesNet:
         return tuple(name for name, site in self.sites.items() if site.observed)
 
     @cached_property
-    def plates(self) -> Mapping[Any, frozenset[Any]]:
+    def plates(self) -> Mapping[Any, Plates]:
         """The plates of each site."""
         return MappingProxyType({name: site.plates for name, site in self.sites.items()})
 
@@ -213,8 +190,9 @@ class BayesNet:
         for u, t in self.edges:
             parents[position[t]].append(position[u])
             children[position[u]].append(position[t])
-        plates = tuple(site.plates for site in self.sites.values())
-        return Indexed(names, position, tuple(map(tuple, parents)), tuple(map(tuple, children)), plates)
+        return Indexed(
+            names, position, tuple(map(tuple, parents)), tuple(map(tuple, children)), tuple(self.plates.values())
+        )
 
     def ground(self) -> BayesNet:
         """The network with every plate unrolled; its sites are named by `Instance`.
@@ -222,34 +200,23 @@ class BayesNet:
         Nesting is ignored: sites get an instance for every combination of indices, as if all occurred. The ragged
         network is a part of the result, and independent in it what is independent here.
         """
-        sites = [
-            Site(
-                instance,
-                observed=site.observed,
-                support_parents=frozenset(
-                    v for u in site.support_parents for v in self._sources(u, instance)
-                ),
-                marginalized=site.marginalized,
-            )
-            for site in self.sites.values()
-            for instance in self.instances(site.name)
-        ]
-        edges = (
-            (source, target)
-            for u, t in self.edges
-            for target in self.instances(t)
-            for source in self._sources(u, target)
-        )
-        return BayesNet(sites, edges)
 
-    def _sources(self, parent: Hashable, target: Instance) -> list[Instance]:
-        return self.aligned(parent, target, self.plates[parent])
+        def sources(parents: Iterable[Hashable], target: Instance) -> list[Instance]:
+            return [source for u in parents for source in self.aligned(u, target, self.plates[u])]
+
+        sites = [
+            replace(site, name=at, plates=NO_PLATES, support_parents=frozenset(sources(site.support_parents, at)))
+            for name, site in self.sites.items()
+            for at in self.instances(name)
+        ]
+        edges = ((source, at) for u, t in self.edges for at in self.instances(t) for source in sources([u], at))
+        return BayesNet(sites, edges)
 
     def instances(self, name: Hashable) -> list[Instance]:
         """The instances of a site in `ground`, in lexicographic order of their indices."""
-        return self.aligned(name, Instance(name, ()), frozenset())
+        return self.aligned(name, Instance(name, ()), NO_PLATES)
 
-    def aligned(self, name: Hashable, other: Instance, plates: frozenset[Hashable]) -> list[Instance]:
+    def aligned(self, name: Hashable, other: Instance, plates: Plates) -> list[Instance]:
         """The instances of site ``name`` that agree with instance ``other`` on those ``plates`` that both lie in."""
         fixed = {plate: i for plate, i in other.indices if plate in plates}
         axes = [
@@ -259,12 +226,12 @@ class BayesNet:
         ]
         return [Instance(name, indices) for indices in itertools.product(*axes)]
 
-    def closure(self, plates: Iterable[Hashable]) -> frozenset[Any]:
+    def closure(self, plates: Iterable[Hashable]) -> Plates:
         """The plates, and those whose index they determine."""
         plates = frozenset(plates)
         return plates.union(*(self.nesting.get(plate, ()) for plate in plates))
 
-    def generators(self, plates: Iterable[Hashable]) -> frozenset[Any]:
+    def generators(self, plates: Iterable[Hashable]) -> Plates:
         """Those of ``plates`` that no other of them determines."""
         plates = frozenset(plates)
         return plates.difference(*(self.nesting.get(plate, ()) for plate in plates))
@@ -274,7 +241,7 @@ class BayesNet:
         plates = self.generators(plates) if self.nesting else plates
         return math.prod(self.plate_sizes[plate] for plate in plates)
 
-    def num_pairs(self, a: frozenset[Hashable], b: frozenset[Hashable], across: frozenset[Hashable]) -> int:
+    def num_pairs(self, a: Plates, b: Plates, across: Plates) -> int:
         """The number of pairs of an instance in plates ``a`` and one in plates ``b`` that an edge joins.
 
         The two are aligned on the plates they share, those of ``across`` aside. Nested plates count as balanced, every
@@ -286,47 +253,29 @@ class BayesNet:
         return first * second // min(self.num_instances((a & b) - across), first, second)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BayesNet) and self._key() == other._key()
+        return isinstance(other, BayesNet) and self.__reduce__() == other.__reduce__()
 
     def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[Any, ...]:
-        plates = frozenset(self.plate_sizes.items()), frozenset(self.nesting.items())
-        return tuple(self.sites.values()), self.edges, *plates
+        return hash((tuple(self.sites.values()), self.edges))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BayesNet, (
-            tuple(self.sites.values()),
-            self.edges,
-            dict(self.plate_sizes),
-            dict(self.nesting),
-        )
+        return BayesNet, (tuple(self.sites.values()), self.edges, dict(self.plate_sizes), dict(self.nesting))
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        plates = "".join(f", {self._plate_line(plate)}" for plate in self.plate_sizes)
-        yield (
-            f"BayesNet: {len(self.latent)} latent and {len(self.observed)} observed sites, "
-            f"{len(self.edges)} edges{plates}"
-        )
-        names, _, parents, _, _ = self.indexed
-        for i, site in enumerate(self.sites.values()):
+        text = f"BayesNet: {len(self.latent)} latent and {len(self.observed)} observed sites, {len(self.edges)} edges"
+        for plate, size in self.plate_sizes.items():
+            outer = plate_list(self, self.nesting.get(plate, NO_PLATES))
+            text += f", plate {label(plate)} of {size}" + (f" within {outer}" if outer else "")
+        for site, parents in zip(self.sites.values(), self.indexed.parents):
             kind = "observed" if site.observed else "marginalized" if site.marginalized else "latent"
-            yield f"  {site_label(self, site.name)}: {kind}" + (
-                f", given {', '.join(label(names[u]) for u in parents[i])}" if parents[i] else ""
-            )
-
-    def _plate_line(self, plate: Hashable) -> str:
-        outer = plate_list(self, self.nesting.get(plate, frozenset()))
-        return f"plate {label(plate)} of {self.plate_sizes[plate]}" + (f" within {outer}" if outer else "")
+            given = ", ".join(label(self.indexed.names[u]) for u in parents)
+            text += f"\n  {site_label(self, site.name)}: {kind}" + (f", given {given}" if given else "")
+        return text
 
 
 def label(name: Hashable) -> str:
     """A name as text: a string that reads as an identifier is left bare, anything else shows its `repr`."""
-    if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) and name not in ("None", "True", "False"):
+    if isinstance(name, str) and PLAIN_NAME.fullmatch(name) and name not in ("None", "True", "False"):
         return name
     return repr(name).replace("\n", r"\n")
 
@@ -337,6 +286,8 @@ def site_label(net: BayesNet, name: Hashable) -> str:
     return f"{label(name)}[{plates}]" if plates else label(name)
 
 
-def plate_list(net: BayesNet, plates: frozenset[Hashable]) -> str:
+def plate_list(net: BayesNet, plates: Plates) -> str:
     """Plates as text, in the order of the network's ``plate_sizes``."""
     return " and ".join(label(plate) for plate in net.plate_sizes if plate in plates)
+
+

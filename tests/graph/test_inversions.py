@@ -15,7 +15,7 @@ from pyro_nami.graph import (
     stuhlmueller,
     verify_inverse,
 )
-from pyro_nami.graph.inversion import DIRECTIONS
+from pyro_nami.graph.inversions import DIRECTIONS, INVERSIONS
 
 NOTHING = frozenset()
 
@@ -420,7 +420,7 @@ def test_fully_connected_assumes_no_independence_across_plates_either():
         assert set(inverse.ground().parents[v]) == {*net.ground().observed, *order[:i]}
 
 
-@pytest.mark.parametrize("invert", [stuhlmueller, mean_field, fully_connected])
+@pytest.mark.parametrize("invert", INVERSIONS.values(), ids=INVERSIONS)
 def test_the_baselines_leave_marginalized_latents_out(invert):
     net = BayesNet(
         [Site("mu"), Site("k", marginalized=True), Site("x", observed=True)],
@@ -429,7 +429,7 @@ def test_the_baselines_leave_marginalized_latents_out(invert):
     assert reads(invert(net)) == {"mu": {"x"}}
 
 
-@pytest.mark.parametrize("invert", [nami, nami_steps, stuhlmueller, mean_field, fully_connected])
+@pytest.mark.parametrize("invert", [nami, nami_steps, *INVERSIONS.values()])
 def test_only_networks_are_inverted(invert):
     with pytest.raises(TypeError, match="Expected a BayesNet; got str. Build one with"):
         invert("model")

@@ -1,48 +1,30 @@
 """Inverses of a Bayesian network: what each latent reads when it is sampled given the data.
 
 `nami` builds the faithful and minimal ones of Webb et al. 2018; `stuhlmueller`, `mean_field` and `fully_connected`
-are the baselines of that paper, as the same `Inverse` (`inverse.py`). A user's own inversion is any function from
-`BayesNet` to `Inverse`. Change this file to add an inversion; the order of elimination is found in `search.py`.
+are the baselines of that paper. To add an inversion:
+
+- write a function from `BayesNet` to `Inverse` (`inverse.py`): an elimination order of ``sampled(net)``, and for each
+  latent the sites it reads, each with the shared plates that it is read across;
+- give it its name in `INVERSIONS`, by which guides and the command line offer it;
+- ask `verify_inverse` whether it is faithful and minimal.
+
+One that only orders the elimination differently is a heuristic in `min_fill.py` and a word in `DIRECTIONS`.
 """
 
 from __future__ import annotations
 
-__all__ = ["Step", "fully_connected", "mean_field", "nami", "nami_steps", "stuhlmueller"]
+__all__ = ["DIRECTIONS", "INVERSIONS", "fully_connected", "mean_field", "nami", "nami_steps", "stuhlmueller"]
 
 import gc
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import NamedTuple
 
-from pyro_nami.graph.bayesnet import BayesNet
-from pyro_nami.graph.elimination import NO_PLATES
-from pyro_nami.graph.inverse import Inverse, Plates, check_net, check_partition, sampled
-from pyro_nami.graph.search import Choice, ForbiddenOrder, search
+from pyro_nami.graph.inverse import Inverse, check_partition, sampled
+from pyro_nami.graph.min_fill import ForbiddenOrder, Step, steps
+from pyro_nami.graph.network import BayesNet
+from pyro_nami.graph.sites import NO_PLATES, Plates
 
 DIRECTIONS = ("auto", "forward", "reverse", "free")
-
-
-class Step(NamedTuple):
-    """One step of `nami` (a row of Webb et al. 2018, Table 1).
-
-    Attributes:
-        frontier: the latents to choose from, in model order.
-        site: the latent that is eliminated.
-        parents: what it reads in the inverse, and across which shared plates.
-        joint: the plates over which its instances form one block.
-        fill: the pairs of sites that its elimination couples anew, or across more plates than before.
-        cost: the number of grounded edges in ``fill``, which the greedy choice makes least.
-        predictive: whether the latent is barren and was peeled off, with the model's own conditional.
-    """
-
-    frontier: tuple[Hashable, ...]
-    site: Hashable
-    parents: dict[Hashable, Plates]
-    joint: Plates
-    fill: tuple[tuple[Hashable, Hashable], ...]
-    cost: int
-    predictive: bool
 
 
 def nami(
@@ -66,7 +48,7 @@ def nami(
 
     References:
         Webb et al. 2018, "Faithful inversion of generative models for effective amortized inference", section 2
-        and appendix B. `pyro_nami.graph.elimination` says where this departs from it.
+        and appendix B. `pyro_nami.graph.min_fill` says where this departs from it.
 
     Example:
         >>> edges = ["DG", "IG", "IS", "GL", "SJ", "LJ", "GH", "JH"]
@@ -75,8 +57,7 @@ def nami(
         >>> list(inverse.parents["L"])
         ['J', 'H']
     """
-    parts = _check_arguments(net, direction, blocks)
-    return _best(net, direction, parts)[0]
+    return _best(net, direction, _parts(net, direction, blocks))[0]
 
 
 def nami_steps(
@@ -87,22 +68,10 @@ def nami_steps(
     The first frontier is of latents with no latent parent, as in the paper; latents whose parents are all observed
     belong to it. A latent of a later block joins the frontier only when its block's turn comes.
     """
-    parts = _check_arguments(net, direction, blocks)
+    parts = _parts(net, direction, blocks)
     if direction == "auto":
         _, direction = _best(net, direction, parts)
-    names = net.indexed.names
-    return [
-        Step(
-            tuple(names[u] for u in choice.frontier),
-            names[choice.site],
-            _reads(net, choice),
-            choice.joint,
-            tuple((names[a], names[b]) for a, b in choice.fill),
-            choice.cost,
-            choice.predictive,
-        )
-        for choice in search(net, direction, parts, traced=True)
-    ]
+    return list(steps(net, direction, parts, traced=True))
 
 
 def stuhlmueller(net: BayesNet) -> Inverse:
@@ -115,19 +84,16 @@ def stuhlmueller(net: BayesNet) -> Inverse:
     References:
         Webb et al. 2018, supplement, appendix C; here observed co-parents are read wherever they come in the model.
     """
-    check_net(net)
     order = sampled(net)
-    rank = {v: i for i, v in enumerate(order)}
     names, position, parents, children, plates = net.indexed
-    joint = {v: NO_PLATES.union(*(net.plates[v] - plates[t] for t in children[position[v]])) for v in order}
+    readable = {position[name] for name in (*net.observed, *order)}
+    joint: dict[Hashable, Plates] = {}
     reads: dict[Hashable, dict[Hashable, Plates]] = {}
-    for v in order:
-        family = {u for t in children[position[v]] for u in (t, *parents[t])}
-        reads[v] = {
-            names[u]: joint[v] & net.plates[names[u]]
-            for u in sorted(family)
-            if net.sites[names[u]].observed or rank.get(names[u], -1) > rank[v]
-        }
+    for v, i in zip(order, map(position.__getitem__, order)):
+        readable.remove(i)
+        joint[v] = NO_PLATES.union(*(plates[i] - plates[t] for t in children[i]))
+        family = {u for t in children[i] for u in (t, *parents[t])}
+        reads[v] = {names[u]: joint[v] & plates[u] for u in sorted(family & readable)}
     return Inverse(net, order, reads, joint)
 
 
@@ -136,7 +102,6 @@ def mean_field(net: BayesNet) -> Inverse:
 
     Sites are aligned on the plates they share: an instance of a local latent reads its own instance of the data.
     """
-    check_net(net)
     order = sampled(net)[::-1]
     return Inverse(net, order, {v: dict.fromkeys(net.observed, NO_PLATES) for v in order})
 
@@ -146,13 +111,20 @@ def fully_connected(net: BayesNet) -> Inverse:
 
     Latents are sampled in model order, and every instance reads all earlier ones: each is one block over its plates.
     """
-    check_net(net)
     order = sampled(net)[::-1]
     parents = {
         v: {u: net.plates[u] & net.plates[v] for u in (*net.observed, *reversed(order[i + 1 :]))}
         for i, v in enumerate(order)
     }
     return Inverse(net, order, parents, {v: net.plates[v] for v in order})
+
+
+# The inversions besides the directions of `nami`, by name.
+INVERSIONS: dict[str, Callable[[BayesNet], Inverse]] = {
+    "stuhlmueller": stuhlmueller,
+    "mean_field": mean_field,
+    "fully_connected": fully_connected,
+}
 
 
 def _best(net: BayesNet, direction: str, blocks: Sequence[Sequence[int]]) -> tuple[Inverse, str]:
@@ -169,16 +141,15 @@ def _best(net: BayesNet, direction: str, blocks: Sequence[Sequence[int]]) -> tup
 
 
 def _invert(net: BayesNet, direction: str, blocks: Sequence[Sequence[int]]) -> Inverse:
-    names = net.indexed.names
-    parents, joint, predictive = {}, {}, set()
     with _collector_paused():
-        for choice in search(net, direction, blocks):
-            name = names[choice.site]
-            parents[name] = MappingProxyType(_reads(net, choice))
-            joint[name] = choice.joint
-            if choice.predictive:
-                predictive.add(name)
-        return Inverse(net, tuple(parents), parents, joint, frozenset(predictive))
+        taken = {step.site: step for step in steps(net, direction, blocks)}
+        return Inverse(
+            net,
+            tuple(taken),
+            {v: step.parents for v, step in taken.items()},
+            {v: step.joint for v, step in taken.items()},
+            frozenset(v for v, step in taken.items() if step.predictive),
+        )
 
 
 @contextmanager
@@ -196,22 +167,13 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _reads(net: BayesNet, choice: Choice) -> dict[Hashable, Plates]:
-    names, plates = net.indexed.names, net.indexed.plates
-    if not choice.joint:
-        return dict.fromkeys([names[u] for u in choice.parents], NO_PLATES)
-    return {names[u]: choice.joint & plates[u] for u in choice.parents}
-
-
-def _check_arguments(
-    net: BayesNet, direction: str, blocks: Iterable[Iterable[Hashable]] | None
-) -> list[list[int]]:
-    """Returns the blocks in indices."""
-    check_net(net)
+def _parts(net: BayesNet, direction: str, blocks: Iterable[Iterable[Hashable]] | None) -> list[list[int]]:
+    """Checks the arguments, and returns the blocks in indices."""
+    latents = sampled(net)
     if direction not in DIRECTIONS:
         raise ValueError(f"Expected direction to be one of {', '.join(DIRECTIONS)}; got {direction!r}.")
     if blocks is None:
-        parts: list[list[Hashable]] = [list(sampled(net))]
+        parts = [list(latents)]
     else:
         blocks = list(blocks)
         for block in blocks:

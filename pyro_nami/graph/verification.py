@@ -11,12 +11,13 @@ __all__ = ["Verification", "d_separated", "verify_inverse"]
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from pyro_nami.graph.bayesnet import BayesNet, Indexed, Instance, label
-from pyro_nami.graph.inverse import Inverse, check_net
+from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.network import BayesNet, Instance, label
+from pyro_nami.graph.sites import NO_PLATES, Plates
 
 Dependency = tuple[Hashable, Hashable]
-Plates = frozenset[Hashable]
 ENOUGH_INSTANCES = 3
 
 
@@ -41,13 +42,16 @@ class Verification:
         """Whether the inverse is faithful, and no longer so without any one of its edges."""
         return not self.missing and not self.redundant
 
+    @property
+    def verdict(self) -> str:
+        """The two in words."""
+        return "minimally faithful" if self.minimal else "faithful, not minimal" if self else "not faithful"
+
     def __str__(self) -> str:
-        kind = "minimally faithful" if self.minimal else "faithful, not minimal" if self else "not faithful"
-        parts = [kind] + [
-            f"{what}: {', '.join(_described(pair, plates) for pair, plates in pairs.items())}"
-            for what, pairs in (("missing", self.missing), ("redundant", self.redundant))
-            if pairs
-        ]
+        parts = [self.verdict]
+        for what, pairs in (("missing", self.missing), ("redundant", self.redundant)):
+            if pairs:
+                parts.append(f"{what}: {', '.join(_described(*pair) for pair in pairs.items())}")
         return "; ".join(parts)
 
 
@@ -66,26 +70,23 @@ def verify_inverse(net: BayesNet, inverse: Inverse) -> Verification:
         TypeError: ``net`` is not a `BayesNet`.
         ValueError: the inverse does not fit the network.
     """
-    check_net(net)
+    inverse = replace(inverse, net=net)  # which checks that it fits
     sizes = {plate: min(size, ENOUGH_INSTANCES) for plate, size in net.plate_sizes.items()}
     small = BayesNet(net.sites, net.edges, sizes, net.nesting)
-    read = replace(inverse, net=small).ground().parents
-    posterior = _Posterior(small.ground())
+    read, grounded = replace(inverse, net=small).ground().parents, small.ground()
+    known = _Known(grounded, grounded.observed)
     missing: dict[Dependency, Plates] = {}
     redundant: dict[Dependency, Plates] = {}
     for v in reversed(inverse.order):
         crossed: set[Hashable] = set()
         for block in _blocks(small, v, inverse.joint[v]):
-            needed_by_block = set()
-            for instance in block:
-                needed = posterior.sample(instance)
-                needed_by_block |= needed
-                _note(missing, instance, posterior.ordered(needed - read[instance].keys()))
+            needs = {instance: known.sample(instance) for instance in block}
+            needed_by_block = set().union(*needs.values(), block)
+            for instance, needed in needs.items():
+                _note(missing, instance, known.ordered(needed - read[instance].keys()))
+                _note(redundant, instance, known.ordered(read[instance].keys() - needed_by_block))
                 crossed.update(*(_across(other, instance) for other in needed.intersection(block)))
-            for instance in block:
-                idle = read[instance].keys() - needed_by_block - set(block)
-                _note(redundant, instance, posterior.ordered(idle))
-        uncrossed = frozenset(p for p in inverse.joint[v] - crossed if small.plate_sizes[p] > 1)
+        uncrossed = frozenset(plate for plate in inverse.joint[v] - crossed if sizes[plate] > 1)
         if uncrossed:
             redundant[v, v] = uncrossed
     return Verification(missing, redundant)
@@ -105,93 +106,72 @@ def d_separated(net: BayesNet, x: Hashable, y: Hashable, given: Iterable[Hashabl
             raise ValueError(f"Expected sites of the network; got {name!r}.")
     if x in given or y in given or x == y:
         raise ValueError(f"Expected two sites and others given; got {x!r} and {y!r} given {given!r}.")
-    graph = net.indexed
-    known = {graph.position[name] for name in given}
-    ancestry = _Ancestry(graph)
-    for name in (x, y, *given):
-        ancestry.add(graph.position[name])
-    return graph.position[y] not in ancestry.reach(graph.position[x], known)
+    return y not in _Known(net, [y, *given]).sample(x)
 
 
-class _Posterior:
-    """What each latent needs when the latents of a grounded network are sampled one by one given the data."""
+class _Known:
+    """The sites W of a network that are known, and which of them a further site needs.
 
-    def __init__(self, net: BayesNet) -> None:
-        self.names, self.position = net.indexed.names, net.indexed.position
-        self.ancestry = _Ancestry(net.indexed)
-        self.known = {self.position[name] for name in net.observed}
-        for i in self.known:
-            self.ancestry.add(i)
-
-    def ordered(self, names: Iterable[Hashable]) -> list[Hashable]:
-        return sorted(names, key=self.position.__getitem__)
-
-    def sample(self, name: Hashable) -> set[Hashable]:
-        """The data and earlier latents that this latent depends on given the rest of them; it is known from now on."""
-        i = self.position[name]
-        self.ancestry.add(i)
-        needed = self.ancestry.reach(i, self.known) & self.known
-        self.known.add(i)
-        return {self.names[u] for u in needed}
-
-
-class _Ancestry:
-    """An ancestral part of a graph, which only ever grows.
-
-    In it, x and y are d-separated by W iff every path between them in its moral graph meets W (Lauritzen et al.
-    1990): a path passes from a site to its parents, its children, and its children's other parents.
+    In the ancestral part of the graph, x and y are d-separated by W iff every path between them in its moral graph
+    meets W (Lauritzen et al. 1990): a path passes from a site to its parents, its children, and its children's other
+    parents.
     """
 
-    def __init__(self, graph: Indexed) -> None:
-        self.graph = graph
-        self.members = bytearray(len(graph.names))
+    def __init__(self, net: BayesNet, names: Iterable[Hashable]) -> None:
+        self.graph, self.ancestral = net.indexed, set[int]()
+        self.known = {self.graph.position[name] for name in names}
+        for site in self.known:
+            self._include(site)
 
-    def add(self, site: int) -> None:
-        """Adds a site and its ancestors."""
+    def sample(self, name: Hashable) -> set[Any]:
+        """Returns the sites of W from which the rest of W does not d-separate this one, which then joins W."""
+        site = self.graph.position[name]
+        self._include(site)
+        found, families, stack = {site}, set[int](), [site]
+        while stack:
+            inner = stack.pop()
+            for family in self.ancestral.intersection((inner, *self.graph.children[inner])) - families:
+                families.add(family)
+                new = {family, *self.graph.parents[family]} - found
+                found |= new
+                stack.extend(new - self.known)
+        needed = {self.graph.names[u] for u in found & self.known}
+        self.known.add(site)
+        return needed
+
+    def ordered(self, names: Iterable[Any]) -> list[Any]:
+        return sorted(names, key=self.graph.position.__getitem__)
+
+    def _include(self, site: int) -> None:
+        """Makes a site and its ancestors part of the ancestral graph."""
         stack = [site]
         while stack:
             site = stack.pop()
-            if not self.members[site]:
-                self.members[site] = 1
+            if site not in self.ancestral:
+                self.ancestral.add(site)
                 stack.extend(self.graph.parents[site])
-
-    def reach(self, site: int, known: set[int]) -> set[int]:
-        """The sites that a path from ``site`` reaches without passing through a known one, known ends included."""
-        parents, children = self.graph.parents, self.graph.children
-        found, families, stack = {site}, set(), [site]
-        while stack:
-            inner = stack.pop()
-            for family in (inner, *children[inner]):
-                if self.members[family] and family not in families:
-                    families.add(family)
-                    new = {family, *parents[family]} - found
-                    found |= new
-                    stack.extend(new - known)
-        return found - {site}
 
 
 def _blocks(net: BayesNet, name: Hashable, joint: Plates) -> list[list[Instance]]:
-    batches: dict[Hashable, list[Instance]] = {}
+    """The instances of a site in its joint blocks."""
+    blocks: dict[Hashable, list[Instance]] = {}
     for instance in net.instances(name):
-        batches.setdefault(tuple(at for at in instance.indices if at[0] not in joint), []).append(instance)
-    return list(batches.values())
+        blocks.setdefault(tuple(at for at in instance.indices if at[0] not in joint), []).append(instance)
+    return list(blocks.values())
 
 
-def _across(source: Hashable, target: Instance) -> Plates:
+def _across(source: Instance, target: Instance) -> Plates:
     """The plates on which two instances differ."""
-    assert isinstance(source, Instance)
     place = dict(target.indices)
     return frozenset(plate for plate, i in source.indices if place.get(plate, i) != i)
 
 
-def _note(found: dict[Dependency, Plates], target: Instance, sources: Iterable[Hashable]) -> None:
+def _note(found: dict[Dependency, Plates], target: Instance, sources: Iterable[Instance]) -> None:
     for source in sources:
-        assert isinstance(source, Instance)
-        pair = (source.site, target.site)
-        found[pair] = found.get(pair, frozenset()) | _across(source, target)
+        pair = source.site, target.site
+        found[pair] = found.get(pair, NO_PLATES) | _across(source, target)
 
 
 def _described(pair: Dependency, plates: Plates) -> str:
-    u, v = pair
     across = f" across {' and '.join(sorted(map(label, plates)))}" if plates else ""
-    return f"{label(u)} -> {label(v)}{across}"
+    return " -> ".join(map(label, pair)) + across
