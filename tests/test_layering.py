@@ -17,9 +17,9 @@ ORDER = {
     "networks": "masks pace reductions rowwise running pooling attention encoders evidence stepped masked separate",
     "reading": "isolation provenance group_testing runner probe covariates index_maps.finder index_maps.nesting "
     "index_maps.given index_maps.search network first_run forms",
-    "guide": "arguments options conditioning couplings offsets features evidence groups inputs inversion network "
-    "network_state regression rules structure differences shapes first_call columns plan build memory maps call "
-    "observed draw state nami",
+    "guide": "arguments options conditioning free_parameters features pseudo_observations groups group_network inputs "
+    "inversion network network_state regression rules structure differences shapes first_call columns plan build "
+    "memory maps call observed draw state nami",
     "inference": "sites observations checkpoint history psis ranks tracking optimizing weights simulate batches losses "
     "coordinates pair tempering transitions target annealing importance compilation",
     "checking": "verdicts calibration misspecification diagnose plots",

@@ -27,7 +27,7 @@ from pyro_nami.guide.call import Call, CallReader
 from pyro_nami.guide.differences import differences
 from pyro_nami.guide.draw import densities, draw, know_all, start_pass
 from pyro_nami.guide.network import as_pyro_module
-from pyro_nami.guide.network_state import NetworkState, start_network
+from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.regression import regress
@@ -83,12 +83,12 @@ class AutoNaMIGuide(PersistentGuide):
         pooling: how a set of instances is encoded: ``"mean"``, ``"sum"``, ``"max"``, ``"attention"``, or a callable
             from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
         evidence: whether the instances of a pooled plate add precision to Normal factors, one by one; see
-            `pyro_nami.guide.evidence`.
+            `pyro_nami.guide.pseudo_observations`.
         conjugate: whether latents of a plate that are linear and Gaussian given what is drawn before them are drawn
             from their exact conditional in place of a Normal factor; `pyro_nami.reading.forms` derives it from the
             model. They have no weights and no first step. With ``anchor=True`` only.
         refine: ``"auto"``: where the guide is trained on the same data in every step, what these say is left to
-            constants, those of each instance of a plate included (see `pyro_nami.guide.offsets`), which train as
+            constants, those of each instance of a plate included (see `pyro_nami.guide.free_parameters`), which train as
             quickly as those of Pyro's own guides; networks read the latents alone, and data only once they vary. None:
             networks read the data from the first step on.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
@@ -279,7 +279,7 @@ class AutoNaMIGuide(PersistentGuide):
         plan, learning = self._made(), self.training and torch.is_grad_enabled()
         current = start_pass(plan, self._start(call, learning=learning), call)
         try:
-            with self.network.taking_part():
+            with self.network.with_gradient():
                 draw(current, plan, call)
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
@@ -336,13 +336,13 @@ class AutoNaMIGuide(PersistentGuide):
         """Returns the networks' state with everything observed known."""
         if not self.network.settled:
             with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
-                state = start_network(self.network, call.maps)
+                state = NetworkState(self.network, call.maps)
                 self._observed.tell(state, call, self.network)
                 state.settle()
         varied = self._reader.memory.varied
         if varied and not self.network.varied:
             self.network.vary()
-        state = start_network(
+        state = NetworkState(
             self.network,
             call.maps,
             learning=learning,

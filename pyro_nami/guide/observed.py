@@ -72,7 +72,7 @@ class ObservedFeatures:
         if node in self.plan.sites:
             self._check(node, value)
             features = self.plan.features(node, value)
-        if features.shape[-1] != network.num_features(node):
+        if features.shape[-1] != len(network.standard(node)[0]):
             raise ValueError(
                 f"Expected site '{node}' of the event shape of the guide's first call; got a value of shape "
                 f"{tuple(value.shape)}. A guide's networks are fixed at its first call: make a new guide."
@@ -90,7 +90,7 @@ class ObservedFeatures:
                 shape[plates.dims[plate]] = plates.sizes[plate]
             elif plate not in call.frames:
                 shape[plates.dims[plate]] = 0
-        return torch.zeros(*shape, network.num_features(node), **self.plan.factory)
+        return torch.zeros(*shape, len(network.standard(node)[0]), **self.plan.factory)
 
     def _check(self, name: str, value: Tensor) -> None:
         """Raises for NaN in the data of a site whose distribution and mask do not allow for it."""

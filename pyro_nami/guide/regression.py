@@ -39,17 +39,17 @@ def regress(
         targets: factor -> its elements relative to the anchor, ``(*batch, elements)``.
         dims: factor -> batch dims of the plates that it is a block of.
     """
-    for group, mlp in zip(network.groups, network.parts[0]):
+    for group, mlp in ((group, group.mlp) for group in network.groups):
         if not mlp.skip or mlp.is_trained():
             continue
         inputs = state.all_inputs(group)
         kept = mlp.direct_mask()
         for factor in group.factors:
-            if len(factor.locations) != 1 or factor.name not in targets or factor.evidence:
+            if len(factor.locations) != 1 or factor.name not in targets or factor.pseudo:
                 continue  # a regression on a set of one size would be taken for what evidence says at any size
             goal = fold(targets[factor.name].unsqueeze(-1), dims[factor.name]).squeeze(-1)
             x, y = (part.flatten(0, -2) for part in _same_batch(inputs, goal))
-            rows = range(mlp.out_features)[network.location_rows(factor.name)]
+            rows = range(mlp.out_features)[group.location_rows(factor)]
             _regress_factor(mlp, rows, x, y, kept)
 
 

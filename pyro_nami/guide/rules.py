@@ -23,9 +23,9 @@ from pyro_nami.factors.elements import relative_scale
 from pyro_nami.factors.factor import SiteDistribution
 from pyro_nami.factors.joint import unfold
 from pyro_nami.factors.relocated import Relocated, Relocation
-from pyro_nami.guide.evidence import expert
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.network_state import NetworkState
+from pyro_nami.guide.pseudo_observations import expert
 from pyro_nami.reading.forms import ConjugateGroup, Elimination
 from pyro_nami.reading.runner import changed_event_shape
 
