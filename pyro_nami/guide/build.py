@@ -101,7 +101,7 @@ def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor
         return raw
     location = _averaged(first, rule.family.initial(value, scale), factor)[:, 0]
     counts = [_mean_count(first, each.pooled) for each in factor.pseudo]
-    rows = initial_rows(location, scale, counts, factor.pseudo, network.scaling(rule.name))
+    rows = initial_rows(location, scale, counts, factor.pseudo, network.affine(rule.name))
     return torch.cat((raw, rows), -1)
 
 

@@ -13,7 +13,7 @@ The guide keeps one feature tensor a *node* (a latent or observed site, or a sit
 A plate *determines* another where an index map leads from it there. A node lies in all plates that its own determine,
 but its tensor has dims for its own only, its *frames*.
 
-Change this module to add a way of reading, and `inputs` to compute it; networks and families do not know of it.
+To add a way of reading, plan it here and compute it in `inputs`; networks and families do not know of it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,8 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 __all__ = [
-    "Direct",
-    "Flattened",
-    "Gathered",
-    "Plates",
-    "Pooled",
-    "Read",
-    "Source",
-    "covariates_of",
-    "flattened",
-    "nodes_of",
-    "parts_of",
-    "plan_sources",
-    "pooled_part",
+    "Direct", "Flattened", "Gathered", "Plates", "Pooled", "Read", "Source",
+    "covariates_of", "flattened", "nodes_of", "parts_of", "plan_sources", "pooled_part",
 ]
 
 
@@ -73,62 +62,6 @@ class Pooled(NamedTuple):
 Source = Direct | Flattened | Gathered | Pooled
 
 
-class Read(NamedTuple):
-    """How elimination joins a factor and one of its parents.
-
-    Attributes:
-        across: shared plates that the parent is read across (``Inverse.parents``).
-        rows: plates of which every model factor that joins the two has one copy an index (``Elimination.rows``).
-    """
-
-    across: frozenset = frozenset()
-    rows: frozenset = frozenset()
-
-
-class Plates(NamedTuple):
-    """What a plan must know of a model's plates.
-
-    Attributes:
-        order: all plates, outermost first.
-        fixed: plates of fixed size: flattened rather than pooled.
-        subsampled: plates of which a call may see a part only; a node is never read across one of them.
-        determined: plate -> the plates that index maps lead to from it, closed transitively.
-        dims: plate -> its (negative) batch dim.
-        sizes: plate -> its size at the guide's first call.
-    """
-
-    order: tuple[str, ...]
-    fixed: frozenset[str] = frozenset()
-    subsampled: frozenset[str] = frozenset()
-    determined: Mapping[str, frozenset[str]] = {}
-    dims: Mapping[str, int] = {}
-    sizes: Mapping[str, int] = {}
-
-    @property
-    def nesting(self) -> int:
-        """The number of plate dims."""
-        return -min(self.dims.values(), default=0)
-
-    def closure(self, plates: Iterable[str]) -> frozenset[str]:
-        """Returns plates with all that they determine."""
-        plates = frozenset(plates)
-        return plates.union(*(self.determined.get(plate, ()) for plate in plates))
-
-    def generators(self, plates: Iterable[str]) -> frozenset[str]:
-        """Returns those plates that no other one determines: the dims that a tensor needs."""
-        plates = frozenset(plates)
-        return plates.difference(*(self.determined.get(plate, ()) for plate in plates))
-
-    def sort(self, plates: Iterable[str]) -> tuple[str, ...]:
-        """Returns plates in order, outermost first."""
-        return tuple(sorted(plates, key=self.order.index))
-
-
-def covariates_of(site: Hashable) -> Hashable:
-    """Returns the name of the node that holds the covariates of ``site``."""
-    return ("covariates", site)
-
-
 def parts_of(source: Source) -> Iterator[Source]:
     """Yields all sources that one is made of: before each what it reads, so itself last."""
     if isinstance(source, Pooled):
@@ -154,6 +87,48 @@ def flattened(source: Source, plates: tuple[str, ...]) -> Source:
     return Flattened(source, plates) if plates else source
 
 
+def covariates_of(site: Hashable) -> Hashable:
+    """Returns the name of the node that holds the covariates of ``site``."""
+    return ("covariates", site)
+
+
+class Read(NamedTuple):
+    """How elimination joins a factor and one of its parents."""
+
+    across: frozenset = frozenset()  # shared plates that the parent is read across (``Inverse.parents``)
+    rows: frozenset = frozenset()  # plates of the model factors that join the two (``Elimination.rows``)
+
+
+class Plates(NamedTuple):
+    """What a plan must know of a model's plates."""
+
+    order: tuple[str, ...]  # all of them, outermost first
+    fixed: frozenset[str] = frozenset()  # those of fixed size: flattened rather than pooled
+    subsampled: frozenset[str] = frozenset()  # of which a call may see a part; no node is read across one of them
+    determined: Mapping[str, frozenset[str]] = {}  # plate -> those that index maps lead to, closed transitively
+    dims: Mapping[str, int] = {}  # plate -> its (negative) batch dim
+    sizes: Mapping[str, int] = {}  # plate -> its size at the guide's first call
+
+    @property
+    def nesting(self) -> int:
+        """The number of plate dims."""
+        return -min(self.dims.values(), default=0)
+
+    def closure(self, plates: Iterable[str]) -> frozenset[str]:
+        """Returns plates with all that they determine."""
+        plates = frozenset(plates)
+        return plates.union(*(self.determined.get(plate, ()) for plate in plates))
+
+    def generators(self, plates: Iterable[str]) -> frozenset[str]:
+        """Returns those plates that no other one determines: the dims that a tensor needs."""
+        plates = frozenset(plates)
+        return plates.difference(*(self.determined.get(plate, ()) for plate in plates))
+
+    def sort(self, plates: Iterable[str]) -> tuple[str, ...]:
+        """Returns plates in order, outermost first."""
+        return tuple(sorted(plates, key=self.order.index))
+
+
 def plan_sources(
     batch: Collection[str],
     reads: Mapping[Hashable, Read],
@@ -161,7 +136,7 @@ def plan_sources(
     plates: Plates,
     joint: Collection[str] = (),
 ) -> tuple[Source, ...]:
-    """Returns what a factor reads of its parents.
+    """Returns what a factor reads of its parents, in a canonical order.
 
     A parent is aligned on the plates that it shares with ``batch`` and is not read across, and read across all of its
     other plates: at the rows of the model factor that joins the two, where it meets the other parents of that factor.
@@ -174,9 +149,6 @@ def plan_sources(
         frames: node -> the plates that its tensor has dims for.
         plates: the model's.
         joint: plates of the factor that are flattened into its elements.
-
-    Returns:
-        Sources in a canonical order, so that factors with the same reads have equal sources.
     """
     plan = _Plan(plates.closure(batch), plates.closure(joint), plates)
     streams: dict[_Stream, set[Source]] = {_DONE: set()}
@@ -193,6 +165,10 @@ def plan_sources(
             rest, source = plan.pool(plate, stream, _canonical(streams.pop(stream)))
             streams.setdefault(rest, set()).add(source)
     return _canonical(streams[_DONE])
+
+
+def _canonical(sources: Collection[Source]) -> tuple[Source, ...]:
+    return tuple(sorted(sources, key=repr))
 
 
 class _Stream(NamedTuple):
@@ -228,10 +204,11 @@ class _Plan(NamedTuple):
         if read & plates.subsampled:
             return
         # A block is flattened, but not where the factor has rows of its own in it.
+        kept = lies - read
         flat = frozenset(
             plate
             for plate in dims & read & plates.fixed & frames
-            if not plates.determined.get(plate, frozenset()) & (lies - read)
+            if kept.isdisjoint(plates.determined.get(plate, ()))
         )
         source, frames = flattened(Direct(node), plates.sort(flat)), frames - flat
         gone = plates.closure(flat)
@@ -254,8 +231,7 @@ class _Plan(NamedTuple):
         if rest:
             return _Stream(rest, stream.kept), source
         dims = plates.generators(stream.kept)
-        source = flattened(source, plates.sort(dims & self.joint))
-        return _DONE, self._at(source, dims - self.joint)
+        return _DONE, self._at(flattened(source, plates.sort(dims & self.joint)), dims - self.joint)
 
     def _at(self, source: Source, frames: frozenset[str], dims: frozenset[str] | None = None) -> Source:
         """Returns a source that has dims ``frames`` as it is read at dims ``dims``, by default the factor's own."""
@@ -266,7 +242,3 @@ class _Plan(NamedTuple):
                 source = Gathered(source, rows, self.plates.sort(mapped))
                 frames = frames - mapped
         return source
-
-
-def _canonical(sources: Collection[Source]) -> tuple[Source, ...]:
-    return tuple(sorted(sources, key=repr))

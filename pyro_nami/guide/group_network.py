@@ -1,12 +1,12 @@
-"""The network of one group of factors, with what it learns beside gradients.
+"""The network of one group of factors, and what it learns beside gradients.
 
-Inputs are read in units of what was read in training (`networks.Running`), rows are given in units of their own, which
-are the spread of what a row has to follow: that of draws around the row's bias. Change this module to learn something
-else by averages.
+Inputs are read in units of what was read in training (`networks.Running`). Rows are given in units of their own: those
+of locations follow the spread of draws around the row's bias. Change this module to learn something else by averages.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +39,8 @@ class GroupNetwork:
         latents: the nodes that are no data.
         simulated: whether the guide is trained on simulations rather than on data.
         shared: one network for all factors; otherwise a small one for every factor.
-        hidden_features, options: of the network, dtype and device among them.
+        hidden_features, options: of the network.
+        factory: its dtype and device.
 
     Attributes:
         mlp: the network.
@@ -62,41 +63,31 @@ class GroupNetwork:
         **options: Any,
     ) -> None:
         self.factors, self.steps = tuple(factors), tuple(steps)
-        columns = self.columns(0, len(steps))
-        latents = frozenset(latents)
+        columns, latents = self.columns(0, len(steps)), frozenset(latents)
         self.data = frozenset(column.source for column in columns if latents.isdisjoint(nodes_of(column.source)))
         self.constant = frozenset() if factors[0].batch else self.data
-        self.head: dict[Any, int] = {}
-        for number, step in enumerate(steps):
-            for factor, _ in step.rows:
-                self.head.setdefault(factor.name, number)
+        self.head = {name: i for i, step in reversed([*enumerate(steps)]) for name in step.rows}
+        self._blocks: dict[tuple[int, int], Counter] = {}
         self._first_rows, count = {}, 0
-        for factor in factors:
-            self._first_rows[factor.name] = count
-            count += factor.num_elements * factor.num_rows
-        self._blocks: dict[tuple[int, int], tuple[list, list]] = {}
+        for name, rows in self.blocks(0, len(steps)).items():
+            self._first_rows[name], count = count, count + rows
 
         splits = [sum(column.last - column.first for column in step.columns) for step in steps]
         _check_memory(factors, count, sum(splits) + sum(hidden_features[-1:]) + 1, factory)
-        matrix, blocks = dependency(factors, columns)
-        options |= {
-            "input_splits": splits,
-            "output_splits": [sum(factor.num_rows * elements for factor, elements in step.rows) for step in steps],
-            "base": _COMPILED if simulated else _TRAINED,
-            **factory,
-        }
+        matrix, alike = dependency(factors, columns)
+        options |= {"input_splits": splits, "output_splits": [sum(step.rows.values()) for step in steps]}
+        options |= {"base": _COMPILED if simulated else _TRAINED, **factory}
         if shared:
             self.mlp: Any = MaskedMLP(matrix, hidden_features, **options)
         else:
-            self.mlp = SeparateMLP(matrix, hidden_features, factors=blocks, **options)
+            self.mlp = SeparateMLP(matrix, hidden_features, factors=alike, **options)
         if not simulated:
             self.mlp.set_units(torch.full_like(self.mlp.units, _SHAPE_UNIT))
-        # Training goes on to standardize latents wholly, and data not at all.
-        floor, follows = [], []
-        for column, width in ((column, column.last - column.first) for column in columns):
-            pure = nodes_of(column.source) <= latents and pooled_part(column.source) is None
-            floor += width * [_LEAST_SCALE if pure else _LEAST_POOLED_SCALE]
-            follows += width * [not simulated and column.source not in self.data]
+        floor, follows = [], []  # training goes on to standardize latents wholly, and data not at all
+        for source, first, last, _ in columns:
+            pure = nodes_of(source) <= latents and pooled_part(source) is None
+            floor += (last - first) * [_LEAST_SCALE if pure else _LEAST_POOLED_SCALE]
+            follows += (last - first) * [not simulated and source not in self.data]
         follow = torch.tensor(follows, dtype=torch.bool, device=factory.get("device"))
         self.running = Running(torch.tensor(floor, **factory), follow)
 
@@ -104,35 +95,23 @@ class GroupNetwork:
         """Returns the columns of steps ``begin`` to ``stop - 1``."""
         return [column for step in self.steps[begin:stop] for column in step.columns]
 
-    def blocks(self, begin: int, stop: int) -> tuple[list[Any], list[int]]:
-        """Returns the factors that steps ``begin`` to ``stop - 1`` give rows for, and the number of rows of each."""
+    def blocks(self, begin: int, stop: int) -> Mapping[Any, int]:
+        """Returns the factors that steps ``begin`` to ``stop - 1`` give rows for, with the number of rows of each."""
         if (begin, stop) not in self._blocks:
-            sizes: dict[Any, int] = {}
+            sizes = self._blocks[begin, stop] = Counter()
             for step in self.steps[begin:stop]:
-                for factor, elements in step.rows:
-                    sizes[factor.name] = sizes.get(factor.name, 0) + elements * factor.num_rows
-            self._blocks[begin, stop] = list(sizes), list(sizes.values())
+                sizes.update(step.rows)
         return self._blocks[begin, stop]
 
     def rows(self, values: Tensor, factor: Factor) -> Tensor:
         """Returns those of ``values``, one a row of the network, that are a factor's: a view ``(elements, rows)``."""
-        first, shape = self._first_rows[factor.name], (factor.num_elements, factor.num_rows)
-        return values[first : first + shape[0] * shape[1]].view(shape)
-
-    def location_rows(self, factor: Factor) -> slice:
-        """Returns the rows of a factor that has one location an element."""
-        first = self._first_rows[factor.name]
-        return slice(first + factor.locations[0], first + factor.num_elements * factor.num_rows, factor.num_rows)
+        first, elements, rows = self._first_rows[factor.name], factor.num_elements, factor.num_rows
+        return values[first : first + elements * rows].view(elements, rows)
 
     def pulls(self) -> Tensor:
         """Returns zeros that move as the biases of all rows do, relative to their units."""
         biases = self.mlp.output_bias() / self.mlp.bias_units
         return biases - biases.detach()
-
-    def set_initial(self, initial: Mapping[Any, Tensor]) -> None:
-        """Writes rows ``(elements, rows)`` of every factor to the output biases."""
-        values = torch.cat([initial[factor.name].flatten() for factor in self.factors])
-        self.mlp.set_output_bias(values.to(self.mlp.output))
 
     def set_units(self, factor: Factor, scale: float, anchor: Tensor) -> None:
         """Sets the units of a factor's locations: of biases, those of unconstrained space; else its first scale.

@@ -22,33 +22,19 @@ __all__ = ["Column", "Factor", "Step", "dependency", "plan_steps"]
 
 
 class Factor(NamedTuple):
-    """One latent's place in the networks.
+    """One latent's place in the networks."""
 
-    Attributes:
-        name: the latent.
-        batch: its batch plates, those that are dims of the network rather than elements of the factor.
-        joint: its plates that are flattened into its elements, outermost first.
-        num_elements: elements of the factor (those of its instances in ``joint``, one after the other).
-        num_params: parameters an element, of its family.
-        num_features: features an element.
-        sequential: whether element e is drawn given elements before e, one by one.
-        sources: what it reads.
-        locations: which of an element's parameters are locations, relative to the anchor.
-        coupled: whether an element is given those before it by a linear map, all at once.
-        pseudo: the pseudo-observations that instances of its pooled sources are of it.
-    """
-
-    name: Any  # a site's: any hashable
-    batch: frozenset
-    joint: tuple[str, ...]
-    num_elements: int
-    num_params: int
-    num_features: int
-    sequential: bool
-    sources: tuple[Source, ...]
-    locations: tuple[int, ...] = ()
-    coupled: bool = False
-    pseudo: tuple[PseudoObservations, ...] = ()
+    name: Any  # the latent's: any hashable
+    batch: frozenset  # its plates that are dims of the network rather than elements of the factor
+    joint: tuple[str, ...]  # those that are flattened into its elements, outermost first
+    num_elements: int  # those of its instances in ``joint``, one after the other
+    num_params: int  # parameters an element, of its family
+    num_features: int  # features an element
+    sequential: bool  # whether elements are drawn one by one, given those before
+    sources: tuple[Source, ...]  # what it reads
+    locations: tuple[int, ...] = ()  # which of an element's parameters are locations, relative to the anchor
+    coupled: bool = False  # whether an element is given those before it by a linear map, all at once
+    pseudo: tuple[PseudoObservations, ...] = ()  # those of it that instances of its pooled sources are
 
     @property
     def num_rows(self) -> int:
@@ -58,8 +44,8 @@ class Factor(NamedTuple):
     @property
     def where(self) -> slice | list[int]:
         """Its locations among the rows of an element; a slice, by which a tensor gives a view, where there is one."""
-        first, last = (self.locations[0], self.locations[-1]) if self.locations else (0, -1)
-        return slice(first, last + 1) if len(self.locations) == last + 1 - first else list(self.locations)
+        first, stop = (self.locations[0], self.locations[-1] + 1) if self.locations else (0, 0)
+        return slice(first, stop) if len(self.locations) == stop - first else list(self.locations)
 
     @property
     def own(self) -> Source:
@@ -77,10 +63,10 @@ class Column(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a network takes in and gives out at one step: columns, and the rows of some elements of factors."""
+    """What a network takes in and gives out at one step."""
 
     columns: list[Column]
-    rows: list[tuple[Factor, int]]
+    rows: dict[Any, int]  # factor -> number of its rows
 
 
 def plan_steps(factors: Sequence[Factor], position: Mapping[Any, int], sizes: Mapping[Source, int]) -> list[Step]:
@@ -95,25 +81,24 @@ def plan_steps(factors: Sequence[Factor], position: Mapping[Any, int], sizes: Ma
         sizes: source -> number of its features.
     """
     known = {s: max((position.get(n, -1) for n in nodes_of(s)), default=-1) for f in factors for s in f.sources}
-    sequential = {factor.own: factor for factor in factors if factor.sequential}
     steps: list[Step] = []
-    heads: list[tuple[int, Step]] = []  # the first steps of their factors, with the first's position
+    heads: list[tuple[int, Step]] = []  # steps that open for a factor, with its position
     opened = False
     for factor in factors:
         needs = max((known[source] for source in factor.sources), default=-1)
         if factor.sequential or not opened or needs >= heads[-1][0]:
-            steps.append(Step([], []))
+            steps.append(Step([], {}))
             heads.append((position[factor.name], steps[-1]))
         opened = not factor.sequential
-        steps[-1].rows.append((factor, 1 if factor.sequential else factor.num_elements))
-        ends = [factor.num_features * element for element in range(1, factor.num_elements)]
-        for end in ends if factor.sequential else ():
-            steps.append(Step([Column(factor.own, end - factor.num_features, end)], [(factor, 1)]))
+        steps[-1].rows[factor.name] = factor.num_rows * (1 if factor.sequential else factor.num_elements)
+        for element in range(factor.num_elements - 1) if factor.sequential else ():
+            first, last = element * factor.num_features, (element + 1) * factor.num_features
+            steps.append(Step([Column(factor.own, first, last)], {factor.name: factor.num_rows}))
+    # Of a sequential factor others read the last element; those before it are read as it is drawn.
+    last_elements = {factor.own: factor.num_features for factor in factors if factor.sequential}
     for source, when in known.items():
-        # The other elements of a sequential factor are read as they are drawn.
-        first = sizes[source] - sequential[source].num_features if source in sequential else 0
         step = next(step for place, step in heads if when < place)
-        step.columns.append(Column(source, first, sizes[source]))
+        step.columns.append(Column(source, sizes[source] - last_elements.get(source, sizes[source]), sizes[source]))
     starts = accumulate((column.last - column.first for step in steps for column in step.columns), initial=0)
     return [step._replace(columns=[each._replace(start=next(starts)) for each in step.columns]) for step in steps]
 
@@ -123,21 +108,17 @@ def dependency(factors: Sequence[Factor], columns: Sequence[Column]) -> tuple[Te
 
     Rows of pseudo-observations read no pooled features.
     """
-    total = max((column.start + column.last - column.first for column in columns), default=0)
-    rows: list[Tensor] = []
-    blocks: list[list[int]] = []
+    total = sum(column.last - column.first for column in columns)
+    matrix = []
     for factor in factors:
-        reads = torch.zeros(factor.num_elements, 2, total, dtype=torch.bool)
+        reads = torch.zeros(factor.num_elements, factor.num_rows, total, dtype=torch.bool)
         for source, first, last, start in columns:
             here = slice(start, start + last - first)
             if source in factor.sources:
-                reads[:, 0, here] = True
-                reads[:, 1, here] = pooled_part(source) is None
+                reads[:, : factor.num_params if pooled_part(source) else None, here] = True
             elif factor.sequential and source == factor.own:
                 reads[last // factor.num_features :, :, here] = True
-        for element in reads:
-            for kind, count in zip(element, (factor.num_params, factor.num_rows - factor.num_params)):
-                if count:
-                    blocks.append(list(range(len(rows), len(rows) + count)))
-                    rows.extend([kind] * count)
-    return torch.stack(rows), blocks
+        matrix.append(reads.flatten(0, 1))
+    counts = [[f.num_params, f.num_rows - f.num_params] * f.num_elements for f in factors]
+    rows = torch.arange(sum(map(len, matrix))).split([count for each in counts for count in each if count])
+    return torch.cat(matrix), [part.tolist() for part in rows]

@@ -16,9 +16,9 @@ from pyro_nami.factors.joint import fold, unfold
 from pyro_nami.guide.conditioning import Direct, Flattened, Pooled, Source
 from pyro_nami.networks.reductions import Along, Reduction, Segments
 
-__all__ = ["IndexMaps", "Sources", "concatenate", "flatten"]
+__all__ = ["IndexMaps", "Pooling", "Sources", "concatenate", "flatten"]
 
-Pooling = Mapping[Pooled, Callable[[Tensor, Reduction], Tensor]]
+Pooling = Mapping[Pooled, Callable[[Tensor, Reduction], Tensor]]  # pooled source -> what reduces its sets
 
 
 class IndexMaps:
@@ -69,9 +69,9 @@ class Sources:
     Args:
         features: node -> features with plate dims in place (size 1 where a node lacks a plate), as far as known.
         dims: plate -> its (negative) batch dim.
-        encoders: pooled source -> what encodes its sets.
+        encoders: of pooled sources.
         maps: the call's index maps.
-        sums: pooled source -> what its sets add up to.
+        sums: of pseudo-observations that pooled sources hold.
     """
 
     def __init__(
@@ -104,24 +104,24 @@ class Sources:
         if isinstance(source, Direct):
             return self._features[source.node]
         key = source, pooling is self._sums
-        known = self._known.get(key)
-        if known is not None:
-            return known
-        if isinstance(source, Pooled):
-            value = self._pool(source, pooling[source])
-        else:
-            value = self._value(source.source, pooling)
-            value = self._flatten(value, source) if isinstance(source, Flattened) else self._gather(value, source)
-        self._known[key] = value
-        return value
+        if key not in self._known:
+            if isinstance(source, Pooled):
+                value = self._pool(source, pooling[source])
+            elif isinstance(source, Flattened):
+                value = self._value(source.source, pooling)
+                for plate in source.plates:
+                    value = flatten(value, self._dims[plate] - 1)
+            else:
+                value = self._gather(self._value(source.source, pooling), source)
+            self._known[key] = value
+        return self._known[key]
 
     def _pool(self, source: Pooled, reduce: Callable[[Tensor, Reduction], Tensor]) -> Tensor:
         x, dim = self._instances(source.inputs), self._dims[source.plate]
-        if not source.onto:
-            return reduce(x, Along(dim))
-        sets = reduce(x, self._maps.segments(source.plate, source.onto, dim))
+        over = self._maps.segments(source.plate, source.onto, dim) if source.onto else Along(dim)
+        sets = reduce(x, over).flatten(x.dim() - 1)  # sums come head by head
         dims, sizes = self._places(source.onto)
-        if dims == [dim]:
+        if dims in ([], [dim]):
             return sets
         return unfold(sets.unsqueeze(-2).transpose(dim - 2, -2), dims, sizes).squeeze(-2)
 
@@ -133,24 +133,17 @@ class Sources:
             self._known[inputs] = self._maps.joined(inputs, parts) if data else concatenate(parts)
         return self._known[inputs]
 
-    def _flatten(self, value: Tensor, source: Flattened) -> Tensor:
-        for plate in source.plates:
-            value = flatten(value, self._dims[plate] - 1)
-        return value
-
     def _gather(self, value: Tensor, source: Any) -> Tensor:
-        dim = self._dims[source.rows]
-        segments = self._maps.segments(source.rows, source.plates, dim)
-        dims, sizes = self._places(source.plates)
+        dim, (dims, sizes) = self._dims[source.rows], self._places(source.plates)
         if dims != [dim]:
             shape = list(value.shape)
             for plate_dim, size in zip(dims, sizes):
                 shape[plate_dim - 1] = size
             value = fold(value.expand(shape).unsqueeze(-2), dims).transpose(dim - 2, -2).squeeze(-2)
-        return segments.spread(value)
+        return self._maps.segments(source.rows, source.plates, dim).spread(value)
 
     def _places(self, plates: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Returns dims and sizes of plates, the fastest first where their instances are in a row."""
+        """Returns dims and sizes of plates; the fastest first, where combinations of instances are in a row."""
         return [self._dims[plate] for plate in plates[::-1]], [self._maps.sizes[plate] for plate in plates[::-1]]
 
 
@@ -158,18 +151,14 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
     """Concatenates along the last dim after broadcasting the others."""
     if len(parts) == 1:
         return parts[0]
-    first = parts[0].shape[:-1]
-    if any(part.shape[:-1] != first for part in parts):
-        batch = _broadcast([part.shape[:-1] for part in parts])
+    shapes = [part.shape[:-1] for part in parts]
+    if shapes.count(shapes[0]) != len(shapes):
+        # `torch.broadcast_shapes` takes as long as a small network
+        ndims = max(map(len, shapes))
+        padded = [(1,) * (ndims - len(shape)) + tuple(shape) for shape in shapes]
+        batch = tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded))
         parts = [part if part.shape[:-1] == batch else part.expand(batch + part.shape[-1:]) for part in parts]
     return torch.cat(list(parts), dim=-1)
-
-
-def _broadcast(shapes: Sequence[torch.Size]) -> tuple[int, ...]:
-    """Returns the shape that shapes broadcast to; `torch.broadcast_shapes` takes as long as a small network."""
-    ndims = max(map(len, shapes))
-    padded = [(1,) * (ndims - len(shape)) + tuple(shape) for shape in shapes]
-    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded))
 
 
 def flatten(value: Tensor, dim: int) -> Tensor:

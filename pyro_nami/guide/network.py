@@ -1,13 +1,13 @@
 """The networks behind a guide: from features of parents to the parameters of every factor.
 
-A factor's parameters (`Pass` and the rules of `pyro_nami.guide.rules` say relative to what anchor) are
+A factor's parameters, relative to its anchor where `pyro_nami.guide.rules` gives it one, are
 
-    rows of its group's network at what it reads      `groups`, `group_network`: amortized, at data of any kind
-    + pseudo-observations                             `pseudo_observations`: what instances of pooled plates add up to
-    + offsets                                         `free_parameters`: of each instance, at the data of training
+    rows of its group's network at what it reads     `groups`, `group_network`: amortized, for data of any kind
+    + pseudo-observations                            `pseudo_observations`: what instances of pooled plates add up to
+    + offsets                                        `free_parameters`: of each instance, for the data of training
 
 A group's network reads sources (`conditioning`), whose values in a call (`inputs`) are made of standardized features of
-nodes by encoders of sets. `network_state` is one pass through all this. Change this module to change what a guide's
+nodes, by encoders of sets. `network_state` is one pass through all this. Change this module to change what a guide's
 weights are.
 """
 
@@ -26,23 +26,14 @@ from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_nami.guide.conditioning import (
-    Direct,
-    Flattened,
-    Plates,
-    Pooled,
-    Source,
-    flattened,
-    parts_of,
-    pooled_part,
-)
+from pyro_nami.guide.conditioning import Direct, Flattened, Plates, Pooled, Source, flattened, parts_of, pooled_part
 from pyro_nami.guide.free_parameters import FreeParameters, coupling_units
 from pyro_nami.guide.group_network import GroupNetwork
 from pyro_nami.guide.groups import Factor, plan_steps
+from pyro_nami.guide.inputs import Pooling
 from pyro_nami.guide.pseudo_observations import PseudoObservations
 from pyro_nami.messages import warn
 from pyro_nami.networks.evidence import Evidence
-from pyro_nami.networks.reductions import Reduction
 
 __all__ = ["InverseNetwork", "Record", "as_pyro_module"]
 
@@ -65,15 +56,10 @@ def as_pyro_module(module: nn.Module) -> nn.Module:
 
 
 class Record(NamedTuple):
-    """What a pass in training leaves for averages.
+    """What a pass in training leaves for averages."""
 
-    Attributes:
-        inputs: of networks, each as (group, first column, last column + 1, values).
-        innovations: factor -> its elements ``(*batch, elements)`` relative to the anchor.
-    """
-
-    inputs: list[tuple[GroupNetwork, int, int, Tensor]]
-    innovations: dict[Hashable, Tensor]
+    inputs: list[tuple[GroupNetwork, int, int, Tensor]]  # group, first column, last column + 1, values
+    innovations: dict[Hashable, Tensor]  # factor -> its elements ``(*batch, elements)`` relative to the anchor
 
 
 class InverseNetwork(PyroModule):
@@ -85,17 +71,19 @@ class InverseNetwork(PyroModule):
         plates: of the model.
         make_encoder: a function of (number of inputs) that builds the encoder of a pooled source.
         adding: factors that instances of pooled plates are pseudo-observations of.
-        latents: the nodes that are no data.
         simulated: whether the guide is trained on simulations rather than on data.
         factory: dtype and device of the parameters.
-        **options: of the groups' networks.
+        **options: of the groups' networks, see `GroupNetwork`.
 
     Attributes:
-        factors: by name; groups, group_of: their networks.
+        factors: by name.
+        groups, group_of: their networks.
         varied: whether the data vary in training.
+        like: an empty tensor of dtype and device of the weights; the model's values may have others.
     """
 
     _buffers: dict[str, Any]  # none of them is None
+    like: Tensor
 
     def __init__(
         self,
@@ -105,7 +93,6 @@ class InverseNetwork(PyroModule):
         *,
         make_encoder: Callable[[int], nn.Module],
         adding: Collection[Hashable],
-        latents: Collection[Hashable],
         simulated: bool,
         factory: Mapping[str, Any],
         **options: Any,
@@ -114,7 +101,7 @@ class InverseNetwork(PyroModule):
         self.dims, self.nesting = dict(plates.dims), plates.nesting
         self.simulated = self.varied = simulated
         self._stepped = False  # whether gradients have come back since the speeds were looked at
-        self.register_buffer("_like", torch.empty(0, **factory), persistent=False)
+        self.register_buffer("like", torch.empty(0, **factory), persistent=False)
         self._affine = {node: (f"shift_{i}", f"scale_{i}") for i, node in enumerate(standard)}
         for node, names in self._affine.items():
             for name, value in zip(names, standard[node]):
@@ -123,43 +110,35 @@ class InverseNetwork(PyroModule):
         sizes, encoders = _encoders(factors, standard, plates, make_encoder)
         factors, heads = _with_pseudo_observations(factors, adding, sizes, plates)
         sums = {source: Evidence(_num_inputs(source, sizes), count, **factory) for source, count in heads.items()}
-        self.factors = {factor.name: factor for factor in factors}
         position = {factor.name: i for i, factor in enumerate(factors)}
+        options |= {"simulated": simulated, "factory": factory}
         members = [[f for f in factors if f.batch == batch] for batch in dict.fromkeys(f.batch for f in factors)]
-        self.groups = tuple(
-            GroupNetwork(each, plan_steps(each, position, sizes), latents, simulated=simulated, factory=factory, **options)
-            for each in members
-        )
+        self.groups = tuple(GroupNetwork(each, plan_steps(each, position, sizes), **options) for each in members)
         self.group_of = {factor.name: group for group in self.groups for factor in group.factors}
+        self.factors = {factor.name: factor for factor in factors}
 
         self.encoders = as_pyro_module(nn.ModuleList(encoders.values()))
         self.evidence = as_pyro_module(nn.ModuleList(sums.values()))
         self.networks = as_pyro_module(nn.ModuleList(group.mlp for group in self.groups))
         self.inputs = as_pyro_module(nn.ModuleList(group.running for group in self.groups))
         self.offsets = FreeParameters("offset", {}, persistent=True)
-        coupled = {f.name: coupling_units(f.num_elements, self._like) for f in factors if f.coupled}
+        coupled = {f.name: coupling_units(f.num_elements, self.like) for f in factors if f.coupled}
         self.couplings = FreeParameters("coupling", coupled)
         if not factors:
-            self.nothing = PyroParam(self._like.new_zeros(()), constraints.real)
+            self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
 
-        # Every attribute of a PyroModule that is a module takes a while to read.
-        self._encoders, self._sums = encoders, sums
-        kept = [(f, source) for f in factors for source in f.sources if source not in self.group_of[f.name].constant]
-        self._encoded_always = {part for _, source in kept for part in parts_of(source)}
-        self._summed_always = {each.pooled for f, source in kept for each in f.pseudo if each.source == source}
-
-    # ---- features
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the weights; the model's values may have others."""
-        return self._like.dtype
+        # The modules once more, as every attribute of a PyroModule that is one takes a while to read, and those of
+        # them that are used where the data are the same in every call.
+        always = [(f, source) for f in factors for source in f.sources if source not in self.group_of[f.name].constant]
+        read = {part for _, source in always for part in parts_of(source)}
+        summed = {each.pooled for f in factors for each in f.pseudo if (f, each.source) in always}
+        self._pooling = (encoders, read), (sums, summed)
 
     @property
     def num_parameters(self) -> int:
         """Number of weights that are not masked."""
-        pooling = [value for part in (self.encoders, self.evidence) for value in part.parameters()]
-        return sum(value.numel() for value in pooling) + sum(group.mlp.num_parameters for group in self.groups)
+        whole = [value.numel() for part in (self.encoders, self.evidence) for value in part.parameters()]
+        return sum(whole) + sum(group.mlp.num_parameters for group in self.groups)
 
     def standard(self, node: Hashable) -> tuple[Tensor, Tensor]:
         """Returns shift and scale of a node's features, ``(features,)`` each."""
@@ -172,9 +151,7 @@ class InverseNetwork(PyroModule):
         missing = self.nesting + 1 - features.dim()
         if missing > 0:
             features = features[(None,) * missing]
-        if features.dtype != self.dtype:
-            features = features.to(self.dtype)
-        return torch.addcmul(shift, features, scale)
+        return torch.addcmul(shift, features.to(shift.dtype), scale)
 
     def affine(self, name: Hashable) -> tuple[Tensor, Tensor]:
         """Returns shift and scale of a factor's own features, ``(elements, features)`` each."""
@@ -183,30 +160,15 @@ class InverseNetwork(PyroModule):
         members = factor.num_elements // len(shift)
         return (shift, scale) if members == 1 else (shift.repeat(members, 1), scale.repeat(members, 1))
 
-    def scaling(self, name: Hashable) -> tuple[Tensor, Tensor]:
-        """Returns shift and scale of a factor with one feature an element, ``(elements,)`` each."""
-        shift, scale = self.affine(name)
-        return shift[:, 0], scale[:, 0]
-
-    def no_columns(self) -> Tensor:
-        """Returns the input of steps that read nothing."""
-        return self._like.new_empty((1,) * self.nesting + (0,))
-
-    def pooling(self, constant: bool) -> tuple[dict[Pooled, Callable], dict[Pooled, Callable]]:
-        """Returns encoders, and sums of pseudo-observations, by pooled source, with their parameters read now.
+    def pooling(self, constant: bool) -> tuple[Pooling, Pooling]:
+        """Returns the encoders, and the sums of pseudo-observations, with their parameters read now.
 
         Where the data are ``constant``, only those that are used: optimizers may fail at parameters without a gradient.
         """
-        encoders = {
-            source: functools.partial(module.forward, weights=module.weights())
-            for source, module in self._encoders.items()
-            if not constant or source in self._encoded_always
-        }
-        sums = {
-            source: functools.partial(_flat_sums, module, module.weights())
-            for source, module in self._sums.items()
-            if not constant or source in self._summed_always
-        }
+        encoders, sums = (
+            {s: functools.partial(m.forward, weights=m.weights()) for s, m in modules.items() if not constant or s in used}
+            for modules, used in self._pooling
+        )
         return encoders, sums
 
     # ---- where weights start
@@ -214,33 +176,30 @@ class InverseNetwork(PyroModule):
     def set_initial(self, initial: Mapping[Hashable, Tensor]) -> None:
         """Makes rows ``(elements, rows)`` of every factor those that its network gives at first."""
         for group in self.groups:
-            group.set_initial(initial)
+            values = torch.cat([initial[factor.name].flatten() for factor in group.factors])
+            group.mlp.set_output_bias(values.to(group.mlp.output))
 
     def set_offsets(self, plates: Mapping[Any, Mapping[str, tuple[int, int]]]) -> None:
         """Gives each instance of some factors offsets of its own: factor -> plates with batch dims and full sizes."""
         units = {}
-        for name in plates:
-            factor, group = self.factors[name], self.group_of[name]
-            units[name] = group.mlp.bias_units.new_ones(factor.num_elements, factor.num_params)
-            units[name][:, factor.where] = group.rows(group.mlp.bias_units, factor)[:, factor.where]
-        self.offsets = FreeParameters("offset", units, plates, self.nesting, persistent=True)
         for group in self.groups:
             shared = torch.zeros_like(group.mlp.units, dtype=torch.bool)
             for factor in group.factors:
                 group.rows(shared, factor)[:, : factor.num_params] = factor.name in plates
+                units[factor.name] = self.like.new_ones(factor.num_elements, factor.num_params)
+                units[factor.name][:, factor.where] = group.rows(group.mlp.bias_units, factor)[:, factor.where]
             group.mlp.set_shared(shared)
+        units = {name: units[name] for name in plates}
+        self.offsets = FreeParameters("offset", units, plates, self.nesting, persistent=True)
 
     # ---- a guide without weights, all of whose latents are exact
 
     def zero(self) -> Tensor:
-        """Returns zero, which a density of the guide may be added to; with a gradient where weights give none.
-
-        Without any, a loss has no ``backward``, and an optimizer no parameters.
-        """
-        return self._like.new_zeros(()) if self.groups else 0 * torch.as_tensor(self.nothing)
+        """Returns zero, with a gradient where weights give none: without any, a loss has no ``backward``."""
+        return self.like.new_zeros(()) if self.groups else 0 * torch.as_tensor(self.nothing)
 
     def with_gradient(self) -> AbstractContextManager:
-        """Returns a context of the guide's sites in which their density has a gradient, as `zero` has."""
+        """Returns a context of the guide's sites in which their densities have a gradient as `zero` has."""
         return nullcontext() if self.groups else poutine.scale(scale=1 + self.zero())
 
     # ---- what is learned beside gradients
@@ -250,12 +209,8 @@ class InverseNetwork(PyroModule):
         """Whether inputs that are data are centered already."""
         return self.simulated or all(group.running.settled for group in self.groups)
 
-    def record(self) -> Record | None:
-        """Returns where the coming pass in training is to leave something for averages; None if it is not needed."""
-        return Record([], {}) if self.groups and self.groups[0].running.due else None
-
     def learn(self, record: Record | None, gradient: Tensor) -> None:
-        """Takes in a pass, once, that gradients have come back from; a hook of what its networks returned."""
+        """Takes in a pass, once, that a gradient has come back from; a hook of what its networks returned."""
         if record is not None:
             for group, first, last, x in record.inputs:
                 group.running.update(x, first, last)
@@ -285,22 +240,18 @@ class InverseNetwork(PyroModule):
         return [int(self.varied), int(self._stepped)]
 
     def set_extra_state(self, state: Sequence[int]) -> None:
-        """Restores what `vary` did, and the rest."""
         if state[0] and not self.varied:
             self.vary()
         self._stepped = bool(state[1])
 
 
 def _encoders(
-    factors: Sequence[Factor],
-    standard: Mapping[Hashable, tuple[Tensor, Tensor]],
-    plates: Plates,
-    make_encoder: Callable[[int], nn.Module],
+    factors: Sequence[Factor], standard: Mapping[Hashable, Any], plates: Plates, make_encoder: Callable[[int], Any]
 ) -> tuple[dict[Source, int], dict[Pooled, Any]]:
     """Returns the number of features of each source that factors read, and the encoders of the pooled ones."""
     sizes: dict[Source, int] = {}
     encoders: dict[Pooled, Any] = {}
-    for part in [part for factor in factors for source in factor.sources for part in parts_of(source)]:
+    for part in (part for factor in factors for source in factor.sources for part in parts_of(source)):
         if part in sizes:
             continue
         if isinstance(part, Direct):
@@ -321,10 +272,7 @@ def _num_inputs(source: Pooled, sizes: Mapping[Source, int]) -> int:
 def _with_pseudo_observations(
     factors: Sequence[Factor], adding: Collection[Hashable], sizes: Mapping[Source, int], plates: Plates
 ) -> tuple[list[Factor], dict[Pooled, int]]:
-    """Returns factors with their pseudo-observations, and the number of heads that sets are summed for.
-
-    A block has them from sets of its members' own only.
-    """
+    """Returns factors with their pseudo-observations, a block's from sets of its members' own only, and heads of sets."""
     heads: dict[Pooled, int] = {}
     found = []
     for factor in factors:
@@ -347,8 +295,3 @@ def _with_pseudo_observations(
                 )
         found.append(factor._replace(pseudo=tuple(pseudo)))
     return found, heads
-
-
-def _flat_sums(module: Evidence, weights: list[Tensor], x: Tensor, over: Reduction) -> Tensor:
-    """Returns sums ``(*left, *plates, heads (inputs + 2))``."""
-    return module(x, over, weights).flatten(-2)

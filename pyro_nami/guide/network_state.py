@@ -6,6 +6,7 @@ Change this module to change what a pass computes, or when.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from pyro_nami.factors.joint import fold
 from pyro_nami.guide.group_network import GroupNetwork
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inputs import IndexMaps, Sources, concatenate
-from pyro_nami.guide.network import InverseNetwork
+from pyro_nami.guide.network import InverseNetwork, Record
 from pyro_nami.guide.pseudo_observations import add_totals
 from pyro_nami.networks.running import tempered
 
@@ -50,18 +51,19 @@ class NetworkState:
         constant: bool = False,
         indices: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._network, self._constant = network, constant and not network.simulated
-        self._learning = learning and not network.simulated
-        self._noting = self._learning and not torch.jit.is_tracing()  # a compiled pass runs no Python
+        learning, constant = learning and not network.simulated, constant and not network.simulated
+        self._network, self._constant = network, constant
+        self._noting = learning and not torch.jit.is_tracing()  # a compiled pass runs no Python
         if self._noting:
             network.quicken()
-        self._offsets = network.offsets.start(indices) if self._constant else {}
+        self._offsets = network.offsets.start(indices) if constant else {}
         self.couplings = network.couplings.start()
-        self._record = network.record() if self._noting else None
-        encoders, sums = network.pooling(self._constant)
+        due = self._noting and network.groups and network.groups[0].running.due
+        self._record = Record([], {}) if due else None
+        encoders, sums = network.pooling(constant)
         self._sources = Sources({}, network.dims, encoders, maps, sums)
         self._states: dict[GroupNetwork, Any] = {group: group.mlp.start() for group in network.groups}
-        self._pulls = {group: group.pulls() for group in network.groups} if self._learning else {}
+        self._pulls = {group: group.pulls() for group in network.groups} if learning else {}
         self._rows: dict[Hashable, Tensor] = {}
 
     # ---- what is known
@@ -73,17 +75,13 @@ class NetworkState:
     def add(self, node: Hashable, features: Tensor, *, drawn: bool = False, share: Tensor | None = None) -> None:
         """Makes a latent's raw features ``(*left, *plates, features)`` known; leading plate dims may be left out.
 
-        Args:
-            node: the latent.
-            features: raw ones.
-            drawn: whether the value was drawn in this pass; ``share`` is by how much it follows its factor's biases.
+        ``drawn`` says whether the value was drawn in this pass, ``share`` by how much it follows its factor's biases.
         """
         features = self._network.standardize(node, features)
         factor = self._network.factors.get(node)
-        if drawn and factor is not None and not factor.joint:
-            pull = self._pull(factor)
-            if pull is not None:
-                features = features - (pull if share is None else share * pull)
+        pull = self._pull(factor) if drawn and factor is not None and not factor.joint else None
+        if pull is not None:
+            features = features - (pull if share is None else share * pull)
         self._sources.put(node, tempered(features))
 
     def _pull(self, factor: Factor) -> Tensor | None:
@@ -92,15 +90,14 @@ class NetworkState:
         What others read of a draw is centered on what it usually is, so it does not move with the biases in the end.
         Gradients that take the center for fixed would have the draw pull all those that read it along with it.
         """
-        if not self._learning or len(factor.locations) != 1:
+        if not self._pulls or len(factor.locations) != 1:
             return None
-        group = self._network.group_of[factor.name]
-        rows = group.location_rows(factor)
-        pull = self._pulls[group][rows]
+        group, (location,) = self._network.group_of[factor.name], factor.locations
+        pull = group.rows(self._pulls[group], factor)[:, location]
         if factor.name in self._offsets:
-            offset = self._offsets[factor.name][..., factor.locations[0]]
-            pull = pull + (offset - offset.detach()) / group.mlp.bias_units[rows]
-        return self._network.scaling(factor.name)[1] * pull
+            offset = self._offsets[factor.name][..., location]
+            pull = pull + (offset - offset.detach()) / group.rows(group.mlp.bias_units, factor)[:, location]
+        return self._network.affine(factor.name)[1][:, 0] * pull
 
     def note(self, name: Hashable, elements: Tensor, anchor: Tensor | None, dims: Sequence[int]) -> None:
         """Records a draw, relative to its anchor, for averages; ``dims`` are those of a block."""
@@ -109,7 +106,7 @@ class NetworkState:
         if anchor is not None:
             location, scale = anchor.detach().unbind(-1)
             elements = (elements - location) / scale
-        elements = elements.detach().to(self._network.dtype)
+        elements = elements.detach().to(self._network.like.dtype)
         self._record.innovations[name] = fold(elements.unsqueeze(-1), dims).squeeze(-1)
 
     def settle(self) -> None:
@@ -136,51 +133,44 @@ class NetworkState:
         """Returns what draws a sequential factor's elements one by one; ``ndims`` are the batch dims of its site."""
         factor, group = self._network.factors[name], self._network.group_of[name]
         self._advance(group, group.head[name] + 1)
-        first = _trimmed(self._rows[name][..., : factor.num_rows], ndims)
-        pull = self._pull(factor)
         return ElementConditionals(
             factor,
             self._network.affine(name),
-            first,
+            _trimmed(self._rows[name][..., : factor.num_rows], ndims),
             self._states[group],
             functools.partial(self._inputs, group),
             self._beside(factor, ndims),
-            pull if pull is None else _trimmed(pull, ndims),
+            _trimmed(self._pull(factor), ndims),
         )
 
-    def _beside(self, factor: Factor, ndims: int | None = None) -> _Beside:
+    def _beside(self, factor: Factor, ndims: float = math.inf) -> _Beside:
         """Returns what comes beside the rows of a factor; what never changes is left to its biases."""
         totals: list[Tensor | None] = []
-        group = self._network.group_of[factor.name]
         for each in factor.pseudo:
-            left_out = self._constant and each.source in group.constant
-            total = None if left_out else each.of_elements(self._sources.total(each.source), factor.num_elements)
-            totals.append(total if total is None or ndims is None else _trimmed(total, ndims + 1))
-        offset = self._offsets.get(factor.name)
-        if offset is not None and ndims is not None:
-            offset = _trimmed(offset, ndims + 1)
-        return _Beside(factor, totals, self._network.scaling(factor.name) if totals else (), offset)
+            if self._constant and each.source in self._network.group_of[factor.name].constant:
+                totals.append(None)
+            else:
+                total = each.of_elements(self._sources.total(each.source), factor.num_elements)
+                totals.append(_trimmed(total, ndims + 1))
+        scaling = [part[:, 0] for part in self._network.affine(factor.name)] if totals else []
+        return _Beside(factor, totals, scaling, _trimmed(self._offsets.get(factor.name), ndims + 1))
 
     def _advance(self, group: GroupNetwork, stop: int) -> None:
         """Takes the steps of a group before ``stop``, whose inputs must all be known, in one advance."""
         begin = self._states[group].step
         if begin >= stop:
             return
-        rows, self._states[group] = self._states[group].advance(self._read(group, begin, stop), stop)
+        rows, self._states[group] = self._states[group].advance(self.inputs(group, begin, stop), stop)
         if self._noting and rows.requires_grad:
             # Bound to no state, as a graph that holds what holds the graph is never freed.
             rows.register_hook(functools.partial(self._network.learn, self._record))
             self._noting = False
-        names, sizes = group.blocks(begin, stop)
-        for name, part in zip(names, rows.split(sizes, -1) if len(sizes) > 1 else [rows]):
+        sizes = group.blocks(begin, stop)
+        for name, part in zip(sizes, rows.split([*sizes.values()], -1) if len(sizes) > 1 else [rows]):
             self._rows.setdefault(name, part)  # what is there already was used to draw the factor
 
-    def all_inputs(self, group: GroupNetwork) -> Tensor:
-        """Returns what a group's network reads, ``(*batch, inputs)``, where all values are known."""
-        return self._read(group, 0, len(group.steps))
-
-    def _read(self, group: GroupNetwork, begin: int, stop: int) -> Tensor:
-        """Returns the inputs of steps ``begin`` to ``stop - 1``, which must be known."""
+    def inputs(self, group: GroupNetwork, begin: int, stop: int) -> Tensor:
+        """Returns what a group's network reads at steps ``begin`` to ``stop - 1``, ``(*batch, inputs)``."""
         parts = []
         for source, first, last, start in group.columns(begin, stop):
             if self._constant and source in group.constant:
@@ -189,14 +179,16 @@ class NetworkState:
             else:
                 value = self._sources.value(source)
                 parts.append(value if last - first == value.shape[-1] else value[..., first:last])
-        return self._inputs(group, begin, stop, concatenate(parts)) if parts else self._network.no_columns()
+        if not parts:
+            return self._network.like.new_empty((1,) * self._network.nesting + (0,))
+        return self._inputs(group, begin, stop, concatenate(parts))
 
     def _inputs(self, group: GroupNetwork, begin: int, stop: int, x: Tensor) -> Tensor:
         """Returns what a group's network makes of its columns of some steps."""
-        bounds = group.mlp.steps.columns
+        first, last = group.mlp.steps.columns[begin], group.mlp.steps.columns[stop]
         if self._record is not None:
-            self._record.inputs.append((group, bounds[begin], bounds[stop], x.detach()))
-        return group.running(x, bounds[begin], bounds[stop])
+            self._record.inputs.append((group, first, last, x.detach()))
+        return group.running(x, first, last)
 
     def non_finite_parameter(self) -> str | None:
         """Returns the name of a parameter that is not finite, None if all are."""
@@ -211,7 +203,7 @@ class _Beside(NamedTuple):
 
     factor: Factor
     totals: list[Tensor | None]
-    scaling: Sequence[Tensor]
+    scaling: list[Tensor]
     offset: Tensor | None
 
     def __call__(self, rows: Tensor, at: Any = slice(None)) -> Tensor:
@@ -227,15 +219,12 @@ class _Beside(NamedTuple):
 
 
 class ElementConditionals(NamedTuple):
-    """Parameters of a sequential factor's elements, one by one or all at once.
-
-    Features come raw, and are standardized by ``affine``, shift and scale of shape ``(elements, features)``.
-    """
+    """Parameters of a sequential factor's elements, one by one or all at once. Features come raw."""
 
     factor: Factor
-    affine: tuple[Tensor, Tensor]
+    affine: tuple[Tensor, Tensor]  # shift and scale that standardize features, ``(elements, features)``
     rows: Tensor  # of element 0
-    state: Any  # of the network, before element 0 is known
+    state: Any  # of the network, at which element 0 is to come
     inputs: Callable[[int, int, Tensor], Tensor]
     beside: _Beside
     pull: Tensor | None
@@ -267,8 +256,8 @@ class ElementConditionals(NamedTuple):
         return torch.addcmul(shift[at], features.to(shift.dtype), scale[at])
 
 
-def _trimmed(rows: Tensor, ndims: int) -> Tensor:
-    """Returns rows ``(*batch, n)`` without leading batch dims of size 1 beyond ``ndims``."""
-    while rows.dim() - 1 > ndims and rows.shape[0] == 1:
+def _trimmed(rows: Any, ndims: float) -> Any:
+    """Returns rows ``(*batch, n)``, if there are any, without leading batch dims of size 1 beyond ``ndims``."""
+    while rows is not None and rows.dim() - 1 > ndims and rows.shape[0] == 1:
         rows = rows[0]
     return rows

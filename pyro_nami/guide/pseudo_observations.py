@@ -38,20 +38,15 @@ _FIRST_SHARE = 1e-3  # of a factor's precision at the first step, that pseudo-ob
 class PseudoObservations(NamedTuple):
     """Those of one factor that the instances of one source are.
 
-    Attributes:
-        source: as the factor reads it.
-        pooled: the sets of instances in it.
-        first: the first of the heads that are the factor's, of all those that the sets are summed for.
-        heads: how many these are, one an element; one an element of each member, if the factor is a block and the
-            source holds one set for every member.
-        num_inputs: inputs of an instance.
+    The sets are summed for several *heads*. Those of the factor are one an element; one an element of each member, if
+    the factor is a block and the source holds one set for every member.
     """
 
-    source: Source
-    pooled: Pooled
-    first: int
-    heads: int
-    num_inputs: int
+    source: Source  # as the factor reads it
+    pooled: Pooled  # the sets of instances in it
+    first: int  # the first of the factor's heads
+    heads: int  # how many these are
+    num_inputs: int  # inputs of an instance
 
     @property
     def num_params(self) -> int:
@@ -108,9 +103,9 @@ def initial_rows(
         scale: of the factor.
         counts: expected number of instances of each source.
         pseudo: the pseudo-observations, source by source.
-        affine: shift and scale that standardize the latent, ``(E,)`` each.
+        affine: shift and scale that standardize the latent, ``(E, 1)`` each.
     """
-    shift, spread = affine
+    shift, spread = (part[:, 0] for part in affine)
     columns = []
     for count, each in zip(counts, pseudo):
         rows = location.new_zeros(len(location), each.num_params)
