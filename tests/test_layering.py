@@ -17,7 +17,7 @@ ORDER = {
     "networks": "masks pace reductions rowwise running pooling attention encoders evidence stepped masked separate",
     "reading": "isolation provenance group_testing runner probe covariates index_maps.finder index_maps.nesting "
     "index_maps.given index_maps.search network first_run forms",
-    "guide": "arguments options conditioning free_parameters features pseudo_observations groups group_network inputs "
+    "guide": "arguments options conditioning free_parameters features parameters groups group_network inputs "
     "inversion network network_state regression rules structure differences shapes first_call columns plan build "
     "memory maps call observed draw state nami",
     "inference": "sites observations checkpoint history psis ranks tracking optimizing weights simulate batches losses "

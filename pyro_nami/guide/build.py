@@ -21,8 +21,8 @@ from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inputs import flatten
 from pyro_nami.guide.network import InverseNetwork
 from pyro_nami.guide.options import Options
+from pyro_nami.guide.parameters import initial_expert, initial_rows
 from pyro_nami.guide.plan import make_plan
-from pyro_nami.guide.pseudo_observations import initial_expert, initial_rows
 from pyro_nami.guide.rules import Learned
 from pyro_nami.guide.structure import Plan
 from pyro_nami.networks.encoders import make_encoder

@@ -8,17 +8,20 @@ density) and the incremental one (sampling). Change this module to change what a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_nami.guide.conditioning import Direct, Source, flattened, nodes_of, pooled_part
-from pyro_nami.guide.pseudo_observations import PseudoObservations
+from pyro_nami.guide.conditioning import Direct, Pooled, Source, flattened, nodes_of, parts_of, pooled_part
+from pyro_nami.guide.parameters import PseudoObservations
+from pyro_nami.messages import warn
 
-__all__ = ["Column", "Factor", "Step", "dependency", "plan_steps"]
+__all__ = ["Column", "Factor", "Step", "dependency", "num_inputs", "plan_steps", "with_pseudo_observations"]
+
+_MOST_PSEUDO_INPUTS, _MOST_PSEUDO_ROWS = 128, 8192
 
 
 class Factor(NamedTuple):
@@ -51,6 +54,42 @@ class Factor(NamedTuple):
     def own(self) -> Source:
         """Its own elements, as the other factors of its group read them."""
         return flattened(Direct(self.name), self.joint)
+
+
+def num_inputs(source: Pooled, sizes: Mapping[Source, int]) -> int:
+    """Returns the number of inputs of an instance; ``sizes``: source -> number of its features."""
+    return sum(sizes[part] for part in source.inputs)
+
+
+def with_pseudo_observations(
+    factors: Sequence[Factor], adding: Collection[Any], sizes: Mapping[Source, int]
+) -> tuple[list[Factor], dict[Pooled, int]]:
+    """Returns factors, those in ``adding`` with their pseudo-observations, and the number of heads that sets have.
+
+    A block's are in sets of its members' own only, which it reads side by side.
+    """
+    heads: dict[Pooled, int] = {}
+    found = []
+    for factor in factors:
+        pseudo = []
+        for source in factor.sources if factor.name in adding else ():
+            pooled = pooled_part(source)
+            if pooled is None or flattened(pooled, factor.joint) not in parts_of(source):
+                continue
+            width, first = num_inputs(pooled, sizes), heads.get(pooled, 0)
+            count = factor.num_elements * sizes[pooled] // sizes[source]
+            if width <= _MOST_PSEUDO_INPUTS and width * factor.num_elements <= _MOST_PSEUDO_ROWS:
+                heads[pooled] = first + count
+                pseudo.append(PseudoObservations(source, pooled, first, count, width))
+            else:
+                warn(
+                    f"Site '{factor.name}' takes no evidence from the instances of plate '{pooled.plate}': {width} "
+                    f"inputs by {factor.num_elements} elements are more than {_MOST_PSEUDO_INPUTS}, or than "
+                    f"{_MOST_PSEUDO_ROWS} in all. Its precision cannot follow their number; embeddings= with fewer "
+                    "features would let it."
+                )
+        found.append(factor._replace(pseudo=tuple(pseudo)))
+    return found, heads
 
 
 class Column(NamedTuple):

@@ -67,27 +67,19 @@ class Sources:
     """The values of sources in one call, each evaluated once, when it is first read.
 
     Args:
-        features: node -> features with plate dims in place (size 1 where a node lacks a plate), as far as known.
         dims: plate -> its (negative) batch dim.
-        encoders: of pooled sources.
         maps: the call's index maps.
-        sums: of pseudo-observations that pooled sources hold.
+        encoders: of pooled sources; sums: of the pseudo-observations that these hold.
     """
 
-    def __init__(
-        self,
-        features: Mapping[Hashable, Tensor],
-        dims: Mapping[str, int],
-        encoders: Pooling,
-        maps: IndexMaps,
-        sums: Pooling | None = None,
-    ) -> None:
-        self._features, self._data = dict(features), set[Hashable]()
-        self._dims, self._encoders, self._maps, self._sums = dims, encoders, maps, sums or {}
+    def __init__(self, dims: Mapping[str, int], maps: IndexMaps, encoders: Pooling, sums: Pooling) -> None:
+        self._dims, self._maps, self._encoders, self._sums = dims, maps, encoders, sums
+        self._features: dict[Hashable, Tensor] = {}
+        self._data: set[Hashable] = set()
         self._known: dict[Any, Tensor] = {}
 
     def put(self, node: Hashable, features: Tensor, *, data: bool = False) -> None:
-        """Makes a node known; ``data`` are the same tensors in other calls with the same data."""
+        """Makes features known, of size 1 in plates that a node lacks; ``data`` are the same tensors in other calls."""
         self._features[node] = features
         if data:
             self._data.add(node)

@@ -3,7 +3,7 @@
 A factor's parameters, relative to its anchor where `pyro_nami.guide.rules` gives it one, are
 
     rows of its group's network at what it reads     `groups`, `group_network`: amortized, for data of any kind
-    + pseudo-observations                            `pseudo_observations`: what instances of pooled plates add up to
+    + pseudo-observations                            `parameters`: what instances of pooled plates add up to
     + offsets                                        `free_parameters`: of each instance, for the data of training
 
 A group's network reads sources (`conditioning`), whose values in a call (`inputs`) are made of standardized features of
@@ -26,18 +26,14 @@ from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_nami.guide.conditioning import Direct, Flattened, Plates, Pooled, Source, flattened, parts_of, pooled_part
+from pyro_nami.guide.conditioning import Direct, Flattened, Plates, Pooled, Source, parts_of
 from pyro_nami.guide.free_parameters import FreeParameters, coupling_units
 from pyro_nami.guide.group_network import GroupNetwork
-from pyro_nami.guide.groups import Factor, plan_steps
+from pyro_nami.guide.groups import Factor, num_inputs, plan_steps, with_pseudo_observations
 from pyro_nami.guide.inputs import Pooling
-from pyro_nami.guide.pseudo_observations import PseudoObservations
-from pyro_nami.messages import warn
 from pyro_nami.networks.evidence import Evidence
 
 __all__ = ["InverseNetwork", "Record", "as_pyro_module"]
-
-_MOST_PSEUDO_INPUTS, _MOST_PSEUDO_ROWS = 128, 8192
 
 
 def as_pyro_module(module: nn.Module) -> nn.Module:
@@ -108,8 +104,8 @@ class InverseNetwork(PyroModule):
                 self.register_buffer(name, value)
 
         sizes, encoders = _encoders(factors, standard, plates, make_encoder)
-        factors, heads = _with_pseudo_observations(factors, adding, sizes, plates)
-        sums = {source: Evidence(_num_inputs(source, sizes), count, **factory) for source, count in heads.items()}
+        factors, heads = with_pseudo_observations(factors, adding, sizes)
+        sums = {source: Evidence(num_inputs(source, sizes), count, **factory) for source, count in heads.items()}
         position = {factor.name: i for i, factor in enumerate(factors)}
         options |= {"simulated": simulated, "factory": factory}
         members = [[f for f in factors if f.batch == batch] for batch in dict.fromkeys(f.batch for f in factors)]
@@ -127,12 +123,13 @@ class InverseNetwork(PyroModule):
         if not factors:
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
 
-        # The modules once more, as every attribute of a PyroModule that is one takes a while to read, and those of
-        # them that are used where the data are the same in every call.
-        always = [(f, source) for f in factors for source in f.sources if source not in self.group_of[f.name].constant]
-        read = {part for _, source in always for part in parts_of(source)}
-        summed = {each.pooled for f in factors for each in f.pseudo if (f, each.source) in always}
-        self._pooling = (encoders, read), (sums, summed)
+        # The modules once more, as every attribute of a PyroModule that is one takes a while to read, each with the
+        # sources that are still read where the data are the same in every call.
+        self._pooling = (encoders, set[Source]()), (sums, set[Source]())
+        for factor in factors:
+            still_read = set(factor.sources) - self.group_of[factor.name].constant
+            self._pooling[0][1].update(part for source in still_read for part in parts_of(source))
+            self._pooling[1][1].update(each.pooled for each in factor.pseudo if each.source in still_read)
 
     @property
     def num_parameters(self) -> int:
@@ -165,11 +162,13 @@ class InverseNetwork(PyroModule):
 
         Where the data are ``constant``, only those that are used: optimizers may fail at parameters without a gradient.
         """
-        encoders, sums = (
-            {s: functools.partial(m.forward, weights=m.weights()) for s, m in modules.items() if not constant or s in used}
-            for modules, used in self._pooling
-        )
-        return encoders, sums
+
+        def bound(modules: Mapping[Pooled, Any], still_read: Collection[Source]) -> Pooling:
+            used = [source for source in modules if not constant or source in still_read]
+            return {s: functools.partial(modules[s].forward, weights=modules[s].weights()) for s in used}
+
+        encoders, sums = self._pooling
+        return bound(*encoders), bound(*sums)
 
     # ---- where weights start
 
@@ -181,15 +180,15 @@ class InverseNetwork(PyroModule):
 
     def set_offsets(self, plates: Mapping[Any, Mapping[str, tuple[int, int]]]) -> None:
         """Gives each instance of some factors offsets of its own: factor -> plates with batch dims and full sizes."""
-        units = {}
+        factors = {name: self.factors[name] for name in plates}
+        units = {name: self.like.new_ones(f.num_elements, f.num_params) for name, f in factors.items()}
         for group in self.groups:
             shared = torch.zeros_like(group.mlp.units, dtype=torch.bool)
             for factor in group.factors:
-                group.rows(shared, factor)[:, : factor.num_params] = factor.name in plates
-                units[factor.name] = self.like.new_ones(factor.num_elements, factor.num_params)
-                units[factor.name][:, factor.where] = group.rows(group.mlp.bias_units, factor)[:, factor.where]
+                if factor.name in units:
+                    group.rows(shared, factor)[:, : factor.num_params] = True
+                    units[factor.name][:, factor.where] = group.rows(group.mlp.bias_units, factor)[:, factor.where]
             group.mlp.set_shared(shared)
-        units = {name: units[name] for name in plates}
         self.offsets = FreeParameters("offset", units, plates, self.nesting, persistent=True)
 
     # ---- a guide without weights, all of whose latents are exact
@@ -257,41 +256,9 @@ def _encoders(
         if isinstance(part, Direct):
             sizes[part] = len(standard[part.node][0])
         elif isinstance(part, Pooled):
-            encoders[part] = make_encoder(_num_inputs(part, sizes))
+            encoders[part] = make_encoder(num_inputs(part, sizes))
             sizes[part] = encoders[part].num_features
         else:
             members = part.plates if isinstance(part, Flattened) else ()
             sizes[part] = sizes[part.source] * math.prod(plates.sizes[plate] for plate in members)
     return sizes, encoders
-
-
-def _num_inputs(source: Pooled, sizes: Mapping[Source, int]) -> int:
-    return sum(sizes[part] for part in source.inputs)
-
-
-def _with_pseudo_observations(
-    factors: Sequence[Factor], adding: Collection[Hashable], sizes: Mapping[Source, int], plates: Plates
-) -> tuple[list[Factor], dict[Pooled, int]]:
-    """Returns factors with their pseudo-observations, a block's from sets of its members' own only, and heads of sets."""
-    heads: dict[Pooled, int] = {}
-    found = []
-    for factor in factors:
-        count = factor.num_elements // math.prod(plates.sizes[plate] for plate in factor.joint)
-        pseudo = []
-        for source in factor.sources if factor.name in adding else ():
-            pooled = pooled_part(source)
-            if pooled is None or flattened(pooled, factor.joint) not in parts_of(source):
-                continue
-            width, first = _num_inputs(pooled, sizes), heads.get(pooled, 0)
-            if width <= _MOST_PSEUDO_INPUTS and width * factor.num_elements <= _MOST_PSEUDO_ROWS:
-                heads[pooled] = first + count
-                pseudo.append(PseudoObservations(source, pooled, first, count, width))
-            else:
-                warn(
-                    f"Site '{factor.name}' takes no evidence from the instances of plate '{pooled.plate}': {width} "
-                    f"inputs by {factor.num_elements} elements are more than {_MOST_PSEUDO_INPUTS}, or than "
-                    f"{_MOST_PSEUDO_ROWS} in all. Its precision cannot follow their number; embeddings= with fewer "
-                    "features would let it."
-                )
-        found.append(factor._replace(pseudo=tuple(pseudo)))
-    return found, heads

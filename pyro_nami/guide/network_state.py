@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_nami.factors.joint import fold
@@ -19,7 +18,7 @@ from pyro_nami.guide.group_network import GroupNetwork
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inputs import IndexMaps, Sources, concatenate
 from pyro_nami.guide.network import InverseNetwork, Record
-from pyro_nami.guide.pseudo_observations import add_totals
+from pyro_nami.guide.parameters import Additions
 from pyro_nami.networks.running import tempered
 
 __all__ = ["NetworkState"]
@@ -60,8 +59,7 @@ class NetworkState:
         self.couplings = network.couplings.start()
         due = self._noting and network.groups and network.groups[0].running.due
         self._record = Record([], {}) if due else None
-        encoders, sums = network.pooling(constant)
-        self._sources = Sources({}, network.dims, encoders, maps, sums)
+        self._sources = Sources(network.dims, maps, *network.pooling(constant))
         self._states: dict[GroupNetwork, Any] = {group: group.mlp.start() for group in network.groups}
         self._pulls = {group: group.pulls() for group in network.groups} if learning else {}
         self._rows: dict[Hashable, Tensor] = {}
@@ -127,7 +125,7 @@ class NetworkState:
         """
         factor, group = self._network.factors[name], self._network.group_of[name]
         self._advance(group, group.head[name] + (factor.num_elements if factor.sequential else 1))
-        return self._beside(factor)(self._rows[name].unflatten(-1, (-1, factor.num_rows)))
+        return self._additions(factor).params(self._rows[name].unflatten(-1, (-1, factor.num_rows)))
 
     def conditionals(self, name: Hashable, ndims: int) -> ElementConditionals:
         """Returns what draws a sequential factor's elements one by one; ``ndims`` are the batch dims of its site."""
@@ -139,12 +137,12 @@ class NetworkState:
             _trimmed(self._rows[name][..., : factor.num_rows], ndims),
             self._states[group],
             functools.partial(self._inputs, group),
-            self._beside(factor, ndims),
+            self._additions(factor, ndims),
             _trimmed(self._pull(factor), ndims),
         )
 
-    def _beside(self, factor: Factor, ndims: float = math.inf) -> _Beside:
-        """Returns what comes beside the rows of a factor; what never changes is left to its biases."""
+    def _additions(self, factor: Factor, ndims: float = math.inf) -> Additions:
+        """Returns what adds to the rows of a factor; what never changes is left to its biases."""
         totals: list[Tensor | None] = []
         for each in factor.pseudo:
             if self._constant and each.source in self._network.group_of[factor.name].constant:
@@ -152,8 +150,9 @@ class NetworkState:
             else:
                 total = each.of_elements(self._sources.total(each.source), factor.num_elements)
                 totals.append(_trimmed(total, ndims + 1))
-        scaling = [part[:, 0] for part in self._network.affine(factor.name)] if totals else []
-        return _Beside(factor, totals, scaling, _trimmed(self._offsets.get(factor.name), ndims + 1))
+        counts = [factor.num_params, *(each.num_params for each in factor.pseudo)]
+        offset = _trimmed(self._offsets.get(factor.name), ndims + 1)
+        return Additions(counts, totals, self._network.affine(factor.name), offset)
 
     def _advance(self, group: GroupNetwork, stop: int) -> None:
         """Takes the steps of a group before ``stop``, whose inputs must all be known, in one advance."""
@@ -198,26 +197,6 @@ class NetworkState:
         return None
 
 
-class _Beside(NamedTuple):
-    """What comes beside the rows that a network gives for a factor: totals of pseudo-observations, and offsets."""
-
-    factor: Factor
-    totals: list[Tensor | None]
-    scaling: list[Tensor]
-    offset: Tensor | None
-
-    def __call__(self, rows: Tensor, at: Any = slice(None)) -> Tensor:
-        """Returns the parameters ``(*batch, params)`` of elements ``at`` from their rows."""
-        if self.totals:
-            totals = [total if total is None else total[..., at, :] for total in self.totals]
-            shift, scale = self.scaling
-            rows = add_totals(rows, self.factor.num_params, self.factor.pseudo, totals, shift[at], scale[at])
-        if self.offset is None:
-            return rows
-        offset = self.offset[..., at, :]
-        return rows + F.pad(offset, (0, rows.shape[-1] - offset.shape[-1]))
-
-
 class ElementConditionals(NamedTuple):
     """Parameters of a sequential factor's elements, one by one or all at once. Features come raw."""
 
@@ -226,12 +205,12 @@ class ElementConditionals(NamedTuple):
     rows: Tensor  # of element 0
     state: Any  # of the network, at which element 0 is to come
     inputs: Callable[[int, int, Tensor], Tensor]
-    beside: _Beside
+    additions: Additions
     pull: Tensor | None
 
     def first(self) -> tuple[Tensor, Callable]:
         """Returns the parameters ``(*batch, params)`` of element 0, and the function that goes on from there."""
-        return self.beside(self.rows, 0), functools.partial(self._next, self.state, 1)
+        return self.additions.params(self.rows, 0), functools.partial(self._next, self.state, 1)
 
     def _next(self, state: Any, element: int, features: Tensor) -> tuple[Tensor, Callable]:
         """Returns an element's parameters from the features of the one before, and how to go on."""
@@ -239,7 +218,7 @@ class ElementConditionals(NamedTuple):
         if self.pull is not None:
             seen = seen - self.pull[..., element - 1 : element]
         rows, state = state.advance(self.inputs(state.step, state.step + 1, tempered(seen)), state.step + 1)
-        params = self.beside(_trimmed(rows, features.dim() - 1), element)
+        params = self.additions.params(_trimmed(rows, features.dim() - 1), element)
         return params, functools.partial(self._next, state, element + 1)
 
     def all(self, features: Tensor) -> Tensor:
@@ -249,7 +228,7 @@ class ElementConditionals(NamedTuple):
         rows, _ = self.state.advance(self.inputs(begin, stop, seen), stop)
         rows = _trimmed(rows, features.dim() - 2).unflatten(-1, (-1, self.factor.num_rows))
         first = self.rows.unsqueeze(-2)
-        return self.beside(torch.cat([first.expand(rows.shape[:-2] + first.shape[-2:]), rows], -2))
+        return self.additions.params(torch.cat([first.expand(rows.shape[:-2] + first.shape[-2:]), rows], -2))
 
     def _standardized(self, features: Tensor, at: Any = slice(None)) -> Tensor:
         shift, scale = self.affine

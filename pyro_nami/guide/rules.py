@@ -25,7 +25,7 @@ from pyro_nami.factors.joint import unfold
 from pyro_nami.factors.relocated import Relocated, Relocation
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.network_state import NetworkState
-from pyro_nami.guide.pseudo_observations import expert
+from pyro_nami.guide.parameters import expert
 from pyro_nami.reading.forms import ConjugateGroup, Elimination
 from pyro_nami.reading.runner import changed_event_shape
 

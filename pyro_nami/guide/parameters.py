@@ -1,19 +1,23 @@
-"""Pseudo-observations: what the instances of a pooled plate say of a Normal factor, one by one, so that it adds up.
+"""From the rows that a network gives for a factor to its parameters: what adds to them.
 
-Instance n of a set is taken for an observation of the latent v,
+With rows r of the factor's family and offsets o (see `free_parameters`), the parameters are r + o, and behind them
+precision P and precision-weighted mean M, which add to those that r + o stand for:
 
-    q_n v = w . x_n + w_0   with precision   exp(c + l_n),
+    P = scale^2 e^c sum_n exp(l_n) q_n^2
+    M = scale e^c (w_0 sum_n exp(l_n) q_n + w . sum_n exp(l_n) q_n x_n) - scale shift e^c sum_n exp(l_n) q_n^2
 
-where x_n is what the factor's pooled source reads of the instance, l_n and q_n are linear in it (`networks.Evidence`
-has their weights and sums over instances), and c, w_0 and w are rows of the factor's network. With v standardized, v =
-shift + scale z, the factor's precision and precision-weighted mean in z grow by
+The sums are over the instances of a pooled plate, each a *pseudo-observation* of the latent: with u the latent as
+networks read it, shift + scale v, instance n says that
 
-    scale^2 e^c sum exp(l) q^2    and    scale (e^c (w_0 sum exp(l) q + w . sum exp(l) q x) - shift e^c sum exp(l) q^2).
+    q_n u = w . x_n + w_0   with precision   exp(c + l_n)
+
+where x_n is what the factor's pooled source reads of it, l_n and q_n are linear in that (`networks.Evidence` holds
+their weights and the sums), and c, w_0 and w are further rows of the factor's network.
 
 These rows read what is known besides the pooled plates (globals, covariates of the factor itself, its earlier
 elements) but no pooled features, so what one instance says does not depend on how many there are: precision grows with
 their number by construction, at sizes never trained on as well. In a linear-Gaussian model this is the exact posterior:
-w holds the regression coefficients of the other latents. Change this module to change how instances add up.
+w holds the regression coefficients of the other latents. Change this module to change what adds, or where it starts.
 """
 
 from __future__ import annotations
@@ -23,12 +27,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_nami.factors.elements import raw_scale, relative_scale
 from pyro_nami.guide.conditioning import Pooled, Source
 
-__all__ = ["PseudoObservations", "add_totals", "expert", "initial_expert", "initial_rows"]
+__all__ = ["Additions", "PseudoObservations", "expert", "initial_expert", "initial_rows"]
 
 _RANGE = 30.0
 _RAW_ONE = math.log(math.expm1(1.0))  # the raw scale that stands for one
@@ -50,7 +55,7 @@ class PseudoObservations(NamedTuple):
 
     @property
     def num_params(self) -> int:
-        """Raw parameters an element: c, w_0 and w."""
+        """Rows an element: c, w_0 and w."""
         return self.num_inputs + 2
 
     def of_elements(self, total: Tensor, num_elements: int) -> Tensor:
@@ -59,38 +64,36 @@ class PseudoObservations(NamedTuple):
         return members[..., self.first : self.first + self.heads, :].flatten(-3, -2)
 
 
-def add_totals(
-    rows: Tensor,
-    num_params: int,
-    pseudo: Sequence[PseudoObservations],
-    totals: Sequence[Tensor | None],
-    shift: Tensor,
-    scale: Tensor,
-) -> Tensor:
-    """Returns a family's parameters followed by precision and precision-weighted mean, if any instances count.
+class Additions(NamedTuple):
+    """What adds to the rows of one factor's elements in one call."""
 
-    Args:
-        rows: of the network, ``(*batch, num_params + those of the pseudo-observations)``; batch may end in elements.
-        num_params: of the family.
-        pseudo: the pseudo-observations, source by source.
-        totals: for each source, sums over instances ``(*batch, inputs + 2)`` of exp(l) q^2, exp(l) q, exp(l) q x; None
-            for what shall not count.
-        shift, scale: that standardize the latent, broadcastable to ``(*batch,)``.
+    counts: list[int]  # rows an element: of the family, then of the pseudo-observations of each source
+    totals: list[Tensor | None]  # of each source, sums ``(*batch, E, inputs + 2)``; None for what shall not count
+    affine: tuple[Tensor, Tensor]  # shift and scale that standardize the latent, ``(E, 1)``
+    offset: Tensor | None  # ``(*batch, E, params)``
 
-    Returns:
-        ``(*batch, num_params + 2)``, or without the 2.
-    """
-    own, *parts = rows.split([num_params, *(each.num_params for each in pseudo)], -1)
-    said: Any = 0.0
-    for part, total in zip(parts, totals):
-        if total is not None:
-            weight = part[..., 0].clamp(-_RANGE, _RANGE).exp()
-            precision = weight * total[..., 0]
-            mean = weight * (part[..., 1:] * total[..., 1:]).sum(-1) - shift * precision
-            said = said + torch.stack((scale * scale * precision, scale * mean), -1)
-    if not isinstance(said, Tensor):
-        return own
-    return torch.cat((own.expand(said.shape[:-1] + own.shape[-1:]), said), -1)
+    def params(self, rows: Tensor, at: Any = slice(None)) -> Tensor:
+        """Returns the parameters ``(*batch, params)`` of elements ``at``, one or all of them, from their rows."""
+        if self.totals:
+            rows = self._with_totals(rows, at)
+        if self.offset is None:
+            return rows
+        offset = self.offset[..., at, :]
+        return rows + F.pad(offset, (0, rows.shape[-1] - offset.shape[-1]))
+
+    def _with_totals(self, rows: Tensor, at: Any) -> Tensor:
+        shift, scale = (part[at, 0] for part in self.affine)
+        own, *parts = rows.split(self.counts, -1)
+        added: Any = 0.0
+        for part, total in zip(parts, self.totals):
+            if total is not None:
+                sums, weight = total[..., at, :], part[..., 0].clamp(-_RANGE, _RANGE).exp()
+                precision = weight * sums[..., 0]
+                mean = weight * (part[..., 1:] * sums[..., 1:]).sum(-1) - shift * precision
+                added = added + torch.stack((scale * scale * precision, scale * mean), -1)
+        if not isinstance(added, Tensor):
+            return own
+        return torch.cat((own.expand(added.shape[:-1] + own.shape[-1:]), added), -1)
 
 
 def initial_rows(
@@ -99,8 +102,7 @@ def initial_rows(
     """Returns first rows ``(E, rows)`` of pseudo-observations, which agree with the factor's first location.
 
     Args:
-        location: of the factor, in unconstrained space, ``(E,)``.
-        scale: of the factor.
+        location, scale: of the factor, in unconstrained space, ``(E,)`` and a number.
         counts: expected number of instances of each source.
         pseudo: the pseudo-observations, source by source.
         affine: shift and scale that standardize the latent, ``(E, 1)`` each.
@@ -128,15 +130,15 @@ def expert(params: Tensor, num_params: int) -> Tensor:
     location, raw = params[..., 0], params[..., 1]
     precision = relative_scale(raw.clamp(min=-_RANGE / 2)).square().reciprocal()
     own = torch.stack((torch.zeros_like(location), torch.full_like(location, _RAW_ONE)), -1)
-    said = torch.stack((precision, precision * location), -1)
+    added = torch.stack((precision, precision * location), -1)
     rest, more = params[..., 2:num_params], params[..., num_params:]
-    return torch.cat((own, rest, said + more if more.shape[-1] else said), -1)
+    return torch.cat((own, rest, added + more if more.shape[-1] else added), -1)
 
 
 def initial_expert(family: Any, value: Tensor, scale: float, anchor: Tensor) -> Tensor:
-    """Returns raw parameters ``(*batch, E, k)`` at which an `expert` has this location and scale.
+    """Returns parameters ``(*batch, E, k)`` at which an `expert` has this location and, as far as may be, this scale.
 
-    As far as may be: a prior that is narrower than that leaves the factor narrower.
+    A prior that is narrower than that leaves the factor narrower.
     """
     location, spread = anchor.detach().unbind(-1)
     raw = family.initial(value, scale)
