@@ -108,6 +108,11 @@ class GroupNetwork:
         first, elements, rows = self._first_rows[factor.name], factor.num_elements, factor.num_rows
         return values[first : first + elements * rows].view(elements, rows)
 
+    def locations(self, values: Tensor, factor: Factor) -> Tensor:
+        """Returns the same for the locations alone of a factor that has one an element, ``(elements,)``."""
+        first, stop = self._first_rows[factor.name], factor.num_elements * factor.num_rows
+        return values[first + factor.locations[0] : first + stop : factor.num_rows]
+
     def pulls(self) -> Tensor:
         """Returns zeros that move as the biases of all rows do, relative to their units."""
         biases = self.mlp.output_bias() / self.mlp.bias_units

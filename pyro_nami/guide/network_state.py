@@ -90,11 +90,11 @@ class NetworkState:
         """
         if not self._pulls or len(factor.locations) != 1:
             return None
-        group, (location,) = self._network.group_of[factor.name], factor.locations
-        pull = group.rows(self._pulls[group], factor)[:, location]
+        group = self._network.group_of[factor.name]
+        pull = group.locations(self._pulls[group], factor)
         if factor.name in self._offsets:
-            offset = self._offsets[factor.name][..., location]
-            pull = pull + (offset - offset.detach()) / group.rows(group.mlp.bias_units, factor)[:, location]
+            offset = self._offsets[factor.name][..., factor.locations[0]]
+            pull = pull + (offset - offset.detach()) / group.locations(group.mlp.bias_units, factor)
         return self._network.affine(factor.name)[1][:, 0] * pull
 
     def note(self, name: Hashable, elements: Tensor, anchor: Tensor | None, dims: Sequence[int]) -> None:
@@ -152,7 +152,7 @@ class NetworkState:
                 totals.append(_trimmed(total, ndims + 1))
         counts = [factor.num_params, *(each.num_params for each in factor.pseudo)]
         offset = _trimmed(self._offsets.get(factor.name), ndims + 1)
-        return Additions(counts, totals, self._network.affine(factor.name), offset)
+        return Additions(counts, totals, self._network.affine(factor.name) if totals else (), offset)
 
     def _advance(self, group: GroupNetwork, stop: int) -> None:
         """Takes the steps of a group before ``stop``, whose inputs must all be known, in one advance."""

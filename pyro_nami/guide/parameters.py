@@ -69,7 +69,7 @@ class Additions(NamedTuple):
 
     counts: list[int]  # rows an element: of the family, then of the pseudo-observations of each source
     totals: list[Tensor | None]  # of each source, sums ``(*batch, E, inputs + 2)``; None for what shall not count
-    affine: tuple[Tensor, Tensor]  # shift and scale that standardize the latent, ``(E, 1)``
+    affine: Sequence[Tensor]  # shift and scale that standardize the latent, ``(E, 1)``; needed with totals
     offset: Tensor | None  # ``(*batch, E, params)``
 
     def params(self, rows: Tensor, at: Any = slice(None)) -> Tensor:

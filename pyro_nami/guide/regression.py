@@ -48,7 +48,7 @@ def regress(
                 continue  # a regression on a set of one size would be taken for what instances say at any size
             goal = fold(targets[factor.name].unsqueeze(-1), dims[factor.name]).squeeze(-1)
             both = concatenate([inputs, goal]).flatten(0, -2)
-            rows = group.rows(numbers, factor)[:, factor.locations[0]].tolist()
+            rows = group.locations(numbers, factor).tolist()
             _regress_rows(group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], kept)
 
 
