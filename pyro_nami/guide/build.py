@@ -14,14 +14,14 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_nami.guide.columns import covariate_values
-from pyro_nami.guide.conditioning import Source, covariates_of
-from pyro_nami.guide.evidence import initial_evidence, initial_expert, pooled_part
+from pyro_nami.guide.conditioning import covariates_of
 from pyro_nami.guide.features import standardization
 from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inputs import flatten
 from pyro_nami.guide.network import InverseNetwork
 from pyro_nami.guide.options import Options
+from pyro_nami.guide.parameters import initial_expert, initial_rows
 from pyro_nami.guide.plan import make_plan
 from pyro_nami.guide.rules import Learned
 from pyro_nami.guide.structure import Plan
@@ -65,30 +65,24 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
             options.pooling, size, _POOLED_FEATURES, _POOLING_UNITS, activation=activation, **plan.factory
         )
 
-    def takes_evidence(factor: Factor, source: Source) -> bool:
-        """Whether a factor takes evidence from a source; a block does from sets of its members' own only."""
-        pooled, members = pooled_part(source)
-        wanted = options.evidence and plan.learned[factor.name].family.takes_evidence
-        return wanted and pooled is not None and members == factor.joint
-
     network = InverseNetwork(
         [rule.factor for rule in plan.learned.values()],
         _standard(first, plan),
-        plan.plates.dims,
-        plan.plates.sizes,
+        plan.plates,
         hidden_features=options.hidden_features,
         shared=options.shared,
         make_encoder=encoder,
-        takes_evidence=takes_evidence,
+        adding=[name for name, rule in plan.learned.items() if options.evidence and rule.family.takes_evidence],
         latents=plan.order,
         simulated=options.simulated,
         skip=options.skip,
         activation=options.activation or torch.tanh,
-        **plan.factory,
+        factory=plan.factory,
     )
     if not network.simulated:
         for name, rule in plan.learned.items():
-            network.set_units(name, options.init_scale, _anchor_scale(first, rule))
+            factor = network.factors[name]
+            network.group_of[name].set_units(factor, options.init_scale, _anchor_scale(first, rule))
         network.set_offsets(_offset_plates(first, network))
     network.set_initial({name: _initial(first, rule, network) for name, rule in plan.learned.items()})
     return network
@@ -103,12 +97,12 @@ def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor
     else:
         raw = rule.family.initial(value, scale, anchor)
     raw = _averaged(first, raw, factor)
-    if not factor.evidence:
+    if not factor.pseudo:
         return raw
     location = _averaged(first, rule.family.initial(value, scale), factor)[:, 0]
-    counts = [_mean_count(first, pooled_part(read.source)[0]) for read in factor.evidence]
-    evidence = initial_evidence(location, scale, counts, factor.evidence, network.scaling(rule.name))
-    return torch.cat((raw, evidence), -1)
+    counts = [_mean_count(first, each.pooled) for each in factor.pseudo]
+    rows = initial_rows(location, scale, counts, factor.pseudo, network.affine(rule.name))
+    return torch.cat((raw, rows), -1)
 
 
 def _anchor(first: FirstCall, rule: Learned) -> Tensor | None:

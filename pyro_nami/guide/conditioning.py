@@ -13,26 +13,17 @@ The guide keeps one feature tensor a *node* (a latent or observed site, or a sit
 A plate *determines* another where an index map leads from it there. A node lies in all plates that its own determine,
 but its tensor has dims for its own only, its *frames*.
 
-Change this module to add a way of reading; networks and families do not know of it.
+To add a way of reading, plan it here and compute it in `inputs`; networks and families do not know of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 __all__ = [
-    "Direct",
-    "Flattened",
-    "Gathered",
-    "Plates",
-    "Pooled",
-    "Read",
-    "Source",
-    "covariates_of",
-    "flattened",
-    "nodes_of",
-    "plan_sources",
+    "Direct", "Flattened", "Gathered", "Plates", "Pooled", "Read", "Source",
+    "covariates_of", "flattened", "nodes_of", "parts_of", "plan_sources", "pooled_part",
 ]
 
 
@@ -71,36 +62,52 @@ class Pooled(NamedTuple):
 Source = Direct | Flattened | Gathered | Pooled
 
 
+def parts_of(source: Source) -> Iterator[Source]:
+    """Yields all sources that one is made of: before each what it reads, so itself last."""
+    if isinstance(source, Pooled):
+        for part in source.inputs:
+            yield from parts_of(part)
+    elif not isinstance(source, Direct):
+        yield from parts_of(source.source)
+    yield source
+
+
+def nodes_of(source: Source) -> frozenset:
+    """Returns the nodes that a source reads."""
+    return frozenset(part.node for part in parts_of(source) if isinstance(part, Direct))
+
+
+def pooled_part(source: Source) -> Pooled | None:
+    """Returns the sets of instances that a factor reads by a source, None if it reads single ones."""
+    return next((part for part in reversed([*parts_of(source)]) if isinstance(part, Pooled)), None)
+
+
+def flattened(source: Source, plates: tuple[str, ...]) -> Source:
+    """Returns a source with plates flattened; itself if there are none."""
+    return Flattened(source, plates) if plates else source
+
+
+def covariates_of(site: Hashable) -> Hashable:
+    """Returns the name of the node that holds the covariates of ``site``."""
+    return ("covariates", site)
+
+
 class Read(NamedTuple):
-    """How elimination joins a factor and one of its parents.
+    """How elimination joins a factor and one of its parents."""
 
-    Attributes:
-        across: shared plates that the parent is read across (``Inverse.parents``).
-        rows: plates of which every model factor that joins the two has one copy an index (``Elimination.rows``).
-    """
-
-    across: frozenset = frozenset()
-    rows: frozenset = frozenset()
+    across: frozenset = frozenset()  # shared plates that the parent is read across (``Inverse.parents``)
+    rows: frozenset = frozenset()  # plates of the model factors that join the two (``Elimination.rows``)
 
 
 class Plates(NamedTuple):
-    """What a plan must know of a model's plates.
+    """What a plan must know of a model's plates."""
 
-    Attributes:
-        order: all plates, outermost first.
-        fixed: plates of fixed size: flattened rather than pooled.
-        subsampled: plates of which a call may see a part only; a node is never read across one of them.
-        determined: plate -> the plates that index maps lead to from it, closed transitively.
-        dims: plate -> its (negative) batch dim.
-        sizes: plate -> its size at the guide's first call.
-    """
-
-    order: tuple[str, ...]
-    fixed: frozenset[str] = frozenset()
-    subsampled: frozenset[str] = frozenset()
-    determined: Mapping[str, frozenset[str]] = {}
-    dims: Mapping[str, int] = {}
-    sizes: Mapping[str, int] = {}
+    order: tuple[str, ...]  # all of them, outermost first
+    fixed: frozenset[str] = frozenset()  # those of fixed size: flattened rather than pooled
+    subsampled: frozenset[str] = frozenset()  # of which a call may see a part; no node is read across one of them
+    determined: Mapping[str, frozenset[str]] = {}  # plate -> those that index maps lead to, closed transitively
+    dims: Mapping[str, int] = {}  # plate -> its (negative) batch dim
+    sizes: Mapping[str, int] = {}  # plate -> its size at the guide's first call
 
     @property
     def nesting(self) -> int:
@@ -122,25 +129,6 @@ class Plates(NamedTuple):
         return tuple(sorted(plates, key=self.order.index))
 
 
-def covariates_of(site: Hashable) -> Hashable:
-    """Returns the name of the node that holds the covariates of ``site``."""
-    return ("covariates", site)
-
-
-def nodes_of(source: Source) -> frozenset:
-    """Returns the nodes that a source reads."""
-    if isinstance(source, Direct):
-        return frozenset([source.node])
-    if isinstance(source, Pooled):
-        return frozenset().union(*map(nodes_of, source.inputs))
-    return nodes_of(source.source)
-
-
-def flattened(source: Source, plates: tuple[str, ...]) -> Source:
-    """Returns a source with plates flattened; itself if there are none."""
-    return Flattened(source, plates) if plates else source
-
-
 def plan_sources(
     batch: Collection[str],
     reads: Mapping[Hashable, Read],
@@ -148,7 +136,7 @@ def plan_sources(
     plates: Plates,
     joint: Collection[str] = (),
 ) -> tuple[Source, ...]:
-    """Returns what a factor reads of its parents.
+    """Returns what a factor reads of its parents, in a canonical order.
 
     A parent is aligned on the plates that it shares with ``batch`` and is not read across, and read across all of its
     other plates: at the rows of the model factor that joins the two, where it meets the other parents of that factor.
@@ -161,100 +149,96 @@ def plan_sources(
         frames: node -> the plates that its tensor has dims for.
         plates: the model's.
         joint: plates of the factor that are flattened into its elements.
-
-    Returns:
-        Sources in a canonical order, so that factors with the same reads have equal sources.
     """
-    return _Plan(plates.closure(batch), plates.closure(joint), plates).sources(reads, frames)
+    plan = _Plan(plates.closure(batch), plates.closure(joint), plates)
+    streams: dict[_Stream, set[Source]] = {_DONE: set()}
+    for node, read in reads.items():
+        own = frozenset(frames[node])
+        aligned = plates.closure((own & plan.batch) - read.across)
+        for across in {frozenset(), read.across - aligned}:
+            for stream, source in plan.read(node, own, across, read.rows):
+                streams.setdefault(stream, set()).add(source)
+    while len(streams) > 1:
+        # The innermost plate first; what comes out joins the reads across the plates that are left.
+        plate = max(frozenset().union(*(stream.pooled for stream in streams)), key=plates.order.index)
+        for stream in [stream for stream in streams if plate in stream.pooled]:
+            rest, source = plan.pool(plate, stream, _canonical(streams.pop(stream)))
+            streams.setdefault(rest, set()).add(source)
+    return _canonical(streams[_DONE])
+
+
+def _canonical(sources: Collection[Source]) -> tuple[Source, ...]:
+    return tuple(sorted(sources, key=repr))
 
 
 class _Stream(NamedTuple):
     """What is pooled together: over ``pooled``, keeping apart the instances of ``kept``."""
 
-    pooled: frozenset[str]
-    kept: frozenset[str]
+    pooled: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
 
 
-class _Plan:
-    """The sources of one factor under construction."""
+_DONE = _Stream()
 
-    def __init__(self, batch: frozenset[str], joint: frozenset[str], plates: Plates) -> None:
-        self.batch, self.joint, self.plates = batch, joint, plates
-        self.found: set[Source] = set()
-        self.streams: dict[_Stream, set[Source]] = {}
 
-    def sources(self, reads: Mapping[Hashable, Read], frames: Mapping[Hashable, Collection[str]]) -> tuple[Source, ...]:
-        for node, read in reads.items():
-            own = frozenset(frames[node])
-            aligned = self.plates.closure((own & self.batch) - read.across)
-            for across in {frozenset(), read.across - aligned}:
-                self._add(node, own, across, read.rows)
-        self._pool()
-        return _canonical(self.found)
+class _Plan(NamedTuple):
+    """How one factor reads: its plates ``batch`` and ``joint``, with all that they determine, among all plates."""
 
-    def _add(self, node: Hashable, frames: frozenset[str], across: frozenset[str], rows: frozenset[str]) -> None:
-        """Adds one way of reading a node: aligned on the shared plates that are not in ``across``."""
-        lies = self.plates.closure(frames)
+    batch: frozenset[str]
+    joint: frozenset[str]
+    plates: Plates
+
+    def read(
+        self, node: Hashable, frames: frozenset[str], across: frozenset[str], rows: frozenset[str]
+    ) -> Iterator[tuple[_Stream, Source]]:
+        """Yields a node aligned on the shared plates that are not in ``across``, unless it cannot be read so."""
+        plates, lies = self.plates, self.plates.closure(frames)
         if lies <= self.batch - across:
-            self.found.add(self._at(Direct(node), frames, self.plates.generators(self.batch)))
+            yield _DONE, self._at(Direct(node), frames)
             return
-        there = frames <= self.plates.closure(rows)  # else the rows do not say which of its instances they read
-        if there and not self.plates.generators(lies | rows) - frames & (self.plates.subsampled | self.plates.fixed):
+        there = frames <= plates.closure(rows)  # else the rows do not say which of its instances they read
+        if there and not plates.generators(lies | rows) - frames & (plates.subsampled | plates.fixed):
             lies |= rows
-        dims = self.plates.generators(lies)
+        dims = plates.generators(lies)
         read = lies - (self.batch - across)
-        if read & self.plates.subsampled:
+        if read & plates.subsampled:
             return
-        aligned = lies - read
         # A block is flattened, but not where the factor has rows of its own in it.
+        kept = lies - read
         flat = frozenset(
             plate
-            for plate in dims & read & self.plates.fixed & frames
-            if not self.plates.determined.get(plate, frozenset()) & aligned
+            for plate in dims & read & plates.fixed & frames
+            if kept.isdisjoint(plates.determined.get(plate, ()))
         )
-        source, frames = flattened(Direct(node), self.plates.sort(flat)), frames - flat
-        gone = self.plates.closure(flat)
+        source, frames = flattened(Direct(node), plates.sort(flat)), frames - flat
+        gone = plates.closure(flat)
         pooled = read - gone - (self.joint - dims)
-        if not pooled:
-            self.found.add(self._at(source, frames, self.plates.generators(self.batch)))
-            return
-        key = _Stream(pooled, lies - pooled - gone)
-        self.streams.setdefault(key, set()).add(self._at(source, frames, dims - flat))
+        if pooled:
+            yield _Stream(pooled, lies - pooled - gone), self._at(source, frames, dims - flat)
+        else:
+            yield _DONE, self._at(source, frames)
 
-    def _pool(self) -> None:
-        """Pools the innermost plate first; what comes out joins the reads across the plates that are left."""
-        while self.streams:
-            plate = max(frozenset().union(*(key.pooled for key in self.streams)), key=self.plates.order.index)
-            for key in [key for key in self.streams if plate in key.pooled]:
-                inputs = _canonical(self.streams.pop(key))
-                determined = self.plates.determined.get(plate, frozenset())
-                kept, left = key.kept & determined, key.pooled & determined
-                onto = self.plates.generators(kept | left)
-                if len(onto) > 1 and onto != self.plates.generators(kept):
-                    # Crossed plates: one set for each of their combinations would be a set for hardly any row.
-                    onto, left = self.plates.generators(kept), frozenset()
-                stage = Pooled(plate, inputs, self.plates.sort(onto))
-                rest = _Stream(key.pooled - {plate} - (determined - left), key.kept)
-                if rest.pooled:
-                    self.streams.setdefault(rest, set()).add(stage)
-                else:
-                    self._finish(stage, key.kept)
+    def pool(self, plate: str, stream: _Stream, inputs: tuple[Source, ...]) -> tuple[_Stream, Source]:
+        """Returns what comes out of a stream whose instances are pooled over a plate, and the stream that it joins."""
+        plates, determined = self.plates, self.plates.determined.get(plate, frozenset())
+        kept, left = stream.kept & determined, stream.pooled & determined
+        onto = plates.generators(kept | left)
+        if len(onto) > 1 and onto != plates.generators(kept):
+            # Crossed plates: one set for each of their combinations would be a set for hardly any row.
+            onto, left = plates.generators(kept), frozenset()
+        source: Source = Pooled(plate, inputs, plates.sort(onto))
+        rest = stream.pooled - {plate} - (determined - left)
+        if rest:
+            return _Stream(rest, stream.kept), source
+        dims = plates.generators(stream.kept)
+        return _DONE, self._at(flattened(source, plates.sort(dims & self.joint)), dims - self.joint)
 
-    def _finish(self, stage: Pooled, kept: frozenset[str]) -> None:
-        """Adds a pooled source, flattened over a block's plates and at the factor's own rows."""
-        flat = self.plates.sort(self.plates.generators(kept) & self.joint)
-        dims = self.plates.generators(kept) - set(flat)
-        self.found.add(self._at(flattened(stage, flat), dims, self.plates.generators(self.batch)))
-
-    def _at(self, source: Source, frames: frozenset[str], dims: frozenset[str]) -> Source:
-        """Returns a source that has dims ``frames`` as it is read at dims ``dims``."""
+    def _at(self, source: Source, frames: frozenset[str], dims: frozenset[str] | None = None) -> Source:
+        """Returns a source that has dims ``frames`` as it is read at dims ``dims``, by default the factor's own."""
+        dims = self.plates.generators(self.batch) if dims is None else dims
         for rows in self.plates.sort(dims - frames):
             mapped = frames & self.plates.determined.get(rows, frozenset()) - dims
             if mapped:
                 source = Gathered(source, rows, self.plates.sort(mapped))
                 frames = frames - mapped
         return source
-
-
-def _canonical(sources: Collection[Source]) -> tuple[Source, ...]:
-    return tuple(sorted(sources, key=repr))

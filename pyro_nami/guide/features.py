@@ -25,8 +25,7 @@ class Embedding(NamedTuple):
     def features(self, value: Tensor) -> Tensor:
         """Returns ``(*batch, 1, features)``; the module sees the batch as its only leading dim."""
         cut = value.dim() - self.event_dim
-        batch, event = value.shape[:cut], value.shape[cut:]
-        return self.module(value.reshape((-1,) + event)).reshape(batch + (1, -1))
+        return self.module(value.reshape((-1,) + value.shape[cut:])).reshape(value.shape[:cut] + (1, -1))
 
 
 def first_instance(value: Tensor, site: Mapping[str, Any]) -> Tensor:
@@ -34,15 +33,14 @@ def first_instance(value: Tensor, site: Mapping[str, Any]) -> Tensor:
     for frame in site["cond_indep_stack"]:
         if frame.vectorized:
             dim = frame.dim - site["fn"].event_dim
-            if value.dim() >= -dim:
-                value = value.narrow(dim, 0, 1)
+            value = value.narrow(dim, 0, 1) if value.dim() >= -dim else value
     return value
 
 
 def standardization(rows: Tensor, here: Tensor, factory: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Returns (shift, scale) from rows of raw features; zeros and ones (categories) are left as they are."""
     rows, here = rows.to(**factory), here.to(**factory)
-    if rows.shape[0] > 1:
+    if len(rows) > 1:
         low, center, high = torch.quantile(rows[:_MOST_ROWS], torch.tensor([0.16, 0.5, 0.84]).to(rows), dim=0)
         spread = (high - low) / 2
         flat = ~(spread > 1e-6 * center.abs()) | ~spread.isfinite()
@@ -50,8 +48,6 @@ def standardization(rows: Tensor, here: Tensor, factory: Mapping[str, Any]) -> t
     else:
         center, spread = here.mean(0), torch.ones_like(here[0])
     usable = spread.isfinite() & (spread > 1e-6 * center.abs()) & (spread > 0)
-    spread = torch.where(usable, spread, torch.ones_like(spread))
-    categories = ((rows == 0) | (rows == 1)).all(0)
-    scale = torch.where(categories, torch.ones_like(spread), 1 / spread)
-    shift = torch.where(categories | ~center.isfinite(), torch.zeros_like(center), -center * scale)
-    return shift, scale
+    left = ((rows == 0) | (rows == 1)).all(0)
+    scale = torch.where(usable & ~left, 1 / spread, torch.ones_like(spread))
+    return torch.where(left | ~center.isfinite(), torch.zeros_like(center), -center * scale), scale

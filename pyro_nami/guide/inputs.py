@@ -1,27 +1,28 @@
 """The values of sources in one call: what `pyro_nami.guide.conditioning` plans, evaluated.
 
-Feature tensors are ``(*left, *plates, features)`` with Pyro's plate dims in place, and every source is evaluated once a
-call, when it is first read. Change this module to change how a way of reading is computed.
+Feature tensors are ``(*left, *plates, features)`` with Pyro's plate dims in place. Change this module to change how a
+way of reading is computed.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_nami.guide.conditioning import Direct, Flattened, Gathered, Pooled, Source
-from pyro_nami.networks.reductions import Along, Segments
+from pyro_nami.factors.joint import to_instances, to_sequence
+from pyro_nami.guide.conditioning import Direct, Flattened, Pooled, Source
+from pyro_nami.networks.reductions import Along, Reduction, Segments
 
-__all__ = ["IndexMaps", "Sources", "concatenate", "flatten"]
+__all__ = ["IndexMaps", "Pooling", "Sources", "concatenate", "flatten"]
+
+Pooling = Mapping[Pooled, Callable[[Tensor, Reduction], Tensor]]  # pooled source -> what reduces its sets
 
 
 class IndexMaps:
-    """The index maps of one call.
+    """The index maps of one call, or of calls with the same ones.
 
     Args:
         maps: (plate of the rows, plate that they read) -> index of each row, ``(rows,)``.
@@ -54,7 +55,6 @@ class IndexMaps:
             self._segments[key] = Segments(index, count, dim)
         return self._segments[key]
 
-
     def joined(self, key: Hashable, parts: list[Tensor]) -> Tensor:
         """Returns the parts of data concatenated, which are the same tensors in every call, and are joined once."""
         kept = self._joined.get(key)
@@ -64,125 +64,93 @@ class IndexMaps:
 
 
 class Sources:
-    """The values of sources in one call: evaluated when they are first read.
+    """The values of sources in one call, each evaluated once, when it is first read.
 
     Args:
-        features: node -> features with plate dims in place (size 1 where a node lacks a plate); may grow.
         dims: plate -> its (negative) batch dim.
-        encoders: pooled source -> its encoder.
         maps: the call's index maps.
-        data: nodes whose features are the same tensors in other calls with the same data; may grow.
+        encoders: of pooled sources; sums: of the pseudo-observations that these hold.
     """
 
-    def __init__(
-        self,
-        features: Mapping[Hashable, Tensor],
-        dims: Mapping[str, int],
-        encoders: Mapping[Any, Callable[[Tensor, Along | Segments], Tensor]],
-        maps: IndexMaps,
-        data: AbstractSet[Hashable] = frozenset(),
-    ) -> None:
-        self._features, self._data = features, data
-        self._dims, self._encoders, self._maps = dims, encoders, maps
+    def __init__(self, dims: Mapping[str, int], maps: IndexMaps, encoders: Pooling, sums: Pooling) -> None:
+        self._dims, self._maps, self._encoders, self._sums = dims, maps, encoders, sums
+        self._features: dict[Hashable, Tensor] = {}
+        self._data: set[Hashable] = set()
         self._known: dict[Any, Tensor] = {}
 
+    def put(self, node: Hashable, features: Tensor, *, data: bool = False) -> None:
+        """Makes features known, of size 1 in plates that a node lacks; ``data`` are the same tensors in other calls."""
+        self._features[node] = features
+        if data:
+            self._data.add(node)
+
     def value(self, source: Source) -> Tensor:
-        """Returns the features that a factor reads from a source, ``(*left, *plates, features)``."""
+        """Returns the features that a factor reads by a source, ``(*left, *plates, features)``."""
+        return self._value(source, self._encoders)
+
+    def total(self, source: Source) -> Tensor:
+        """Returns what the instances that a factor reads by a pooled source add up to, ``(*left, *plates, sums)``."""
+        return self._value(source, self._sums)
+
+    def _value(self, source: Any, pooling: Pooling) -> Tensor:
         if isinstance(source, Direct):
             return self._features[source.node]
-        if source not in self._known:
-            if isinstance(source, Flattened):
-                value = self._flatten(self.value(source.source), source)
-            elif isinstance(source, Gathered):
-                value = self._gather(self.value(source.source), source)
-            else:
-                value = self._pool(source, self._encoders[source])
-            self._known[source] = value
-        return self._known[source]
-
-    def evidence(self, source: Source, encoder: Callable[[Tensor, Along | Segments], Tensor]) -> Tensor:
-        """Returns what the instances of a pooled source, as read by a factor, add up to: ``(*left, *plates, sums)``."""
-        key = "evidence", source
+        key = source, pooling is self._sums
         if key not in self._known:
-            if isinstance(source, Gathered):
-                self._known[key] = self._gather(self.evidence(source.source, encoder), source)
+            if isinstance(source, Pooled):
+                value = self._pool(source, pooling[source])
             elif isinstance(source, Flattened):
-                self._known[key] = self._flatten(self.evidence(source.source, encoder), source)
+                value = self._value(source.source, pooling)
+                for plate in source.plates:
+                    value = flatten(value, self._dims[plate] - 1)
             else:
-                assert isinstance(source, Pooled)
-                self._known[key] = self._pool(source, encoder)
+                value = self._gather(self._value(source.source, pooling), source)
+            self._known[key] = value
         return self._known[key]
 
-    def _pool(self, source: Pooled, encoder: Callable[[Tensor, Along | Segments], Tensor]) -> Tensor:
-        if source.inputs not in self._known:
-            parts = [self.value(part) for part in source.inputs]
-            nodes = {part.node if isinstance(part, Direct) else None for part in source.inputs}
-            join = functools.partial(self._maps.joined, source.inputs) if nodes <= self._data else concatenate
-            self._known[source.inputs] = join(parts)
-        x, dim = self._known[source.inputs], self._dims[source.plate]
-        if not source.onto:
-            return encoder(x, Along(dim))
-        result = encoder(x, self._maps.segments(source.plate, source.onto, dim))
-        return _spread(result, dim, *self._places(source.onto))
+    def _pool(self, source: Pooled, reduce: Callable[[Tensor, Reduction], Tensor]) -> Tensor:
+        x, dim = self._instances(source.inputs), self._dims[source.plate]
+        over = self._maps.segments(source.plate, source.onto, dim) if source.onto else Along(dim)
+        sets = reduce(x, over).flatten(x.dim() - 1)  # sums come head by head
+        dims, sizes = self._places(source.onto)
+        if dims in ([], [dim]):
+            return sets
+        return to_instances(sets.unsqueeze(-2).transpose(dim - 2, -2), dims, sizes, 1).squeeze(-2)
 
-    def forget(self) -> None:
-        """Forgets what was evaluated."""
-        self._known.clear()
+    def _instances(self, inputs: tuple[Source, ...]) -> Tensor:
+        """Returns what the instances of a pooled source are encoded from, side by side."""
+        if inputs not in self._known:
+            parts = [self.value(part) for part in inputs]
+            data = all(isinstance(part, Direct) and part.node in self._data for part in inputs)
+            self._known[inputs] = self._maps.joined(inputs, parts) if data else concatenate(parts)
+        return self._known[inputs]
 
-    def _flatten(self, value: Tensor, source: Flattened) -> Tensor:
-        for plate in source.plates:
-            value = flatten(value, self._dims[plate] - 1)
-        return value
-
-    def _gather(self, value: Tensor, source: Gathered) -> Tensor:
-        dim = self._dims[source.rows]
-        segments = self._maps.segments(source.rows, source.plates, dim)
-        return segments.gather(_gathered(value, dim, *self._places(source.plates)))
+    def _gather(self, value: Tensor, source: Any) -> Tensor:
+        dim, (dims, sizes) = self._dims[source.rows], self._places(source.plates)
+        if dims != [dim]:
+            shape = list(value.shape)
+            for plate_dim, size in zip(dims, sizes):
+                shape[plate_dim - 1] = size
+            value = to_sequence(value.expand(shape).unsqueeze(-2), dims, 1).transpose(dim - 2, -2).squeeze(-2)
+        return self._maps.segments(source.rows, source.plates, dim).gather(value)
 
     def _places(self, plates: Sequence[str]) -> tuple[list[int], list[int]]:
-        return [self._dims[plate] for plate in plates], [self._maps.sizes[plate] for plate in plates]
-
-
-def _spread(x: Tensor, dim: int, dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Moves combinations of instances, ``prod(sizes)`` along ``dim``, to the dims of their plates.
-
-    Dims are negative and counted without the features; those of the plates have size 1, ``dim`` aside.
-    """
-    if list(dims) == [dim]:
-        return x
-    x = x.unsqueeze(-2).transpose(dim - 2, -2).unflatten(-2, tuple(sizes))
-    for plate_dim in reversed(dims):
-        x = x.transpose(plate_dim - 1 - len(dims), -2).squeeze(-2)
-        dims = dims[:-1]
-    return x
-
-
-def _gathered(x: Tensor, dim: int, dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Undoes `_spread`: instances of some plates to their combinations along ``dim``."""
-    if list(dims) == [dim]:
-        return x
-    for count, plate_dim in enumerate(dims):
-        x = x.unsqueeze(-2).transpose(plate_dim - 2 - count, -2)
-    x = x.expand(*x.shape[: -1 - len(dims)], *sizes, x.shape[-1]).flatten(-1 - len(dims), -2)
-    return x.transpose(dim - 2, -2).squeeze(-2)
+        """Returns dims and sizes of plates; the fastest first, where combinations of instances are in a row."""
+        return [self._dims[plate] for plate in plates[::-1]], [self._maps.sizes[plate] for plate in plates[::-1]]
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
     """Concatenates along the last dim after broadcasting the others."""
     if len(parts) == 1:
         return parts[0]
-    first = parts[0].shape[:-1]
-    if any(part.shape[:-1] != first for part in parts):
-        batch = _broadcast([part.shape[:-1] for part in parts])
+    shapes = [part.shape[:-1] for part in parts]
+    if shapes.count(shapes[0]) != len(shapes):
+        # `torch.broadcast_shapes` takes as long as a small network
+        ndims = max(map(len, shapes))
+        padded = [(1,) * (ndims - len(shape)) + tuple(shape) for shape in shapes]
+        batch = tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded))
         parts = [part if part.shape[:-1] == batch else part.expand(batch + part.shape[-1:]) for part in parts]
     return torch.cat(list(parts), dim=-1)
-
-
-def _broadcast(shapes: Sequence[torch.Size]) -> tuple[int, ...]:
-    """Returns the shape that shapes broadcast to; `torch.broadcast_shapes` takes as long as a small network."""
-    ndims = max(map(len, shapes))
-    padded = [(1,) * (ndims - len(shape)) + tuple(shape) for shape in shapes]
-    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded))
 
 
 def flatten(value: Tensor, dim: int) -> Tensor:

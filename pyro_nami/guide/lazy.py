@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.network_state import NetworkState, start_network
+from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.reader import CallReader
 from pyro_nami.guide.state import PersistentGuide
@@ -132,13 +132,13 @@ class LazyGuide(PersistentGuide):
         plan = self._made()
         if not self.network.settled:
             with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
-                state = start_network(self.network, call.maps)
+                state = NetworkState(self.network, call.maps)
                 self._observed.tell(state, plan, call, self.network)
                 state.settle()
         varied = self._reader.memory.varied
         if varied and not self.network.varied:
             self.network.vary()
-        state = start_network(
+        state = NetworkState(
             self.network,
             call.maps,
             learning=learning,

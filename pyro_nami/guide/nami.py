@@ -76,14 +76,14 @@ class AutoNaMIGuide(LazyGuide):
         pooling: how a set of instances is encoded: ``"mean"``, ``"sum"``, ``"max"``, ``"attention"``, or a callable
             from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
         evidence: whether the instances of a pooled plate add precision to Normal factors, one by one; see
-            `pyro_nami.guide.evidence`.
+            `pyro_nami.guide.parameters`.
         conjugate: whether latents of a plate that are linear and Gaussian given what is drawn before them are drawn
             from their exact conditional in place of a Normal factor; `pyro_nami.reading.forms` derives it from the
             model. They have no weights and no first step. With ``anchor=True`` only.
         refine: ``"auto"``: where the guide is trained on the same data in every step, what these say is left to
-            constants, those of each instance of a plate included (see `pyro_nami.guide.offsets`), which train as
-            quickly as those of Pyro's own guides; networks read the latents alone, and data only once they vary. None:
-            networks read the data from the first step on.
+            constants, those of each instance of a plate included (see `pyro_nami.guide.free_parameters`), which train
+            as quickly as those of Pyro's own guides; networks read the latents alone, and data only once they vary.
+            None: networks read the data from the first step on.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step.
         init_scale: scale at the first step, in unconstrained space.
@@ -223,7 +223,7 @@ class AutoNaMIGuide(LazyGuide):
         plan, learning = self._made(), self.training and torch.is_grad_enabled()
         current = start_pass(plan, self._start(call, learning=learning), call)
         try:
-            with self.network.taking_part():
+            with self.network.with_gradient():
                 draw(current, plan, call)
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()

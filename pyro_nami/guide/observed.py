@@ -70,7 +70,7 @@ class ObservedFeatures:
         if node in plan.sites:
             _check(node, value, plan)
             features = plan.features(node, value)
-        if features.shape[-1] != network.num_features(node):
+        if features.shape[-1] != len(network.standard(node)[0]):
             raise ValueError(
                 f"Expected site '{node}' of the event shape of the guide's first call; got a value of shape "
                 f"{tuple(value.shape)}. A guide's networks are fixed at its first call: make a new guide."
@@ -89,7 +89,7 @@ def _blank(node: Any, site: str, plan: Plan, call: Call, network: InverseNetwork
             shape[plates.dims[plate]] = plates.sizes[plate]
         elif plate not in call.frames:
             shape[plates.dims[plate]] = 0
-    return torch.zeros(*shape, network.num_features(node), **plan.factory)
+    return torch.zeros(*shape, len(network.standard(node)[0]), **plan.factory)
 
 
 def _check(name: str, value: Tensor, plan: Plan) -> None:

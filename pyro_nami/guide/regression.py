@@ -16,10 +16,9 @@ from torch import Tensor
 
 from pyro_nami.factors.joint import to_sequence
 from pyro_nami.factors.links import raw_scale
+from pyro_nami.guide.inputs import concatenate
 from pyro_nami.guide.network import InverseNetwork
 from pyro_nami.guide.network_state import NetworkState
-from pyro_nami.networks.masked import MaskedMLP
-from pyro_nami.networks.separate import SeparateMLP
 
 __all__ = ["regress"]
 
@@ -39,28 +38,24 @@ def regress(
         targets: factor -> its elements relative to the anchor, ``(*batch, elements)``.
         dims: factor -> batch dims of the plates that it is a block of.
     """
-    for group, mlp in zip(network.groups, network.parts[0]):
-        if not mlp.skip or mlp.is_trained():
+    for group in network.groups:
+        if not group.mlp.skip or group.mlp.is_trained():
             continue
-        inputs = state.all_inputs(group)
-        kept = mlp.direct_mask()
+        inputs, kept = state.inputs(group, 0, len(group.steps)), group.mlp.direct_mask()
+        numbers = torch.arange(group.mlp.out_features)
         for factor in group.factors:
-            if len(factor.locations) != 1 or factor.name not in targets or factor.evidence:
-                continue  # a regression on a set of one size would be taken for what evidence says at any size
+            if len(factor.locations) != 1 or factor.name not in targets or factor.pseudo:
+                continue  # a regression on a set of one size would be taken for what instances say at any size
             goal = to_sequence(targets[factor.name], dims[factor.name])
-            x, y = (part.flatten(0, -2) for part in _same_batch(inputs, goal))
-            rows = range(mlp.out_features)[network.location_rows(factor.name)]
-            _regress_factor(mlp, rows, x, y, kept)
+            both = concatenate([inputs, goal]).flatten(0, -2)
+            rows = group.locations(numbers, factor).tolist()
+            _regress_rows(group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], kept)
 
 
-def _regress_factor(
-    mlp: MaskedMLP | SeparateMLP, rows: range, x: Tensor, y: Tensor, kept: Tensor
-) -> None:
+def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor) -> None:
     bias, units = mlp.output_bias().clone(), mlp.units.clone()
-    for element, row in enumerate(rows):
-        columns = kept[row].nonzero().flatten()
-        goal = y[:, element]
-        fine = goal.isfinite()
+    for row, goal in zip(rows, y.unbind(-1)):
+        columns, fine = kept[row].nonzero().flatten(), goal.isfinite()
         count = int(fine.sum())
         if count < _ROWS_PER_INPUT * (len(columns) + 1):
             continue
@@ -80,9 +75,3 @@ def _regress_factor(
         bias[row] = (middle - center @ slope).to(bias)
         bias[row + 1] = raw_scale(spread.to(bias))
     mlp.set_output_bias(bias)
-
-
-def _same_batch(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns both with the same batch dims, all but the last."""
-    batch = torch.broadcast_shapes(x.shape[:-1], y.shape[:-1])
-    return x.expand(batch + x.shape[-1:]), y.expand(batch + y.shape[-1:])

@@ -20,9 +20,9 @@ from torch.distributions import Distribution
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.joint import to_instances
 from pyro_nami.factors.links import relative_scale
-from pyro_nami.guide.evidence import expert
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.one_pass import Pass, Term
+from pyro_nami.guide.parameters import expert
 from pyro_nami.reading.joint_gaussian import ConjugateGroup
 from pyro_nami.reading.runner import changed_event_shape
 

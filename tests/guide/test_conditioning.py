@@ -110,7 +110,8 @@ def test_a_pooled_source_is_evaluated_once():
 
     source = Pooled("i", (Direct("y"),))
     y = torch.arange(6.0).reshape(2, 3, 1)
-    sources = Sources({"y": y}, {"i": -1}, {source: encoder}, IndexMaps({}, {}))
+    sources = Sources({"i": -1}, IndexMaps({}, {}), {source: encoder}, {})
+    sources.put("y", y)
     for _ in range(2):
         out = sources.value(source)
     assert torch.equal(out.flatten(), torch.tensor([3.0, 12.0])) and len(calls) == 1
@@ -141,7 +142,9 @@ def test_rows_are_gathered_and_pooled_like_a_loop_would(dims, particles):
         features["cell"] = cell.transpose(-3, -2).reshape(*particles, 2, 3, 1, 1)
         plates.append(("county", "day"))
     pooled = {onto: Pooled("obs", (Direct("y"),), onto) for onto in plates}
-    sources = Sources(features, dims, dict.fromkeys(pooled.values(), total), MAPS)
+    sources = Sources(dims, MAPS, dict.fromkeys(pooled.values(), total), {})
+    for node, value in features.items():
+        sources.put(node, value)
 
     gathered = sources.value(Gathered(Direct("a"), "obs", ("county",)))
     assert torch.equal(gathered, placed(a[..., COUNTY, :], "obs"))

@@ -87,7 +87,7 @@ def fit(guide, name, loss, weigh=False):
         loss: a function that returns the loss.
         weigh: whether instances may weigh differently.
     """
-    output = guide.network.networks[guide.network.group_of[name]].output_unconstrained
+    output = guide.network.group_of[name].mlp.output_unconstrained
     with torch.no_grad():
         output[guide.network.factors[name].num_params, -1] += math.log(
             300
@@ -275,7 +275,7 @@ def test_the_evidence_of_a_blocks_member_is_that_of_its_own_rows():
     guide = amortized(crossed, init_scale=0.5, conjugate=False)
     guide(torch.arange(8) % 5, 5, torch.arange(8) % 4, 4, torch.randn(8))
     (block,) = [factor for factor in guide.network.factors.values() if factor.joint]
-    assert block.name == "beta" and block.num_elements == 4 and len(block.evidence) == 1
+    assert block.name == "beta" and block.num_elements == 4 and len(block.pseudo) == 1
     scatter_evidence(guide)
     copies = torch.tensor([0, 1, 2, 50])
     day = torch.arange(4).repeat_interleave(copies)
@@ -308,7 +308,7 @@ def test_evidence_can_be_turned_off(model, families):
 def test_families_without_evidence_have_none():
     guide = amortized(hierarchy, families={"m": "mixture"})
     guide(6, torch.randn(6))
-    assert not guide.network.factors["m"].evidence and not list(guide.network.evidence.parameters())
+    assert not guide.network.factors["m"].pseudo and not list(guide.network.evidence.parameters())
 
 
 def test_evidence_of_a_subsampled_plate_does_not_reach_globals():

@@ -252,14 +252,14 @@ def test_simulated_data_are_read_in_units_of_the_models_own_draws():
     """Of `observed=` there is no value at the first call; its initial value says nothing of its scale."""
     guide = amortized(heavy_tailed, observed=["y"])
     guide(observations={"y": torch.randn(9)})
-    shift, scale = (guide.network._buffers[name] for name in guide.network._affine["y"])
+    shift, scale = guide.network.standard("y")
     assert 1e-4 < scale.item() < 2e-2 and shift.abs() < 1
 
 
 def test_data_far_outside_are_tempered_and_others_are_not():
     guide = amortized(heavy_tailed, observed=["y"])
     guide(observations={"y": torch.randn(9)})
-    shift, scale = (guide.network._buffers[name] for name in guide.network._affine["y"])
+    shift, scale = guide.network.standard("y")
     units = torch.tensor([-9.9, -1.0, 0.0, 2.0, 9.9, 50.0, 1e6, -1e6, 3.0])
     read = guide._observed.features("y", (units - shift) / scale, guide._plan, guide.network).flatten()
     near = units.abs() < 10

@@ -408,7 +408,7 @@ def test_warnings_are_a_line_each_on_stderr_and_notes_in_the_output(run):
     assert code == 0 and not caught
     lines = [line for line in err.splitlines() if line.startswith("pyro-nami: warning: ")]
     assert len(lines) == len(err.splitlines()) - 1 >= 2  # the first is what the import prints
-    assert any("Runner randomness: 'noise'" in line for line in lines)
+    assert any("Hidden randomness: 'noise'" in line for line in lines)
     assert "Values left torch; edges from here are found by intervention: w\n" in out
     assert "Hidden randomness; taken to depend on all latents before: noise\n" in out
     found = loaded(run("inspect", "leaky", "--format", "json")[1])

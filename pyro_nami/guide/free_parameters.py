@@ -1,0 +1,83 @@
+"""Free parameters: numbers of a factor's own beside its networks, which no data change.
+
+*Offsets* are what each instance of a plate adds to the parameters that networks give it. An amortized factor gives up
+a little on every instance, as its network has to serve them all. Where the data are the same in every step, each
+instance is also trained by itself, so that the guide contains the one that has nothing else (Pyro's ``AutoNormal``).
+Other data get none of them. *Couplings* say how the elements of a vector, or the instances of a block, depend on each
+other where that is linear: one lower triangular matrix a factor, see `pyro_nami.factors.normals.CoupledElements`.
+
+Change this module to refine the parameters of single instances otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_nami.networks.pace import Pace
+
+__all__ = ["MOST_COUPLED", "FreeParameters", "coupling_units"]
+
+MOST_COUPLED = 1024  # elements
+_BASE = 0.5  # elements before it that a row of a coupling may read before its weights are divided
+
+
+class FreeParameters(PyroModule):
+    """A tensor ``units * parameter`` of each of some factors, zero at first.
+
+    Args:
+        kind: by which parameters are named.
+        units: factor -> what its parameters are multiplied by.
+        plates: factor -> the plates, with their batch dims and full sizes, whose instances each have parameters of
+            their own.
+        nesting: number of plate dims.
+        persistent: whether units belong to the state.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        units: Mapping[Any, Tensor],
+        plates: Mapping[Any, Mapping[str, tuple[int, int]]] | None = None,
+        nesting: int = 0,
+        persistent: bool = False,
+    ) -> None:
+        super().__init__()
+        self._plates = plates or {}
+        self._names = {factor: (f"{kind}_{i}", f"unit_{i}") for i, factor in enumerate(units)}
+        for factor, (name, unit) in self._names.items():
+            sizes = [1] * nesting
+            for dim, size in self._plates.get(factor, {}).values():
+                sizes[dim] = size
+            self.register_buffer(unit, units[factor], persistent=persistent)
+            zeros = units[factor].new_zeros(*sizes, *units[factor].shape)
+            setattr(self, name, PyroParam(zeros, constraints.real))
+            setattr(self, f"{name}_pace", Pace(zeros))
+
+    def start(self, indices: Mapping[str, Tensor] | None = None) -> dict[Any, Tensor]:
+        """Returns factor -> its tensor, ``(*plates, *shape of units)``; ``indices`` are those of subsampled plates."""
+        found = {}
+        for factor, (name, unit) in self._names.items():
+            value = getattr(self, name)
+            for plate, (dim, _) in self._plates.get(factor, {}).items():
+                if indices and plate in indices:
+                    # `dim` is counted without the dims of the units
+                    value = value.index_select(dim - getattr(self, unit).dim(), indices[plate].to(value.device))
+            found[factor] = value * getattr(self, unit)
+        return found
+
+    def quicken(self) -> None:
+        """Adapts the speed of the parameters, after a step of the optimizer; see `Pace`."""
+        for name, _ in self._names.values():
+            getattr(self, f"{name}_pace").adapt(getattr(self, name))
+
+
+def coupling_units(size: int, like: Tensor) -> Tensor:
+    """Returns the units of a coupling, ``(size, size)``: zero but below the diagonal, less in rows that read more."""
+    before = torch.arange(size, device=like.device).to(like).clamp(min=_BASE) / _BASE
+    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril(-1) / before.unsqueeze(-1)

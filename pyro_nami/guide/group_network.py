@@ -1,0 +1,166 @@
+"""The network of one group of factors, and what it learns beside gradients.
+
+Inputs are read in units of what was read in training (`networks.Running`). Rows are given in units of their own: those
+of locations follow the spread of draws around the row's bias. Change this module to learn something else by averages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_nami.guide.conditioning import nodes_of, pooled_part
+from pyro_nami.guide.groups import Column, Factor, Step, dependency
+from pyro_nami.networks.masked import MaskedMLP
+from pyro_nami.networks.running import Running
+from pyro_nami.networks.separate import SeparateMLP
+from pyro_nami.networks.stepped import Base
+
+__all__ = ["GroupNetwork"]
+
+# What weights are divided beyond: where a guide is compiled on simulations, and where it is trained on data as Pyro's
+# own guides are, at the rates that suit these.
+_COMPILED, _TRAINED = Base(32.0, 64.0, 8.0), Base(1.0, 8.0, 0.25, paced=True)
+_SHAPE_UNIT = 0.1  # of rows that are no locations: how scales move with other latents matters less, and is noisier
+_LEAST_SCALE, _LEAST_POOLED_SCALE = 1e-6, 0.1  # of an input, in units of its spread at the first call
+_COPIES, _MOST_MEMORY = 6, 5e8  # weights, mask, masked weights, gradient and two of the optimizer's; bytes
+
+
+class GroupNetwork:
+    """A group's network and its inputs.
+
+    Args:
+        factors: of the group, in sampling order.
+        steps: as planned.
+        latents: the nodes that are no data.
+        simulated: whether the guide is trained on simulations rather than on data.
+        shared: one network for all factors; otherwise a small one for every factor.
+        hidden_features, options: of the network.
+        factory: its dtype and device.
+
+    Attributes:
+        mlp: the network.
+        running: shift and scale of its inputs.
+        data: sources that are made of data alone.
+        constant: sources that are not read where the data are the same in every call: data, in a group without plates.
+        head: factor -> the first step that gives rows of it.
+    """
+
+    def __init__(
+        self,
+        factors: Sequence[Factor],
+        steps: Sequence[Step],
+        latents: Collection[Any],
+        *,
+        simulated: bool,
+        shared: bool,
+        hidden_features: Sequence[int],
+        factory: Mapping[str, Any],
+        **options: Any,
+    ) -> None:
+        self.factors, self.steps = tuple(factors), tuple(steps)
+        columns, latents = self.columns(0, len(steps)), frozenset(latents)
+        self.data = frozenset(column.source for column in columns if latents.isdisjoint(nodes_of(column.source)))
+        self.constant = frozenset() if factors[0].batch else self.data
+        self.head = {name: i for i, step in reversed([*enumerate(steps)]) for name in step.rows}
+        self._blocks: dict[tuple[int, int], Counter] = {}
+        self._first_rows, count = {}, 0
+        for name, rows in self.blocks(0, len(steps)).items():
+            self._first_rows[name], count = count, count + rows
+
+        splits = [sum(column.last - column.first for column in step.columns) for step in steps]
+        _check_memory(factors, count, sum(splits) + sum(hidden_features[-1:]) + 1, factory)
+        matrix, alike = dependency(factors, columns)
+        options |= {"input_splits": splits, "output_splits": [sum(step.rows.values()) for step in steps]}
+        options |= {"base": _COMPILED if simulated else _TRAINED, **factory}
+        if shared:
+            self.mlp: Any = MaskedMLP(matrix, hidden_features, **options)
+        else:
+            self.mlp = SeparateMLP(matrix, hidden_features, factors=alike, **options)
+        if not simulated:
+            self.mlp.set_units(torch.full_like(self.mlp.units, _SHAPE_UNIT))
+        floor, follows = [], []  # training goes on to standardize latents wholly, and data not at all
+        for source, first, last, _ in columns:
+            pure = nodes_of(source) <= latents and pooled_part(source) is None
+            floor += (last - first) * [_LEAST_SCALE if pure else _LEAST_POOLED_SCALE]
+            follows += (last - first) * [not simulated and source not in self.data]
+        follow = torch.tensor(follows, dtype=torch.bool, device=factory.get("device"))
+        self.running = Running(torch.tensor(floor, **factory), follow)
+
+    def columns(self, begin: int, stop: int) -> list[Column]:
+        """Returns the columns of steps ``begin`` to ``stop - 1``."""
+        return [column for step in self.steps[begin:stop] for column in step.columns]
+
+    def blocks(self, begin: int, stop: int) -> Mapping[Any, int]:
+        """Returns the factors that steps ``begin`` to ``stop - 1`` give rows for, with the number of rows of each."""
+        if (begin, stop) not in self._blocks:
+            sizes = self._blocks[begin, stop] = Counter()
+            for step in self.steps[begin:stop]:
+                sizes.update(step.rows)
+        return self._blocks[begin, stop]
+
+    def rows(self, values: Tensor, factor: Factor) -> Tensor:
+        """Returns those of ``values``, one a row of the network, that are a factor's: a view ``(elements, rows)``."""
+        first, elements, rows = self._first_rows[factor.name], factor.num_elements, factor.num_rows
+        return values[first : first + elements * rows].view(elements, rows)
+
+    def locations(self, values: Tensor, factor: Factor) -> Tensor:
+        """Returns the same for the locations alone of a factor that has one an element, ``(elements,)``."""
+        first, stop = self._first_rows[factor.name], factor.num_elements * factor.num_rows
+        return values[first + factor.locations[0] : first + stop : factor.num_rows]
+
+    def pulls(self) -> Tensor:
+        """Returns zeros that move as the biases of all rows do, relative to their units."""
+        biases = self.mlp.output_bias() / self.mlp.bias_units
+        return biases - biases.detach()
+
+    def set_units(self, factor: Factor, scale: float, anchor: Tensor) -> None:
+        """Sets the units of a factor's locations: of biases, those of unconstrained space; else its first scale.
+
+        Args:
+            factor: of the group.
+            scale: of the factor at first, in unconstrained space.
+            anchor: of its prior there, ``(elements,)``.
+        """
+        units, bias = self.mlp.units.clone(), self.mlp.bias_units.clone()
+        anchor = anchor.double().unsqueeze(-1)
+        self.rows(units, factor)[:, factor.where] = (scale / anchor).to(units)
+        self.rows(bias, factor)[:, factor.where] = (1 / anchor).to(bias)
+        self.mlp.set_units(units, bias)
+
+    def learn(self, innovations: Mapping[Any, Tensor]) -> None:
+        """Takes draws ``(*batch, elements)`` of factors, relative to their anchors, into the units of locations."""
+        share, bias, units = self.running.share, self.mlp.output_bias(), self.mlp.units.clone()
+        for factor in self.factors:
+            if factor.name in innovations:
+                center, unit = (self.rows(values, factor)[:, factor.where] for values in (bias, units))
+                off = innovations[factor.name].unsqueeze(-1) - center
+                spread = off.reshape(-1, *unit.shape).square().mean(0)
+                self.rows(units, factor)[:, factor.where] = (unit.square() * (1 - share) + share * spread).sqrt()
+        self.mlp.set_units(units)
+
+    def vary(self) -> None:
+        """Lets the network learn from data that vary: weights are divided beyond other widths from now on."""
+        self.mlp.rebase(_COMPILED)
+        for flags in (self.mlp.pace.patient, self.mlp.pace.shared):
+            flags.zero_()  # offsets go, and weights have to tell the data apart
+
+
+def _check_memory(factors: Sequence[Factor], rows: int, columns: int, factory: Mapping[str, Any]) -> None:
+    """Raises where the output layer, which holds rows times columns, would take more memory than is sensible."""
+    size = rows * columns * torch.empty(0, **factory).element_size() * _COPIES
+    if size <= _MOST_MEMORY:
+        return
+    largest = max(factors, key=lambda factor: factor.num_elements)
+    over = " and ".join(repr(plate) for plate in largest.joint)
+    what = f"a block of {largest.num_elements} elements" + (f" over plate {over}" if over else "")
+    raise ValueError(
+        f"Expected networks of at most {_MOST_MEMORY / 1e9:.1f} GB with their gradients and optimizer state; got "
+        f"{size / 1e9:.1f} GB, most of it for site '{largest.name}', {what} that depend on each other given the "
+        'data. Use within="independent", which gives these dependencies up and needs no fixed size; another '
+        "`inverse` or `blocks`, so that the smaller side of a crossed design forms the block; or fewer elements."
+    )
