@@ -11,7 +11,6 @@ ROOT = Path(__file__).parent.parent
 # Rooms in order, and in each its modules in order. A room's __init__ comes behind its modules.
 ORDER = {
     "": "messages",
-<<<<<<< HEAD
     "graph": "sites network elimination min_fill inverse inversions verification",
     "factors": "wrappers links joint bijections layout elements normals types anchors distribution family "
     "features own_type unconstrained registry relocated",
@@ -25,20 +24,6 @@ ORDER = {
     "inference": "sites observations target checkpoint history psis ranks trackers optimizers weights simulate batches "
     "losses trainer compilation coordinates tempering start transitions annealing importance",
     "checking": "rank_tests plots simulations calibration misspecification diagnosis",
-=======
-    "graph": "sites bayesnet elimination inverse search inversion separation",
-    "factors": "anchors bijections layout elements factor joint coupled relaxed relocated base discrete observed "
-    "own_type unconstrained registry",
-    "networks": "masks pace reductions rowwise running pooling attention encoders evidence stepped masked separate",
-    "reading": "isolation provenance group_testing runner probe covariates index_maps.finder index_maps.nesting "
-    "index_maps.given index_maps.search network first_run forms",
-    "guide": "arguments options conditioning free_parameters features parameters groups group_network inputs "
-    "inversion network network_state regression rules structure differences shapes first_call columns plan build "
-    "memory maps call observed draw state nami",
-    "inference": "sites observations checkpoint history psis ranks tracking optimizing weights simulate batches losses "
-    "coordinates pair tempering transitions target annealing importance compilation",
-    "checking": "verdicts calibration misspecification diagnose plots",
->>>>>>> room/guidenets
     "show": "render report target commands",
 }
 MODULES = [f"{room}.{name}".strip(".") for room, names in ORDER.items() for name in names.split()]
