@@ -85,7 +85,7 @@ def test_imports_only_from_modules_before_it(module):
         ("graph.inverse", "import torch"),
         ("networks.masked", "def f():\n    from pyro.nn import PyroModule"),
         ("graph.inverse", "from ..guide import nami"),
-        ("graph.bayesnet", "from pyro_nami.graph.inverse import Inverse"),
+        ("graph.network", "from pyro_nami.graph.inverse import Inverse"),
         ("networks.masks", "from pyro_nami import graph"),
         ("guide.nami", "from pyro_nami.guide import AutoNaMIGuide"),
         ("factors.family", "import pyro_nami.guide.nami"),
