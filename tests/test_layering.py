@@ -18,13 +18,13 @@ ORDER = {
     "separate",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
     "index_maps.finder index_maps.nesting index_maps.given index_maps.search network joint_gaussian forms",
-    "guide": "arguments options conditioning free_parameters features parameters groups group_network inputs inversion "
-    "network network_state regression one_pass rules structure differences shapes first_call columns plan build maps "
-    "call memory reader observed draw state lazy nami",
-    "inference": "sites observations target checkpoint history psis ranks trackers optimizers weights simulate batches "
-    "losses trainer compilation coordinates tempering start transitions annealing importance",
-    "checking": "rank_tests plots simulations calibration misspecification diagnosis",
-    "show": "render report target commands",
+    "guide": "arguments options conditioning free_parameters standardization parameters groups group_network inputs "
+    "inversion inverse_network network_state regression one_pass rules structure differences shapes first_call columns "
+    "plan build maps call memory reader observed draw state lazy nami",
+    "inference": "site_messages observations target checkpoint history psis processes trackers optimizers weights "
+    "simulate batches losses trainer compilation tempering start transitions annealing importance",
+    "checking": "coordinates rank_tests plots simulations calibration misspecification diagnosis",
+    "show": "render report model_file commands",
 }
 MODULES = [f"{room}.{name}".strip(".") for room, names in ORDER.items() for name in names.split()]
 RANK = {name: rank for rank, name in enumerate(MODULES)}

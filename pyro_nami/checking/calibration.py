@@ -19,10 +19,10 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from pyro_nami.checking.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.checking.plots import RankPanel, plot_ranks
 from pyro_nami.checking.rank_tests import JOINT_DENSITY, JOINT_TARP, Verdict, ecdf_tests, verdicts
 from pyro_nami.checking.simulations import finite_draws, seeded
-from pyro_nami.inference.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.reading.runner import takes_observations

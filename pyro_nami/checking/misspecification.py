@@ -18,8 +18,8 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from pyro_nami.checking.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.checking.simulations import finite_draws, seeded
-from pyro_nami.inference.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.observations import as_mapping, as_tensor, observed_names
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.messages import warn

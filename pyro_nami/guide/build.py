@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.conditioning import covariates_of
-from pyro_nami.guide.features import standardization
 from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inputs import flatten
-from pyro_nami.guide.network import InverseNetwork
+from pyro_nami.guide.inverse_network import InverseNetwork
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.parameters import initial_expert, initial_rows
 from pyro_nami.guide.plan import make_plan
 from pyro_nami.guide.rules import Learned
+from pyro_nami.guide.standardization import standardization
 from pyro_nami.guide.structure import Plan
 from pyro_nami.networks.encoders import make_encoder
 from pyro_nami.reading.isolation import untouched

@@ -17,7 +17,7 @@ from pyro_nami.factors.joint import to_sequence
 from pyro_nami.guide.group_network import GroupNetwork
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inputs import IndexMaps, Sources, concatenate
-from pyro_nami.guide.network import InverseNetwork, Record
+from pyro_nami.guide.inverse_network import InverseNetwork, Record
 from pyro_nami.guide.parameters import Additions
 from pyro_nami.networks.running import tempered
 

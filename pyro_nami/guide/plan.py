@@ -20,13 +20,13 @@ from pyro_nami.factors.unconstrained import NormalFamily
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.columns import find_covariates
 from pyro_nami.guide.conditioning import Plates, Read, covariates_of, nodes_of, plan_sources
-from pyro_nami.guide.features import Embedding, first_instance
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.free_parameters import MOST_COUPLED
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inversion import invert, plan_reads
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.rules import Exact, Learned, Prior, Rule
+from pyro_nami.guide.standardization import Embedding, first_instance
 from pyro_nami.guide.structure import Plan, SitePlan
 from pyro_nami.messages import warn
 from pyro_nami.reading.first_run import allows_nan, is_transparent

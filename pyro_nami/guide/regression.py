@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_nami.factors.joint import to_sequence
 from pyro_nami.factors.links import raw_scale
 from pyro_nami.guide.inputs import concatenate
-from pyro_nami.guide.network import InverseNetwork
+from pyro_nami.guide.inverse_network import InverseNetwork
 from pyro_nami.guide.network_state import NetworkState
 
 __all__ = ["regress"]

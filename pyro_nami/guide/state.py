@@ -13,7 +13,7 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pyro_nami.guide.network import InverseNetwork
+from pyro_nami.guide.inverse_network import InverseNetwork
 from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.reader import CallReader

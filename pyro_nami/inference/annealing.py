@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from pyro_nami.inference.observations import as_mapping
-from pyro_nami.inference.sites import plate_names
+from pyro_nami.inference.site_messages import plate_names
 from pyro_nami.inference.start import Start
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.tempering import TemperedPath

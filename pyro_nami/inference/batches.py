@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pyro_nami.inference.checkpoint import rng_state, set_rng_state
-from pyro_nami.inference.ranks import Ranks
+from pyro_nami.inference.processes import Processes
 from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
 
 __all__ = ["Arguments", "Batch", "Simulations", "Stream", "stream_of"]
@@ -79,7 +79,7 @@ def stream_of(
     data: Iterable[Any] | None,
     num_workers: int,
     state: Mapping[str, Any],
-    ranks: Ranks,
+    processes: Processes,
 ) -> Stream:
     """Returns the batches of ``steps``: of a data set, of workers, or simulated when they are asked for.
 
@@ -87,7 +87,7 @@ def stream_of(
     """
     if data is not None:
         place = dict(state) if "epoch" in state else {}
-        return Stream(_read(simulations, steps, _epochs(data, place), ranks), place)
+        return Stream(_read(simulations, steps, _epochs(data, place), processes), place)
     if num_workers == 0:
         return Stream(map(simulations.fresh, steps), {})
     seed = state.get("seed") or int(torch.randint(1, 2**31, ()))
@@ -115,10 +115,10 @@ class _Seeded:
         return batch._replace(draws=batch.draws._replace(sites=None))  # not to go from process to process
 
 
-def _read(simulations: Simulations, steps: range, given: Iterator[Any], ranks: Ranks) -> Iterator[Batch]:
+def _read(simulations: Simulations, steps: range, given: Iterator[Any], processes: Processes) -> Iterator[Batch]:
     for step in steps:
         values = next(given, None)
-        if ranks.any(values is None):
+        if processes.any(values is None):
             if step == 0:
                 raise ValueError("Expected batches of simulations in data; got none.")
             return

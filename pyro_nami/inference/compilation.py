@@ -154,7 +154,7 @@ class InferenceCompilation:
         held_out = simulations.held_out(validation)
         checkpoint, place = _resume(trainer, checkpoint)
         ahead = range(len(trainer.history.losses), steps)
-        stream = stream_of(simulations, ahead, data, num_workers, place, trainer.ranks)
+        stream = stream_of(simulations, ahead, data, num_workers, place, trainer.processes)
         plan = _Plan(ahead, validate_every, patience, checkpoint, checkpoint_every, callback(tracker), progress)
         _train(trainer, stream, held_out, plan)
         return trainer.history
@@ -185,7 +185,7 @@ def _train(
 ) -> None:
     """Takes the steps of a plan, until its patience or the batches end."""
     history, done, last = trainer.history, plan.ahead.start, plan.ahead.stop
-    log, show = (plan.log, plan.progress) if trainer.ranks.first else (callback(None), False)
+    log, show = (plan.log, plan.progress) if trainer.processes.first else (callback(None), False)
     with tqdm(total=last, initial=done, desc="compiling", disable=not show, mininterval=0.2) as bar:
         while done < last and _patient(history, plan) and (batch := next(stream.batches, None)):
             done += 1
@@ -201,7 +201,7 @@ def _train(
         _save(trainer, stream, plan.checkpoint)
     if trainer.best is not None:
         trainer.load_weights(trainer.best)
-    if history.skipped and trainer.ranks.first:
+    if history.skipped and trainer.processes.first:
         warn(f"{history.shortfall()}; they were left out.")
 
 
@@ -212,8 +212,8 @@ def _patient(history: History, plan: _Plan) -> bool:
 def _save(trainer: Trainer, stream: Stream, checkpoint: str | Path | None) -> None:
     if checkpoint is None:
         return
-    own, *others = trainer.ranks.gather({"rng": rng_state(), "stream": stream.state})
-    if trainer.ranks.first:
+    own, *others = trainer.processes.gather({"rng": rng_state(), "stream": stream.state})
+    if trainer.processes.first:
         save_checkpoint(checkpoint, {**trainer.state(), **own, **({"others": others} if others else {})})
 
 
@@ -222,16 +222,16 @@ def _resume(trainer: Trainer, checkpoint: str | Path | None) -> tuple[str | Path
 
     Random numbers go on as well; where another number of processes goes on, from the first's, anew in the others.
     """
-    ranks = trainer.ranks
-    found = None if checkpoint is None or not (ranks.first and Path(checkpoint).exists()) else checkpoint
-    checkpoint, saved = ranks.of_first((checkpoint, {} if found is None else load_checkpoint(found)))
+    processes = trainer.processes
+    found = None if checkpoint is None or not (processes.first and Path(checkpoint).exists()) else checkpoint
+    checkpoint, saved = processes.of_first((checkpoint, {} if found is None else load_checkpoint(found)))
     trainer.load(saved)
     parts = [saved, *saved.get("others", ())]
-    own = parts[ranks.rank] if len(parts) == ranks.size else {}
+    own = parts[processes.rank] if len(parts) == processes.size else {}
     if saved:
         set_rng_state((own or saved)["rng"])
     if not own:
-        ranks.part()
+        processes.part()
     return checkpoint, own.get("stream", {})
 
 

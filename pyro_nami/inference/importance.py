@@ -18,7 +18,7 @@ from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from pyro_nami.inference.observations import as_mapping
-from pyro_nami.inference.sites import is_delta, plate_names, plate_nesting
+from pyro_nami.inference.site_messages import is_delta, plate_names, plate_nesting
 from pyro_nami.inference.target import (
     Extent,
     Target,

@@ -18,7 +18,7 @@ from pyro import poutine
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
-from pyro_nami.inference.sites import log_density, plate_nesting, with_idle_dims
+from pyro_nami.inference.site_messages import log_density, plate_nesting, with_idle_dims
 from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line, unsampled
 from pyro_nami.messages import warn
 from pyro_nami.reading.runner import Runner

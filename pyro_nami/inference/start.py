@@ -15,7 +15,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_nami.inference.sites import OutsideSupport, with_idle_dims
+from pyro_nami.inference.site_messages import OutsideSupport, with_idle_dims
 from pyro_nami.inference.target import Extent, Target, differing_site, log_densities, unsampled
 from pyro_nami.inference.tempering import (
     Point,

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_nami.inference.observations import Observations
-from pyro_nami.inference.sites import check_full_plates, log_density, plate_nesting
+from pyro_nami.inference.site_messages import check_full_plates, log_density, plate_nesting
 from pyro_nami.reading.draws import any_value
 from pyro_nami.reading.runner import Runner, own_dims, takes_observations
 

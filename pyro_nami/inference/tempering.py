@@ -20,7 +20,7 @@ from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 from torch.distributions import Transform, biject_to
 
-from pyro_nami.inference.sites import is_delta, log_density
+from pyro_nami.inference.site_messages import is_delta, log_density
 from pyro_nami.inference.target import Extent, Target, log_densities, per_draw
 from pyro_nami.reading.runner import Runner
 

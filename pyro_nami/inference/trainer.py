@@ -18,7 +18,7 @@ from pyro_nami.inference.checkpoint import check_structure, fingerprint, structu
 from pyro_nami.inference.history import History
 from pyro_nami.inference.losses import CompilationLoss, non_finite_sites, site_log_probs
 from pyro_nami.inference.optimizers import Optimization
-from pyro_nami.inference.ranks import Ranks
+from pyro_nami.inference.processes import Processes
 from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
 from pyro_nami.messages import warn
 
@@ -56,8 +56,8 @@ class Trainer:
         self.structure = structure_of(guide, self.parameters)
         self.wrapped = self.loss if wrap is None else wrap(self.loss)
         self.finite = [value.detach().clone() for value in self.parameters.values()]  # as the wrapper set them
-        self.ranks = Ranks(self.wrapped, self.finite[0].device)
-        self.ranks.part()
+        self.processes = Processes(self.wrapped, self.finite[0].device)
+        self.processes.part()
         self.history = History()
         self.best: dict[str, Any] | None = None
 
@@ -72,7 +72,7 @@ class Trainer:
 
     def validate(self, batches: Iterable[Batch]) -> float:
         """Returns the mean loss of all processes on held-out batches, and keeps the weights if it is the lowest."""
-        loss, done = self.ranks.mean(self.mean_loss(batches)), len(self.history.losses)
+        loss, done = self.processes.mean(self.mean_loss(batches)), len(self.history.losses)
         self.history.validation.append((done, loss))
         self.optimization.validated(loss)
         if self.history.best_step == done:
@@ -103,9 +103,9 @@ class Trainer:
         draws, non_finite = drawn.to(self.finite[0].device).finite()  # a loader's may be on the host
         sites = (*drawn.latents, *drawn.observed)
         own = (drawn.num, draws.num, draws.num == 0, *(non_finite.get(name, 0) for name in sites))
-        total, kept, empty, *bad = map(int, self.ranks.sum(own))
+        total, kept, empty, *bad = map(int, self.processes.sum(own))
         self.history.count(total, total - kept, {name: count for name, count in zip(sites, bad) if count})
-        return draws, 0.0 if empty else draws.num * self.ranks.size / kept
+        return draws, 0.0 if empty else draws.num * self.processes.size / kept
 
     def _descend(self, batch: Batch, share: float) -> float:
         parameters = self.optimization.parameters
@@ -113,7 +113,7 @@ class Trainer:
             loss = self.wrapped(batch.draws, batch.args, batch.kwargs).mean() * share
             norm = self.optimization.backward(loss)
         loss_value, norm_value = torch.stack((loss.detach(), norm.to(loss))).tolist()
-        loss_value = self.ranks.mean(loss_value)
+        loss_value = self.processes.mean(loss_value)
         if math.isfinite(loss_value) and math.isfinite(norm_value):
             _copy(parameters, self.finite)
             self.optimization.step()
@@ -128,7 +128,7 @@ class Trainer:
         with pyro.validation_enabled(False):
             sites, largest = non_finite_sites(self.guide, self.optimization.parameters, draws, args, kwargs)
         found = [f"'{name}' (values up to {draws.latents[name].abs().max().item():.3g})" for name in sites]
-        found = [words for part in self.ranks.gather(found) for words in part]
+        found = [words for part in self.processes.gather(found) for words in part]
         where = ", ".join(found) or f"no single site (the largest loss is that of '{largest}')"
         return (
             f"Expected a finite loss and gradient; in step {len(self.history.losses) + 1} the guide's log density or "

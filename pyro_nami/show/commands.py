@@ -18,8 +18,8 @@ from pyro_nami.graph.inversions import DIRECTIONS, INVERSIONS, nami_steps
 from pyro_nami.graph.verification import verify_inverse
 from pyro_nami.guide.inversion import invert, with_hidden_evidence, with_latent_blocks
 from pyro_nami.reading.interventions import is_blocked
+from pyro_nami.show.model_file import Failure, Found, find, told
 from pyro_nami.show.report import COMMENTS, Report, inverse_report, network_report, verdict_report
-from pyro_nami.show.target import Failure, Found, find, told
 
 _PROGRAM = "pyro-nami"
 _FORMATS = {".txt": "text", ".mmd": "mermaid", ".dot": "dot", ".json": "json"}

@@ -17,6 +17,7 @@ from scipy import stats
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.checking.calibration import JOINT_DENSITY, JOINT_TARP, Calibration, calibrate
+from pyro_nami.checking.coordinates import Coordinates, site_forms
 from pyro_nami.checking.rank_tests import (
     BIASED,
     CALIBRATED,
@@ -31,7 +32,6 @@ from pyro_nami.checking.rank_tests import (
     holm,
     judge,
 )
-from pyro_nami.inference.coordinates import Coordinates, site_forms
 from pyro_nami.inference.simulate import Simulator
 
 SD = 0.5  # of the data around z

@@ -17,7 +17,7 @@ from pyro_nami.checking.misspecification import misspecification
 from pyro_nami.inference.annealing import annealed_importance_sampling
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.observations import Observations, observed_names
-from pyro_nami.inference.sites import plate_names, plate_nesting, with_idle_dims
+from pyro_nami.inference.site_messages import plate_names, plate_nesting, with_idle_dims
 from pyro_nami.reading.runner import takes_observations
 
 

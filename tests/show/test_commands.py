@@ -396,7 +396,7 @@ def test_random_arguments_follow_the_seed(run, monkeypatch):
         seen.append(args[0])
         return extract(model, args, kwargs, **options)
 
-    monkeypatch.setattr("pyro_nami.show.target.extract", spy)
+    monkeypatch.setattr("pyro_nami.show.model_file.extract", spy)
     for seed in "0", "0", "1":
         run("inspect", "local_index", "--args", "torch.randn(2)", "--seed", seed)
     assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])

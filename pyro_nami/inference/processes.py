@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Ranks"]
+__all__ = ["Processes"]
 
 T = TypeVar("T")
 
 
-class Ranks:
+class Processes:
     """The processes of the `DistributedDataParallel` in a module; without one, this process alone.
 
     Every method must be called by all of them. Tensors that pass between them are on ``device``.
