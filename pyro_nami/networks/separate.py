@@ -91,8 +91,9 @@ class SeparateMLP(SteppedMLP):
         output = torch.cat((output[..., :-1], output[..., -1:] - at_zero), -1)
         sizes = [end - start for start, end in pairwise(factors)]
         blocks = tuple(weight.split(sizes) for weight in (*hidden, output))
+        gather = self._gather.flatten()
         weights = _SeparateWeights(
-            *steps, factors, self._gather.flatten(), self._positions, output.shape[1], self.skip, self.activation, blocks
+            *steps, factors, gather, self._positions, output.shape[1], self.skip, self.activation, blocks
         )
         return SteppedState(weights, 0, torch.Size(), output.new_ones(1, 1))
 
