@@ -127,7 +127,9 @@ class _MaskedWeights(NamedTuple):
     blocks: tuple[tuple[Tensor, ...], ...]
 
     def advance(self, memory: _Memory, x: Tensor, step: int, stop: int) -> tuple[Tensor, _Memory]:
-        *far, near = self._completed(memory, step, stop)
+        *far, near = memory.frames
+        if near.stop < stop or near.stop == step:
+            *far, near = self._completed(memory, step, stop)
         known = memory.known if far else ()
         while near.stop - step > _BLOCK:
             middle = max(step + (near.stop - step + 1) // 2, stop)
@@ -135,23 +137,27 @@ class _MaskedWeights(NamedTuple):
                 break
             near, frame = self._cut(near, step, middle)
             far.append(frame)
+        end, size, depth = near.stop, x.shape[0], len(near.totals) - 1
         values, rest = [x], []
-        for layer, (reads, target) in enumerate(zip(self.plan.reads, self.plan.targets)):
-            first, split, last = target[step], target[stop], target[near.stop]
-            total = self._add(layer, near.totals[layer], [[values[i]] for i in reads], step, stop, first, last)
-            if stop < near.stop:
+        for layer, (total, reads, target) in enumerate(zip(near.totals, self.plan.reads, self.plan.targets)):
+            first, split, last = target[step], target[stop], target[end]
+            if last > first:
+                total = self._add(layer, total, [[values[i]] for i in reads], step, stop, first, last)
+            if stop < end:
                 total, later = total.split((split - first, last - split), 1)
                 rest.append(later)
-            if len(total) != len(x):
-                total = total.expand(len(x), -1)
-            values.append(self.activation(total) if split > first and layer + 1 < len(self.plan.targets) else total)
+            if total.shape[0] != size:
+                total = total.expand(size, -1)
+            values.append(self.activation(total) if split > first and layer < depth else total)
         *units, rows = values
         if far:
             known = (*known, (step, tuple(units)))
-        return rows, _Memory((*far, _Frame(stop, near.stop, tuple(rest))), known)
+        return rows, _Memory((*far, _Frame(stop, end, tuple(rest))), known)
 
     def expanded(self, memory: _Memory, step: int, old: torch.Size, new: torch.Size) -> _Memory:
         """Adds all that is known at the smaller batch first."""
+        if not step:
+            return memory
         (near,) = self._completed(memory, step, self.plan.num_steps)
         totals = (total if len(total) == 1 else expand_batch(total, old, new) for total in near.totals)
         return _Memory((near._replace(totals=tuple(totals)),), ())
@@ -194,8 +200,8 @@ class _MaskedWeights(NamedTuple):
             return total
         blocks, count = self.blocks[layer], self.plan.num_steps
         weights = [blocks[i * count + since : i * count + step] for i in range(len(sources))]
-        large = len(sources[0][0]) >= _LARGE
-        if not large:
+        large = sources[0][0].shape[0] >= _LARGE
+        if len(sources) > 1 and not large:
             sources, weights = [list(chain(*sources))], [tuple(chain(*weights))]
         for parts, block_parts in zip(sources, weights):
             value, block = concatenated(parts), concatenated(block_parts, 0)

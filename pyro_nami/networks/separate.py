@@ -91,8 +91,9 @@ class SeparateMLP(SteppedMLP):
         output = torch.cat((output[..., :-1], output[..., -1:] - at_zero), -1)
         sizes = [end - start for start, end in pairwise(factors)]
         blocks = tuple(weight.split(sizes) for weight in (*hidden, output))
+        gather = self._gather.flatten()
         weights = _SeparateWeights(
-            *steps, factors, self._gather, self._positions, output.shape[1], self.skip, self.activation, blocks
+            *steps, factors, gather, self._positions, output.shape[1], self.skip, self.activation, blocks
         )
         return SteppedState(weights, 0, torch.Size(), output.new_ones(1, 1))
 
@@ -101,9 +102,9 @@ class _SeparateWeights(NamedTuple):
     """Constants of one pass, which remembers ones, and then the columns so far, ``(1 + columns, size of the batch)``.
 
     ``columns``, ``rows`` and ``factors`` say where those of each step begin, ``blocks`` are the masked weights of its
-    factors, layer by layer. ``gather`` is what each factor reads, as rows of what is remembered: row 0, the ones, for
-    padding and bias. ``positions`` is where each output row lies in the stack of the ``num_rows`` rows of each factor,
-    None if in order.
+    factors, layer by layer. ``gather`` is what each factor reads, one after the other, as rows of what is remembered:
+    row 0, the ones, for padding and bias. ``positions`` is where each output row lies in the stack of the ``num_rows``
+    rows of each factor, None if in order.
     """
 
     columns: tuple[int, ...]
@@ -121,8 +122,8 @@ class _SeparateWeights(NamedTuple):
         first, last = self.factors[step], self.factors[stop]
         if first == last:
             return known[:0].t(), known
-        gather = self.gather[first:last]
-        inputs = known.index_select(0, gather.flatten()).view(*gather.shape, -1)
+        width = len(self.gather) // self.factors[-1]
+        inputs = known.index_select(0, self.gather[first * width : last * width]).view(last - first, width, -1)
         value, ones = inputs, inputs[:, -1:]
         *hidden, output = (concatenated(blocks[step:stop], 0) for blocks in self.blocks)
         for layer, weight in enumerate(hidden, 1):

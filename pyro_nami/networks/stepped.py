@@ -173,10 +173,10 @@ class SteppedMLP(nn.Module):
         if not hidden:
             return hidden, output, output.new_zeros(())
         units = self.activation(hidden[0][..., -1:])
-        add_product = torch.addmm if units.dim() == 2 else torch.baddbmm
+        product, add_product = (torch.mm, torch.addmm) if units.dim() == 2 else (torch.bmm, torch.baddbmm)
         for weight in hidden[1:]:
             units = self.activation(add_product(weight[..., -1:], weight[..., :-1], units))
-        return hidden, output, output[..., : self._units] @ units
+        return hidden, output, product(output[..., : self._units], units)
 
     # Multipliers
 
