@@ -149,6 +149,10 @@ def plan_sources(
         frames: node -> the plates that its tensor has dims for.
         plates: the model's.
         joint: plates of the factor that are flattened into its elements.
+
+    Example:
+        >>> plan_sources(batch=[], reads={"y": Read()}, frames={"y": ["i"]}, plates=Plates(("i",)))
+        (Pooled(plate='i', inputs=(Direct(node='y'),), onto=()),)
     """
     plan = _Plan(plates.closure(batch), plates.closure(joint), plates)
     streams: dict[_Stream, set[Source]] = {_DONE: set()}

@@ -37,6 +37,11 @@ class FreeParameters(PyroModule):
             their own.
         nesting: number of plate dims.
         persistent: whether units belong to the state.
+
+    Example:
+        >>> offsets = FreeParameters("offset", {"z": torch.ones(1, 2)}, {"z": {"rows": (-1, 5)}}, nesting=1)
+        >>> offsets.start({"rows": torch.tensor([4, 0])})["z"].shape
+        torch.Size([2, 1, 2])
     """
 
     def __init__(

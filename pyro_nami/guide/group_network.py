@@ -109,7 +109,7 @@ class GroupNetwork:
         return values[first : first + elements * rows].view(elements, rows)
 
     def locations(self, values: Tensor, factor: Factor) -> Tensor:
-        """Returns the same for the locations alone of a factor that has one an element, ``(elements,)``."""
+        """Returns those of the locations of a factor that has one an element, a view ``(elements,)``."""
         first, stop = self._first_rows[factor.name], factor.num_elements * factor.num_rows
         return values[first + factor.locations[0] : first + stop : factor.num_rows]
 

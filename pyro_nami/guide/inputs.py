@@ -27,6 +27,11 @@ class IndexMaps:
     Args:
         maps: (plate of the rows, plate that they read) -> index of each row, ``(rows,)``.
         sizes: plate that is read -> its size.
+
+    Example:
+        >>> county, state = torch.tensor([1, 1, 0]), torch.tensor([5, 7])
+        >>> IndexMaps({("obs", "county"): county, ("county", "state"): state}, {}).index("obs", "state")
+        tensor([7, 7, 5])
     """
 
     def __init__(self, maps: Mapping[tuple[str, str], Tensor], sizes: Mapping[str, int]) -> None:

@@ -178,9 +178,8 @@ class NetworkState:
             else:
                 value = self._sources.value(source)
                 parts.append(value if last - first == value.shape[-1] else value[..., first:last])
-        if not parts:
-            return self._network.like.new_empty((1,) * self._network.nesting + (0,))
-        return self._inputs(group, begin, stop, concatenate(parts))
+        x = concatenate(parts) if parts else self._network.like.new_empty((1,) * self._network.nesting + (0,))
+        return self._inputs(group, begin, stop, x) if x.shape[-1] else x
 
     def _inputs(self, group: GroupNetwork, begin: int, stop: int, x: Tensor) -> Tensor:
         """Returns what a group's network makes of its columns of some steps."""
