@@ -1,8 +1,8 @@
 """Drawing the latents of one call, and their density.
 
-Where sampling order is program order, latents are drawn inside a run of the model (`draw_along`): plates, masks and
+Where sampling order is program order, latents are drawn inside a run of the model (`_draw_along`): plates, masks and
 scales are the model's own, and every latent's prior, at the parents just drawn, is at hand. Otherwise they are drawn
-outside of it first (`draw_detached`), and a run of the model follows only where some of them are drawn from the model's
+outside of it first (`_draw_detached`), and a run of the model follows only where some of them are drawn from the model's
 own conditional. Change this module to draw otherwise along a run.
 """
 
@@ -51,7 +51,7 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
         source = call.source(group)
         with expanding():
             known = {name: value.clone() if value.is_inference() else value for name, value in values.items()}
-            sites = source.run({**source.given, **known, **elimination.points}, until=elimination.until)
+            sites = source.run({**source.held, **known, **elimination.points}, until=elimination.until)
         elimination.solve(sites)
         if source is call:
             current.ready.update({name: sites[name] for name in elimination.members})
@@ -103,7 +103,7 @@ class _DrawingRun(Runner):
     """
 
     def __init__(self, current: Pass, plan: Plan, call: Call) -> None:
-        values = {**call.given, **current.values}
+        values = {**call.held, **current.values}
         super().__init__(values, call.indices, until=current.left(), choose=self._point)
         self._current, self._plan, self._call = current, plan, call
         self._drawn: set[str] = set()
@@ -172,13 +172,13 @@ class _DrawingRun(Runner):
 def _draw_detached(current: Pass, plan: Plan, call: Call) -> None:
     """Draws every latent whose rule takes no prior in sampling order, outside of the model."""
     for name in current.left():
-        if name in call.given:
-            current.know(name, call.given[name])
+        if name in call.held:
+            current.know(name, call.held[name])
     for name in plan.order:
         if name in current.rules and name not in current.values and not current.rules[name].inside:
             prior = None
             if current.family(name).varies:
-                prior = call.run({**call.given, **current.values}, until=[name])[name]["fn"]
+                prior = call.run({**call.held, **current.values}, until=[name])[name]["fn"]
             _draw_at(current, name, call.sites[name], prior)
 
 
@@ -243,8 +243,8 @@ def know_all(
     """Makes the values of all latents known to a pass, with what sites of a run of the model say of their supports."""
     current.values.update(values)
     for name in plan.order:
-        if name in call.given:
-            current.know(name, call.given[name])
+        if name in call.held:
+            current.know(name, call.held[name])
         elif name in values:
             current.family(name, sites[name]["fn"] if name in sites else None)
             current.know(name, values[name])

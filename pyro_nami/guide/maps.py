@@ -90,7 +90,7 @@ class MapReader:
     def _find(
         self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]
     ) -> tuple[dict[Pair, Tensor], dict[str, int]]:
-        data = {name: self._single(name, value) for name, value in {**call.given, **call.values}.items()}
+        data = {name: self._single(name, value) for name, value in {**call.held, **call.values}.items()}
         held = {**self.plan.initial, **data}
 
         def run(values: Mapping[str, Tensor]) -> Mapping[str, Any]:

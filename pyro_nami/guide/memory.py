@@ -141,7 +141,7 @@ def last_seen(
     return replace(
         call,
         values={**call.values, **seen},
-        given=call.given if new_plates else {**call.given, **seen},
+        held=call.held if new_plates else {**call.held, **seen},
         covariates=covariates,
         unseen=unseen,
         context=_context(call, plan, memory, absent) if derived else None,
@@ -159,7 +159,7 @@ def _context(call: Call, plan: Plan, memory: Memory, absent: Collection[str]) ->
         )
     args, kwargs, indices, values = memory.context
     values = {**values, **call.values}
-    return Call(call.model, args, kwargs, indices=indices, values=values, given=values)
+    return Call(call.model, args, kwargs, indices=indices, values=values, held=values)
 
 
 def _unseen(plan: Plan, new_plates: Mapping[str, int]) -> frozenset[str]:

@@ -1,8 +1,8 @@
 """`AutoNaMIGuide`: a guide whose dependencies are a minimally faithful inverse of the model's.
 
 This module is the contract with Pyro: laziness, plates, and what users call. At the first call `build.assemble` makes a
-`Plan` and the networks; in every call `call` finds the data, `draw` draws the latents, each by its rule in `rules`, and
-`network_state` gives the parameters.
+`Plan` and the networks; in every call `reader` finds the data, `draw` draws the latents, each by its rule in `rules`,
+and `network_state` gives the parameters. `lazy` does what comes before.
 """
 
 from __future__ import annotations
@@ -268,10 +268,10 @@ class AutoNaMIGuide(LazyGuide):
             plan, state = self._made(), self._start(call)
             if call.new:
                 raise ValueError(new_site(call.new[0]))
-            values = left_of_plates(latents, plan, call.given.keys() | call.lacking)
+            values = left_of_plates(latents, plan, call.held.keys() | call.lacking)
             if sites is None:
                 needed = plan.masked or any(rule.reads_prior for rule in plan.rules.values())
-                sites = call.run({**call.given, **values}, until=plan.rules) if needed else {}
+                sites = call.run({**call.held, **values}, until=plan.rules) if needed else {}
             total = self.network.zero()
             for log_prob in densities(start_pass(plan, state, call), plan, call, values, sites):
                 total = total + sum_plates(log_prob, plan.plates.nesting)
@@ -288,7 +288,7 @@ class AutoNaMIGuide(LazyGuide):
         call = self._begin(args, kwargs, draws=False)
         plan, state = self._made(), self._start(call)
         values = {name: site["value"] for name, site in sites.items() if site["type"] == "sample"}
-        values = left_of_plates(values, plan, call.given)
+        values = left_of_plates(values, plan, call.held)
         current = start_pass(plan, state, call)
         know_all(current, plan, call, values, sites)
         rules = {name: rule for name, rule in plan.learned.items() if name in values}

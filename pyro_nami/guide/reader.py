@@ -1,6 +1,9 @@
-"""Finding the data of each call of one guide: observed values, covariates and index maps, from their sources in order.
+"""Finding the data of each call of one guide: observed values, covariates and index maps.
 
-Change this module to change what is kept from call to call.
+The sources of observed values are, in this order, ``observations=``; the model's arguments, where an observed site's
+value is one of them; a run of the model at reference values of its latents, where these do not tell; and what was last
+seen in training (`last_seen`). Each is a function from a call to one that knows more. Change this module to feed a
+guide from elsewhere, or to change what is kept from call to call.
 """
 
 from __future__ import annotations
@@ -11,19 +14,23 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_nami.guide.arguments import Arguments, Looks
-from pyro_nami.guide.call import Call, from_arguments, from_run, given, is_data, look_at
+from pyro_nami.guide.arguments import Arguments, Look, Looks
+from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.conditioning import covariates_of
 from pyro_nami.guide.inputs import IndexMaps
 from pyro_nami.guide.maps import MapReader
 from pyro_nami.guide.memory import Memory, last_seen
 from pyro_nami.guide.rules import fixed_size
-from pyro_nami.guide.structure import Plan, missing_site
+from pyro_nami.guide.structure import Plan, missing_site, new_site
+from pyro_nami.messages import warn
+from pyro_nami.reading.first_run import is_latent, is_passing
 from pyro_nami.reading.isolation import untouched
+from pyro_nami.reading.runner import is_fixed
 
 __all__ = ["CallReader"]
 
@@ -68,18 +75,18 @@ class CallReader:
         kind = self._looks.kind(leaves)
         look = self._looks.known(kind)
         parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
-        call = given(replace(call, indices=parts), plan, observations)
-        call = from_arguments(call, plan, look.slots if look is not None else {})
+        call = _from_observations(replace(call, indices=parts), plan, observations)
+        call = _from_arguments(call, plan, look.slots if look is not None else {})
         complete = all(name in call.values for name in plan.read)
         alone = look is not None and complete and (plan.interleaved or not draws)
         if not alone or plan.plates.subsampled or look is not None and look.varying:
-            call = from_run(call, plan, plates)
+            call = _from_run(call, plan, plates)
         if look is None:
-            self._looks.note(kind, look_at(call, plan))
+            self._looks.note(kind, _look_at(call, plan))
         if plan.covariates.columns:
             call = replace(call, covariates=self._covariates(call, leaves))
         absent = [name for name in plan.read if name not in call.values]
-        if observations or any(map(is_data, call.sites.values())):
+        if observations or any(map(_is_data, call.sites.values())):
             absent = [name for name in absent if name not in call.lacking]
         if plan.map_plans:
             call = replace(call, maps=self._index_maps(call, leaves, absent))
@@ -148,6 +155,86 @@ class CallReader:
             kept = {**call.own, **covariates, **self._maps.state(call.maps)}
             memory.keep(kept, context if plan.groups else None)
         return replace(call, familiar=familiar)
+
+
+def _look_at(call: Call, plan: Plan) -> Look:
+    """Returns what a run of the model has shown of this call, for others of its kind."""
+    arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    slots = {
+        name: slot
+        for name, value in call.own.items()
+        for slot, argument in arguments
+        if isinstance(argument, Tensor) and argument is value and not plan.plates.subsampled
+    }
+    own_data = any(name in call.own and name not in slots for name in plan.semi_observed)
+    return Look(slots, bool(call.lacking or call.new or own_data))
+
+
+def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) -> Call:
+    """The first source: ``observations``; what no rule reads, the model's own conditionals may."""
+    known = {*plan.read, *plan.semi_observed, *plan.bayesnet.observed}
+    values = {
+        name: _as_tensor(value, plan)
+        for name, value in observations.items()
+        if name in known and value is not None
+    }
+    read = {name: values[name] for name in (*plan.read, *plan.semi_observed) if name in values}
+    return replace(call, values=read, held=values)
+
+
+def _from_arguments(call: Call, plan: Plan, slots: Mapping[str, int | str]) -> Call:
+    """The second source: arguments of the model that are known to be data."""
+    found = {
+        name: call.argument(slots[name])
+        for name in (*plan.read, *plan.semi_observed)
+        if name in slots and name not in call.values
+    }
+    return _with_own(call, plan, {name: value for name, value in found.items() if isinstance(value, Tensor)})
+
+
+def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
+    """The third source: a run of the model at reference values of the latents, for what it observes itself."""
+    subsampled = plan.plates.subsampled
+    indices = {**call.indices, **{name: plate.indices for name, plate in plates.items() if name in subsampled}}
+    shown = subsampled - indices.keys()
+    # A semi-observed site may bring its own value.
+    latents = {name: value for name, value in plan.initial.items() if name not in plan.semi_observed}
+    with torch.no_grad():
+        sites = replace(call, indices=indices).run(latents, shown=shown, broadcast=True)
+    indices.update({name: sites[name]["value"] for name in shown if name in sites})
+    fresh = [name for name in sites if name not in plan.names and not is_passing(sites[name])]
+    new = tuple(name for name in fresh if is_latent(sites[name]))
+    for name in new[:1]:
+        warn(f"{new_site(name)} It is drawn from the model's own conditional.")
+    for name in [name for name in fresh if _is_data(sites[name])][:1]:
+        warn(f"{new_site(name)} Its data is not read.")
+    found = {
+        name: _as_tensor(sites[name]["value"], plan)
+        for name in (*plan.read, *plan.semi_observed)
+        if name in sites and sites[name]["is_observed"] and name not in call.values
+    }
+    call = replace(call, indices=indices, sites=sites, lacking=plan.names - sites.keys(), new=new)
+    return _with_own(call, plan, found)
+
+
+def _with_own(call: Call, plan: Plan, found: Mapping[str, Tensor]) -> Call:
+    """Returns a call with values that its own arguments bring."""
+    held = {name: value for name, value in found.items() if name in plan.semi_observed}
+    return replace(
+        call,
+        values={**call.values, **found},
+        own={**call.own, **found},
+        held={**call.held, **held},
+    )
+
+
+def _as_tensor(value: Any, plan: Plan) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, **plan.factory)
+
+
+def _is_data(site: Any) -> bool:
+    """Whether a run observes a value at a site."""
+    return site["is_observed"] and not is_fixed(site) and not site_is_subsample(site)
 
 
 def _check_sizes(call: Call, plan: Plan) -> None:

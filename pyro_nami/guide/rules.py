@@ -58,7 +58,7 @@ class Rule:
         raise NotImplementedError
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
-        """Returns the log density ``(*batch, *plates)`` in nats where all values are known, or leaves it to ``terms``.
+        """Returns the log density ``(*batch, *plates)`` in nats where all values are known, or adds it to the pass.
 
         Args:
             current: the pass.
