@@ -2,8 +2,8 @@
 
 Where sampling order is program order, latents are drawn inside a run of the model (`_draw_along`): plates, masks and
 scales are the model's own, and every latent's prior, at the parents just drawn, is at hand. Otherwise they are drawn
-outside of it first (`_draw_detached`), and a run of the model follows only where some of them are drawn from the model's
-own conditional. Change this module to draw otherwise along a run.
+outside of it first (`_draw_detached`), and a run of the model follows only where some of them are drawn from the
+model's own conditional. Change this module to draw otherwise along a run.
 """
 
 from __future__ import annotations
