@@ -100,7 +100,7 @@ def interior(support: Constraint, value: Tensor) -> Tensor:
         at_zero = not isinstance(base.lower_bound, Tensor) and base.lower_bound == 0
         lower = base.lower_bound + (least if at_zero else margin)
         return value.clamp(min=lower).clamp(max=base.upper_bound - margin)
-    if base is constraints.simplex:
+    if isinstance(base, type(constraints.simplex)):  # a copied guide has a copy of it
         return value.clamp(min=least)
     return value
 

@@ -21,6 +21,9 @@ from pyro_nami.factors.bijections import bijection_to, interior, support_on
 __all__ = ["Layout", "LogLayout", "UnconstrainedLayout", "finite"]
 
 
+_INDICATORS = type(constraints.boolean), type(constraints.one_hot)
+
+
 class Layout:
     """A one-to-one map between values ``(*batch, *event)`` and elements ``(*batch, E, *element)``: its own entries.
 
@@ -99,7 +102,7 @@ class Layout:
             elements = bijection_to(support).inv(interior(support, elements))
         else:
             elements = elements.to(self.dtype)
-            if support not in (constraints.boolean, constraints.one_hot):
+            if not isinstance(support, _INDICATORS):  # by type, as a copied guide has a copy of its supports
                 elements = elements.sign() * elements.abs().log1p()
         return finite(elements if self.element_shape else elements.unsqueeze(-1))
 
