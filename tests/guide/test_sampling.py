@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from contextlib import ExitStack
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CASES, CHAIN, amortized, barren, eight_schools, nested, scatter
+from models import CASES, CHAIN, amortized, barren, nested, scatter
 from pyro import poutine
 from pyro.util import check_model_guide_match, check_site_shape
 
 from pyro_nami import AutoNaMIGuide
 
 pytestmark = pytest.mark.filterwarnings("error")
-INVERSES = ["auto", "forward", "reverse", "free", "stuhlmueller", "mean_field", "fully_connected"]
+DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
+# every case in both directions; the third value alternates, so that each pair of values occurs
+PAIRS = [
+    (name, inverse, (i + j) % 2)
+    for i, name in enumerate(CASES)
+    for j, inverse in enumerate(["forward", "reverse"])
+]
+
+
+@functools.cache
+def _made(name, inverse):
+    with torch.random.fork_rng(()):
+        guide = AutoNaMIGuide(CASES[name].model, inverse=inverse)
+        guide(*CASES[name].arguments())
+        return guide
+
+
+def made(name, inverse):
+    """Returns a case, its arguments, and a copy of a guide that was called once."""
+    return CASES[name], CASES[name].arguments(), copy.deepcopy(_made(name, inverse))
 
 
 def guide_trace(guide, *args, **kwargs):
@@ -32,28 +53,14 @@ def sampled(trace):
     }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_call_returns_every_latent_in_model_order_with_its_shape(name):
-    case = CASES[name]
-    values = AutoNaMIGuide(case.model)(*case.arguments())
-    assert {key: tuple(value.shape) for key, value in values.items()} == case.shapes
-    assert list(values) == list(case.shapes)
-
-
-@pytest.mark.parametrize("inverse", INVERSES)
-@pytest.mark.parametrize("name", ["collider", "eight_schools", "nested", "constrained", "crossed"])
-def test_shapes_and_order_do_not_depend_on_the_inverse(name, inverse):
-    case = CASES[name]
-    values = AutoNaMIGuide(case.model, inverse=inverse)(*case.arguments())
-    assert [(key, tuple(value.shape)) for key, value in values.items()] == list(case.shapes.items())
-
-
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+@DIRECTIONS
 @pytest.mark.parametrize("name", CASES)
 def test_guide_and_model_match_as_elbos_demand(name, inverse):
-    case, guide = CASES[name], AutoNaMIGuide(CASES[name].model, inverse=inverse)
-    args = case.arguments()
+    """The guide emits its latents and nothing else; `test_log_prob.py` holds their order and shapes to the case's."""
+    case, args, guide = made(name, inverse)
     guide_run = guide_trace(guide, *args)
+    assert set(sampled(guide_run)) == set(case.shapes)
+    assert not [key for key in guide_run.observation_nodes if key in case.shapes]
     model_run = poutine.trace(poutine.replay(case.model, guide_run)).get_trace(*args)
     model_run.compute_log_prob()
     check_model_guide_match(model_run, guide_run, case.nesting)
@@ -65,21 +72,12 @@ def test_guide_and_model_match_as_elbos_demand(name, inverse):
     assert guide_run.log_prob_sum().isfinite() and model_run.log_prob_sum().isfinite()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_guide_emits_its_latents_and_nothing_else(name):
-    case, guide = CASES[name], AutoNaMIGuide(CASES[name].model)
-    trace = guide_trace(guide, *case.arguments())
-    assert set(sampled(trace)) == set(case.shapes)
-    assert not [key for key in trace.observation_nodes if key in case.shapes]
-
-
-@pytest.mark.parametrize("outer", [(7,), (3, 7)], ids=str)
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
-@pytest.mark.parametrize("name", CASES)
-def test_plates_around_the_guide_add_batch_dims_on_the_left(name, inverse, outer):
+@pytest.mark.parametrize("name, inverse, two", PAIRS)
+def test_plates_around_the_guide_add_batch_dims_on_the_left(name, inverse, two):
     """At the first call, so that no parameter may take the outer plates in (contract 3, Trace_ELBO)."""
-    case, guide = CASES[name], AutoNaMIGuide(CASES[name].model, inverse=inverse)
-    args = case.arguments()
+    outer = (3, 7) if two else (7,)
+    case, args, plain = made(name, inverse)
+    guide = AutoNaMIGuide(case.model, inverse=inverse)
     with poutine.trace() as tracer, ExitStack() as stack:
         for i, size in enumerate(reversed(outer)):
             stack.enter_context(pyro.plate(f"outer_{i}", size, dim=-1 - case.nesting - i))
@@ -92,25 +90,28 @@ def test_plates_around_the_guide_add_batch_dims_on_the_left(name, inverse, outer
         want = outer + (1,) * (case.nesting - len(own)) + shape
         assert tuple(site["value"].shape) == want, key
         assert tuple(site["log_prob"].shape) == want[: len(want) - event_dim], key
-    inside = {key: tuple(value.shape) for key, value in guide.named_parameters()}
-    fresh = AutoNaMIGuide(case.model, inverse=inverse)
-    fresh(*args)
-    assert inside == {key: tuple(value.shape) for key, value in fresh.named_parameters()}
+    assert [(key, value.shape) for key, value in guide.named_parameters()] == [
+        (key, value.shape) for key, value in plain.named_parameters()
+    ]
 
 
-@pytest.mark.parametrize("name", ["chain", "nested", "vectors", "discrete_locals", "coupled_instances"])
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+@pytest.mark.parametrize(
+    "name, inverse",
+    [
+        ("chain", "forward"),
+        ("nested", "reverse"),
+        ("vectors", "forward"),
+        ("discrete_locals", "forward"),
+        ("coupled_instances", "reverse"),
+    ],
+)
 def test_draws_in_an_outer_plate_have_the_law_of_single_draws(name, inverse):
     """Averages over 4,000 draws agree within 6 standard errors of a mean."""
-    case, guide = CASES[name], AutoNaMIGuide(CASES[name].model, inverse=inverse)
-    args = case.arguments()
-    guide(*args)
+    case, args, guide = made(name, inverse)
     scatter(guide, 0.2)
     with torch.no_grad():
         with pyro.plate("outer", 4000, dim=-1 - case.nesting):
-            batch = guide(*args)
-        with pyro.plate("outer", 4000, dim=-1 - case.nesting):
-            again = guide(*args)
+            batch, again = guide(*args), guide(*args)
         single = [guide(*args) for _ in range(400)]
     for key in case.shapes:
         values = batch[key].double().reshape(4000, -1)
@@ -121,7 +122,7 @@ def test_draws_in_an_outer_plate_have_the_law_of_single_draws(name, inverse):
         assert not torch.equal(batch[key], again[key])
 
 
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+@DIRECTIONS
 def test_the_first_call_draws_what_any_call_draws(inverse):
     """Set-up leaves the random number generator alone."""
     guide, y = AutoNaMIGuide(CHAIN, inverse=inverse), torch.tensor(1.0)
@@ -145,13 +146,11 @@ def test_call_returns_values_sorted_by_name():
     assert guide.call() == (values["a"], values["b"])
 
 
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+@DIRECTIONS
 @pytest.mark.parametrize("name", ["collider", "eight_schools", "vectors", "coupled_instances", "barren"])
 def test_replayed_values_have_the_density_of_drawn_ones(name, inverse):
     """No reliance on a cache of what was drawn: clones have the same density."""
-    case, guide = CASES[name], AutoNaMIGuide(CASES[name].model, inverse=inverse)
-    args = case.arguments()
-    guide(*args)
+    case, args, guide = made(name, inverse)
     scatter(guide)
     trace = guide_trace(guide, *args)
     expected = trace.log_prob_sum()
@@ -161,11 +160,10 @@ def test_replayed_values_have_the_density_of_drawn_ones(name, inverse):
     assert torch.allclose(again.log_prob_sum(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+@DIRECTIONS
 def test_a_conditioned_guide_has_the_density_of_the_given_value(inverse):
     """Auxiliary latent plus Delta would give minus infinity here (contract 1.1)."""
-    guide, y = AutoNaMIGuide(CHAIN, inverse=inverse), torch.tensor(1.0)
-    guide(y)
+    _, (y,), guide = made("chain", inverse)
     scatter(guide)
     given = torch.tensor(0.3)
     trace = guide_trace(poutine.condition(guide, {"b": given}), y)
@@ -177,27 +175,25 @@ def test_a_conditioned_guide_has_the_density_of_the_given_value(inverse):
 
 def test_what_a_factor_reads_moves_it_and_the_rest_does_not():
     """Sampling order c, b, a with parents {y}, {c}, {b}: a's factor sees b alone."""
-    guide, y = AutoNaMIGuide(CHAIN, inverse="forward"), torch.tensor(1.0)
-    guide(y)
+    _, (y,), guide = made("chain", "forward")
     scatter(guide)
     base = {name: torch.tensor(0.5) for name in "abc"}
 
-    def locs(**changed):
-        trace = guide_trace(poutine.condition(guide, {**base, **changed}), changed.get("y", y))
+    def densities(**changed):
+        trace = guide_trace(poutine.condition(guide, {**base, **changed}), y)
         return {name: trace.nodes[name]["log_prob"].item() for name in "abc"}
 
-    order = list(reversed(guide.inverse.order))
-    reads = {name: set(guide.inverse.parents[name]) for name in order}
+    before = densities()
     for moved in "abc":
-        before, after = locs(), locs(**{moved: torch.tensor(2.0)})
+        after = densities(**{moved: torch.tensor(2.0)})
         for name in set("abc") - {moved}:
-            assert (before[name] != after[name]) == (moved in reads[name]), (name, moved)
+            assert (before[name] != after[name]) == (moved in guide.inverse.parents[name]), (name, moved)
 
 
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+@DIRECTIONS
 def test_discrete_draws_have_no_gradient_and_continuous_ones_do(inverse):
-    case, guide = CASES["discrete_locals"], AutoNaMIGuide(CASES["discrete_locals"].model, inverse=inverse)
-    trace = guide_trace(guide, *case.arguments())
+    _, args, guide = made("discrete_locals", inverse)
+    trace = guide_trace(guide, *args)
     assert trace.nodes["p"]["value"].requires_grad and trace.nodes["p"]["fn"].has_rsample
     assert not trace.nodes["k"]["value"].requires_grad and not trace.nodes["k"]["fn"].has_rsample
 
@@ -214,12 +210,12 @@ def test_barren_latents_come_from_the_models_own_conditional():
         assert torch.equal(model_run.nodes[name]["log_prob"], trace.nodes[name]["log_prob"])
 
 
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
+@DIRECTIONS
 def test_a_masked_guide_still_samples(inverse):
     """`Predictive` calls guides under mask(False)."""
-    case, guide = CASES["eight_schools"], AutoNaMIGuide(eight_schools, inverse=inverse)
+    case, args, guide = made("eight_schools", inverse)
     with torch.no_grad(), poutine.mask(mask=False):
-        trace = guide_trace(guide, *case.arguments())
+        trace = guide_trace(guide, *args)
     assert trace.log_prob_sum() == 0
     assert {key: tuple(trace.nodes[key]["value"].shape) for key in case.shapes} == case.shapes
 
@@ -233,17 +229,14 @@ def test_a_guide_first_called_without_gradients_is_trainable():
     assert guide_trace(guide, *args).log_prob_sum().requires_grad
 
 
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].reparametrized])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name, inverse, shared", [pair for pair in PAIRS if CASES[pair[0]].reparametrized])
 def test_gradient_reaches_every_parameter(name, inverse, shared):
     case = CASES[name]
-    guide = amortized(case.model, inverse=inverse, shared=shared)
+    guide = amortized(case.model, inverse=inverse, shared=bool(shared))
     args = case.arguments()
     guide(*args)
     scatter(guide)
-    model_and_guide = [guide_trace(guide, *args) for _ in range(3)]
-    sum(trace.log_prob_sum() for trace in model_and_guide).backward()
+    sum(guide_trace(guide, *args).log_prob_sum() for _ in range(3)).backward()
     missing = [
         key for key, value in guide.named_parameters() if value.grad is None or not value.grad.abs().sum() > 0
     ]
