@@ -202,7 +202,7 @@ def report_trees(runs: dict[str, list[dict]], steps: int = STEPS) -> dict:
 def trees(smoke: bool, count: int) -> dict:
     """Every inverse on the same trees."""
     if smoke:
-        return report_trees(compile_trees([0], 3, 20, 2000, 1000), 20)
+        return report_trees(compile_trees([0], 3, 3, 200, 100), 3)
     return report_trees(compile_trees(range(count)))
 
 
@@ -231,7 +231,7 @@ def compile_schools(seed: int, steps: int, num_samples: int) -> dict:
 def schools(smoke: bool, steps: int = 2 * STEPS, num_samples: int = 20_000) -> dict:
     """Three seeds."""
     if smoke:
-        steps, num_samples = 20, 1000
+        steps, num_samples = 3, 200
     print(
         f"eight schools, {steps:,} steps of {SCHOOLS_BATCH} simulations; {num_samples:,} draws for the real data"
     )

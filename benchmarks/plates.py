@@ -179,9 +179,9 @@ def main():
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    counts = (1000, 10_000) if options.smoke else (1000, 10_000, 100_000)
-    repeats, calls = (5, 3) if options.smoke else (30, 9)
-    steps, batch, datasets = (20, 16, 5) if options.smoke else (5000, 128, 100)
+    counts = (100, 300) if options.smoke else (1000, 10_000, 100_000)
+    repeats, calls = (2, 2) if options.smoke else (30, 9)
+    steps, batch, datasets = (3, 16, 2) if options.smoke else (5000, 128, 100)
     questions = {
         "scale": (lambda: [scale(rows, repeats) for rows in counts], print_scale),
         "sizes": (lambda: [sizes(rows, calls) for rows in counts], print_sizes),

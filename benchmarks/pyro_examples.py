@@ -178,13 +178,19 @@ def rates_of(example: Example, rates: Sequence[str] | None) -> list[float]:
     return sorted({example.rate if rate == "own" else float(rate) for rate in asked})
 
 
-def work(name: str, guide: str, seed: int, arguments: argparse.Namespace) -> None:
-    """All rates of one guide on one example, each row as a line of JSON: what a child process does."""
+def here(name: str, guide: str, seed: int, arguments: argparse.Namespace) -> Iterator[Row]:
+    """The rows of one guide on one example, at all rates."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for rate in rates_of(EXAMPLES[name], arguments.rates):
         particles = 5 if arguments.smoke else PARTICLES
-        print(json.dumps(asdict(run(name, guide, rate, seed, arguments.steps, particles))), flush=True)
+        yield run(name, guide, rate, seed, arguments.steps, particles)
+
+
+def work(name: str, guide: str, seed: int, arguments: argparse.Namespace) -> None:
+    """What a child process does: prints each row as a line of JSON."""
+    for row in here(name, guide, seed, arguments):
+        print(json.dumps(asdict(row)), flush=True)
 
 
 def delegate(name: str, guide: str, seed: int, arguments: argparse.Namespace) -> list[Row]:
@@ -316,7 +322,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="three steps of four examples, to see that it runs; writes no results",
+        help="three steps of four examples, the first in a child process, to see that it runs; writes no results",
     )
     parser.add_argument("--only", nargs="+", choices=EXAMPLES, metavar="NAME", help="examples to run")
     parser.add_argument("--guides", nargs="+", default=GUIDES, metavar="NAME", help="guides to run")
@@ -327,6 +333,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="where to write the results")
     parser.add_argument("--work", nargs=3, metavar=("NAME", "GUIDE", "SEED"), help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def rows_of(settings: Sequence[tuple[str, str, int]], arguments: argparse.Namespace) -> Iterator[list[Row]]:
+    """The rows of settings, each in a child process and as it ends; a smoke run starts one child alone."""
+    if arguments.smoke:
+        yield delegate(*settings[0], arguments)
+        for setting in settings[1:]:
+            yield list(here(*setting, arguments))
+        return
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for future in as_completed([pool.submit(delegate, *setting, arguments) for setting in settings]):
+            yield future.result()
 
 
 def main() -> None:
@@ -349,12 +367,10 @@ def main() -> None:
         f"{'example':<23} {'guide':<23} {'rate':<7} s  {'status':<8} steps {'ELBO':>20} {'ms/step':>8} "
         f"{'ratio':>6} {'MiB':>5}"
     )
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        futures = [pool.submit(delegate, *setting, arguments) for setting in settings]
-        for future in as_completed(futures):
-            rows += future.result()
-            for row in future.result():
-                show(row, rows)
+    for found in rows_of(settings, arguments):
+        rows += found
+        for row in found:
+            show(row, rows)
     results = verdicts(rows)
     summarize(results)
     default = None if arguments.smoke or arguments.only else RESULTS

@@ -60,7 +60,7 @@ class Problem(NamedTuple):
 
 def run_nuts(problem: Problem, folder: Path, *, seed: int, smoke: bool) -> tuple[Draws, dict[str, float]]:
     """NUTS draws in double precision and their diagnostics; read from a file if the same were drawn before."""
-    chains, warmup, kept, depth = (2, 10, 10, 4) if smoke else (4, 500, 1000, 10)
+    chains, warmup, kept, depth = (2, 4, 10, 2) if smoke else (4, 500, 1000, 10)
     problem = problem.convert(lambda part: part.double() if part.is_floating_point() else part)
     path = folder / f"nuts-{fingerprint(problem, seed, chains, warmup, kept, depth)}.npz"
     if path.exists():

@@ -207,7 +207,7 @@ def study(
     guides: Mapping[str, MakeGuide] = GUIDES,
 ) -> dict[str, Row]:
     """Computes the references, trains the guides, and reports; returns the rows of all by name."""
-    steps, chunks, proposals = (3, 2, 2000) if arguments.smoke else (arguments.steps, 40, 20_000)
+    steps, chunks, proposals = (3, 2, 500) if arguments.smoke else (arguments.steps, 40, 20_000)
     arguments.out.mkdir(parents=True, exist_ok=True)
     nuts, found = run_nuts(problem, arguments.out, seed=arguments.seed, smoke=arguments.smoke)
     pyro.set_rng_seed(arguments.seed)

@@ -7,30 +7,24 @@ import importlib.util
 import json
 import linecache
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import scripts
 import torch
+from scripts import ROOT
 from torch.distributions import MultivariateNormal
 
-ROOT = Path(__file__).parent.parent
 
-
-def run(script: str, *arguments: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+def run(script: str, *arguments: str, own_process: bool = False) -> str:
+    done = scripts.run(script, *arguments, own_process=own_process)
+    assert done.code == 0, done.errors[-2000:]
+    return done.printed
 
 
 @pytest.mark.slow
 def test_quickstart_prints_network_inverse_and_table_and_writes_plots(tmp_path):
     pytest.importorskip("matplotlib")
-    printed = run("examples/quickstart.py", "--smoke", "--out", str(tmp_path))
+    printed = run("examples/quickstart.py", "--smoke", "--out", str(tmp_path), own_process=True)
     assert "theta[schools]: latent, given mu, tau" in printed
     assert "theta[schools] | mu, tau, y" in printed
     for guide in (

@@ -75,7 +75,8 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
 
 def schedule_of(options: Options) -> Schedule:
     """Returns how all guides are trained."""
-    return options.choose(Schedule(6, 4, final=500), Schedule(500), Schedule(500))
+    smoke = Schedule(3, 2, batch_size=20, batches=2, final=100)
+    return options.choose(smoke, Schedule(500), Schedule(500))
 
 
 # ---- what was found

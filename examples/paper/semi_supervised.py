@@ -66,7 +66,7 @@ class Size(NamedTuple):
     alpha: float
 
 
-SMOKE = Size(4, 16, (32,), 200, True, 100, 2, 3e-3, 10.0)
+SMOKE = Size(4, 16, (32,), 100, True, 50, 2, 3e-3, 10.0)
 DIGITS = Size(8, 100, (128,), None, False, 100, 100, 3e-3, 10.0)
 MNIST = Size(20, 200, (256, 256), None, True, 100, 15, 3e-3, 10.0)
 PAPER = Size(50, 500, (500,), None, False, 500, 3000, 3e-4, 0.1)

@@ -157,8 +157,8 @@ def draw(runs: Runs, depths: Sequence[int], file: Path) -> None:
 
 def cells_of(options: Options) -> list[Cell]:
     """Returns the cells, the deepest first."""
-    depths = options.choose((3, 4), (6, 7, 8, 9), (6, 7, 8, 9, 10))
-    steps, measured = options.choose((5, 200), (1000, 10_000), (5000, 50_000))
+    depths = options.choose((2, 3), (6, 7, 8, 9), (6, 7, 8, 9, 10))
+    steps, measured = options.choose((2, 100), (1000, 10_000), (5000, 50_000))
     return [
         {"system": system, "depth": depth, "seed": seed, "rate": rate, "steps": steps, "measured": measured}
         for depth in reversed(depths)

@@ -93,7 +93,8 @@ LEFT_OUT = {("reverse_shared", "no skip"), ("forward", "no skip"), ("reverse_sha
 
 def schedules(options: Options) -> dict[str, Schedule]:
     """Returns how guides are trained, by row."""
-    paper = options.choose(Schedule(6, 4, final=500), Schedule(500), Schedule(500))
+    smoke = Schedule(3, 2, batch_size=20, batches=2, final=100)
+    paper = options.choose(smoke, Schedule(500), Schedule(500))
     cosine = paper._replace(decimated=None, learning_rate=1e-2)
     return {"paper": paper, "no skip": paper, "cosine": cosine}
 
@@ -109,7 +110,7 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
 
 def all_cells(options: Options) -> list[Cell]:
     """Returns the cells: every system in every row, the costly ones first; fewer runs of what the paper lacks."""
-    depth, scale = options.choose((3, 0.02), (5, 1.0), (5, 1.0))
+    depth = options.choose(3, 5, 5)
     more = min(options.extra["more_seeds"] or options.choose(1, 1, 10), options.seeds)
     tree = GaussianTree(depth, 0)
     net = network_of(tree)
@@ -118,9 +119,10 @@ def all_cells(options: Options) -> list[Cell]:
         for name, system in SYSTEMS.items():
             if (name, row) in LEFT_OUT and options.setting != "paper":
                 continue
-            size = round(scale * (system.paper[0] if system.paper else EXTRA_SIZE))
-            skip = row != "no skip"
-            width = closest_width(tree, system.inverse(net), size, shared=system.shared, skip=skip).width
+            size = system.paper[0] if system.paper else EXTRA_SIZE
+            skip, width = row != "no skip", 8
+            if options.setting != "smoke":
+                width = closest_width(tree, system.inverse(net), size, shared=system.shared, skip=skip).width
             beyond = row == "no skip" or name == "reverse_shared"
             for seed in range(more if beyond else options.seeds):
                 cells.append({"system": name, "row": row, "seed": seed, "depth": depth, "width": width})

@@ -67,7 +67,7 @@ class Setting(NamedTuple):
     draws: int
 
 
-SMOKE = Setting((32, 48), 2, 200, 5e-3, True, 4, 2, 10, 3, 1)
+SMOKE = Setting((32,), 2, 400, 5e-3, True, 2, 2, 5, 2, 1)
 DEFAULT = Setting((100, 200, 400), 10, 250, 5e-3, True, 100, 5, 300, 5, 4)
 PAPER = Setting(tuple(range(100, 1001, 100)), 1000, 100, 1e-4, False, 10_000, 5, 5000, 10, 4)
 

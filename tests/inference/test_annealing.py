@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 BIAS = 0.03
 
 
-def anneal(model, guide, *args, num_chains=200, num_temperatures=60, num_leapfrog_steps=5, **options):
+def anneal(model, guide, *args, num_chains=1000, num_temperatures=25, num_leapfrog_steps=5, **options):
     options = {"num_chains": num_chains, "num_leapfrog_steps": num_leapfrog_steps, **options}
     return annealed_importance_sampling(model, guide, *args, num_temperatures=num_temperatures, **options)
 
@@ -74,7 +74,7 @@ def test_nested_plates():
     y = torch.randn(3, 4)
     same_group = torch.block_diag(*[torch.ones(4, 4)] * 3)
     exact = normal_log_prob(y.reshape(-1), torch.ones(12, 12) + same_group + 2 * torch.eye(12))
-    check(anneal(CASES["nested"].model, None, y, num_chains=300, num_temperatures=150), exact)
+    check(anneal(CASES["nested"].model, None, y, num_chains=1500, num_temperatures=40), exact)
 
 
 @pytest.mark.usefixtures("double")
@@ -187,7 +187,7 @@ def test_masked_latents_integrate_to_one():
 
 @pytest.mark.usefixtures("double")
 def test_eight_schools_from_the_prior():
-    result = anneal(eight_schools, None, *eight_schools_data(), num_chains=300, num_temperatures=120)
+    result = anneal(eight_schools, None, *eight_schools_data(), num_chains=1500, num_temperatures=50)
     check(result, -31.3113)
 
 
@@ -195,7 +195,7 @@ def test_eight_schools_from_the_prior():
 def test_eight_schools_not_centered():
     model = pyro.poutine.reparam(eight_schools, {"theta": LocScaleReparam(0.0)})
     data = [value.double() for value in eight_schools_data()]
-    result = anneal(model, None, *data, num_temperatures=50)
+    result = anneal(model, None, *data)
     assert list(result.samples) == ["mu", "tau", "theta_decentered"]
     check(result, eight_schools_evidence())
 
@@ -205,11 +205,11 @@ def test_eight_schools_not_centered():
 def test_eight_schools_from_a_trained_guide():
     data = [value.double() for value in eight_schools_data()]
     guide = AutoNaMIGuide(eight_schools)
-    optimizer = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.1 ** (1 / 400)})
+    optimizer = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.1 ** (1 / 120)})
     svi = SVI(eight_schools, guide, optimizer, Trace_ELBO(num_particles=16, vectorize_particles=True))
-    for _ in range(400):
+    for _ in range(120):
         svi.step(*data)
-    result = anneal(eight_schools, guide, *data, num_chains=60, num_temperatures=40)
+    result = anneal(eight_schools, guide, *data, num_chains=300, num_temperatures=12)
     assert result.log_weights.std() < 1  # from the prior it is above 100
     check(result, eight_schools_evidence())
 
@@ -302,7 +302,7 @@ def test_networks_as_start(dense):
 def test_batch_of_data_sets(chunk_size):
     y = torch.randn(3, 6) * 2 + torch.tensor([[0.0], [2.0], [-3.0]])
     result = anneal(conjugate_normal, None, y[0], observations={"y": y}, chunk_size=chunk_size)
-    assert result.log_weights.shape == result.samples["mu"].shape == result.acceptance_rate.shape == (200, 3)
+    assert result.log_weights.shape == result.samples["mu"].shape == result.acceptance_rate.shape == (1000, 3)
     assert result.step_size.shape == (3,)
     check(result, *[conjugate_normal_evidence(row) for row in y])
 
@@ -323,7 +323,7 @@ def test_batch_with_all_plate_dims_and_shared_observations():
     exact = [normal_log_prob(torch.cat([value.reshape(1), y]), covariance) for value in x]
     for given in (x, x.reshape(3, 1)):
         result = anneal(model, None, observations={"x": given, "y": y})
-        assert result.samples["mu"].shape == (200, 3) and result.samples["z"].shape == (200, 3, 2)
+        assert result.samples["mu"].shape == (1000, 3) and result.samples["z"].shape == (1000, 3, 2)
         check(result, *exact)
 
 
@@ -396,7 +396,8 @@ def test_acceptance_follows_the_target():
     """Step sizes start far off, and the average has that in it; noise is that of 40 pilots."""
     data = torch.tensor([1.0, 2.0, -1.0, 0.5])
     for target, first in ((0.4, 10.0), (0.65, 0.1), (0.9, 10.0)):
-        result = anneal(TREE, None, *data, num_temperatures=150, target_acceptance=target, step_size=first)
+        options = {"num_temperatures": 150, "num_chains": 200}
+        result = anneal(TREE, None, *data, target_acceptance=target, step_size=first, **options)
         assert abs(result.acceptance_rate.mean() - target) < 0.08, (target, first)
 
 
@@ -422,7 +423,7 @@ def test_reverse_for_batched_data():
     moments = torch.tensor([conjugate_normal_posterior(row) for row in y])
     draws = moments[:, 0] + moments[:, 1] * torch.randn(200, 2)
     options = {"observations": {"y": y}, "posterior": {"mu": draws}, "target_acceptance": None}
-    result = anneal(conjugate_normal, None, y[0], **options)
+    result = anneal(conjugate_normal, None, y[0], num_temperatures=60, **options)
     assert result.log_weights.shape == (200, 2)
     check(result, *[conjugate_normal_evidence(row) for row in y])
 

@@ -1,18 +1,17 @@
-"""Runs the scripts under ``examples/paper`` as a user runs them."""
+"""Runs the scripts under ``examples/paper``."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from scripts import ROOT, run
 
-ROOT = Path(__file__).parent.parent.parent
+sys.path.append(str(ROOT / "examples" / "paper"))
 
 
 class Finished(NamedTuple):
@@ -28,14 +27,10 @@ class Finished(NamedTuple):
 def run_script(tmp_path: Path) -> Callable[..., Finished]:
     """Runs ``examples/paper/<name>.py --smoke`` in an empty folder, and reads ``<name>.json`` back."""
 
-    def run(name: str, *arguments: str) -> Finished:
-        command = [sys.executable, str(ROOT / "examples" / "paper" / f"{name}.py"), "--smoke"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [*command, "--out", str(tmp_path), *arguments], capture_output=True, text=True, env=environment, timeout=300
-        )
+    def run_paper(name: str, *arguments: str, own_process: bool = False) -> Finished:
+        script = f"examples/paper/{name}.py"
+        done = run(script, "--smoke", "--out", str(tmp_path), *arguments, own_process=own_process)
         file = tmp_path / f"{name}.json"
-        results = json.loads(file.read_text()) if file.exists() else None
-        return Finished(done.returncode, done.stdout, done.stderr, results)
+        return Finished(*done, json.loads(file.read_text()) if file.exists() else None)
 
-    return run
+    return run_paper

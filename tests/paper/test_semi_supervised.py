@@ -10,7 +10,7 @@ pytest.importorskip("sklearn")
 pytestmark = pytest.mark.slow
 
 
-def test_the_script_runs_and_its_guide_has_the_blocks_order(run_script, tmp_path):
+def test_the_script_runs_with_the_blocks_order_and_finished_runs_are_read_not_run_again(run_script, tmp_path):
     finished = run_script("semi_supervised")
     assert finished.code == 0, finished.errors
     assert (tmp_path / "semi_supervised.png").exists()
@@ -18,13 +18,9 @@ def test_the_script_runs_and_its_guide_has_the_blocks_order(run_script, tmp_path
     assert structure["holds"] and structure["ours"] == {"y": ["x"], "z": ["x", "y"]}
     assert 0 <= error["ours"]["with"][0] <= 1
     assert all(len(runs) == 1 for runs in finished.results["runs"].values())
-
-
-def test_finished_runs_are_read_not_run_again(run_script):
-    first = run_script("semi_supervised")
     again = run_script("semi_supervised")
     assert "3 of 3 runs are kept" in again.printed
-    assert again.results == first.results
+    assert again.results == finished.results
 
 
 def test_a_missing_folder_of_images_is_told(run_script, tmp_path):
