@@ -45,9 +45,9 @@ def sites_of_the_rows(*locs):
 
 def at_times(loc, plate="obs"):
     """Rows at some times, those of ``loc`` (times, rows) or three that are alike."""
-    loc = loc if loc.dim() > 1 else loc.expand(3, -1)
-    with pyro.plate("time", len(loc), dim=-2), pyro.plate(plate, ROWS, dim=-1):
-        normal("y", loc, obs=torch.zeros(loc.shape))
+    times = len(loc) if loc.dim() > 1 else 3
+    with pyro.plate("time", times, dim=-2), pyro.plate(plate, ROWS, dim=-1):
+        normal("y", loc, obs=torch.zeros(times, ROWS))
 
 
 def mixed(components, size, rows):
@@ -176,7 +176,7 @@ NOT_READ = {
         ab := alpha_and_beta(), sites_of_the_rows(ab[0][COUNTY], (ab[1][COUNTY] - ab[1][OTHER]) * FLOOR)
     ),
     "a second site reads all instances": lambda: (
-        alpha := effects(), sites_of_the_rows(alpha[COUNTY], alpha.mean().expand(ROWS))
+        alpha := effects(), sites_of_the_rows(alpha[COUNTY], alpha.mean())
     ),
     "constant along one plate of many rows and one of a single row": lambda: at_times(effects()[2].expand(1, ROWS)),
 }
