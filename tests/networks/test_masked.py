@@ -102,6 +102,11 @@ def sampler(build, seed=0, steps=12, width=16, depth=2, **options):
     return randomized(mlp, seed), inputs
 
 
+def one_by_one(mlp, x, inputs):
+    """The rows of a pass that takes one step after the other."""
+    return torch.cat(advance_all(mlp, x, inputs, range(1, len(inputs) + 1)), -1)
+
+
 def advance_all(mlp, x, inputs, stops):
     """Rows of a pass that takes the steps up to each stop at once; ``x`` may be one tensor, or one per advance."""
     state, rows, step = mlp.start(), [], 0
@@ -124,29 +129,27 @@ def test_jacobian_support_is_the_dependency_at_every_width(build, dependency, hi
     assert torch.equal(support_of(mlp, dependency.shape[1]), dependency)
 
 
-@pytest.mark.parametrize("activation", [torch.tanh, nn.functional.elu, nn.Softplus()], ids=["tanh", "elu", "softplus"])
-@both
-def test_jacobian_law_holds_for_other_activations(build, activation):
-    mlp = randomized(build(DEPENDENCIES["random 0"], (6, 6), activation=activation, dtype=torch.double))
-    assert torch.equal(support_of(mlp, 8), DEPENDENCIES["random 0"])
-
-
-def test_narrow_chain_keeps_all_210_entries():
-    mlp = randomized(MaskedMLP(ones(20, 20).tril(), (4, 4), dtype=torch.double))
-    assert support_of(mlp, 20).sum() == 210
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("name", ["chain", "tree", "random 1", "random 3"])
-def test_hidden_units_alone_carry_every_dependency_when_wide_enough(name, depth):
-    dependency = DEPENDENCIES[name]
-    mlp = randomized(MaskedMLP(dependency, (20,) * depth, skip=False, dtype=torch.double))
-    assert torch.equal(support_of(mlp, dependency.shape[1]), dependency)
-
-
-def test_separate_networks_need_no_width():
-    mlp = randomized(separate(DEPENDENCIES["chain"], (1, 1), skip=False, dtype=torch.double))
-    assert torch.equal(support_of(mlp, 20), DEPENDENCIES["chain"])
+@pytest.mark.parametrize(
+    ("build", "name", "hidden_features", "options"),
+    [
+        *(
+            (build, "random 0", (6, 6), {"activation": activation})
+            for activation in (torch.tanh, nn.functional.elu, nn.Softplus())
+            for build in NETWORKS.values()
+        ),
+        # Hidden units alone carry every dependency when wide enough; separate networks need no width.
+        *(
+            (MaskedMLP, name, (20,) * depth, {"skip": False})
+            for name in ("chain", "tree", "random 1", "random 3")
+            for depth in (1, 3)
+        ),
+        (separate, "chain", (1, 1), {"skip": False}),
+        (MaskedMLP, "chain", (4, 4), {}),
+    ],
+)
+def test_jacobian_law_holds_for_other_activations_and_without_a_skip(build, name, hidden_features, options):
+    mlp = randomized(build(DEPENDENCIES[name], hidden_features, dtype=torch.double, **options))
+    assert torch.equal(support_of(mlp, DEPENDENCIES[name].shape[1]), DEPENDENCIES[name])
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -169,19 +172,25 @@ def test_rows_without_parents_are_their_bias(build):
     assert empty.any()
 
 
-def test_too_narrow_without_skip_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"skip=False; got hidden_features=\[4\], which loses \d+ of 210\. 20 units"
-    ):
-        MaskedMLP(ones(20, 20).tril(), (4,), skip=False)
-
-
-@both
-def test_widths_that_cannot_be_are_errors(build):
-    with pytest.raises(ValueError, match=r"at least 1 each; got \[8, 0\]"):
-        build(ones(2, 2), (8, 0))
-    with pytest.raises(ValueError, match="Expected at least one hidden layer or skip=True"):
-        build(ones(2, 2), (), skip=False)
+@pytest.mark.parametrize(
+    ("build", "arguments", "options", "error"),
+    [
+        (
+            MaskedMLP,
+            (ones(20, 20).tril(), (4,)),
+            {"skip": False},
+            r"skip=False; got hidden_features=\[4\], which loses \d+ of 210\. 20 units",
+        ),
+        *((build, (ones(2, 2), (8, 0)), {}, r"at least 1 each; got \[8, 0\]") for build in NETWORKS.values()),
+        *(
+            (build, (ones(2, 2), ()), {"skip": False}, "Expected at least one hidden layer or skip=True")
+            for build in NETWORKS.values()
+        ),
+    ],
+)
+def test_widths_that_cannot_be_are_errors(build, arguments, options, error):
+    with pytest.raises(ValueError, match=error):
+        build(*arguments, **options)
 
 
 # What the networks compute
@@ -194,9 +203,7 @@ def test_masked_network_is_a_perceptron_with_masked_weights():
     layer_0, layer_1, output = (parameter.detach() for parameter in mlp.parameters())
     x = torch.randn(5, 8, dtype=torch.double)
     labels = mlp.layer_0_mask[:, :-1].bool()
-    assert {tuple(label) for label in labels.tolist()} == {
-        tuple(row) for row in dependency.tolist() if any(row)
-    }
+    assert set(map(tuple, labels.tolist())) == {tuple(row) for row in dependency.tolist() if any(row)}
     x = torch.cat((x, torch.zeros(1, 8, dtype=torch.double)))
     lower = (layer_0[:, :-1] * labels) @ x.T + layer_0[:, -1:]
     upper_labels = torch.stack([labels[mask.bool()].any(0) for mask in mlp.layer_1_mask[:, :-1]])
@@ -246,11 +253,9 @@ def test_linear_gaussian_posterior_is_exact(build):
     weight = torch.zeros(4, 7, dtype=torch.double)
     variance = torch.zeros(4, dtype=torch.double)
     for row in range(4):
-        known = slice(0, context + row)
-        weight[row, known] = torch.linalg.solve(covariance[known, known], covariance[known, context + row])
-        variance[row] = (
-            covariance[context + row, context + row] - weight[row, known] @ covariance[known, context + row]
-        )
+        own, known = context + row, slice(0, context + row)
+        weight[row, known] = torch.linalg.solve(covariance[known, known], covariance[known, own])
+        variance[row] = covariance[own, own] - weight[row, known] @ covariance[known, own]
     with torch.no_grad():
         if build is MaskedMLP:
             mlp.output[:, 5:12] = weight
@@ -314,7 +319,7 @@ def test_long_passes_with_random_merges_give_the_dense_rows_and_gradients(build,
 def test_steps_agree_in_single_precision(build):
     mlp, inputs = sampler(build, 3, steps=30, width=64, dtype=torch.float)
     x = torch.randn(10, sum(inputs))
-    rows = torch.cat(advance_all(mlp, x, inputs, range(1, 31)), -1)
+    rows = one_by_one(mlp, x, inputs)
     assert rows.dtype == torch.float
     torch.testing.assert_close(rows, mlp(x))
 
@@ -322,14 +327,8 @@ def test_steps_agree_in_single_precision(build):
 @pytest.mark.parametrize(
     "shapes",
     [
-        [(), (4,), (4,)],
-        [(1,), (4,), (3, 1)],
-        [(5,), (3, 5), (3, 5)],
-        [(3, 1), (1, 5), (2, 1, 1)],
-        [(3, 5), (5,), ()],
-        [(), (), ()],
-        [(2, 3, 4), (2, 3, 4), (2, 3, 4)],
-        [(0,), (0,), (2, 0)],
+        *([(), (4,), (4,)], [(1,), (4,), (3, 1)], [(5,), (3, 5), (3, 5)], [(3, 1), (1, 5), (2, 1, 1)]),
+        *([(3, 5), (5,), ()], [(), (), ()], [(2, 3, 4)] * 3, [(0,), (0,), (2, 0)]),
     ],
     ids=str,
 )
@@ -387,30 +386,24 @@ def count_flops(function):
 
 @pytest.mark.parametrize("steps", [3, 20, 100])
 def test_sampling_multiplies_no_more_than_one_dense_pass(steps):
+    inputs = [0] + [1] * steps
     mlp = MaskedMLP(
         ones(steps, steps).tril(-1).repeat_interleave(2, 0),
         (200, 200),
-        input_splits=[0] + [1] * (steps - 1) + [1],
+        input_splits=inputs,
         output_splits=[2] * steps + [0],
     )
     x = torch.randn(10, steps)
-    inputs = mlp.steps.columns
-    sizes = [end - start for start, end in itertools.pairwise(inputs)]
     dense = count_flops(lambda: mlp(x))
-    assert 0 < count_flops(lambda: advance_all(mlp, x, sizes, range(1, steps + 2))) <= dense
+    assert 0 < count_flops(lambda: one_by_one(mlp, x, inputs)) <= dense
 
 
 @both
 def test_each_hidden_unit_is_computed_once(build):
     computed = []
-
-    def activation(value):
-        computed.append(value.numel())
-        return value.tanh()
-
-    mlp, inputs = sampler(build, 0, steps=20, activation=activation)
+    mlp, inputs = sampler(build, 0, steps=20, activation=lambda x: computed.append(x.numel()) or x.tanh())
     x = torch.randn(5, sum(inputs), dtype=torch.double)
-    advance_all(mlp, x, inputs, range(1, 21))
+    one_by_one(mlp, x, inputs)
     incremental = sum(computed)
     computed.clear()
     mlp(x)
@@ -418,10 +411,9 @@ def test_each_hidden_unit_is_computed_once(build):
 
 
 def test_a_small_context_is_not_computed_at_the_size_of_the_samples():
-    mlp = MaskedMLP(ones(8, 57).tril(49), (64,), input_splits=[50] + [1] * 7, output_splits=[1] * 8)
-    context, samples = torch.randn(2, 50), torch.randn(1000, 2, 7)
     inputs = [50] + [1] * 7
-    chunks = [context, *samples.split(1, -1)]
+    mlp = MaskedMLP(ones(8, 57).tril(49), (64,), input_splits=inputs, output_splits=[1] * 8)
+    chunks = [torch.randn(2, 50), *torch.randn(1000, 2, 7).split(1, -1)]
     dense = count_flops(lambda: mlp(torch.randn(1000, 2, 57)))
     assert count_flops(lambda: advance_all(mlp, chunks, inputs, range(1, 9))) < 0.6 * dense
 
@@ -430,14 +422,13 @@ def test_a_small_context_is_not_computed_at_the_size_of_the_samples():
 def test_advances_that_do_not_fit_are_errors(build):
     mlp, inputs = sampler(build, 0, steps=4)
     state = mlp.start()
-    with pytest.raises(ValueError, match="Expected stop from 1 to 4, the steps left; got 0"):
-        state.advance(torch.zeros(2, 0), 0)
-    with pytest.raises(ValueError, match="got 5"):
-        state.advance(torch.zeros(2, sum(inputs)), 5)
-    with pytest.raises(
-        ValueError, match=rf"\(\*batch, {sum(inputs)}\), the columns of steps 0 to 3; got \(2, 99\)"
+    for size, stop, error in (
+        (0, 0, "Expected stop from 1 to 4, the steps left; got 0"),
+        (sum(inputs), 5, "got 5"),
+        (99, 4, rf"\(\*batch, {sum(inputs)}\), the columns of steps 0 to 3; got \(2, 99\)"),
     ):
-        state.advance(torch.zeros(2, 99), 4)
+        with pytest.raises(ValueError, match=error):
+            state.advance(torch.zeros(2, size), stop)
     _, state = state.advance(torch.zeros(2, sum(inputs), dtype=torch.double), 4)
     with pytest.raises(ValueError, match="the steps left"):
         state.advance(torch.zeros(2, 0), 4)
@@ -476,29 +467,28 @@ def test_units_start_at_unit_scale_however_many_inputs_they_have(build):
     """Weights of variance 1/n on n standardized inputs, and biases of variance 1/(3n); 5 standard errors."""
     torch.manual_seed(0)
     taken = []
-
-    def activation(value):
-        taken.append(value)
-        return value
-
     dependency = ones(30, 30).tril()[[0, 4, 29]]
-    mlp = build(dependency, (3000,), activation=activation, dtype=torch.double)
+    mlp = build(dependency, (3000,), activation=lambda x: taken.append(x) or x, dtype=torch.double)
     mlp(torch.randn(2000, 30, dtype=torch.double))
     mean_square = taken[-1].square().flatten(0, -1).mean()
     fan_in = torch.tensor([1.0, 5.0, 30.0])
     assert mean_square.item() == pytest.approx((1 + 1 / (3 * fan_in)).mean().item(), abs=0.1)
 
 
-def test_parameters_have_the_documented_shapes():
-    masked = MaskedMLP(ones(3, 4), (5, 6))
-    shapes = {name: tuple(parameter.shape) for name, parameter in masked.named_parameters()}
-    assert shapes == {"layer_0": (5, 5), "layer_1": (6, 6), "output": (3, 11)}
-    assert set(masked.state_dict()) > set(shapes)
-    dependency = torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 1]]).bool()
-    networks = SeparateMLP(dependency, (5, 6), factors=[[0, 1], [2]])
-    shapes = {name: tuple(parameter.shape) for name, parameter in networks.named_parameters()}
-    assert shapes == {"layer_0": (2, 5, 3), "layer_1": (2, 6, 6), "output": (2, 2, 9)}
-    assert set(networks.state_dict()) > set(shapes)
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        (MaskedMLP(ones(3, 4), (5, 6)), {"layer_0": (5, 5), "layer_1": (6, 6), "output": (3, 11)}),
+        (
+            SeparateMLP(torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 1]]).bool(), (5, 6), factors=[[0, 1], [2]]),
+            {"layer_0": (2, 5, 3), "layer_1": (2, 6, 6), "output": (2, 2, 9)},
+        ),
+    ],
+    ids=["masked", "separate"],
+)
+def test_parameters_have_the_documented_shapes(network, expected):
+    assert {name: tuple(parameter.shape) for name, parameter in network.named_parameters()} == expected
+    assert set(network.state_dict()) > set(expected)
 
 
 @both
@@ -515,7 +505,7 @@ def test_copies_and_loaded_networks_agree(build):
         nn.init.zeros_(parameter)
     for other in (duplicate, loaded):
         assert torch.equal(other(x), expected)
-        torch.testing.assert_close(torch.cat(advance_all(other, x, inputs, range(1, 13)), -1), expected)
+        torch.testing.assert_close(one_by_one(other, x, inputs), expected)
 
 
 @both
@@ -524,7 +514,7 @@ def test_networks_move_between_types(build):
     x = torch.randn(3, sum(inputs), dtype=torch.double)
     expected = mlp(x)
     single = copy.deepcopy(mlp).to(torch.float)
-    rows = torch.cat(advance_all(single, x.float(), inputs, range(1, 13)), -1)
+    rows = one_by_one(single, x.float(), inputs)
     assert rows.dtype == torch.float
     torch.testing.assert_close(rows.double(), expected, rtol=1e-4, atol=1e-5)
     assert mlp.to("meta")(x.to("meta")).shape == expected.shape
@@ -542,7 +532,7 @@ def test_parameters_may_become_pyro_params(build):
         value = getattr(mlp, name).detach().clone()
         setattr(mlp, name, PyroParam(value, constraint=constraints.real))
     torch.testing.assert_close(mlp(x), expected)
-    rows = torch.cat(advance_all(mlp, x, inputs, range(1, 13)), -1)
+    rows = one_by_one(mlp, x, inputs)
     torch.testing.assert_close(rows, expected)
     rows.square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in mlp.named_parameters()}

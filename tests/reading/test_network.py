@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import ExitStack
 
 import numpy as np
 import pyro
@@ -22,15 +23,20 @@ from pyro_nami.reading.network import extract, extract_bayesnet
 
 ZERO, THREE = torch.zeros(()), torch.zeros(3)
 
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-
-
 def normal(name, loc=0.0, scale=1.0, obs=None):
     return pyro.sample(name, dist.Normal(loc, scale), obs=obs)
+
+
+def vector(name="z", size=3, loc=0.0, obs=None):
+    return pyro.sample(name, dist.Normal(loc, 1.0).expand([size]).to_event(1), obs=obs)
+
+
+def datum(loc=0.0, scale=1.0, name="x"):
+    return normal(name, loc, scale, obs=ZERO)
+
+
+def bernoulli(name, p=0.5):
+    return pyro.sample(name, dist.Bernoulli(p))
 
 
 def edges(text):
@@ -38,34 +44,17 @@ def edges(text):
     return {tuple(pair.split(">")) for pair in text.split()}
 
 
-# Idioms whose provenance reaches every site: name -> (model, edges).
-TRACKED = {}
-# Idioms that lose it, so that edges are found by intervention and a warning says so.
-LOST = {}
+# Idioms whose provenance reaches every site, and those that lose it, so that edges are found by intervention and a
+# warning says so: name -> (edges, model).
+TRACKED, LOST = {}, {}
 
 
 def idiom(table, expected):
     def register(model):
-        table[model.__name__] = model, edges(expected)
+        table[model.__name__] = expected, model
         return model
 
     return register
-
-
-@idiom(TRACKED, "z>x")
-def plain():
-    normal("x", 2 * normal("z") + 1, obs=ZERO)
-
-
-@idiom(TRACKED, "a>c c>d e>d")
-def collider():
-    a = normal("a")
-    normal("d", normal("c", a) + normal("e"), obs=ZERO)
-
-
-@idiom(TRACKED, "")
-def prior_only():
-    normal("a"), normal("b")
 
 
 @idiom(TRACKED, "mu>theta tau>theta theta>y")
@@ -75,91 +64,12 @@ def eight_schools():
         normal("y", normal("theta", mu, tau), torch.arange(1.0, 9.0), obs=torch.zeros(8))
 
 
-@idiom(TRACKED, "z>t t>x")
-def through_deterministic_only_when_read():
-    z = normal("z")
-    square = pyro.deterministic("square", z**2)
-    normal("x", normal("t", square), obs=ZERO)
-
-
-@idiom(TRACKED, "z>x")
-def delta_latent():
-    d = pyro.sample("d", dist.Delta(normal("z") + 1))
-    normal("x", d, obs=ZERO)
-
-
-@idiom(TRACKED, "z>f w>f")
-def factor():
-    pyro.factor("f", -((normal("z") - normal("w")) ** 2))
-
-
-@idiom(TRACKED, "x>z z>y")
-def observed_root():
-    x = normal("x", obs=ZERO)
-    normal("y", normal("z", x), obs=ZERO)
-
-
 DATA = torch.randn(4)
-
-
-@idiom(TRACKED, "x>z")
-def raw_data_of_an_observed_site():
-    summary = DATA.mean()
-    normal("u")
-    pyro.sample("x", dist.Normal(0.0, 1.0).expand([4]).to_event(1), obs=DATA)
-    normal("z", summary)
-
-
-@idiom(TRACKED, "z>x0 x0>x1 z>x1 x1>x2 z>x2")
-def autoregression_on_raw_data():
-    z = normal("z")
-    for t in range(3):
-        normal(f"x{t}", z * DATA[t - 1] if t else z, obs=DATA[t])
-
-
-@idiom(TRACKED, "z>x")
-def observed_latent():
-    normal("x", obs=normal("z"))
-
-
-@idiom(TRACKED, "z>x")
-def masked_by_a_latent():
-    z = pyro.sample("z", dist.Bernoulli(0.5))
-    with poutine.mask(mask=z > 0):
-        normal("x", obs=ZERO)
-
-
-@idiom(TRACKED, "z>x")
-def scaled_by_a_latent():
-    with poutine.scale(scale=normal("z").exp()):
-        normal("x", obs=ZERO)
-
-
-@idiom(TRACKED, "z>y")
-def likelihood_masked_out():
-    z = normal("z")
-    with poutine.mask(mask=False):
-        normal("x", z, obs=ZERO)
-    normal("y", z, obs=ZERO)
-
-
-@idiom(TRACKED, "hi>z z>x")
-def latent_support():
-    hi = pyro.sample("hi", dist.LogNormal(0.0, 1.0))
-    normal("x", pyro.sample("z", dist.Uniform(0.0, hi)), obs=ZERO)
-
-
-@idiom(TRACKED, "z>x")
-def indexed_by_category():
-    z = pyro.sample("z", dist.Categorical(torch.ones(3)))
-    normal("x", torch.tensor([-1.0, 0.0, 1.0])[z], obs=ZERO)
 
 
 @idiom(TRACKED, "w>x z>x m>x")
 def mixture_in_a_plate():
-    w = pyro.sample("w", dist.Dirichlet(torch.ones(2)))
-    m = pyro.sample("m", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-    z = normal("z")
+    w, m, z = pyro.sample("w", dist.Dirichlet(torch.ones(2))), vector("m", 2), normal("z")
     with pyro.plate("n", 3):
         pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(w), dist.Normal(m + z, 1.0)), obs=THREE)
 
@@ -167,28 +77,9 @@ def mixture_in_a_plate():
 @idiom(TRACKED, "p>z z>x m>x")
 @config_enumerate
 def enumerated_mixture():
-    p = pyro.sample("p", dist.Dirichlet(torch.ones(2)))
-    m = pyro.sample("m", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    p, m = pyro.sample("p", dist.Dirichlet(torch.ones(2))), vector("m", 2)
     with pyro.plate("n", 3):
         normal("x", m[pyro.sample("z", dist.Categorical(p))], obs=THREE)
-
-
-@idiom(TRACKED, "c>y eta>y")
-def ordered_logistic():
-    c = pyro.sample("c", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1))
-    pyro.sample("y", dist.OrderedLogistic(normal("eta"), c), obs=torch.tensor(1))
-
-
-@idiom(TRACKED, "z>x")
-def numel_of_shape():
-    z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    normal("x", z.sum() / z.shape.numel(), obs=ZERO)
-
-
-@idiom(TRACKED, "z>x")
-def vmapped():
-    z = pyro.sample("z", dist.Normal(THREE, 1.0).to_event(1))
-    pyro.sample("x", dist.Normal(torch.func.vmap(lambda v: v * 2)(z), 1.0).to_event(1), obs=THREE)
 
 
 @torch.jit.script
@@ -197,73 +88,26 @@ def scripted_double(x: torch.Tensor) -> torch.Tensor:
 
 
 @idiom(TRACKED, "z>x")
-def scripted():
-    normal("x", scripted_double(normal("z")), obs=ZERO)
-
-
-@idiom(TRACKED, "z>x")
-def rebuilt_tensor():
-    z = normal("z")
-    normal("x", torch.tensor([z, 1.0]).sum(), obs=ZERO)
-
-
-@idiom(TRACKED, "z>x")
-def filled_tensor():
-    pyro.sample("x", dist.Normal(torch.full((3,), normal("z")), 1.0).to_event(1), obs=THREE)
-
-
-@idiom(TRACKED, "z>x")
 def written_with_out():
     loc = torch.zeros(())
     torch.mul(normal("z"), 2.0, out=loc)
-    normal("x", loc, obs=ZERO)
+    datum(loc)
 
 
 @idiom(TRACKED, "z>x")
 def copied_into_a_module():
     layer = nn.Linear(1, 1, bias=False)
     layer.weight.data.copy_(normal("z").reshape(1, 1))
-    normal("x", layer(torch.ones(1)).squeeze(), obs=ZERO)
-
-
-@idiom(TRACKED, "z>y")
-def shape_without_values():
-    z = normal("z")
-    normal("x", torch.zeros_like(z), obs=ZERO)
-    normal("y", z, obs=ZERO)
+    datum(layer(torch.ones(1)).squeeze())
 
 
 @idiom(TRACKED, "z0>z1 z1>z2 z0>x0 z1>x1 z2>x2")
 def buffer_scan():
     state = torch.zeros(2, 3)
     for t in range(3):
-        state[:, t] = pyro.sample(
-            f"z{t}", dist.Normal(state[:, t - 1] if t else state[:, 0], 1.0).to_event(1)
-        )
+        state[:, t] = vector(f"z{t}", 2, state[:, max(t - 1, 0)])
     for t in range(3):
-        pyro.sample(f"x{t}", dist.Normal(state[:, t], 1.0).to_event(1), obs=torch.zeros(2))
-
-
-@idiom(TRACKED, "z0>x0 z1>x1 z2>x2")
-def stacked_then_transformed():
-    loc = 1 + torch.stack([normal(f"z{t}") for t in range(3)]).exp()
-    for t in range(3):
-        normal(f"x{t}", loc[t], obs=ZERO)
-
-
-@idiom(TRACKED, "z0>z1 z1>z2 z0>x0 z1>x1 z2>x2")
-def markov_chain():
-    z = 0.0
-    for t in pyro.markov(range(3)):
-        z = normal(f"z{t}", z)
-        normal(f"x{t}", z, obs=ZERO)
-
-
-@idiom(TRACKED, "mu>z_0 mu>z_1 z_0>x_0 z_1>x_1")
-def sequential_plate():
-    mu = normal("mu")
-    for i in pyro.plate("seq", 2):
-        normal(f"x_{i}", normal(f"z_{i}", mu), obs=ZERO)
+        vector(f"x{t}", 2, state[:, t], obs=torch.zeros(2))
 
 
 @idiom(TRACKED, "mu>z z>x")
@@ -300,64 +144,6 @@ def partly_observed():
         normal("x", y, obs=THREE)
 
 
-@idiom(TRACKED, "z>x")
-def improper():
-    z = pyro.sample("z", dist.ImproperUniform(constraints.positive, (), (2,)))
-    normal("x", z.sum(), obs=ZERO)
-
-
-@idiom(TRACKED, "z>x")
-def empty_sites():
-    z = normal("z")
-    normal("e", torch.zeros(0))
-    normal("x", z, obs=ZERO)
-
-
-@idiom(TRACKED, "z>x")
-def python_number_observed():
-    normal("x", normal("z"), obs=0.0)
-
-
-@idiom(TRACKED, "z>x")
-def cholesky_and_friends():
-    z = pyro.sample("z", dist.LKJCholesky(2))
-    pyro.sample("x", dist.MultivariateNormal(torch.zeros(2), scale_tril=z), obs=torch.zeros(2))
-
-
-@idiom(TRACKED, "z>x")
-def sampled_multinomial():
-    z = pyro.sample("z", dist.Multinomial(4, torch.ones(3)))
-    pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=THREE)
-
-
-@idiom(TRACKED, "a>m m>x b>x")
-def conditioned_inside():
-    a = normal("a")
-    poutine.condition(lambda: normal("x", normal("m", a) + normal("b")), {"x": ZERO})()
-
-
-@idiom(TRACKED, "loc_decentered>x mu>x")
-def reparametrized():
-    def model():
-        normal("x", normal("loc", normal("mu"), 1.0), obs=ZERO)
-
-    poutine.reparam(model, {"loc": LocScaleReparam(0.0)})()
-
-
-@idiom(TRACKED, "y>x")
-def intervened_by_do():
-    def model():
-        z = normal("z")
-        normal("x", z + normal("y"), obs=ZERO)
-
-    poutine.do(model, {"z": ZERO})()
-
-
-@idiom(TRACKED, "w>x")
-def lifted():
-    poutine.lift(lambda: normal("x", pyro.param("w", ZERO), obs=ZERO), {"w": dist.Normal(0.0, 1.0)})()
-
-
 class Regression(PyroModule):
     def __init__(self):
         super().__init__()
@@ -372,55 +158,87 @@ class Regression(PyroModule):
             normal("y", loc, obs=THREE)
 
 
-@idiom(TRACKED, "linear.weight>y linear.bias>y")
-def bayesian_regression():
-    Regression()()
-
-
 PLANAR = dist.transforms.planar(2)
 
 
-@idiom(TRACKED, "w>z z>x")
-def transform_without_inverse():
-    z = dist.TransformedDistribution(dist.Normal(normal("w") * torch.ones(2), 1.0).to_event(1), [PLANAR])
-    normal("x", pyro.sample("z", z).sum(), obs=ZERO)
-
-
-@idiom(TRACKED, "z>x")
-def cached_transform():
-    base = dist.Normal(normal("z"), 1.0)
-    x = pyro.sample("x", dist.TransformedDistribution(base, [dist.transforms.ExpTransform(cache_size=1)]))
-    normal("y", obs=ZERO + 0 * x)
+TRACKED.update(
+    plain=("z>x", lambda: datum(2 * normal("z") + 1)),
+    collider=("a>c c>d e>d", lambda: datum(normal("c", normal("a")) + normal("e"), name="d")),
+    prior_only=("", lambda: (normal("a"), normal("b"))),
+    deterministic=("z>t t>x", lambda: datum(normal("t", pyro.deterministic("square", normal("z") ** 2)))),
+    delta_latent=("z>x", lambda: datum(pyro.sample("d", dist.Delta(normal("z") + 1)))),
+    factor=("z>f w>f", lambda: pyro.factor("f", -((normal("z") - normal("w")) ** 2))),
+    latent_support=(
+        "hi>z z>x",
+        lambda: datum(pyro.sample("z", dist.Uniform(0.0, pyro.sample("hi", dist.LogNormal(0.0, 1.0))))),
+    ),
+    improper=("z>x", lambda: datum(pyro.sample("z", dist.ImproperUniform(constraints.positive, (), (2,))).sum())),
+    reparametrized=("loc_decentered>x mu>x", lambda: poutine.reparam(
+        lambda: datum(normal("loc", normal("mu"), 1.0)), {"loc": LocScaleReparam(0.0)}
+    )()),
+    lifted=("w>x", lambda: poutine.lift(lambda: datum(pyro.param("w", ZERO)), {"w": dist.Normal(0.0, 1.0)})()),
+    masked_by_a_latent=("z>x", lambda: poutine.mask(datum, mask=bernoulli("z") > 0)()),
+    scaled_by_a_latent=("z>x", lambda: poutine.scale(datum, scale=normal("z").exp())()),
+    likelihood_masked_out=(
+        "z>y", lambda: (poutine.mask(datum, mask=False)(z := normal("z")), datum(z, name="y"))
+    ),
+    raw_data_of_an_observed_site=(
+        "x>z", lambda: (summary := DATA.mean(), normal("u"), vector("x", 4, obs=DATA), normal("z", summary))
+    ),
+    autoregression_on_raw_data=("z>x0 x0>x1 z>x1 x1>x2 z>x2", lambda: (
+        z := normal("z"), [normal(f"x{t}", z * DATA[t - 1] if t else z, obs=DATA[t]) for t in range(3)]
+    )),
+    stacked_then_transformed=("z0>x0 z1>x1 z2>x2", lambda: [
+        datum(loc, name=f"x{t}")
+        for t, loc in enumerate(1 + torch.stack([normal(f"z{t}") for t in range(3)]).exp())
+    ]),
+    markov_chain=("z0>z1 z1>z2 z0>x0 z1>x1 z2>x2", lambda: (
+        z := 0.0, [datum(z := normal(f"z{t}", z), name=f"x{t}") for t in pyro.markov(range(3))]
+    )),
+    sequential_plate=("mu>z_0 mu>z_1 z_0>x_0 z_1>x_1", lambda: (
+        mu := normal("mu"), [datum(normal(f"z_{i}", mu), name=f"x_{i}") for i in pyro.plate("seq", 2)]
+    )),
+    transform_without_inverse=("w>z z>x", lambda: datum(pyro.sample("z", dist.TransformedDistribution(
+        dist.Normal(normal("w") * torch.ones(2), 1.0).to_event(1), [PLANAR]
+    )).sum())),
+    cached_transform=("z>x", lambda: normal("y", obs=ZERO + 0 * pyro.sample("x", dist.TransformedDistribution(
+        dist.Normal(normal("z"), 1.0), [dist.transforms.ExpTransform(cache_size=1)]
+    )))),
+    observed_root=("x>z z>y", lambda: datum(normal("z", datum()), name="y")),
+    observed_latent=("z>x", lambda: normal("x", obs=normal("z"))),
+    indexed_by_category=(
+        "z>x", lambda: datum(torch.tensor([-1.0, 0.0, 1.0])[pyro.sample("z", dist.Categorical(torch.ones(3)))])
+    ),
+    ordered_logistic=("c>y eta>y", lambda: pyro.sample(
+        "y",
+        dist.OrderedLogistic(normal("eta"), vector("c", 2, torch.tensor([-1.0, 1.0]))),
+        obs=torch.tensor(1),
+    )),
+    numel_of_shape=("z>x", lambda: datum((z := vector(size=2)).sum() / z.shape.numel())),
+    vmapped=("z>x", lambda: vector("x", 3, torch.func.vmap(lambda v: v * 2)(vector()), obs=THREE)),
+    scripted=("z>x", lambda: datum(scripted_double(normal("z")))),
+    rebuilt_tensor=("z>x", lambda: datum(torch.tensor([normal("z"), 1.0]).sum())),
+    filled_tensor=("z>x", lambda: vector("x", 3, torch.full((3,), normal("z")), obs=THREE)),
+    shape_without_values=("z>y", lambda: (datum(torch.zeros_like(z := normal("z"))), datum(z, name="y"))),
+    empty_sites=("z>x", lambda: (z := normal("z"), normal("e", torch.zeros(0)), datum(z))),
+    python_number_observed=("z>x", lambda: normal("x", normal("z"), obs=0.0)),
+    cholesky_and_friends=("z>x", lambda: pyro.sample(
+        "x",
+        dist.MultivariateNormal(torch.zeros(2), scale_tril=pyro.sample("z", dist.LKJCholesky(2))),
+        obs=torch.zeros(2),
+    )),
+    sampled_multinomial=(
+        "z>x", lambda: vector("x", 3, pyro.sample("z", dist.Multinomial(4, torch.ones(3))), obs=THREE)
+    ),
+    conditioned_inside=("a>m m>x b>x", lambda: poutine.condition(
+        lambda: normal("x", normal("m", normal("a")) + normal("b")), {"x": ZERO}
+    )()),
+    intervened_by_do=("y>x", lambda: poutine.do(lambda: datum(normal("z") + normal("y")), {"z": ZERO})()),
+    bayesian_regression=("linear.weight>y linear.bias>y", lambda: Regression()()),
+)
 
 
 # What provenance cannot see.
-
-
-@idiom(LOST, "z>x")
-def item():
-    normal("x", normal("z").item(), obs=ZERO)
-
-
-@idiom(LOST, "z>x")
-def math_function():
-    normal("x", math.exp(normal("z")), obs=ZERO)
-
-
-@idiom(LOST, "z>x")
-def through_numpy():
-    normal("x", torch.as_tensor(np.sin(normal("z").numpy())), obs=ZERO)
-
-
-@idiom(LOST, "z>x")
-def through_list():
-    z = pyro.sample("z", dist.Normal(THREE, 1.0).to_event(1))
-    normal("x", sum(z.tolist()), obs=ZERO)
-
-
-@idiom(LOST, "b>x z>x")
-def branch():
-    b, z = normal("b"), normal("z")
-    normal("x", z if b > 0 else 2 * z + 1, obs=ZERO)
 
 
 @idiom(LOST, "k>x z>x")
@@ -428,79 +246,60 @@ def loop():
     k, z = pyro.sample("k", dist.Poisson(2.0)), normal("z")
     while k > 0:
         z, k = 2 * z, k - 1
-    normal("x", z, obs=ZERO)
-
-
-@idiom(LOST, "k>x")
-def list_index():
-    k = pyro.sample("k", dist.Categorical(torch.ones(4)))
-    normal("x", [0.0, 1.0, 2.0, 3.0][k], obs=ZERO)
-
-
-@idiom(LOST, "k>x")
-def dict_index():
-    k = pyro.sample("k", dist.Bernoulli(0.01))
-    normal("x", {0: 0.0, 1: 1.0}[int(k)], obs=ZERO)
-
-
-@idiom(LOST, "a>x b>x")
-def conjunction():
-    a, b = pyro.sample("a", dist.Bernoulli(0.5)), pyro.sample("b", dist.Bernoulli(0.5))
-    normal("c"), normal("d")
-    normal("x", 1.0 if a and b else 0.0, obs=ZERO)
-
-
-@idiom(LOST, "a>x b>x")
-def read_only_in_a_rare_branch():
-    a, b = pyro.sample("a", dist.Bernoulli(1e-6)), normal("b")
-    normal("x", b.item() if a else 0.0, obs=ZERO)
-
-
-@idiom(LOST, "z>w w>x")
-def python_chain():
-    normal("x", normal("w", normal("z").item()).item(), obs=ZERO)
-
-
-@idiom(LOST, "a>x c>x e>x")
-def several_at_once():
-    values = {name: normal(name).item() for name in "abcdef"}
-    normal("x", values["a"] + values["c"] * values["e"], obs=ZERO)
-
-
-@idiom(LOST, "o>x")
-def observed_value_in_python():
-    normal("x", normal("o", obs=torch.ones(())).item())
+    datum(z)
 
 
 @idiom(LOST, "n>x")
 def shape_from_a_latent():
     n = pyro.sample("n", dist.Categorical(torch.ones(3)))
-    pyro.sample("x", dist.Normal(torch.zeros(int(n) + 1), 1.0).to_event(1), obs=ZERO.expand(int(n) + 1))
+    vector("x", int(n) + 1, obs=ZERO.expand(int(n) + 1))
 
 
-@idiom(LOST, "k>x")
-def failing_at_other_values():
-    k = pyro.sample("k", dist.Bernoulli(1e-6))
-    normal("x", [0.0][int(k)], obs=ZERO)
+LOST.update(
+    item=("z>x", lambda: datum(normal("z").item())),
+    failing_at_other_values=("k>x", lambda: datum([0.0][int(bernoulli("k", 1e-6))])),
+    several_at_once=("a>x c>x e>x", lambda: (
+        values := {name: normal(name).item() for name in "abcdef"},
+        datum(values["a"] + values["c"] * values["e"]),
+    )),
+    conjunction=("a>x b>x", lambda: (
+        a := bernoulli("a"), b := bernoulli("b"), normal("c"), normal("d"), datum(1.0 if a and b else 0.0)
+    )),
+    branch=("b>x z>x", lambda: (b := normal("b"), z := normal("z"), datum(z if b > 0 else 2 * z + 1))),
+    read_only_in_a_rare_branch=(
+        "a>x b>x", lambda: (a := bernoulli("a", 1e-6), b := normal("b"), datum(b.item() if a else 0.0))
+    ),
+    math_function=("z>x", lambda: datum(math.exp(normal("z")))),
+    through_numpy=("z>x", lambda: datum(torch.as_tensor(np.sin(normal("z").numpy())))),
+    through_list=("z>x", lambda: datum(sum(vector().tolist()))),
+    list_index=("k>x", lambda: datum([0.0, 1.0, 2.0, 3.0][pyro.sample("k", dist.Categorical(torch.ones(4)))])),
+    dict_index=("k>x", lambda: datum({0: 0.0, 1: 1.0}[int(bernoulli("k", 0.01))])),
+    python_chain=("z>w w>x", lambda: datum(normal("w", normal("z").item()).item())),
+    observed_value_in_python=("o>x", lambda: datum(normal("o", obs=torch.ones(())).item())),
+)
 
 
-@pytest.mark.parametrize("model, expected", TRACKED.values(), ids=TRACKED)
-def test_provenance_finds_the_network(model, expected):
+def model_of(name):
+    return {**TRACKED, **LOST}[name][1]
+
+
+@pytest.mark.parametrize("expected, model", TRACKED.values(), ids=TRACKED)
+def test_provenance_finds_the_network(expected, model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "To copy construct|Converting a tensor|.*torch.jit")
-        assert set(extract_bayesnet(model).edges) == expected
+        assert set(extract_bayesnet(model).edges) == edges(expected)
 
 
-@pytest.mark.parametrize("model, expected", LOST.values(), ids=LOST)
-def test_interventions_find_what_provenance_lost(model, expected):
+@pytest.mark.parametrize("expected, model", LOST.values(), ids=LOST)
+def test_interventions_find_what_provenance_lost(expected, model):
     with pytest.warns(UserWarning, match="found by intervention"):
-        assert set(extract_bayesnet(model).edges) == expected
+        assert set(extract_bayesnet(model).edges) == edges(expected)
 
 
 def test_a_model_that_fails_at_other_values_is_told_of():
     with pytest.warns(UserWarning, match="fails before site 'x'.*IndexError"):
-        extract_bayesnet(failing_at_other_values)
+        extract_bayesnet(model_of("failing_at_other_values"))
 
 
 class TestSites:
@@ -508,44 +307,38 @@ class TestSites:
         net = extract_bayesnet(subsampled)
         assert net.plates["z"] == net.plates["x"] == {"n"} and net.plates["mu"] == frozenset()
         assert dict(net.plate_sizes) == {"n": 10}
-        assert dict(extract_bayesnet(sequential_plate).plate_sizes) == {}
+        assert dict(extract_bayesnet(model_of("sequential_plate")).plate_sizes) == {}
         assert extract_bayesnet(crossed_plates).plates["cell"] == {"rows", "columns"}
 
     def test_plate_without_a_size_takes_it_from_its_sites(self):
         def model():
             with pyro.plate("p"):
-                normal("x", pyro.sample("z", dist.Normal(THREE, 1.0)), obs=THREE)
+                normal("x", normal("z", THREE), obs=THREE)
 
         assert dict(extract_bayesnet(model).plate_sizes) == {"p": 3}
 
-    def test_observed_and_latent_sites_come_in_model_order(self):
-        net = extract_bayesnet(collider)
+    def test_observed_and_latent_sites_come_in_model_order_and_factors_are_observed(self):
+        net = extract_bayesnet(model_of("collider"))
         assert net.latent == ("a", "c", "e") and net.observed == ("d",)
-
-    def test_factor_is_observed(self):
-        assert extract_bayesnet(factor).observed == ("f",)
+        assert extract_bayesnet(model_of("factor")).observed == ("f",)
 
     def test_masked_out_likelihood_and_deterministic_sites_are_no_sites(self):
-        assert "x" not in extract_bayesnet(likelihood_masked_out).sites
-        assert "square" not in extract_bayesnet(through_deterministic_only_when_read).sites
-        assert "d" not in extract_bayesnet(delta_latent).sites
+        assert "x" not in extract_bayesnet(model_of("likelihood_masked_out")).sites
+        assert "square" not in extract_bayesnet(model_of("deterministic")).sites
+        assert "d" not in extract_bayesnet(model_of("delta_latent")).sites
 
     def test_enumerated_sites_are_marginalized(self):
         net = extract_bayesnet(enumerated_mixture)
         assert [name for name in net.sites if net.sites[name].marginalized] == ["z"]
 
     def test_support_parents(self):
-        net = extract_bayesnet(latent_support)
+        net = extract_bayesnet(model_of("latent_support"))
         assert net.sites["z"].support_parents == {"hi"} and net.sites["x"].support_parents == frozenset()
 
     def test_support_parents_found_by_intervention(self):
         def model():
-            hi, scale = (
-                pyro.sample("hi", dist.LogNormal(0.0, 1.0)),
-                pyro.sample("s", dist.LogNormal(0.0, 1.0)),
-            )
-            z = pyro.sample("z", dist.Uniform(-hi.item(), hi.item()))
-            pyro.sample("x", dist.Normal(z, scale.item()), obs=ZERO)
+            hi, scale = (pyro.sample(name, dist.LogNormal(0.0, 1.0)) for name in ("hi", "s"))
+            datum(pyro.sample("z", dist.Uniform(-hi.item(), hi.item())), scale.item())
 
         with pytest.warns(UserWarning, match="found by intervention"):
             net = extract_bayesnet(model)
@@ -553,51 +346,40 @@ class TestSites:
         assert net.sites["z"].support_parents == {"hi"}
 
     def test_observed_names_a_site_that_the_model_samples(self):
-        net = extract_bayesnet(prior_only, observed=["b"])
+        net = extract_bayesnet(model_of("prior_only"), observed=["b"])
         assert net.latent == ("a",) and net.observed == ("b",)
-
-    def test_unknown_observed_name_is_an_error(self):
         with pytest.raises(ValueError, match="`observed`; got 'c'. The model's sites are: a, b"):
-            extract_bayesnet(prior_only, observed=["c"])
+            extract_bayesnet(model_of("prior_only"), observed=["c"])
 
-    def test_model_without_latents(self):
-        net = extract_bayesnet(lambda: normal("x", obs=ZERO))
+    def test_models_without_latents_or_without_sites(self):
+        net = extract_bayesnet(datum)
         assert net.latent == () and net.observed == ("x",)
-
-    def test_model_without_sites(self):
         assert not extract_bayesnet(lambda: None).sites
 
     def test_arguments_reach_the_model(self):
-        def model(x, *, y):
-            normal("y", normal("z", x), obs=y)
-
-        found = extract(model, (ZERO,), {"y": THREE[0]})
+        found = extract(lambda x, *, y: normal("y", normal("z", x), obs=y), (ZERO,), {"y": THREE[0]})
         assert set(found.bayesnet.edges) == edges("z>y")
 
     def test_init_gives_the_values_that_cannot_be_sampled(self):
-        found = extract(improper, init=lambda site: torch.tensor([2.0, 3.0]))
+        found = extract(model_of("improper"), init=lambda site: torch.tensor([2.0, 3.0]))
         assert found.trace.nodes["z"]["value"].tolist() == [2.0, 3.0]
         assert set(found.bayesnet.edges) == edges("z>x")
 
     def test_latent_without_sampler_or_bijection_is_an_error(self):
-        def model():
-            pyro.sample("z", dist.ImproperUniform(dist.constraints.sphere, (), (3,)))
-
         with pytest.raises(NotImplementedError, match="got 'z' with ImproperUniform. Pass `init`"):
-            extract(model)
+            extract(lambda: pyro.sample("z", dist.ImproperUniform(dist.constraints.sphere, (), (3,))))
 
 
 class TestInterventions:
     def test_escaped_values_are_named(self):
         with pytest.warns(UserWarning, match="'x' depends on 'z'"):
-            assert extract(item).escaped == {"z"}
-        assert extract(plain).escaped == frozenset()
+            assert extract(model_of("item")).escaped == {"z"}
+        assert extract(model_of("plain")).escaped == frozenset()
 
     def test_harmless_escapes_add_no_edge(self):
         def model():
-            z = normal("z")
-            assert math.isfinite(z.item())
-            normal("x", obs=ZERO)
+            assert math.isfinite(normal("z").item())
+            datum()
 
         assert extract_bayesnet(model).edges == ()
 
@@ -605,7 +387,7 @@ class TestInterventions:
         def model():
             z, w = normal("z"), normal("w")
             str(z.item())
-            normal("x", w, obs=ZERO), normal("y", obs=ZERO)
+            datum(w), datum(name="y")
 
         assert set(extract_bayesnet(model, checks=0).edges) == edges("z>x w>x z>y")
 
@@ -616,7 +398,7 @@ class TestInterventions:
             nonlocal runs
             runs += 1
             for i in range(20):
-                normal(f"x{i}", normal(f"z{i}"), obs=ZERO)
+                datum(normal(f"z{i}"), name=f"x{i}")
 
         assert extract(model).checked == 40
         runs = 0
@@ -626,46 +408,39 @@ class TestInterventions:
 
     def test_an_exhausted_budget_errs_on_the_safe_side(self):
         with pytest.warns(UserWarning, match="found by intervention"):
-            found = extract(several_at_once, checks=2)
+            found = extract(model_of("several_at_once"), checks=2)
         assert set(found.bayesnet.edges) >= edges("a>x c>x e>x")
 
     def test_raw_argument_read_through_python(self):
         def model(x):
             mean = x.mean().item()
-            pyro.sample("x", dist.Normal(THREE, 1.0).to_event(1), obs=x)
-            normal("z", mean)
+            vector("x", obs=x), normal("z", mean)
 
         with pytest.warns(UserWarning, match="'z' depends on 'x'"):
             assert set(extract_bayesnet(model, torch.ones(3)).edges) == edges("x>z")
 
     def test_data_dependent_prior_makes_no_cycle(self):
         def model(x):
-            z = normal("z", x.mean())
-            pyro.sample("x", dist.Normal(z.expand(3), 1.0).to_event(1), obs=x)
+            vector("x", 3, normal("z", x.mean()).expand(3), obs=x)
 
         assert set(extract_bayesnet(model, torch.ones(3)).edges) == edges("z>x")
 
-    def test_appearing_site_is_an_error_that_names_it(self):
-        def model():
-            if pyro.sample("b", dist.Bernoulli(1e-6)):
-                normal("extra")
-
-        with pytest.raises(ValueError, match="same sites in every run of the model; got 'extra'"):
-            extract_bayesnet(model)
-
-    def test_number_of_sites_from_a_latent_is_an_error(self):
-        def model():
-            for i in pyro.plate("p", 1 + int(pyro.sample("n", dist.Poisson(3.0)))):
-                normal(f"z{i}")
-
-        with pytest.raises(ValueError, match="same sites in every run of the model; got 'z"):
+    @pytest.mark.parametrize(
+        ("model", "named"),
+        [
+            (lambda: normal("extra") if bernoulli("b", 1e-6) else None, "'extra'"),
+            (lambda: [normal(f"z{i}") for i in pyro.plate("p", 1 + int(pyro.sample("n", dist.Poisson(3.0))))], "'z"),
+        ],
+        ids=["in a branch", "a number of sites"],
+    )
+    def test_sites_that_appear_with_a_latent_are_an_error_that_names_them(self, model, named):
+        with pytest.raises(ValueError, match=f"same sites in every run of the model; got {named}"):
             extract_bayesnet(model)
 
     def test_hidden_randomness_is_reported_and_couples_everything_before(self):
         def model():
             a, b = normal("a"), normal("b")
-            normal("x", a, obs=ZERO)
-            normal("y", b + torch.randn(()), obs=ZERO)
+            datum(a), datum(b + torch.randn(()), name="y")
 
         with pytest.warns(UserWarning, match="Hidden randomness: 'y' differ"):
             found = extract(model)
@@ -675,7 +450,7 @@ class TestInterventions:
     def test_sites_blocked_on_purpose_are_hidden_randomness_without_a_warning(self):
         def model():
             w = normal("w")
-            normal("x", w + normal("a"), obs=ZERO), normal("y", w, obs=ZERO)
+            datum(w + normal("a")), datum(w, name="y")
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -688,7 +463,7 @@ class TestInterventions:
             pyro.set_rng_seed(1)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return extract(several_at_once)
+                return extract(model_of("several_at_once"))
 
         first, second = run(), run()
         assert first.bayesnet.edges == second.bayesnet.edges
@@ -696,33 +471,26 @@ class TestInterventions:
 
 
 class TestPlates:
-    @pytest.mark.parametrize("size", [2, 7])
-    def test_coupling_of_a_plate_declared_independent_is_an_error(self, size):
+    @pytest.mark.parametrize(
+        ("read", "sizes", "latent"),
+        [
+            (lambda z: z.cumsum(-1), [2], normal),
+            (lambda z: z.cumsum(-1), [7], normal),
+            (lambda z: z.sum(), [4], bernoulli),
+            (lambda z: z.mean(-2, keepdim=True), [3, 4], normal),
+            (lambda z: z.sum(-1).mean(-2, keepdim=True), [3, 4], lambda name: vector(name, 2)),
+        ],
+        ids=["two", "seven", "discrete", "one of two plates", "vectors in one of two plates"],
+    )
+    def test_coupling_of_a_plate_declared_independent_is_an_error(self, read, sizes, latent):
         def model():
-            with pyro.plate("p", size):
+            with ExitStack() as stack:
+                for i, size in enumerate(sizes):
+                    stack.enter_context(pyro.plate(f"p{i}", size, dim=i - len(sizes)))
                 normal("w")
-                z = normal("z")
-                normal("x", z.cumsum(-1), obs=torch.zeros(size))
+                normal("x", read(latent("z")), obs=torch.zeros(sizes))
 
-        with pytest.raises(ValueError, match="'x', declared independent in plate 'p'; .* instances of 'z'"):
-            extract_bayesnet(model)
-
-    def test_coupling_along_one_of_two_plates(self):
-        def model():
-            with pyro.plate("rows", 3, dim=-2), pyro.plate("columns", 4, dim=-1):
-                z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-                normal("x", z.sum(-1).mean(-2, keepdim=True), obs=torch.zeros(3, 4))
-
-        with pytest.raises(ValueError, match="plate 'rows'"):
-            extract_bayesnet(model)
-
-    def test_coupling_by_a_discrete_latent(self):
-        def model():
-            with pyro.plate("p", 4):
-                z = pyro.sample("z", dist.Bernoulli(0.5))
-                normal("x", z.sum(), obs=torch.zeros(4))
-
-        with pytest.raises(ValueError, match="plate 'p'"):
+        with pytest.raises(ValueError, match="'x', declared independent in plate 'p0'; .* instances of 'z'"):
             extract_bayesnet(model)
 
     def test_reading_a_plate_from_outside_is_no_coupling(self):
@@ -747,10 +515,7 @@ class TestLeavesNothingBehind:
         kept = pyro.param("kept", torch.ones(()), constraint=constraints.positive)
         unconstrained = kept.unconstrained()
 
-        def model():
-            normal("x", pyro.param("kept") + pyro.param("new", torch.randn(())), obs=ZERO)
-
-        extract_bayesnet(model)
+        extract_bayesnet(lambda: datum(pyro.param("kept") + pyro.param("new", torch.randn(()))))
         store = pyro.get_param_store()
         assert list(store.keys()) == ["kept"]
         assert store["kept"].unconstrained() is unconstrained and kept.unconstrained() is unconstrained
@@ -758,8 +523,7 @@ class TestLeavesNothingBehind:
     def test_modules_in_training_mode(self):
         model = Regression()
         norm, before = model.act[1], model.act[1].running_mean.clone()
-        net = extract_bayesnet(model)
-        assert set(net.edges) == edges("linear.weight>y linear.bias>y")
+        assert set(extract_bayesnet(model).edges) == edges("linear.weight>y linear.bias>y")
         assert all(module.training for module in model.modules())
         assert torch.equal(norm.running_mean, before) and norm.num_batches_tracked == 0
 
@@ -769,7 +533,7 @@ class TestLeavesNothingBehind:
 
         def model():
             pyro.module("norm", norm)
-            normal("x", norm(normal("z") + torch.randn(5, 1)).mean().detach(), obs=ZERO)
+            datum(norm(normal("z") + torch.randn(5, 1)).mean().detach())
 
         with pytest.warns(UserWarning, match="Hidden randomness"):
             extract_bayesnet(wrap(model))
@@ -783,7 +547,7 @@ class TestLeavesNothingBehind:
         assert found.bayesnet.plates["mu"] == frozenset()
 
     def test_validation_and_gradient_modes(self):
-        extract_bayesnet(plain)
+        extract_bayesnet(model_of("plain"))
         assert torch.is_grad_enabled()
         with pytest.raises(ValueError, match="constraint"):
             dist.Normal(0.0, -1.0)
