@@ -163,8 +163,8 @@ def test_training_does_not_depend_on_what_stands_there(model, inverse):
     losses = []
     for filler in (0.0, -999.0):
         pyro.clear_param_store()
-        pyro.set_rng_seed(1)
         guide, y = made(model, inverse=inverse, evidence=True)
+        pyro.set_rng_seed(1)
         svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
         losses.append([svi.step(filled(y, PATTERN, filler), PATTERN) for _ in range(5)])
     assert torch.tensor(losses).isfinite().all() and losses[0] == losses[1]
