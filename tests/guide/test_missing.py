@@ -14,6 +14,8 @@ from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.optim import Adam
 
+from pyro_nami.reading.isolation import untouched
+
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("double")]
 NAN, ROWS = float("nan"), 6
 PATTERN = torch.tensor([True, False, True, True, False, True])
@@ -72,7 +74,7 @@ def ready(model, *args, **options):
 
 @functools.cache
 def _made(model, options):
-    with torch.random.fork_rng(()):
+    with untouched():
         torch.manual_seed(0)
         y = torch.randn(ROWS)
         return ready(model, y, PATTERN, **dict(options)), y

@@ -22,6 +22,8 @@ from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
 from pyro.optim import Adam
 from torch.autograd.functional import jacobian
 
+from pyro_nami.reading.isolation import untouched
+
 pytestmark = [
     pytest.mark.filterwarnings("error", "ignore:Failed to verify mean field restriction"),
     pytest.mark.usefixtures("double", "own_parameters"),
@@ -142,7 +144,7 @@ def draw(guide, *args):
 
 @functools.cache
 def _trained(model, options):
-    with torch.random.fork_rng(()):
+    with untouched():
         torch.manual_seed(0)
         args = data_of(model)
         guide = ready(model, *args, **dict(options))

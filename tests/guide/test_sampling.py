@@ -15,6 +15,7 @@ from pyro import poutine
 from pyro.util import check_model_guide_match, check_site_shape
 
 from pyro_nami import AutoNaMIGuide
+from pyro_nami.reading.isolation import untouched
 
 pytestmark = pytest.mark.filterwarnings("error")
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
@@ -28,7 +29,7 @@ PAIRS = [
 
 @functools.cache
 def _made(name, inverse):
-    with torch.random.fork_rng(()):
+    with untouched():
         guide = AutoNaMIGuide(CASES[name].model, inverse=inverse)
         guide(*CASES[name].arguments())
         return guide

@@ -20,6 +20,7 @@ from pyro.optim import Adam
 from torch.autograd.functional import jacobian
 
 from pyro_nami import AutoNaMIGuide
+from pyro_nami.reading.isolation import untouched
 
 pytestmark = [
     pytest.mark.filterwarnings("error", "ignore:Failed to verify mean field restriction"),
@@ -125,7 +126,7 @@ INDEX = torch.tensor([7, 2, 5, 11])
 
 @functools.cache
 def _made(setting, options):
-    with torch.random.fork_rng(()):
+    with untouched():
         torch.manual_seed(0)
         y = torch.randn(ROWS)
         return setting.guide(y, 4, **dict(options)), y
