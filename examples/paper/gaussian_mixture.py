@@ -77,7 +77,7 @@ def settings_of(options: Options) -> dict[str, Any]:
     """What all cells share: sizes and lengths."""
     widths = {"fully connected": (305, 305), "reverse NaMI": (39, 40), "plate-aware": (64, 64)}
     return {
-        "points": options.choose(6, 200, 200),
+        "points": options.choose(5, 200, 200),
         "epochs": options.choose(2, 40, 500),
         "held out": options.choose(50, 400, 1000),
         "learning rate": options.choose(3e-3, 3e-3, 1e-3),
@@ -85,7 +85,7 @@ def settings_of(options: Options) -> dict[str, Any]:
         "real steps": options.choose(5, 4000, 30_000),
         "real rate": 3e-3,
         "real batch": 64,
-        "nuts": options.choose((10, 10), (300, 400), (1000, 1000)),
+        "nuts": options.choose((2, 5), (300, 400), (1000, 1000)),
         "draws": options.choose(50, 2000, 2000),
     }
 
