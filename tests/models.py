@@ -8,7 +8,9 @@ Models follow the default dtype at the time that they are called; `Case.argument
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,10 +18,13 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.infer import SVI, Trace_ELBO
 from pyro.ops.indexing import Vindex
+from pyro.optim import Adam
 from torch import Tensor
 
 from pyro_nami import AutoNaMIGuide
+from pyro_nami.reading.isolation import untouched
 
 SCHOOLS_Y = [28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0]
 SCHOOLS_SIGMA = [15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0]
@@ -383,3 +388,38 @@ def minimize(optimizer, loss):
 def amortized(model: Callable, **options: Any) -> AutoNaMIGuide:
     """A guide whose networks read the data from the first step on, though these may be the same in all of them."""
     return AutoNaMIGuide(model, **{"refine": None, **options})
+
+
+def ready(model: Callable, *args: Any, **options: Any) -> AutoNaMIGuide:
+    """A guide that was called once, every weight away from zero."""
+    guide = amortized(model, **options)
+    guide(*args)
+    scatter(guide)
+    return guide
+
+
+def ready_by_a_step(model: Callable, *args: Any, **options: Any) -> AutoNaMIGuide:
+    """A guide that was trained on its arguments for one step, every weight away from zero."""
+    guide = amortized(model, **options)
+    SVI(model, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(*args)
+    scatter(guide)
+    return guide
+
+
+def made_once(make: Callable) -> Callable:
+    """Has a function make its result once for the same arguments, from a seed of its own, and return a copy each time.
+
+    The parameter store stays as it was: a copy would else train the parameters of the one that is kept.
+    """
+
+    @functools.cache
+    def once(args: tuple, options: tuple) -> Any:
+        with untouched():
+            torch.manual_seed(0)
+            return make(*args, **dict(options))
+
+    @functools.wraps(make)
+    def copied(*args: Any, **options: Any) -> Any:
+        return copy.deepcopy(once(args, tuple(options.items())))
+
+    return copied

@@ -44,7 +44,6 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     rules = {name: rule for name, rule in plan.rules.items() if name not in call.lacking}
     rules |= {name: Prior(name) for name in (*(rules.keys() & call.unseen), *call.new)}
     validate = is_validation_enabled() and not torch.jit.is_tracing()
-    families = {name: plan.sites[name].encoding for name in plan.order}
 
     def derive(group: ConjugateGroup, values: Mapping[str, Tensor]) -> JointGaussian:
         elimination = _elimination(group, values, plan, call)
@@ -57,7 +56,7 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
             current.ready.update({name: sites[name] for name in elimination.members})
         return elimination
 
-    current = Pass(rules, families, state, derive, _relocation(plan), validate)
+    current = Pass(rules, plan.families, state, derive, _relocation(plan), validate)
     return current
 
 

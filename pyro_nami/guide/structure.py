@@ -113,6 +113,11 @@ class Plan:
         return {name: site.initial for name, site in self.sites.items() if site.initial is not None}
 
     @cached_property
+    def families(self) -> dict[str, Any]:
+        """What gives the features of the latents in `order`."""
+        return {name: self.sites[name].encoding for name in self.order}
+
+    @cached_property
     def event_dims(self) -> dict[str, int]:
         """Event dims of every site."""
         return {name: site.event_dim for name, site in self.sites.items()}

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import amortized, scatter
+from models import amortized, made_once, ready
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.optim import Adam
-
-from pyro_nami.reading.isolation import untouched
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("double")]
 NAN, ROWS = float("nan"), 6
@@ -65,24 +60,13 @@ def nan_groups(y, county, counties):
 MODELS = [masked, observed_in_part, nan_marked]
 ALL = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
-def ready(model, *args, **options):
-    guide = amortized(model, **options)
-    guide(*args)
-    scatter(guide)
-    return guide
 
 
-@functools.cache
-def _made(model, options):
-    with untouched():
-        torch.manual_seed(0)
-        y = torch.randn(ROWS)
-        return ready(model, y, PATTERN, **dict(options)), y
-
-
+@made_once
 def made(model, **options):
-    """Returns a copy of a guide that was made once on data with a pattern, and these data."""
-    return copy.deepcopy(_made(model, tuple(options.items())))
+    """Returns a guide that was called on data with a pattern, and these data."""
+    y = torch.randn(ROWS)
+    return ready(model, y, PATTERN, **options), y
 
 
 def filled(y, mask, value):

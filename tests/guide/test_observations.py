@@ -6,7 +6,19 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CASES, CHAIN, amortized, conjugate_normal, independent_locals, nested, regression, scatter
+from models import (
+    CASES,
+    CHAIN,
+    amortized,
+    conjugate_normal,
+    independent_locals,
+    nested,
+    regression,
+    scatter,
+)
+from models import (
+    ready_by_a_step as ready,
+)
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.optim import Adam
@@ -14,14 +26,6 @@ from pyro.optim import Adam
 pytestmark = pytest.mark.filterwarnings("error")
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
 ABC = {name: torch.tensor(0.4) for name in "abc"}
-
-
-def ready(model, *args, **options):
-    """Returns a guide that was trained on ``args`` for one step, every weight away from zero."""
-    guide = amortized(model, **options)
-    SVI(model, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(*args)
-    scatter(guide)
-    return guide
 
 
 @DIRECTIONS

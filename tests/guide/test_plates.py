@@ -17,8 +17,8 @@ from models import (
     eight_schools,
     independent_locals,
     nested,
+    ready,
     regression,
-    scatter,
 )
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
@@ -29,13 +29,6 @@ pytestmark = [
     pytest.mark.usefixtures("double"),
 ]
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
-
-
-def ready(model, *args, **options):
-    guide = amortized(model, **options)
-    guide(*args)
-    scatter(guide)
-    return guide
 
 
 def names_of_shapes(guide):

@@ -7,7 +7,6 @@ at another size or on another index is compared with a guide that was made there
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import pickle
 
@@ -16,13 +15,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from models import amortized, minimize, scatter
+from models import amortized, made_once, minimize
+from models import ready_by_a_step as ready
 from pyro import poutine
-from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
-from pyro.optim import Adam
+from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
 from torch.autograd.functional import jacobian
-
-from pyro_nami.reading.isolation import untouched
 
 pytestmark = [
     pytest.mark.filterwarnings("error", "ignore:Failed to verify mean field restriction"),
@@ -117,14 +114,6 @@ ALL = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 RAGGED = pytest.mark.parametrize("model", NO_BLOCKS, ids=lambda model: model.__name__)
 
 
-def ready(model, *args, **options):
-    """Returns a guide that was trained on ``args`` for one step, every weight away from zero."""
-    guide = amortized(model, **options)
-    SVI(model, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(*args)
-    scatter(guide)
-    return guide
-
-
 def twin(guide, *args, **options):
     """Returns a guide made on other arguments, with the weights of ``guide``."""
     other = amortized(guide.model, **options)
@@ -142,18 +131,12 @@ def draw(guide, *args):
         return guide(*args)
 
 
-@functools.cache
-def _trained(model, options):
-    with untouched():
-        torch.manual_seed(0)
-        args = data_of(model)
-        guide = ready(model, *args, **dict(options))
-        return guide, args, draw(guide, *args)
-
-
+@made_once
 def trained(model, **options):
-    """Returns a copy of a guide that was trained once, its data and a draw."""
-    return copy.deepcopy(_trained(model, tuple(options.items())))
+    """Returns a guide that was trained for a step, its data and a draw."""
+    args = data_of(model)
+    guide = ready(model, *args, **options)
+    return guide, args, draw(guide, *args)
 
 
 def traced(guide, *args):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from contextlib import ExitStack
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CASES, CHAIN, amortized, barren, nested, scatter
+from models import CASES, CHAIN, amortized, barren, made_once, nested, scatter
 from pyro import poutine
 from pyro.util import check_model_guide_match, check_site_shape
 
 from pyro_nami import AutoNaMIGuide
-from pyro_nami.reading.isolation import untouched
 
 pytestmark = pytest.mark.filterwarnings("error")
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
@@ -27,17 +24,16 @@ PAIRS = [
 ]
 
 
-@functools.cache
-def _made(name, inverse):
-    with untouched():
-        guide = AutoNaMIGuide(CASES[name].model, inverse=inverse)
-        guide(*CASES[name].arguments())
-        return guide
+@made_once
+def called(name, inverse):
+    guide = AutoNaMIGuide(CASES[name].model, inverse=inverse)
+    guide(*CASES[name].arguments())
+    return guide
 
 
 def made(name, inverse):
-    """Returns a case, its arguments, and a copy of a guide that was called once."""
-    return CASES[name], CASES[name].arguments(), copy.deepcopy(_made(name, inverse))
+    """Returns a case, its arguments, and a guide that was called once."""
+    return CASES[name], CASES[name].arguments(), called(name, inverse)
 
 
 def guide_trace(guide, *args, **kwargs):

@@ -6,21 +6,17 @@ that the estimates of the batches must average to the full-data ELBO of the same
 
 from __future__ import annotations
 
-import copy
-import functools
-
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import scatter
+from models import made_once, scatter
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
 from pyro.optim import Adam
 from torch.autograd.functional import jacobian
 
 from pyro_nami import AutoNaMIGuide
-from pyro_nami.reading.isolation import untouched
 
 pytestmark = [
     pytest.mark.filterwarnings("error", "ignore:Failed to verify mean field restriction"),
@@ -124,18 +120,15 @@ INDEXED = pytest.mark.parametrize("setting", list(SETTINGS.values())[-2:], ids=l
 INDEX = torch.tensor([7, 2, 5, 11])
 
 
-@functools.cache
-def _made(setting, options):
-    with untouched():
-        torch.manual_seed(0)
-        y = torch.randn(ROWS)
-        return setting.guide(y, 4, **dict(options)), y
+@made_once
+def called(setting, **options):
+    y = torch.randn(ROWS)
+    return setting.guide(y, 4, **options), y
 
 
 def made(setting, inverse="reverse", **options):
-    """Returns a copy of a guide that was made once on a mini-batch, all data, and values of all latents."""
-    guide, y = copy.deepcopy(_made(setting, (("inverse", inverse), *options.items())))
-    return guide, y, values_of(setting)
+    """Returns a guide that was made on a mini-batch, all data, and values of all latents."""
+    return *called(setting, inverse=inverse, **options), values_of(setting)
 
 
 def values_of(setting):
