@@ -15,17 +15,9 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_nami.inference.site_messages import OutsideSupport, with_idle_dims
-from pyro_nami.inference.target import Extent, Target, differing_site, log_densities, unsampled
-from pyro_nami.inference.tempering import (
-    Point,
-    TemperedPath,
-    bijection,
-    guide_log_density,
-    guide_sites,
-    is_latent,
-    note_site,
-)
+from pyro_nami.inference.site_messages import OutsideSupport, check_declared, with_idle_dims
+from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line, log_densities
+from pyro_nami.inference.tempering import Point, TemperedPath, bijection, guide_sites, is_latent
 from pyro_nami.reading.runner import Runner
 
 __all__ = ["Start"]
@@ -38,12 +30,19 @@ class Start:
     Attributes:
         target: the model, the guide (None to start from the prior), and the data.
         latents: those that chains move in, as messages of a run without batch dims.
-        posterior: latent -> draws to start from, ``(chains, data sets, *plates, *event)``; None for the start's own.
+        posterior: latent -> draws to start from, ``(chains, *data sets, *site shape)``; None for the start's own.
     """
 
     target: Target
     latents: Mapping[str, Any]
     posterior: Mapping[str, Tensor] | None
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shapes of unconstrained values, right of batch dims: of the latents, ``(*plates, *event)``."""
+        own = {name: bijection(site).inverse_shape(site["fn"].shape()) for name, site in self.latents.items()}
+        idle = {name: self.target.nesting - len(site["fn"].batch_shape) for name, site in self.latents.items()}
+        return {name: torch.Size((1,) * idle[name]) + own[name] for name in own}
 
     @classmethod
     def of(
@@ -52,82 +51,62 @@ class Start:
         """Returns the start of a model with observed values, from one run without batch dims.
 
         Raises:
-            ValueError: no latents; undeclared batch dims; observations or posterior draws that do not fit.
+            ValueError: no latents; undeclared batch dims; observations that do not fit.
             NotImplementedError: scaled latents, masked ones with a guide, and those without a `bijection`.
         """
         target, sites = target.observing(observations)
         latents = {name: site for name, site in sites.items() if is_latent(site, observations)}
         _check_latents(latents, target.guide)
-        _check_shapes({name: site for name, site in sites.items() if name not in observations})
-        if posterior is not None:
-            posterior = _with_data_sets(posterior, latents, target)
+        for name, site in sites.items():
+            if name not in observations and not site["infer"].get("_deterministic"):
+                check_declared(site, target.nesting)
         return cls(target, latents, posterior)
 
     def path(self, num_chains: int, rows: slice, *, check: bool) -> tuple[TemperedPath, Tensor]:
         """Returns the path for some data sets, and positions at its start, ``(chains, data sets, size)``.
 
         Raises:
-            ValueError: the model does not take batch dims (looked into with ``check``); a log density is not finite.
+            ValueError: latents that do not fit the model's; the model does not take batch dims (looked into with
+                ``check``); a log density is not finite.
         """
         extent = self.target.extent(num_chains, rows)
-        point = Point()
-        sites = self._run(extent, self._values(extent, rows), point)
+        path, point = TemperedPath(self.target, extent, self.shapes), Point({}, {}, {}, {}, {})
+        runner = Runner({**extent.data, **self._values(extent, rows)}, note=partial(path.note, point))
+        try:
+            sites = self.target.run_model(extent, runner)
+        except (OutsideSupport, NotImplementedError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ValueError(_NOT_BATCHED.format(in_one_line(error))) from error
         if check:
             self._compare(sites, extent, rows.start)
         _check_finite(point)
-        if self.target.guide is not None:
-            density = guide_log_density(self.target, extent, point.values)
-            if not density.isfinite().all():
-                raise ValueError("Expected a guide with finite log densities at its own draws; got others.")
-        shapes = {name: value.shape[2:] for name, value in point.unconstrained.items()}
-        position = torch.cat([value.reshape(extent.sizes + (-1,)) for value in point.unconstrained.values()], -1)
-        return TemperedPath(self.target, extent, shapes), position
+        if not path.value_of(point).start.isfinite().all():
+            raise ValueError("Expected a guide with finite log densities at its own draws; got others.")
+        parts = [point.unconstrained[name].reshape(extent.sizes + (-1,)) for name in path.shapes]
+        return path, torch.cat(parts, -1)
 
     def _values(self, extent: Extent, rows: slice) -> dict[str, Tensor]:
-        """Returns the latents' first values, or none of them where the model is to draw them."""
+        """Returns the latents' first values, with all plate dims; none where the model is to draw them."""
         if self.posterior is not None:
-            values = {name: value[:, rows] for name, value in self.posterior.items()}
+            whose, single = "posterior draws", self.target.data.num is None
+            given = {name: self.posterior[name] for name in self.latents if name in self.posterior}
+            values = {name: value.unsqueeze(1) if single else value[:, rows] for name, value in given.items()}
         elif self.target.guide is None:
             return {}
         else:
+            whose = "a guide with a density"
             with pyro.validation_enabled(False):  # the model's sites tell, by name, which draws are bad
                 sites = self.target.run_guide(extent, Runner({}))
             values = {name: site["value"] for name, site in guide_sites(sites).items()}
-        for name, site in self.latents.items():
-            if name not in values:
-                raise ValueError(
-                    f"Expected a guide with a density at every latent; it has none at '{name}'. Use AutoNaMIGuide, "
-                    "whose sites are no Deltas, or start from the prior (guide=None)."
-                )
-            own = site["fn"].shape()
-            shape = extent.sizes + (1,) * (self.target.nesting - len(site["fn"].batch_shape)) + own
-            if values[name].shape != shape:
-                raise ValueError(
-                    f"Expected values of site '{name}' of shape {tuple(shape)}: batch dims, all plate dims, event; got "
-                    f"{tuple(values[name].shape)}."
-                )
-        for name in values.keys() - self.latents.keys():
-            raise ValueError(f"Expected latents {list(self.latents)} only; the guide has '{name}' as well.")
-        return values
-
-    def _run(self, extent: Extent, values: Mapping[str, Tensor], point: Point) -> dict[str, Any]:
-        """Runs the model for all chains, at given values of its latents or at draws of their prior."""
-        runner = Runner({**extent.data, **values}, note=partial(note_site, point, extent))
-        try:
-            return self.target.run_model(extent, runner)
-        except OutsideSupport:
-            raise
-        except NotImplementedError as error:
-            failed = unsampled(runner)
-            if failed is None:
-                raise
-            raise NotImplementedError(
-                f"Expected a prior that can be sampled; site '{failed['name']}' ({type(failed['fn']).__name__}) "
-                "cannot. Start from a guide."
-            ) from error
-        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            name = "" if runner.last is None else runner.last["name"]
-            raise ValueError(_NOT_BATCHED.format(name, f"or behind it, the run fails ({error})")) from error
+        for name in sorted(self.latents.keys() ^ values.keys()):
+            raise ValueError(
+                f"Expected {whose} at every latent, {', '.join(map(repr, self.latents))}, and no other; got "
+                + (f"'{name}' as well." if name in values else f"none at '{name}'.")
+            )
+        return {
+            name: with_idle_dims(values[name], site, self.target.nesting, 2) for name, site in self.latents.items()
+        }
 
     def _compare(self, sites: Mapping[str, Any], extent: Extent, first: int) -> None:
         """Raises where the first and the last chain have other densities in a run of their own."""
@@ -141,7 +120,7 @@ class Start:
             alone = log_densities(self.target.run_model(one, Runner({**one.data, **values})))
             name = differing_site(together, index, alone)
             if name is not None:
-                raise ValueError(_NOT_BATCHED.format(name, "the log density is another in a run of its own"))
+                raise ValueError(_NOT_BATCHED.format(f"site '{name}' has another log density in a run of its own"))
 
 
 def _check_latents(latents: Mapping[str, Any], guide: Callable | None) -> None:
@@ -160,35 +139,6 @@ def _check_latents(latents: Mapping[str, Any], guide: Callable | None) -> None:
                 f"Expected no mask at the latent '{name}' where chains start from a guide; start from the prior "
                 "(guide=None)."
             )
-
-
-def _check_shapes(sites: Mapping[str, Any]) -> None:
-    """Raises for a site with batch dims that belong to no plate."""
-    for name, site in sites.items():
-        fn, value = site["fn"], site["value"]
-        frames = {frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.vectorized}
-        own = value.shape[: value.dim() - fn.event_dim] if isinstance(value, Tensor) else ()
-        for i, size in enumerate(reversed(torch.broadcast_shapes(fn.batch_shape, own))):
-            expected = frames.get(-1 - i, 1)
-            if size != expected and expected >= 0 and not site["infer"].get("_deterministic"):
-                raise ValueError(
-                    f"Expected size {expected} at batch dim {-1 - i} of site '{name}'; got {size}. Declare dims by "
-                    "plates or .to_event()."
-                )
-
-
-def _with_data_sets(
-    posterior: Mapping[str, Tensor], latents: Mapping[str, Any], target: Target
-) -> dict[str, Tensor]:
-    """Returns posterior draws with a dim of data sets and all plate dims."""
-    batch = 1 if target.data.num is None else 2
-    result = {}
-    for name, site in latents.items():
-        if name not in posterior:
-            raise ValueError(f"Expected posterior draws of every latent; got none of '{name}'.")
-        value = with_idle_dims(posterior[name], site, target.nesting, batch)
-        result[name] = value.unsqueeze(1) if batch == 1 else value
-    return result
 
 
 def _check_finite(point: Point) -> None:
@@ -210,6 +160,6 @@ def _check_finite(point: Point) -> None:
 
 
 _NOT_BATCHED = (
-    "Expected a model that takes batch dims of chains and data sets, left of its plates; at site '{}', {}. Count dims "
-    "from the right: z[..., i], z.sum(-1), torch.stack([a, b], -1)."
+    "Expected a model that takes batch dims of chains and data sets, left of its plates; {}. Count dims from the "
+    "right: z[..., i], z.sum(-1), torch.stack([a, b], -1)."
 )

@@ -26,7 +26,7 @@ from pyro_nami.inference.site_messages import check_full_plates, log_density, pl
 from pyro_nami.reading.draws import any_value
 from pyro_nami.reading.runner import Runner, own_dims, takes_observations
 
-__all__ = ["Extent", "Target", "differing_site", "in_one_line", "log_densities", "per_draw", "unsampled"]
+__all__ = ["Extent", "Target", "differing_site", "in_one_line", "log_densities", "per_draw"]
 
 _PLATES = ("_draws", "_data_sets")
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of log densities; half precision: the loosest below
@@ -110,7 +110,8 @@ class Target:
         """Runs the model; returns its sites with densities. Observed values are in it if they are the runner's.
 
         Raises:
-            NotImplementedError: a plate with random subsampling.
+            NotImplementedError: a plate with random subsampling, or a site that has no draws (an improper prior).
+            ValueError: a site whose distribution fails to be sampled.
         """
         kwargs = self._kwargs(extent) if extent.data and self._model_is_told else self.kwargs
         return _run(runner, self.model, self.args, kwargs, extent)
@@ -118,9 +119,31 @@ class Target:
     def run_guide(self, extent: Extent, runner: Runner) -> dict[str, Any]:
         """Runs the guide; returns its sites with densities."""
         assert self.guide is not None
-        return _run(runner, self.guide, self.args, self.guide_kwargs(extent), extent)
+        return _run(runner, self.guide, self.args, self._guide_kwargs(extent), extent)
 
-    def guide_kwargs(self, extent: Extent) -> Mapping[str, Any]:
+    def guide_log_prob(self, extent: Extent, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the guide's log density in nats, ``extent.sizes``: by its ``log_prob``, where it has one."""
+        dense = getattr(self.guide, "log_prob", None)
+        if dense is not None:
+            return dense(values, *self.args, **self._guide_kwargs(extent))
+        return torch.stack(list(self.guide_log_probs(extent, values).values())).sum(0)
+
+    def guide_log_probs(self, extent: Extent, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the guide's log density in nats at every latent, ``extent.sizes``; scales do not count.
+
+        Raises:
+            ValueError: a latent that the guide lacks, or has too many, or that lacks dims of the extent.
+        """
+        sites = self.run_guide(extent, Runner(values))
+        for name in sorted(sites.keys() ^ values.keys()):
+            raise ValueError(
+                f"Expected a guide with the model's latents, {', '.join(map(repr, values))}; "
+                + (f"it has '{name}' as well." if name in sites else f"it lacks '{name}'.")
+            )
+        log_probs = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
+        return per_draw(log_probs, extent)
+
+    def _guide_kwargs(self, extent: Extent) -> Mapping[str, Any]:
         return self._kwargs(extent) if extent.data and self._guide_is_told else self.kwargs
 
     def _kwargs(self, extent: Extent) -> Mapping[str, Any]:
@@ -144,15 +167,21 @@ def _run(
                 stack.enter_context(context)
             fn(*args, **kwargs)
 
-    sites = runner.run(in_contexts, args, kwargs)
+    try:
+        sites = runner.run(in_contexts, args, kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        last = runner.last
+        if last is None or last["name"] in runner.sites:  # the model's own code failed
+            raise
+        kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
+        raise kind(
+            f"Expected a site that can be sampled; got '{last['name']}', whose {type(last['fn']).__name__} raises "
+            f"{type(error).__name__}: {error}."
+        ) from error
     check_full_plates(sites)
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
-
-
-def unsampled(runner: Runner) -> Any:
-    """Returns the site, as a message, whose distribution made the run fail; None if it was the model's own code."""
-    last = runner.last
-    return None if last is None or last["name"] in runner.sites else last
 
 
 # ---- what the sites of a run say

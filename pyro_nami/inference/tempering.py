@@ -9,13 +9,12 @@ runs between.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions import MaskedDistribution
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 from torch.distributions import Transform, biject_to
@@ -29,29 +28,25 @@ __all__ = [
     "Point",
     "TemperedPath",
     "bijection",
-    "guide_log_density",
     "guide_sites",
     "is_latent",
-    "note_site",
 ]
 
 
-@dataclass(frozen=True, eq=False)
-class Point:
-    """Values of latents, and log densities there, as `note_site` gathers them in a run of the model.
+class Point(NamedTuple):
+    """What `TemperedPath.note` gathers in a run of the model, by site; log densities in nats, ``(*batch)``.
 
     Attributes:
-        values, unconstrained: latent -> ``(*batch, *plates, *event)``.
-        transforms: latent -> from its unconstrained value to its value, given those of its parents.
-        prior, likelihood, log_jacobian: site -> log density in nats, ``(*batch)``. Factors belong to the likelihood.
+        values, unconstrained: of the latents, ``(*batch, *plates, *event)``.
+        prior, log_jacobian: of the latents.
+        likelihood: of all else, factors included.
     """
 
-    values: dict[str, Tensor] = field(default_factory=dict)
-    unconstrained: dict[str, Tensor] = field(default_factory=dict)
-    transforms: dict[str, Transform] = field(default_factory=dict)
-    prior: dict[str, Tensor] = field(default_factory=dict)
-    likelihood: dict[str, Tensor] = field(default_factory=dict)
-    log_jacobian: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor]
+    unconstrained: dict[str, Tensor]
+    prior: dict[str, Tensor]
+    log_jacobian: dict[str, Tensor]
+    likelihood: dict[str, Tensor]
 
 
 class PathValue(NamedTuple):
@@ -89,20 +84,31 @@ class TemperedPath:
 
         A latent's transform is made where the model comes to it: it belongs to the present values of its parents.
         """
-        point, sizes = Point(), self.extent.sizes
         parts = dict(zip(self.shapes, position.split([shape.numel() for shape in self.shapes.values()], -1)))
+        unconstrained = {name: parts[name].reshape(self.extent.sizes + self.shapes[name]) for name in parts}
+        point = Point({}, unconstrained, {}, {}, {})
 
         def choose(site: Any) -> Tensor | None:
-            if not is_latent(site, self.extent.data):
-                return None
             name = site["name"]
-            point.unconstrained[name] = parts[name].reshape(sizes + self.shapes[name])
-            point.transforms[name] = bijection(site)
-            return point.transforms[name](point.unconstrained[name])
+            return bijection(site)(unconstrained[name]) if name in unconstrained else None
 
-        note = partial(note_site, point, self.extent)
-        self.target.run_model(self.extent, Runner(self.extent.data, choose=choose, note=note))
+        self.target.run_model(self.extent, Runner(self.extent.data, choose=choose, note=partial(self.note, point)))
         return point
+
+    def note(self, point: Point, site: Any) -> None:
+        """Adds a site to a point as the run comes to it, in which order gradients are summed as well."""
+        name, value = site["name"], site["value"]
+        if name in self.shapes:
+            transform = bijection(site)
+            # What a mask leaves out of a latent follows its prior, which integrates to one.
+            point.prior.update(per_draw({name: log_density(site, _unmasked(site["fn"]))}, self.extent))
+            if name not in point.unconstrained:
+                point.unconstrained[name] = transform.inv(value)
+            jacobian = transform.log_abs_det_jacobian(point.unconstrained[name], value)
+            point.log_jacobian.update(per_draw({name: jacobian}, self.extent))
+            point.values[name] = value
+        elif not (site_is_subsample(site) or site["mask"] is False or site["infer"].get("_deterministic")):
+            point.likelihood.update(per_draw(log_densities({name: site}), self.extent))
 
     def value_of(self, point: Point) -> PathValue:
         """Returns the log densities at a point."""
@@ -111,7 +117,7 @@ class TemperedPath:
         jacobian: Any = sum(point.log_jacobian.values())
         if self.target.guide is None:
             return PathValue(prior + jacobian, likelihood)
-        guide = guide_log_density(self.target, self.extent, point.values)
+        guide = self.target.guide_log_prob(self.extent, point.values)
         return PathValue(guide + jacobian, prior + likelihood - guide)
 
     @torch.no_grad()
@@ -125,22 +131,6 @@ class TemperedPath:
         position = position.detach().requires_grad_()
         total = self.value_of(self.at(position)).at(temperature).sum()
         return torch.autograd.grad(total, position)[0]
-
-
-def note_site(point: Point, extent: Extent, site: Any) -> None:
-    """Gathers a site's log densities as the run comes to it, in which order gradients are summed as well."""
-    name, value = site["name"], site["value"]
-    if is_latent(site, extent.data):
-        if name not in point.transforms:
-            point.transforms[name] = bijection(site)
-            point.unconstrained[name] = point.transforms[name].inv(value)
-        point.values[name] = value
-        # What a mask leaves out of a latent follows its prior, which integrates to one.
-        point.prior.update(per_draw({name: log_density(site, _unmasked(site["fn"]))}, extent))
-        jacobian = point.transforms[name].log_abs_det_jacobian(point.unconstrained[name], value)
-        point.log_jacobian.update(per_draw({name: jacobian}, extent))
-    elif not (site_is_subsample(site) or site["mask"] is False or site["infer"].get("_deterministic")):
-        point.likelihood.update(per_draw(log_densities({name: site}), extent))
 
 
 def is_latent(site: Any, data: Mapping[str, Any]) -> bool:
@@ -169,16 +159,6 @@ def bijection(site: Any) -> Transform:
             f"Expected latents with a bijection from real space to their support; site '{name}' has the support "
             f"{fn.support}. Reparametrize it (poutine.reparam)."
         ) from error
-
-
-def guide_log_density(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> Tensor:
-    """Returns the guide's log density in nats, ``(*batch)``: by its ``log_prob``, where it has one, or by a run."""
-    dense = getattr(target.guide, "log_prob", None)
-    if dense is not None:
-        return dense(values, *target.args, **target.guide_kwargs(extent))
-    sites = guide_sites(target.run_guide(extent, Runner(values)))
-    log_probs = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
-    return torch.stack(list(per_draw(log_probs, extent).values())).sum(0)
 
 
 def guide_sites(sites: Mapping[str, Any]) -> dict[str, Any]:
