@@ -6,7 +6,6 @@ the structure that it belongs to.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import random
@@ -20,7 +19,6 @@ from torch import Tensor
 
 __all__ = [
     "check_structure",
-    "fingerprint",
     "load_checkpoint",
     "rng_state",
     "save_checkpoint",
@@ -95,12 +93,6 @@ def _in_words(net: Any, inverse: Any, name: str) -> str:
 
 def _listed(names: Iterable[Any]) -> str:
     return ", ".join(sorted(map(str, names)))
-
-
-def fingerprint(structure: Mapping[str, str]) -> str:
-    """Returns a digest of a structure."""
-    lines = (f"{key}: {structure[key]}" for key in sorted(structure))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def check_structure(saved: Mapping[str, str], own: Mapping[str, str]) -> None:

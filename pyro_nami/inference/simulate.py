@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pyro
@@ -27,9 +27,10 @@ from pyro_nami.inference.site_messages import (
 )
 from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line
 from pyro_nami.messages import warn
+from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.runner import Runner
 
-__all__ = ["JointDraws", "Simulator", "forked_rng"]
+__all__ = ["JointDraws", "Simulator"]
 
 _CHECKED = 5  # draws that are replayed one by one, at least
 
@@ -276,15 +277,3 @@ def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
 def _is_trained(param: Any) -> bool:
     value = param["value"]
     return bool((value.unconstrained() if hasattr(value, "unconstrained") else value).requires_grad)
-
-
-@contextmanager
-def forked_rng() -> Iterator[None]:
-    """Restores the random number generators of torch (CUDA as well), numpy and Python at its end."""
-    state = pyro.util.get_rng_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    try:
-        with torch.random.fork_rng(list(devices)):
-            yield
-    finally:
-        pyro.util.set_rng_state(state)

@@ -88,10 +88,8 @@ def maps_hold(
     for plan in plans:
         trial = Trial(run, plan, held)
         for name, q in plan.targets.items():
-            index = maps.get((q, plan.plate))
-            if index is None or len(index) != trial.base[name]["fn"].batch_shape[plan.dims[q]]:
-                return False
-            if len(index) and int(index.max()) >= trial.size:
+            index, size = maps[q, plan.plate], trial.base[name]["fn"].batch_shape[plan.dims[q]]
+            if len(index) != size or (index >= trial.size).any():
                 return False
         for _ in range(_HALVES if trial.size > 1 else 0):
             half = torch.randperm(trial.size, generator=generator, device="cpu") < trial.size // 2
