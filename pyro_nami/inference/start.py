@@ -48,12 +48,7 @@ class Start:
     def of(
         cls, target: Target, observations: Mapping[str, Any], posterior: Mapping[str, Tensor] | None
     ) -> Start:
-        """Returns the start of a model with observed values, from one run without batch dims.
-
-        Raises:
-            ValueError: no latents; undeclared batch dims; observations that do not fit.
-            NotImplementedError: scaled latents, masked ones with a guide, and those without a `bijection`.
-        """
+        """Returns the start of a model with observed values, from one run without batch dims, which is checked."""
         target, sites = target.observing(observations)
         latents = {name: site for name, site in sites.items() if is_latent(site, observations)}
         _check_latents(latents, target.guide)
@@ -65,9 +60,7 @@ class Start:
     def path(self, num_chains: int, rows: slice, *, check: bool) -> tuple[TemperedPath, Tensor]:
         """Returns the path for some data sets, and positions at its start, ``(chains, data sets, size)``.
 
-        Raises:
-            ValueError: latents that do not fit the model's; the model does not take batch dims (looked into with
-                ``check``); a log density is not finite.
+        With ``check``, runs of single chains tell whether the model takes batch dims.
         """
         extent = self.target.extent(num_chains, rows)
         path, point = TemperedPath(self.target, extent, self.shapes), Point({}, {}, {}, {}, {})

@@ -215,13 +215,7 @@ def per_draw(log_probs: Mapping[str, Tensor], extent: Extent) -> dict[str, Tenso
 def differing_site(
     together: Mapping[str, Tensor], index: int | tuple[int, ...], alone: Mapping[str, Tensor]
 ) -> str | None:
-    """Returns the first site whose log densities in a batched run are not those in a run of one draw; None if none is.
-
-    Args:
-        together: site -> log densities in the batched run, ``(*batch, *plates)``.
-        index: of the draw in the batch.
-        alone: site -> log densities in its own run, ``(*plates)``.
-    """
+    """Returns the first site whose log densities in a batched run, at an index, are not those ``alone``; or None."""
     for name in {**together, **alone}:
         if name not in together or name not in alone:
             return name

@@ -72,11 +72,7 @@ def claim(probe: Probe) -> Dependencies:
 
 
 def intervene(probe: Probe, claimed: Dependencies) -> Dependencies:
-    """Corrects what provenance claims, within the budget of runs; takes the safe side where no check was possible.
-
-    Raises:
-        ValueError: sites appear or disappear with the values of others; or instances of a plate depend on each other.
-    """
+    """Corrects what provenance claims, within the budget of runs; takes the safe side where no check was possible."""
     work = _Interventions(probe, claimed)
     if probe.budget > 0:
         work.check()
