@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,25 +74,15 @@ def structure_of(guide: Callable, parameters: Mapping[str, Tensor]) -> dict[str,
     to do. Sizes of plates do not count.
     """
     net, inverse = getattr(guide, "bayesnet", None), getattr(guide, "inverse", None)
-    sites = () if net is None else (*net.latent, *net.observed)
+    words: dict[Any, str] = {}
+    if net is not None and inverse is not None:
+        words.update(zip(net.sites, str(net).splitlines()[1:]))
+        for name, line in zip(reversed(inverse.order), str(inverse).splitlines()[1:]):
+            words[name] += f"; in the inverse {line.strip()}"
     return {
-        **{f"site '{name}'": _in_words(net, inverse, name) for name in sites},
+        **{f"site '{name}'": line.strip() for name, line in words.items()},
         **{f"parameter '{name}'": f"shape {tuple(value.shape)}" for name, value in parameters.items()},
     }
-
-
-def _in_words(net: Any, inverse: Any, name: str) -> str:
-    words = f"{'observed' if name in net.observed else 'latent'}, plates [{_listed(net.plates[name])}]"
-    words += f", parents [{_listed(net.graph.predecessors(name))}]"
-    if inverse is None or name not in inverse.parents:
-        return words
-    parents = inverse.parents[name].items()
-    read = (f"{parent} across [{_listed(plates)}]" if plates else parent for parent, plates in parents)
-    return f"{words}, in the inverse [{_listed(read)}]"
-
-
-def _listed(names: Iterable[Any]) -> str:
-    return ", ".join(sorted(map(str, names)))
 
 
 def check_structure(saved: Mapping[str, str], own: Mapping[str, str]) -> None:

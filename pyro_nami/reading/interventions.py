@@ -233,22 +233,12 @@ class _Interventions:
             found = candidates if culprit is None else [culprit]
             self.lost += [(parent, name) for parent in found]
             self.parents[name].update(found)
-            self._find_support(name, found, origin, run)
+            if name in run.records and not same(origin.records[name].support, run.records[name].support):
+                self.support[name] |= self.probe.latent.intersection(found)
             if len(found) == len(candidates):
                 break
             run = self.probe.redraw(self._candidates(name), origin, [name])
         return len(self.parents[name]) > before
-
-    def _find_support(self, name: str, found: list[str], origin: Run, run: Run) -> None:
-        """Whether parents that were just found change the support, too."""
-
-        def changes(run: Run) -> bool:
-            return name not in run.records or not same(origin.records[name].support, run.records[name].support)
-
-        if name in run.records and changes(run):
-            for parent in self.probe.latent.intersection(found):
-                if changes(self.probe.run({**origin.chosen, parent: run.values[parent]})):
-                    self.support[name].add(parent)
 
     def _pivot(
         self, name: str, candidates: list[str], origin: Run, run: Run, changed: Callable[[Run], Any]

@@ -97,11 +97,11 @@ def on_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def _modules(roots: Iterable[Any], depth: int = 4) -> list[nn.Module]:
-    """The modules that callables are, are bound to, wrap, close over or name, up to ``depth`` steps away."""
+def _modules(roots: Iterable[Any]) -> list[nn.Module]:
+    """The modules that callables are, are bound to, wrap, close over or name, up to four steps away."""
     seen: dict[int, Any] = {}
     level = list(roots)
-    for _ in range(depth):
+    for _ in range(4):
         fresh = {id(value): value for value in level if value is not None and id(value) not in seen}
         seen |= fresh
         level = [part for value in fresh.values() for part in _parts(value)]
