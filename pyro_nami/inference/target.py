@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_nami.inference.observations import Observations
-from pyro_nami.inference.site_messages import check_full_plates, log_density, plate_nesting
+from pyro_nami.inference.site_messages import check_full_plates, is_delta, log_density, plate_nesting
 from pyro_nami.reading.draws import any_value
 from pyro_nami.reading.runner import Runner, own_dims, takes_observations
 
@@ -134,7 +134,8 @@ class Target:
         Raises:
             ValueError: a latent that the guide lacks, or has too many, or that lacks dims of the extent.
         """
-        sites = self.run_guide(extent, Runner(values))
+        run = self.run_guide(extent, Runner(values))
+        sites = {name: site for name, site in run.items() if name in values or not is_delta(site["fn"])}
         for name in sorted(sites.keys() ^ values.keys()):
             raise ValueError(
                 f"Expected a guide with the model's latents, {', '.join(map(repr, values))}; "
