@@ -18,7 +18,13 @@ from pyro import poutine
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
-from pyro_nami.inference.site_messages import check_declared, log_density, plate_nesting, plate_shape, with_idle_dims
+from pyro_nami.inference.site_messages import (
+    check_declared,
+    log_density,
+    plate_nesting,
+    plate_shape,
+    with_idle_dims,
+)
 from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line
 from pyro_nami.messages import warn
 from pyro_nami.reading.isolation import forked_rng
