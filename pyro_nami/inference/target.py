@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import pyro
@@ -113,19 +112,18 @@ class Target:
             NotImplementedError: a plate with random subsampling, or a site that has no draws (an improper prior).
             ValueError: a site whose distribution fails to be sampled.
         """
-        kwargs = self._kwargs(extent) if extent.data and self._model_is_told else self.kwargs
-        return _run(runner, self.model, self.args, kwargs, extent)
+        return _run(runner, self.model, self.args, self._kwargs(extent, self.model), extent)
 
     def run_guide(self, extent: Extent, runner: Runner) -> dict[str, Any]:
         """Runs the guide; returns its sites with densities."""
         assert self.guide is not None
-        return _run(runner, self.guide, self.args, self._guide_kwargs(extent), extent)
+        return _run(runner, self.guide, self.args, self._kwargs(extent, self.guide), extent)
 
     def guide_log_prob(self, extent: Extent, values: Mapping[str, Tensor]) -> Tensor:
         """Returns the guide's log density in nats, ``extent.sizes``: by its ``log_prob``, where it has one."""
         dense = getattr(self.guide, "log_prob", None)
         if dense is not None:
-            return dense(values, *self.args, **self._guide_kwargs(extent))
+            return dense(values, *self.args, **self._kwargs(extent, self.guide))
         return torch.stack(list(self.guide_log_probs(extent, values).values())).sum(0)
 
     def guide_log_probs(self, extent: Extent, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,19 +142,9 @@ class Target:
         log_probs = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
         return per_draw(log_probs, extent)
 
-    def _guide_kwargs(self, extent: Extent) -> Mapping[str, Any]:
-        return self._kwargs(extent) if extent.data and self._guide_is_told else self.kwargs
-
-    def _kwargs(self, extent: Extent) -> Mapping[str, Any]:
-        return {**self.kwargs, "observations": extent.data}
-
-    @cached_property
-    def _model_is_told(self) -> bool:
-        return takes_observations(self.model)
-
-    @cached_property
-    def _guide_is_told(self) -> bool:
-        return self.guide is not None and takes_observations(self.guide, is_guide=True)
+    def _kwargs(self, extent: Extent, fn: Any) -> Mapping[str, Any]:
+        told = extent.data and takes_observations(fn, is_guide=fn is self.guide)
+        return {**self.kwargs, "observations": extent.data} if told else self.kwargs
 
 
 def _run(
