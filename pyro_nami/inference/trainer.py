@@ -158,7 +158,7 @@ class Trainer:
             "guide": self.weights(),
             "best": self.best,
             "optimization": self.optimization.state(),
-            "history": self.history.state(),
+            "history": vars(self.history),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -167,7 +167,7 @@ class Trainer:
             check_structure(state["structure"], self.structure)
             self.load_weights(state["guide"])
             self.optimization.load(state["optimization"])
-        self.history = History.from_state(state["history"]) if state else History()
+        self.history = History(**state["history"]) if state else History()
         self.best = state.get("best")
 
 
