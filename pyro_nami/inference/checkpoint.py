@@ -106,12 +106,11 @@ def rng_state() -> dict[str, Any]:
     """Returns the states of the random number generators of torch (CUDA as well), numpy and Python, as plain data."""
     numpy_state: Any = np.random.get_state(legacy=True)
     kind, keys, *rest = numpy_state
-    version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
-        "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
+        "python": random.getstate(),
     }
 
 
@@ -122,5 +121,4 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss))
+    random.setstate(state["python"])
