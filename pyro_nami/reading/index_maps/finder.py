@@ -54,8 +54,8 @@ def find_maps(run: RunModel, plans: Sequence[MapPlan], held: Mapping[str, Tensor
     """Returns the index map ``(size_q,)`` of each pair of plates (q, p), in 2 ceil(log2 J) + 1 runs a plan.
 
     Args:
-        run: runs the model with values at its latents, expanded to the shape of their sites; returns its sites.
-        plans: what is read through an index. Sizes are those of the run, not of the plan.
+        run: expands values to the shape of their sites. Sizes are those of the run, not of the plan.
+        plans: what is read through an index.
         held: one value of every latent, of its first instance.
 
     Raises:
