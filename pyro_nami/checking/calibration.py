@@ -14,9 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyro
 import torch
-from pyro import poutine
 from torch import Tensor
 
 from pyro_nami.checking.coordinates import Coordinates, SiteForm, site_forms
@@ -25,7 +23,8 @@ from pyro_nami.checking.rank_tests import JOINT_DENSITY, JOINT_TARP, Verdict, ec
 from pyro_nami.checking.simulations import finite_draws, seeded
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.simulate import JointDraws, Simulator
-from pyro_nami.reading.runner import takes_observations
+from pyro_nami.inference.target import Target
+from pyro_nami.reading.runner import Runner, takes_observations
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -217,8 +216,9 @@ def calibrate(
         coordinates = Coordinates(truth.latents, forms)
         points = _reference_points(truth.observed, forms, coordinates(truth.latents))
         size = chunk_size or max(1, _ROWS_A_CALL // num_draws)
+        target = Target(model, guide, args, kwargs, nesting=truth.nesting)
         parts = [
-            _chunk_ranks(guide, args, kwargs, num_draws, truth.select(rows), coordinates, points[rows])
+            _chunk_ranks(target, num_draws, truth.select(rows), coordinates, points[rows])
             for rows in torch.arange(truth.num, device=points.device).split(size)
         ]
     found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -242,39 +242,28 @@ def _check_options(guide: Callable, level: float, **counts: int | None) -> None:
 
 
 def _chunk_ranks(
-    guide: Any,
-    args: tuple,
-    kwargs: dict[str, Any],
-    num_draws: int,
-    truth: JointDraws,
-    coordinates: Coordinates,
-    points: Tensor,
+    target: Target, num_draws: int, truth: JointDraws, coordinates: Coordinates, points: Tensor
 ) -> dict[str, Tensor]:
     """Returns ranks on some data sets, of the latents that the guide has, and if it has all by the joint tests."""
-    kwargs = {**kwargs, "observations": truth.observed}
-    draws = _guide_draws(guide, args, kwargs, num_draws, truth)
+    extent = target.extent(num_draws, slice(0, truth.num))._replace(data=truth.observed)
+    draws = _guide_draws(target.run_guide(extent, Runner({})), num_draws, truth)
     ranks = {name: _ranks(value, truth.latents[name], name) for name, value in draws.items()}
     if len(draws) == len(truth.latents):
         drawn, true = coordinates(draws, 2), coordinates(truth.latents)
         drawn, true = ((x - points).square().sum(-1) for x in (drawn, true))
         ranks[JOINT_TARP] = _ranks(drawn, true, JOINT_TARP)
-        if hasattr(guide, "log_prob"):
-            drawn, true = (guide.log_prob(values, *args, **kwargs) for values in (draws, truth.latents))
+        if hasattr(target.guide, "log_prob"):
+            drawn, true = (target.guide_log_prob(extent, values) for values in (draws, truth.latents))
             ranks[JOINT_DENSITY] = _ranks(-drawn, -true, JOINT_DENSITY)
     return ranks
 
 
-def _guide_draws(
-    guide: Callable, args: tuple, kwargs: dict[str, Any], num_draws: int, truth: JointDraws
-) -> dict[str, Tensor]:
+def _guide_draws(sites: Mapping[str, Any], num_draws: int, truth: JointDraws) -> dict[str, Tensor]:
     """Returns draws of the latents that the guide has, ``(num_draws, data sets, *plates, *event)``."""
-    datasets = pyro.plate("_calibration_datasets", truth.num, dim=-1 - truth.nesting)
-    with pyro.plate("_calibration_draws", num_draws, dim=-2 - truth.nesting), datasets:
-        nodes: Any = poutine.trace(guide).get_trace(*args, **kwargs).nodes
     draws = {}
     for name, true in truth.latents.items():
-        if name in nodes:
-            value, shape = nodes[name]["value"], (num_draws, *true.shape)
+        if name in sites:
+            value, shape = sites[name]["value"], (num_draws, *true.shape)
             try:
                 draws[name] = value.expand(shape)
             except RuntimeError:

@@ -192,7 +192,8 @@ def ecdf_test(num: int, num_draws: int, central: bool = False) -> EcdfTest:
 
 def ecdf_tests(name: str, num: int, num_draws: int) -> list[EcdfTest]:
     """Returns the tests of a site's ranks, or of a joint test's; the last says whether regions cover as they should."""
-    kinds = (False,) if name in (JOINT_DENSITY, JOINT_TARP) else (False, True)
+    whole_only = name in (JOINT_DENSITY, JOINT_TARP) or num_draws == 1  # both ranks of one draw are as central
+    kinds = (False,) if whole_only else (False, True)
     return [ecdf_test(num, num_draws, central) for central in kinds]
 
 

@@ -14,8 +14,9 @@ import pyro
 import torch
 from pyro import poutine
 
-from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
+from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.messages import warn
+from pyro_nami.reading.isolation import forked_rng
 
 _TOLERATED = 0.1  # share of simulations that may be NaN or infinite
 _FEW, _TOLERATED_OF_FEW = 100, 0.5  # a tenth of few simulations may be chance

@@ -79,7 +79,8 @@ def verify_inverse(net: BayesNet, inverse: Inverse) -> Verification:
     redundant: dict[Dependency, Plates] = {}
     for v in reversed(inverse.order):
         crossed: set[Hashable] = set()
-        for block in _blocks(small, v, inverse.joint[v]):
+        blocks = (small.aligned(v, instance, net.plates[v] - inverse.joint[v]) for instance in small.instances(v))
+        for block in dict.fromkeys(map(tuple, blocks)):
             needs = {instance: known.sample(instance) for instance in block}
             needed_by_block = set().union(*needs.values(), block)
             for instance, needed in needs.items():
@@ -150,14 +151,6 @@ class _Known:
             if site not in self.ancestral:
                 self.ancestral.add(site)
                 stack.extend(self.graph.parents[site])
-
-
-def _blocks(net: BayesNet, name: Hashable, joint: Plates) -> list[list[Instance]]:
-    """The instances of a site in its joint blocks."""
-    blocks: dict[Hashable, list[Instance]] = {}
-    for instance in net.instances(name):
-        blocks.setdefault(tuple(at for at in instance.indices if at[0] not in joint), []).append(instance)
-    return list(blocks.values())
 
 
 def _across(source: Instance, target: Instance) -> Plates:

@@ -6,7 +6,7 @@ Chains start from the prior, or from a guide, and follow the densities
 
 with one Hamiltonian transition at each. A chain's weight, the product of f_{t_k} / f_{t_{k-1}} at the places where it
 was, has the evidence p(x) as its mean. Here is the loop over temperatures, and the result; `tempering` holds the
-densities, `transitions` the kernel, and `start` what is checked, and drawn, before the first step.
+densities and where they start, and `transitions` the kernel.
 
 References:
     Neal 2001, "Annealed importance sampling"; Wu et al. 2017, "On the quantitative analysis of decoder-based
@@ -27,9 +27,8 @@ from tqdm.auto import tqdm
 
 from pyro_nami.inference.observations import as_mapping
 from pyro_nami.inference.site_messages import plate_names
-from pyro_nami.inference.start import Start
 from pyro_nami.inference.target import Target
-from pyro_nami.inference.tempering import TemperedPath
+from pyro_nami.inference.tempering import Start, TemperedPath
 from pyro_nami.inference.transitions import ChainState, adapted, hamiltonian_step
 from pyro_nami.inference.weights import WeightedSamples, log_mean, log_mean_error
 

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from pyro_nami.inference.checkpoint import rng_state, set_rng_state
 from pyro_nami.inference.processes import Processes
-from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
+from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.reading.isolation import forked_rng
 
 __all__ = ["Arguments", "Batch", "Simulations", "Stream", "stream_of"]
 

@@ -6,11 +6,10 @@ the structure that it belongs to.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor
 
 __all__ = [
     "check_structure",
-    "fingerprint",
     "load_checkpoint",
     "rng_state",
     "save_checkpoint",
@@ -76,31 +74,15 @@ def structure_of(guide: Callable, parameters: Mapping[str, Tensor]) -> dict[str,
     to do. Sizes of plates do not count.
     """
     net, inverse = getattr(guide, "bayesnet", None), getattr(guide, "inverse", None)
-    sites = () if net is None else (*net.latent, *net.observed)
+    words: dict[Any, str] = {}
+    if net is not None and inverse is not None:
+        words.update(zip(net.sites, str(net).splitlines()[1:]))
+        for name, line in zip(reversed(inverse.order), str(inverse).splitlines()[1:]):
+            words[name] += f"; in the inverse {line.strip()}"
     return {
-        **{f"site '{name}'": _in_words(net, inverse, name) for name in sites},
+        **{f"site '{name}'": line.strip() for name, line in words.items()},
         **{f"parameter '{name}'": f"shape {tuple(value.shape)}" for name, value in parameters.items()},
     }
-
-
-def _in_words(net: Any, inverse: Any, name: str) -> str:
-    words = f"{'observed' if name in net.observed else 'latent'}, plates [{_listed(net.plates[name])}]"
-    words += f", parents [{_listed(net.graph.predecessors(name))}]"
-    if inverse is None or name not in inverse.parents:
-        return words
-    parents = inverse.parents[name].items()
-    read = (f"{parent} across [{_listed(plates)}]" if plates else parent for parent, plates in parents)
-    return f"{words}, in the inverse [{_listed(read)}]"
-
-
-def _listed(names: Iterable[Any]) -> str:
-    return ", ".join(sorted(map(str, names)))
-
-
-def fingerprint(structure: Mapping[str, str]) -> str:
-    """Returns a digest of a structure."""
-    lines = (f"{key}: {structure[key]}" for key in sorted(structure))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def check_structure(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
@@ -124,12 +106,11 @@ def rng_state() -> dict[str, Any]:
     """Returns the states of the random number generators of torch (CUDA as well), numpy and Python, as plain data."""
     numpy_state: Any = np.random.get_state(legacy=True)
     kind, keys, *rest = numpy_state
-    version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
-        "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
+        "python": random.getstate(),
     }
 
 
@@ -140,5 +121,4 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss))
+    random.setstate(state["python"])

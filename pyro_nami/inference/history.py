@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
-
-import torch
 
 __all__ = ["History"]
 
@@ -65,12 +62,3 @@ class History:
         losses = self.losses[-50:]
         text = f"loss {sum(losses) / len(losses):.3f} nats"
         return f"{text}, held out {self.validation[-1][1]:.3f}" if self.validation else text
-
-    def state(self) -> dict[str, Any]:
-        """Returns the history as tensors and plain Python."""
-        return {**vars(self), "losses": torch.tensor(self.losses, dtype=torch.float64)}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> History:
-        """Returns the history that `state` was made of."""
-        return cls(**{**state, "losses": state["losses"].tolist()})

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pyro
 import torch
-from pyro.distributions.util import scale_and_mask
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_nami.inference.simulate import JointDraws
-from pyro_nami.reading.runner import Runner, takes_observations
+from pyro_nami.inference.target import Target
+from pyro_nami.reading.runner import takes_observations
 
 __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 
@@ -54,33 +52,10 @@ class CompilationLoss(nn.Module):
 def site_log_probs(
     guide: Callable, draws: JointDraws, args: tuple, kwargs: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Returns log q of simulations at every site of a guide, ``(draws,)`` each, from a run in an outer plate.
-
-    Raises:
-        ValueError: naming a latent that the guide lacks, or a site that it has too many, or its shape.
-    """
-
-    def run(**kwargs: Any) -> None:
-        with pyro.plate("_draws", draws.num, dim=-1 - draws.nesting):
-            guide(*args, **kwargs)
-
-    nodes = Runner(draws.latents).run(run, (), {**kwargs, "observations": draws.observed})
-    sites = {name: site for name, site in nodes.items() if not site_is_subsample(site)}
-    for name in sorted(sites.keys() ^ draws.latents.keys()):
-        raise ValueError(
-            f"Expected a guide with the model's latents, {', '.join(map(repr, draws.latents))}; "
-            + (f"it has '{name}' as well." if name in sites else f"it lacks '{name}'.")
-        )
-    result = {}
-    for name, site in sites.items():
-        log_prob = scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"])
-        if log_prob.dim() != 1 + draws.nesting or len(log_prob) != draws.num:
-            raise ValueError(
-                f"Expected a guide that runs in an outer plate of {draws.num} draws; at site '{name}' its log "
-                f"densities are of shape {tuple(log_prob.shape)}. Count dims from the right."
-            )
-        result[name] = log_prob.reshape(draws.num, -1).sum(-1)
-    return result
+    """Returns log q of simulations at every site of a guide, ``(draws,)`` each; see `Target.guide_log_probs`."""
+    target = Target(guide, guide, args, kwargs, nesting=draws.nesting)
+    extent = target.extent(draws.num)._replace(data=draws.observed)
+    return target.guide_log_probs(extent, draws.latents)
 
 
 def non_finite_sites(

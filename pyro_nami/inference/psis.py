@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 
 import torch
+from pyro.ops.stats import fit_generalized_pareto
 from torch import Tensor
 
 __all__ = ["check_log_weights", "smooth"]
 
 _FEWEST = 5  # draws in a tail that can be fitted
 _FLAT = 1e-3  # nats: weights that differ by less are equal
-_PRIOR_COUNT, _PRIOR_SHAPE = 10, 0.5  # the paper's prior of k: worth 10 draws, mean 0.5
-_ELEMENTS = 2**22  # of the grid of one fit in memory
 
 
 def smooth(log_weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,17 +39,15 @@ def smooth(log_weights: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: NaN, inf, or a row with no weight above zero.
 
     References:
-        Vehtari, Simpson, Gelman, Yao & Gabry 2024, "Pareto Smoothed Importance Sampling"; Zhang & Stephens 2009, "A New
-        and Efficient Estimation Method for the Generalized Pareto Distribution".
+        Vehtari, Simpson, Gelman, Yao & Gabry 2024, "Pareto Smoothed Importance Sampling".
     """
     check_log_weights(log_weights)
     draws = log_weights.shape[-1]
-    rows = log_weights.detach().reshape(-1, draws).double()
-    length = math.ceil(min(draws / 5, 3 * math.sqrt(draws)))
-    at_once = max(1, _ELEMENTS // (length * (30 + math.isqrt(length))))
-    done = [_smooth_rows(part, min(length, draws - 1)) for part in rows.split(at_once)]
-    smoothed, shape = (torch.cat(parts).to(log_weights.dtype) for parts in zip(*done))
-    return smoothed.reshape(log_weights.shape), shape.reshape(log_weights.shape[:-1])
+    length = min(math.ceil(min(draws / 5, 3 * math.sqrt(draws))), draws - 1)
+    rows = log_weights.detach().reshape(-1, draws).double().cpu()
+    smoothed, shapes = zip(*(_smooth_row(row, length) for row in rows))
+    shape = torch.tensor(shapes, dtype=torch.float64).reshape(log_weights.shape[:-1])
+    return torch.stack(smoothed).reshape(log_weights.shape).to(log_weights), shape.to(log_weights)
 
 
 def check_log_weights(log_weights: Tensor) -> None:
@@ -73,63 +70,19 @@ def check_log_weights(log_weights: Tensor) -> None:
         )
 
 
-def _smooth_rows(rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Returns smoothed rows ``(rows, draws)`` and k-hat ``(rows,)``, with tails of up to ``length`` draws."""
-    largest = rows.amax(-1, keepdim=True)
-    top, index = (rows - largest).topk(length + 1, dim=-1)  # descending
-    cutoff = top[:, -1:].clamp(min=math.log(torch.finfo(rows.dtype).tiny))
-    raw, index = top[:, :-1], index[:, :-1]
-    in_tail = raw > cutoff  # ties with the cutoff are not in it
-    counts = in_tail.sum(-1)
-    fitted = counts >= _FEWEST
-    flat = (cutoff[:, 0] > -_FLAT) & (length > 0)
-    shape = torch.where(flat, -math.inf, math.inf).to(rows)
-    result = rows.clone()
-    if fitted.any():
-        raw, cutoff, in_tail, counts = raw[fitted], cutoff[fitted], in_tail[fitted], counts[fitted]
-        excess = (raw.exp() - cutoff.exp()).masked_fill(~in_tail, 0.0)
-        k, scale = _fit(excess, in_tail, counts)
-        ranks = torch.arange(length, dtype=rows.dtype, device=rows.device)
-        upper = (ranks + 0.5) / counts[:, None]  # 1 - probability; descending, as the tail is
-        quantiles = _quantile(upper.clamp(max=1.0), k[:, None], scale[:, None])
-        tail = (quantiles + cutoff.exp()).log().clamp(max=0.0) + largest[fitted]
-        changed = in_tail & torch.isfinite(k[:, None]) & ~torch.isnan(tail)
-        part, place = result[fitted], index[fitted]
-        result[fitted] = part.scatter(-1, place, torch.where(changed, tail, part.gather(-1, place)))
-        shape[fitted] = torch.where(torch.isfinite(k), k, math.inf)
-    return result, shape
-
-
-def _fit(excess: Tensor, in_tail: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns shape k and scale of generalized Pareto distributions fitted to tails of different lengths.
-
-    Zhang & Stephens' empirical Bayes estimate: an average over a grid of b = -k / scale, weighted by the profile
-    likelihood; k is then drawn towards its prior, the scale is not.
-
-    Args:
-        excess: ``(rows, length)``, descending, 0 outside the tail.
-        in_tail: of the same shape.
-        counts: ``(rows,)``, draws in each tail.
-    """
-    grid = 30 + counts.double().sqrt().floor()  # its size, row by row
-    points = torch.arange(1, int(grid.max()) + 1, dtype=excess.dtype, device=excess.device)
-    quartile = excess.gather(-1, (counts - (counts / 4 + 0.5).long())[:, None])
-    b = (1 - (grid[:, None] / (points - 0.5)).sqrt()) / (3 * quartile) + 1 / excess[:, :1]
-    k = torch.log1p(-b[..., None] * excess[:, None, :]).sum(-1) / counts[:, None]
-    n = counts[:, None].to(excess)
-    likelihood = n * ((-b / k).log() - k - 1)
-    likelihood = likelihood.masked_fill(points > grid[:, None], -math.inf)
-    weights = likelihood.softmax(-1)
-    weights = weights.masked_fill(weights < 10 * torch.finfo(excess.dtype).eps, 0.0)
-    mean = (b * weights).sum(-1) / weights.sum(-1)
-    shape = torch.log1p(-mean[:, None] * excess).masked_fill(~in_tail, 0.0).sum(-1) / counts
-    scale = -shape / mean
-    return (counts * shape + _PRIOR_COUNT * _PRIOR_SHAPE) / (counts + _PRIOR_COUNT), scale
-
-
-def _quantile(upper: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """Returns the value that a generalized Pareto variable exceeds with probability ``upper``."""
-    small = k.abs() < torch.finfo(upper.dtype).eps
-    k = torch.where(small, 1.0, k)
-    log_upper = upper.log()
-    return scale * torch.where(small, -log_upper, torch.expm1(-k * log_upper) / k)
+def _smooth_row(row: Tensor, length: int) -> tuple[Tensor, float]:
+    """Returns a smoothed row and its k-hat, with a tail of up to ``length`` draws."""
+    largest = row.max()
+    top, index = (row - largest).topk(length + 1)
+    cutoff = top[-1].clamp(min=math.log(torch.finfo(row.dtype).tiny))
+    in_tail = top > cutoff  # ties with the cutoff are not in it
+    tail, index = top[in_tail], index[in_tail]
+    if len(tail) < _FEWEST:
+        return row, -math.inf if length > 0 and cutoff > -_FLAT else math.inf
+    k, scale = fit_generalized_pareto(tail.exp() - cutoff.exp())
+    if not math.isfinite(k):
+        return row, math.inf
+    log_upper = ((torch.arange(len(tail), dtype=row.dtype, device="cpu") + 0.5) / len(tail)).log()  # 1 - probability
+    quantiles = cutoff.exp() + scale * torch.expm1(-k * log_upper) / k
+    smoothed = quantiles.log().clamp(max=0.0) + largest
+    return row.scatter(-1, index, torch.where(smoothed.isnan(), row[index], smoothed)), k

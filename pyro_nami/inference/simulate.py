@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pyro
@@ -18,12 +18,19 @@ from pyro import poutine
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
-from pyro_nami.inference.site_messages import log_density, plate_nesting, with_idle_dims
-from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line, unsampled
+from pyro_nami.inference.site_messages import (
+    check_declared,
+    log_density,
+    plate_nesting,
+    plate_shape,
+    with_idle_dims,
+)
+from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line
 from pyro_nami.messages import warn
+from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.runner import Runner
 
-__all__ = ["JointDraws", "Simulator", "forked_rng"]
+__all__ = ["JointDraws", "Simulator"]
 
 _CHECKED = 5  # draws that are replayed one by one, at least
 
@@ -204,17 +211,7 @@ class Simulator:
         runner = Runner(values or {}, simulated=True, choose=choose)
         # Draws may be NaN, which distributions that the model makes can be told not to refuse in no other way.
         with torch.no_grad(), pyro.validation_enabled(False):
-            try:
-                sites = self._target.run_model(extent, runner)
-            except Exception as error:
-                failed = unsampled(runner)
-                if failed is None:
-                    raise
-                kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
-                raise kind(
-                    f"Expected a site that can be sampled; got '{failed['name']}', whose {type(failed['fn']).__name__} "
-                    f"raises {type(error).__name__}: {error}. Simulations need a proper distribution at every site."
-                ) from error
+            sites = self._target.run_model(extent, runner)
         for name in (*self.latent, *self.observed):
             if name not in sites:
                 raise ValueError(
@@ -226,7 +223,7 @@ class Simulator:
         """Returns the sites of one run for all draws."""
         sites = self._run(self._target.extent(num))
         for name, site in sites.items():
-            shape, expected = site["fn"].batch_shape, (num, *_plate_shape(site, self.nesting))
+            shape, expected = site["fn"].batch_shape, (num, *plate_shape(site, self.nesting))
             if shape != expected:
                 raise ValueError(
                     f"Expected batch dims on the left: {num} draws of site '{name}' should be of shape {expected}, but "
@@ -243,12 +240,7 @@ class Simulator:
                     "that inference will condition on are named by observed=[...]."
                 )
         for name, site in sites.items():
-            shape = site["fn"].batch_shape
-            if (1,) * (self.nesting - len(shape)) + shape != _plate_shape(site, self.nesting):
-                raise ValueError(
-                    f"Expected the batch dims of site '{name}' to be those of its plates; got {tuple(shape)}. Declare "
-                    "them by .to_event() or pyro.plate."
-                )
+            check_declared(site, self.nesting)
             if site_is_factor(site):
                 warn(f"Simulations know nothing of the factor '{name}': they are of the model without it.")
 
@@ -285,24 +277,3 @@ def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
 def _is_trained(param: Any) -> bool:
     value = param["value"]
     return bool((value.unconstrained() if hasattr(value, "unconstrained") else value).requires_grad)
-
-
-def _plate_shape(site: Any, nesting: int) -> tuple[int, ...]:
-    """Returns the batch shape that a site's plates give it, ``(*plates,)``."""
-    shape = [1] * nesting
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized and -frame.dim <= nesting:
-            shape[frame.dim] = frame.size if frame.size >= 0 else site["fn"].batch_shape[frame.dim]
-    return tuple(shape)
-
-
-@contextmanager
-def forked_rng() -> Iterator[None]:
-    """Restores the random number generators of torch (CUDA as well), numpy and Python at its end."""
-    state = pyro.util.get_rng_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    try:
-        with torch.random.fork_rng(list(devices)):
-            yield
-    finally:
-        pyro.util.set_rng_state(state)

@@ -16,11 +16,13 @@ from pyro_nami.factors.wrappers import innermost
 
 __all__ = [
     "OutsideSupport",
+    "check_declared",
     "check_full_plates",
     "is_delta",
     "log_density",
     "plate_names",
     "plate_nesting",
+    "plate_shape",
     "with_idle_dims",
 ]
 
@@ -59,6 +61,25 @@ def plate_names(site: Any) -> tuple[str | None, ...]:
         if frame.vectorized:
             names[frame.dim] = frame.name
     return tuple(names)
+
+
+def plate_shape(site: Any, nesting: int) -> tuple[int, ...]:
+    """Returns the batch shape that a site's plates give it, ``(*plates,)``."""
+    shape = [1] * nesting
+    for frame in site["cond_indep_stack"]:
+        if frame.vectorized and -frame.dim <= nesting:
+            shape[frame.dim] = frame.size if frame.size >= 0 else site["fn"].batch_shape[frame.dim]
+    return tuple(shape)
+
+
+def check_declared(site: Any, nesting: int) -> None:
+    """Raises ValueError for a site with batch dims that belong to no plate."""
+    shape = site["fn"].batch_shape
+    if (1,) * (nesting - len(shape)) + shape != plate_shape(site, nesting):
+        raise ValueError(
+            f"Expected the batch dims of site '{site['name']}' to be those of its plates; got {tuple(shape)}. Declare "
+            "them by .to_event() or pyro.plate."
+        )
 
 
 def with_idle_dims(value: Tensor, site: Any, nesting: int, num_batch: int) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import pyro
@@ -22,11 +21,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_nami.inference.observations import Observations
-from pyro_nami.inference.site_messages import check_full_plates, log_density, plate_nesting
+from pyro_nami.inference.site_messages import check_full_plates, is_delta, log_density, plate_nesting
 from pyro_nami.reading.draws import any_value
 from pyro_nami.reading.runner import Runner, own_dims, takes_observations
 
-__all__ = ["Extent", "Target", "differing_site", "in_one_line", "log_densities", "per_draw", "unsampled"]
+__all__ = ["Extent", "Target", "differing_site", "in_one_line", "log_densities", "per_draw"]
 
 _PLATES = ("_draws", "_data_sets")
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of log densities; half precision: the loosest below
@@ -110,29 +109,42 @@ class Target:
         """Runs the model; returns its sites with densities. Observed values are in it if they are the runner's.
 
         Raises:
-            NotImplementedError: a plate with random subsampling.
+            NotImplementedError: a plate with random subsampling, or a site that has no draws (an improper prior).
+            ValueError: a site whose distribution fails to be sampled.
         """
-        kwargs = self._kwargs(extent) if extent.data and self._model_is_told else self.kwargs
-        return _run(runner, self.model, self.args, kwargs, extent)
+        return _run(runner, self.model, self.args, self._kwargs(extent, self.model), extent)
 
     def run_guide(self, extent: Extent, runner: Runner) -> dict[str, Any]:
         """Runs the guide; returns its sites with densities."""
         assert self.guide is not None
-        return _run(runner, self.guide, self.args, self.guide_kwargs(extent), extent)
+        return _run(runner, self.guide, self.args, self._kwargs(extent, self.guide), extent)
 
-    def guide_kwargs(self, extent: Extent) -> Mapping[str, Any]:
-        return self._kwargs(extent) if extent.data and self._guide_is_told else self.kwargs
+    def guide_log_prob(self, extent: Extent, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the guide's log density in nats, ``extent.sizes``: by its ``log_prob``, where it has one."""
+        dense = getattr(self.guide, "log_prob", None)
+        if dense is not None:
+            return dense(values, *self.args, **self._kwargs(extent, self.guide))
+        return torch.stack(list(self.guide_log_probs(extent, values).values())).sum(0)
 
-    def _kwargs(self, extent: Extent) -> Mapping[str, Any]:
-        return {**self.kwargs, "observations": extent.data}
+    def guide_log_probs(self, extent: Extent, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the guide's log density in nats at every latent, ``extent.sizes``; scales do not count.
 
-    @cached_property
-    def _model_is_told(self) -> bool:
-        return takes_observations(self.model)
+        Raises:
+            ValueError: a latent that the guide lacks, or has too many, or that lacks dims of the extent.
+        """
+        run = self.run_guide(extent, Runner(values))
+        sites = {name: site for name, site in run.items() if name in values or not is_delta(site["fn"])}
+        for name in sorted(sites.keys() ^ values.keys()):
+            raise ValueError(
+                f"Expected a guide with the model's latents, {', '.join(map(repr, values))}; "
+                + (f"it has '{name}' as well." if name in sites else f"it lacks '{name}'.")
+            )
+        log_probs = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
+        return per_draw(log_probs, extent)
 
-    @cached_property
-    def _guide_is_told(self) -> bool:
-        return self.guide is not None and takes_observations(self.guide, is_guide=True)
+    def _kwargs(self, extent: Extent, fn: Any) -> Mapping[str, Any]:
+        told = extent.data and takes_observations(fn, is_guide=fn is self.guide)
+        return {**self.kwargs, "observations": extent.data} if told else self.kwargs
 
 
 def _run(
@@ -144,15 +156,21 @@ def _run(
                 stack.enter_context(context)
             fn(*args, **kwargs)
 
-    sites = runner.run(in_contexts, args, kwargs)
+    try:
+        sites = runner.run(in_contexts, args, kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        last = runner.last
+        if last is None or last["name"] in runner.sites:  # the model's own code failed
+            raise
+        kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
+        raise kind(
+            f"Expected a site that can be sampled; got '{last['name']}', whose {type(last['fn']).__name__} raises "
+            f"{type(error).__name__}: {error}."
+        ) from error
     check_full_plates(sites)
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
-
-
-def unsampled(runner: Runner) -> Any:
-    """Returns the site, as a message, whose distribution made the run fail; None if it was the model's own code."""
-    last = runner.last
-    return None if last is None or last["name"] in runner.sites else last
 
 
 # ---- what the sites of a run say
@@ -186,13 +204,7 @@ def per_draw(log_probs: Mapping[str, Tensor], extent: Extent) -> dict[str, Tenso
 def differing_site(
     together: Mapping[str, Tensor], index: int | tuple[int, ...], alone: Mapping[str, Tensor]
 ) -> str | None:
-    """Returns the first site whose log densities in a batched run are not those in a run of one draw; None if none is.
-
-    Args:
-        together: site -> log densities in the batched run, ``(*batch, *plates)``.
-        index: of the draw in the batch.
-        alone: site -> log densities in its own run, ``(*plates)``.
-    """
+    """Returns the first site whose log densities in a batched run, at an index, are not those ``alone``; or None."""
     for name in {**together, **alone}:
         if name not in together or name not in alone:
             return name

@@ -2,56 +2,51 @@ r"""The path of densities that annealing follows, from a start that can be sampl
 
 .. math:: f_t(u) = f_0(z)^{1 - t} \, p(z, x)^t \, |\mathrm{d}z / \mathrm{d}u|, \qquad 0 \le t \le 1,
 
-at unconstrained positions u of the latents z; f_0 is their prior, or a guide. Change this module to change what a path
-runs between.
+at unconstrained positions u of the latents z; f_0 is their prior, or a guide. What `Start` checks once, densities on
+the way need not check. Change this module to change what a path runs between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import pyro
 import torch
 from pyro.distributions import MaskedDistribution
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 from torch.distributions import Transform, biject_to
 
-from pyro_nami.inference.site_messages import is_delta, log_density
-from pyro_nami.inference.target import Extent, Target, log_densities, per_draw
+from pyro_nami.inference.site_messages import (
+    OutsideSupport,
+    check_declared,
+    is_delta,
+    log_density,
+    with_idle_dims,
+)
+from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line, log_densities, per_draw
 from pyro_nami.reading.runner import Runner
 
-__all__ = [
-    "PathValue",
-    "Point",
-    "TemperedPath",
-    "bijection",
-    "guide_log_density",
-    "guide_sites",
-    "is_latent",
-    "note_site",
-]
+__all__ = ["PathValue", "Start", "TemperedPath"]
 
 
-@dataclass(frozen=True, eq=False)
-class Point:
-    """Values of latents, and log densities there, as `note_site` gathers them in a run of the model.
+class Point(NamedTuple):
+    """What `TemperedPath.note` gathers in a run of the model, by site; log densities in nats, ``(*batch)``.
 
     Attributes:
-        values, unconstrained: latent -> ``(*batch, *plates, *event)``.
-        transforms: latent -> from its unconstrained value to its value, given those of its parents.
-        prior, likelihood, log_jacobian: site -> log density in nats, ``(*batch)``. Factors belong to the likelihood.
+        values, unconstrained: of the latents, ``(*batch, *plates, *event)``.
+        prior, log_jacobian: of the latents.
+        likelihood: of all else, factors included.
     """
 
-    values: dict[str, Tensor] = field(default_factory=dict)
-    unconstrained: dict[str, Tensor] = field(default_factory=dict)
-    transforms: dict[str, Transform] = field(default_factory=dict)
-    prior: dict[str, Tensor] = field(default_factory=dict)
-    likelihood: dict[str, Tensor] = field(default_factory=dict)
-    log_jacobian: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor]
+    unconstrained: dict[str, Tensor]
+    prior: dict[str, Tensor]
+    log_jacobian: dict[str, Tensor]
+    likelihood: dict[str, Tensor]
 
 
 class PathValue(NamedTuple):
@@ -89,20 +84,31 @@ class TemperedPath:
 
         A latent's transform is made where the model comes to it: it belongs to the present values of its parents.
         """
-        point, sizes = Point(), self.extent.sizes
         parts = dict(zip(self.shapes, position.split([shape.numel() for shape in self.shapes.values()], -1)))
+        unconstrained = {name: parts[name].reshape(self.extent.sizes + self.shapes[name]) for name in parts}
+        point = Point({}, unconstrained, {}, {}, {})
 
         def choose(site: Any) -> Tensor | None:
-            if not is_latent(site, self.extent.data):
-                return None
             name = site["name"]
-            point.unconstrained[name] = parts[name].reshape(sizes + self.shapes[name])
-            point.transforms[name] = bijection(site)
-            return point.transforms[name](point.unconstrained[name])
+            return _bijection(site)(unconstrained[name]) if name in unconstrained else None
 
-        note = partial(note_site, point, self.extent)
-        self.target.run_model(self.extent, Runner(self.extent.data, choose=choose, note=note))
+        self.target.run_model(self.extent, Runner(self.extent.data, choose=choose, note=partial(self.note, point)))
         return point
+
+    def note(self, point: Point, site: Any) -> None:
+        """Adds a site to a point as the run comes to it, in which order gradients are summed as well."""
+        name, value = site["name"], site["value"]
+        if name in self.shapes:
+            transform = _bijection(site)
+            # What a mask leaves out of a latent follows its prior, which integrates to one.
+            point.prior.update(per_draw({name: log_density(site, _unmasked(site["fn"]))}, self.extent))
+            if name not in point.unconstrained:
+                point.unconstrained[name] = transform.inv(value)
+            jacobian = transform.log_abs_det_jacobian(point.unconstrained[name], value)
+            point.log_jacobian.update(per_draw({name: jacobian}, self.extent))
+            point.values[name] = value
+        elif not (site_is_subsample(site) or site["mask"] is False or site["infer"].get("_deterministic")):
+            point.likelihood.update(per_draw(log_densities({name: site}), self.extent))
 
     def value_of(self, point: Point) -> PathValue:
         """Returns the log densities at a point."""
@@ -111,7 +117,7 @@ class TemperedPath:
         jacobian: Any = sum(point.log_jacobian.values())
         if self.target.guide is None:
             return PathValue(prior + jacobian, likelihood)
-        guide = guide_log_density(self.target, self.extent, point.values)
+        guide = self.target.guide_log_prob(self.extent, point.values)
         return PathValue(guide + jacobian, prior + likelihood - guide)
 
     @torch.no_grad()
@@ -127,30 +133,112 @@ class TemperedPath:
         return torch.autograd.grad(total, position)[0]
 
 
-def note_site(point: Point, extent: Extent, site: Any) -> None:
-    """Gathers a site's log densities as the run comes to it, in which order gradients are summed as well."""
-    name, value = site["name"], site["value"]
-    if is_latent(site, extent.data):
-        if name not in point.transforms:
-            point.transforms[name] = bijection(site)
-            point.unconstrained[name] = point.transforms[name].inv(value)
-        point.values[name] = value
-        # What a mask leaves out of a latent follows its prior, which integrates to one.
-        point.prior.update(per_draw({name: log_density(site, _unmasked(site["fn"]))}, extent))
-        jacobian = point.transforms[name].log_abs_det_jacobian(point.unconstrained[name], value)
-        point.log_jacobian.update(per_draw({name: jacobian}, extent))
-    elif not (site_is_subsample(site) or site["mask"] is False or site["infer"].get("_deterministic")):
-        point.likelihood.update(per_draw(log_densities({name: site}), extent))
+@dataclass(frozen=True, eq=False)
+class Start:
+    """What chains start from.
+
+    Attributes:
+        target: the model, the guide (None to start from the prior), and the data.
+        latents: those that chains move in, as messages of a run without batch dims.
+        posterior: latent -> draws to start from, ``(chains, *data sets, *site shape)``; None for the start's own.
+    """
+
+    target: Target
+    latents: Mapping[str, Any]
+    posterior: Mapping[str, Tensor] | None
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shapes of unconstrained values, right of batch dims: of the latents, ``(*plates, *event)``."""
+        own = {name: _bijection(site).inverse_shape(site["fn"].shape()) for name, site in self.latents.items()}
+        idle = {name: self.target.nesting - len(site["fn"].batch_shape) for name, site in self.latents.items()}
+        return {name: torch.Size((1,) * idle[name]) + own[name] for name in own}
+
+    @classmethod
+    def of(
+        cls, target: Target, observations: Mapping[str, Any], posterior: Mapping[str, Tensor] | None
+    ) -> Start:
+        """Returns the start of a model with observed values, from one run without batch dims, which is checked."""
+        target, sites = target.observing(observations)
+        latents = {name: site for name, site in sites.items() if _is_latent(site, observations)}
+        _check_latents(latents, target.guide)
+        for name, site in sites.items():
+            if name not in observations and not site["infer"].get("_deterministic"):
+                check_declared(site, target.nesting)
+        return cls(target, latents, posterior)
+
+    def path(self, num_chains: int, rows: slice, *, check: bool) -> tuple[TemperedPath, Tensor]:
+        """Returns the path for some data sets, and positions at its start, ``(chains, data sets, size)``.
+
+        With ``check``, runs of single chains tell whether the model takes batch dims.
+        """
+        extent = self.target.extent(num_chains, rows)
+        path, point = TemperedPath(self.target, extent, self.shapes), Point({}, {}, {}, {}, {})
+        runner = Runner({**extent.data, **self._values(extent, rows)}, note=partial(path.note, point))
+        try:
+            sites = self.target.run_model(extent, runner)
+        except (OutsideSupport, NotImplementedError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ValueError(_NOT_BATCHED.format(in_one_line(error))) from error
+        if check:
+            self._compare(sites, extent, rows.start)
+        _check_finite(point)
+        if not path.value_of(point).start.isfinite().all():
+            raise ValueError("Expected a guide with finite log densities at its own draws; got others.")
+        parts = [point.unconstrained[name].reshape(extent.sizes + (-1,)) for name in path.shapes]
+        return path, torch.cat(parts, -1)
+
+    def _values(self, extent: Extent, rows: slice) -> dict[str, Tensor]:
+        """Returns the latents' first values, with all plate dims; none where the model is to draw them."""
+        if self.posterior is not None:
+            whose, single = "posterior draws", self.target.data.num is None
+            given = {name: self.posterior[name] for name in self.latents if name in self.posterior}
+            values = {name: value.unsqueeze(1) if single else value[:, rows] for name, value in given.items()}
+        elif self.target.guide is None:
+            return {}
+        else:
+            whose = "a guide with a density"
+            with pyro.validation_enabled(False):  # the model's sites tell, by name, which draws are bad
+                sites = self.target.run_guide(extent, Runner({}))
+            for name, site in sites.items():
+                if site_is_factor(site):
+                    raise NotImplementedError(
+                        f"Expected a guide whose sites give its density; it has the factor '{name}' as well."
+                    )
+            values = {name: site["value"] for name, site in sites.items() if _is_latent(site, {})}
+        for name in sorted(self.latents.keys() ^ values.keys()):
+            raise ValueError(
+                f"Expected {whose} at every latent, {', '.join(map(repr, self.latents))}, and no other; got "
+                + (f"'{name}' as well." if name in values else f"none at '{name}'.")
+            )
+        return {
+            name: with_idle_dims(values[name], site, self.target.nesting, 2) for name, site in self.latents.items()
+        }
+
+    def _compare(self, sites: Mapping[str, Any], extent: Extent, first: int) -> None:
+        """Raises where the first and the last chain have other densities in a run of their own."""
+        together = log_densities(sites)
+        for index in {(0, 0), (extent.sizes[0] - 1, extent.sizes[1] - 1)}:
+            one = self.target.one(first + index[1])
+            values = {
+                name: sites[name]["value"][index].reshape(site["fn"].shape())
+                for name, site in self.latents.items()
+            }
+            alone = log_densities(self.target.run_model(one, Runner({**one.data, **values})))
+            name = differing_site(together, index, alone)
+            if name is not None:
+                raise ValueError(_NOT_BATCHED.format(f"site '{name}' has another log density in a run of its own"))
 
 
-def is_latent(site: Any, data: Mapping[str, Any]) -> bool:
+def _is_latent(site: Any, data: Mapping[str, Any]) -> bool:
     """Whether a site is one that chains move in. An unobserved Delta is none, but a name for a value."""
     return not (
         site["is_observed"] or site["name"] in data or site_is_subsample(site) or is_delta(site["fn"])
     )
 
 
-def bijection(site: Any) -> Transform:
+def _bijection(site: Any) -> Transform:
     """Returns the transform from real space to the support of a latent.
 
     Raises:
@@ -171,29 +259,47 @@ def bijection(site: Any) -> Transform:
         ) from error
 
 
-def guide_log_density(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> Tensor:
-    """Returns the guide's log density in nats, ``(*batch)``: by its ``log_prob``, where it has one, or by a run."""
-    dense = getattr(target.guide, "log_prob", None)
-    if dense is not None:
-        return dense(values, *target.args, **target.guide_kwargs(extent))
-    sites = guide_sites(target.run_guide(extent, Runner(values)))
-    log_probs = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
-    return torch.stack(list(per_draw(log_probs, extent).values())).sum(0)
-
-
-def guide_sites(sites: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sites of a run of a guide that give its density, with those that it draws.
-
-    Raises:
-        NotImplementedError: it has a factor.
-    """
-    for name, site in sites.items():
-        if site_is_factor(site):
-            raise NotImplementedError(
-                f"Expected a guide whose sites give its density; it has the factor '{name}' as well."
-            )
-    return {name: site for name, site in sites.items() if is_latent(site, {})}
-
-
 def _unmasked(fn: Any) -> Any:
     return fn.base_dist if isinstance(fn, MaskedDistribution) else fn
+
+
+def _check_latents(latents: Mapping[str, Any], guide: Callable | None) -> None:
+    if not latents:
+        raise ValueError(
+            "Expected a model with latent sites; it has none. Its log density is its log evidence."
+        )
+    for name, site in latents.items():
+        _bijection(site)
+        if isinstance(site["scale"], Tensor) or site["scale"] != 1:
+            raise NotImplementedError(
+                f"Expected a latent without scale at site '{name}': its prior is no density then."
+            )
+        if guide is not None and site["mask"] is not None and site["mask"] is not True:
+            raise NotImplementedError(
+                f"Expected no mask at the latent '{name}' where chains start from a guide; start from the prior "
+                "(guide=None)."
+            )
+
+
+def _check_finite(point: Point) -> None:
+    for name, value in point.unconstrained.items():
+        if not value.isfinite().all():
+            raise ValueError(
+                f"Expected draws of site '{name}' inside its support; got some on its edge, where the unconstrained "
+                "value is not finite. Use float64, or a prior with less mass at the edge."
+            )
+    for name, log_prob in {**point.prior, **point.likelihood}.items():
+        bad = ~log_prob.isfinite()
+        # A chain may start where the data are impossible, and weighs nothing; but not all chains of a data set.
+        excused = (log_prob == -torch.inf) & (~bad).any(0) & (name in point.likelihood)
+        if (bad & ~excused).any():
+            raise ValueError(
+                f"Expected a finite log density at site '{name}' where the chains start; got "
+                f"{log_prob[bad & ~excused][0].item()} in {int(bad.sum())} of {bad.numel()} chains."
+            )
+
+
+_NOT_BATCHED = (
+    "Expected a model that takes batch dims of chains and data sets, left of its plates; {}. Count dims from the "
+    "right: z[..., i], z.sum(-1), torch.stack([a, b], -1)."
+)

@@ -14,13 +14,14 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_nami.inference.batches import Batch
-from pyro_nami.inference.checkpoint import check_structure, fingerprint, structure_of
+from pyro_nami.inference.checkpoint import check_structure, structure_of
 from pyro_nami.inference.history import History
 from pyro_nami.inference.losses import CompilationLoss, non_finite_sites, site_log_probs
 from pyro_nami.inference.optimizers import Optimization
 from pyro_nami.inference.processes import Processes
-from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
+from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.messages import warn
+from pyro_nami.reading.isolation import forked_rng
 
 __all__ = ["Trainer"]
 
@@ -154,11 +155,10 @@ class Trainer:
         """Returns what a checkpoint holds of all this."""
         return {
             "structure": self.structure,
-            "fingerprint": fingerprint(self.structure),
             "guide": self.weights(),
             "best": self.best,
             "optimization": self.optimization.state(),
-            "history": self.history.state(),
+            "history": vars(self.history),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -167,7 +167,7 @@ class Trainer:
             check_structure(state["structure"], self.structure)
             self.load_weights(state["guide"])
             self.optimization.load(state["optimization"])
-        self.history = History.from_state(state["history"]) if state else History()
+        self.history = History(**state["history"]) if state else History()
         self.best = state.get("best")
 
 

@@ -27,18 +27,11 @@ class ChainState(NamedTuple):
 def hamiltonian_step(
     path: TemperedPath, state: ChainState, temperature: float, step_size: Tensor, num_steps: int
 ) -> tuple[ChainState, Tensor]:
-    """Makes one transition with a fresh momentum of unit mass.
+    """Makes one transition with a fresh momentum of unit mass, and steps of one size a data set.
 
     The integrator moves position first (Neal 2011, section 2.3, with the roles of position and momentum exchanged), so
     the densities that the state holds serve at every temperature, and a transition costs ``num_steps`` gradients and
     one density. A trajectory that leaves the finite numbers is rejected.
-
-    Args:
-        path: the path of densities.
-        state: where the chains are.
-        temperature: inverse temperature, in [0, 1].
-        step_size: ``(data sets,)``.
-        num_steps: number of gradients.
 
     Returns:
         The new state, and the acceptance probability of every chain, ``(chains, data sets)``.
@@ -69,16 +62,10 @@ def _finite(position: Tensor, origin: Tensor) -> Tensor:
 
 
 def adapted(step_size: Tensor, count: int, acceptance: Tensor, target: float | None) -> Tensor:
-    """Returns the step sizes after ``count`` transitions, which follow an acceptance target, each data set's own.
+    """Returns the step sizes ``(data sets,)`` after ``count`` transitions; without a ``target``, as they were.
 
     log step += rate * (acceptance - target), with a rate that falls to a floor, as the densities keep changing with the
     temperature.
-
-    Args:
-        step_size: before, ``(data sets,)``.
-        count: of transitions, the last included.
-        acceptance: mean acceptance probabilities in the last one, ``(data sets,)``.
-        target: the probability to reach; None leaves the step sizes alone.
     """
     if target is None:
         return step_size

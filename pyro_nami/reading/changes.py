@@ -81,11 +81,9 @@ def equal(a: Tensor, b: Tensor) -> Tensor:
 
 
 def moved(before: Any, after: Any) -> Tensor:
-    """Returns which instances ``(*batch)`` of a site differ between two runs; all where it changed its shape or kind.
+    """Returns which instances ``(*batch)`` of a site differ between its messages in two runs.
 
-    Args:
-        before: the site's message in one run.
-        after: its message in the other, None where it did not come up.
+    All do where it changed its shape or kind, or did not come up (None).
     """
     old, new = _readings(before, before["value"]), {} if after is None else _readings(after, before["value"])
     device = next((value.device for value in old.values()), None)

@@ -72,15 +72,8 @@ def columns_of(
 ) -> Tensor:
     """Returns the values of columns, ``(*batch, columns)``.
 
-    Args:
-        columns: the columns.
-        at_draw: gives the site at a reference draw.
-        leaves: of the model's arguments.
-        given: what the user gives for the site, ``(*batch, columns)``.
-
-    Raises:
-        ValueError: the user gives fewer columns, or the site's distribution lacks a parameter that it had when the
-            columns were found.
+    They come from the site at reference draws (``at_draw``), from the model's arguments (``leaves``), or from what the
+    user has ``given`` for the site, ``(*batch, columns)``; ValueError if these lack what they had at the first call.
     """
 
     @functools.lru_cache(None)
@@ -190,12 +183,8 @@ class ColumnSearch:
     def explain(self, leaves: Sequence[Any], size: int, dim: int) -> bool:
         """Takes columns of the model's arguments in place of those found, if the latter are linear functions of them.
 
-        Of a linear predictor every draw shows one more column; a design matrix among the arguments has them all.
-
-        Args:
-            leaves: of the model's arguments.
-            size: number of instances.
-            dim: their batch dim.
+        Of a linear predictor every draw shows one more column; a design matrix among the arguments has them all. There
+        are ``size`` instances, along the batch dim ``dim``.
         """
         arguments: dict[Argument, Tensor] = {}
         for i, leaf in enumerate(leaves):

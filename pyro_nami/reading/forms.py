@@ -49,12 +49,9 @@ def find_conjugate(
     that may be missing, and nothing that they depend on is discrete, as enumeration gives that dims of its own.
 
     Args:
-        net, inverse: the model's network and its inverse.
         order: latents in sampling order.
         nodes: the sites of a run of the model, and ``frames`` the plates of each.
         families: of the latents whose instances are no joint block.
-        subsampled, excluded: plates, and latents, that are.
-        run: as in `is_quadratic`.
         draws: values of all latents, at which densities are probed; those that lack a latent are passed over.
     """
 

@@ -72,11 +72,7 @@ def claim(probe: Probe) -> Dependencies:
 
 
 def intervene(probe: Probe, claimed: Dependencies) -> Dependencies:
-    """Corrects what provenance claims, within the budget of runs; takes the safe side where no check was possible.
-
-    Raises:
-        ValueError: sites appear or disappear with the values of others; or instances of a plate depend on each other.
-    """
+    """Corrects what provenance claims, within the budget of runs; takes the safe side where no check was possible."""
     work = _Interventions(probe, claimed)
     if probe.budget > 0:
         work.check()
@@ -237,22 +233,12 @@ class _Interventions:
             found = candidates if culprit is None else [culprit]
             self.lost += [(parent, name) for parent in found]
             self.parents[name].update(found)
-            self._find_support(name, found, origin, run)
+            if name in run.records and not same(origin.records[name].support, run.records[name].support):
+                self.support[name] |= self.probe.latent.intersection(found)
             if len(found) == len(candidates):
                 break
             run = self.probe.redraw(self._candidates(name), origin, [name])
         return len(self.parents[name]) > before
-
-    def _find_support(self, name: str, found: list[str], origin: Run, run: Run) -> None:
-        """Whether parents that were just found change the support, too."""
-
-        def changes(run: Run) -> bool:
-            return name not in run.records or not same(origin.records[name].support, run.records[name].support)
-
-        if name in run.records and changes(run):
-            for parent in self.probe.latent.intersection(found):
-                if changes(self.probe.run({**origin.chosen, parent: run.values[parent]})):
-                    self.support[name].add(parent)
 
     def _pivot(
         self, name: str, candidates: list[str], origin: Run, run: Run, changed: Callable[[Run], Any]

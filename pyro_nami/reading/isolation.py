@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from functools import partial, wraps
 from types import CellType, FunctionType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 import pyro
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["on_ordinary_tensors", "untouched"]
+__all__ = ["forked_rng", "on_ordinary_tensors", "untouched"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,16 +40,12 @@ def untouched(*roots: Any) -> Iterator[None]:
     modules = {module: module.training for root in _modules(roots) for module in root.modules()}
     items = [(module._buffers, key, b) for module in modules for key, b in module._buffers.items()]
     buffers = [(place, key, b, b.clone()) for place, key, b in items if b is not None and not is_lazy(b)]
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         for module, training in modules.items():
             module.training = training and not isinstance(module, _STOCHASTIC_LAYERS)
-        with torch.random.fork_rng(devices), _deterministic():
+        with forked_rng(), _deterministic():
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
         for module, training in modules.items():
             module.training = training
         for place, key, buffer, saved in buffers:
@@ -59,6 +53,18 @@ def untouched(*roots: Any) -> Iterator[None]:
         for key, entries in params.items():
             getattr(store, key).clear()
             getattr(store, key).update(entries)
+
+
+@contextmanager
+def forked_rng() -> Iterator[None]:
+    """Restores the random number generators of torch (CUDA as well), numpy and Python at its end."""
+    state = pyro.util.get_rng_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        pyro.util.set_rng_state(state)
 
 
 @contextmanager
@@ -91,11 +97,11 @@ def on_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def _modules(roots: Iterable[Any], depth: int = 4) -> list[nn.Module]:
-    """The modules that callables are, are bound to, wrap, close over or name, up to ``depth`` steps away."""
+def _modules(roots: Iterable[Any]) -> list[nn.Module]:
+    """The modules that callables are, are bound to, wrap, close over or name, up to four steps away."""
     seen: dict[int, Any] = {}
     level = list(roots)
-    for _ in range(depth):
+    for _ in range(4):
         fresh = {id(value): value for value in level if value is not None and id(value) not in seen}
         seen |= fresh
         level = [part for value in fresh.values() for part in _parts(value)]

@@ -109,12 +109,8 @@ def is_quadratic(group: ConjugateGroup, run: RunModel, drawn: Mapping[str, Tenso
     """Whether density and gradient some deviations away are what gradient and curvature at the means say.
 
     The density as well, since what the model detaches, or compares, has no gradient; and members and children apart, as
-    the members' own density may be so large that nothing is seen of that of the children.
-
-    Args:
-        group: the members and their children.
-        run: a function of (values by site, sites that have to be reached) that runs the model and returns its sites.
-        drawn: values of what is drawn before the members, and of the children.
+    the members' own density may be so large that nothing is seen of that of the children. ``drawn`` has values of what
+    is drawn before the members, and of the children; ``run`` is told the sites that it has to reach, too.
     """
 
     def about(away: float) -> Callable[..., _Quadratic]:

@@ -21,7 +21,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.graph.sites import Site
+from pyro_nami.graph.sites import Site, closed_nesting
 from pyro_nami.messages import warn
 from pyro_nami.reading.index_maps.finder import MapPlan
 from pyro_nami.reading.index_maps.search import search_maps
@@ -122,9 +122,9 @@ def _network(probe: Probe, found: Dependencies, index_maps: Collection[tuple[str
     nesting: dict[Any, set[str]] = {}
     for q, p in index_maps:
         nesting.setdefault(q, set()).add(p)
-    sites, edges = [], []
+    sites, edges, outer = [], [], closed_nesting({}, nesting)
     for name in probe.order:
-        plates = _closed(probe.plates_of[name], nesting)
+        plates = probe.plates_of[name].union(*(outer.get(plate, ()) for plate in probe.plates_of[name]))
         if name in probe.observed:
             sites.append(Site(name, plates, observed=True))
         else:
@@ -134,12 +134,6 @@ def _network(probe: Probe, found: Dependencies, index_maps: Collection[tuple[str
         edges += [(u, name) for u in sorted(found.parents[name], key=probe.rank.__getitem__)]
     sizes = {plate: max(frame.full_size or 0, probe.sizes[plate]) for plate, frame in probe.plates.items()}
     return BayesNet(sites, edges, sizes, nesting)
-
-
-def _closed(plates: frozenset[str], nesting: Mapping[str, set[str]]) -> frozenset[str]:
-    """The plates with all those that they determine."""
-    outer = plates.union(*(nesting.get(plate, ()) for plate in plates))
-    return plates if outer == plates else _closed(outer, nesting)
 
 
 def _warn(probe: Probe, found: Dependencies, finished: bool) -> None:

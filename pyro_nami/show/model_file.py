@@ -136,20 +136,9 @@ def _model(module: ModuleType, place: str, name: str) -> Callable:
     if callable(model) and not isinstance(model, type):
         return model
     if not hasattr(module, name):
-        problem = f"Expected a name in {place!r}; got {name!r}."
-    else:
-        kind = "a class; make an instance in the file and name that" if callable(model) else "not callable"
-        problem = f"Expected a model, that is a callable; got {name!r}, which is {kind}."
-    names = [
-        key
-        for key, value in vars(module).items()
-        if callable(value)
-        and not isinstance(value, type)
-        and not key.startswith("_")
-        and (getattr(value, "__module__", None) == module.__name__ or not hasattr(value, "__qualname__"))
-    ]
-    has = f"It has {', '.join(map(repr, names))}." if names else "It has no functions of its own."
-    raise Failure(f"{problem} {has}")
+        raise Failure(f"Expected a name in {place!r}; got {name!r}.")
+    kind = "a class; make an instance in the file and name that" if callable(model) else "not callable"
+    raise Failure(f"Expected a model, that is a callable; got {name!r}, which is {kind}.")
 
 
 def _evaluated(expression: str, option: str, module: ModuleType) -> Any:

@@ -315,6 +315,12 @@ def test_false_alarms_are_as_rare_as_promised():
     assert stats.binom.ppf(1e-4, repeats, level / 2) < alarms < stats.binom.ppf(1 - 1e-4, repeats, level)
 
 
+def test_one_draw_has_a_verdict_too():
+    # Its two ranks are equally far from the middle: there is nothing to test of that.
+    assert calibrated(ConjugateGuide(), num_datasets=200, num_draws=1).passed
+    assert not calibrated(ConjugateGuide(shift=2.0), num_datasets=200, num_draws=1).passed
+
+
 def test_holm_rejects_as_step_down_bonferroni_does():
     values = np.random.default_rng(0).uniform(0, 0.1, (50, 6))
     for p_values in values:

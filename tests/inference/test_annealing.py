@@ -496,7 +496,7 @@ ONE = torch.ones(3)
         ({"observations": {"x": ONE}}, "the model's sites.*'x'"),
         ({"observations": {"y": torch.ones(4)}}, r"site 'y' of shape \(3,\)"),
         ({"observations": {"y": torch.ones(0, 3)}}, "'y'"),
-        ({"posterior": {"nu": ONE}}, "got none of 'mu'"),
+        ({"posterior": {"nu": ONE}}, "got none at 'mu'"),
         ({"posterior": {"mu": torch.ones(1)}}, "two posterior draws"),
         ({"posterior": {"mu": torch.ones(4, 2)}}, "site 'mu'"),
     ],
@@ -519,7 +519,7 @@ def prior_model(distribution):
     [
         (dist.Bernoulli(0.5), "site 'z' .Bernoulli. is discrete"),
         (dist.ProjectedNormal(torch.ones(3)), "bijection.*site 'z'"),
-        (dist.ImproperUniform(dist.constraints.real, (), ()), "prior that can be sampled; site 'z'"),
+        (dist.ImproperUniform(dist.constraints.real, (), ()), "can be sampled; got 'z'"),
     ],
 )
 def test_latents_not_covered(distribution, message):
@@ -581,7 +581,7 @@ def on_the_edge(y):
     ("model", "message"),
     [
         (no_latents, "latent sites"),
-        (undeclared, "site 'z'; got 3"),
+        (undeclared, r"site 'z' .* got \(3,\)"),
         (sums_over_chains, "batch dims.*site 'y'"),
         (indexes_from_the_left, "batch dims.*site x"),
         (impossible, "finite log density at site 'y'"),
@@ -615,7 +615,7 @@ def test_masked_latents_are_refused_with_a_guide():
 
 
 def test_guides_without_a_density_are_refused():
-    with pytest.raises(ValueError, match="density at every latent; it has none at 'mu'"):
+    with pytest.raises(ValueError, match="density at every latent, .*; got none at 'mu'"):
         anneal(conjugate_normal, AutoNormal(conjugate_normal), ONE)
 
 
@@ -640,5 +640,5 @@ def test_guides_with_other_latents_are_refused():
         exact_guide(y)
         pyro.sample("other", dist.Normal(0.0, 1.0))
 
-    with pytest.raises(ValueError, match="'mu'.*only; the guide has 'other'"):
+    with pytest.raises(ValueError, match="'mu', and no other; got 'other'"):
         anneal(conjugate_normal, guide, ONE)

@@ -192,7 +192,7 @@ def normal(name, shape=()):
     [
         (lambda y, observations: None, "it lacks 'a'"),
         (lambda y, observations: [normal("a"), normal("b")], "it has 'b' as well"),
-        (lambda y, observations: normal("a", (3, 1)), r"plate of 16 draws; at site 'a' .* shape \(3, 16\)"),
+        (lambda y, observations: normal("a", (3, 1)), r"batch dims \(16,\) at site 'a'; got \(3, 16\)"),
     ],
 )
 def test_guides_that_do_not_fit_are_named(guide, match):

@@ -81,14 +81,6 @@ def test_rows_are_independent_of_each_other_and_of_the_scale():
     torch.testing.assert_close(smooth(log_weights + 50.0)[0], smoothed + 50.0)
 
 
-def test_many_rows_go_through_in_parts(monkeypatch):
-    log_weights = heavy_tailed(200, rows=5)
-    whole = smooth(log_weights)
-    monkeypatch.setattr("pyro_nami.inference.psis._ELEMENTS", 1)
-    for part, expected in zip(smooth(log_weights), whole):
-        assert torch.equal(part, expected)
-
-
 def test_only_the_tail_changes_and_never_beyond_the_largest_weight():
     log_weights = heavy_tailed(1000)[2]
     smoothed, _ = smooth(log_weights)

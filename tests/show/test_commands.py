@@ -432,16 +432,16 @@ def test_warnings_are_a_line_each_on_stderr_and_notes_in_the_output(run):
         ("broken.py:model", [], r"'broken.py' to import; got RuntimeError: no \(broken.py, line 2\)"),
         ("syntax.py:model", [], r"'syntax.py' to import; got SyntaxError: .*line 1"),
         ("leaving.py:model", [], r"'leaving.py' to import; got SystemExit: 3"),
-        ("empty.py:model", [], r"a name in 'empty.py'; got 'model'. It has no functions of its own"),
+        ("empty.py:model", [], r"a name in 'empty.py'; got 'model'."),
         (
             "school",
             [],
-            r"got 'school'. It has 'data', 'schools', 'tree', 'branches', 'hidden', 'rows', 'leaky', ",
+            r"got 'school'",
         ),
         (
             "LATENT",
             [],
-            r"Expected a model, that is a callable; got 'LATENT', which is not callable. It has 'data'",
+            r"Expected a model, that is a callable; got 'LATENT', which is not callable",
         ),
         ("partial", [], r"got 'partial', which is a class; make an instance"),
         (

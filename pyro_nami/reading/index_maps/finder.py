@@ -54,8 +54,8 @@ def find_maps(run: RunModel, plans: Sequence[MapPlan], held: Mapping[str, Tensor
     """Returns the index map ``(size_q,)`` of each pair of plates (q, p), in 2 ceil(log2 J) + 1 runs a plan.
 
     Args:
-        run: runs the model with values at its latents, expanded to the shape of their sites; returns its sites.
-        plans: what is read through an index. Sizes are those of the run, not of the plan.
+        run: expands values to the shape of their sites. Sizes are those of the run, not of the plan.
+        plans: what is read through an index.
         held: one value of every latent, of its first instance.
 
     Raises:
@@ -88,10 +88,8 @@ def maps_hold(
     for plan in plans:
         trial = Trial(run, plan, held)
         for name, q in plan.targets.items():
-            index = maps.get((q, plan.plate))
-            if index is None or len(index) != trial.base[name]["fn"].batch_shape[plan.dims[q]]:
-                return False
-            if len(index) and int(index.max()) >= trial.size:
+            index, size = maps[q, plan.plate], trial.base[name]["fn"].batch_shape[plan.dims[q]]
+            if len(index) != size or (index >= trial.size).any():
                 return False
         for _ in range(_HALVES if trial.size > 1 else 0):
             half = torch.randperm(trial.size, generator=generator, device="cpu") < trial.size // 2

@@ -19,13 +19,7 @@ Pair = tuple[str, str]
 
 
 def given_by_plates(probe: Probe, given: Mapping[Pair, Any]) -> tuple[dict[Pair, Tensor], dict[Pair, Pair]]:
-    """Returns the maps of a user by plates (q, p), and these plates by pair ``(latent, site)``.
-
-    Raises:
-        TypeError: a map is not a tensor of integers.
-        ValueError: a pair names no latent and site, or these have no such plates; a map points outside its plate; or
-            two of the same plates differ.
-    """
+    """Returns the maps of a user, checked, by plates (q, p), and these plates by pair ``(latent, site)``."""
     maps: dict[Pair, Tensor] = {}
     pairs: dict[Pair, Pair] = {}
     for pair, index in given.items():

@@ -38,11 +38,8 @@ def search_maps(
     """Returns the map ``(size_q,)`` of each pair of plates (q, p), plans to find it again, and if the budget sufficed.
 
     Maps that were ``given``, by pair ``(latent, site)``, are among them; these pairs are not tested, unless other sites
-    come to lie in the same plate by them. Plans are to find those that were not given in other calls.
-
-    Raises:
-        TypeError: a given map is not a tensor of integers.
-        ValueError: a given map names no latent and site, points outside its plate, or contradicts the model.
+    come to lie in the same plate by them; they are an error where they contradict the model. Plans are to find those
+    that were not given in other calls.
     """
     nesting = Nesting(probe, found, *given_by_plates(probe, given))
     search = _Search(nesting)
