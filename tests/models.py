@@ -423,3 +423,13 @@ def made_once(make: Callable) -> Callable:
         return copy.deepcopy(once(args, tuple(options.items())))
 
     return copied
+
+
+def pair(prior: Any, likelihood: Callable, default: Any = None) -> Callable:
+    """A model of one latent and one site of data: z ~ prior, y ~ likelihood(z)."""
+
+    def model(y: Any = default) -> None:
+        z = pyro.sample("z", prior)
+        pyro.sample("y", likelihood(z), obs=y)
+
+    return model
