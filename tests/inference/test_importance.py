@@ -265,7 +265,7 @@ def schools_guide():
     """An `AutoNaMIGuide` of eight schools after some hundred steps."""
     with untouched():
         pyro.set_rng_seed(1)
-        guide, steps = AutoNaMIGuide(eight_schools), 450
+        guide, steps = AutoNaMIGuide(eight_schools), 600
         optim = ClippedAdam({"lr": 0.05, "lrd": 0.02 ** (1 / steps)})
         svi = SVI(eight_schools, guide, optim, Trace_ELBO(num_particles=32, vectorize_particles=True))
         for _ in range(steps):
