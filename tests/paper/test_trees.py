@@ -29,7 +29,7 @@ def test_scripts_run_and_write_their_claims_and_figure_and_a_second_run_reads_wh
         assert claim["holds"] or claim["why"]
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     if name == "minimality":
-        assert "6 of 6 runs are kept" in run_script(name, own_process=True).printed
+        assert "6 of 6 runs are kept" in run_script(name).printed
 
 
 def test_separate_networks_have_the_weights_that_a_count_by_hand_gives():
