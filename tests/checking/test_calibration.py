@@ -1,7 +1,5 @@
 """Calibration: posteriors whose verdicts are known, and tests of ranks against enumeration, scipy and simulation."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -457,17 +455,3 @@ def test_figures_name_what_they_cannot_draw(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install pyro-nami\[viz\]"):
         result.plot()
-
-
-@pytest.mark.cuda
-def test_calibration_on_the_device_of_the_model():
-    def on_device():
-        z = pyro.sample("z", dist.Normal(torch.zeros((), device="cuda"), 1.0))
-        pyro.sample("x", dist.Normal(z, 1.0))
-
-    def guide(observations):
-        pyro.sample("z", dist.Normal(observations["x"] / 2, 0.5**0.5))
-
-    result = calibrate(on_device, guide, observed=["x"], seed=0)
-    assert result.ranks["z"].is_cuda
-    assert result.passed

@@ -1,7 +1,5 @@
 """Diagnosis and misspecification: what is wrong is found and named, and the model's own data are not."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Sites whose elements are jointly Normal: against torch's multivariate normal."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributions import MultivariateNormal, constraints

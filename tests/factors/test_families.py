@@ -1,7 +1,5 @@
 """One suite over every family: what each must do whatever its type, then what is particular to some."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

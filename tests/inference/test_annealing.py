@@ -4,8 +4,6 @@ A tolerance is three of the result's own standard errors, unless said otherwise,
 of few heavy-tailed weights falls short.
 """
 
-from __future__ import annotations
-
 import math
 
 import pyro
@@ -39,8 +37,7 @@ from torch import nn
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.inference.annealing import annealed_importance_sampling, sigmoid_temperatures
 
-pytestmark = pytest.mark.filterwarnings("error")
-double = pytest.mark.usefixtures("double")
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("double")]
 BIAS = 0.03
 
 
@@ -142,7 +139,6 @@ EXACT = {
 }
 
 
-@double
 @pytest.mark.parametrize("name", EXACT)
 def test_the_log_evidence_is_exact(name):
     make, options = EXACT[name]
@@ -160,20 +156,6 @@ def test_both_precisions(dtype):
     check(result, conjugate_normal_evidence(y))
 
 
-@pytest.mark.cuda
-def test_follows_the_device():
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), y.new_full((), 2.0)))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
-    y = torch.randn(6, device="cuda") + 1
-    result = anneal(model, None, y)
-    assert result.log_weights.is_cuda
-    check(result, conjugate_normal_evidence(y.cpu()))
-
-
-@double
 def test_support_that_moves_with_another_latent():
     """hi ~ Gamma(3, 1), z ~ Uniform(0, hi), y ~ Normal(z, 1/2): quadrature over hi, with z summed out by hand."""
     hi = torch.linspace(1e-4, 60, 400_001)
@@ -184,7 +166,6 @@ def test_support_that_moves_with_another_latent():
     assert (result.samples["z"] < result.samples["hi"]).all()
 
 
-@double
 @pytest.mark.parametrize("start", ["prior", "guide"])
 def test_delta_and_deterministic_sites_are_no_latents(start):
     y = torch.tensor(1.0)
@@ -194,7 +175,6 @@ def test_delta_and_deterministic_sites_are_no_latents(start):
     check(result, normal_log_prob(y.reshape(1), torch.tensor([[5.0]])))
 
 
-@double
 def test_eight_schools_not_centered():
     model = poutine.reparam(eight_schools, {"theta": LocScaleReparam(0.0)})
     result = anneal(model, None, *eight_schools_data())
@@ -203,7 +183,6 @@ def test_eight_schools_not_centered():
 
 
 @pytest.mark.slow
-@double
 def test_eight_schools_from_a_trained_guide():
     data, guide = eight_schools_data(), AutoNaMIGuide(eight_schools)
     optimizer = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.1 ** (1 / 120)})
@@ -239,7 +218,6 @@ def its_log_prob(latents, y):
 dense_guide.log_prob = its_log_prob
 
 
-@double
 @pytest.mark.parametrize("start", [exact_guide, dense_guide, ReadsObservations()])
 def test_weights_from_an_exact_guide_are_the_evidence(start):
     y, given = torch.randn(6) + 1, {}
@@ -250,7 +228,6 @@ def test_weights_from_an_exact_guide_are_the_evidence(start):
     assert torch.allclose(result.log_weights, torch.tensor(conjugate_normal_evidence(y)), rtol=0, atol=1e-9)
 
 
-@double
 def test_constrained_exact_guide_for_batched_data():
     """The guide reads ``observations``, one row for each data set."""
     y = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
@@ -264,7 +241,6 @@ def test_constrained_exact_guide_for_batched_data():
     assert torch.allclose(result.log_weights, exact, rtol=0, atol=1e-9)
 
 
-@double
 def test_results_are_weighted_samples():
     """With their estimates and diagnostics; the posterior mean of every data set, and plates by name."""
 
@@ -285,7 +261,6 @@ def test_results_are_weighted_samples():
         result._replace(reverse=True).weighted()
 
 
-@double
 @pytest.mark.parametrize("dense", [True, False])
 def test_networks_as_start(dense):
     """Untrained, so that the path has a way to go; with its own density and replayed."""
@@ -298,7 +273,6 @@ def test_networks_as_start(dense):
 # ---- many data sets, chunks
 
 
-@double
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_batch_of_data_sets(chunk_size):
     y = torch.randn(3, 6) * 2 + torch.tensor([[0.0], [2.0], [-3.0]])
@@ -308,7 +282,6 @@ def test_batch_of_data_sets(chunk_size):
     check(result, *[conjugate_normal_evidence(row) for row in y])
 
 
-@double
 def test_batch_with_all_plate_dims_and_shared_observations():
     """One site batched, one not; a site outside the plate."""
 
@@ -328,7 +301,6 @@ def test_batch_with_all_plate_dims_and_shared_observations():
         check(result, *exact)
 
 
-@double
 def test_model_that_takes_observations():
     def model(observations=None):
         observations = observations or {"y": None}
@@ -343,7 +315,6 @@ def test_model_that_takes_observations():
 # ---- laws
 
 
-@double
 @pytest.mark.parametrize("target", [None, 0.65])
 def test_weights_are_unbiased_at_few_temperatures(target):
     """The mean weight over many chains is the evidence; the tolerance is four Monte Carlo standard errors of it."""
@@ -355,7 +326,6 @@ def test_weights_are_unbiased_at_few_temperatures(target):
     assert abs(weights.mean() - 1) < 4 * weights.std() / len(weights) ** 0.5
 
 
-@double
 def test_two_temperatures_are_importance_sampling():
     y = torch.tensor([1.0, 2.0])
     seen = []
@@ -371,7 +341,6 @@ def test_two_temperatures_are_importance_sampling():
     assert torch.allclose(result.log_weights, dist.Normal(starts[:, 0], 1.0).log_prob(y).sum(-1))
 
 
-@double
 def test_chains_end_in_the_posterior():
     """Weighted moments against the exact ones; 3 standard errors for 2,000 chains."""
     y = torch.randn(6) + 1
@@ -384,7 +353,6 @@ def test_chains_end_in_the_posterior():
     assert abs(ratio - 1) < spread / sd / 2**0.5
 
 
-@double
 def test_acceptance_follows_the_target():
     """Step sizes start far off, and the average has that in it; noise is that of 40 pilots."""
     options = {"num_temperatures": 150, "num_chains": 200, "num_leapfrog_steps": 2}
@@ -393,7 +361,6 @@ def test_acceptance_follows_the_target():
         assert abs(result.acceptance_rate.mean() - target) < 0.08, (target, first)
 
 
-@double
 def test_reverse_bounds_from_above():
     """Exact posterior draws at the far end: weights average to 1 / evidence, and the bounds enclose the evidence."""
     data = torch.tensor([2.0])
@@ -409,7 +376,6 @@ def test_reverse_bounds_from_above():
     assert forward.log_weights.mean() < exact - 0.1 and -reverse.log_weights.mean() > exact + 0.1
 
 
-@double
 def test_reverse_for_batched_data():
     y = torch.randn(2, 6)
     moments = torch.tensor([conjugate_normal_posterior(row) for row in y])

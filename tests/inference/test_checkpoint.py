@@ -1,7 +1,5 @@
 """Checkpoints: nothing is lost, nothing is run, and no other structure is loaded."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random

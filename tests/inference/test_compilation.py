@@ -1,7 +1,5 @@
 """`InferenceCompilation`: what training reaches, what it reads, what it skips and what it refuses."""
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -505,18 +503,3 @@ def test_bad_options_are_named(options, error, match):
             compiled(**options)
         else:
             compilation.fit(**{"steps": 2, "args": ZERO, "progress": False, **options})
-
-
-@pytest.mark.cuda
-def test_training_follows_the_models_device():
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros((), device=y.device), 2.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
-    y = torch.zeros(6, device="cuda")
-    compilation = InferenceCompilation(model, AutoNaMIGuide(model), Adam, batch_size=50)
-    history = compilation.fit(50, (y,), validation=100, progress=False)
-    assert history.losses[-1] < history.losses[0] and weights(compilation.guide).is_cuda
-    host = [{"mu": torch.zeros(10, 1), "y": torch.zeros(10, 6)}]
-    assert compilation.fit(52, (y,), data=host, progress=False).losses

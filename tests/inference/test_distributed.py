@@ -1,7 +1,5 @@
 """Training in two processes: the same as in one with all simulations, and the same in both."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

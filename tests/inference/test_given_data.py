@@ -1,7 +1,5 @@
 """Observed values as users give them: one data set or several, and who is told of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyro
 import pyro.distributions as dist

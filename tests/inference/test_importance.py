@@ -1,7 +1,5 @@
 """Weights and evidence against conjugate models, quadrature, and Pyro's own importance samplers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -575,19 +573,3 @@ def part_of_the_data(y):
 def test_what_cannot_be_weighted_is_an_error(options, error, message):
     with pytest.raises(error, match=message):
         conjugate_draws(**{"guide": prior_guide, "num_samples": 5, **options})
-
-
-@pytest.mark.cuda
-def test_everything_follows_the_device():
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), 2.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
-    y = torch.tensor(DATA_SETS)
-    draws = importance_sample(
-        model, exact_guide, torch.zeros(4).cuda(), num_samples=500, observations={"y": y}
-    )
-    exact = torch.tensor([conjugate_normal_evidence(row) for row in y])
-    assert draws.log_weights.is_cuda and draws.mean("mu").is_cuda and draws.resample(5)["mu"].is_cuda
-    torch.testing.assert_close(draws.log_evidence.cpu(), exact, rtol=1e-5, atol=1e-5)

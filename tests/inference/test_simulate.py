@@ -1,7 +1,5 @@
 """`Simulator`: one vectorized run of a model gives joint draws, and it says where it does not."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -241,18 +239,3 @@ def test_what_cannot_be_simulated_is_named(model, observed, error, match):
 def test_number_of_draws_is_checked(num):
     with pytest.raises(ValueError, match="positive number of draws; got"):
         Simulator(DIAMOND, (torch.tensor(0.0), torch.tensor(0.0))).draw(num)
-
-
-@pytest.mark.cuda
-def test_draws_follow_the_models_device():
-    y = torch.zeros(4, device="cuda")
-
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros((), device=y.device), 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
-    state = torch.cuda.get_rng_state()
-    simulator = Simulator(model, (y,))
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert simulator.draw(3).observed["y"].is_cuda

@@ -1,7 +1,5 @@
 """Pyro's own algorithms compile and use the same guide, and agree with `InferenceCompilation`."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Estimates from weighted draws against numpy's, normal theory, and ArviZ."""
 
-from __future__ import annotations
-
 import math
 import sys
 

@@ -1,7 +1,5 @@
 """Masked networks: the Jacobian law, and the laws of the incremental pass, for both networks."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

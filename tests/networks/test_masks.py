@@ -1,7 +1,5 @@
 """Masks against brute force: paths in a graph, and sets of columns."""
 
-from __future__ import annotations
-
 import networkx as nx
 import pytest
 import torch

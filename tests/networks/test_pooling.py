@@ -1,7 +1,5 @@
 """Reductions and pooling encoders: against loops over sets, invariance, sizes, empty sets, and choice by name."""
 
-from __future__ import annotations
-
 import copy
 import math
 

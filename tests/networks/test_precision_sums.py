@@ -3,8 +3,6 @@
 What holds of every function of sets, `test_pooling.py` asks of them too.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

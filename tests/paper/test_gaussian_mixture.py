@@ -1,7 +1,5 @@
 """The Gaussian mixture's models agree with each other, and its script runs and writes what it says."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reading binary images: both formats, the stand-in, and what is said of folders that hold neither."""
 
-from __future__ import annotations
-
 import gzip
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The semi-supervised VAE, and the classes that its one guide enumerates."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("matplotlib")

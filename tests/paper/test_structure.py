@@ -1,7 +1,5 @@
 """The paper's small graphs: what the script finds is what the paper says, but for one claim of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """The time series: structures and limits are exact whatever the training; a run resumes."""
 
-from __future__ import annotations
-
 import pytest
 
 

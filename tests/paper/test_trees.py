@@ -1,7 +1,5 @@
 """The tree experiments of the paper: what their scripts count, build and write."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Figure 4's script runs and writes what it says; its encoders are of equal size, and training resumes where it was."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

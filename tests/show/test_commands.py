@@ -1,7 +1,5 @@
 """The command line on files written for the purpose: what it prints, and how it exits."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
