@@ -61,6 +61,17 @@ def normal(mu, sd):
 prior_guide = normal(0.0, 2.0)
 
 
+def relative(likelihood, prior=dist.Normal(0.0, 2.0)):
+    """A model like `conjugate_normal`, of another likelihood given mu."""
+
+    def model(y, **kwargs):
+        mu = pyro.sample("mu", prior)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", likelihood(mu, **kwargs), obs=y)
+
+    return model
+
+
 def conjugate_draws(guide, num_samples, *, y=Y, model=conjugate_normal, **options):
     """Draws for one data set, or with ``y=DATA_SETS`` for several."""
     if y is DATA_SETS:
@@ -388,26 +399,10 @@ def test_the_default_chunk_is_made_for_the_number_of_elements(monkeypatch):
     assert guide.calls == 1 + 3 + 2
 
 
-def branching(y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu, 1.0 if mu < 100 else 2.0), obs=y)
-
-
-def summing(y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu.sum(), 1.0), obs=y)
-
-
-def indexing(y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 2.0).expand([1]).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu[0], 1.0), obs=y)
-
-
-def indexing_guide(y):
-    pyro.sample("mu", dist.Normal(0.0, 2.0).expand([1]).to_event(1))
+VECTOR = dist.Normal(0.0, 2.0).expand([1]).to_event(1)
+branching = relative(lambda mu: dist.Normal(mu, 1.0 if mu < 100 else 2.0))
+summing = relative(lambda mu: dist.Normal(mu.sum(), 1.0))
+indexing = relative(lambda mu: dist.Normal(mu[0], 1.0), VECTOR)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +410,7 @@ def indexing_guide(y):
     [
         (branching, prior_guide, "RuntimeError: Boolean value"),
         (summing, prior_guide, "the model's log density of site 'y' differs"),
-        (indexing, indexing_guide, "site 'y'|RuntimeError|ValueError"),
+        (indexing, lambda y: pyro.sample("mu", VECTOR), "site 'y'|RuntimeError|ValueError"),
     ],
     ids=["branching", "summing", "indexing"],
 )
@@ -485,10 +480,7 @@ def test_zero_weights_are_legal_unless_all_are_zero(double):
         importance_sample(model, guide, 0.99999999, num_samples=20)
 
 
-def scaled(y, scale=1.0):
-    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu, scale), obs=y)
+scaled = relative(lambda mu, scale=1.0: dist.Normal(mu, scale))
 
 
 @pytest.mark.parametrize("validate", [True, False])
@@ -509,15 +501,12 @@ def test_nan_names_the_site_that_it_comes_from(options, message, validate):
 
 
 def test_nan_in_some_draws_is_no_reason_to_run_one_by_one(no_warnings):
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-        bad = torch.where(mu > 1.0, math.nan, 1.0)
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(bad * mu, 1.0, validate_args=False), obs=y)
+    def above_1(mu):
+        return dist.Normal(torch.where(mu > 1.0, math.nan, mu), 1.0, validate_args=False)
 
     message = "site 'y' of the model; got NaN for"
     with pyro.validation_enabled(False), pytest.raises(ValueError, match=message):
-        conjugate_draws(prior_guide, 100, model=model)
+        conjugate_draws(prior_guide, 100, model=relative(above_1))
 
 
 def without_data(y):
