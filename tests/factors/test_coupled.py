@@ -35,7 +35,6 @@ def test_instances_of_plates_are_coupled_and_their_densities_add_up(batch, dims,
     fn, coupling = factor(batch, dims, sizes)
     whole = len(coupling)
 
-
     def in_a_row(x):
         return x.movedim(0, 1).reshape(-1, whole) if len(dims) > 1 else x.reshape(-1, whole)  # the last plate slowest
 
