@@ -19,12 +19,14 @@ from models import (
     beta_bernoulli_evidence,
     conjugate_normal,
     conjugate_normal_evidence,
+    conjugate_normal_guide,
     conjugate_normal_posterior,
     deterministic_and_delta,
     eight_schools,
     eight_schools_data,
     eight_schools_evidence,
     pair,
+    subsampled,
     support_parents,
     with_factor,
 )
@@ -74,7 +76,8 @@ def nested_plates():
 
 
 def crossed_plates():
-    y, rows, columns = torch.randn(1, 3, 2), torch.block_diag(*[torch.ones(2, 2)] * 3), torch.eye(2).repeat(3, 3)
+    y = torch.randn(1, 3, 2)
+    rows, columns = torch.block_diag(*[torch.ones(2, 2)] * 3), torch.eye(2).repeat(3, 3)
     return CASES["crossed"].model, y, normal_log_prob(y.reshape(-1), rows + columns + torch.eye(6))
 
 
@@ -197,18 +200,8 @@ def test_eight_schools_from_a_trained_guide():
 # ---- an exact guide: the path stands still, and every weight is the evidence
 
 
-def exact_guide(y):
-    mean, sd = conjugate_normal_posterior(y)
-    pyro.sample("mu", dist.Normal(mean, sd))
-
-
-class ReadsObservations(nn.Module):
-    def forward(self, y, observations=None):
-        exact_guide(observations["y"][0])
-
-
 def dense_guide(y):
-    exact_guide(y)
+    conjugate_normal_guide(y)
 
 
 def its_log_prob(latents, y):
@@ -218,13 +211,18 @@ def its_log_prob(latents, y):
 dense_guide.log_prob = its_log_prob
 
 
-@pytest.mark.parametrize("start", [exact_guide, dense_guide, ReadsObservations()])
+class ExactModule(nn.Module):
+    forward = staticmethod(conjugate_normal_guide)
+
+
+@pytest.mark.parametrize("start", [conjugate_normal_guide, dense_guide, "given", ExactModule()])
 def test_weights_from_an_exact_guide_are_the_evidence(start):
-    y, given = torch.randn(6) + 1, {}
-    args = y
-    if isinstance(start, nn.Module):
-        args, given = torch.zeros(6), {"observations": {"y": y[None]}}
-    result = anneal(conjugate_normal, start, args, **given, num_chains=7, num_temperatures=20)
+    given = start == "given" or isinstance(start, nn.Module)
+    start = conjugate_normal_guide if start == "given" else start
+    y = torch.randn(6) + 1
+    args = [torch.zeros(6)] if given else [y]
+    options = {"observations": {"y": y[None]}} if given else {}
+    result = anneal(conjugate_normal, start, *args, **options, num_chains=7, num_temperatures=20)
     assert torch.allclose(result.log_weights, torch.tensor(conjugate_normal_evidence(y)), rtol=0, atol=1e-9)
 
 
@@ -357,7 +355,8 @@ def test_acceptance_follows_the_target():
     """Step sizes start far off, and the average has that in it; noise is that of 40 pilots."""
     options = {"num_temperatures": 150, "num_chains": 200, "num_leapfrog_steps": 2}
     for target, first in ((0.4, 10.0), (0.65, 0.1), (0.9, 10.0)):
-        result = anneal(COLLIDER, None, torch.tensor(1.0), target_acceptance=target, step_size=first, **options)
+        options |= {"target_acceptance": target, "step_size": first}
+        result = anneal(COLLIDER, None, torch.tensor(1.0), **options)
         assert abs(result.acceptance_rate.mean() - target) < 0.08, (target, first)
 
 
@@ -471,12 +470,6 @@ def test_options_out_of_range(options, message):
         anneal(conjugate_normal, None, ONE, **{"num_temperatures": 3, **options})
 
 
-def subsampled(y):
-    mu = pyro.sample("mu", UNIT)
-    with pyro.plate("data", 3, subsample_size=2) as index:
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])
-
-
 def sums_over_chains(y):
     with pyro.plate("data", 3):
         z = pyro.sample("z", UNIT)
@@ -498,7 +491,7 @@ def with_a_factor(y):
 
 
 def with_another_latent(y):
-    exact_guide(y)
+    conjugate_normal_guide(y)
     pyro.sample("other", UNIT)
 
 
@@ -549,7 +542,7 @@ def test_guides_that_cannot_start_a_path(guide, error, message):
 
 def test_masked_latents_are_refused_with_a_guide():
     with pytest.raises(NotImplementedError, match="latent 'mu'"):
-        anneal(poutine.mask(conjugate_normal, torch.tensor(False)), exact_guide, ONE)
+        anneal(poutine.mask(conjugate_normal, torch.tensor(False)), conjugate_normal_guide, ONE)
 
 
 def test_draws_on_the_edge_are_found_without_validation():

@@ -3,9 +3,6 @@
 import functools
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pyro
@@ -13,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import CHAIN, COLLIDER, pair
+from scripts import run_session
 from torch.utils.data import DataLoader
 
 from pyro_nami import AutoNaMIGuide
@@ -30,7 +28,6 @@ from pyro_nami.inference.simulate import Simulator
 pytestmark = pytest.mark.filterwarnings("error")
 Adam = functools.partial(torch.optim.Adam, lr=0.02)
 ZERO = (torch.zeros(()),)
-ROOT = Path(__file__).parents[2]
 
 
 def hand_written(y, observations):
@@ -207,12 +204,8 @@ print(kills, "kills, at the last in step", last, "of", STEPS, "and", torn, "amid
 )
 def test_a_run_killed_twenty_times_at_random_ends_as_if_never_killed(tmp_path):
     """A process of its own imports torch once, and forks the sessions; each goes on where the last was killed."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", SESSION, str(tmp_path / "run")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("20 kills, at the last in step")
+    printed = run_session(SESSION, tmp_path / "run")
+    assert printed.startswith("20 kills, at the last in step")
     whole, resumed = (torch.load(tmp_path / f"run.{end}", weights_only=True) for end in ("whole", "resumed"))
     assert len(whole["losses"]) == 200
     assert_same(resumed, whole)

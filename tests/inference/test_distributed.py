@@ -3,13 +3,11 @@
 import json
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed
+from scripts import ROOT, python, run_session
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,7 +16,6 @@ pytestmark = [
         reason="torch is built without gloo",
     ),
 ]
-ROOT = Path(__file__).parents[2]
 
 SESSION = '''
 import contextlib, functools, io, math, os, sys, traceback, warnings
@@ -222,22 +219,13 @@ while children:
 '''
 
 
-def run(*command, **environment):
-    """Runs Python on a single thread and no GPU; returns what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What two processes found, and one alone. They are forked from one that has imported torch."""
     if not hasattr(os, "fork"):
         pytest.skip("processes are forked")
     folder = tmp_path_factory.mktemp("distributed")
-    run("-c", SESSION, folder, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    run_session(SESSION, folder)
     names = ("rank0", "rank1", "alone")
     return {**{name: torch.load(folder / name, weights_only=True) for name in names}, "folder": folder}
 
@@ -332,7 +320,7 @@ def test_the_first_process_alone_shows_and_logs(results):
 
 def test_the_example_runs_under_torchrun(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    example = (ROOT / "examples" / "distributed.py", "--smoke", "--out", tmp_path)
-    printed = run(*torchrun, *example, PYTHONPATH=str(ROOT))
-    assert printed.count("KL of the guide") == 1 and "2 processes: 1,024 simulations" in printed
+    done = python(*torchrun, ROOT / "examples" / "distributed.py", "--smoke", "--out", tmp_path)
+    assert done.code == 0, done.errors
+    assert done.printed.count("KL of the guide") == 1 and "2 processes: 1,024 simulations" in done.printed
     assert json.loads((tmp_path / "results.json").read_text())["processes"] == 2

@@ -13,11 +13,13 @@ import torch
 from models import (
     conjugate_normal,
     conjugate_normal_evidence,
+    conjugate_normal_guide,
     conjugate_normal_posterior,
     eight_schools,
     eight_schools_data,
     nested,
     pair,
+    subsampled,
     with_factor,
 )
 from pyro import poutine
@@ -40,13 +42,6 @@ from pyro_nami.reading.isolation import untouched
 Y = [0.3, -1.2, 2.0, 0.7]
 DATA_SETS = [[0.3, -1.2, 2.0, 0.7], [1.0, 1.5, 0.5, 2.5], [-4.0, -3.0, -3.5, -2.0]]
 EIGHT_SCHOOLS = -31.3113  # nats, by quadrature
-
-
-def exact_guide(y, observations=None):
-    """The exact posterior of `conjugate_normal`, for data sets of any batch dims."""
-    y = (observations or {}).get("y", y)
-    precision = 1 / 4 + y.shape[-1]
-    pyro.sample("mu", dist.Normal(y.sum(-1, keepdim=y.dim() > 1) / precision, precision**-0.5))
 
 
 def normal(mu, sd):
@@ -100,7 +95,7 @@ def no_warnings():
 def test_exact_guide_gives_constant_weights_and_the_exact_evidence(dtype, no_warnings):
     y = torch.tensor(Y, dtype=dtype)
     torch.set_default_dtype(dtype)
-    draws = importance_sample(conjugate_normal, exact_guide, y, num_samples=1000)
+    draws = importance_sample(conjugate_normal, conjugate_normal_guide, y, num_samples=1000)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     assert float(draws.log_evidence) == pytest.approx(conjugate_normal_evidence(y), abs=tolerance)
     assert float(draws.log_weights.std()) < tolerance and float(draws.log_evidence_error) < tolerance
@@ -112,7 +107,7 @@ def test_exact_guide_gives_constant_weights_and_the_exact_evidence(dtype, no_war
 
 
 def test_exact_guide_on_a_batch_of_data_sets(double, no_warnings):
-    draws = conjugate_draws(exact_guide, 500, y=DATA_SETS)
+    draws = conjugate_draws(conjugate_normal_guide, 500, y=DATA_SETS)
     assert draws.log_weights.shape == (500, 3) and draws.samples["mu"].shape == (500, 3)
     exact, mean, sd = exact_answers()
     torch.testing.assert_close(draws.log_weights, exact.expand(500, 3))
@@ -160,15 +155,15 @@ CONSTANT = {
         *(improper_guide, [], {"y": torch.tensor([1.0, 7.0])}, torch.zeros(2)),
     ),
     "a chosen part of the data": (
-        *(two_of_four, lambda _: exact_guide(TWICE), [torch.tensor(Y)], None),
+        *(two_of_four, lambda _: conjugate_normal_guide(TWICE), [torch.tensor(Y)], None),
         torch.tensor(conjugate_normal_evidence(TWICE)),
     ),
     "a guide with keywords only": (
-        *(conjugate_normal, lambda y, **kwargs: exact_guide(y, **kwargs), [torch.zeros(4)]),
+        *(conjugate_normal, lambda y, **kwargs: conjugate_normal_guide(y, **kwargs), [torch.zeros(4)]),
         *({"y": torch.tensor(DATA_SETS)}, exact_answers()[0]),
     ),
     "numpy": (
-        *(conjugate_normal, exact_guide, [torch.zeros(4)]),
+        *(conjugate_normal, conjugate_normal_guide, [torch.zeros(4)]),
         *({"y": np.array(DATA_SETS)}, exact_answers()[0]),
     ),
 }
@@ -386,14 +381,14 @@ def test_chunks_follow_the_same_law_as_one_pass():
 
 @pytest.mark.parametrize(("chunk_size", "chunks"), [(None, 1), (10, 3), (25, 1), (1000, 1)])
 def test_a_chunk_is_one_run_of_the_guide(chunk_size, chunks):
-    guide, model = counted(exact_guide), counted(conjugate_normal)
+    guide, model = counted(conjugate_normal_guide), counted(conjugate_normal)
     importance_sample(model, guide, torch.tensor(Y), num_samples=25, chunk_size=chunk_size)
     assert guide.calls == model.calls == 1 + chunks + 2  # shapes, chunks, and two single runs as a check
 
 
 def test_the_default_chunk_is_made_for_the_number_of_elements(monkeypatch):
     monkeypatch.setattr("pyro_nami.inference.importance._ELEMENTS", 120)
-    guide = counted(exact_guide)  # 6 elements a draw and data set: mu in both, and y in four parts
+    guide = counted(conjugate_normal_guide)  # 6 elements a draw and data set: mu in both, and y in four parts
     data = {"y": torch.tensor(DATA_SETS[:2])}
     importance_sample(conjugate_normal, guide, torch.zeros(4), num_samples=25, observations=data)
     assert guide.calls == 1 + 3 + 2
@@ -532,12 +527,6 @@ def local(y):
         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
 
-def part_of_the_data(y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-    with pyro.plate("data", len(y), subsample_size=2) as index:
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -553,7 +542,7 @@ def part_of_the_data(y):
         ({"guide": data_too}, ValueError, "it samples 'y', which is observed"),
         ({"model": local}, ValueError, r"sample 'mu' of the model's shape, \(4,\); got \(\)"),
         # random subsampling shows every draw other data, and exp(scaled log density) has another mean
-        ({"model": part_of_the_data}, NotImplementedError, "plate 'data' holds 2 of 4 instances"),
+        ({"model": subsampled}, NotImplementedError, "plate 'data' holds 2 of 4 instances"),
         # the weights of a point are all equal, and looked like those of an exact guide
         ({"guide": AutoDelta(conjugate_normal)}, ValueError, "density at every .*; it is a point at 'mu'"),
         ({"guide": AutoLaplaceApproximation(conjugate_normal)}, ValueError, "it is a point at 'mu'"),

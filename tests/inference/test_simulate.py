@@ -7,7 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CASES, DIAMOND, conjugate_normal, pair
+from models import CASES, DIAMOND, conjugate_normal, pair, subsampled
 from pyro import poutine
 
 from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
@@ -183,12 +183,6 @@ def test_factors_are_said_to_be_left_out():
 # ---- errors
 
 
-def subsampled():
-    a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", 10, subsample_size=3) as index:
-        pyro.sample("y", dist.Normal(a, 1.0), obs=torch.zeros(10)[index])
-
-
 def test_sites_that_come_and_go_are_an_error():
     def model():
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
@@ -224,7 +218,7 @@ GIVEN = torch.tensor(1.0)
             ValueError,
             r"batch dims of site 'z' to be those of its plates; got \(3,\)",
         ),
-        (subsampled, (), NotImplementedError, "plate 'data' holds 3 of 10"),
+        (lambda: subsampled(torch.zeros(10)), (), NotImplementedError, "plate 'data' holds 2 of 10"),
         (lambda: pyro.sample("y", UNIT, obs=GIVEN), (), ValueError, "with latent sites; this one has none"),
         (wrong_by_if, (), ValueError, "with observed sites; this one has none.*observed="),
         (wrong_by_if, ("x",), ValueError, "the model's sites, 'z', 'y', in observed; got 'x'"),

@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "paper"))
-from images import GREY, PACKED, halved, read_images  # noqa: E402
+from images import GREY, PACKED, halved, read_images
 
 
 def write_packed(folder: Path, counts: tuple[int, int, int] = (30, 10, 12), pixels: int = 784) -> dict:

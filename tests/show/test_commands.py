@@ -1,22 +1,18 @@
 """The command line on files written for the purpose: what it prints, and how it exits."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import ROOT, python
 
 from pyro_nami.graph import BayesNet, Site, nami, nami_steps
 from pyro_nami.reading.network import extract
 from pyro_nami.show import main
 from pyro_nami.show.render import render
-
-ROOT = Path(__file__).parents[2]
 
 SOURCE = '''
 """Models of all kinds."""
@@ -462,12 +458,10 @@ def test_help_documents_every_key_of_the_json(found, capsys):
 
 
 def test_the_program_runs_as_a_module_of_python(folder):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pyro_nami", "verify", "models_of_test.py:tree"]
-    command += ["--inverse", "stuhlmueller", "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=120)
-    assert done.returncode == 1 and json.loads(done.stdout)["missing"]
-    assert done.stderr == "imported\n"
+    command = ["-m", "pyro_nami", "verify", "models_of_test.py:tree", "--inverse", "stuhlmueller"]
+    done = python(*command, "--format", "json", cwd=folder)
+    assert done.code == 1 and json.loads(done.printed)["missing"]
+    assert done.errors == "imported\n"
 
 
 def test_the_script_of_the_package_is_main():
