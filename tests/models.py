@@ -423,3 +423,27 @@ def made_once(make: Callable) -> Callable:
         return copy.deepcopy(once(args, tuple(options.items())))
 
     return copied
+
+
+def pair(prior: Any, likelihood: Callable, default: Any = None) -> Callable:
+    """A model of one latent and one site of data: z ~ prior, y ~ likelihood(z)."""
+
+    def model(y: Any = default) -> None:
+        z = pyro.sample("z", prior)
+        pyro.sample("y", likelihood(z), obs=y)
+
+    return model
+
+
+def conjugate_normal_guide(y: Tensor, observations: Mapping[str, Tensor] | None = None) -> None:
+    """The exact posterior of `conjugate_normal`, for data sets of any batch dims."""
+    y = (observations or {}).get("y", y)
+    precision = 1 / 4 + y.shape[-1]
+    pyro.sample("mu", dist.Normal(y.sum(-1, keepdim=y.dim() > 1) / precision, precision**-0.5))
+
+
+def subsampled(y: Tensor) -> None:
+    """`conjugate_normal` on two data at random."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", len(y), subsample_size=2) as index:
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])

@@ -26,14 +26,33 @@ class Finished(NamedTuple):
     errors: str
 
 
+def python(*command: object, path: tuple = (ROOT,), cwd: Path | None = None, **environment: str) -> Finished:
+    """Runs Python in a process of its own, on one thread."""
+    on_path = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **on_path, **environment},
+        cwd=cwd,
+        timeout=600,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def run_session(code: str, *arguments: object) -> str:
+    """Runs a text as a program that may import our tests, without a GPU; returns what it printed."""
+    done = python("-c", code, *arguments, path=(ROOT, ROOT / "tests"), CUDA_VISIBLE_DEVICES="")
+    assert done.code == 0, done.errors
+    return done.printed
+
+
 def run(script: str, *arguments: str, own_process: bool = False) -> Finished:
     """Runs a script under the root of the repository; errors other than an exit are raised or, by ``code``, told."""
     path = ROOT / script
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if own_process:
-        command = [sys.executable, str(path), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-        return Finished(done.returncode, done.stdout, done.stderr)
+        return python(path, *arguments)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     out, errors, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
     pyro.clear_param_store()
     with (

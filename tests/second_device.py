@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CHECK = ROOT.parent / "shared" / "second_device" / "check_device.py"
-FILES = ("test_random_programs", "guides/test_log_prob", "guides/test_missing", "guides/test_plates")
+FILES = ("test_random_programs", "guide/test_log_prob", "guide/test_missing", "guide/test_plates")
 
 
 def main() -> int:

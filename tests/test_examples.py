@@ -1,7 +1,5 @@
 """The examples run as a user runs them, and write what they say."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The order of modules is a law: each imports only from modules before it (DESIGN, section 2)."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,6 @@
 """Calibration: posteriors whose verdicts are known, and tests of ranks against enumeration, scipy and simulation."""
 
-from __future__ import annotations
-
+import contextlib
 import itertools
 import math
 import random
@@ -13,6 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import minimize, pair
 from scipy import stats
 
 from pyro_nami import AutoNaMIGuide
@@ -64,12 +64,9 @@ class ConjugateGuide:
         yield "v", self.factor(w / 2, 0.5**0.5).to_event(1)
 
     def __call__(self, observations):
-        values, plate = {}, pyro.plate("n", 4, dim=-1)
+        values = {}
         for name, factor in self.factors(values, **observations):
-            if name == "z":
-                with plate:
-                    values[name] = pyro.sample(name, factor)
-            else:
+            with pyro.plate("n", 4, dim=-1) if name == "z" else contextlib.nullcontext():
                 values[name] = pyro.sample(name, factor)
 
     def log_prob(self, latents, observations):
@@ -89,6 +86,10 @@ def calibrated(guide, **options):
     return calibrate(model, guide, observed=["y", "w"], **{"seed": 0, **options})
 
 
+def shapes(result):
+    return {name: tuple(ranks.shape) for name, ranks in result.ranks.items()}
+
+
 # ---- posteriors with known verdicts
 
 
@@ -106,9 +107,7 @@ def calibrated(guide, **options):
 def test_known_posteriors_get_their_verdicts(guide, verdict, dtype):
     torch.set_default_dtype(dtype)
     result = calibrated(guide)
-    assert {name: result.verdicts[name].verdict for name in ("mu", "z", "v")} == dict.fromkeys(
-        ("mu", "z", "v"), verdict
-    )
+    assert {result.verdicts[name].verdict for name in ("mu", "z", "v")} == {verdict}
     assert result.passed == (verdict == CALIBRATED)
     # A guide that lies to one side also has its truths too far out.
     joint = OVERCONFIDENT if verdict == BIASED else verdict
@@ -132,17 +131,11 @@ def test_a_guide_that_ignores_the_data_is_found_by_tarp_alone():
 
 
 def test_a_single_wrong_element_of_a_plate_is_found_and_named():
-    def guide(observations):
-        values = {}
-        for name, factor in ConjugateGuide().factors(values, **observations):
-            if name == "z":
-                with pyro.plate("n", 4, dim=-1):
-                    scale = factor.scale * torch.tensor([1.0, 1.0, 0.6, 1.0])
-                    values[name] = pyro.sample(name, dist.Normal(factor.loc, scale))
-            else:
-                values[name] = pyro.sample(name, factor)
+    class Guide(ConjugateGuide):
+        def factor(self, loc, sd):
+            return super().factor(loc, sd * torch.tensor([1.0, 1.0, 0.6, 1.0]) if loc.shape[-1] == 4 else sd)
 
-    verdicts = calibrated(guide).verdicts
+    verdicts = calibrated(Guide()).verdicts
     assert (verdicts["z"].verdict, verdicts["z"].worst) == (OVERCONFIDENT, (2,))
     assert verdicts["mu"].verdict == verdicts["v"].verdict == CALIBRATED
 
@@ -159,12 +152,9 @@ def discrete_model():
 
 def discrete_guide(observations):
     with pyro.plate("rows", 3, dim=-2):
-        log_prob = (
-            dist.Normal(torch.arange(3.0), 1.0)
-            .log_prob(observations["x"].unsqueeze(-1))
-            .sum(-2, keepdim=True)
-        )
-        pyro.sample("k", dist.Categorical(logits=log_prob + torch.tensor([0.2, 0.3, 0.5]).log()))
+        log_probs = dist.Normal(torch.arange(3.0), 1.0).log_prob(observations["x"].unsqueeze(-1))
+        logits = log_probs.sum(-2, keepdim=True) + torch.tensor([0.2, 0.3, 0.5]).log()
+        pyro.sample("k", dist.Categorical(logits=logits))
     c = observations["c"]
     one, zero = 0.3 * torch.where(c > 0, 0.8, 0.2), 0.7 * torch.where(c > 0, 0.2, 0.8)
     pyro.sample("b", dist.Bernoulli(one / (one + zero)))
@@ -172,14 +162,9 @@ def discrete_guide(observations):
 
 
 def test_discrete_sites_plates_and_vectors_have_uniform_ranks():
-    result = calibrate(
-        discrete_model, discrete_guide, observed=["x", "c"], num_datasets=2000, num_draws=19, seed=1
-    )
-    assert {name: tuple(ranks.shape) for name, ranks in result.ranks.items()} == {
-        "k": (2000, 3, 1),
-        "b": (2000,),
-        "s": (2000, 3),
-    }
+    options = {"observed": ["x", "c"], "num_datasets": 2000, "num_draws": 19, "seed": 1}
+    result = calibrate(discrete_model, discrete_guide, **options)
+    assert shapes(result) == {"k": (2000, 3, 1), "b": (2000,), "s": (2000, 3)}
     assert result.passed
     for ranks in result.ranks.values():
         for counts in count_ranks(ranks.reshape(2000, -1).numpy(), 19):
@@ -196,13 +181,9 @@ def test_trained_guide_passes_and_an_untrained_one_does_not():
     guide(observations={"x": torch.zeros(5)})
     options = {"observed": ["x"], "num_datasets": 500, "seed": 0}
     before = calibrate(line, guide, **options)
-    optimizer = torch.optim.Adam(guide.parameters(), 0.02)
-    for _ in range(600):
-        draws = simulator.draw(200)
-        loss = -guide.log_prob(draws.latents, observations=draws.observed).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    draws = simulator.draw(4000)
+    optimizer = torch.optim.LBFGS(guide.parameters(), max_iter=50, line_search_fn="strong_wolfe")
+    minimize(optimizer, lambda: -guide.log_prob(draws.latents, observations=draws.observed).mean())
     after = calibrate(line, guide, **options)
     assert JOINT_DENSITY in after.joint
     assert (before.passed, after.passed) == (False, True)
@@ -245,9 +226,8 @@ def test_coverage_counts_the_truths_inside_central_intervals():
     assert torch.allclose(coverage["z"], torch.tensor([0, 2, 3, 4, 6]) / 6)
     assert torch.allclose(coverage["v"], coverage["z"][:, None])
     assert torch.allclose(coverage[JOINT_TARP], torch.tensor([0, 2, 2, 5, 6]) / 6)
-    assert torch.allclose(
-        result.coverage([0.1])["z"], torch.tensor(1 / 6)
-    )  # half of the two cells in the middle
+    half = result.coverage([0.1])["z"]  # of the two cells in the middle
+    assert torch.allclose(half, torch.tensor(1 / 6))
     with pytest.raises(ValueError, match="between 0 and 1; got .1.5"):
         result.coverage([1.5])
 
@@ -306,11 +286,8 @@ def test_envelope_holds_simultaneously(num_draws, folded):
 def test_false_alarms_are_as_rare_as_promised():
     generator, alarms, level, repeats = torch.Generator().manual_seed(0), 0, 0.2, 400
     for _ in range(repeats):
-        ranks = {
-            name: torch.randint(0, 20, (100, size), generator=generator)
-            for name, size in (("a", 1), ("b", 6))
-        }
-        joint = {JOINT_DENSITY: torch.randint(0, 20, (100,), generator=generator)}
+        drawn = torch.randint(0, 20, (100, 8), generator=generator)
+        ranks, joint = {"a": drawn[:, :1], "b": drawn[:, 1:7]}, {JOINT_DENSITY: drawn[:, 7]}
         alarms += not Calibration(ranks, joint, num_draws=19, level=level).passed
     assert stats.binom.ppf(1e-4, repeats, level / 2) < alarms < stats.binom.ppf(1 - 1e-4, repeats, level)
 
@@ -333,11 +310,9 @@ def test_holm_rejects_as_step_down_bonferroni_does():
 
 
 def test_ranks_of_another_shape_have_no_name():
-    ranks = np.repeat(np.r_[10:30, 70:90], 25)[
-        :, None
-    ]  # two humps, of the location and the spread of uniform ranks
-    ranks = np.concatenate([ranks, np.repeat(np.r_[0:8, 92:100], 4)[:, None]])
-    finding = judge("z", ranks, 99)
+    humps = np.repeat(np.r_[10:30, 70:90], 25)  # two, of the location and the spread of uniform ranks
+    ranks = np.concatenate([humps, np.repeat(np.r_[0:8, 92:100], 4)])
+    finding = judge("z", ranks[:, None], 99)
     assert finding.p_value < 1e-6
     assert finding.verdict == MISCALIBRATED
 
@@ -346,27 +321,22 @@ def test_ranks_of_another_shape_have_no_name():
 
 
 def test_coordinates_are_standardized_and_unconstrained_where_supports_are_fixed():
-    def shapes(y=None):
+    def supports():
         high = pyro.sample("high", dist.LogNormal(0.0, 1.0))
         pyro.sample("below", dist.Uniform(0.0, high))
         pyro.sample("simplex", dist.Dirichlet(torch.ones(3)))
         pyro.sample("count", dist.Poisson(3.0))
         pyro.sample("y", dist.Normal(high, 1.0), obs=torch.tensor(1.0))
 
-    simulator = Simulator(shapes)
+    simulator = Simulator(supports)
     forms, draws = site_forms(simulator), simulator.draw(4000).latents
     coordinates = Coordinates(draws, forms)
     values = coordinates(draws)
-    assert {name: columns.stop - columns.start for name, columns in coordinates.columns.items()} == {
-        "high": 1,
-        "below": 1,
-        "simplex": 2,
-        "count": 1,
-    }
+    columns = {name: columns.stop - columns.start for name, columns in coordinates.columns.items()}
+    assert columns == {"high": 1, "below": 1, "simplex": 2, "count": 1}
     assert torch.allclose(values.median(0).values, torch.zeros(5), atol=1e-6)
-    assert values[:, 0].std() == pytest.approx(
-        1, abs=0.06
-    )  # log of a log-normal: se 0.011, and of the scale 0.02
+    spread = values[:, 0].std()  # log of a log-normal: se 0.011, and of the scale 0.02
+    assert spread == pytest.approx(1, abs=0.06)
     assert torch.allclose(forms["below"].unconstrain(draws["below"]), draws["below"])
     far = coordinates({**draws, "high": draws["high"] * 1e30})
     assert far[:, 0].max() < 5 + math.log(1 + 80)
@@ -375,39 +345,34 @@ def test_coordinates_are_standardized_and_unconstrained_where_supports_are_fixed
 # ---- what goes wrong
 
 
+def nan(observations):
+    pyro.sample("mu", dist.Normal(torch.full((), math.nan), 1.0, validate_args=False))
+
+
+def wide(observations):
+    pyro.sample("mu", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"num_draws": 0}, "num_draws to be a positive integer; got 0"),
-        ({"num_datasets": -1}, "num_datasets to be a positive integer"),
-        ({"chunk_size": 1.5}, "chunk_size to be a positive integer; got 1.5"),
-        ({"level": 1.0}, "level between 0 and 1"),
+        ({"num_draws": 0}, ValueError, "num_draws to be a positive integer; got 0"),
+        ({"num_datasets": -1}, ValueError, "num_datasets to be a positive integer"),
+        ({"chunk_size": 1.5}, ValueError, "chunk_size to be a positive integer; got 1.5"),
+        ({"level": 1.0}, ValueError, "level between 0 and 1"),
+        (
+            {"guide": lambda observations: None},
+            ValueError,
+            "draws latents of the model, .'mu', 'z', 'v'.; it has none",
+        ),
+        ({"guide": nan}, ValueError, "without NaN from the guide; got some at 'mu'"),
+        ({"guide": wide}, ValueError, "Expected draws of 'mu' of shape"),
+        ({"guide": lambda: prior_guide(None)}, TypeError, "guide that takes observations="),
     ],
 )
-def test_numbers_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        calibrated(ConjugateGuide(), **options)
-
-
-def test_guides_that_do_not_fit_are_refused():
-    def nothing(observations):
-        pass
-
-    def nan(observations):
-        pyro.sample("mu", dist.Normal(torch.full((), math.nan), 1.0, validate_args=False))
-
-    def wide(observations):
-        pyro.sample("mu", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-
-    with pytest.raises(ValueError, match="draws latents of the model, .'mu', 'z', 'v'.; it has none"):
-        calibrated(nothing)
-    with (
-        pyro.validation_enabled(False),
-        pytest.raises(ValueError, match="without NaN from the guide; got some at 'mu'"),
-    ):
-        calibrated(nan)
-    with pytest.raises(ValueError, match="Expected draws of 'mu' of shape"):
-        calibrated(wide)
+def test_options_and_guides_that_do_not_fit_are_refused(options, error, message):
+    with pyro.validation_enabled(options.get("guide") is not nan), pytest.raises(error, match=message):
+        calibrated(**{"guide": ConjugateGuide(), **options})
 
 
 def test_latents_that_the_guide_leaves_out_are_named():
@@ -421,33 +386,22 @@ def test_latents_that_the_guide_leaves_out_are_named():
 
 def test_a_guide_that_was_never_called_knows_what_it_conditions_on():
     result = calibrate(model, AutoNaMIGuide(model, observed=["y", "w"]), num_datasets=30, num_draws=9, seed=0)
-    assert {name: tuple(ranks.shape) for name, ranks in result.ranks.items()} == {
-        "mu": (30,),
-        "z": (30, 4),
-        "v": (30, 2),
-    }
+    assert shapes(result) == {"mu": (30,), "z": (30, 4), "v": (30, 2)}
 
 
-def test_a_guide_that_takes_no_data_is_refused():
-    with pytest.raises(TypeError, match="guide that takes observations="):
-        calibrated(lambda: prior_guide(None))
-
-
-def logarithm():
-    """Of a latent that is below 0 with probability 0.05: the location of x is NaN there, which validation refuses."""
-    z = pyro.sample("z", dist.Uniform(-0.05, 0.95))
-    pyro.sample("x", dist.Normal(z.log(), 1.0))
+# Of a latent that is below 0 with probability 0.05: the location of y is NaN there, which validation refuses.
+logarithm = pair(dist.Uniform(-0.05, 0.95), lambda z: dist.Normal(z.log(), 1.0))
 
 
 def uniform_guide(observations):
-    pyro.sample("z", dist.Uniform(0.0, 0.95).expand(observations["x"].shape))
+    pyro.sample("z", dist.Uniform(0.0, 0.95).expand(observations["y"].shape))
 
 
 def calibrated_logarithms(num_datasets, seeds):
     """Calibrations of a model of which a twentieth of the simulations has NaN parameters."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Left out")
-        options = {"observed": "x", "num_datasets": num_datasets, "num_draws": 9}
+        options = {"observed": "y", "num_datasets": num_datasets, "num_draws": 9}
         return [calibrate(logarithm, uniform_guide, **options, seed=seed) for seed in range(seeds)]
 
 
@@ -461,26 +415,24 @@ def test_few_simulations_are_not_refused_by_chance():
     assert max(result.skipped for result in results) > 2
 
 
-@pytest.mark.parametrize(("share", "fails"), [(0.02, False), (0.5, True)])
-def test_simulations_that_are_not_finite_are_left_out_or_refused(share, fails):
-    def overflowing():
-        z = pyro.sample("z", dist.Uniform(0.0, 1.0))
-        pyro.sample(
-            "x", dist.Normal(torch.where(z < share, torch.tensor(math.inf), z), 1.0, validate_args=False)
-        )
+def overflowing(share):
+    """A model whose data are infinite in a share of the simulations."""
+    infinite = torch.tensor(math.inf)
+    return pair(
+        dist.Uniform(0.0, 1.0),
+        lambda z: dist.Normal(torch.where(z < share, infinite, z), 1.0, validate_args=False),
+    )
 
-    def guide(observations):
-        pyro.sample("z", dist.Uniform(0.0, 1.0).expand(observations["x"].shape))
 
-    with pyro.validation_enabled(False):
-        if fails:
-            with pytest.raises(ValueError, match="simulations are finite; got .* site 'x'"):
-                calibrate(overflowing, guide, observed=["x"], seed=0)
-        else:
-            with pytest.warns(UserWarning, match="Left out .* of 1000 simulations"):
-                result = calibrate(overflowing, guide, observed=["x"], seed=0)
-            assert result.num_datasets == 1000 - result.skipped < 1000
-            assert f"infinite values: {result.skipped} simulated" in str(result)
+@pyro.validation_enabled(False)
+def test_simulations_that_are_not_finite_are_left_out_or_refused():
+    options = {"observed": "y", "seed": 0}
+    with pytest.raises(ValueError, match="simulations are finite; got .* site 'y'"):
+        calibrate(overflowing(0.5), uniform_guide, **options)
+    with pytest.warns(UserWarning, match="Left out .* of 1000 simulations"):
+        result = calibrate(overflowing(0.02), uniform_guide, **options)
+    assert result.num_datasets == 1000 - result.skipped < 1000
+    assert f"infinite values: {result.skipped} simulated" in str(result)
 
 
 # ---- figures
@@ -500,10 +452,8 @@ def test_figures_have_a_panel_for_every_site(kind, panels, tmp_path):
 
 def test_figures_name_what_they_cannot_draw(monkeypatch):
     result = calibrated(prior_guide, num_datasets=50, num_draws=9)
-    assert [axes.get_title(loc="left") for axes in result.plot(sites=["mu", "v"]).axes] == [
-        "mu",
-        "v  (2 elements)",
-    ]
+    titles = [axes.get_title(loc="left") for axes in result.plot(sites=["mu", "v"]).axes]
+    assert titles == ["mu", "v  (2 elements)"]
     with pytest.raises(ValueError, match="kind to be one of ranks, ecdf, coverage, tarp; got 'bars'"):
         result.plot("bars")
     with pytest.raises(ValueError, match="sites with ranks, .*; got 'x'"):
@@ -511,17 +461,3 @@ def test_figures_name_what_they_cannot_draw(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install pyro-nami\[viz\]"):
         result.plot()
-
-
-@pytest.mark.cuda
-def test_calibration_on_the_device_of_the_model():
-    def on_device():
-        z = pyro.sample("z", dist.Normal(torch.zeros((), device="cuda"), 1.0))
-        pyro.sample("x", dist.Normal(z, 1.0))
-
-    def guide(observations):
-        pyro.sample("z", dist.Normal(observations["x"] / 2, 0.5**0.5))
-
-    result = calibrate(on_device, guide, observed=["x"], seed=0)
-    assert result.ranks["z"].is_cuda
-    assert result.passed

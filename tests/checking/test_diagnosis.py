@@ -1,7 +1,5 @@
 """Diagnosis and misspecification: what is wrong is found and named, and the model's own data are not."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 
@@ -9,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import pair
 from scipy import stats
 
 from pyro_nami.checking.calibration import JOINT_TARP
@@ -49,10 +48,8 @@ def test_an_exact_guide_passes_with_all_draws_effective():
     assert (result.pareto_k < 0.7).all()
     text = str(result)
     assert text.startswith("Diagnosis: passed. Median effective sample size 100% of the draws.")
-    assert (
-        "Loss: 1.000 nats over the last 2 of 20 steps, 1.000 over as many before; held out 1.250, at best 1.250."
-        in text
-    )
+    assert "Loss: 1.000 nats over the last 2 of 20 steps, 1.000 over as many before; held out 1.250, " in text
+    assert "held out 1.250, at best 1.250." in text
     assert "The data lie inside the model's simulations" in text
     titles = [axes.get_title(loc="left") for axes in result.plot().axes]
     assert (len(titles), titles[0], titles[-1]) == (6, "Loss", "Data against simulations")
@@ -91,16 +88,14 @@ def test_what_a_guide_was_built_for_need_not_be_repeated():
 
 
 def test_a_single_observed_site_may_be_given_as_a_string():
-    def noise():
-        z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
-        pyro.sample("data", dist.Normal(z, 1.0))
+    noise = pair(dist.Normal(torch.zeros(()), 1.0), lambda z: dist.Normal(z, 1.0))
 
     def guide(observations):
-        pyro.sample("z", dist.Normal(observations["data"] / 2, 0.5**0.5))
+        pyro.sample("z", dist.Normal(observations["y"] / 2, 0.5**0.5))
 
     small = {"num_datasets": 200, "num_weighted": 5, "num_samples": 100, "seed": 0}
-    assert diagnose(guide, model=noise, observed="data", **small).passed
-    assert misspecification(noise, observed="data", observations={"data": 0.3}, seed=0).passed
+    assert diagnose(guide, model=noise, observed="y", **small).passed
+    assert misspecification(noise, observed="y", observations={"y": 0.3}, seed=0).passed
 
 
 def test_data_that_do_not_fit_are_found_before_anything_is_run():
@@ -113,17 +108,15 @@ def test_data_that_do_not_fit_are_found_before_anything_is_run():
 def test_few_simulations_that_are_not_finite_leave_a_diagnosis_alone():
     """The share is judged where calibration draws many, not among those that are weighted."""
 
-    def logarithm():
-        z = pyro.sample("z", dist.Uniform(-0.05, 0.95))
-        pyro.sample("x", dist.Normal(z.log(), 1.0))
+    logarithm = pair(dist.Uniform(-0.05, 0.95), lambda z: dist.Normal(z.log(), 1.0))
 
     def guide(observations):
-        pyro.sample("z", dist.Uniform(0.0, 0.95).expand(observations["x"].shape))
+        pyro.sample("z", dist.Uniform(0.0, 0.95).expand(observations["y"].shape))
 
     small = {"num_datasets": 200, "num_weighted": 5, "num_samples": 30}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Left out")
-        results = [diagnose(guide, model=logarithm, observed="x", seed=i, **small) for i in range(12)]
+        results = [diagnose(guide, model=logarithm, observed="y", seed=i, **small) for i in range(12)]
     assert {len(result.pareto_k) for result in results} > {5}
 
 
@@ -174,16 +167,21 @@ def test_data_unlike_the_simulations_are_warned_of_and_the_site_is_named(change,
     assert result.p_value <= 2 * 2 / 501  # at most one simulation is as unusual
 
 
-def test_data_that_do_not_fit_are_refused():
-    x = torch.zeros(20)
-    with pytest.raises(ValueError, match="data of every observed site; got none for 'y'"):
-        misspecification(heavy, x, observed=["y"])
-    with pytest.raises(ValueError, match=r"site 'y' of shape \(20,\); got \(3,\)"):
-        misspecification(heavy, x, observations={"y": torch.zeros(3)})
-    with pytest.raises(ValueError, match="without NaN and infinite values; got some at site 'y'"):
-        misspecification(heavy, x, observations={"y": x / 0})
-    with pytest.raises(ValueError, match="num_datasets of at least 10"):
-        misspecification(heavy, x, x, num_datasets=3)
+TWENTY = torch.zeros(20)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"observed": ["y"]}, "data of every observed site; got none for 'y'"),
+        ({"observations": {"y": torch.zeros(3)}}, r"site 'y' of shape \(20,\); got \(3,\)"),
+        ({"observations": {"y": TWENTY / 0}}, "without NaN and infinite values; got some at site 'y'"),
+        ({"y": TWENTY, "num_datasets": 3}, "num_datasets of at least 10"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        misspecification(heavy, TWENTY, **options)
 
 
 def test_shrinkage_is_ledoit_and_wolfs():

@@ -1,7 +1,5 @@
 """Sites whose elements are jointly Normal: against torch's multivariate normal."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributions import MultivariateNormal, constraints
@@ -36,7 +34,6 @@ def test_the_density_is_that_of_a_multivariate_normal():
 def test_instances_of_plates_are_coupled_and_their_densities_add_up(batch, dims, sizes):
     fn, coupling = factor(batch, dims, sizes)
     whole = len(coupling)
-
 
     def in_a_row(x):
         return x.movedim(0, 1).reshape(-1, whole) if len(dims) > 1 else x.reshape(-1, whole)  # the last plate slowest

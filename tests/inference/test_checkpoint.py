@@ -1,20 +1,16 @@
 """Checkpoints: nothing is lost, nothing is run, and no other structure is loaded."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CHAIN, COLLIDER
+from models import CHAIN, COLLIDER, pair
+from scripts import run_session
 from torch.utils.data import DataLoader
 
 from pyro_nami import AutoNaMIGuide
@@ -32,19 +28,12 @@ from pyro_nami.inference.simulate import Simulator
 pytestmark = pytest.mark.filterwarnings("error")
 Adam = functools.partial(torch.optim.Adam, lr=0.02)
 ZERO = (torch.zeros(()),)
-ROOT = Path(__file__).parents[2]
-
-
-def by_if(y):
-    a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    pyro.sample("y", dist.Normal(1.0 if a > 0 else -1.0, 1.0), obs=y)
 
 
 def hand_written(y, observations):
     loc = pyro.param("loc", torch.zeros(())) + pyro.param("slope", torch.zeros(())) * observations["y"]
-    pyro.sample(
-        "a", dist.Normal(loc, pyro.param("scale", torch.ones(()), constraint=dist.constraints.positive))
-    )
+    scale = pyro.param("scale", torch.ones(()), constraint=dist.constraints.positive)
+    pyro.sample("z", dist.Normal(loc, scale))
 
 
 def new(model=CHAIN, *, optim=Adam, guide=None, **options):
@@ -75,59 +64,53 @@ def moved(x):
     pyro.sample("y", dist.Normal(a, 1.0))
 
 
+def resized(size):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", size):
+        pyro.sample("y", dist.Normal(mu, 1.0))
+
+
+def new_observed(model):
+    """A session of a model that samples its data."""
+    return new(model, guide=AutoNaMIGuide(model, observed=["y"]), observed=["y"])
+
+
+def fit(compilation, steps, path=None, **options):
+    return compilation.fit(steps, **{"args": ZERO, "progress": False, "checkpoint": path, **options})
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+OneCycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=13)
+FALLING = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.9}
+chain = pair(dist.Normal(0.0, 1.0), lambda z: dist.Normal(z, 1.0))
 SESSIONS = {
-    "plain": (lambda: new(), dict),
-    "validated": (lambda: new(), lambda: {"validation": 20, "validate_every": 3}),
-    "scheduled": (
-        lambda: new(
-            scheduler=functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=13),
-            clip_norm=1.0,
-        ),
-        dict,
-    ),
+    "plain": (new, dict),
+    "validated": (new, lambda: {"validation": 20, "validate_every": 3}),
+    "scheduled": (lambda: new(scheduler=OneCycle, clip_norm=1.0), dict),
     "Pyro's optimizer": (lambda: new(optim=pyro.optim.ClippedAdam({"lr": 0.02, "lrd": 0.9})), dict),
-    "Pyro's scheduler": (
-        lambda: new(
-            optim=pyro.optim.ExponentialLR(
-                {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.9}
-            )
-        ),
-        dict,
-    ),
-    "offline": (lambda: new(), lambda: {"data": DataLoader(simulations(), batch_size=10, shuffle=True)}),
-    "workers": (lambda: new(), lambda: {"num_workers": 1}),
-    "hand-written": (lambda: new(by_if_free, guide=hand_written), dict),
-    "varying arguments": (
-        lambda: new(moved, guide=AutoNaMIGuide(moved, observed=["y"]), observed=["y"]),
-        lambda: {"args": varying},
-    ),
+    "Pyro's scheduler": (lambda: new(optim=pyro.optim.ExponentialLR(dict(FALLING))), dict),
+    "offline": (new, lambda: {"data": DataLoader(simulations(), batch_size=10, shuffle=True)}),
+    "workers": (new, lambda: {"num_workers": 1}),
+    "hand-written": (lambda: new(chain, guide=hand_written), dict),
+    "varying arguments": (lambda: new_observed(moved), lambda: {"args": varying}),
 }
-
-
-def by_if_free(y):
-    pyro.sample("y", dist.Normal(pyro.sample("a", dist.Normal(0.0, 1.0)), 1.0), obs=y)
 
 
 @pytest.mark.parametrize("name", SESSIONS)
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(name, tmp_path):
     make, options = SESSIONS[name]
     whole = make()
-    history = whole.fit(13, **{"args": ZERO, **options()}, progress=False)
+    history = fit(whole, 13, **options())
     expected = state_of(whole)
     for steps in (5, 9, 13):  # of which the first two end as an interruption would: at a checkpoint
         part = make()
-        resumed = part.fit(
-            steps,
-            **{"args": ZERO, **options()},
-            progress=False,
-            checkpoint=tmp_path / "c",
-            checkpoint_every=2,
-        )
+        resumed = fit(part, steps, tmp_path / "c", checkpoint_every=2, **options())
     assert resumed.losses == history.losses and resumed.simulations == history.simulations
-    found = state_of(part)
-    if "validat" in name:  # each part ends with a validation of its own
-        return
-    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    if name != "validated":  # each part ends with a validation of its own
+        assert_same(state_of(part), expected)
 
 
 # ---- killed at any moment
@@ -221,15 +204,11 @@ print(kills, "kills, at the last in step", last, "of", STEPS, "and", torn, "amid
 )
 def test_a_run_killed_twenty_times_at_random_ends_as_if_never_killed(tmp_path):
     """A process of its own imports torch once, and forks the sessions; each goes on where the last was killed."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", SESSION, str(tmp_path / "run")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("20 kills, at the last in step")
+    printed = run_session(SESSION, tmp_path / "run")
+    assert printed.startswith("20 kills, at the last in step")
     whole, resumed = (torch.load(tmp_path / f"run.{end}", weights_only=True) for end in ("whole", "resumed"))
-    assert len(whole["losses"]) == 200 and whole.keys() == resumed.keys()
-    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    assert len(whole["losses"]) == 200
+    assert_same(resumed, whole)
 
 
 @pytest.mark.parametrize("where", ["torch.save", "os.fsync", "os.replace"])
@@ -268,11 +247,10 @@ def test_the_bytes_are_on_the_disk_before_the_file_has_its_name(tmp_path, monkey
 
 def test_a_checkpoint_is_tensors_and_plain_python(tmp_path):
     path = tmp_path / "c"
-    new().fit(4, ZERO, progress=False, checkpoint=path, validation=10, validate_every=2)
+    fit(new(), 4, path, validation=10, validate_every=2)
     state = torch.load(path, weights_only=True)
-    assert state.keys() == {
-        *("structure", "guide", "best", "optimization", "rng", "stream", "history", "format")
-    }
+    keys = "structure guide best optimization rng stream history format"
+    assert state.keys() == set(keys.split())
     assert "site 'a'" in state["structure"]
     assert len(state["history"]["losses"]) == 4 and len(state["history"]["validation"]) == 2
     assert state["rng"].keys() == {"torch", "cuda", "numpy", "python"}
@@ -286,7 +264,7 @@ def test_code_in_a_file_is_not_run(tmp_path):
     path = tmp_path / "c"
     torch.save({"format": 1, "guide": Evil()}, path)
     with pytest.raises(ValueError, match="a file of another kind"):
-        new().fit(4, ZERO, progress=False, checkpoint=path)
+        fit(new(), 4, path)
     assert not (tmp_path / "harm").exists()
 
 
@@ -303,58 +281,44 @@ def test_other_files_are_refused(content, tmp_path):
 def test_a_finished_run_is_loaded_and_a_longer_one_goes_on(tmp_path):
     path = tmp_path / "c"
     first = new()
-    losses = first.fit(6, ZERO, progress=False, checkpoint=path).losses
+    losses, expected = fit(first, 6, path).losses, state_of(first)
     second = new()
-    assert second.fit(6, ZERO, progress=False, checkpoint=path).losses == losses
-    found, expected = state_of(second), state_of(first)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert new().fit(9, ZERO, progress=False, checkpoint=path).losses[:6] == losses
+    assert fit(second, 6, path).losses == losses
+    assert_same(state_of(second), expected)
+    assert fit(new(), 9, path).losses[:6] == losses
 
 
 def test_patience_that_ran_out_stays_run_out(tmp_path):
-    options = {
-        "validation": 50,
-        "validate_every": 1,
-        "patience": 2,
-        "checkpoint": tmp_path / "c",
-        "progress": False,
-    }
     sgd = functools.partial(torch.optim.SGD, lr=0.5)
+    options = {"validation": 50, "validate_every": 1, "patience": 2}
     first, second = new(optim=sgd, clip_norm=1.0), new(optim=sgd, clip_norm=1.0)
-    steps = len(first.fit(300, ZERO, **options).losses)
-    assert steps < 300 and len(second.fit(300, ZERO, **options).losses) == steps
+    steps = len(fit(first, 300, tmp_path / "c", **options).losses)
+    assert steps < 300 and len(fit(second, 300, tmp_path / "c", **options).losses) == steps
 
 
 # ---- structure
 
 
+SITES_DIFFER = "site 'a': here .*site 'e': here e: latent.*; there absent"
+
+
 @pytest.mark.parametrize(
-    ("other", "match"),
+    ("model", "options", "match"),
     [
-        (
-            lambda: new(COLLIDER, guide=AutoNaMIGuide(COLLIDER)),
-            "site 'a': here .*site 'e': here e: latent.*; there absent",
-        ),
-        (
-            lambda: new(guide=AutoNaMIGuide(CHAIN, inverse="mean_field")),
-            r"site 'a': here .*in the inverse a \| y; there",
-        ),
-        (
-            lambda: new(guide=AutoNaMIGuide(CHAIN, hidden_features=(7,))),
-            r"parameter '.*': here shape .*; there shape",
-        ),
+        (COLLIDER, {}, SITES_DIFFER),
+        (CHAIN, {"inverse": "mean_field"}, r"site 'a': here .*in the inverse a \| y; there"),
+        (CHAIN, {"hidden_features": (7,)}, r"parameter '.*': here shape .*; there shape"),
     ],
     ids=["model", "inverse", "widths"],
 )
-def test_another_structure_is_refused_by_name(other, match, tmp_path):
-    path = tmp_path / "c"
-    new().fit(2, ZERO, progress=False, checkpoint=path)
-    compilation = other()
+def test_another_structure_is_refused_by_name(model, options, match, tmp_path):
+    fit(new(), 2, tmp_path / "c")
+    compilation = new(model, guide=AutoNaMIGuide(model, **options))
     compilation.step(*ZERO)
     before = state_of(compilation)
     with pytest.raises(ValueError, match=f"another model or guide. They differ at {match}"):
-        compilation.fit(4, ZERO, progress=False, checkpoint=path)
-    assert all(torch.equal(value, before[name]) for name, value in state_of(compilation).items())
+        fit(compilation, 4, tmp_path / "c")
+    assert_same(state_of(compilation), before)
 
 
 def test_many_differences_are_summed_up():
@@ -363,14 +327,8 @@ def test_many_differences_are_summed_up():
 
 
 def test_sizes_of_plates_are_no_part_of_the_structure(tmp_path):
-    def model(size):
-        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-        with pyro.plate("data", size):
-            pyro.sample("y", dist.Normal(mu, 1.0))
-
     for size in (3, 8):
-        compilation = new(model, guide=AutoNaMIGuide(model, observed=["y"]), observed=["y"])
-        history = compilation.fit(size, (size,), progress=False, checkpoint=tmp_path / "c")
+        history = fit(new_observed(resized), size, tmp_path / "c", args=(size,))
     assert len(history.losses) == 8
 
 
@@ -381,17 +339,17 @@ def test_sizes_of_plates_are_no_part_of_the_structure(tmp_path):
 )
 def test_another_kind_of_optimizer_is_refused(optim, tmp_path):
     scheduler = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-    new(scheduler=scheduler).fit(2, ZERO, progress=False, checkpoint=tmp_path / "c")
+    fit(new(scheduler=scheduler), 2, tmp_path / "c")
     with pytest.raises(ValueError, match="state of (pyro|torch); got one with scheduler and torch"):
-        new(optim=optim).fit(4, ZERO, progress=False, checkpoint=tmp_path / "c")
+        fit(new(optim=optim), 4, tmp_path / "c")
 
 
 def test_a_pyro_optimizer_needs_parameters_in_the_store(tmp_path):
     with pyro.settings.context(module_local_params=True):
         compilation = new(optim=pyro.optim.Adam({"lr": 0.1}))
         with pytest.raises(NotImplementedError, match="module_local_params"):
-            compilation.fit(2, ZERO, progress=False, checkpoint=tmp_path / "c")
-        assert len(new().fit(2, ZERO, progress=False, checkpoint=tmp_path / "c").losses) == 2
+            fit(compilation, 2, tmp_path / "c")
+        assert len(fit(new(), 2, tmp_path / "c").losses) == 2
 
 
 def test_random_number_generators_come_back_from_plain_data(tmp_path):

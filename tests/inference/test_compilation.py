@@ -1,7 +1,5 @@
 """`InferenceCompilation`: what training reaches, what it reads, what it skips and what it refuses."""
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -14,8 +12,10 @@ from models import (
     COLLIDER,
     conjugate_normal,
     conjugate_normal_posterior,
+    pair,
     scatter,
 )
+from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader
 
 from pyro_nami import AutoNaMIGuide
@@ -63,8 +63,8 @@ def weights(guide):
 def test_training_reaches_the_expected_conditional_entropy():
     """min_q -E log q(z | y) is H(z | y), for a linear-Gaussian model the same at all y. The simulations of the
     comparison serve the exact posterior too, so their error is that of the KL divergence, about 0.002 nats."""
-    optim, steps = functools.partial(torch.optim.Adam, lr=0.05), 900
-    scheduler = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=steps)
+    optim, steps = functools.partial(torch.optim.Adam, lr=0.05), 500
+    scheduler = functools.partial(schedulers.OneCycleLR, max_lr=0.05, total_steps=steps)
     guide = AutoNaMIGuide(COLLIDER, hidden_features=())
     compilation = InferenceCompilation(
         COLLIDER, guide, optim, batch_size=200, scheduler=scheduler, clip_norm=20.0
@@ -102,19 +102,17 @@ def test_a_guide_trained_over_sizes_is_right_at_each():
         assert abs(draws.mean() - mean) < 0.25 * sd and abs(draws.std() / sd - 1) < 0.15
 
 
+PYROS = {"optimizer": torch.optim.SGD, "optim_args": {"lr": 1e-3}, "gamma": 0.5}
+
+
 @pytest.mark.parametrize(
     ("optim", "options"),
     [
         (Adam, {}),
         (Adam, {"clip_norm": 1e-3}),
-        (Adam, {"scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)}),
+        (Adam, {"scheduler": functools.partial(schedulers.StepLR, step_size=1, gamma=0.5)}),
         (pyro.optim.ClippedAdam({"lr": 0.02}), {}),
-        (
-            pyro.optim.ExponentialLR(
-                {"optimizer": torch.optim.SGD, "optim_args": {"lr": 1e-3}, "gamma": 0.5}
-            ),
-            {},
-        ),
+        (pyro.optim.ExponentialLR(PYROS), {}),
     ],
     ids=["torch", "clipped", "scheduled", "Pyro", "Pyro scheduled"],
 )
@@ -126,23 +124,27 @@ def test_optimizers_of_torch_and_pyro_move_the_weights(optim, options):
     assert len(compilation.history.losses) == 2
 
 
-def test_schedules_step_once_a_step_and_plateaus_once_a_validation():
-    rates = []
+@pytest.mark.parametrize(
+    ("scheduler", "options", "expected"),
+    [
+        (functools.partial(schedulers.StepLR, step_size=2, gamma=0.5), {}, [0.02, 0.01, 0.01, 0.005]),
+        (
+            functools.partial(schedulers.ReduceLROnPlateau, patience=0, threshold=1e9),
+            {"validation": 20, "validate_every": 2},
+            [2e-2, 2e-2, 2e-3, 2e-3, 2e-4, 2e-4],
+        ),
+    ],
+    ids=["a step", "a validation"],
+)
+def test_schedules_step_once_a_step_and_plateaus_once_a_validation(scheduler, options, expected):
+    rates, compilation = [], compiled(scheduler=scheduler)
 
-    class Recorder:
-        def log(self, name, value, step):
-            if name == "loss":
-                rates.append(compilation._trainer.optimization.parts["torch"].param_groups[0]["lr"])
+    def tracker(name, value, step):
+        if name == "loss":
+            rates.append(compilation._trainer.optimization.parts["torch"].param_groups[0]["lr"])
 
-    halving = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
-    compilation = compiled(scheduler=halving)
-    compilation.fit(4, ZERO, progress=False, tracker=Recorder())
-    assert rates == pytest.approx([0.02, 0.01, 0.01, 0.005])
-    plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=1e9)
-    rates.clear()
-    compilation = compiled(scheduler=plateau)
-    compilation.fit(6, ZERO, progress=False, tracker=Recorder(), validation=20, validate_every=2)
-    assert rates == pytest.approx([2e-2, 2e-2, 2e-3, 2e-3, 2e-4, 2e-4])
+    compilation.fit(len(expected), ZERO, progress=False, tracker=tracker, **options)
+    assert rates == pytest.approx(expected)
 
 
 @pytest.mark.usefixtures("double")
@@ -187,36 +189,28 @@ def normal(name, shape=()):
     return pyro.sample(name, dist.Normal(torch.zeros(shape), 1.0))
 
 
+def without_observations(y=None):
+    pyro.sample("z", dist.Normal(pyro.param("shift", torch.tensor(0.0)), 1.0))
+
+
 @pytest.mark.parametrize(
-    ("guide", "match"),
+    ("guide", "error", "match"),
     [
-        (lambda y, observations: None, "it lacks 'a'"),
-        (lambda y, observations: [normal("a"), normal("b")], "it has 'b' as well"),
-        (lambda y, observations: normal("a", (3, 1)), r"batch dims \(16,\) at site 'a'; got \(3, 16\)"),
+        (lambda y, observations: None, ValueError, "it lacks 'z'"),
+        (lambda y, observations: [normal("z"), normal("b")], ValueError, "it has 'b' as well"),
+        (
+            lambda y, observations: normal("z", (3, 1)),
+            ValueError,
+            r"batch dims \(16,\) at site 'z'; got \(3, 16\)",
+        ),
+        (without_observations, TypeError, "takes observations=.*; got without_observations, which does not"),
+        (lambda y, observations: normal("z"), ValueError, "guide with parameters"),
     ],
 )
-def test_guides_that_do_not_fit_are_named(guide, match):
-    def model(y):
-        pyro.sample("y", dist.Normal(pyro.sample("a", dist.Normal(0.0, 1.0)), 1.0), obs=y)
-
-    with pytest.raises(ValueError, match=match):
+def test_guides_that_do_not_fit_are_named(guide, error, match):
+    model = pair(dist.Normal(0.0, 1.0), lambda z: dist.Normal(z, 1.0))
+    with pytest.raises(error, match=match):
         InferenceCompilation(model, guide, Adam, batch_size=5).step(*ZERO)
-
-
-def test_a_guide_that_takes_no_observations_is_an_error():
-    def guide(y=None):
-        pyro.sample("mu", dist.Normal(pyro.param("shift", torch.tensor(0.0)), 1.0))
-
-    with pytest.raises(TypeError, match="takes observations=.*; got guide, which does not"):
-        InferenceCompilation(sized, guide, Adam, batch_size=5, observed=["y"]).step()
-
-
-def test_a_guide_without_parameters_is_an_error():
-    def guide(observations):
-        pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
-
-    with pytest.raises(ValueError, match="guide with parameters"):
-        InferenceCompilation(sized, guide, Adam, batch_size=5, observed=["y"]).step()
 
 
 def test_a_guide_may_say_itself_what_it_conditions_on():
@@ -229,44 +223,39 @@ def test_a_guide_may_say_itself_what_it_conditions_on():
 
 def test_observations_among_the_arguments_are_those_of_the_model_alone():
     """The guide gets the simulated ones."""
-    guide = AutoNaMIGuide(with_observations)
-    compilation = InferenceCompilation(with_observations, guide, Adam, batch_size=5)
+
+    def model(observations):
+        conjugate_normal(observations["y"])
+
+    compilation = InferenceCompilation(model, AutoNaMIGuide(model), Adam, batch_size=5)
     assert math.isfinite(compilation.step(observations={"y": torch.zeros(6)}))
-
-
-def with_observations(observations):
-    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-    with pyro.plate("data", 6):
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=observations["y"])
 
 
 # ---- validation, offline data, workers, trackers
 
 
 class Recorder:
+    """A tracker that keeps what it gets."""
+
     def __init__(self):
         self.logged = []
 
-    def log(self, name, value, step):
-        self.logged.append((name, value, step))
+    def log(self, *figure):
+        self.logged.append(figure)
 
     def figure(self, name, figure, step):
         raise AssertionError("training draws no figures")
 
 
-def test_the_tracker_gets_losses_and_validation_losses():
-    recorder = Recorder()
-    history = compiled().fit(5, ZERO, progress=False, validation=30, validate_every=2, tracker=recorder)
-    assert [(n, s) for n, _, s in recorder.logged if n == "loss"] == [("loss", s) for s in range(1, 6)]
-    assert [value for name, value, _ in recorder.logged if name == "loss"] == history.losses
-    assert [(s, v) for n, v, s in recorder.logged if n == "validation_loss"] == history.validation
+@pytest.mark.parametrize("tracker", [Recorder(), []], ids=["object", "function"])
+def test_the_tracker_gets_losses_and_validation_losses(tracker):
+    logged = tracker if isinstance(tracker, list) else tracker.logged
+    given = (lambda *figure: logged.append(figure)) if logged is tracker else tracker
+    history = compiled().fit(5, ZERO, progress=False, validation=30, validate_every=2, tracker=given)
+    losses = [figure for figure in logged if figure[0] == "loss"]
+    assert losses == [("loss", loss, step) for step, loss in enumerate(history.losses, 1)]
+    assert [(s, v) for n, v, s in logged if n == "validation_loss"] == history.validation
     assert [step for step, _ in history.validation] == [2, 4, 5]
-
-
-def test_a_function_is_a_tracker():
-    logged = []
-    history = compiled().fit(3, ZERO, progress=False, tracker=lambda *figure: logged.append(figure))
-    assert logged == [("loss", loss, step) for step, loss in enumerate(history.losses, 1)]
 
 
 @pytest.mark.usefixtures("double")
@@ -313,24 +302,6 @@ def test_a_shuffling_loader_is_data():
     assert len(history.losses) == 6 and history.simulations == 60
 
 
-@pytest.mark.parametrize(
-    ("data", "error", "match"),
-    [
-        ([], ValueError, "batches of simulations in data; got none"),
-        ([3.0], TypeError, "JointDraws or mappings"),
-        ([{"a": torch.zeros(3)}], ValueError, "none for 'b'"),
-        (
-            [{name: torch.zeros(3 + (name == "y")) for name in "abcy"}],
-            ValueError,
-            "values of site 'y' of shape",
-        ),
-    ],
-)
-def test_bad_offline_data_are_named(data, error, match):
-    with pytest.raises(error, match=match):
-        compiled().fit(2, ZERO, data=data, progress=False)
-
-
 def test_workers_simulate_ahead_from_a_seed_a_step():
     """Two workers and one give the same losses; they are fresh at every step."""
     losses = []
@@ -366,8 +337,9 @@ def test_what_wraps_the_loss_is_used():
             return self.module(*inputs)
 
     compilation = compiled(steps=3, wrap=Wrapper)
-    assert compilation._trainer.wrapped.calls == 3
-    assert compilation._trainer.wrapped.count == len(list(compilation.guide.parameters())) > 0
+    wrapped = compilation._trainer.wrapped
+    assert wrapped.calls == 3
+    assert wrapped.count == len(list(compilation.guide.parameters())) > 0
 
 
 # ---- bad simulations, bad losses, parameters of the model
@@ -385,28 +357,24 @@ def leaky(share):
 
 
 def test_simulations_that_are_not_finite_are_skipped_and_counted():
-    model = leaky(0.03)
-    compilation = compiled(model, (), batch_size=50)
+    compilation = compiled(leaky(0.03), (), batch_size=50)
     left_out = r"of 1000 simulations are not finite, at 'y' \(\d+\); they were left out"
     with pytest.warns(UserWarning, match="Held out: 1 of 100 "), pytest.warns(UserWarning, match=left_out):
         history = compilation.fit(20, progress=False, validation=100)
     assert 5 < history.skipped < 70 and history.non_finite == {"y": history.skipped}
     assert torch.tensor(history.losses).isfinite().all() and weights(compilation.guide).isfinite().all()
+    with pytest.warns(UserWarning, match=r"Held out: \d+ of 2000 simulations are not finite, at 'y'"):
+        assert math.isfinite(compilation.evaluate_loss(num=2000))
 
 
 def test_too_many_that_are_not_finite_are_an_error_that_names_the_site():
+    many = r"at most 10% of the simulations.* are not finite, at 'y'"
     compilation = compiled(leaky(0.4), (), batch_size=10)
-    with pytest.raises(ValueError, match=r"at most 10% of the simulations.* are not finite, at 'y'"):
+    with pytest.raises(ValueError, match=many):
+        compilation.evaluate_loss(num=200)
+    with pytest.raises(ValueError, match=many):
         compilation.fit(50, progress=False)
     assert 100 <= compilation.history.simulations <= 150
-
-
-def test_held_out_simulations_that_are_not_finite_are_told_and_judged_alike():
-    compilation = compiled(leaky(0.03), (), batch_size=50)
-    with pytest.warns(UserWarning, match=r"Held out: \d+ of 2000 simulations are not finite, at 'y'"):
-        assert math.isfinite(compilation.evaluate_loss(num=2000))
-    with pytest.raises(ValueError, match=r"at most 10% of the simulations.* are not finite, at 'y'"):
-        compiled(leaky(0.4), (), batch_size=50).evaluate_loss(num=200)
 
 
 def test_a_batch_without_a_finite_simulation_moves_nothing():
@@ -418,6 +386,13 @@ def test_a_batch_without_a_finite_simulation_moves_nothing():
         history = compilation.fit(2, ZERO, data=[bad], progress=False)
     assert all(map(math.isnan, history.losses)) and history.skipped == 16
     assert torch.equal(weights(compilation.guide), before)
+
+
+def with_far_data(model, guide):
+    """Training, four simulations, and the same with observations far away."""
+    good = Simulator(model, observed=["y"]).draw(4)
+    compilation = InferenceCompilation(model, guide, Adam, batch_size=4, observed=["y"])
+    return compilation, good, good._replace(observed={"y": torch.full((4,), 1e3)})
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
@@ -438,9 +413,7 @@ def test_a_loss_that_is_not_finite_names_the_site_and_keeps_the_last_good_weight
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
         pyro.sample("y", dist.Normal(pyro.sample("b", dist.Normal(a, 1.0)), 1.0), obs=y)
 
-    good = Simulator(model, observed=["y"]).draw(4)
-    bad = good._replace(observed={"y": torch.full((4,), 1e3)})
-    compilation = InferenceCompilation(model, guide, Adam, batch_size=4, observed=["y"])
+    compilation, good, bad = with_far_data(model, guide)
     with pytest.raises(ValueError, match=r"in step 3 .* not finite at 'b' \(values up to") as caught:
         compilation.fit(5, data=[good, good, bad], progress=False)
     assert "'a'" not in str(caught.value)
@@ -451,9 +424,8 @@ def test_a_loss_that_is_not_finite_names_the_site_and_keeps_the_last_good_weight
 def test_a_sum_that_overflows_names_the_site_with_the_largest_loss():
     def guide(observations):
         far = observations["y"] > 100
-        pyro.sample(
-            "a", dist.Delta(pyro.param("a0", torch.tensor(0.0)).detach() * far, torch.where(far, -2e38, 0.0))
-        )
+        a = pyro.param("a0", torch.tensor(0.0)).detach() * far
+        pyro.sample("a", dist.Delta(a, torch.where(far, -2e38, 0.0)))
         shift = pyro.param("shift", torch.tensor(0.1))
         pyro.sample("b", dist.Normal(shift, 1.0).mask(~far))
         pyro.sample("c", dist.Delta(0.0 * far, torch.where(far, -3e38, 0.0)))
@@ -462,18 +434,9 @@ def test_a_sum_that_overflows_names_the_site_with_the_largest_loss():
         a, c = (pyro.sample(name, dist.Delta(torch.tensor(0.0))) for name in "ac")
         pyro.sample("y", dist.Normal(a + c + pyro.sample("b", dist.Normal(0.0, 1.0)), 1.0), obs=y)
 
-    good = Simulator(model, observed=["y"]).draw(4)
-    bad = good._replace(observed={"y": torch.full((4,), 1e3)})
-    compilation = InferenceCompilation(model, guide, Adam, batch_size=4, observed=["y"])
+    compilation, good, bad = with_far_data(model, guide)
     with pytest.raises(ValueError, match=r"not finite at no single site \(the largest loss is that of 'c'\)"):
         compilation.fit(5, data=[good, bad], progress=False)
-
-
-@pytest.mark.parametrize("scale", [3e38, 1.0])
-def test_simulations_far_out_but_finite_are_kept(scale):
-    draws = Simulator(CHAIN, ZERO).draw(8)
-    kept, counts = draws._replace(observed={"y": scale * draws.observed["y"].sign()}).finite()
-    assert kept.num == 8 and counts == {}
 
 
 def test_the_weights_to_go_back_to_hold_no_graph():
@@ -517,42 +480,26 @@ def test_parameters_of_the_model_are_left_alone():
         ({"optim": 3}, TypeError, "got int"),
         ({"optim": torch.optim.Adam([torch.zeros(1)])}, TypeError, "lambda params"),
         ({"scheduler": 3}, TypeError, "scheduler as a function"),
-        (
-            {"optim": pyro.optim.Adam({"lr": 0.1}), "scheduler": len},
-            TypeError,
-            "Pyro's schedulers are optimizers",
-        ),
+        ({"optim": pyro.optim.Adam({"lr": 0.1}), "scheduler": len}, TypeError, "Pyro's schedulers are optimizers"),
         ({"clip_norm": 0.0}, ValueError, "clip_norm > 0; got 0.0"),
+        ({"steps": 0}, ValueError, "steps to be"),
+        ({"patience": 3}, ValueError, "validation with patience"),
+        ({"validation": 0}, ValueError, "validation to"),
+        ({"data": []}, ValueError, "batches of simulations in data; got none"),
+        ({"data": [3.0]}, TypeError, "JointDraws or mappings"),
+        ({"data": [{"a": torch.zeros(3)}]}, ValueError, "none for 'b'"),
+        (
+            {"data": [{name: torch.zeros(3 + (name == "y")) for name in "abcy"}]},
+            ValueError,
+            "values of site 'y' of shape",
+        ),
     ],
 )
-def test_bad_options(options, error, match):
+def test_bad_options_are_named(options, error, match):
+    of_training = options.keys() & {"batch_size", "optim", "scheduler", "clip_norm"}
+    compilation = None if of_training else compiled()
     with pytest.raises(error, match=match):
-        InferenceCompilation(CHAIN, None, **{"optim": Adam, "batch_size": 5, **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"steps": 0}, "steps to be"),
-        ({"patience": 3}, "validation with patience"),
-        ({"validation": 0}, "validation to"),
-    ],
-)
-def test_bad_options_of_fit(options, match):
-    with pytest.raises(ValueError, match=match):
-        compiled().fit(**{"steps": 2, "args": ZERO, "progress": False, **options})
-
-
-@pytest.mark.cuda
-def test_training_follows_the_models_device():
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros((), device=y.device), 2.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
-    y = torch.zeros(6, device="cuda")
-    compilation = InferenceCompilation(model, AutoNaMIGuide(model), Adam, batch_size=50)
-    history = compilation.fit(50, (y,), validation=100, progress=False)
-    assert history.losses[-1] < history.losses[0] and weights(compilation.guide).is_cuda
-    host = [{"mu": torch.zeros(10, 1), "y": torch.zeros(10, 6)}]
-    assert compilation.fit(52, (y,), data=host, progress=False).losses
+        if of_training:
+            compiled(**options)
+        else:
+            compilation.fit(**{"steps": 2, "args": ZERO, "progress": False, **options})

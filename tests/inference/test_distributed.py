@@ -1,17 +1,13 @@
 """Training in two processes: the same as in one with all simulations, and the same in both."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed
+from scripts import ROOT, python, run_session
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,7 +16,6 @@ pytestmark = [
         reason="torch is built without gloo",
     ),
 ]
-ROOT = Path(__file__).parents[2]
 
 SESSION = '''
 import contextlib, functools, io, math, os, sys, traceback, warnings
@@ -230,11 +225,7 @@ def results(tmp_path_factory):
     if not hasattr(os, "fork"):
         pytest.skip("processes are forked")
     folder = tmp_path_factory.mktemp("distributed")
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", SESSION, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_session(SESSION, folder)
     names = ("rank0", "rank1", "alone")
     return {**{name: torch.load(folder / name, weights_only=True) for name in names}, "folder": folder}
 
@@ -301,15 +292,11 @@ def test_another_number_of_processes_goes_on_with_simulations_that_differ(result
 
 
 def test_training_stops_at_the_same_step_in_both(results):
-    first, second = both(results, "stopped")
-    assert len(first["losses"]) == len(second["losses"]) < 300
-    assert torch.equal(first["held out"], second["held out"]) and torch.equal(
-        first["weights"], second["weights"]
-    )
-    for first, second in (both(results, "ended"),):
-        assert len(first["losses"]) == len(second["losses"]) == 3 and torch.equal(
-            first["weights"], second["weights"]
-        )
+    for part, steps in (("stopped", range(1, 300)), ("ended", [3])):
+        first, second = both(results, part)
+        assert len(first["losses"]) == len(second["losses"]) in steps
+        for key in ("held out", "weights"):
+            assert torch.equal(first[key], second[key])
 
 
 def test_worker_processes_of_both_simulate_apart(results):
@@ -332,10 +319,8 @@ def test_the_first_process_alone_shows_and_logs(results):
 
 
 def test_the_example_runs_under_torchrun(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, str(ROOT / "examples" / "distributed.py"), "--smoke", "--out", str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("KL of the guide") == 1 and "2 processes: 1,024 simulations" in done.stdout
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    done = python(*torchrun, ROOT / "examples" / "distributed.py", "--smoke", "--out", tmp_path)
+    assert done.code == 0, done.errors
+    assert done.printed.count("KL of the guide") == 1 and "2 processes: 1,024 simulations" in done.printed
     assert json.loads((tmp_path / "results.json").read_text())["processes"] == 2

@@ -1,7 +1,5 @@
 """Observed values as users give them: one data set or several, and who is told of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -90,6 +88,8 @@ def test_integers_stay_integers():
         ({"v": torch.zeros(3)}, ValueError, r"of shape \(3, 2\), or \(data sets, 3, 2\); got \(3,\)"),
         ({"y": torch.zeros(5, 3, 3), "z": torch.zeros(4)}, ValueError, "got 4 at 'z' and 5 before it"),
         ({"y": torch.zeros(0, 3, 3)}, ValueError, "at least one; got 0 at 'y'"),
+        ({"y": torch.zeros(4)}, ValueError, r"of shape \(3, 3\), or \(data sets, 3, 3\); got \(4,\)"),
+        ({"y": torch.tensor(1.0)}, ValueError, r"got \(\)"),
         ({"y": "three"}, TypeError, "a tensor as the value of site 'y'; got 'three'"),
         ({"y": None}, TypeError, "a tensor as the value of site 'y'; got None"),
     ],

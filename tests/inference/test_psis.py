@@ -1,7 +1,5 @@
 """Smoothed weights and k-hat against ArviZ, and against tails of known shape."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

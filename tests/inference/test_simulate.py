@@ -1,7 +1,5 @@
 """`Simulator`: one vectorized run of a model gives joint draws, and it says where it does not."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -9,13 +7,14 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CASES, DIAMOND, conjugate_normal
+from models import CASES, DIAMOND, conjugate_normal, pair, subsampled
 from pyro import poutine
 
 from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
 
 pytestmark = pytest.mark.filterwarnings("error")
 FALLBACK = "one vectorized run"
+UNIT = dist.Normal(0.0, 1.0)
 
 
 def by_index(group):
@@ -32,15 +31,9 @@ def wrong_by_index(group):
         pyro.sample("y", dist.Normal(alpha[group], 0.01))
 
 
-def wrong_silently():
-    """Runs in an outer plate without an error, and mixes the draws."""
-    a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    pyro.sample("y", dist.Normal(a.mean(), 0.01))
-
-
-def wrong_by_if():
-    a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    pyro.sample("y", dist.Normal(1.0 if a > 0 else -1.0, 0.01))
+# Runs in an outer plate without an error, and mixes the draws.
+wrong_silently = pair(UNIT, lambda z: dist.Normal(z.mean(), 0.01))
+wrong_by_if = pair(UNIT, lambda z: dist.Normal(1.0 if z > 0 else -1.0, 0.01))
 
 
 def wrong_by_dim(size):
@@ -51,10 +44,13 @@ def wrong_by_dim(size):
 
 GROUP = torch.tensor([0, 0, 2, 1])
 UNVECTORIZED = {
-    "index": (wrong_by_index, (GROUP,), "y"),
-    "mean over draws": (wrong_silently, (), "log density of site 'y' differs"),
-    "if": (wrong_by_if, (), "Boolean value"),
-    "sum over the first dim": (wrong_by_dim, (4,), "draws of site 'y' should be of shape"),
+    "index": (wrong_by_index, (GROUP,), lambda z: z[:, GROUP], "y"),
+    "mean over draws": (wrong_silently, (), lambda z: z, "log density of site 'y' differs"),
+    "if": (wrong_by_if, (), torch.sign, "Boolean value"),
+    "sum over the first dim": (
+        *(wrong_by_dim, (4,), lambda z: z.sum(-1, keepdim=True)),
+        "draws of site 'y' should be of shape",
+    ),
 }
 
 
@@ -100,19 +96,14 @@ def test_sites_can_be_observed_by_name_or_by_condition(conditioned):
 
 @pytest.mark.parametrize("name", UNVECTORIZED)
 def test_models_that_cannot_be_vectorized_are_run_one_by_one(name):
-    model, args, reason = UNVECTORIZED[name]
+    model, args, right, reason = UNVECTORIZED[name]
     with pytest.warns(UserWarning, match=FALLBACK) as caught:
         simulator = Simulator(model, args, observed=["y"])
     assert reason in str(caught[0].message) and "alpha[..., index]" in str(caught[0].message)
     assert not simulator.vectorized
     draws = simulator.draw(20)
     latent = next(iter(draws.latents.values()))
-    expected = {
-        wrong_by_index: lambda: latent[:, GROUP],
-        wrong_silently: lambda: latent,
-        wrong_by_if: lambda: latent.sign(),
-        wrong_by_dim: lambda: latent.sum(-1, keepdim=True),
-    }[model]()
+    expected = right(latent)
     assert draws.observed["y"].shape == expected.shape
     assert (draws.observed["y"] - expected).abs().max() < 0.06  # six of its standard deviations
 
@@ -126,10 +117,7 @@ def test_the_fallback_is_said_once():
 
 
 def test_hidden_randomness_is_no_vectorized_model():
-    def model():
-        a = pyro.sample("a", dist.Normal(0.0, 1.0))
-        pyro.sample("y", dist.Normal(a + torch.randn(()), 0.1))
-
+    model = pair(UNIT, lambda z: dist.Normal(z + torch.randn(()), 0.1))
     with pytest.warns(UserWarning, match="differs from that in a run of one draw"):
         assert not Simulator(model, observed="y").vectorized
 
@@ -140,6 +128,11 @@ def test_other_arguments_bring_other_sizes():
     assert simulator.draw(2).observed["y"].shape == (2, 3)
 
 
+def states():
+    """Those of all generators of random numbers."""
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
 def test_nothing_else_changes():
     """Random numbers of the check, handlers outside, and the requests for gradients."""
     pyro.param("scale", torch.tensor(2.0), constraint=dist.constraints.positive)
@@ -148,24 +141,22 @@ def test_nothing_else_changes():
         a = pyro.sample("a", dist.Normal(0.0, pyro.param("scale")))
         pyro.sample("y", dist.Normal(a, 1.0))
 
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    before = states()
     with poutine.trace() as outer:
         simulator = Simulator(model, observed=["y"])
-        draws_state = torch.get_rng_state()
+        assert states() == before
         draws = simulator.draw(5)
-    assert torch.equal(draws_state, states[0]) and not torch.equal(torch.get_rng_state(), states[0])
-    assert np.random.get_state()[1].tolist() == states[1] and random.getstate() == states[2]
+    assert states()[0] != before[0] and states()[1:] == before[1:]
     assert not outer.trace.nodes.keys() - {"_INPUT", "_RETURN"}
     assert simulator.trainable == ("scale",) and not draws.latents["a"].requires_grad
     assert pyro.get_param_store().keys() == {"scale"}
 
 
 def test_forked_rng_restores_all_generators():
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    before = states()
     with forked_rng():
         torch.rand(3), np.random.rand(3), random.random()
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert np.random.get_state()[1].tolist() == states[1] and random.getstate() == states[2]
+    assert states() == before
 
 
 def test_draws_that_are_not_finite_are_found():
@@ -192,31 +183,6 @@ def test_factors_are_said_to_be_left_out():
 # ---- errors
 
 
-def improper():
-    scale = pyro.sample("scale", dist.ImproperUniform(dist.constraints.positive, (), ()))
-    pyro.sample("y", dist.Normal(0.0, scale), obs=torch.tensor(1.0))
-
-
-def broken():
-    rate = pyro.sample("rate", dist.Normal(0.0, 1.0))
-    pyro.sample("y", dist.Bernoulli(probs=2 + rate.abs()), obs=torch.tensor(1.0))
-
-
-def undeclared():
-    a = pyro.sample("a", dist.Normal(torch.zeros(3), 1.0))
-    pyro.sample("y", dist.Normal(a.sum(-1), 1.0), obs=torch.tensor(1.0))
-
-
-def subsampled():
-    a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", 10, subsample_size=3) as index:
-        pyro.sample("y", dist.Normal(a, 1.0), obs=torch.zeros(10)[index])
-
-
-def no_latent():
-    pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(1.0))
-
-
 def test_sites_that_come_and_go_are_an_error():
     def model():
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
@@ -231,16 +197,31 @@ def test_sites_that_come_and_go_are_an_error():
         simulator.draw(3)
 
 
+DIFFUSE = dist.ImproperUniform(dist.constraints.positive, (), ())
+THREE = dist.Normal(torch.zeros(3), 1.0)
+GIVEN = torch.tensor(1.0)
+
+
 @pytest.mark.parametrize(
     ("model", "observed", "error", "match"),
     [
-        (improper, (), NotImplementedError, "'scale', whose ImproperUniform raises"),
-        (broken, (), ValueError, "'y', whose Bernoulli raises"),
-        (undeclared, (), ValueError, r"batch dims of site 'a' to be those of its plates; got \(3,\)"),
-        (subsampled, (), NotImplementedError, "plate 'data' holds 3 of 10"),
-        (no_latent, (), ValueError, "with latent sites; this one has none"),
+        (
+            pair(DIFFUSE, lambda z: dist.Normal(0.0, z), GIVEN),
+            (),
+            NotImplementedError,
+            "'z', whose ImproperUniform raises",
+        ),
+        (pair(UNIT, lambda z: dist.Bernoulli(2 + z * z), GIVEN), (), ValueError, "'y', whose Bernoulli raises"),
+        (
+            pair(THREE, lambda z: dist.Normal(z.sum(-1), 1.0), GIVEN),
+            (),
+            ValueError,
+            r"batch dims of site 'z' to be those of its plates; got \(3,\)",
+        ),
+        (lambda: subsampled(torch.zeros(10)), (), NotImplementedError, "plate 'data' holds 2 of 10"),
+        (lambda: pyro.sample("y", UNIT, obs=GIVEN), (), ValueError, "with latent sites; this one has none"),
         (wrong_by_if, (), ValueError, "with observed sites; this one has none.*observed="),
-        (wrong_by_if, ("x",), ValueError, "the model's sites, 'a', 'y', in observed; got 'x'"),
+        (wrong_by_if, ("x",), ValueError, "the model's sites, 'z', 'y', in observed; got 'x'"),
     ],
 )
 def test_what_cannot_be_simulated_is_named(model, observed, error, match):
@@ -252,18 +233,3 @@ def test_what_cannot_be_simulated_is_named(model, observed, error, match):
 def test_number_of_draws_is_checked(num):
     with pytest.raises(ValueError, match="positive number of draws; got"):
         Simulator(DIAMOND, (torch.tensor(0.0), torch.tensor(0.0))).draw(num)
-
-
-@pytest.mark.cuda
-def test_draws_follow_the_models_device():
-    y = torch.zeros(4, device="cuda")
-
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros((), device=y.device), 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
-    state = torch.cuda.get_rng_state()
-    simulator = Simulator(model, (y,))
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert simulator.draw(3).observed["y"].is_cuda

@@ -1,7 +1,5 @@
 """Trackers: what reaches TensorBoard and W&B, and what is said without them."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

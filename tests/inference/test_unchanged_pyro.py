@@ -1,7 +1,5 @@
 """Pyro's own algorithms compile and use the same guide, and agree with `InferenceCompilation`."""
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -9,7 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CHAIN, conjugate_normal_evidence, conjugate_normal_posterior, scatter
+from models import CHAIN, conjugate_normal, conjugate_normal_evidence, conjugate_normal_posterior, scatter
 from pyro import poutine
 from pyro.infer import CSIS, SVI, EmpiricalMarginal, Importance, ReweightedWakeSleep, SMCFilter
 from pyro.infer.importance import vectorized_importance_weights
@@ -23,6 +21,11 @@ from pyro_nami.inference.simulate import Simulator
 pytestmark = pytest.mark.filterwarnings("error")
 Adam = functools.partial(torch.optim.Adam, lr=0.02)
 ZERO = (torch.zeros(()),)
+
+
+wake_sleep = functools.partial(
+    ReweightedWakeSleep, num_particles=2, vectorize_particles=True, model_has_params=False
+)
 
 
 def weights(guide):
@@ -47,14 +50,7 @@ def test_the_loss_is_the_same_in_three_ways():
     assert within(compilation.evaluate_loss(*ZERO, num=20_000), 20_000)
     csis = CSIS(CHAIN, guide, pyro.optim.Adam({"lr": 0.01}), validation_batch_size=300)
     assert within(csis.validation_loss(*ZERO), 300)
-    sleep = ReweightedWakeSleep(
-        insomnia=0.0,
-        num_particles=2,
-        vectorize_particles=True,
-        num_sleep_particles=20_000,
-        max_plate_nesting=0,
-        model_has_params=False,
-    )
+    sleep = wake_sleep(insomnia=0.0, num_sleep_particles=20_000, max_plate_nesting=0)
     assert within(sleep.loss(CHAIN, guide, *ZERO)[1].item(), 20_000)
 
 
@@ -82,29 +78,13 @@ def test_the_gradient_of_csis_is_that_of_compilation():
 
 
 def free(y=None):
-    """The chain with nothing given: CSIS and others pass data as ``observations=``."""
-    return conjugate_normal_free(6 if y is None else len(y), y)
-
-
-def conjugate_normal_free(size, y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-    with pyro.plate("data", size):
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=torch.zeros(size) if y is None else y)
-
-
-def trained_guide(steps=150):
-    guide = AutoNaMIGuide(free, observed=["y"], hidden_features=())
-    compilation = InferenceCompilation(free, guide, Adam, batch_size=100)
-    compilation.fit(steps, (torch.zeros(6),), progress=False)
-    return guide
+    """`conjugate_normal` for six data, which may be left out: CSIS and others pass them as ``observations=``."""
+    conjugate_normal(torch.zeros(6) if y is None else y)
 
 
 def test_csis_trains_and_samples():
     def model(observations=None):
-        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-        with pyro.plate("data", 6):
-            y = torch.zeros(6) if observations is None else observations["y"]
-            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        free((observations or {}).get("y"))
 
     guide = AutoNaMIGuide(model, observed=["y"])
     csis = CSIS(model, guide, pyro.optim.Adam({"lr": 0.05}), num_inference_samples=40, training_batch_size=5)
@@ -123,14 +103,7 @@ def test_csis_trains_and_samples():
 def test_wake_sleep_trains(insomnia):
     y = torch.linspace(0.0, 2.0, 6)
     guide = AutoNaMIGuide(free)
-    objective = ReweightedWakeSleep(
-        num_particles=2,
-        insomnia=insomnia,
-        num_sleep_particles=50,
-        vectorize_particles=True,
-        max_plate_nesting=1,
-        model_has_params=False,
-    )
+    objective = wake_sleep(insomnia=insomnia, num_sleep_particles=50, max_plate_nesting=1)
     svi = SVI(free, guide, pyro.optim.Adam({"lr": 0.02}), objective)
     svi.step(y)
     before = weights(guide)
@@ -142,7 +115,9 @@ def test_wake_sleep_trains(insomnia):
 
 @pytest.mark.usefixtures("double")
 def test_importance_sampling_with_a_compiled_guide():
-    guide, y = trained_guide(), torch.linspace(0.0, 2.0, 6)
+    guide, y = AutoNaMIGuide(free, observed=["y"], hidden_features=()), torch.linspace(0.0, 2.0, 6)
+    compilation = InferenceCompilation(free, guide, Adam, batch_size=100)
+    compilation.fit(150, (torch.zeros(6),), progress=False)
     exact = conjugate_normal_evidence(y)
     importance = Importance(free, guide, num_samples=50)
     importance.run(y)
@@ -187,9 +162,7 @@ def test_a_particle_filter_takes_a_compiled_proposal():
     """The particles' mean against the Kalman filter's, within five standard errors at the ESS that resampling keeps."""
     model = Step()
     guide = AutoNaMIGuide(model.transition, observed=["z_before", "y"], hidden_features=())
-    compilation = InferenceCompilation(
-        model.transition, guide, Adam, batch_size=100, observed=["z_before", "y"]
-    )
+    compilation = InferenceCompilation(model.transition, guide, Adam, batch_size=100, observed=guide.observed)
     compilation.fit(200, progress=False)
     smc = SMCFilter(model, Proposal(guide), num_particles=2000, max_plate_nesting=0)
     smc.init()

@@ -1,7 +1,5 @@
 """Masked networks: the Jacobian law, and the laws of the incremental pass, for both networks."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 
@@ -129,20 +127,16 @@ def test_jacobian_support_is_the_dependency_at_every_width(build, dependency, hi
     assert torch.equal(support_of(mlp, dependency.shape[1]), dependency)
 
 
+ACTIVATIONS = torch.tanh, nn.functional.elu, nn.Softplus()
+WITHOUT_SKIP = "chain", "tree", "random 1", "random 3"
+
+
 @pytest.mark.parametrize(
     ("build", "name", "hidden_features", "options"),
     [
-        *(
-            (build, "random 0", (6, 6), {"activation": activation})
-            for activation in (torch.tanh, nn.functional.elu, nn.Softplus())
-            for build in NETWORKS.values()
-        ),
+        *((build, "random 0", (6, 6), {"activation": f}) for f in ACTIVATIONS for build in NETWORKS.values()),
         # Hidden units alone carry every dependency when wide enough; separate networks need no width.
-        *(
-            (MaskedMLP, name, (20,) * depth, {"skip": False})
-            for name in ("chain", "tree", "random 1", "random 3")
-            for depth in (1, 3)
-        ),
+        *((MaskedMLP, name, (20,) * depth, {"skip": False}) for name in WITHOUT_SKIP for depth in (1, 3)),
         (separate, "chain", (1, 1), {"skip": False}),
         (MaskedMLP, "chain", (4, 4), {}),
     ],
@@ -172,25 +166,35 @@ def test_rows_without_parents_are_their_bias(build):
     assert empty.any()
 
 
+TRIANGLE, TWO = ones(20, 20).tril(), ones(2, 2)
+REPEATED = torch.tensor([[1, 0], [0, 1], [0, 1]]).bool()
+IN_STEPS = {"input_splits": [2, 0], "output_splits": [2, 1]}
+
+
 @pytest.mark.parametrize(
-    ("build", "arguments", "options", "error"),
+    ("make", "error"),
     [
         (
-            MaskedMLP,
-            (ones(20, 20).tril(), (4,)),
-            {"skip": False},
+            lambda: MaskedMLP(TRIANGLE, (4,), skip=False),
             r"skip=False; got hidden_features=\[4\], which loses \d+ of 210\. 20 units",
         ),
-        *((build, (ones(2, 2), (8, 0)), {}, r"at least 1 each; got \[8, 0\]") for build in NETWORKS.values()),
-        *(
-            (build, (ones(2, 2), ()), {"skip": False}, "Expected at least one hidden layer or skip=True")
-            for build in NETWORKS.values()
+        (lambda: MaskedMLP(TWO, (8, 0)), r"at least 1 each; got \[8, 0\]"),
+        (lambda: separate(TWO, (8, 0)), r"at least 1 each; got \[8, 0\]"),
+        (lambda: MaskedMLP(TWO, (), skip=False), "Expected at least one hidden layer or skip=True"),
+        (lambda: separate(TWO, (), skip=False), "Expected at least one hidden layer or skip=True"),
+        (lambda: SeparateMLP(REPEATED, factors=[[0, 1]], **IN_STEPS), "partition of the 3 rows"),
+        (lambda: SeparateMLP(REPEATED, factors=[[0, 1], [1, 2]], **IN_STEPS), "partition"),
+        (lambda: SeparateMLP(REPEATED, factors=[[0], [1], [2], []], **IN_STEPS), "partition"),
+        (
+            lambda: SeparateMLP(REPEATED, factors=[[0, 1], [2]], **IN_STEPS),
+            r"read the same columns; got rows \(0, 1\)",
         ),
+        (lambda: SeparateMLP(REPEATED, factors=[[0], [1, 2]], **IN_STEPS), r"in one step; got rows \(1, 2\)"),
     ],
 )
-def test_widths_that_cannot_be_are_errors(build, arguments, options, error):
+def test_networks_that_cannot_be_are_errors(make, error):
     with pytest.raises(ValueError, match=error):
-        build(*arguments, **options)
+        make()
 
 
 # What the networks compute
@@ -267,13 +271,6 @@ def test_linear_gaussian_posterior_is_exact(build):
     torch.testing.assert_close(log_prob, joint.log_prob(x) - observed.log_prob(x[:, :3]))
 
 
-def test_network_without_hidden_layers_is_linear():
-    mlp = randomized(MaskedMLP(ones(3, 3).tril(), (), dtype=torch.double))
-    x = torch.randn(4, 3, dtype=torch.double)
-    expected = x @ mlp.output[:, :3].tril().T + mlp.output[:, 3]
-    torch.testing.assert_close(mlp(x), expected)
-
-
 @both
 def test_network_without_rows_returns_none(build):
     mlp = build(ones(0, 3), (8,), input_splits=[2, 1], output_splits=[0, 0])
@@ -283,6 +280,12 @@ def test_network_without_rows_returns_none(build):
 
 
 # The incremental pass
+
+
+def test_network_without_hidden_layers_is_linear():
+    mlp = randomized(MaskedMLP(ones(3, 3).tril(), (), dtype=torch.double))
+    x = torch.randn(4, 3, dtype=torch.double)
+    torch.testing.assert_close(mlp(x), x @ mlp.output[:, :3].tril().T + mlp.output[:, 3])
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -366,9 +369,8 @@ def test_a_state_may_be_advanced_twice(build):
 
 @both
 def test_samples_carry_gradients_to_every_parameter(build):
-    mlp = randomized(
-        build(ones(12, 12).tril(-1), (6, 6), input_splits=[0] + [1] * 11 + [1], output_splits=[1] * 12 + [0])
-    )
+    splits = {"input_splits": [0] + [1] * 12, "output_splits": [1] * 12 + [0]}
+    mlp = randomized(build(ones(12, 12).tril(-1), (6, 6), **splits))
     state, x, total = mlp.start(), torch.empty(5, 0), 0.0
     for step in range(12):
         rows, state = state.advance(x, step + 1)
@@ -386,13 +388,8 @@ def count_flops(function):
 
 @pytest.mark.parametrize("steps", [3, 20, 100])
 def test_sampling_multiplies_no_more_than_one_dense_pass(steps):
-    inputs = [0] + [1] * steps
-    mlp = MaskedMLP(
-        ones(steps, steps).tril(-1).repeat_interleave(2, 0),
-        (200, 200),
-        input_splits=inputs,
-        output_splits=[2] * steps + [0],
-    )
+    inputs, dependency = [0] + [1] * steps, ones(steps, steps).tril(-1).repeat_interleave(2, 0)
+    mlp = MaskedMLP(dependency, (200, 200), input_splits=inputs, output_splits=[2] * steps + [0])
     x = torch.randn(10, steps)
     dense = count_flops(lambda: mlp(x))
     assert 0 < count_flops(lambda: one_by_one(mlp, x, inputs)) <= dense
@@ -434,22 +431,6 @@ def test_advances_that_do_not_fit_are_errors(build):
         state.advance(torch.zeros(2, 0), 4)
 
 
-@pytest.mark.parametrize(
-    ("factors", "message"),
-    [
-        ([[0, 1]], "partition of the 3 rows"),
-        ([[0, 1], [1, 2]], "partition"),
-        ([[0], [1], [2], []], "partition"),
-        ([[0, 1], [2]], r"read the same columns; got rows \(0, 1\)"),
-        ([[0], [1, 2]], r"in one step; got rows \(1, 2\)"),
-    ],
-)
-def test_factors_that_do_not_fit_are_errors(factors, message):
-    dependency = torch.tensor([[1, 0], [0, 1], [0, 1]]).bool()
-    with pytest.raises(ValueError, match=message):
-        SeparateMLP(dependency, factors=factors, input_splits=[2, 0], output_splits=[2, 1])
-
-
 # Parameters
 
 
@@ -480,7 +461,7 @@ def test_units_start_at_unit_scale_however_many_inputs_they_have(build):
     [
         (MaskedMLP(ones(3, 4), (5, 6)), {"layer_0": (5, 5), "layer_1": (6, 6), "output": (3, 11)}),
         (
-            SeparateMLP(torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 1]]).bool(), (5, 6), factors=[[0, 1], [2]]),
+            separate(torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 1]]).bool(), (5, 6)),
             {"layer_0": (2, 5, 3), "layer_1": (2, 6, 6), "output": (2, 2, 9)},
         ),
     ],

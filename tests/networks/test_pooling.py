@@ -1,7 +1,5 @@
 """Reductions and pooling encoders: against loops over sets, invariance, sizes, empty sets, and choice by name."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -15,6 +13,7 @@ from pyro_nami.networks import (
     MaxEncoder,
     MeanEncoder,
     OwnEncoder,
+    PrecisionSums,
     Segments,
     SumEncoder,
     make_encoder,
@@ -33,6 +32,26 @@ def own_module(num_inputs):
 
 
 ENCODERS = {"mean": "mean", "sum": "sum", "max": "max", "attention": "attention", "own": own_module}
+
+
+class FlatSums(PrecisionSums):
+    """Its sums as features, so that all laws of encoders can be asked of it."""
+
+    num_features = 10
+
+    def forward(self, *inputs):
+        return super().forward(*inputs).flatten(-2)
+
+
+@pytest.fixture(params=[*ENCODERS, "precision sums"])
+def pooled_net(request):
+    """An encoder, or a sum of pseudo-observations: what holds of every function of sets."""
+    torch.manual_seed(0)
+    if request.param != "precision sums":
+        return make_encoder(ENCODERS[request.param], 3, 5, (16, 16), dtype=torch.double)
+    sums = FlatSums(3, 2, dtype=torch.double)
+    nn.init.normal_(sums.heads_weight, std=0.3)
+    return sums
 
 
 @pytest.fixture(params=ENCODERS)
@@ -206,38 +225,40 @@ def test_attention_takes_scores_that_overflow():
     assert net(x, Segments(INDEX, NUM_SEGMENTS, -1)).isfinite().all()
 
 
-def test_order_does_not_matter_and_instances_do(net):
+def test_order_does_not_matter_and_instances_do(pooled_net):
     x, order = randn(2, 9, 3), torch.randperm(9, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(net(x[:, order], Along(-1)), net(x, Along(-1)))
+    torch.testing.assert_close(pooled_net(x[:, order], Along(-1)), pooled_net(x, Along(-1)))
     shuffled = Segments(INDEX[order], NUM_SEGMENTS, -1)
-    torch.testing.assert_close(net(x[:, order], shuffled), net(x, Segments(INDEX, NUM_SEGMENTS, -1)))
-    features = net(x, Along(-1))[..., :-1]
+    over = Segments(INDEX, NUM_SEGMENTS, -1)
+    torch.testing.assert_close(pooled_net(x[:, order], shuffled), pooled_net(x, over))
+    features = pooled_net(x, Along(-1))[..., :-1]
     for n in range(9):
         moved = x.clone()
         moved[:, n] = 10.0
-        assert not torch.allclose(net(moved, Along(-1))[..., :-1], features)
+        assert not torch.allclose(pooled_net(moved, Along(-1))[..., :-1], features)
 
 
 @pytest.mark.parametrize("dim", [-1, -2])
-def test_segments_agree_with_a_loop_over_sets(net, dim):
+def test_segments_agree_with_a_loop_over_sets(pooled_net, dim):
     x = randn(2, 9, 3) if dim == -1 else randn(9, 2, 3)
-    pooled = net(x, Segments(INDEX, NUM_SEGMENTS, dim))
-    assert pooled.shape == ((2, 6, net.num_features) if dim == -1 else (6, 2, net.num_features))
+    pooled = pooled_net(x, Segments(INDEX, NUM_SEGMENTS, dim))
+    assert pooled.shape == ((2, 6, pooled_net.num_features) if dim == -1 else (6, 2, pooled_net.num_features))
     for segment in range(NUM_SEGMENTS):
         members = x.index_select(dim - 1, INDEX.eq(segment).nonzero().flatten())
-        torch.testing.assert_close(pooled.narrow(dim - 1, segment, 1), net(members, Along(dim)))
+        torch.testing.assert_close(pooled.narrow(dim - 1, segment, 1), pooled_net(members, Along(dim)))
 
 
-def test_an_empty_set_gives_zeros(net):
-    assert torch.equal(net(randn(2, 0, 3), Along(-1)), torch.zeros(2, 1, net.num_features).double())
-    pooled = net(randn(2, 9, 3), Segments(INDEX, NUM_SEGMENTS, -1))
+def test_an_empty_set_gives_zeros(pooled_net):
+    none = torch.zeros(2, 1, pooled_net.num_features).double()
+    assert torch.equal(pooled_net(randn(2, 0, 3), Along(-1)), none)
+    pooled = pooled_net(randn(2, 9, 3), Segments(INDEX, NUM_SEGMENTS, -1))
     assert torch.equal(pooled[:, [2, 4]], torch.zeros_like(pooled[:, [2, 4]]))
     assert (pooled[:, [0, 1, 3, 5]] != 0).all()
 
 
-def test_values_shared_by_all_instances_agree_with_copies(net):
+def test_values_shared_by_all_instances_agree_with_copies(pooled_net):
     segments, x = Segments(INDEX, NUM_SEGMENTS, -1), randn(2, 1, 3)
-    torch.testing.assert_close(net(x, segments), net(x.expand(2, 9, 3), segments))
+    torch.testing.assert_close(pooled_net(x, segments), pooled_net(x.expand(2, 9, 3), segments))
 
 
 def test_one_network_takes_any_number_of_instances(net):
@@ -247,22 +268,22 @@ def test_one_network_takes_any_number_of_instances(net):
         assert pooled[0, -1].item() == pytest.approx(math.log1p(size))
 
 
-def test_gradients_reach_inputs_and_parameters(net):
+def test_gradients_reach_inputs_and_parameters(pooled_net):
     x = randn(2, 9, 3).requires_grad_()
-    net(x, Segments(INDEX, NUM_SEGMENTS, -1)).sin().sum().backward()
-    assert all((parameter.grad != 0).any() for parameter in net.parameters())
-    if not isinstance(net, MaxEncoder):
+    pooled_net(x, Segments(INDEX, NUM_SEGMENTS, -1)).sin().sum().backward()
+    assert all((parameter.grad != 0).any() for parameter in pooled_net.parameters())
+    if not isinstance(pooled_net, MaxEncoder):
         assert (x.grad != 0).all()
-    assert torch.autograd.gradcheck(lambda value: net(value, Segments(INDEX, NUM_SEGMENTS, -1)), (x,))
+    assert torch.autograd.gradcheck(lambda value: pooled_net(value, Segments(INDEX, NUM_SEGMENTS, -1)), (x,))
 
 
-def test_given_weights_are_read_in_place_of_the_parameters(net):
-    if isinstance(net, OwnEncoder):
+def test_given_weights_are_read_in_place_of_the_parameters(pooled_net):
+    if isinstance(pooled_net, OwnEncoder):
         pytest.skip("the user's module reads its parameters itself")
-    x, over, other = randn(9, 3), Along(-1), copy.deepcopy(net)
+    x, over, other = randn(9, 3), Along(-1), copy.deepcopy(pooled_net)
     other.reset_parameters()
-    assert not torch.allclose(other(x, over), net(x, over))
-    assert torch.equal(other(x, over, net.weights()), net(x, over))
+    assert not torch.allclose(other(x, over), pooled_net(x, over))
+    assert torch.equal(other(x, over, pooled_net.weights()), pooled_net(x, over))
 
 
 def test_encoders_copy_and_convert_and_refuse_inputs_that_do_not_fit(net):

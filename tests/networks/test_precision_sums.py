@@ -1,14 +1,13 @@
-"""Sums of pseudo-observations: against the formula, over unions and copies, and exact for a conjugate Normal."""
+"""Sums of pseudo-observations: against the formula, over unions and copies, and exact for a conjugate Normal.
 
-from __future__ import annotations
-
-import copy
+What holds of every function of sets, `test_pooling.py` asks of them too.
+"""
 
 import pytest
 import torch
 from torch import nn
 
-from pyro_nami.networks import Along, PrecisionSums, Segments
+from pyro_nami.networks import Along, PrecisionSums
 
 INDEX = torch.tensor([0, 3, 3, 1, 0, 3])
 
@@ -50,30 +49,16 @@ def test_a_conjugate_normal_posterior_is_represented_exactly():
     with torch.no_grad():
         net.heads_weight.copy_(torch.tensor([[0.0, -2 * torch.tensor(noise).log()], [0.0, slope]]))
     precision, _, weighted = net(y, Along(-1))[0, 0]
-    covariance = (
-        torch.eye(50).double() * noise**2 + slope**2
-    )  # of y, by Gaussian conditioning on its joint with v
+    covariance = torch.eye(50).double() * noise**2 + slope**2  # of y, in its joint with v
     gain = slope * torch.linalg.solve(covariance, torch.ones(50, 1).double())
     assert 1 / (1 + precision.item()) == pytest.approx(1 - slope * gain.sum().item(), rel=1e-5)
     assert weighted.item() / (1 + precision.item()) == pytest.approx((gain * y).sum().item(), rel=1e-5)
 
 
-def test_sums_add_over_unions_and_copies_and_ignore_order(net):
+def test_sums_add_over_unions_and_copies(net):
     x, over = randn(2, 9, 3), Along(-1)
     torch.testing.assert_close(net(x[:, :4], over) + net(x[:, 4:], over), net(x, over))
     torch.testing.assert_close(net(x.repeat(1, 7, 1), over), 7 * net(x, over))
-    torch.testing.assert_close(net(x.flip(1), over), net(x, over))
-
-
-@pytest.mark.parametrize("dim", [-1, -2])
-def test_segments_agree_with_a_loop_and_empty_sets_add_nothing(net, dim):
-    x = randn(2, 6, 3) if dim == -1 else randn(6, 2, 3)
-    sums = net(x, Segments(INDEX, 4, dim)).movedim(dim - 2, 0)
-    for segment in range(4):
-        members = x.index_select(dim - 1, INDEX.eq(segment).nonzero().flatten())
-        torch.testing.assert_close(sums[segment], net(members, Along(dim)).squeeze(dim - 2))
-    assert torch.equal(sums[2], torch.zeros(2, 2, 5).double())
-    assert torch.equal(net(x[:, :0], Along(-1)), torch.zeros(len(x), 1, 2, 5).double())
 
 
 def test_log_precisions_are_bounded():
@@ -82,19 +67,6 @@ def test_log_precisions_are_bounded():
         net.heads_weight[0, 0] = 1.0
     x = torch.tensor([[[-1e3]], [[1e3]]], dtype=torch.double)
     torch.testing.assert_close(net(x, Along(-1))[:, 0, 0, 0].log(), torch.tensor([-10.0, 10.0]).double())
-
-
-def test_gradients_are_right(net):
-    x = randn(6, 3).requires_grad_()
-    over = Segments(INDEX, 4, -1)
-    assert torch.autograd.gradcheck(lambda x, weight: net(x, over, [weight]), (x, net.heads_weight))
-
-
-def test_given_weights_are_read_in_place_of_the_parameters(net):
-    x, other = randn(6, 3), copy.deepcopy(net)
-    other.reset_parameters()
-    assert torch.equal(other(x, Along(-1), net.weights()), net(x, Along(-1)))
-    assert not torch.allclose(other(x, Along(-1)), net(x, Along(-1)))
 
 
 def test_no_head_is_an_error():

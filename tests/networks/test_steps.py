@@ -1,7 +1,5 @@
 """What one step of Adam moves: weights divided beyond a base, speeds, running averages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Runs the scripts under ``examples/paper``."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

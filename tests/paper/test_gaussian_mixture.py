@@ -1,10 +1,7 @@
-"""The Gaussian mixture's models agree with each other, and its script runs and writes what it says."""
+"""The Gaussian mixture's models agree with each other."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
+import gaussian_mixture
+import mixture_model
 import pyro
 import pytest
 import torch
@@ -12,11 +9,6 @@ from pyro import poutine
 from pyro.infer import TraceEnum_ELBO, config_enumerate
 
 from pyro_nami.inference import Simulator
-
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "paper"))
-
-import gaussian_mixture  # noqa: E402
-import mixture_model  # noqa: E402
 
 
 @pytest.fixture
@@ -63,16 +55,3 @@ def test_summaries_do_not_depend_on_labels(simulations):
 def test_epoch_from_which_a_curve_is_below_for_good(gap, epoch):
     lower = torch.tensor([[0.01, 0.01, 0.01], [-0.01, -0.01, -0.01]])
     assert gaussian_mixture.first_below(lower, lower + torch.tensor(gap)) == epoch
-
-
-@pytest.mark.slow
-def test_script_compares_three_networks_and_a_posterior_of_real_data(run_script, tmp_path):
-    pytest.importorskip("matplotlib")
-    done = run_script("gaussian_mixture")
-    assert done.code == 0, done.errors[-2000:]
-    for text in ("fully connected", "reverse NaMI", "plate-aware", "Old Faithful", "NUTS"):
-        assert text in done.printed
-    assert len(done.results["claims"]) == 3
-    for system in done.results["systems"].values():
-        assert torch.tensor(system["curves"]).shape == (1, 2)
-    assert (tmp_path / "gaussian_mixture.png").stat().st_size > 10_000

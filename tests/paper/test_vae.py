@@ -1,8 +1,5 @@
-"""Figure 4's script runs and writes what it says; its encoders are of equal size, and training resumes where it was."""
+"""Figure 4's encoders are of equal size, and training resumes where it was."""
 
-from __future__ import annotations
-
-import sys
 from pathlib import Path
 
 import pyro
@@ -10,11 +7,10 @@ import pytest
 import torch
 
 pytest.importorskip("sklearn")
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "paper"))
 
-import vae  # noqa: E402
-from experiment import Options, Run  # noqa: E402
-from images import Images, read_images  # noqa: E402
+import vae
+from experiment import Options, Run
+from images import Images, read_images
 
 
 @pytest.fixture(autouse=True)
@@ -83,24 +79,3 @@ def test_training_goes_on_from_where_it_was_interrupted(digits, tmp_path, monkey
     rest = trained(digits, a_run(tmp_path))
     assert rest[0] == whole[0] and len(rest[0]) == vae.SMOKE.epochs
     assert all(torch.equal(rest[1][name], value) for name, value in whole[1].items())
-
-
-@pytest.mark.slow
-def test_script_writes_its_figure_and_claims(run_script, tmp_path):
-    pytest.importorskip("matplotlib")
-    finished = run_script("vae")
-    assert finished.code == 0, finished.errors
-    assert (tmp_path / "vae.png").stat().st_size > 10_000
-    assert len(finished.results["claims"]) == 6
-    assert {run["kind"] for run in finished.results["runs"]} == {"mean field", "faithful"}
-    assert "digits" in finished.results["settings"]["data"]
-    gaps = [run["negative_elbo_of_images"] - run["negative_ais"] for run in finished.results["runs"]]
-    assert gaps == pytest.approx([run["gap"] for run in finished.results["runs"]])
-
-
-@pytest.mark.slow
-def test_script_tells_of_a_missing_folder_without_a_traceback(run_script):
-    finished = run_script("vae", "--data", "absent")
-    assert finished.code == 2
-    assert "none at absent" in finished.errors and "Without --data" in finished.errors
-    assert "Traceback" not in finished.errors

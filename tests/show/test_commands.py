@@ -1,24 +1,18 @@
 """The command line on files written for the purpose: what it prints, and how it exits."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import ROOT, python
 
 from pyro_nami.graph import BayesNet, Site, nami, nami_steps
 from pyro_nami.reading.network import extract
 from pyro_nami.show import main
 from pyro_nami.show.render import render
-
-ROOT = Path(__file__).parents[2]
 
 SOURCE = '''
 """Models of all kinds."""
@@ -137,45 +131,49 @@ def run(folder, monkeypatch, capsys):
         sys.modules.pop(name, None)
 
 
-def loaded(text: str) -> dict:
-    """The JSON of a command that went well."""
-    found = json.loads(text)
-    assert isinstance(found, dict)
+@pytest.fixture
+def found(run):
+    """Runs a command that must succeed, and reads its JSON."""
+
+    def found(*arguments: str, code: int = 0) -> dict:
+        left, out, _ = run(*arguments, "--format", "json")
+        assert left == code
+        return json.loads(out)
+
     return found
 
 
 def rebuilt(found: dict) -> BayesNet:
-    """The network in JSON, by `BayesNet.from_edges`."""
-    return BayesNet.from_edges(
-        found["edges"],
-        observed=[site["name"] for site in found["sites"] if site["observed"]],
-        nodes=[site["name"] for site in found["sites"]],
-        plates={site["name"]: site["plates"] for site in found["sites"]},
-        plate_sizes=found["plate_sizes"],
-        nesting=found["nesting"],
-    )
+    """The network that JSON describes."""
+    sites = [Site(**site) for site in found["sites"]]
+    return BayesNet(sites, found["edges"], found["plate_sizes"], found["nesting"])
 
 
-def model(name):
-    """The model itself, from a module of its own, and that module's names."""
+def extracted(name: str, *args: str) -> BayesNet:
+    """A model's network without the command line; its arguments are names in the file, or code."""
     scope = {"__name__": "apart"}
     source = SOURCE.replace("import neighbour", "").replace("print(", "str(")
     exec(compile(source, "apart", "exec"), scope)
-    return scope[name], scope
+    return extract(scope[name], tuple(eval(code, scope) for code in args)).bayesnet
 
 
-@pytest.fixture
+SCHOOLS = ("schools", "--args", "data()")
+# inverse -> whether it is faithful to a tree, and minimal
+INVERSES = dict.fromkeys(("auto", "forward", "reverse", "free"), (True, True))
+INVERSES |= {"fully_connected": (True, False), "stuhlmueller": (False, False), "mean_field": (False, False)}
+
+
+@pytest.fixture(scope="module")
 def schools():
-    """Eight schools, three of them, as extracted without the command line."""
-    function, scope = model("schools")
-    return extract(function, scope["data"]()).bayesnet
+    """Eight schools, three of them."""
+    return extracted("schools", *(f"data()[{i}]" for i in range(2)))
 
 
 # ---- formats
 
 
 def test_inspect_prints_the_network(run, schools):
-    code, out, err = run("inspect", "schools", "--args", "data()")
+    code, out, err = run("inspect", *SCHOOLS)
     assert code == 0 and out == str(schools) + "\n"
     assert err == "imported\n"  # what the model prints in its many runs is dropped
 
@@ -183,88 +181,85 @@ def test_inspect_prints_the_network(run, schools):
 @pytest.mark.parametrize("format", ["mermaid", "dot"])
 @pytest.mark.parametrize("command", ["inspect", "invert"])
 def test_drawings_are_those_of_render(run, schools, command, format):
-    code, out, _ = run(command, "schools", "--args", "data()", "--format", format)
+    code, out, _ = run(command, *SCHOOLS, "--format", format)
     drawn = render(schools if command == "inspect" else nami(schools), format)
     assert code == 0 and out == f"{drawn}\n"
 
 
 def test_json_of_inspect_makes_the_network_again(run, schools):
-    code, out, _ = run("inspect", "schools", "--args", "data()", "--format", "json")
-    found = loaded(out)
+    code, out, _ = run("inspect", *SCHOOLS, "--format", "json")
+    found = json.loads(out)
     assert code == 0 and rebuilt(found) == schools
     assert found["command"] == "inspect" and found["model"] == "models_of_test.py:schools"
-    assert list(found)[3:] == [
-        "sites",
-        "edges",
-        "plate_sizes",
-        "nesting",
-        "index_maps",
-        "escaped",
-        "hidden_randomness",
-    ]
-    assert out == run("inspect", "schools", "--args", "data()", "--format", "json")[1]
+    keys = ["sites", "edges", "plate_sizes", "nesting", "index_maps", "escaped", "hidden_randomness"]
+    assert list(found)[3:] == keys
+    assert out == run("inspect", *SCHOOLS, "--format", "json")[1]
 
 
-def test_json_holds_support_parents_nesting_and_index_maps(run):
-    function, _ = model("rows")
-    net = extract(function, (torch.zeros(6),)).bayesnet
-    code, out, _ = run("inspect", "rows", "--format", "json")
-    found = loaded(out)
-    assert code == 0
-    sites = [
-        Site(
-            site["name"],
-            frozenset(site["plates"]),
-            site["observed"],
-            frozenset(site["support_parents"]),
-            site["marginalized"],
-        )
-        for site in found["sites"]
-    ]
-    assert BayesNet(sites, found["edges"], found["plate_sizes"], found["nesting"]) == net
-    assert found["index_maps"] == [{"plate": "rows", "outer": "groups", "map": [0, 0, 1, 1, 2, 2]}]
-    assert found["nesting"] == {"rows": ["groups"]} and found["sites"][1]["support_parents"] == ["hi"]
+def test_json_holds_support_parents_nesting_and_index_maps(found):
+    told = found("inspect", "rows")
+    assert rebuilt(told) == extracted("rows", "rows_args")
+    assert told["index_maps"] == [{"plate": "rows", "outer": "groups", "map": [0, 0, 1, 1, 2, 2]}]
+    assert told["nesting"] == {"rows": ["groups"]} and told["sites"][1]["support_parents"] == ["hi"]
 
 
-def test_text_names_index_maps(run):
-    code, out, _ = run("inspect", "rows")
-    assert code == 0 and out.endswith("Index map rows -> groups: 0, 0, 1, 1, 2, 2\n")
+INVERSE = [
+    "Inverse: latents 3, edges 6 (16 between instances), levels 3",  # 3 + 1 + 3 + 3 * 3
+    "  mu | y over schools",
+    "  tau | mu, y over schools",
+    "  theta[schools] | mu, tau, y",
+    "Sampled in turn: mu; tau; theta",
+]
+STEPS = [
+    "Eliminated in turn:",
+    "  1. theta among theta: reads mu, tau, y; fill-in mu - y, tau - y, cost 6",
+    "  2. tau among mu, tau: reads mu, y; fill-in y - y, cost 3",
+    "  3. mu among mu: reads y",
+]
+UNFAITHFUL = ("verify", "tree", "--inverse", "stuhlmueller")
+COUNTEREXAMPLE = [
+    "models_of_test.py:tree, inverse stuhlmueller: not faithful",
+    "  missing d -> c: c is taken to be independent of d, given e",
+    "  missing c -> b: b is taken to be independent of c, given d",
+]
 
 
-def test_text_of_an_inverse_has_factors_counts_and_levels(run, schools):
-    code, out, _ = run("invert", "schools", "--args", "data()")
-    assert code == 0
-    assert out.splitlines() == [
-        "Inverse: latents 3, edges 6 (16 between instances), levels 3",  # 3 + 1 + 3 + 3 * 3
-        "  mu | y over schools",
-        "  tau | mu, y over schools",
-        "  theta[schools] | mu, tau, y",
-        "Sampled in turn: mu; tau; theta",
-    ]
+@pytest.mark.parametrize(
+    ("arguments", "code", "lines"),
+    [
+        (("inspect", "rows"), 0, ["Index map rows -> groups: 0, 0, 1, 1, 2, 2"]),
+        (("invert", *SCHOOLS), 0, INVERSE),
+        (("invert", *SCHOOLS, "--steps"), 0, STEPS),
+        (UNFAITHFUL, 1, COUNTEREXAMPLE),
+    ],
+    ids=["index maps", "factors, counts and levels", "steps of an elimination", "the paper's counterexample"],
+)
+def test_text_ends_in(run, arguments, code, lines):
+    left, out, _ = run(*arguments)
+    assert left == code and out.splitlines()[-len(lines) :] == lines
+    assert arguments[0] == "inspect" or "--steps" in arguments or len(out.splitlines()) == len(lines)
 
 
-def test_json_of_an_inverse_has_what_each_factor_reads(run, schools):
-    code, out, _ = run("invert", "schools", "--args", "data()", "--inverse", "forward", "--format", "json")
-    found, inverse = loaded(out), nami(schools, direction="forward")
-    assert code == 0 and rebuilt(found) == schools and found["inverse"] == "forward"
-    factors = {factor["latent"]: factor for factor in found["factors"]}
+def test_json_of_an_inverse_has_what_each_factor_reads(found, schools):
+    told, inverse = found("invert", *SCHOOLS, "--inverse", "forward"), nami(schools, direction="forward")
+    assert rebuilt(told) == schools and told["inverse"] == "forward"
+    factors = {factor["latent"]: factor for factor in told["factors"]}
     assert list(factors) == list(reversed(inverse.order))
     for v, factor in factors.items():
-        assert {p["site"]: set(p["over"]) for p in factor["parents"]} == {
-            u: set(inverse.pooled(v, u)) for u in inverse.parents[v]
-        }
+        pooled = {u: set(inverse.pooled(v, u)) for u in inverse.parents[v]}
+        assert {p["site"]: set(p["over"]) for p in factor["parents"]} == pooled
         assert set(factor["joint"]) == inverse.joint[v] and factor["predictive"] == (v in inverse.predictive)
-    assert found["num_edges"] == inverse.num_edges
-    assert found["num_grounded_edges"] == inverse.num_grounded_edges
-    assert found["levels"] == [list(level) for level in inverse.levels]
+    assert told["num_edges"] == inverse.num_edges
+    assert told["num_grounded_edges"] == inverse.num_grounded_edges
+    assert told["levels"] == [list(level) for level in inverse.levels]
 
 
 @pytest.mark.parametrize("name", ["schools.json", "schools.mmd", "schools.dot", "schools.txt"])
 @pytest.mark.parametrize("command", ["inspect", "invert", "verify"])
 def test_a_file_gets_what_stdout_would_in_the_format_of_its_name(run, tmp_path, command, name):
     format = {"json": "json", "mmd": "mermaid", "dot": "dot", "txt": "text"}[name.split(".")[1]]
-    _, printed, _ = run(command, "schools", "--args", "data()", "--format", format)
-    code, out, _ = run(command, "schools", "--args", "data()", "-o", str(tmp_path / name))
+    _, printed, _ = run(command, *SCHOOLS, "--format", format)
+    code, out, _ = run(command, *SCHOOLS, "-o", str(tmp_path / name))
     assert code == 0 and out == "" and (tmp_path / name).read_text() == printed
 
 
@@ -277,37 +272,20 @@ def test_a_given_format_goes_before_that_of_the_name(run, tmp_path):
 # ---- inverses
 
 
-@pytest.mark.parametrize(
-    "name", ["auto", "forward", "reverse", "free", "stuhlmueller", "mean_field", "fully_connected"]
-)
-def test_every_inverse_has_a_verdict(run, name):
-    code, out, _ = run("verify", "tree", "--inverse", name, "--format", "json")
-    found = loaded(out)
-    faithful = name not in ("stuhlmueller", "mean_field")
-    assert found["inverse"] == name and found["faithful"] is faithful and code == (not faithful)
-    assert found["minimal"] is (name in ("auto", "forward", "reverse", "free"))
-    assert bool(found["missing"]) is not faithful
+@pytest.mark.parametrize("name", sorted(INVERSES))
+def test_every_inverse_has_a_verdict(found, name):
+    faithful, minimal = INVERSES[name]
+    told = found("verify", "tree", "--inverse", name, code=int(not faithful))
+    assert told["inverse"] == name and told["faithful"] is faithful and told["minimal"] is minimal
+    assert bool(told["missing"]) is not faithful
 
 
-def test_the_heuristic_inverse_of_the_papers_counterexample_is_not_faithful(run):
-    code, out, _ = run("verify", "tree", "--inverse", "stuhlmueller")
-    assert code == 1
-    assert out.splitlines() == [
-        "models_of_test.py:tree, inverse stuhlmueller: not faithful",
-        "  missing d -> c: c is taken to be independent of d, given e",
-        "  missing c -> b: b is taken to be independent of c, given d",
-    ]
-    _, drawn, _ = run("verify", "tree", "--inverse", "stuhlmueller", "--format", "mermaid")
-    lines = drawn.splitlines()
-    assert lines[1] == "%%   missing d -> c: c is taken to be independent of d, given e"
-    assert lines[3] == "flowchart TD"
-    _, drawn, _ = run("verify", "tree", "--inverse", "stuhlmueller", "--format", "dot")
+def test_drawings_of_an_unfaithful_inverse_say_so_and_json_lists_what_is_missing(run, found):
+    lines = run(*UNFAITHFUL, "--format", "mermaid")[1].splitlines()
+    assert lines[1] == f"%% {COUNTEREXAMPLE[1]}" and lines[3] == "flowchart TD"
+    drawn = run(*UNFAITHFUL, "--format", "dot")[1]
     assert drawn.startswith("// models_of_test.py:tree") and "\ndigraph {" in drawn
-
-
-def test_missing_dependencies_in_json(run):
-    _, out, _ = run("verify", "tree", "--inverse", "stuhlmueller", "--format", "json")
-    assert loaded(out)["missing"] == [
+    assert found(*UNFAITHFUL, code=1)["missing"] == [
         {"parent": "d", "latent": "c", "across": []},
         {"parent": "c", "latent": "b", "across": []},
     ]
@@ -324,40 +302,29 @@ def test_an_inverse_that_is_not_minimal_fails_only_on_demand(run):
 def test_a_dependence_across_instances_is_named(run):
     code, out, _ = run("verify", "rows", "--inverse", "mean_field")
     assert code == 1 and "missing hi -> z: z is taken to be independent of hi, given y\n" in out
-    code, out, _ = run(
-        "verify", "schools", "--args", "(sigma,)", "--observed", "y", "--inverse", "fully_connected"
-    )
+    options = "--args", "(sigma,)", "--observed", "y", "--inverse", "fully_connected"
+    code, out, _ = run("verify", "schools", *options)
     assert code == 0 and "  redundant theta -> theta across schools\n" in out
 
 
-def test_the_steps_of_an_elimination(run, schools):
-    code, out, _ = run("invert", "schools", "--args", "data()", "--steps")
-    assert code == 0
-    assert out.partition("Eliminated in turn:\n")[2].splitlines() == [
-        "  1. theta among theta: reads mu, tau, y; fill-in mu - y, tau - y, cost 6",
-        "  2. tau among mu, tau: reads mu, y; fill-in y - y, cost 3",
-        "  3. mu among mu: reads y",
-    ]
-    code, out, _ = run("invert", "schools", "--args", "data()", "--steps", "--format", "json")
+def test_json_of_an_elimination_has_its_steps(found, schools):
     steps = nami_steps(schools, direction="auto")
-    for step, found in zip(steps, loaded(out)["steps"], strict=True):
-        assert found["site"] == step.site and found["frontier"] == list(step.frontier)
-        assert found["parents"] == list(step.parents) and found["cost"] == step.cost
-        assert found["fill"] == [list(pair) for pair in step.fill]
+    for step, told in zip(steps, found("invert", *SCHOOLS, "--steps")["steps"], strict=True):
+        assert told["site"] == step.site and told["frontier"] == list(step.frontier)
+        assert told["parents"] == list(step.parents) and told["cost"] == step.cost
+        assert told["fill"] == [list(pair) for pair in step.fill]
 
 
-def test_blocks_set_the_order_and_make_observed_sites_latent(run):
-    code, out, _ = run("invert", "tree", "--blocks", "b, c ; a", "--format", "json")
-    assert code == 0 and loaded(out)["factors"][0]["latent"] == "a"
-    code, out, _ = run("invert", "tree", "--blocks", "a,b,c,e", "--format", "json")
-    assert code == 0 and {factor["latent"] for factor in loaded(out)["factors"]} == {"a", "b", "c", "e"}
+def test_blocks_set_the_order_and_make_observed_sites_latent(found):
+    assert found("invert", "tree", "--blocks", "b, c ; a")["factors"][0]["latent"] == "a"
+    factors = found("invert", "tree", "--blocks", "a,b,c,e")["factors"]
+    assert {factor["latent"] for factor in factors} == {"a", "b", "c", "e"}
 
 
-def test_a_blocked_model_is_inverted_with_its_hidden_evidence(run):
+def test_a_blocked_model_is_inverted_with_its_hidden_evidence(found):
     """Without it c would be barren, and its factor the model's own."""
-    code, out, _ = run("invert", "hidden", "--format", "json")
-    factors = {factor["latent"]: factor for factor in loaded(out)["factors"]}
-    assert code == 0 and not factors["c"]["predictive"]
+    factors = {factor["latent"]: factor for factor in found("invert", "hidden")["factors"]}
+    assert not factors["c"]["predictive"]
     assert "('hidden',)" in {parent["site"] for parent in factors["c"]["parents"]}
 
 
@@ -384,9 +351,9 @@ def test_a_tuple_gives_all_arguments_and_anything_else_the_only_one(run, argumen
     assert code == 0 and "v[n]: latent" in out
 
 
-def test_sites_may_be_named_observed(run):
-    _, out, _ = run("inspect", "schools", "--args", "sigma", "--observed", "y, mu", "--format", "json")
-    assert {site["name"] for site in loaded(out)["sites"] if site["observed"]} == {"mu", "y"}
+def test_sites_may_be_named_observed(found):
+    sites = found("inspect", "schools", "--args", "sigma", "--observed", "y, mu")["sites"]
+    assert {site["name"] for site in sites if site["observed"]} == {"mu", "y"}
 
 
 def test_random_arguments_follow_the_seed(run, monkeypatch):
@@ -402,7 +369,7 @@ def test_random_arguments_follow_the_seed(run, monkeypatch):
     assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
 
 
-def test_warnings_are_a_line_each_on_stderr_and_notes_in_the_output(run):
+def test_warnings_are_a_line_each_on_stderr_and_notes_in_the_output(run, found):
     with warnings.catch_warnings(record=True) as caught:
         code, out, err = run("inspect", "leaky")
     assert code == 0 and not caught
@@ -411,97 +378,58 @@ def test_warnings_are_a_line_each_on_stderr_and_notes_in_the_output(run):
     assert any("Hidden randomness: 'noise'" in line for line in lines)
     assert "Values left torch; edges from here are found by intervention: w\n" in out
     assert "Hidden randomness; taken to depend on all latents before: noise\n" in out
-    found = loaded(run("inspect", "leaky", "--format", "json")[1])
-    assert found["escaped"] == ["w"] and found["hidden_randomness"] == ["noise"]
-    assert [f"pyro-nami: warning: {message}" for message in found["warnings"]] == lines
+    told = found("inspect", "leaky")
+    assert told["escaped"] == ["w"] and told["hidden_randomness"] == ["noise"]
+    assert [f"pyro-nami: warning: {message}" for message in told["warnings"]] == lines
 
 
 # ---- failures
 
 
+TREE = ("inspect", "tree")
+STEPS_OF_TREE = ("invert", "tree", "--steps")
+
+
 @pytest.mark.parametrize(
-    ("target", "options", "message"),
+    ("arguments", "message"),
     [
-        ("absent.py:model", [], r"Expected a Python file; got 'absent.py', which does not exist"),
-        (
-            "absent:model",
-            [],
-            r"Expected 'absent' to import; got ModuleNotFoundError: No module named 'absent'",
-        ),
-        ("models_of_test.py:", [], r"Expected path/to/file.py:name or package.module:name"),
-        ("broken.py:model", [], r"'broken.py' to import; got RuntimeError: no \(broken.py, line 2\)"),
-        ("syntax.py:model", [], r"'syntax.py' to import; got SyntaxError: .*line 1"),
-        ("leaving.py:model", [], r"'leaving.py' to import; got SystemExit: 3"),
-        ("empty.py:model", [], r"a name in 'empty.py'; got 'model'."),
-        (
-            "school",
-            [],
-            r"got 'school'",
-        ),
-        (
-            "LATENT",
-            [],
-            r"Expected a model, that is a callable; got 'LATENT', which is not callable",
-        ),
-        ("partial", [], r"got 'partial', which is a class; make an instance"),
-        (
-            "schools",
-            [],
-            r"called with no arguments, fails: TypeError: .*'sigma'. Give its arguments by --args",
-        ),
-        (
-            "breaks",
-            ["--args", "(3,)"],
-            r"fails: ValueError: cannot go on with 3 \(models_of_test.py, line \d+\). Give",
-        ),
-        ("breaks", ["--kwargs", "{'size': 'x'}"], r"called with 1 argument\(s\), fails: TypeError: zeros"),
-        ("tree", ["--args", "datum()"], r"--args to be a Python expression; got 'datum\(\)': NameError"),
-        ("tree", ["--args", "(1"], r"--args to be a Python expression; got '\(1': SyntaxError"),
-        ("tree", ["--kwargs", "(1,)"], r"Expected --kwargs to be a dict with names as keys; got '\(1,\)'"),
-        ("tree", ["--kwargs", "{1: 2}"], r"Expected --kwargs to be a dict"),
-        ("tree", ["--observed", "zz"], r"names of sample sites in `observed`; got 'zz'"),
-        (
-            "coupled",
-            [],
-            r"error: Expected independent instances of site 'x', declared independent in plate 'n'",
-        ),
-        (
-            "nothing",
-            [],
-            r"Expected a model with sample sites; got 'models_of_test.py:nothing', which has none",
-        ),
-        ("tree", ["-o", "net.png"], r"ends in one of .txt, .mmd, .dot, .json; got 'net.png'. Give --format"),
-        ("tree", ["-o", "absent/net.txt"], r"Expected to write the output; got FileNotFoundError"),
+        (["inspect", "absent.py:model"], r"Expected a Python file; got 'absent.py', which does not exist"),
+        (["inspect", "absent:model"], r"'absent' to import; got ModuleNotFoundError: No module named"),
+        (["inspect", "models_of_test.py:"], r"Expected path/to/file.py:name or package.module:name"),
+        (["inspect", "broken.py:model"], r"to import; got RuntimeError: no \(broken.py, line 2\)"),
+        (["inspect", "syntax.py:model"], r"'syntax.py' to import; got SyntaxError: .*line 1"),
+        (["inspect", "leaving.py:model"], r"'leaving.py' to import; got SystemExit: 3"),
+        (["inspect", "empty.py:model"], r"a name in 'empty.py'; got 'model'\."),
+        (["inspect", "school"], r"got 'school'\."),
+        (["inspect", "LATENT"], r"a callable; got 'LATENT', which is not callable"),
+        (["inspect", "partial"], r"got 'partial', which is a class; make an instance"),
+        (["inspect", "schools"], r"called with no arguments, fails: TypeError: .*'sigma'. Give .* by --args"),
+        (["inspect", "breaks", "--args=(3,)"], r"cannot go on with 3 \(models_of_test.py, line \d+\). Give"),
+        (["inspect", "breaks", "--kwargs={'size': 'x'}"], r"with 1 argument\(s\), fails: TypeError: zeros"),
+        ([*TREE, "--args", "datum()"], r"--args to be a Python expression; got 'datum\(\)': NameError"),
+        ([*TREE, "--args", "(1"], r"--args to be a Python expression; got '\(1': SyntaxError"),
+        ([*TREE, "--kwargs", "(1,)"], r"Expected --kwargs to be a dict with names as keys; got '\(1,\)'"),
+        ([*TREE, "--kwargs", "{1: 2}"], r"Expected --kwargs to be a dict"),
+        ([*TREE, "--observed", "zz"], r"names of sample sites in `observed`; got 'zz'"),
+        (["inspect", "coupled"], r"error: Expected independent instances of site 'x', .* in plate 'n'"),
+        (["inspect", "nothing"], r"with sample sites; got 'models_of_test.py:nothing', which has none"),
+        ([*TREE, "-o", "net.png"], r"ends in one of .txt, .mmd, .dot, .json; got 'net.png'. Give --format"),
+        ([*TREE, "-o", "absent/net.txt"], r"Expected to write the output; got FileNotFoundError"),
+        (["invert", "tree", "--blocks", "a;b"], r"Expected every latent in blocks; got none for 'c'"),
+        (["verify", "tree", "--blocks", "a,b,c", "--inverse", "mean_field"], r"that honours `blocks`"),
+        (["invert", "data_only"], r"at least one latent; got observed sites only: 'x'. Pass no data"),
+        (["verify", "data_only"], r"at least one latent"),
+        (["invert", "rows", "--inverse", "forward", "--blocks", "hi;z"], r"'z' to be eliminated before 'hi'"),
+        ([*STEPS_OF_TREE, "--format", "dot"], r"--steps with --format text or json; got dot"),
+        ([*STEPS_OF_TREE, "--inverse", "mean_field"], r"--steps with --inverse auto, .*got mean_field"),
     ],
 )
-def test_no_answer_is_exit_code_2_and_one_line(run, target, options, message):
-    code, out, err = run("inspect", target, *options)
+def test_no_answer_is_exit_code_2_and_one_line(run, arguments, message):
+    code, out, err = run(*arguments)
     line = err.splitlines()[-1]
     assert code == 2 and out == "" and line.startswith("pyro-nami: error: ")
     assert re.search(message, line)
     assert len(err.splitlines()) <= 2 and "Traceback" not in err  # the first is what the import prints
-
-
-@pytest.mark.parametrize(
-    ("command", "target", "options", "message"),
-    [
-        ("invert", "tree", ["--blocks", "a;b"], r"Expected every latent in blocks; got none for 'c'"),
-        ("verify", "tree", ["--blocks", "a,b,c", "--inverse", "mean_field"], r"that honours `blocks`"),
-        ("invert", "data_only", [], r"at least one latent; got observed sites only: 'x'. Pass no data"),
-        ("verify", "data_only", [], r"at least one latent"),
-        ("invert", "rows", ["--inverse", "forward", "--blocks", "hi;z"], r"'z' to be eliminated before 'hi'"),
-        ("invert", "tree", ["--steps", "--format", "dot"], r"--steps with --format text or json; got dot"),
-        (
-            "invert",
-            "tree",
-            ["--steps", "--inverse", "mean_field"],
-            r"--steps with --inverse auto, .*got mean_field",
-        ),
-    ],
-)
-def test_an_inverse_that_cannot_be_is_exit_code_2(run, command, target, options, message):
-    code, out, err = run(command, target, *options)
-    assert code == 2 and out == "" and re.search(message, err.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -514,20 +442,15 @@ def test_options_that_argparse_does_not_know_are_exit_code_2(arguments, capsys):
     assert left.value.code == 2 and "usage: pyro-nami" in capsys.readouterr().err
 
 
-def test_help_documents_every_key_of_the_json(run, capsys):
+def test_help_documents_every_key_of_the_json(found, capsys):
     with pytest.raises(SystemExit) as left:
         main(["--help"])
     told = capsys.readouterr().out
     assert left.value.code == 0
-    for command, options in (("inspect", ()), ("invert", ("--steps",)), ("verify", ())):
-        found = loaded(run(command, "rows", "--format", "json", *options)[1])
-        nested = [
-            found["sites"][0],
-            *found.get("index_maps", ()),
-            *found.get("factors", ()),
-            *found.get("steps", ()),
-        ]
-        for key in (*found, *(key for part in nested for key in part)):
+    for command in (["inspect", "rows"], ["invert", "rows", "--steps"], ["verify", "rows"]):
+        outer = found(*command)
+        parts = [part for key in ("index_maps", "factors", "steps") for part in outer.get(key, ())]
+        for key in (*outer, *outer["sites"][0], *(key for part in parts for key in part)):
             assert re.search(rf"\b{key}\b", told), key
 
 
@@ -535,12 +458,10 @@ def test_help_documents_every_key_of_the_json(run, capsys):
 
 
 def test_the_program_runs_as_a_module_of_python(folder):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pyro_nami", "verify", "models_of_test.py:tree"]
-    command += ["--inverse", "stuhlmueller", "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=120)
-    assert done.returncode == 1 and loaded(done.stdout)["missing"]
-    assert done.stderr == "imported\n"
+    command = ["-m", "pyro_nami", "verify", "models_of_test.py:tree", "--inverse", "stuhlmueller"]
+    done = python(*command, "--format", "json", cwd=folder)
+    assert done.code == 1 and json.loads(done.printed)["missing"]
+    assert done.errors == "imported\n"
 
 
 def test_the_script_of_the_package_is_main():

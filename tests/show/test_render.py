@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 import stat
 import sys
@@ -10,19 +8,8 @@ from pyro_nami.graph import BayesNet, Site, nami
 from pyro_nami.show.render import IMAGE_FORMATS, render
 
 AWKWARD = [
-    1,
-    "1",
-    ("z", 1),
-    'quo"te',
-    "back\\slash",
-    "trailing\\",
-    "a&lt;b",
-    "line\nbreak",
-    "#34;",
-    "`x`",
-    None,
-    "é",
-    "]",
+    *(1, "1", ("z", 1), 'quo"te', "back\\slash", "trailing\\", "a&lt;b", "line\nbreak"),
+    *("#34;", "`x`", None, "é", "]"),
 ]
 
 
@@ -145,24 +132,20 @@ def test_awkward_names_stay_apart_and_are_escaped():
     assert len(dot.splitlines()) == 2 + len(AWKWARD) + len(AWKWARD) - 1
 
 
-def test_a_ragged_plate_is_drawn_inside_the_plates_it_determines():
+@pytest.mark.parametrize(
+    ("plates", "sizes", "nesting", "titles"),
+    [
+        (["obs", "county"], {"obs": 9, "county": 3}, {"obs": ["county"]}, ["county (3)", "obs (9 in all)"]),
+        (["a", "b"], {"b": 2, "a": 3}, {}, ["b (2)", "a (3)"]),
+    ],
+    ids=["a ragged plate inside those it determines", "plates of the same sites as they were given"],
+)
+def test_plates_are_drawn_in(plates, sizes, nesting, titles):
+    of_sites = {"y": plates, "w": plates}
     net = BayesNet.from_edges(
-        [("y", "w")],
-        observed=["w"],
-        plates={"y": ["obs", "county"], "w": ["obs", "county"]},
-        plate_sizes={"obs": 9, "county": 3},
-        nesting={"obs": ["county"]},
+        [("y", "w")], observed=["w"], plates=of_sites, plate_sizes=sizes, nesting=nesting
     )
-    titles = re.findall(r'subgraph p\d\["(.*)"\]', render(net, "mermaid"))
-    assert titles == ["county (3)", "obs (9 in all)"]
-
-
-def test_plates_with_the_same_sites_nest_in_the_order_they_were_given():
-    net = BayesNet.from_edges(
-        [("z", "x")], observed=["x"], plates={"z": ["a", "b"], "x": ["a", "b"]}, plate_sizes={"b": 2, "a": 3}
-    )
-    titles = re.findall(r'subgraph p\d\["(.*)"\]', render(net, "mermaid"))
-    assert titles == ["b (2)", "a (3)"]
+    assert re.findall(r'subgraph p\d\["(.*)"\]', render(net, "mermaid")) == titles
 
 
 @pytest.mark.parametrize("format", ["text", "mermaid", "dot"])
@@ -199,9 +182,8 @@ def test_images_are_bytes_from_dot(stub_dot, tmp_path, net):
 def test_without_the_program_the_error_says_what_to_install(monkeypatch, tmp_path, format):
     pytest.importorskip("graphviz")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        RuntimeError, match=r"`dot` on the PATH .*pip install pyro_nami\[viz\].*apt install graphviz"
-    ):
+    message = r"`dot` on the PATH .*pip install pyro_nami\[viz\].*apt install graphviz"
+    with pytest.raises(RuntimeError, match=message):
         render(plain(2), format)
 
 
