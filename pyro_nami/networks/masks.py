@@ -16,7 +16,6 @@ from __future__ import annotations
 
 __all__ = [
     "LayerMasks",
-    "StepPlan",
     "Steps",
     "allot_labels",
     "check_width",
@@ -24,12 +23,12 @@ __all__ = [
     "jacobian_support",
     "layer_masks",
     "split_steps",
-    "step_plan",
+    "unit_steps",
 ]
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -59,32 +58,6 @@ class LayerMasks(NamedTuple):
     hidden: tuple[Tensor, ...]
     output: Tensor
     last_columns: tuple[tuple[int, ...], ...]
-
-
-class StepPlan(NamedTuple):
-    """Step boundaries of all parts of a perceptron: step s owns entries ``bounds[s]:bounds[s + 1]`` of each.
-
-    Attributes:
-        sources: of the inputs, and then of the units of each hidden layer.
-        targets: of the units of each hidden layer, and then of the rows.
-        reads: for each layer, hidden ones and then the output, the indices of the sources that it reads.
-        split_sizes: for each layer the number of its columns that belong to each step of the first source that it
-            reads, then of the second, and 1 for the bias.
-    """
-
-    sources: tuple[tuple[int, ...], ...]
-    targets: tuple[tuple[int, ...], ...]
-    reads: tuple[tuple[int, ...], ...]
-    split_sizes: tuple[tuple[int, ...], ...]
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.sources[0]) - 1
-
-    def merged(self) -> StepPlan:
-        """Returns the plan that takes all steps at once."""
-        parts = (*self.sources, self.targets[-1])
-        return _plan([(bounds[0], bounds[-1]) for bounds in parts], self.reads)
 
 
 def split_steps(
@@ -205,25 +178,9 @@ def check_width(dependency: Tensor, masks: Sequence[Tensor]) -> None:
         )
 
 
-def step_plan(steps: Steps, last_columns: Sequence[Sequence[int]], skip: bool) -> StepPlan:
-    """Returns the plan of a network whose hidden units have these last columns, `LayerMasks.last_columns`.
-
-    Args:
-        steps: boundaries of columns and rows.
-        last_columns: for each hidden layer the last column that each unit depends on.
-        skip: whether rows read the inputs beside the units.
-    """
-    units = [tuple(bisect_left(columns, end) for end in steps.columns) for columns in last_columns]
-    depth = len(units)
-    reads = (*((layer,) for layer in range(depth)), (depth, 0) if skip and depth else (depth,))
-    return _plan([steps.columns, *units, steps.rows], reads)
-
-
-def _plan(parts: Sequence[tuple[int, ...]], reads: tuple[tuple[int, ...], ...]) -> StepPlan:
-    """Returns the plan of inputs, hidden units and rows with these bounds."""
-    sizes = [tuple(end - start for start, end in pairwise(bounds)) for bounds in parts]
-    split_sizes = tuple((*chain.from_iterable(sizes[source] for source in layer), 1) for layer in reads)
-    return StepPlan(tuple(parts[:-1]), tuple(parts[1:]), reads, split_sizes)
+def unit_steps(last_columns: Sequence[int], steps: Steps) -> tuple[int, ...]:
+    """Returns where the units begin that become computable at each step, by the last column that each depends on."""
+    return tuple(bisect_left(last_columns, end) for end in steps.columns)
 
 
 def _irreducible(labels: Tensor) -> Tensor:

@@ -87,8 +87,8 @@ class SeparateMLP(SteppedMLP):
         steps, factors = self.steps, self._factor_bounds
         if whole:
             steps, factors = Steps(*((bounds[0], bounds[-1]) for bounds in steps)), (0, factors[-1])
-        hidden, output, at_zero = self._weights()
-        output = torch.cat((output[..., :-1], output[..., -1:] - at_zero), -1)
+        hidden, output, bias = self._weights()
+        output = torch.cat((output[..., :-1], bias), -1)
         sizes = [end - start for start, end in pairwise(factors)]
         blocks = tuple(weight.split(sizes) for weight in (*hidden, output))
         gather = self._gather.flatten()

@@ -167,16 +167,16 @@ class SteppedMLP(nn.Module):
         raise NotImplementedError
 
     def _weights(self) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Returns the hidden and the output layer, read by attribute and multiplied, and W h(0), ``(*places, 1)``."""
+        """Returns the hidden and the output layer, read by attribute and multiplied, and its bias less W h(0)."""
         hidden = [getattr(self, name) * self._buffers[f"{name}_mask"] for name in self.layer_names[:-1]]
         output = self.output * self._output_scale
         if not hidden:
-            return hidden, output, output.new_zeros(())
+            return hidden, output, output[..., -1:]
         units = self.activation(hidden[0][..., -1:])
         product, add_product = (torch.mm, torch.addmm) if units.dim() == 2 else (torch.bmm, torch.baddbmm)
         for weight in hidden[1:]:
             units = self.activation(add_product(weight[..., -1:], weight[..., :-1], units))
-        return hidden, output, product(output[..., : self._units], units)
+        return hidden, output, output[..., -1:] - product(output[..., : self._units], units)
 
     # Multipliers
 

@@ -13,7 +13,7 @@ from pyro_nami.networks.masks import (
     jacobian_support,
     layer_masks,
     split_steps,
-    step_plan,
+    unit_steps,
 )
 
 
@@ -114,9 +114,8 @@ def test_steps_own_neighbouring_units():
     dependency = torch.ones(6, 6, dtype=torch.bool).tril(-1)
     steps = split_steps(dependency, [0, 2, 0, 3, 1], [1, 2, 0, 3, 0])
     masks = layer_masks(dependency, (10, 5))
-    plan = step_plan(steps, masks.last_columns, skip=True)
-    assert plan.sources[0] == (0, 0, 2, 2, 5, 6)
-    for bounds, last in zip(plan.targets, masks.last_columns):
+    for last in masks.last_columns:
+        bounds = unit_steps(last, steps)
         for step in range(5):
             complete = [
                 unit
