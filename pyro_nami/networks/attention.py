@@ -52,11 +52,6 @@ class AttentionEncoder(SetEncoder):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if min(num_outputs, width, inducing) < 1:
-            raise ValueError(
-                "Expected num_outputs, width and inducing of at least 1; "
-                f"got {num_outputs}, {width} and {inducing}."
-            )
         layers = {
             "inducing": (inducing, width, None),
             "read_inputs": (3 * width, num_inputs + 1, 1),  # query, key and value of an instance

@@ -55,22 +55,13 @@ def make_encoder(
         hidden_features: units in each hidden layer; attention has the width of the widest.
         activation: elementwise function of the hidden layers.
 
-    Raises:
-        ValueError: if ``spec`` is no such name.
-
     Example:
         >>> make_encoder("attention", 3, 16).num_features
         17
         >>> make_encoder(lambda inputs: torch.nn.Linear(inputs, 4), 3, 16).num_features
         5
     """
-    if isinstance(spec, str) and spec in _BUILDERS:
-        encoder = _BUILDERS[spec]
-        return encoder(num_inputs, num_outputs, hidden_features, activation=activation, device=device, dtype=dtype)
     if callable(spec):
         return OwnEncoder(spec(num_inputs), num_inputs, device=device, dtype=dtype)
-    *names, last = map(repr, ENCODERS)
-    raise ValueError(
-        f"Expected pooling to be {', '.join(names)} or {last}, or a function of the number of inputs that returns a "
-        f"module; got {spec!r}."
-    )
+    encoder = _BUILDERS[spec]
+    return encoder(num_inputs, num_outputs, hidden_features, activation=activation, device=device, dtype=dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 __all__ = ["MaskedMLP"]
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_nami.networks.masks import check_width, layer_masks, unit_steps
-from pyro_nami.networks.passes import SteppedState, concatenated, expand_batch
-from pyro_nami.networks.stepped import Activation, Layers, SteppedMLP
+from pyro_nami.networks.stepped import Layers, SteppedMLP, SteppedState, concatenated, expand_batch
 
 _BLOCK = 8  # steps after which what is known is added to all that are left
 Bounds = tuple[int, ...]
@@ -50,8 +49,7 @@ class MaskedMLP(SteppedMLP):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: if a row reads a column of a later step; or without ``skip``, if the hidden layers are too narrow
-            to carry every dependency.
+        ValueError: without ``skip``, if the hidden layers are too narrow to carry every dependency.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -77,7 +75,7 @@ class MaskedMLP(SteppedMLP):
         gather = F.pad(torch.arange(1, self.in_features + 1, device="cpu"), (0, 1)).unsqueeze(0)
         return Layers(masks, [tuple(mask.shape) for mask in masks], rows, gather)
 
-    def _start(self, whole: bool) -> SteppedState:
+    def start(self, whole: bool = False) -> SteppedState:
         hidden, output, bias = self._weights()
         columns, *bounds = [
             (each[0], each[-1]) if whole else each for each in (self.steps.columns, *self._bounds)
@@ -115,7 +113,7 @@ class _MaskedWeights(NamedTuple):
     columns: Bounds
     bounds: Sequence[Bounds]
     reads: Sequence[tuple[int, ...]]
-    activation: Activation
+    activation: Callable[[Tensor], Tensor]
     layers: Sequence[Tensor]
     steps: Sequence[Sequence[Tensor]]
 

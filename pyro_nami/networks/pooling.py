@@ -99,10 +99,6 @@ class SetEncoder(nn.Module):
             ``(*sets, num_features)``, log(1 + number of instances) last (of ``trained`` the nearest). A set of no
             instances has zeros elsewhere.
         """
-        if x.shape[-1] != self.num_inputs or x.dim() + over.axis < 0:
-            raise ValueError(
-                f"Expected x of shape (*batch, {self.num_inputs}) with a batch dim {over.dim}; got {tuple(x.shape)}."
-            )
         pooled = self.pool(x, over, self.weights() if weights is None else weights)
         features = over.with_log_count(pooled, x, self.trained)
         if features.requires_grad:
@@ -149,10 +145,6 @@ class _PerceptronEncoder(SetEncoder):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if min((num_outputs, *hidden_features)) < 1:
-            raise ValueError(
-                f"Expected num_outputs and hidden_features of at least 1; got {num_outputs} and {hidden_features}."
-            )
         reads = [num_inputs, *hidden_features]
         layers = {f"layer_{i}": (units, reads[i] + 1, 2 if i else 1) for i, units in enumerate(hidden_features)}
         layers["output"] = (num_outputs, sum(hidden_features[-1:]) + num_inputs + 1, 1)

@@ -34,9 +34,6 @@ class PrecisionSums(nn.Module):
         heads: number of elements that the instances are taken for observations of.
         device, dtype: of the parameters.
 
-    Raises:
-        ValueError: if there is no head.
-
     Example:
         >>> from pyro_nami.networks import Along
         >>> PrecisionSums(1, heads=2)(torch.tensor([[1.0], [2.0], [5.0]]), Along(-1))[0]
@@ -53,8 +50,6 @@ class PrecisionSums(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if heads < 1:
-            raise ValueError(f"Expected at least 1 head; got {heads}.")
         self.num_inputs = num_inputs
         self.heads = heads
         self.heads_weight = nn.Parameter(torch.empty(2 * heads, num_inputs + 1, device=device, dtype=dtype))

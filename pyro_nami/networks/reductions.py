@@ -76,17 +76,13 @@ class Along:
 class Segments:
     """Instance n along a batch dimension belongs to set ``index[n]``; results have ``num_segments`` there.
 
-    The index is checked once, here. Instances of size 1 along the dimension stand for one copy an instance. Methods are
+    Instances of size 1 along the dimension stand for one copy an instance. Methods are
     those of `Along`.
 
     Args:
         index: set of each instance, integer, ``(instances,)``.
         num_segments: number of sets; those without instances are empty.
         dim: the batch dimension, negative and counted without the dimension of features; -1 is the last.
-
-    Raises:
-        TypeError: if ``index`` holds no integers.
-        ValueError: if ``index`` has more than one dimension, or an entry is no set.
 
     Example:
         >>> Segments(torch.tensor([0, 2, 0]), 3, -1).sum(torch.tensor([[1.0], [3.0], [5.0]]))
@@ -96,14 +92,6 @@ class Segments:
     """
 
     def __init__(self, index: Tensor, num_segments: int, dim: int) -> None:
-        if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-            raise TypeError(f"Expected an index of integers; got {index.dtype}. Convert it with .long().")
-        if index.dim() != 1:
-            raise ValueError(f"Expected an index of shape (instances,); got {tuple(index.shape)}.")
-        if len(index):
-            low, high = (int(bound) for bound in index.aminmax())
-            if low < 0 or high >= num_segments:
-                raise ValueError(f"Expected index from 0 to {num_segments - 1}; got {low} to {high}.")
         with torch.inference_mode(False):  # a call in training may use it again
             self.index = index.to(torch.long, copy=True)  # what is made of it is kept, whatever is written to it
         self.num_segments = num_segments

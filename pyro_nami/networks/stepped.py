@@ -1,9 +1,15 @@
-"""Perceptrons whose inputs come to be known step by step: their parameters, and how these are scaled and start.
+"""Perceptrons whose inputs come to be known step by step: their parameters, how these are scaled and start, and passes.
+
+For a density all inputs are known, and ``mlp(x)`` is one dense pass. For sampling the inputs arrive one step at a time,
+each drawn from rows emitted before::
+
+    state = mlp.start()
+    rows, state = state.advance(context, 1)
+    rows, state = state.advance(sample(rows), 2)
 
 Parameters are one tensor a layer with the bias as last column (optimizers that loop over tensors stay fast), and are
 read by attribute at the start of every pass, so that they may be replaced by name, as Pyro does. A layer is a matrix in
 `masked`, a batch of matrices in `separate`; these say which weights there are, and how a pass multiplies by them.
-Change this module to change how layers are stored, scaled or started.
 """
 
 from __future__ import annotations
@@ -18,9 +24,8 @@ from torch import Tensor, nn
 
 from pyro_nami.networks.masks import split_steps
 from pyro_nami.networks.pace import Pace
-from pyro_nami.networks.passes import SteppedState
 
-__all__ = ["Activation", "Base", "Layers", "SteppedMLP"]
+__all__ = ["Activation", "Base", "Layers", "SteppedMLP", "SteppedState", "concatenated", "expand_batch"]
 
 _MOST_PACED = 200_000  # weights of an output layer; of larger ones only the biases have speeds, for their time
 Activation = Callable[[Tensor], Tensor]
@@ -44,6 +49,39 @@ class Base(NamedTuple):
     hidden: float = math.inf
     output: float = math.inf
     paced: bool = False
+
+
+class SteppedState(NamedTuple):
+    """A pass in which the inputs of the steps before ``step`` are known, of this broadcast batch shape.
+
+    It is immutable, so a pass may branch, and no tensor that carries values is ever written in place. ``weights`` are
+    those of the pass, and ``memory`` is what these have made of the inputs so far.
+    """
+
+    weights: Any
+    step: int
+    batch_shape: torch.Size
+    memory: Any
+
+    def advance(self, x: Tensor, stop: int) -> tuple[Tensor, SteppedState]:
+        """Returns the rows of steps ``step`` to ``stop - 1``, ``(*batch, rows)``, and the state after them.
+
+        Args:
+            x: the columns of these steps, ``(*batch, columns)``. Its batch broadcasts with those before, and what
+                was computed on a smaller batch is not computed again.
+            stop: the step behind the last one to take; more than one step may be taken at once.
+        """
+        weights, step, known_shape, memory = self
+        shape = x.shape[:-1]
+        if known_shape and shape != known_shape:
+            shape = torch.broadcast_shapes(shape, known_shape)
+            x = x.expand(*shape, x.shape[-1])
+        if shape != known_shape:
+            memory = weights.expanded(memory, step, known_shape, shape)
+        flat = x if len(shape) == 1 else x.reshape(math.prod(shape), x.shape[-1])
+        rows, memory = weights.advance(memory, flat, step, stop)
+        rows = rows if len(shape) == 1 else rows.reshape(*shape, rows.shape[1])
+        return rows, SteppedState(weights, stop, shape, memory)
 
 
 class Layers(NamedTuple):
@@ -154,17 +192,13 @@ class SteppedMLP(nn.Module):
 
     # Passes
 
-    def start(self) -> SteppedState:
-        """Returns the state of a pass in which no input is known yet."""
-        return self._start(whole=False)
+    def start(self, whole: bool = False) -> SteppedState:
+        """Returns the state of a pass in which no input is known yet; of one step, if it is taken as a ``whole``."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""
-        return self._start(whole=True).advance(x, 1)[0]
-
-    def _start(self, whole: bool) -> SteppedState:
-        """Returns the state of a pass in steps, or as a ``whole``, of one step."""
-        raise NotImplementedError
+        return self.start(whole=True).advance(x, 1)[0]
 
     def _weights(self) -> tuple[list[Tensor], Tensor, Tensor]:
         """Returns the hidden and the output layer, read by attribute and multiplied, and its bias less W h(0)."""
@@ -277,6 +311,17 @@ class SteppedMLP(nn.Module):
     def _places(self) -> Tensor:
         """Returns where each row lies in a stack of all places of the output layer, ``(outputs,)``."""
         return torch.arange(self.out_features, device=self._rows.device) if self._positions is None else self._positions
+
+
+def expand_batch(values: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
+    """Returns values of one batch shape, ``(size of old, features)``, at a larger one, ``(size of new, features)``."""
+    features = values.shape[1]
+    return values.reshape(*old, features).expand(*new, features).reshape(math.prod(new), features)
+
+
+def concatenated(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+    """Returns the parts as one; a single part as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
 
 
 def _by_place(output: Tensor) -> Tensor:

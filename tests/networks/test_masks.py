@@ -127,28 +127,3 @@ def test_steps_own_neighbouring_units():
 
 def test_steps_default_to_one():
     assert split_steps(torch.ones(3, 2, dtype=torch.bool)) == ((0, 2), (0, 3))
-
-
-@pytest.mark.parametrize(
-    ("dependency", "inputs", "outputs", "error", "message"),
-    [
-        (torch.ones(2, 2), None, None, TypeError, r"Expected a boolean tensor.*got torch\.float32"),
-        ([[True]], None, None, TypeError, "got list"),
-        (torch.ones(2, dtype=torch.bool), None, None, ValueError, r"Expected dependency of shape \(outputs"),
-        (torch.ones(2, 2, dtype=torch.bool), [2], None, ValueError, "or neither"),
-        (torch.ones(2, 2, dtype=torch.bool), [1, 1], [2], ValueError, "of one length.*got 2 and 1"),
-        (torch.ones(2, 2, dtype=torch.bool), [], [], ValueError, "at least 1; got 0 and 0"),
-        (
-            torch.ones(2, 2, dtype=torch.bool),
-            [1, 2],
-            [1, 1],
-            ValueError,
-            r"input_splits.*add up to 2; got \[1, 2\]",
-        ),
-        (torch.ones(2, 2, dtype=torch.bool), [1, 1], [3, -1], ValueError, "output_splits to be nonnegative"),
-        (torch.ones(2, 2, dtype=torch.bool), [1, 1], [1, 1], ValueError, "row 0 reading column 1"),
-    ],
-)
-def test_steps_that_do_not_fit_are_refused(dependency, inputs, outputs, error, message):
-    with pytest.raises(error, match=message):
-        split_steps(dependency, inputs, outputs)

@@ -95,8 +95,3 @@ def test_given_weights_are_read_in_place_of_the_parameters(net):
     other.reset_parameters()
     assert torch.equal(other(x, Along(-1), net.weights()), net(x, Along(-1)))
     assert not torch.allclose(other(x, Along(-1)), net(x, Along(-1)))
-
-
-def test_no_head_is_an_error():
-    with pytest.raises(ValueError, match="Expected at least 1 head; got 0"):
-        PrecisionSums(3, 0)
