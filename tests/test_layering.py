@@ -13,12 +13,12 @@ ORDER = {
     "": "messages",
     "graph": "sites network elimination min_fill inverse inversions verification",
     "factors": "wrappers links joint bijections layout elements normals types anchors distribution family "
-    "features own_type unconstrained registry relocated",
+    "own_type unconstrained registry relocated",
     "networks": "masks pace reductions running pooling attention encoders precision_sums stepped masked "
     "separate",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
     "index_maps.finder index_maps.nesting index_maps.given index_maps.search network joint_gaussian forms",
-    "guide": "arguments options conditioning free_parameters standardization parameters groups group_network inputs "
+    "guide": "arguments options conditioning free_parameters parameters groups group_network inputs "
     "inversion inverse_network network_state regression one_pass rules structure differences shapes first_call columns "
     "plan build maps call memory reader observed draw state lazy nami",
     "inference": "site_messages observations target checkpoint history psis processes trackers optimizers weights "

@@ -18,7 +18,7 @@ from torch.nn.functional import one_hot
 
 from pyro_nami.factors.bijections import bijection_to, interior, support_on
 
-__all__ = ["Layout", "LogLayout", "UnconstrainedLayout", "finite"]
+__all__ = ["Layout", "LogLayout", "ObservedLayout", "UnconstrainedLayout", "finite"]
 
 
 _INDICATORS = type(constraints.boolean), type(constraints.one_hot)
@@ -177,6 +177,21 @@ class UnconstrainedLayout(Layout):
         if not self.free_shape:
             return elements.squeeze(-1)
         return elements.unflatten(-1, self.free_shape) if len(self.free_shape) > 1 else elements
+
+
+class ObservedLayout(UnconstrainedLayout):
+    """The layout of an observed value of any dtype; NaN is read as 0, and marked by a second feature if so wanted."""
+
+    def __init__(self, *args: Any, dtype: torch.dtype, marks_nan: bool) -> None:
+        super().__init__(*args)
+        self.dtype, self.marks_nan, self.num_features = dtype, marks_nan, 1 + marks_nan
+
+    def elements(self, value: Tensor) -> Tensor:
+        return super().elements(value.to(self.dtype))
+
+    def element_features(self, elements: Tensor) -> Tensor:
+        features = super().element_features(elements)
+        return torch.cat((features, elements.isnan().to(features).unsqueeze(-1)), -1) if self.marks_nan else features
 
 
 def finite(tensor: Tensor) -> Tensor:

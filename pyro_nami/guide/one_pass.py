@@ -18,6 +18,7 @@ from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.relocated import Relocated, Relocation
 from pyro_nami.guide.network_state import NetworkState
+from pyro_nami.networks.stepped import concatenated
 from pyro_nami.reading.joint_gaussian import ConjugateGroup, JointGaussian
 
 __all__ = ["Pass", "Term"]
@@ -128,10 +129,10 @@ class Pass:
     def together(self) -> Iterator[Tensor]:
         """Yields the log densities ``(*batch, *plates)`` of what was added, terms of one kind at once."""
         for terms in self._terms.values():
-            params = _joined(-2, [term.params for term in terms])
+            params = concatenated([term.params for term in terms], -2)
             anchors = [term.anchor for term in terms if term.anchor is not None]
-            anchor = _joined(-2, anchors) if anchors else None
-            elements = _joined(-1, [term.elements for term in terms])
+            anchor = concatenated(anchors, -2) if anchors else None
+            elements = concatenated([term.elements for term in terms], -1)
             yield terms[0].family.elements(params, anchor).log_prob(elements).sum(-1)
 
     def check(self) -> None:
@@ -148,7 +149,3 @@ class Pass:
                     + ". The last gradient was not finite, or its step too large: lower the learning rate, clip "
                     "gradients, or look for a log density of the model that is infinite."
                 )
-
-
-def _joined(dim: int, tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)

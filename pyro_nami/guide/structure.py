@@ -23,33 +23,20 @@ __all__ = ["Covariates", "Plan", "SitePlan", "missing_site", "new_site"]
 
 
 class SitePlan(NamedTuple):
-    """What is fixed of one site.
+    """What is fixed of one site."""
 
-    Attributes:
-        plates: those that its tensor has dims for; the network has those that these determine as well.
-        event_dim: of its values.
-        encoding: what gives its raw features, its family or another object that does; None if nothing reads it.
-        initial: of a latent, the first instance of its initial value.
-        allows_nan: whether its distribution or mask allows for NaN in its data.
-    """
-
-    plates: frozenset[str]
+    plates: frozenset[str]  # that its tensor has dims for; the network has those that these determine as well
     event_dim: int
-    encoding: Any = None
-    initial: Tensor | None = None
-    allows_nan: bool = False
+    encoding: Any = None  # what gives its features, its family or another object; None if nothing reads it
+    initial: Tensor | None = None  # of a latent, the first instance of its initial value
+    allows_nan: bool = False  # whether its distribution or mask allows for NaN in its data
 
 
 class Covariates(NamedTuple):
-    """Which covariates factors read.
+    """Which covariates factors read."""
 
-    Attributes:
-        columns: site -> its covariates.
-        references: values of the latents at the draws that they were found at.
-    """
-
-    columns: Mapping[str, tuple] = {}
-    references: Sequence[Mapping[str, Tensor]] = ()
+    columns: Mapping[str, tuple] = {}  # site -> its covariates
+    references: Sequence[Mapping[str, Tensor]] = ()  # values of the latents at the draws that they were found at
 
     def mask_column(self, name: str) -> int | None:
         """Returns which of a site's covariates is its mask, if one is."""
@@ -59,37 +46,22 @@ class Covariates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A guide's fixed structure.
-
-    Attributes:
-        bayesnet: the model's network; inverse: its inverse.
-        plates: of the model.
-        sites: what is fixed of each.
-        rules: latent -> how it is drawn, for all latents that the guide emits, in model order.
-        order: latents drawn given what the inverse says that they read, in sampling order.
-        interleaved: whether sampling order is program order, so that one run of the model draws all latents.
-        read: observed sites that some rule reads.
-        semi_observed: latents that a call may observe.
-        masked: whether the model masks latents.
-        names: all sites of the model, deterministic ones included.
-        covariates: which are read; map_plans: how a call's index maps are found.
-        factory: dtype and device of the networks.
-    """
+    """A guide's fixed structure."""
 
     bayesnet: BayesNet
     inverse: Inverse
     plates: Plates
     sites: Mapping[str, SitePlan]
-    rules: Mapping[str, Rule]
-    order: tuple[str, ...]
-    interleaved: bool
-    read: tuple[str, ...]
-    semi_observed: frozenset[str]
-    masked: bool
-    names: frozenset[str]
+    rules: Mapping[str, Rule]  # latent -> how it is drawn, for all that the guide emits, in model order
+    order: tuple[str, ...]  # latents drawn given what the inverse says that they read, in sampling order
+    interleaved: bool  # whether that is program order, so that one run of the model draws all latents
+    read: tuple[str, ...]  # observed sites that some rule reads
+    semi_observed: frozenset[str]  # latents that a call may observe
+    masked: bool  # whether the model masks latents
+    names: frozenset[str]  # all sites of the model, deterministic ones included
     covariates: Covariates
-    map_plans: tuple[MapPlan, ...]
-    factory: Mapping[str, Any]
+    map_plans: tuple[MapPlan, ...]  # how a call's index maps are found
+    factory: Mapping[str, Any]  # dtype and device of the networks
 
     @cached_property
     def learned(self) -> dict[str, Learned]:
