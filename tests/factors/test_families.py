@@ -13,8 +13,7 @@ from pyro.distributions import constraints
 from torch.distributions import biject_to, kl_divergence
 
 from pyro_nami.factors import Family, flow, mixture, register_family, relaxed
-from pyro_nami.factors.features import features_of
-from pyro_nami.factors.registry import make_family
+from pyro_nami.factors.registry import features_of, make_family
 from pyro_nami.factors.unconstrained import NormalFamily, SinhArcsinhFamily
 
 DTYPE = torch.float64
