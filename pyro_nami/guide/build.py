@@ -39,17 +39,7 @@ _PLENTY = 5  # instances from which an observed site is standardized by its own 
 def assemble(
     model: Callable, args: tuple, kwargs: Mapping[str, Any], options: Options, subsampled: Collection[str] = ()
 ) -> tuple[Plan, InverseNetwork, poutine.Trace]:
-    """Returns a guide's plan, its networks, and a run at the initial values, from one call's arguments.
-
-    Args:
-        model, args, kwargs: the model, and arguments that it runs with.
-        options: the guide's.
-        subsampled: plates that ``create_plates`` subsamples.
-
-    Raises:
-        ValueError: for options that name what the model lacks.
-        NotImplementedError: for a site that no family covers.
-    """
+    """Returns a guide's plan, its networks, and a run at the initial values, from one call; see `first_call`."""
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         first = first_call(model, args, kwargs, options, subsampled)
         plan = make_plan(first)

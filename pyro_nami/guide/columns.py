@@ -109,14 +109,9 @@ def covariate_values(
     run: Callable[[Mapping[str, Tensor]], Mapping[str, Any]],
     lacking: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Returns the covariates of every site that has some, ``(*batch, columns)``.
+    """Returns the covariates of every site that has some, ``(*batch, columns)``, but for those ``lacking`` in a run.
 
-    Args:
-        covariates: which they are.
-        option: the guide's option ``covariates``.
-        args, kwargs: the model's arguments.
-        run: runs the model on them at a reference draw.
-        lacking: sites that such a run lacks.
+    ``option`` is the guide's option ``covariates``, ``run`` runs the model on the arguments at a reference draw.
     """
     given = option(*args, **kwargs) if callable(option) else {}
     sites_at = functools.lru_cache(None)(lambda number: run(covariates.references[number]))

@@ -32,11 +32,9 @@ class FreeParameters(PyroModule):
 
     Args:
         kind: by which parameters are named.
-        units: factor -> what its parameters are multiplied by.
-        plates: factor -> the plates, with their batch dims and full sizes, whose instances each have parameters of
-            their own.
+        units: factor -> what its parameters are multiplied by; ``persistent`` says whether this belongs to the state.
+        plates: factor -> the plates, with their batch dims and full sizes, whose instances each have some of their own.
         nesting: number of plate dims.
-        persistent: whether units belong to the state.
 
     Example:
         >>> offsets = FreeParameters("offset", {"z": torch.ones(1, 2)}, {"z": {"rows": (-1, 5)}}, nesting=1)

@@ -31,23 +31,14 @@ _COPIES, _MOST_MEMORY = 6, 5e8  # weights, mask, masked weights, gradient and tw
 
 
 class GroupNetwork:
-    """A group's network and its inputs.
+    """A group's network ``mlp``, and shift and scale of its inputs, ``running``.
 
     Args:
-        factors: of the group, in sampling order.
-        steps: as planned.
+        factors: of the group, in sampling order; steps: as planned.
         latents: the nodes that are no data.
         simulated: whether the guide is trained on simulations rather than on data.
         shared: one network for all factors; otherwise a small one for every factor.
-        hidden_features, options: of the network.
-        factory: its dtype and device.
-
-    Attributes:
-        mlp: the network.
-        running: shift and scale of its inputs.
-        data: sources that are made of data alone.
-        constant: sources that are not read where the data are the same in every call: data, in a group without plates.
-        head: factor -> the first step that gives rows of it.
+        hidden_features, options: of the network; factory: its dtype and device.
     """
 
     def __init__(
@@ -64,9 +55,10 @@ class GroupNetwork:
     ) -> None:
         self.factors, self.steps = tuple(factors), tuple(steps)
         columns, latents = self.columns(0, len(steps)), frozenset(latents)
+        # Sources of data alone; in a group without plates they are not read where data are the same in every call.
         self.data = frozenset(column.source for column in columns if latents.isdisjoint(nodes_of(column.source)))
         self.constant = frozenset() if factors[0].batch else self.data
-        self.head = {name: i for i, step in reversed([*enumerate(steps)]) for name in step.rows}
+        self.head = {name: i for i, step in reversed([*enumerate(steps)]) for name in step.rows}  # first steps
         self._blocks: dict[tuple[int, int], Counter] = {}
         self._first_rows, count = {}, 0
         for name, rows in self.blocks(0, len(steps)).items():

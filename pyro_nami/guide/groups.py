@@ -113,11 +113,7 @@ def plan_steps(factors: Sequence[Factor], position: Mapping[Any, int], sizes: Ma
 
     A factor opens a step unless all it reads is known when the step before is taken; a sequential factor has one step
     an element. A source is read at the first step at which it is known. The rows of a factor follow one another.
-
-    Args:
-        factors: of the group, in sampling order.
-        position: of each factor in sampling order.
-        sizes: source -> number of its features.
+    ``position`` is that of all factors in sampling order, ``sizes`` the number of features of each source.
     """
     known = {s: max((position.get(n, -1) for n in nodes_of(s)), default=-1) for f in factors for s in f.sources}
     steps: list[Step] = []

@@ -36,9 +36,6 @@ class NetworkState:
         learning: whether the pass goes into averages if it is trained on.
         constant: whether the call's data are the same in every call.
         indices: subsampled plate -> its instances.
-
-    Attributes:
-        couplings: factor -> its coupling.
     """
 
     def __init__(

@@ -48,13 +48,6 @@ class Pass:
         derive: derives the exact conditionals of a group at values of what is drawn before it.
         relocation: where batch dims lie outside; None where they lie as inside.
         validate: whether values are to be checked.
-
-    Attributes:
-        values: of latents, as the model sees them; returned: as handlers outside do.
-        solved: group -> its exact conditionals.
-        ready: latents whose site is known from the run that derived their conditional.
-        anchors: latent -> location and scale of its prior, if its factor is relative to that.
-        freedom: latent -> how much of its own location each draw of its factor takes.
     """
 
     def __init__(
@@ -69,12 +62,12 @@ class Pass:
         self.rules, self.state, self.validate = rules, state, validate
         self._families, self._derive, self._relocation = families, derive, relocation
         self._moved: dict[str, Family] = {}  # families whose support or count varies, as they are in this pass
-        self.values: dict[str, Tensor] = {}
-        self.returned: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}  # of latents, as the model sees them
+        self.returned: dict[str, Tensor] = {}  # as handlers outside see them
         self.solved: dict[ConjugateGroup, JointGaussian] = {}
-        self.ready: dict[str, Mapping[str, Any]] = {}
-        self.anchors: dict[str, Tensor | None] = {}
-        self.freedom: dict[str, Tensor] = {}
+        self.ready: dict[str, Mapping[str, Any]] = {}  # latents whose site a run that derived conditionals has shown
+        self.anchors: dict[str, Tensor | None] = {}  # location and scale of the prior, if the factor is relative to it
+        self.freedom: dict[str, Tensor] = {}  # how much of its factor's own location each draw of a latent takes
         self._terms: dict[tuple, list[Term]] = {}
 
     def left(self) -> list[str]:

@@ -32,11 +32,8 @@ def regress(
 ) -> None:
     """Writes regressions of all factors whose locations are one an element.
 
-    Args:
-        network: the networks, which nothing was learned by yet.
-        state: a pass at which all values of a batch of simulations are known.
-        targets: factor -> its elements relative to the anchor, ``(*batch, elements)``.
-        dims: factor -> batch dims of the plates that it is a block of.
+    All values of a batch of simulations are known to ``state``. ``targets`` are factors' elements relative to the
+    anchor, ``(*batch, elements)``, and ``dims`` the batch dims of the plates that factors are blocks of.
     """
     for group in network.groups:
         if not group.mlp.skip or group.mlp.is_trained():
