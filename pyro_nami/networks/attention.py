@@ -12,6 +12,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ class AttentionEncoder(SetEncoder):
     each time what is read is added to the reader, followed by a residual layer.
 
     Args:
-        num_inputs, num_outputs, device, dtype: see `SetEncoder`.
+        num_inputs, num_outputs, factory: see `SetEncoder`.
         width: features of queries, keys and values.
         inducing: number of inducing points.
         activation: elementwise function of the residual layers.
@@ -49,8 +50,7 @@ class AttentionEncoder(SetEncoder):
         *,
         inducing: int = 8,
         activation: Activation = F.silu,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
         layers = {
             "inducing": (inducing, width, None),
@@ -63,7 +63,7 @@ class AttentionEncoder(SetEncoder):
             "update_seed": (width, width + 1, 1),
             "output": (num_outputs, width + num_inputs + 1, 1),
         }
-        super().__init__(num_inputs, num_outputs, layers, device=device, dtype=dtype)
+        super().__init__(num_inputs, num_outputs, layers, **factory)
         self.activation = activation
 
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -44,14 +43,13 @@ def make_encoder(
     hidden_features: Sequence[int] = (16,),
     *,
     activation: Activation = F.silu,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    **factory: Any,
 ) -> SetEncoder:
     """Returns the encoder that ``spec`` asks for.
 
     Args:
         spec: one of `ENCODERS`, or a function of (number of inputs) that returns a module, see `OwnEncoder`.
-        num_inputs, num_outputs, device, dtype: see `SetEncoder`; a module of the user's own has its own outputs.
+        num_inputs, num_outputs, factory: see `SetEncoder`; a module of the user's own has its own outputs.
         hidden_features: units in each hidden layer; attention has the width of the widest.
         activation: elementwise function of the hidden layers.
 
@@ -62,6 +60,6 @@ def make_encoder(
         5
     """
     if callable(spec):
-        return OwnEncoder(spec(num_inputs), num_inputs, device=device, dtype=dtype)
+        return OwnEncoder(spec(num_inputs), num_inputs, **factory)
     encoder = _BUILDERS[spec]
-    return encoder(num_inputs, num_outputs, hidden_features, activation=activation, device=device, dtype=dtype)
+    return encoder(num_inputs, num_outputs, hidden_features, activation=activation, **factory)

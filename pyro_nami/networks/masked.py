@@ -46,7 +46,7 @@ class MaskedMLP(SteppedMLP):
         skip: whether rows also read their inputs directly. Linear-Gaussian regressions are then represented exactly.
         activation: elementwise function of the hidden layers.
         base: what weights are divided beyond.
-        device, dtype: of the parameters.
+        **factory: device and dtype of the parameters.
 
     Raises:
         ValueError: without ``skip``, if the hidden layers are too narrow to carry every dependency.

@@ -47,16 +47,10 @@ class Steps(NamedTuple):
 
 
 class LayerMasks(NamedTuple):
-    """Masks of a stack of layers and, for its hidden units, the last column that each one depends on.
+    """Masks of a stack of layers, and for its hidden units the last columns of their labels, in ascending order."""
 
-    Attributes:
-        hidden: one boolean tensor ``(units, units of the layer below)`` a hidden layer; the lowest reads the inputs.
-        output: boolean tensor ``(outputs, units of the last hidden layer)``, or inputs if there is no hidden layer.
-        last_columns: for every hidden layer the last column of each unit's label, in ascending order.
-    """
-
-    hidden: tuple[Tensor, ...]
-    output: Tensor
+    hidden: tuple[Tensor, ...]  # boolean ``(units, units of the layer below)``; the lowest reads the inputs
+    output: Tensor  # ``(outputs, units of the last hidden layer)``, or inputs if there is no hidden layer
     last_columns: tuple[tuple[int, ...], ...]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,14 +34,11 @@ class SetEncoder(nn.Module):
         num_outputs: number of features that `pool` returns, those beside the logarithm of the count.
         layers: name -> units, columns and gain of each parameter. A layer has the bias as last column, and weights of
             variance gain / inputs at first; gain None stands for learned points, standard normal.
-        device, dtype: of the parameters.
-
-    Attributes:
-        num_features: number of features returned, ``num_outputs + 1``.
-        trained: sizes of the smallest and the largest set that gradients have come back from. What depends on a count
-            outside is extrapolation, so the logarithm of the count is held within this range.
+        **factory: device and dtype of the parameters.
     """
 
+    # Sizes of the smallest and the largest set that gradients have come back from. What depends on a count outside is
+    # extrapolation, so the logarithm of the count is held within this range.
     trained: Counts | None = None
 
     def __init__(
@@ -48,16 +46,14 @@ class SetEncoder(nn.Module):
         num_inputs: int,
         num_outputs: int,
         layers: Mapping[str, tuple[int, int, float | None]],
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
         super().__init__()
         self.num_inputs = num_inputs
         self.num_features = num_outputs + 1
         self._gains = {name: gain for name, (_, _, gain) in layers.items()}
         for name, (units, columns, _) in layers.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(units, columns, device=device, dtype=dtype)))
+            self.register_parameter(name, nn.Parameter(torch.empty(units, columns, **factory)))
         self.reset_parameters()
 
     def extra_repr(self) -> str:
@@ -74,13 +70,7 @@ class SetEncoder(nn.Module):
                 weight[:, -1].uniform_(-1, 1).mul_(fan_in**-0.5)
 
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
-        """Returns features of each set, ``(*sets, num_outputs)``, zeros for an empty one.
-
-        Args:
-            x: inputs of the instances, ``(*batch, num_inputs)``.
-            over: which instances form a set.
-            weights: the parameters, in the order of their names.
-        """
+        """Returns features of each set, ``(*sets, num_outputs)``, zeros for an empty one; arguments as of `forward`."""
         raise NotImplementedError
 
     def weights(self) -> list[Tensor]:
@@ -125,12 +115,8 @@ class _PerceptronEncoder(SetEncoder):
     As the last layer is linear, it is applied to what is reduced. The inputs beside the units are direct weights: a
     mean of the inputs, what a linear-Gaussian posterior needs, is represented exactly.
 
-    Parameters are ``layer_0`` ``(units, num_inputs + 1)``, ..., ``output`` ``(num_outputs, units + num_inputs + 1)``.
-
-    Args:
-        num_inputs, num_outputs, device, dtype: see `SetEncoder`.
-        hidden_features: units in each hidden layer.
-        activation: elementwise function of the hidden layers.
+    Parameters are ``layer_0`` ``(units, num_inputs + 1)``, ..., ``output`` ``(num_outputs, units + num_inputs + 1)``,
+    with ``hidden_features`` units in the hidden layers.
     """
 
     reduction: str  # a method of `Reduction`
@@ -142,13 +128,12 @@ class _PerceptronEncoder(SetEncoder):
         hidden_features: Sequence[int] = (16,),
         *,
         activation: Activation = F.silu,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
         reads = [num_inputs, *hidden_features]
         layers = {f"layer_{i}": (units, reads[i] + 1, 2 if i else 1) for i, units in enumerate(hidden_features)}
         layers["output"] = (num_outputs, sum(hidden_features[-1:]) + num_inputs + 1, 1)
-        super().__init__(num_inputs, num_outputs, layers, device=device, dtype=dtype)
+        super().__init__(num_inputs, num_outputs, layers, **factory)
         self.activation = activation
 
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
@@ -193,31 +178,19 @@ class MaxEncoder(_PerceptronEncoder):
 class OwnEncoder(SetEncoder):
     """Encodes a set as the mean of the features that the user's module gives its instances, and log(1 + count).
 
-    The number of features is found by a run on zeros.
-
-    Args:
-        module: maps inputs of instances ``(..., num_inputs)`` to features ``(..., features)``.
-        num_inputs: number of inputs of each instance.
-        device, dtype: that the module is moved and converted to.
+    The module maps inputs ``(..., num_inputs)`` to features ``(..., features)``, how many is found by a run on zeros.
 
     Raises:
         TypeError: if ``module`` is no `torch.nn.Module`.
         ValueError: if its features do not have the shape of the inputs but for the last dimension.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        num_inputs: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, num_inputs: int, **factory: Any) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"Expected a torch.nn.Module that encodes instances; got {type(module).__name__}.")
-        module = module.to(device=device, dtype=dtype)
+        module = module.to(**factory)
         with torch.no_grad():
-            features = module(torch.zeros(2, 3, num_inputs, device=device, dtype=dtype))
+            features = module(torch.zeros(2, 3, num_inputs, **factory))
         if features.dim() != 3 or features.shape[:-1] != (2, 3):
             raise ValueError(
                 f"Expected a module that maps inputs (..., {num_inputs}) to features (..., features); it mapped "

@@ -7,6 +7,8 @@ precisions contracts rightly at any count. Change this module to change what an 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,7 +34,7 @@ class PrecisionSums(nn.Module):
     Args:
         num_inputs: number of inputs of each instance.
         heads: number of elements that the instances are taken for observations of.
-        device, dtype: of the parameters.
+        **factory: device and dtype of the parameters.
 
     Example:
         >>> from pyro_nami.networks import Along
@@ -41,18 +43,11 @@ class PrecisionSums(nn.Module):
                 [3., 3., 8.]], grad_fn=<SelectBackward0>)
     """
 
-    def __init__(
-        self,
-        num_inputs: int,
-        heads: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, num_inputs: int, heads: int, **factory: Any) -> None:
         super().__init__()
         self.num_inputs = num_inputs
         self.heads = heads
-        self.heads_weight = nn.Parameter(torch.empty(2 * heads, num_inputs + 1, device=device, dtype=dtype))
+        self.heads_weight = nn.Parameter(torch.empty(2 * heads, num_inputs + 1, **factory))
         self.reset_parameters()
 
     def extra_repr(self) -> str:
@@ -68,13 +63,7 @@ class PrecisionSums(nn.Module):
         return [self.heads_weight]
 
     def forward(self, x: Tensor, over: Reduction, weights: list[Tensor] | None = None) -> Tensor:
-        """Returns the sums of each set, ``(*sets, heads, num_inputs + 2)``; zeros for a set of no instances.
-
-        Args:
-            x: inputs of the instances, ``(*batch, num_inputs)``.
-            over: which instances form a set.
-            weights: what `weights` returned, to read no parameter now.
-        """
+        """Returns the sums of each set, ``(*sets, heads, num_inputs + 2)``; arguments as of `SetEncoder.forward`."""
         (weight,) = self.weights() if weights is None else weights
         x = x.movedim(over.axis, -1)  # products are fast where the instances are contiguous
         log_precision, slope = (weight[:, :-1] @ x + weight[:, -1:]).chunk(2, -2)

@@ -15,7 +15,7 @@ read by attribute at the start of every pass, so that they may be replaced by na
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,17 +38,12 @@ class Base(NamedTuple):
     Weights are divided by max(1, n / base), which holds a step to base r for every n (the maximal-update
     parametrization, Yang et al. 2022, "Tensor Programs V", with a base width).
 
-    Attributes:
-        inputs: of a layer that reads inputs.
-        hidden: of hidden units, as inputs of further hidden layers.
-        output: of hidden units, as inputs of rows.
-        paced: whether the output layer's weights have speeds, see `Pace`.
     """
 
-    inputs: float = math.inf
-    hidden: float = math.inf
-    output: float = math.inf
-    paced: bool = False
+    inputs: float = math.inf  # of a layer that reads inputs
+    hidden: float = math.inf  # of hidden units, as inputs of further hidden layers
+    output: float = math.inf  # of hidden units, as inputs of rows
+    paced: bool = False  # whether the output layer's weights have speeds, see `Pace`
 
 
 class SteppedState(NamedTuple):
@@ -85,20 +80,12 @@ class SteppedState(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """How the weights of a network are laid out.
+    """How the weights of a network are laid out; the output layer reads hidden units, then inputs."""
 
-    Attributes:
-        masks: which weights there are, boolean and broadcastable to the parameters, the bias in the last column; the
-            output layer reads hidden units, and then inputs.
-        shapes: of the parameters, ``(*stack, units, inputs + 1)``.
-        rows: which row each place of the output layer gives, ``(*stack, places)``; -1 for padding.
-        gather: 1 + the column that each direct weight reads, ``(stack, inputs + 1)``; 0 for padding and for the bias.
-    """
-
-    masks: Sequence[Tensor]
-    shapes: Sequence[tuple[int, ...]]
-    rows: Tensor
-    gather: Tensor
+    masks: Sequence[Tensor]  # which weights there are, broadcastable to the parameters, the bias in the last column
+    shapes: Sequence[tuple[int, ...]]  # of the parameters, ``(*stack, units, inputs + 1)``
+    rows: Tensor  # which row each place of the output layer gives, ``(*stack, places)``; -1 for padding
+    gather: Tensor  # 1 + the column that each direct weight reads, ``(stack, inputs + 1)``; else 0
 
 
 class SteppedMLP(nn.Module):
@@ -108,16 +95,12 @@ class SteppedMLP(nn.Module):
     bias. Every parameter is multiplied by its *multipliers*: zero for what is masked, and what `Base` divides by.
     Arguments are those of `MaskedMLP`.
 
-    Attributes:
-        steps: the columns and the rows of each step.
-        units: of each row, ``(outputs,)``, the size that a weight of one gives to what the row reads.
-        bias_units: likewise of its bias.
     """
 
     _buffers: dict[str, Any]
     output: Tensor
-    units: Tensor
-    bias_units: Tensor
+    units: Tensor  # of each row, ``(outputs,)``, the size that a weight of one gives to what the row reads
+    bias_units: Tensor  # likewise of its bias
     _rows: Tensor
     _gather: Tensor
     _positions: Tensor | None
@@ -133,8 +116,7 @@ class SteppedMLP(nn.Module):
         skip: bool = True,
         activation: Activation = F.silu,
         base: Base = Base(),
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
         super().__init__()
         self.steps = split_steps(dependency, input_splits, output_splits)
@@ -145,7 +127,7 @@ class SteppedMLP(nn.Module):
         if not hidden_features and not skip:
             raise ValueError("Expected at least one hidden layer or skip=True; got hidden_features=() and skip=False.")
         self.layer_names = (*(f"layer_{layer}" for layer in range(len(hidden_features))), "output")
-        self._register_layers(self._lay_out(dependency, hidden_features), base, device, dtype)
+        self._register_layers(self._lay_out(dependency, hidden_features), base, factory)
         self._paced = slice(None) if self.output.numel() <= _MOST_PACED else slice(-1, None)
         self.pace = Pace(self.output[..., self._paced]) if base.paced else None
         if self.pace is not None:
@@ -155,10 +137,10 @@ class SteppedMLP(nn.Module):
     def _lay_out(self, dependency: Tensor, hidden_features: Sequence[int]) -> Layers:
         raise NotImplementedError
 
-    def _register_layers(self, layers: Layers, base: Base, device: Any, dtype: torch.dtype | None) -> None:
+    def _register_layers(self, layers: Layers, base: Base, factory: Mapping[str, Any]) -> None:
         """Registers units, a parameter a layer, its multipliers, and where rows lie in the output layer."""
         for name in ("units", "bias_units"):
-            self.register_buffer(name, torch.ones(self.out_features, device=device, dtype=dtype))
+            self.register_buffer(name, torch.ones(self.out_features, **factory))
         rows = layers.rows.flatten()
         positions = rows.argsort(stable=True)[len(rows) - self.out_features :]
         in_place = torch.equal(positions, torch.arange(len(rows), device=rows.device))
