@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.build import assemble
-from pyro_nami.guide.differences import differences
 from pyro_nami.guide.draw import densities, draw, know_all, start_pass
 from pyro_nami.guide.inverse_network import as_pyro_module
 from pyro_nami.guide.lazy import LazyGuide
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.regression import regress
 from pyro_nami.guide.shapes import left_of_plates, own_shape, quantiles_of, sum_plates
-from pyro_nami.guide.structure import new_site
+from pyro_nami.guide.structure import differences, new_site
 from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
 
 __all__ = ["AutoNaMIGuide"]
