@@ -23,10 +23,6 @@ class SiteDistribution(TorchDistribution):
     It has the model's support and event shape and a real density, but no registered KL divergence, on purpose:
     ``TraceMeanField_ELBO`` must fall back to the sample estimate (pyro_contract, section 3). It remembers the latest
     draw, so that scoring one's own costs no inverse transform.
-
-    Args:
-        elements: of batch ``(*batch, E)``.
-        layout: of the site's value.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}

@@ -75,10 +75,7 @@ class Family(ABC):
         return self.num_elements > 1 and self.within == "autoregressive"
 
     def at(self, prior: Distribution) -> Family:
-        """Returns this family with the support and counts of the current prior, whose parents are sampled by now.
-
-        Itself where nothing varies. Without this call the prototype's are used.
-        """
+        """Returns this family with the support and counts of the current prior, in place of the prototype's."""
         if not self.varies:
             return self
         moved = copy.copy(self)

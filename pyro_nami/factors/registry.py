@@ -41,8 +41,6 @@ def make_family(
         ValueError: so on a sphere, as Pyro's guides raise it; an unknown name; a family that does not fit the site.
         TypeError: `spec` is none of the kinds above, or did not give a `Family`.
     """
-    if within not in ("autoregressive", "independent"):
-        raise ValueError(f'Expected within to be "autoregressive" or "independent"; got {within!r} at site "{name}"')
     factory = _default if spec is None else _look_up(spec, name)
     kind = getattr(factory, "func", factory)  # below the partial of mixture(K) and flow(bins)
     continuous = isinstance(kind, type) and issubclass(kind, (NormalFamily, RelaxedFamily))
@@ -88,7 +86,7 @@ def features_of(name: str, prior: Distribution, value: Tensor) -> Layout:
     Args:
         name: of the site, for messages.
         prior: the distribution at the site in the prototype run.
-        value: observed there, ``(*batch, *event)``; ValueError if it does not end in the event shape.
+        value: observed there, ``(*batch, *event)``.
     """
     event_shape, support, leaf = torch.Size(prior.event_shape), support_of(prior), innermost(prior)
     if value.shape[value.dim() - len(event_shape) :] != event_shape:

@@ -144,11 +144,11 @@ def plan_sources(
     not say which of them is its own.
 
     Args:
-        batch: plates of the factor that are batch dims of its network, with all that they determine.
+        batch: plates of the factor that are batch dims of its network, with all that they determine; ``joint`` are
+            those that are flattened into its elements.
         reads: parent node -> how it is read.
         frames: node -> the plates that its tensor has dims for.
         plates: the model's.
-        joint: plates of the factor that are flattened into its elements.
 
     Example:
         >>> plan_sources(batch=[], reads={"y": Read()}, frames={"y": ["i"]}, plates=Plates(("i",)))

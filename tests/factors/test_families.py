@@ -310,8 +310,6 @@ def test_sequential_draw_without_gradients_is_scored_with_them():
 def test_within_independent_opts_out():
     prior = CASES["normal-vector"][1]
     assert not make_family(None, "z", prior, prior.sample(), within="independent").autoregressive
-    with pytest.raises(ValueError, match='"autoregressive" or "independent".*site "z"'):
-        make_family(None, "z", prior, prior.sample(), within="both")
 
 
 # Densities ------------------------------------------------------------------------------------------------------------
