@@ -164,10 +164,6 @@ class TriangularTransform(Transform):
         """Returns the log determinant ``(*batch,)``: the sum of the log diagonal, or zero."""
         return x[..., : y.shape[-1]].sum(-1) if self.diagonal == "log" else x.new_zeros(x.shape[:-1])
 
-    def forward_shape(self, shape: tuple[int, ...]) -> torch.Size:
-        size = self._size(shape[-1])
-        return torch.Size(tuple(shape[:-1]) + (size, size))
-
     def inverse_shape(self, shape: tuple[int, ...]) -> torch.Size:
         size = shape[-1] - (self.diagonal == "unit")
         return torch.Size(tuple(shape[:-2]) + (size * (size + 1) // 2,))

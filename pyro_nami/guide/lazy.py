@@ -72,12 +72,6 @@ class LazyGuide(AutoGuide):
         self._observed = ObservedFeatures(self._options.embeddings)
         for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
             prototype.remove_node(name)
-        self._prototype_frames = {
-            frame.name: frame
-            for site in prototype.nodes.values()
-            for frame in site["cond_indep_stack"]
-            if frame.vectorized
-        }
         self.prototype_trace = prototype
         self._check_store()
         if self.master is not None:

@@ -41,10 +41,6 @@ class Steps(NamedTuple):
     columns: tuple[int, ...]
     rows: tuple[int, ...]
 
-    @property
-    def num_steps(self) -> int:
-        return len(self.columns) - 1
-
 
 class LayerMasks(NamedTuple):
     """Masks of a stack of layers, and for its hidden units the last columns of their labels, in ascending order."""

@@ -90,7 +90,8 @@ class SetEncoder(nn.Module):
             instances has zeros elsewhere.
         """
         pooled = self.pool(x, over, self.weights() if weights is None else weights)
-        features = over.with_log_count(pooled, x, self.trained)
+        count = over.count(x) if self.trained is None else over.count(x).clamp(*self.trained)
+        features = torch.cat((pooled, count.log1p().expand(*pooled.shape[:-1], 1)), -1)
         if features.requires_grad:
             features.register_hook(functools.partial(self._train_on, over.counts(x)))
         return features
