@@ -13,8 +13,8 @@ ORDER = {
     "": "messages",
     "graph": "sites network elimination min_fill inverse inversions verification",
     "factors": "wrappers links joint bijections layout elements normals types anchors distribution family "
-    "own_type unconstrained registry relocated",
-    "networks": "masks pace reductions running pooling attention encoders precision_sums stepped masked "
+    "own_type unconstrained registry",
+    "networks": "masks pace reductions running pooling precision_sums stepped masked "
     "separate",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
     "index_maps.finder index_maps.nesting index_maps.given index_maps.search network joint_gaussian forms",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ class Family(ABC):
 
     Attributes:
         varies: whether the support or a count depends on the call, so that `at` must be told the current prior.
-        kind: families of one kind, unless it is None, make the same `elements` of the same parameters, so that the
-            elements of several sites can be taken together. Subclasses do not inherit it.
+        alike: attributes by which families of one type differ, if these alone, and the parameters, say what `elements`
+            they make: those of several sites can then be taken together. Subclasses do not inherit it.
         layout: of the value as elements, of type ``layout_type``.
     """
 
@@ -48,13 +48,13 @@ class Family(ABC):
     within: str = "autoregressive"  # or "independent": how the elements of a value depend on each other
     takes_evidence: bool = False  # whether `elements` takes (precision, precision-weighted mean) behind the parameters
     varies: bool = False
-    kind: Hashable = None
+    alike: Sequence[str] | None = None
     default_anchor: Tensor | None = None  # what stands for an anchor that is not given
     layout_type: Callable[..., Layout] = UnconstrainedLayout
 
     def __init_subclass__(cls) -> None:
-        if "kind" not in cls.__dict__:
-            cls.kind = None
+        if "alike" not in cls.__dict__:
+            cls.alike = None
 
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
         self.name, self.event_shape = name, torch.Size(prior.event_shape)

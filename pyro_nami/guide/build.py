@@ -24,7 +24,7 @@ from pyro_nami.guide.parameters import initial_expert, initial_rows
 from pyro_nami.guide.plan import make_plan
 from pyro_nami.guide.rules import Learned
 from pyro_nami.guide.structure import Plan
-from pyro_nami.networks.encoders import make_encoder
+from pyro_nami.networks.pooling import make_encoder
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.runner import own_dims
 

@@ -20,7 +20,7 @@ from pyro.poutine.util import is_validation_enabled, site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_nami.factors.relocated import Relocation
+from pyro_nami.factors.distribution import Relocation
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass

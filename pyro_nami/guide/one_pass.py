@@ -14,9 +14,8 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_nami.factors.distribution import SiteDistribution
+from pyro_nami.factors.distribution import Relocated, Relocation, SiteDistribution
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.relocated import Relocated, Relocation
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.networks.stepped import concatenated
 from pyro_nami.reading.joint_gaussian import ConjugateGroup, JointGaussian
@@ -35,7 +34,8 @@ class Term(NamedTuple):
     def key(self) -> tuple:
         """Returns what has to be the same in terms that are taken together."""
         anchor = None if self.anchor is None else self.anchor.shape[:-2]
-        return self.family.kind, self.params.shape[:-2], self.params.shape[-1], anchor, self.elements.shape[:-1]
+        own = [getattr(self.family, name) for name in self.family.alike or ()]
+        return type(self.family), *own, self.params.shape[:-2], self.params.shape[-1], anchor, self.elements.shape[:-1]
 
 
 class Pass:

@@ -133,7 +133,7 @@ class Learned(Rule):
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
         family, mask = current.family(self.name), site["mask"]
         anchor, params = self._anchor(family, site["fn"]), self._params(current)
-        if family.kind is None or mask is not None or family.varies or self.factor.coupled:
+        if family.alike is None or mask is not None or family.varies or self.factor.coupled:
             return _masked(self._at_once(current, family, params, anchor).log_prob(value), mask)
         if current.validate and not family.layout.support.check(value).all():
             raise ValueError(f"Expected values of '{self.name}' in {family.layout.support}; some are outside of it.")

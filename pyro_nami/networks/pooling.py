@@ -2,8 +2,15 @@
 
 Every instance goes through one small network, what comes out is reduced over the set, and the logarithm of the number
 of instances is put beside it, because how much is known depends on it (Zaheer et al. 2017). No parameter has a shape
-that depends on the size of a set. Which instances form a set is said by a reduction (`Along`, `Segments`). Change this
-module to change what all encoders share; `encoders` tells how to add one.
+that depends on the size of a set. Which instances form a set is said by a reduction (`Along`, `Segments`).
+
+To add a pooling:
+
+* a reduction of a perceptron's units: write it as a method of `reductions.Along` and `reductions.Segments`, and name
+  the method in a class of three lines beside `MeanEncoder`;
+* anything else: subclass `SetEncoder` with the shapes of its parameters and `pool`, which asks a `Reduction` for all
+  that concerns sets, as `AttentionEncoder` does;
+* give it a name in `_BUILDERS`: the guide's ``pooling=`` and its error message know it then.
 
 References:
     Zaheer et al. 2017, "Deep Sets", theorem 2.
@@ -21,7 +28,10 @@ from torch import Tensor, nn
 
 from pyro_nami.networks.reductions import Counts, Reduction
 
-__all__ = ["Activation", "MaxEncoder", "MeanEncoder", "OwnEncoder", "SetEncoder", "SumEncoder"]
+__all__ = [
+    "ENCODERS", "AttentionEncoder", "MaxEncoder", "MeanEncoder", "OwnEncoder", "SetEncoder", "SumEncoder",
+    "make_encoder",
+]
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -204,5 +214,134 @@ class OwnEncoder(SetEncoder):
         return over.mean(self.module(x))  # the module reads its parameters itself
 
 
+class AttentionEncoder(SetEncoder):
+    """Encodes a set by an induced-set attention block, attention of one seed, and the mean of the inputs.
+
+    Inducing points read the instances, every instance reads the points of its set, and a seed reads the instances;
+    each time what is read is added to the reader, followed by a residual layer. Attention between all pairs of n
+    instances costs n^2; through m points it costs m an instance. Softmax over a set is a maximum and sums of it.
+
+    Args:
+        num_inputs, num_outputs, factory: see `SetEncoder`.
+        width: features of queries, keys and values.
+        inducing: number of inducing points.
+        activation: elementwise function of the residual layers.
+
+    References:
+        Lee et al. 2019, "Set Transformer: A Framework for Attention-based Permutation-Invariant Neural Networks",
+        equations 9 to 11 (ISAB and PMA). Departures: one head (the inducing points are several queries as it is), no
+        layer normalization, learned points that are queries themselves, and the mean of the inputs beside what is read.
+
+    Example:
+        >>> from pyro_nami.networks import Along
+        >>> AttentionEncoder(3, 8)(torch.randn(10, 50, 3), Along(-1)).shape
+        torch.Size([10, 1, 9])
+    """
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        width: int = 16,
+        *,
+        inducing: int = 8,
+        activation: Activation = F.silu,
+        **factory: Any,
+    ) -> None:
+        layers = {
+            "inducing": (inducing, width, None),
+            "read_inputs": (3 * width, num_inputs + 1, 1),  # query, key and value of an instance
+            "update_inducing": (width, width + 1, 1),
+            "read_inducing": (2 * width, width + 1, 1),  # key and value
+            "update_instances": (width, width + 1, 1),
+            "seed": (1, width, None),
+            "read_instances": (2 * width, width + 1, 1),
+            "update_seed": (width, width + 1, 1),
+            "output": (num_outputs, width + num_inputs + 1, 1),
+        }
+        super().__init__(num_inputs, num_outputs, layers, **factory)
+        self.activation = activation
+
+    def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
+        (inducing, read_inputs, update_inducing, read_inducing, update_instances) = weights[:5]
+        (seed, read_instances, update_seed, output) = weights[5:]
+        query, key, value = _affine(x, read_inputs).chunk(3, -1)
+        points = self._updated(inducing + _read_set(inducing, key, value, over), update_inducing)
+        points = over.gather(_affine(points, read_inducing).flatten(-2)).unflatten(-1, (len(inducing), -1))
+        instances = self._updated(query + _read_points(query, *points.chunk(2, -1)), update_instances)
+        key, value = _affine(instances, read_instances).chunk(2, -1)
+        summary = self._updated(seed + _read_set(seed, key, value, over), update_seed).squeeze(-2)
+        inputs = over.mean(F.pad(x, (0, 1), value=1.0))
+        # The mean of ones, 0 for an empty set.
+        return F.linear(torch.cat((summary * inputs[..., -1:], inputs), -1), output)
+
+    def _updated(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x + self.activation(_affine(x, weight))
+
+
+def make_encoder(
+    spec: str | Callable[[int], nn.Module],
+    num_inputs: int,
+    num_outputs: int,
+    hidden_features: Sequence[int] = (16,),
+    *,
+    activation: Activation = F.silu,
+    **factory: Any,
+) -> SetEncoder:
+    """Returns the encoder that ``spec`` asks for.
+
+    Args:
+        spec: one of `ENCODERS`, or a function of (number of inputs) that returns a module, see `OwnEncoder`.
+        num_inputs, num_outputs, factory: see `SetEncoder`; a module of the user's own has its own outputs.
+        hidden_features: units in each hidden layer; attention has the width of the widest.
+        activation: elementwise function of the hidden layers.
+
+    Example:
+        >>> make_encoder("attention", 3, 16).num_features
+        17
+        >>> make_encoder(lambda inputs: torch.nn.Linear(inputs, 4), 3, 16).num_features
+        5
+    """
+    if callable(spec):
+        return OwnEncoder(spec(num_inputs), num_inputs, **factory)
+    encoder = _BUILDERS[spec]
+    return encoder(num_inputs, num_outputs, hidden_features, activation=activation, **factory)
+
+
 def _contiguous(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.contiguous()
+
+
+def _affine(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight[:, :-1], weight[:, -1])
+
+
+def _read_set(queries: Tensor, key: Tensor, value: Tensor, over: Reduction) -> Tensor:
+    """Returns what queries ``(queries, width)`` read of each set, ``(*sets, queries, width)``; zeros of an empty one.
+
+    Keys and values are those of the instances, ``(*batch, width)``.
+    """
+    scores = F.linear(key, queries) * queries.shape[-1] ** -0.5
+    weight = (scores - over.gather(over.amax(scores.detach()))).exp()
+    total = over.sum((weight.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-2)).unflatten(-1, (len(queries), -1))
+    # The largest weight of a set is 1, so the bound concerns empty sets only.
+    return total / over.sum(weight).clamp(min=1.0).unsqueeze(-1)
+
+
+def _read_points(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Returns what queries ``(*batch, width)`` read of points with keys and values ``(*batch, points, width)``."""
+    scores = (query.unsqueeze(-2) * key).sum(-1, keepdim=True) * query.shape[-1] ** -0.5
+    return (scores.softmax(-2) * value).sum(-2)
+
+
+def _attention(num_inputs: int, num_outputs: int, hidden_features: Sequence[int], **options: Any) -> SetEncoder:
+    return AttentionEncoder(num_inputs, num_outputs, max(hidden_features, default=num_outputs), **options)
+
+
+_BUILDERS: dict[str, Callable[..., SetEncoder]] = {
+    "mean": MeanEncoder,
+    "sum": SumEncoder,
+    "max": MaxEncoder,
+    "attention": _attention,
+}
+ENCODERS = tuple(_BUILDERS)
