@@ -1,14 +1,10 @@
 """How a factor reads its parents.
 
 The guide keeps one feature tensor a *node* (a latent or observed site, or a site's covariates), of shape
-``(*left, *plates, features)`` with Pyro's plate dims in place. A factor that lies in some plates reads a node
-
-* *aligned* on the plates that both share, *broadcast* over the plates that the node lacks;
-* *gathered* where an index map says which instance belongs to a row: row n of ``obs`` reads ``alpha[county[n]]``;
-* *pooled* over the plates that the factor lacks or reads across: a permutation-invariant encoder, nodes that meet in
-  the same instances jointly and instance by instance, nested plates from the inside out; ragged ones, those nested by
-  an index map, by segments;
-* *flattened* over plates of fixed size, those over which a latent's own instances form a joint block.
+``(*left, *plates, features)`` with Pyro's plate dims in place. A factor that lies in some plates reads a node aligned
+on the plates that both share, and broadcast over the plates that the node lacks; gathered where an index map says which
+instance belongs to a row; pooled over the plates that the factor lacks or reads across, nodes that meet in the same
+instances jointly, nested plates from the inside out; flattened over plates of fixed size, those of joint blocks.
 
 A plate *determines* another where an index map leads from it there. A node lies in all plates that its own determine,
 but its tensor has dims for its own only, its *frames*.

@@ -5,8 +5,6 @@ a little on every instance, as its network has to serve them all. Where the data
 instance is also trained by itself, so that the guide contains the one that has nothing else (Pyro's ``AutoNormal``).
 Other data get none of them. *Couplings* say how the elements of a vector, or the instances of a block, depend on each
 other where that is linear: one lower triangular matrix a factor, see `pyro_nami.factors.normals.CoupledElements`.
-
-Change this module to refine the parameters of single instances otherwise.
 """
 
 from __future__ import annotations

@@ -181,7 +181,8 @@ class InverseNetwork(PyroModule):
             for factor in group.factors:
                 if factor.name in units:
                     group.rows(shared, factor)[:, : factor.num_params] = True
-                    units[factor.name][:, factor.where] = group.rows(group.mlp.bias_units, factor)[:, factor.where]
+                    where = factor.locations
+                    units[factor.name][:, where] = group.rows(group.mlp.bias_units, factor)[:, where]
             group.mlp.set_shared(shared)
         self.offsets = FreeParameters("offset", units, plates, self.nesting, persistent=True)
 

@@ -224,7 +224,7 @@ def _factor(
         family.num_features,
         sequential and not linear,
         plan_sources(batch, reads, frames, plates, joint),
-        tuple(family.locations),
+        list(family.locations),
         linear and elements <= MOST_COUPLED,
     )
 

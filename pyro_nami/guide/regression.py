@@ -38,7 +38,7 @@ def regress(
     for group in network.groups:
         if not group.mlp.skip or group.mlp.is_trained():
             continue
-        inputs, kept = state.inputs(group, 0, len(group.steps)), group.mlp.direct_mask()
+        inputs = state.inputs(group, 0, len(group.steps))
         numbers = torch.arange(group.mlp.out_features)
         for factor in group.factors:
             if len(factor.locations) != 1 or factor.name not in targets or factor.pseudo:
@@ -46,7 +46,7 @@ def regress(
             goal = to_sequence(targets[factor.name], dims[factor.name])
             both = concatenate([inputs, goal]).flatten(0, -2)
             rows = group.locations(numbers, factor).tolist()
-            _regress_rows(group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], kept)
+            _regress_rows(group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], group.reads)
 
 
 def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor) -> None:

@@ -27,16 +27,13 @@ class MaskedMLP(SteppedMLP):
     """A perceptron whose Jacobian's support is exactly a given dependency matrix, whatever its widths.
 
     Row i is a bias, plus (with ``skip``) a linear function of the inputs that it may read, plus a function of the
-    hidden units whose label it contains (see `masks`). Rows that may read nothing are a bias alone. The labels are
-    the distinct nonempty rows of ``dependency``, each given to the same number of units of every layer, give or take
-    one, where the layer is wide enough (`masks.allot_labels` says what narrower layers do).
+    hidden units whose label it contains (see `masks`). If no row reads anything, there are no units.
 
     Inputs and outputs come in *steps*: when the columns of step s are known, the rows of step s can be emitted.
     Columns and rows are numbered in step order. A step may have no columns, or no rows.
 
     Parameters are ``layer_0`` ``(units, inputs + 1)``, ``layer_1`` ``(units, units below + 1)``, ..., ``output``
-    ``(outputs, units + inputs + 1)`` (without ``skip``: ``(outputs, units + 1)``). If no row reads anything, there
-    are no units.
+    ``(outputs, units + inputs + 1)`` (without ``skip``: ``(outputs, units + 1)``).
 
     Args:
         dependency: boolean tensor ``(outputs, inputs)``; entry (i, j) says that output i may read input j.

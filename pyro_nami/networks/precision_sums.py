@@ -23,13 +23,9 @@ _MAX_LOG_PRECISION = 10.0
 class PrecisionSums(nn.Module):
     """Sums over a set of ``exp(l_n) q_n (q_n, 1, x_n)``, the canonical parameters of its pseudo-observations.
 
-    Instance n is taken for an observation of every head v, ``q_n v = phi_n + noise of precision exp(l_n)``. It adds
-    ``exp(l_n) q_n^2`` to the precision of v and ``exp(l_n) q_n phi_n`` to its precision times mean; where phi is
-    linear in the inputs x_n of the instance, that is ``exp(l_n) q_n`` times the inputs and 1. l and q are linear in the
-    inputs as well, l within -10 and 10; l starts at 0 and q at 1.
-
-    The parameter ``heads_weight``, ``(2 * heads, num_inputs + 1)``, has the rows of l, then those of q, and the bias as
-    last column.
+    Instance n is taken for an observation of every head v, ``q_n v = phi_n + noise of precision exp(l_n)``, with phi, q
+    and l linear in its inputs x_n, l within -10 and 10; l starts at 0 and q at 1. The parameter ``heads_weight``,
+    ``(2 * heads, num_inputs + 1)``, has the rows of l, then those of q, and the bias as last column.
 
     Args:
         num_inputs: number of inputs of each instance.

@@ -246,13 +246,6 @@ class SteppedMLP(nn.Module):
         with torch.no_grad():
             _by_place(self.output)[self._places(), -1] = values / self._biases(self._output_scale)
 
-    def direct_mask(self) -> Tensor:
-        """Returns which inputs each row reads directly, a boolean ``(outputs, inputs)``."""
-        places = self._places()
-        mask = _by_place(self._output_scale)[places, self._units :] != 0
-        columns = self._gather[places // self.output.shape[-2], -mask.shape[1] :]
-        return mask.new_zeros(self.out_features, self.in_features + 1).scatter(1, columns, mask)[:, 1:]
-
     @torch.no_grad()
     def set_direct(self, row: int, columns: Tensor, slopes: Tensor) -> None:
         """Makes a row move with some inputs, that it reads directly, by these slopes."""
