@@ -148,7 +148,7 @@ class _MaskedWeights(NamedTuple):
         """Returns the pre-activations of a layer's units of some steps, with all that is known."""
         since, first, bounds = memory.since, 0, self.bounds[layer]
         parts = memory.totals[layer][step - since :]
-        total = concatenated(parts if stop == len(self.columns) - 1 else parts[: stop - step])
+        total = concatenated(parts[: stop - step] if stop - step < len(parts) else parts)
         weight = self.steps[layer][step] if stop == step + 1 else self.layers[layer][bounds[step] : bounds[stop]]
         for source in self.reads[layer]:
             value, starts = memory.known[source], self.bounds[source - 1] if source else self.columns
