@@ -115,7 +115,8 @@ class _MaskedWeights(NamedTuple):
     steps: Sequence[Sequence[Tensor]]
 
     def advance(self, memory: _Memory, x: Tensor, step: int, stop: int) -> tuple[Tensor, _Memory]:
-        if stop - memory.since >= len(memory.totals[0]):
+        near, count = stop - memory.since, len(memory.totals[0])
+        if near >= count and memory.since + count < len(self.columns) - 1:
             memory = self._gathered(memory, step, max(stop, step + _BLOCK))
         value, known = x, list(memory.known)
         for layer in range(len(self.layers)):
@@ -140,7 +141,8 @@ class _MaskedWeights(NamedTuple):
         """Returns the memory with all that is known in the totals, and these cut up to ``stop`` into steps."""
         totals, count = [], len(self.columns) - 1
         for layer, bounds in enumerate(self.bounds):
-            total, ends = self._total(layer, memory, step, count), (*bounds[step : stop + 1], bounds[-1])
+            total, ends = self._total(layer, memory, step, count), bounds[step : stop + 1]
+            ends = ends if stop >= count else (*ends, bounds[-1])
             totals.append(total.split([end - start for start, end in pairwise(ends)], 1))
         return _Memory(step, totals, [None] * len(memory.known))
 
