@@ -52,7 +52,7 @@ def regress(
 def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor) -> None:
     bias, units = mlp.output_bias().clone(), mlp.units.clone()
     for row, goal in zip(rows, y.unbind(-1)):
-        columns, fine = kept[row].nonzero().flatten(), goal.isfinite()
+        columns, fine = kept[row].nonzero().flatten().to(x.device), goal.isfinite()
         count = int(fine.sum())
         if count < _ROWS_PER_INPUT * (len(columns) + 1):
             continue

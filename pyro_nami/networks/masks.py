@@ -63,8 +63,8 @@ def split_steps(
     sizes = [dependency.shape[1]] if input_splits is None else input_splits
     counts = [len(dependency)] if output_splits is None else output_splits
     steps = Steps(tuple(accumulate(sizes, initial=0)), tuple(accumulate(counts, initial=0)))
-    known = torch.tensor(steps.columns[1:]).repeat_interleave(torch.tensor(counts)).unsqueeze(1)
-    assert not (dependency.cpu() & (torch.arange(dependency.shape[1]) >= known)).any()
+    row_blocks = zip(pairwise(steps.rows), steps.columns[1:])
+    assert not any(dependency[first:last, known:].any() for (first, last), known in row_blocks)
     return steps
 
 
