@@ -46,11 +46,8 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     validate = is_validation_enabled() and not torch.jit.is_tracing()
 
     def derive(group: ConjugateGroup, values: Mapping[str, Tensor]) -> JointGaussian:
-        source, leading = call.source(group), {**call.values, **values}
-        if call.lacking:
-            group = ConjugateGroup(*(tuple(name for name in names if name not in call.lacking) for names in group))
-        shape = leading_shape(leading, plan.event_dims, plan.plates.nesting)
-        elimination = JointGaussian(group, shape, torch.is_grad_enabled())
+        elimination = _elimination(group, values, plan, call)
+        source = call.source(group)
         with expanding():
             known = {name: value.clone() if value.is_inference() else value for name, value in values.items()}
             sites = source.run({**source.held, **known, **elimination.points}, until=elimination.until)
@@ -61,6 +58,14 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
 
     current = Pass(rules, plan.families, state, derive, _relocation(plan), validate)
     return current
+
+
+def _elimination(group: ConjugateGroup, values: Mapping[str, Tensor], plan: Plan, call: Call) -> JointGaussian:
+    """Returns the elimination of a group at values of what is before it; it needs a run of the model."""
+    leading = leading_shape({**call.values, **values}, plan.event_dims, plan.plates.nesting)
+    if call.lacking:
+        group = ConjugateGroup(*(tuple(name for name in names if name not in call.lacking) for names in group))
+    return JointGaussian(group, leading, torch.is_grad_enabled())
 
 
 def draw(current: Pass, plan: Plan, call: Call) -> None:
@@ -76,8 +81,8 @@ def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
 
     A run ends where an exact conditional has to be derived first, and the next one draws on from there.
     """
-    while (group := (run := _DrawingRun(current, plan, call)).group_lacked()) is not None:
-        current.derive(group)
+    while (run := _DrawingRun(current, plan, call)).lacks():
+        run.derive()
         left = current.left()
         if current.ready.keys() >= set(left):  # which needs no further run of the model
             for name in left:
@@ -91,30 +96,49 @@ def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
 class _DrawingRun(Runner):
     """Runs the model with its latents drawn by the guide, on behalf of the handlers outside.
 
-    It ends at a latent whose exact conditionals have to be derived first, behind it, as a model that is a handler's
+    It gives up at a latent whose exact conditionals have to be derived first. That takes the rest of a run of the
+    model, with gradients: of this one, or if this has none of a further one, behind it, as a model that is a handler's
     cannot run inside its own run.
     """
 
     def __init__(self, current: Pass, plan: Plan, call: Call) -> None:
-        super().__init__({**call.held, **current.values}, call.indices, until=current.left())
+        values = {**call.held, **current.values}
+        super().__init__(values, call.indices, until=current.left(), choose=self._point)
         self._current, self._plan, self._call = current, plan, call
         self._drawn: set[str] = set()
-        self._lacked: ConjugateGroup | None = None
+        self._group: ConjugateGroup | None = None  # the one that it gave up for
+        self._elimination: JointGaussian | None = None
+        self._gradients = torch.is_grad_enabled()
 
-    def group_lacked(self) -> ConjugateGroup | None:
-        """Runs the model; returns the group whose conditionals have to be derived before it can draw on."""
+    def lacks(self) -> bool:
+        """Runs the model; whether conditionals have to be derived before it can draw on."""
         self.run(self._call.model, self._call.args, self._call.kwargs)
-        return self._lacked
+        return self._group is not None
+
+    def derive(self) -> None:
+        """Derives what the run lacked."""
+        assert self._group is not None
+        if self._elimination is not None:
+            self._elimination.solve(self.sites)
+            self._current.solved[self._group] = self._elimination
+            self._current.ready.update({name: self.sites[name] for name in self._elimination.members})
+        self._current.derive(self._group)
+
+    def _point(self, msg: Any) -> Tensor | None:
+        """Returns the value that a latent has where its log density is expanded."""
+        points = self._elimination.points if self._elimination is not None else {}
+        return points[msg["name"]](msg["fn"]) if msg["name"] in points else None
 
     def _process_message(self, msg: Any) -> None:
         name, current = msg["name"], self._current
         ours = msg["type"] == "sample" and not site_is_subsample(msg) and name not in current.values
+        ours = ours and self._group is None
         rule = current.rules.get(name)
         known = msg["is_observed"] or name in self.values
         group = None if rule is None or known else rule.group
         if ours and group is not None and group not in current.solved:
-            self._lacked = group
-            raise AllSeen
+            self._expand(group)
+            ours = False
         super()._process_message(msg)
         if not ours:
             return
@@ -128,6 +152,15 @@ class _DrawingRun(Runner):
             self._drawn.add(name)
             msg["infer"] = _own_infer(msg)
             msg["fn"] = current.outside(rule.distribution(current, msg["fn"].batch_shape, msg["fn"]))
+
+    def _expand(self, group: ConjugateGroup) -> None:
+        """Goes on for the exact conditionals of a group, out of sight, or ends the run."""
+        self._group = group
+        passed = not self._current.values.keys().isdisjoint(group.members)
+        if passed or self._call.source(group) is not self._call or not (self._gradients and torch.is_grad_enabled()):
+            raise AllSeen
+        self._elimination = _elimination(group, self._current.values, self._plan, self._call)
+        self.missing = set(self._elimination.until)
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self._drawn and msg["value"] is not None:

@@ -364,7 +364,7 @@ def test_scales_of_more_dims_than_the_likelihood_has():
     torch.testing.assert_close(trace.nodes["z"]["fn"].stddev.detach(), torch.full((3,), precision**-0.5))
 
 
-def test_deriving_takes_one_more_run_and_leaves_no_switch_behind():
+def test_deriving_goes_on_in_the_run_that_draws_and_leaves_no_switch_behind():
     runs = []
 
     def model(y):
@@ -377,12 +377,12 @@ def test_deriving_takes_one_more_run_and_leaves_no_switch_behind():
 
     y = torch.tensor([0.3, -1.2, 4.0])
     guide = AutoNaMIGuide(model)
-    for gradients in (True, False):
+    for gradients, count in ((True, 1), (False, 2)):  # to z and on; without gradients up to z, and one with them behind
         with torch.set_grad_enabled(gradients):
             guide(y)
             runs.clear()
             trace = poutine.trace(guide).get_trace(y)
-            assert len(runs) == 2  # up to z, and one with gradients to derive z
+            assert len(runs) == count
             assert torch.is_grad_enabled() == gradients and dist.is_validation_enabled()
         mu, fn = trace.nodes["mu"]["value"].detach(), trace.nodes["z"]["fn"]
         precision = 1.5**-2 + 4 / 0.25
