@@ -11,14 +11,14 @@ ORDER = {
     "": "messages",
     "graph": "sites network elimination min_fill inverse inversions verification",
     "factors": "wrappers links joint bijections layout elements normals types anchors distribution family "
-    "features own_type unconstrained registry relocated",
-    "networks": "masks pace passes reductions running pooling attention encoders precision_sums stepped masked "
+    "own_type unconstrained registry",
+    "networks": "masks pace reductions running pooling precision_sums stepped masked "
     "separate",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
     "index_maps.finder index_maps.nesting index_maps.given index_maps.search network joint_gaussian forms",
-    "guide": "arguments options conditioning free_parameters standardization parameters groups group_network inputs "
-    "inversion inverse_network network_state regression one_pass rules structure differences shapes first_call columns "
-    "plan build maps call memory reader observed draw state lazy nami",
+    "guide": "arguments options conditioning free_parameters parameters groups group_network inputs "
+    "inversion inverse_network network_state regression one_pass rules structure shapes first_call columns "
+    "plan build maps call memory reader observed draw lazy nami",
     "inference": "site_messages observations target checkpoint history psis processes trackers optimizers weights "
     "simulate batches losses trainer compilation tempering transitions annealing importance",
     "checking": "coordinates rank_tests plots simulations calibration misspecification diagnosis",

@@ -73,9 +73,17 @@ def has_tensor_bounds(support: Constraint) -> bool:
     return _holds_tensor(list(vars(support).values()))
 
 
-def detached_support(support: Constraint) -> Constraint:
-    """Returns the support with its tensors cut from autograd, so that it can be kept, copied and pickled."""
-    return _detached(support)
+def detached_support(value: Any) -> Any:
+    """Returns a support (or a part of it) with its tensors cut from autograd, so that it can be kept and pickled."""
+    if not _holds_tensor(value):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(detached_support, value))
+    new = copy.copy(value)
+    new.__dict__.update({key: detached_support(item) for key, item in vars(value).items()})
+    return new
 
 
 def interior(support: Constraint, value: Tensor) -> Tensor:
@@ -156,10 +164,6 @@ class TriangularTransform(Transform):
         """Returns the log determinant ``(*batch,)``: the sum of the log diagonal, or zero."""
         return x[..., : y.shape[-1]].sum(-1) if self.diagonal == "log" else x.new_zeros(x.shape[:-1])
 
-    def forward_shape(self, shape: tuple[int, ...]) -> torch.Size:
-        size = self._size(shape[-1])
-        return torch.Size(tuple(shape[:-1]) + (size, size))
-
     def inverse_shape(self, shape: tuple[int, ...]) -> torch.Size:
         size = shape[-1] - (self.diagonal == "unit")
         return torch.Size(tuple(shape[:-2]) + (size * (size + 1) // 2,))
@@ -195,15 +199,3 @@ def _holds_tensor(value: object) -> bool:
     if isinstance(value, Constraint):
         return has_tensor_bounds(value)
     return any(map(_holds_tensor, value)) if isinstance(value, (list, tuple)) else isinstance(value, Tensor)
-
-
-def _detached(value: Any) -> Any:
-    if not _holds_tensor(value):
-        return value
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_detached, value))
-    new = copy.copy(value)
-    new.__dict__.update({key: _detached(item) for key, item in vars(value).items()})
-    return new

@@ -49,17 +49,11 @@ NO_DRAW = LatestDraw(None, False, False, ())
 
 
 class Elements(ABC):
-    """A batch of distributions of one element, a scalar or, for simplex-like types, a vector.
+    """A batch of distributions of one element, a scalar or, for simplex-like types, a vector."""
 
-    Attributes:
-        shape: ``(*batch, E)``.
-        has_rsample: whether `draw` is reparameterized.
-        has_enumerate_support: whether the values can be listed.
-    """
-
-    shape: torch.Size
-    has_rsample: bool = True
-    has_enumerate_support: bool = False
+    shape: torch.Size  # ``(*batch, E)``
+    has_rsample: bool = True  # whether `draw` is reparameterized
+    has_enumerate_support: bool = False  # whether the values can be listed
 
     @abstractmethod
     def draw(self, shape: torch.Size) -> Tensor:
@@ -96,12 +90,7 @@ class OwnElements(Elements):
 
 
 class LogisticElements(Elements):
-    """The logit of a relaxed Bernoulli variable: x = (logits + logistic noise) / temperature.
-
-    Args:
-        logits: ``(*batch, E)``.
-        temperature: positive, broadcastable.
-    """
+    """The logit of a relaxed Bernoulli variable: x = (logits + logistic noise) / temperature, both ``(*batch, E)``."""
 
     def __init__(self, logits: Tensor, temperature: Tensor) -> None:
         self.logits, self.temperature = logits, temperature
@@ -119,9 +108,7 @@ class LogisticElements(Elements):
 class ExpRelaxedElements(Elements):
     """The logarithm of a relaxed one-hot vector, scored by the density of the vector on the simplex.
 
-    Args:
-        logits: ``(*batch, E, classes)``.
-        temperature: positive, broadcastable with ``(*batch, E)``.
+    Logits are ``(*batch, E, classes)``, the temperature is broadcastable with ``(*batch, E)``.
 
     References:
         Maddison, Mnih and Teh 2017, The Concrete Distribution, eq. 10 and appendix C.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,24 +18,7 @@ from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.factors.layout import Layout, UnconstrainedLayout
 
-__all__ = ["Conditionals", "Family", "SequentialElements"]
-
-Next = Callable[[Tensor], tuple[Tensor, Any]]
-
-
-class Conditionals(Protocol):
-    """What the guide gives a sequential site: parameters of each element given the ones before; immutable."""
-
-    def first(self) -> tuple[Tensor, Next]:
-        """Returns the parameters ``(*batch, k)`` of element 0 and a function.
-
-        It takes the features ``(*batch, f)`` of the element just drawn and returns the parameters of the following
-        element and another such function.
-        """
-
-    def all(self, features: Tensor) -> Tensor:
-        """Returns the parameters ``(*batch, E, k)`` from all features ``(*batch, E, f)`` in one dense pass."""
-
+__all__ = ["Family", "SequentialElements"]
 
 class Family(ABC):
     """Parameter shapes of one site and the distribution they make; it holds numbers and functions, no parameters.
@@ -52,33 +35,26 @@ class Family(ABC):
         value: the site's value there.
 
     Attributes:
-        num_params: k, raw parameters of an element; any real numbers.
-        locations: which of these are locations, in units of the anchor.
-        num_features: f, what the network reads of an element.
-        has_rsample: whether draws are reparameterized.
-        within: ``"autoregressive"`` or ``"independent"``: how the elements of a value depend on each other.
-        takes_evidence: whether `elements` takes evidence (precision, precision-weighted mean) behind the parameters.
         varies: whether the support or a count depends on the call, so that `at` must be told the current prior.
-        kind: families of one kind, unless it is None, make the same `elements` of the same parameters, so that the
-            elements of several sites can be taken together. Subclasses do not inherit it.
-        default_anchor: what stands for an anchor that is not given.
+        alike: attributes by which families of one type differ, if these alone, and the parameters, say what `elements`
+            they make: those of several sites can then be taken together. Subclasses do not inherit it.
         layout: of the value as elements, of type ``layout_type``.
     """
 
-    num_params: int
-    locations: Sequence[int] = ()
-    num_features: int = 1
-    has_rsample: bool = True
-    within: str = "autoregressive"
-    takes_evidence: bool = False
+    num_params: int  # k, raw parameters of an element; any real numbers
+    locations: Sequence[int] = ()  # which of these are locations, in units of the anchor
+    num_features: int = 1  # f, what the network reads of an element
+    has_rsample: bool = True  # whether draws are reparameterized
+    within: str = "autoregressive"  # or "independent": how the elements of a value depend on each other
+    takes_evidence: bool = False  # whether `elements` takes (precision, precision-weighted mean) behind the parameters
     varies: bool = False
-    kind: Hashable = None
-    default_anchor: Tensor | None = None
+    alike: Sequence[str] | None = None
+    default_anchor: Tensor | None = None  # what stands for an anchor that is not given
     layout_type: Callable[..., Layout] = UnconstrainedLayout
 
     def __init_subclass__(cls) -> None:
-        if "kind" not in cls.__dict__:
-            cls.kind = None
+        if "alike" not in cls.__dict__:
+            cls.alike = None
 
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
         self.name, self.event_shape = name, torch.Size(prior.event_shape)
@@ -90,7 +66,7 @@ class Family(ABC):
 
     @property
     def num_elements(self) -> int:
-        """E, how many elements the value has in sequence."""
+        """E, how many elements the value has."""
         return self.layout.num_elements
 
     @property
@@ -99,10 +75,7 @@ class Family(ABC):
         return self.num_elements > 1 and self.within == "autoregressive"
 
     def at(self, prior: Distribution) -> Family:
-        """Returns this family with the support and counts of the current prior, whose parents are sampled by now.
-
-        Itself where nothing varies. Without this call the prototype's are used.
-        """
+        """Returns this family with the support and counts of the current prior, in place of the prototype's."""
         if not self.varies:
             return self
         moved = copy.copy(self)
@@ -143,16 +116,13 @@ class Family(ABC):
 
     def autoregressive_distribution(
         self,
-        conditionals: Conditionals,
+        conditionals: Any,
         anchor: Tensor | None = None,
         batch_shape: torch.Size = torch.Size(),
         dims: Sequence[int] = (),
         sizes: Sequence[int] = (),
     ) -> SiteDistribution:
-        """Returns the site's distribution with each element given the ones before; see `SequentialElements`.
-
-        Its batch shape is ``batch_shape``, broadcast with the anchor's.
-        """
+        """Returns the site's distribution with each element given the ones before; see `SequentialElements`."""
         anchor = self._or_default(anchor)
         shapes = () if anchor is None else (anchor.shape[:-2],)
         batch_shape = torch.broadcast_shapes(batch_shape, self.layout.batch_shape, *shapes)
@@ -172,11 +142,12 @@ class Family(ABC):
 class SequentialElements(Elements):
     """q(elements) = prod q(e_i | e_1 ... e_(i-1)), the sequence running over all instances of some plates, too.
 
-    The density of one's own draw costs no pass of the network.
-
     Args:
         family: of the elements, and of what the network reads of them.
-        conditionals: the network's side; with size 1 in the dims ``dims``.
+        conditionals: the network's side, with size 1 in the dims ``dims``, immutable. Its method ``first`` gives the
+            parameters ``(*batch, k)`` of element 0 and a function from features ``(*batch, f)`` of the element just
+            drawn to parameters of the next and another such function; ``all`` takes all features ``(*batch, E, f)`` to
+            parameters ``(*batch, E, k)``, in one dense pass.
         anchor: ``(*batch, E, a)`` or None, instance by instance.
         batch_shape: the plates ``dims`` included.
         dims: negative batch dims of the plates whose instances are drawn in sequence.
@@ -186,7 +157,7 @@ class SequentialElements(Elements):
     def __init__(
         self,
         family: Family,
-        conditionals: Conditionals,
+        conditionals: Any,
         anchor: Tensor | None,
         batch_shape: torch.Size,
         dims: Sequence[int],

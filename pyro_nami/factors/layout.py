@@ -18,7 +18,7 @@ from torch.nn.functional import one_hot
 
 from pyro_nami.factors.bijections import bijection_to, interior, support_on
 
-__all__ = ["Layout", "LogLayout", "UnconstrainedLayout", "finite"]
+__all__ = ["Layout", "LogLayout", "ObservedLayout", "UnconstrainedLayout"]
 
 
 _INDICATORS = type(constraints.boolean), type(constraints.one_hot)
@@ -35,13 +35,6 @@ class Layout:
         batch_shape: over which the support's bounds vary, ``()`` for a fixed support.
         num_classes: where the entries are classes.
         dtype: of features of discrete values.
-
-    Attributes:
-        support: its check takes all event dims.
-        num_elements: E.
-        element_shape: of one element; ``()`` or ``(classes,)``.
-        num_features: f, numbers that a network reads of an element.
-        marks_nan: whether one of these says that it is NaN.
     """
 
     def __init__(
@@ -60,8 +53,8 @@ class Layout:
         cut = len(event_shape) - element_ndims
         self.num_elements, self.element_shape = math.prod(event_shape[:cut]), self.event_shape[cut:]
         entries = self.element_shape[0] if element_ndims else 1
-        self.num_features = num_classes or max(entries - (not self.support.is_discrete), 1)
-        self.marks_nan = False
+        self.num_features = num_classes or max(entries - (not self.support.is_discrete), 1)  # f, read of an element
+        self.marks_nan = False  # whether one of these says that it is NaN
 
     def at(self, support: Constraint, batch_shape: torch.Size) -> Layout:
         """Returns this layout on a support of the same kind whose bounds vary over ``batch_shape``."""
@@ -86,11 +79,11 @@ class Layout:
         return None
 
     def features(self, value: Tensor) -> Tensor:
-        """Returns what a network reads of a value ``(*batch, *event)``: finite numbers ``(*batch, E, f)``."""
+        """Returns what a network reads of a value ``(*batch, *event)``, ``(*batch, E, f)``."""
         return self.element_features(self.elements(value))
 
     def element_features(self, elements: Tensor) -> Tensor:
-        """Returns the features ``(*batch, E, f)`` of elements.
+        """Returns what a network reads of elements: finite numbers ``(*batch, E, f)``.
 
         Classes are read as their one-hot code, counts x as sign(x) log(1 + abs(x)), other discrete values as they are,
         continuous ones by their unconstrained coordinates.
@@ -104,7 +97,7 @@ class Layout:
             elements = elements.to(self.dtype)
             if not isinstance(support, _INDICATORS):  # by type, as a copied guide has a copy of its supports
                 elements = elements.sign() * elements.abs().log1p()
-        return finite(elements if self.element_shape else elements.unsqueeze(-1))
+        return _finite(elements if self.element_shape else elements.unsqueeze(-1))
 
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
         self.support, self.batch_shape = support_on(support, len(self.event_shape)), torch.Size(batch_shape)
@@ -125,9 +118,6 @@ class LogLayout(Layout):
 
 class UnconstrainedLayout(Layout):
     """The scalars of the value's unconstrained space, by `bijection_to` of its support.
-
-    Raises:
-        NotImplementedError: the support has no bijection.
 
     Example:
         >>> support = torch.distributions.constraints.simplex
@@ -163,7 +153,7 @@ class UnconstrainedLayout(Layout):
         return log_abs_det.flatten(-extra).sum(-1) if extra > 0 else log_abs_det
 
     def element_features(self, elements: Tensor) -> Tensor:
-        return finite(elements).unsqueeze(-1)
+        return _finite(elements).unsqueeze(-1)
 
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
         super()._set_support(support, batch_shape)
@@ -179,6 +169,21 @@ class UnconstrainedLayout(Layout):
         return elements.unflatten(-1, self.free_shape) if len(self.free_shape) > 1 else elements
 
 
-def finite(tensor: Tensor) -> Tensor:
+class ObservedLayout(UnconstrainedLayout):
+    """The layout of an observed value of any dtype; NaN is read as 0, and marked by a second feature if so wanted."""
+
+    def __init__(self, *args: Any, dtype: torch.dtype, marks_nan: bool) -> None:
+        super().__init__(*args)
+        self.dtype, self.marks_nan, self.num_features = dtype, marks_nan, 1 + marks_nan
+
+    def elements(self, value: Tensor) -> Tensor:
+        return super().elements(value.to(self.dtype))
+
+    def element_features(self, elements: Tensor) -> Tensor:
+        features = super().element_features(elements)
+        return torch.cat((features, elements.isnan().to(features).unsqueeze(-1)), -1) if self.marks_nan else features
+
+
+def _finite(tensor: Tensor) -> Tensor:
     """Returns `tensor` with NaN as 0 and infinities at the logarithms of the dtype's extremes (about +-88)."""
     return tensor.nan_to_num(nan=0.0, posinf=88.0, neginf=-88.0)

@@ -105,9 +105,7 @@ class CoupledElements(NormalElements):
 class FlowElements(NormalElements):
     """A Normal bent by a monotone rational-quadratic spline; the identity outside [-5, 5], and at parameters of zero.
 
-    Args:
-        params: ``(*batch, E, 2 + 3 bins - 1)``: location, raw scale, widths, heights, derivatives.
-        evidence, anchor: as for `NormalElements`, on location and scale.
+    Parameters are ``(*batch, E, 2 + 3 bins - 1)``: location, raw scale, widths, heights, derivatives.
 
     References:
         Durkan et al. 2019, Neural Spline Flows.
@@ -136,9 +134,7 @@ class SinhArcsinhElements(NormalElements):
     ``2 ** tanh(right / 8)`` far out: from 1/2 over 1, where the density falls off as a Normal's, to 2, as that of an
     exponential variable. It is the identity where both parameters are zero.
 
-    Args:
-        params: ``(*batch, E, 4)``: location, raw scale, left, right.
-        evidence, anchor: as for `NormalElements`, on location and scale.
+    Parameters are ``(*batch, E, 4)``: location, raw scale, left, right.
 
     References:
         Jones and Pewsey 2009, Sinh-arcsinh distributions: there a is linear, with one slope and a shift.
@@ -178,9 +174,7 @@ class MixtureElements(Elements):
 
     Gradients are exact to first order; there are no second-order ones.
 
-    Args:
-        params: ``(*batch, E, 3 K)``: logits, locations, raw scales.
-        anchor: ``(*batch, E, 2)``, common to all components.
+    Parameters are ``(*batch, E, 3 K)``: logits, locations, raw scales. All components have one anchor.
 
     References:
         Figurnov, Mohamed and Mnih 2018, Implicit Reparameterization Gradients.

@@ -1,22 +1,24 @@
-"""From a specification and a site to its family: the one place where families have names."""
+"""From a site to its family, or to what the network reads of its data: the one place where families have names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from pyro.distributions import constraints
+import torch
+from pyro.distributions import NanMaskedMultivariateNormal, NanMaskedNormal, constraints
 from torch import Tensor
 from torch.distributions import Distribution, TransformedDistribution
 
 from pyro_nami.factors.anchors import location_and_scale
-from pyro_nami.factors.bijections import support_of
+from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.factors.family import Family
+from pyro_nami.factors.layout import Layout, ObservedLayout
 from pyro_nami.factors.own_type import AdditiveFamily, OwnTypeFamily
 from pyro_nami.factors.types import type_of
 from pyro_nami.factors.unconstrained import BUILT_IN, NormalFamily, RelaxedFamily, SinhArcsinhFamily
 from pyro_nami.factors.wrappers import innermost
 
-__all__ = ["FamilyFactory", "FamilySpec", "make_family", "register_family"]
+__all__ = ["FamilyFactory", "FamilySpec", "features_of", "make_family", "register_family"]
 
 FamilyFactory = Callable[[str, Distribution, Tensor], Family]
 FamilySpec = str | FamilyFactory | None
@@ -39,8 +41,6 @@ def make_family(
         ValueError: so on a sphere, as Pyro's guides raise it; an unknown name; a family that does not fit the site.
         TypeError: `spec` is none of the kinds above, or did not give a `Family`.
     """
-    if within not in ("autoregressive", "independent"):
-        raise ValueError(f'Expected within to be "autoregressive" or "independent"; got {within!r} at site "{name}"')
     factory = _default if spec is None else _look_up(spec, name)
     kind = getattr(factory, "func", factory)  # below the partial of mixture(K) and flow(bins)
     continuous = isinstance(kind, type) and issubclass(kind, (NormalFamily, RelaxedFamily))
@@ -75,6 +75,35 @@ def register_family(name: str, factory: FamilyFactory) -> None:
     if not callable(factory):
         raise TypeError(f"Expected a callable of name, prior and value; got {type(factory).__name__}")
     _registered[name] = factory
+
+
+def features_of(name: str, prior: Distribution, value: Tensor) -> Layout:
+    """Returns the layout of an observed site, which says what is read of its values.
+
+    Bounds that are tensors may depend on latents (``Uniform(0, hi)`` as a likelihood), so they are not used: such a
+    site, and one whose support has no bijection, is read as it is.
+
+    Args:
+        name: of the site, for messages.
+        prior: the distribution at the site in the prototype run.
+        value: observed there, ``(*batch, *event)``.
+    """
+    event_shape, support, leaf = torch.Size(prior.event_shape), support_of(prior), innermost(prior)
+    if value.shape[value.dim() - len(event_shape) :] != event_shape:
+        raise ValueError(
+            f'Expected the value of site "{name}" to end in its event shape {tuple(event_shape)}; '
+            f"got {tuple(value.shape)}"
+        )
+    dtype = value.dtype if value.is_floating_point() else _parameter_dtype(leaf)
+    if support.is_discrete:
+        num_classes = leaf.logits.shape[-1] if type_of(leaf).classes else None  # type: ignore[attr-defined]
+        return Layout(support, event_shape, value, num_classes=num_classes, dtype=dtype)
+    marks_nan = isinstance(leaf, (NanMaskedNormal, NanMaskedMultivariateNormal))
+    try:
+        support = constraints.real if has_tensor_bounds(support) else support
+        return ObservedLayout(support, event_shape, value, dtype=dtype, marks_nan=marks_nan)
+    except NotImplementedError:
+        return ObservedLayout(constraints.real, event_shape, value, dtype=dtype, marks_nan=False)
 
 
 def _look_up(spec: FamilySpec, name: str) -> FamilyFactory:
@@ -122,6 +151,15 @@ def _unsupported(name: str, prior: Distribution) -> Exception:
         f"on {prior.support!r}. Give the site a family in families=, or add one with "
         f"pyro_nami.register_family(family_name, factory).{hint}"
     )
+
+
+def _parameter_dtype(prior: Distribution) -> torch.dtype:
+    """Returns the dtype of the parameters of a discrete distribution, else the default one."""
+    for parameter in getattr(prior, "arg_constraints", {}):
+        candidate = prior.__dict__.get(parameter)
+        if isinstance(candidate, Tensor) and candidate.is_floating_point():
+            return candidate.dtype
+    return torch.get_default_dtype()
 
 
 _BUILT_IN: dict[str, FamilyFactory] = {**BUILT_IN, "match": _match}

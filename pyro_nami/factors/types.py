@@ -35,33 +35,23 @@ RawParameters = tuple[Tensor, ...]
 class Row(NamedTuple):
     """What is known of a type; what is left out is not.
 
-    Raw parameters are tensors ``(*batch, E)``, one for each link; of a vector, there is one, ``(*batch, E, k)``.
-
-    Attributes:
-        anchor: a prior to location and scale of ``bijection_to(support).inv(x)``: mean and standard deviation where
-            these exist.
-        make: a factor of the model's own type (a distribution or `Elements`), from parameters by name.
-        links: name of a parameter -> its link function.
-        start: an element's value ``(*batch, E, *element)`` and scale ``(*batch, E)`` in unconstrained space to raw
-            parameters there. Without it raw parameters are the prior's, and the network's are added.
-        vector: whether there is one parameter, a vector.
-        given: a parameter that is the prior's own.
-        layout_type: of continuous values as elements.
-        normal: whether it is a Normal in unconstrained space, so that this is its own type.
-        classes: whether its values are classes, which its support does not tell.
-        hard: whether the model sees hard values of a relaxed variable, which no factor of that type would give.
+    ``anchor`` takes a prior to location and scale of ``bijection_to(support).inv(x)``: mean and standard deviation
+    where these exist. ``make`` gives a factor of the model's own type (a distribution or `Elements`), from parameters
+    by name. These are functions of raw ones ``(*batch, E)``, one for each link; of a vector, there is one,
+    ``(*batch, E, k)``. ``start`` takes an element's value ``(*batch, E, *element)`` and scale ``(*batch, E)`` in
+    unconstrained space to raw parameters there; without it these are the prior's, and the network's are added.
     """
 
     anchor: Callable[[Any], Anchor] | None = None
     make: Callable[..., Any] | None = None
-    links: Mapping[str, Link] = {}
+    links: Mapping[str, Link] = {}  # name of a parameter -> its link function
     start: Callable[[Tensor, Tensor], RawParameters] | None = None
-    vector: bool = False
-    given: str | None = None
-    layout_type: type[Layout] = Layout
-    normal: bool = False
-    classes: bool = False
-    hard: bool = False
+    vector: bool = False  # whether there is one parameter, a vector
+    given: str | None = None  # a parameter that is the prior's own
+    layout_type: type[Layout] = Layout  # of continuous values as elements
+    normal: bool = False  # whether it is a Normal in unconstrained space, so that this is its own type
+    classes: bool = False  # whether its values are classes, which its support does not tell
+    hard: bool = False  # whether the model sees hard values of a relaxed variable, which no factor would give
 
 
 def type_of(prior: td.Distribution) -> Row:

@@ -7,7 +7,7 @@ init value, scale at the init scale.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ class NormalFamily(Family):
     num_params = 2
     locations: Sequence[int] = (0,)
     takes_evidence = True
-    kind: Hashable = "normal"
+    alike = ()
 
     def anchor(self, prior: Distribution) -> Tensor | None:
         moments = location_and_scale(prior)
@@ -92,16 +92,13 @@ class MixtureFamily(NormalFamily):
     """
 
     takes_evidence = False
+    alike = ()
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, components: int = 3) -> None:
         self.components = components
         self.num_params = 3 * components
         self.locations = range(components, 2 * components)
         super().__init__(name, prior, value)
-
-    @property
-    def kind(self) -> Hashable:  # type: ignore[override]
-        return "mixture", self.num_params
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         location, raw = super().initial(value, scale, anchor)[..., :2].split(1, -1)
@@ -123,14 +120,11 @@ class FlowFamily(NormalFamily):
     """A monotone rational-quadratic spline under location and scale. Parameters: these two, then the spline's."""
 
     bent = FlowElements
+    alike = ()
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8) -> None:
         self.num_params = 2 + 3 * bins - 1
         super().__init__(name, prior, value)
-
-    @property
-    def kind(self) -> Hashable:  # type: ignore[override]
-        return "flow", self.num_params
 
 
 class SinhArcsinhFamily(NormalFamily):
@@ -142,7 +136,7 @@ class SinhArcsinhFamily(NormalFamily):
 
     bent = SinhArcsinhElements
     num_params = 4
-    kind: Hashable = "sinh_arcsinh"
+    alike = ()
 
 
 class RelaxedFamily(Family):
@@ -156,14 +150,11 @@ class RelaxedFamily(Family):
     """
 
     num_params = 1
+    alike = ("temperature",)
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, temperature: float = 2 / 3) -> None:
         self.temperature = temperature
         super().__init__(name, prior, value)
-
-    @property
-    def kind(self) -> Hashable:  # type: ignore[override]
-        return "relaxed", self.temperature
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         return self.layout.features(value) * self.temperature

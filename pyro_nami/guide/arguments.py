@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Arguments", "Look", "Looks", "version_of"]
+__all__ = ["Arguments", "Look", "Looks"]
 
 Kind = tuple[Hashable, Hashable]
 _MANY_LOOKS, _MOST_LOOKS = 8, 64  # at calls whose arguments differ in numbers only
@@ -33,21 +33,11 @@ class Arguments:
         )
 
 
-def version_of(tensor: Tensor) -> Any:
-    """Returns what is equal as long as a tensor is not written to; never for one that does not keep count."""
-    return object() if tensor.is_inference() else tensor._version
-
-
 class Look(NamedTuple):
-    """What a run of the model has shown of a call.
+    """What a run of the model has shown of a call."""
 
-    Attributes:
-        slots: observed site -> the argument, by position or name, that is its very value.
-        varying: whether calls with arguments of this kind vary in more.
-    """
-
-    slots: dict[str, int | str]
-    varying: bool
+    slots: dict[str, int | str]  # observed site -> the argument, by position or name, that is its very value
+    varying: bool  # whether calls with arguments of this kind vary in more
 
 
 class Looks:
@@ -97,8 +87,9 @@ def _kind_of(leaves: Sequence[Any]) -> Kind:
 
 
 def _stamp(leaf: Any) -> Any:
+    """Returns what is equal as long as a leaf is not written to; never for a tensor that does not keep count."""
     if isinstance(leaf, Tensor):
-        return version_of(leaf)
+        return object() if leaf.is_inference() else leaf._version
     if not hasattr(leaf, "__array__"):
         return None
     array = np.asarray(leaf)

@@ -13,19 +13,18 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
+from pyro_nami.factors.joint import to_sequence
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.conditioning import covariates_of
 from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.groups import Factor
-from pyro_nami.guide.inputs import flatten
 from pyro_nami.guide.inverse_network import InverseNetwork
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.parameters import initial_expert, initial_rows
 from pyro_nami.guide.plan import make_plan
 from pyro_nami.guide.rules import Learned
-from pyro_nami.guide.standardization import standardization
 from pyro_nami.guide.structure import Plan
-from pyro_nami.networks.encoders import make_encoder
+from pyro_nami.networks.pooling import make_encoder
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.runner import own_dims
 
@@ -33,23 +32,14 @@ __all__ = ["assemble"]
 
 _POOLED_FEATURES, _POOLING_UNITS = 16, (16,)
 _MOST_OFFSETS = 100_000  # instances of a factor
+_MOST_ROWS = 100_000  # that quantiles are taken of
 _PLENTY = 5  # instances from which an observed site is standardized by its own data
 
 
 def assemble(
     model: Callable, args: tuple, kwargs: Mapping[str, Any], options: Options, subsampled: Collection[str] = ()
 ) -> tuple[Plan, InverseNetwork, poutine.Trace]:
-    """Returns a guide's plan, its networks, and a run at the initial values, from one call's arguments.
-
-    Args:
-        model, args, kwargs: the model, and arguments that it runs with.
-        options: the guide's.
-        subsampled: plates that ``create_plates`` subsamples.
-
-    Raises:
-        ValueError: for options that name what the model lacks.
-        NotImplementedError: for a site that no family covers.
-    """
+    """Returns a guide's plan, its networks, and a run at the initial values, from one call; see `first_call`."""
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         first = first_call(model, args, kwargs, options, subsampled)
         plan = make_plan(first)
@@ -133,8 +123,7 @@ def _averaged(first: FirstCall, raw: Tensor, factor: Factor) -> Tensor:
     count = raw.shape[-1]
     raw = raw.expand(first.nodes[factor.name]["fn"].batch_shape + raw.shape[-2:]).flatten(-2)
     raw = raw[(None,) * (1 + first.plates.nesting - raw.dim())]
-    for plate in factor.joint:
-        raw = flatten(raw, first.plates.dims[plate] - 1)
+    raw = to_sequence(raw, [first.plates.dims[plate] for plate in factor.joint])
     return raw.reshape(-1, raw.shape[-1]).mean(0).reshape(factor.num_elements, count)
 
 
@@ -156,7 +145,7 @@ def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tens
     values = covariate_values(plan.covariates, first.options.covariates, first.args, first.kwargs, first.run)
     for name, chosen in plan.covariates.columns.items():
         rows = values[name].reshape(-1, len(chosen))
-        standard[covariates_of(name)] = standardization(rows, rows, plan.factory)
+        standard[covariates_of(name)] = _standardization(rows, rows, plan.factory)
     return standard
 
 
@@ -172,4 +161,20 @@ def _site_standard(first: FirstCall, plan: Plan, name: str) -> tuple[Tensor, Ten
         here = seen if len(seen) else torch.zeros_like(here)
     drawn = [rows(draw[name]) for draw in first.draws if name in draw]
     plenty = site["is_observed"] and len(here) >= _PLENTY
-    return standardization(here if plenty or not drawn else torch.cat(drawn), here, plan.factory)
+    return _standardization(here if plenty or not drawn else torch.cat(drawn), here, plan.factory)
+
+
+def _standardization(rows: Tensor, here: Tensor, factory: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns (shift, scale) from rows of raw features; zeros and ones (categories) are left as they are."""
+    rows, here = rows.to(**factory), here.to(**factory)
+    if len(rows) > 1:
+        low, center, high = torch.quantile(rows[:_MOST_ROWS], torch.tensor([0.16, 0.5, 0.84]).to(rows), dim=0)
+        spread = (high - low) / 2
+        flat = ~(spread > 1e-6 * center.abs()) | ~spread.isfinite()
+        spread = torch.where(flat, rows.std(0), spread)
+    else:
+        center, spread = here.mean(0), torch.ones_like(here[0])
+    usable = spread.isfinite() & (spread > 1e-6 * center.abs()) & (spread > 0)
+    left = ((rows == 0) | (rows == 1)).all(0)
+    scale = torch.where(usable & ~left, 1 / spread, torch.ones_like(spread))
+    return torch.where(left | ~center.isfinite(), torch.zeros_like(center), -center * scale), scale

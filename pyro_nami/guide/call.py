@@ -20,36 +20,23 @@ __all__ = ["Call"]
 class Call:
     """One call's data.
 
-    Attributes:
-        model, args, kwargs: the model and its arguments.
-        indices: subsampled plate -> its instances.
-        values: observed site -> value that the factors read; own: those of them that the model's arguments bring.
-        held: values that the model is run with in place of its own.
-        sites: the model's sites at reference values of the latents, where a run was needed.
-        lacking: sites of the guide's first call that this one lacks, so that they are no data in it.
-        new: latents that the first call lacked, which are drawn from the model's own conditional.
-        covariates: site -> its covariates.
-        maps: the index maps of the rows that the factors read.
-        familiar: whether the data are those that the guide has been trained on in all steps so far.
-        unseen: latents of rows that no data covers.
-        context, derived: the last call in training, and the latents whose exact conditionals are derived from it, since
-            this call lacks data of theirs.
+    Where it lacks data of a latent, the exact conditional is ``derived`` from ``context``, the last call in training.
     """
 
     model: Callable
     args: tuple
     kwargs: Mapping[str, Any]
-    indices: Mapping[str, Tensor] = field(default_factory=dict)
-    values: Mapping[str, Tensor] = field(default_factory=dict)
-    own: Mapping[str, Tensor] = field(default_factory=dict)
-    held: Mapping[str, Tensor] = field(default_factory=dict)
-    sites: Mapping[str, Any] = field(default_factory=dict)
-    lacking: frozenset[str] = frozenset()
-    new: tuple[str, ...] = ()
-    covariates: Mapping[str, Tensor] = field(default_factory=dict)
-    maps: IndexMaps = field(default_factory=lambda: IndexMaps({}, {}))
-    familiar: bool = False
-    unseen: frozenset[str] = frozenset()
+    indices: Mapping[str, Tensor] = field(default_factory=dict)  # subsampled plate -> its instances
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # observed site -> value that the factors read
+    own: Mapping[str, Tensor] = field(default_factory=dict)  # those of them that the model's arguments bring
+    held: Mapping[str, Tensor] = field(default_factory=dict)  # what the model is run with in place of its own values
+    sites: Mapping[str, Any] = field(default_factory=dict)  # of a run at reference values, where one was needed
+    lacking: frozenset[str] = frozenset()  # sites of the guide's first call that this one lacks
+    new: tuple[str, ...] = ()  # latents that the first call lacked: drawn from the model's own conditional
+    covariates: Mapping[str, Tensor] = field(default_factory=dict)  # site -> its covariates
+    maps: IndexMaps = field(default_factory=lambda: IndexMaps({}, {}))  # of the rows that the factors read
+    familiar: bool = False  # whether the data are those that the guide has been trained on in all steps so far
+    unseen: frozenset[str] = frozenset()  # latents of rows that no data covers
     context: Call | None = None
     derived: frozenset[str] = frozenset()
 

@@ -13,9 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall
+from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall, first_instance
 from pyro_nami.guide.options import check_names
-from pyro_nami.guide.standardization import first_instance
 from pyro_nami.guide.structure import Covariates
 from pyro_nami.messages import warn
 from pyro_nami.reading.covariates import MASK, Column, ColumnSearch, Given, columns_of
@@ -110,14 +109,9 @@ def covariate_values(
     run: Callable[[Mapping[str, Tensor]], Mapping[str, Any]],
     lacking: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Returns the covariates of every site that has some, ``(*batch, columns)``.
+    """Returns the covariates of every site that has some, ``(*batch, columns)``, but for those ``lacking`` in a run.
 
-    Args:
-        covariates: which they are.
-        option: the guide's option ``covariates``.
-        args, kwargs: the model's arguments.
-        run: runs the model on them at a reference draw.
-        lacking: sites that such a run lacks.
+    ``option`` is the guide's option ``covariates``, ``run`` runs the model on the arguments at a reference draw.
     """
     given = option(*args, **kwargs) if callable(option) else {}
     sites_at = functools.lru_cache(None)(lambda number: run(covariates.references[number]))

@@ -1,14 +1,10 @@
 """How a factor reads its parents.
 
 The guide keeps one feature tensor a *node* (a latent or observed site, or a site's covariates), of shape
-``(*left, *plates, features)`` with Pyro's plate dims in place. A factor that lies in some plates reads a node
-
-* *aligned* on the plates that both share, *broadcast* over the plates that the node lacks;
-* *gathered* where an index map says which instance belongs to a row: row n of ``obs`` reads ``alpha[county[n]]``;
-* *pooled* over the plates that the factor lacks or reads across: a permutation-invariant encoder, nodes that meet in
-  the same instances jointly and instance by instance, nested plates from the inside out; ragged ones, those nested by
-  an index map, by segments;
-* *flattened* over plates of fixed size, those over which a latent's own instances form a joint block.
+``(*left, *plates, features)`` with Pyro's plate dims in place. A factor that lies in some plates reads a node aligned
+on the plates that both share, and broadcast over the plates that the node lacks; gathered where an index map says which
+instance belongs to a row; pooled over the plates that the factor lacks or reads across, nodes that meet in the same
+instances jointly, nested plates from the inside out; flattened over plates of fixed size, those of joint blocks.
 
 A plate *determines* another where an index map leads from it there. A node lies in all plates that its own determine,
 but its tensor has dims for its own only, its *frames*.
@@ -144,11 +140,11 @@ def plan_sources(
     not say which of them is its own.
 
     Args:
-        batch: plates of the factor that are batch dims of its network, with all that they determine.
+        batch: plates of the factor that are batch dims of its network, with all that they determine; ``joint`` are
+            those that are flattened into its elements.
         reads: parent node -> how it is read.
         frames: node -> the plates that its tensor has dims for.
         plates: the model's.
-        joint: plates of the factor that are flattened into its elements.
 
     Example:
         >>> plan_sources(batch=[], reads={"y": Read()}, frames={"y": ["i"]}, plates=Plates(("i",)))

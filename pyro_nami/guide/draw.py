@@ -20,7 +20,7 @@ from pyro.poutine.util import is_validation_enabled, site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_nami.factors.relocated import Relocation
+from pyro_nami.factors.distribution import Relocation
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
@@ -221,11 +221,7 @@ def densities(
 ) -> Iterator[Tensor]:
     """Yields log densities ``(*batch, *plates)`` in nats that add up to that of all latents, in one dense pass.
 
-    Args:
-        current: the pass, at its start.
-        plan, call: the guide's plan, and the call.
-        values: of the latents; those of the observed sites are known.
-        sites: of a run of the model at these values, where one was needed.
+    ``sites`` are those of a run of the model at the latents' ``values``, where one was needed.
     """
     know_all(current, plan, call, values, sites)
     nothing: dict[str, Any] = {"fn": None, "mask": None}

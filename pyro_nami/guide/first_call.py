@@ -21,35 +21,25 @@ from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.network import Extraction, extract, is_blocked
 from pyro_nami.reading.runner import Runner, prior_draws
 
-__all__ = ["PRIOR_DRAWS", "FirstCall", "first_call"]
+__all__ = ["PRIOR_DRAWS", "FirstCall", "first_call", "first_instance"]
 
 PRIOR_DRAWS = 16
 
 
 class FirstCall(NamedTuple):
-    """What the first call shows.
-
-    Attributes:
-        model, args, kwargs: the model and its arguments.
-        options: the guide's.
-        found: what extraction found, and ``net`` its network as the guide takes it.
-        prototype: a run at the initial values.
-        draws: joint draws of all sites.
-        plates: of the model; frames: site -> those that its tensor has dims for.
-        passing: sites that other calls may lack.
-    """
+    """What the first call shows."""
 
     model: Callable
     args: tuple
     kwargs: Mapping[str, Any]
     options: Options
     found: Extraction
-    net: BayesNet
-    prototype: poutine.Trace
-    draws: list[dict[str, Tensor]]
+    net: BayesNet  # that of ``found`` as the guide takes it
+    prototype: poutine.Trace  # a run at the initial values
+    draws: list[dict[str, Tensor]]  # joint draws of all sites
     plates: Plates
-    frames: Mapping[str, frozenset[str]]
-    passing: frozenset[str]
+    frames: Mapping[str, frozenset[str]]  # site -> the plates that its tensor has dims for
+    passing: frozenset[str]  # sites that other calls may lack
 
     @property
     def nodes(self) -> Mapping[str, Any]:
@@ -123,6 +113,15 @@ def first_call(
         frames={name: frozenset(frame.name for frame in stack) for name, stack in stacks.items()},
         passing=passing,
     )
+
+
+def first_instance(value: Tensor, site: Mapping[str, Any]) -> Tensor:
+    """Returns a value with its first instance only, size 1, in the plates of its site."""
+    for frame in site["cond_indep_stack"]:
+        if frame.vectorized:
+            dim = frame.dim - site["fn"].event_dim
+            value = value.narrow(dim, 0, 1) if value.dim() >= -dim else value
+    return value
 
 
 def _plates(stacks: Collection[list], net: BayesNet, subsampled: Collection[str]) -> Plates:

@@ -5,8 +5,6 @@ a little on every instance, as its network has to serve them all. Where the data
 instance is also trained by itself, so that the guide contains the one that has nothing else (Pyro's ``AutoNormal``).
 Other data get none of them. *Couplings* say how the elements of a vector, or the instances of a block, depend on each
 other where that is linear: one lower triangular matrix a factor, see `pyro_nami.factors.normals.CoupledElements`.
-
-Change this module to refine the parameters of single instances otherwise.
 """
 
 from __future__ import annotations
@@ -32,11 +30,9 @@ class FreeParameters(PyroModule):
 
     Args:
         kind: by which parameters are named.
-        units: factor -> what its parameters are multiplied by.
-        plates: factor -> the plates, with their batch dims and full sizes, whose instances each have parameters of
-            their own.
+        units: factor -> what its parameters are multiplied by; ``persistent`` says whether this belongs to the state.
+        plates: factor -> the plates, with their batch dims and full sizes, whose instances each have some of their own.
         nesting: number of plate dims.
-        persistent: whether units belong to the state.
 
     Example:
         >>> offsets = FreeParameters("offset", {"z": torch.ones(1, 2)}, {"z": {"rows": (-1, 5)}}, nesting=1)

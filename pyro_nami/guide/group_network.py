@@ -31,23 +31,14 @@ _COPIES, _MOST_MEMORY = 6, 5e8  # weights, mask, masked weights, gradient and tw
 
 
 class GroupNetwork:
-    """A group's network and its inputs.
+    """A group's network ``mlp``, and shift and scale of its inputs, ``running``.
 
     Args:
-        factors: of the group, in sampling order.
-        steps: as planned.
+        factors: of the group, in sampling order; steps: as planned.
         latents: the nodes that are no data.
         simulated: whether the guide is trained on simulations rather than on data.
         shared: one network for all factors; otherwise a small one for every factor.
-        hidden_features, options: of the network.
-        factory: its dtype and device.
-
-    Attributes:
-        mlp: the network.
-        running: shift and scale of its inputs.
-        data: sources that are made of data alone.
-        constant: sources that are not read where the data are the same in every call: data, in a group without plates.
-        head: factor -> the first step that gives rows of it.
+        hidden_features, options: of the network; factory: its dtype and device.
     """
 
     def __init__(
@@ -64,9 +55,10 @@ class GroupNetwork:
     ) -> None:
         self.factors, self.steps = tuple(factors), tuple(steps)
         columns, latents = self.columns(0, len(steps)), frozenset(latents)
+        # Sources of data alone; in a group without plates they are not read where data are the same in every call.
         self.data = frozenset(column.source for column in columns if latents.isdisjoint(nodes_of(column.source)))
         self.constant = frozenset() if factors[0].batch else self.data
-        self.head = {name: i for i, step in reversed([*enumerate(steps)]) for name in step.rows}
+        self.head = {name: i for i, step in reversed([*enumerate(steps)]) for name in step.rows}  # first steps
         self._blocks: dict[tuple[int, int], Counter] = {}
         self._first_rows, count = {}, 0
         for name, rows in self.blocks(0, len(steps)).items():
@@ -74,13 +66,13 @@ class GroupNetwork:
 
         splits = [sum(column.last - column.first for column in step.columns) for step in steps]
         _check_memory(factors, count, sum(splits) + sum(hidden_features[-1:]) + 1, factory)
-        matrix, alike = dependency(factors, columns)
+        self.reads, alike = dependency(factors, columns)  # which columns each row reads
         options |= {"input_splits": splits, "output_splits": [sum(step.rows.values()) for step in steps]}
         options |= {"base": _COMPILED if simulated else _TRAINED, **factory}
         if shared:
-            self.mlp: Any = MaskedMLP(matrix, hidden_features, **options)
+            self.mlp: Any = MaskedMLP(self.reads, hidden_features, **options)
         else:
-            self.mlp = SeparateMLP(matrix, hidden_features, factors=alike, **options)
+            self.mlp = SeparateMLP(self.reads, hidden_features, factors=alike, **options)
         if not simulated:
             self.mlp.set_units(torch.full_like(self.mlp.units, _SHAPE_UNIT))
         floor, follows = [], []  # training goes on to standardize latents wholly, and data not at all
@@ -110,8 +102,7 @@ class GroupNetwork:
 
     def locations(self, values: Tensor, factor: Factor) -> Tensor:
         """Returns those of the locations of a factor that has one an element, a view ``(elements,)``."""
-        first, stop = self._first_rows[factor.name], factor.num_elements * factor.num_rows
-        return values[first + factor.locations[0] : first + stop : factor.num_rows]
+        return self.rows(values, factor)[:, factor.locations[0]]
 
     def pulls(self) -> Tensor:
         """Returns zeros that move as the biases of all rows do, relative to their units."""
@@ -128,8 +119,8 @@ class GroupNetwork:
         """
         units, bias = self.mlp.units.clone(), self.mlp.bias_units.clone()
         anchor = anchor.double().unsqueeze(-1)
-        self.rows(units, factor)[:, factor.where] = (scale / anchor).to(units)
-        self.rows(bias, factor)[:, factor.where] = (1 / anchor).to(bias)
+        self.rows(units, factor)[:, factor.locations] = (scale / anchor).to(units)
+        self.rows(bias, factor)[:, factor.locations] = (1 / anchor).to(bias)
         self.mlp.set_units(units, bias)
 
     def learn(self, innovations: Mapping[Any, Tensor]) -> None:
@@ -137,10 +128,10 @@ class GroupNetwork:
         share, bias, units = self.running.share, self.mlp.output_bias(), self.mlp.units.clone()
         for factor in self.factors:
             if factor.name in innovations:
-                center, unit = (self.rows(values, factor)[:, factor.where] for values in (bias, units))
+                center, unit = (self.rows(values, factor)[:, factor.locations] for values in (bias, units))
                 off = innovations[factor.name].unsqueeze(-1) - center
                 spread = off.reshape(-1, *unit.shape).square().mean(0)
-                self.rows(units, factor)[:, factor.where] = (unit.square() * (1 - share) + share * spread).sqrt()
+                self.rows(units, factor)[:, factor.locations] = (unit.square() * (1 - share) + share * spread).sqrt()
         self.mlp.set_units(units)
 
     def vary(self) -> None:

@@ -35,7 +35,7 @@ class Factor(NamedTuple):
     num_features: int  # features an element
     sequential: bool  # whether elements are drawn one by one, given those before
     sources: tuple[Source, ...]  # what it reads
-    locations: tuple[int, ...] = ()  # which of an element's parameters are locations, relative to the anchor
+    locations: Sequence[int] = ()  # which of an element's parameters are locations, relative to the anchor; a list
     coupled: bool = False  # whether an element is given those before it by a linear map, all at once
     pseudo: tuple[PseudoObservations, ...] = ()  # those of it that instances of its pooled sources are
 
@@ -43,12 +43,6 @@ class Factor(NamedTuple):
     def num_rows(self) -> int:
         """Rows an element: parameters of its family, then those of its pseudo-observations."""
         return self.num_params + sum(each.num_params for each in self.pseudo)
-
-    @property
-    def where(self) -> slice | list[int]:
-        """Its locations among the rows of an element; a slice, by which a tensor gives a view, where there is one."""
-        first, stop = (self.locations[0], self.locations[-1] + 1) if self.locations else (0, 0)
-        return slice(first, stop) if len(self.locations) == stop - first else list(self.locations)
 
     @property
     def own(self) -> Source:
@@ -113,11 +107,7 @@ def plan_steps(factors: Sequence[Factor], position: Mapping[Any, int], sizes: Ma
 
     A factor opens a step unless all it reads is known when the step before is taken; a sequential factor has one step
     an element. A source is read at the first step at which it is known. The rows of a factor follow one another.
-
-    Args:
-        factors: of the group, in sampling order.
-        position: of each factor in sampling order.
-        sizes: source -> number of its features.
+    ``position`` is that of all factors in sampling order, ``sizes`` the number of features of each source.
     """
     known = {s: max((position.get(n, -1) for n in nodes_of(s)), default=-1) for f in factors for s in f.sources}
     steps: list[Step] = []

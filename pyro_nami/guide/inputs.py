@@ -16,7 +16,7 @@ from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.guide.conditioning import Direct, Flattened, Pooled, Source
 from pyro_nami.networks.reductions import Along, Reduction, Segments
 
-__all__ = ["IndexMaps", "Pooling", "Sources", "concatenate", "flatten"]
+__all__ = ["IndexMaps", "Pooling", "Sources", "concatenate"]
 
 Pooling = Mapping[Pooled, Callable[[Tensor, Reduction], Tensor]]  # pooled source -> what reduces its sets
 
@@ -37,7 +37,6 @@ class IndexMaps:
     def __init__(self, maps: Mapping[tuple[str, str], Tensor], sizes: Mapping[str, int]) -> None:
         self.maps, self.sizes = dict(maps), dict(sizes)
         self._segments: dict[Any, Segments] = {}
-        self._joined: dict[Any, tuple[list[Tensor], Tensor]] = {}
 
     def index(self, rows: str, plate: str) -> Tensor:
         """Returns the instance of ``plate`` of each row, along a chain of maps if need be."""
@@ -60,13 +59,6 @@ class IndexMaps:
             self._segments[key] = Segments(index, count, dim)
         return self._segments[key]
 
-    def joined(self, key: Hashable, parts: list[Tensor]) -> Tensor:
-        """Returns the parts of data concatenated, which are the same tensors in every call, and are joined once."""
-        kept = self._joined.get(key)
-        if kept is None or any(old is not new for old, new in zip(kept[0], parts)):
-            kept = self._joined[key] = parts, concatenate(parts)
-        return kept[1]
-
 
 class Sources:
     """The values of sources in one call, each evaluated once, when it is first read.
@@ -80,14 +72,11 @@ class Sources:
     def __init__(self, dims: Mapping[str, int], maps: IndexMaps, encoders: Pooling, sums: Pooling) -> None:
         self._dims, self._maps, self._encoders, self._sums = dims, maps, encoders, sums
         self._features: dict[Hashable, Tensor] = {}
-        self._data: set[Hashable] = set()
         self._known: dict[Any, Tensor] = {}
 
-    def put(self, node: Hashable, features: Tensor, *, data: bool = False) -> None:
-        """Makes features known, of size 1 in plates that a node lacks; ``data`` are the same tensors in other calls."""
+    def put(self, node: Hashable, features: Tensor) -> None:
+        """Makes features known, of size 1 in plates that a node lacks."""
         self._features[node] = features
-        if data:
-            self._data.add(node)
 
     def value(self, source: Source) -> Tensor:
         """Returns the features that a factor reads by a source, ``(*left, *plates, features)``."""
@@ -105,9 +94,8 @@ class Sources:
             if isinstance(source, Pooled):
                 value = self._pool(source, pooling[source])
             elif isinstance(source, Flattened):
-                value = self._value(source.source, pooling)
-                for plate in source.plates:
-                    value = flatten(value, self._dims[plate] - 1)
+                dims = [self._dims[plate] for plate in source.plates]
+                value = to_sequence(self._value(source.source, pooling), dims)
             else:
                 value = self._gather(self._value(source.source, pooling), source)
             self._known[key] = value
@@ -125,9 +113,7 @@ class Sources:
     def _instances(self, inputs: tuple[Source, ...]) -> Tensor:
         """Returns what the instances of a pooled source are encoded from, side by side."""
         if inputs not in self._known:
-            parts = [self.value(part) for part in inputs]
-            data = all(isinstance(part, Direct) and part.node in self._data for part in inputs)
-            self._known[inputs] = self._maps.joined(inputs, parts) if data else concatenate(parts)
+            self._known[inputs] = concatenate([self.value(part) for part in inputs])
         return self._known[inputs]
 
     def _gather(self, value: Tensor, source: Any) -> Tensor:
@@ -156,9 +142,3 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
         batch = tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded))
         parts = [part if part.shape[:-1] == batch else part.expand(batch + part.shape[-1:]) for part in parts]
     return torch.cat(list(parts), dim=-1)
-
-
-def flatten(value: Tensor, dim: int) -> Tensor:
-    """Moves a plate dim into the features, instances in order, and leaves size 1 in its place."""
-    moved = value.movedim(dim, -2)
-    return moved.reshape(moved.shape[:-2] + (-1,)).unsqueeze(dim)

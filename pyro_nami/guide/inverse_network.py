@@ -70,16 +70,10 @@ class InverseNetwork(PyroModule):
         simulated: whether the guide is trained on simulations rather than on data.
         factory: dtype and device of the parameters.
         **options: of the groups' networks, see `GroupNetwork`.
-
-    Attributes:
-        factors: by name.
-        groups, group_of: their networks.
-        varied: whether the data vary in training.
-        like: an empty tensor of dtype and device of the weights; the model's values may have others.
     """
 
     _buffers: dict[str, Any]  # none of them is None
-    like: Tensor
+    like: Tensor  # empty, of dtype and device of the weights; the model's values may have others
 
     def __init__(
         self,
@@ -95,7 +89,7 @@ class InverseNetwork(PyroModule):
     ) -> None:
         super().__init__()
         self.dims, self.nesting = dict(plates.dims), plates.nesting
-        self.simulated = self.varied = simulated
+        self.simulated = self.varied = simulated  # whether the data vary in training
         self._stepped = False  # whether gradients have come back since the speeds were looked at
         self.register_buffer("like", torch.empty(0, **factory), persistent=False)
         self._affine = {node: (f"shift_{i}", f"scale_{i}") for i, node in enumerate(standard)}
@@ -187,7 +181,8 @@ class InverseNetwork(PyroModule):
             for factor in group.factors:
                 if factor.name in units:
                     group.rows(shared, factor)[:, : factor.num_params] = True
-                    units[factor.name][:, factor.where] = group.rows(group.mlp.bias_units, factor)[:, factor.where]
+                    where = factor.locations
+                    units[factor.name][:, where] = group.rows(group.mlp.bias_units, factor)[:, where]
             group.mlp.set_shared(shared)
         self.offsets = FreeParameters("offset", units, plates, self.nesting, persistent=True)
 

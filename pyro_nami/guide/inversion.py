@@ -81,13 +81,8 @@ def plan_reads(
 ) -> dict[str, dict[Hashable, Read]]:
     """Returns what each factor reads: its parents in the inverse, and the covariates that elimination brings it.
 
-    Covariates are observed roots with an edge to their site, so the algebra of the inverse says who reads them.
-
-    Args:
-        net: the model's network; inverse: its inverse.
-        order: latents in sampling order.
-        columns: sites with covariates.
-        empty: sites without values to read.
+    Covariates are observed roots with an edge to their site, so the algebra of the inverse says who reads them. Latents
+    come in sampling order, ``columns`` are sites with covariates, ``empty`` those without values to read.
     """
     kept = {name: site for name, site in net.sites.items() if name in order or site.observed or site.marginalized}
     sites = dict(kept)

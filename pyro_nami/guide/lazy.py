@@ -1,37 +1,57 @@
-"""What comes before a pass: the structure at the first call, and the data of every call.
+"""A guide around its calls: made at the first one, given data at each; saved, copied and moved between them.
 
 Everything is lazy until the first call, as in Pyro, and fixed from then on. Change this module when a guide's plates or
-data come to it in another way.
+data come to it in another way, or when more belongs to its state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
+from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.replay_messenger import ReplayMessenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call
+from pyro_nami.guide.inverse_network import InverseNetwork
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.observed import ObservedFeatures
+from pyro_nami.guide.options import Options
 from pyro_nami.guide.reader import CallReader
-from pyro_nami.guide.state import PersistentGuide
-from pyro_nami.guide.structure import Plan
+from pyro_nami.guide.structure import Covariates, Plan
+from pyro_nami.reading.covariates import column_of, plain_column
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.runner import Runner, takes_observations
 
 __all__ = ["LazyGuide"]
 
 
-class LazyGuide(PersistentGuide):
-    """A guide whose plan and networks are made at its first call, from the model's arguments there."""
+class LazyGuide(AutoGuide):
+    """A guide whose plan and networks are made at its first call, from the model's arguments there.
+
+    It can be saved, copied and moved before that and after. Pyro's own guides lose their model when they are pickled,
+    the original with the copy; this one keeps it, and a copy that cannot hold it gets it back by `bind`.
+    """
+
+    _plan: Plan  # this and the next two are None before the first call
+    _reader: CallReader
+    _observed: ObservedFeatures
+    _options: Options
+    _waiting_state: tuple[dict[str, Any], bool, bool] | None
+    network: InverseNetwork
+
+    # ---- the first call
 
     def _made(self) -> Plan:
         if self._plan is None:
@@ -52,12 +72,6 @@ class LazyGuide(PersistentGuide):
         self._observed = ObservedFeatures(self._options.embeddings)
         for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
             prototype.remove_node(name)
-        self._prototype_frames = {
-            frame.name: frame
-            for site in prototype.nodes.values()
-            for frame in site["cond_indep_stack"]
-            if frame.vectorized
-        }
         self.prototype_trace = prototype
         self._check_store()
         if self.master is not None:
@@ -65,6 +79,18 @@ class LazyGuide(PersistentGuide):
         if self._waiting_state is not None:
             waiting, self._waiting_state = self._waiting_state, None
             self.load_state_dict(*waiting)
+
+    def _check_store(self) -> None:
+        """Raises where the parameter store holds parameters of the same names that cannot be this guide's."""
+        store = pyro.get_param_store()
+        for name, value in self.network.named_parameters():
+            full = f"{self._pyro_name}.network.{name.removesuffix('_unconstrained')}"
+            if full in store and store[full].shape != value.shape and not pyro.settings.get("module_local_params"):
+                raise ValueError(
+                    f"Expected parameter '{full}' of shape {tuple(value.shape)}; the parameter store has one of "
+                    f"shape {tuple(store[full].shape)}, from another guide of this class. Call "
+                    "pyro.clear_param_store() first, or use pyro.settings.set(module_local_params=True)."
+                )
 
     def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, pyro.plate]:
         """Returns the plates that are made outside the model; all others are the model's own."""
@@ -79,6 +105,8 @@ class LazyGuide(PersistentGuide):
                 raise TypeError(f"Expected create_plates() to return plates; got {type(plate).__name__}.")
         self.plates = {plate.name: plate for plate in plates}
         return self.plates
+
+    # ---- each call
 
     def _begin(self, args: tuple, kwargs: dict[str, Any], *, draws: bool = True) -> Call:
         """Returns one call's data: arguments of the model, plates, and the values of observed sites."""
@@ -147,3 +175,95 @@ class LazyGuide(PersistentGuide):
         )
         self._observed.tell(state, plan, call, self.network)
         return state
+
+    # ---- between calls
+
+    def bind(self, model: Callable) -> LazyGuide:
+        """Gives a loaded guide its model back, and returns the guide."""
+        self._model = (model,)
+        return self
+
+    @property
+    def model(self) -> Callable:
+        if self._model is None or self._model[0] is None:
+            raise RuntimeError(
+                "Expected a guide with a model; its model could not be pickled with it. Call guide.bind(model) first."
+            )
+        return self._model[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["master"] = None
+        state["plates"] = {}
+        state["_model"] = (self._model[0] if _picklable(self._model[0]) else None,)
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyGuide:
+        """Copies everything but the model, which both guides then share."""
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        for module in [self._model[0], self.create_plates]:
+            memo[id(module)] = module
+        state = {**self.__dict__, "master": None, "plates": {}}
+        result.__setstate__(copy.deepcopy(state, memo))
+        return result
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What belongs to the weights: which covariates are read, at which draws, and marks of the data last seen.
+
+        With ``save_data=True`` these data themselves, and where latents have exact conditionals also the arguments that
+        they came with, if these can be saved.
+        """
+        state: dict[str, Any] = {"simulated": self._options.simulated}
+        if self._plan is None:
+            return state
+        memory, covariates = self._reader.memory, self._plan.covariates
+        state.update(references=list(covariates.references), varied=memory.varied)
+        state["columns"] = {site: [plain_column(c) for c in found] for site, found in covariates.columns.items()}
+        state["marks"] = {_key(name): mark for name, mark in memory.all_marks().items()}
+        if self._options.save_data:
+            state["seen"] = {_key(name): value for name, value in memory.seen.items()}
+            state["context"] = memory.plain_context()
+        return state
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        device = self._plan.factory["device"]
+        state = tree_map_only(Tensor, lambda value: value.to(device), dict(state))
+        self._reader.memory.load(state, {_key(name): name for name in self._reader.names})
+        columns = {site: tuple(map(column_of, found)) for site, found in state.get("columns", {}).items()}
+        columns = {**self._plan.covariates.columns, **columns}
+        covariates = Covariates(columns, list(state.get("references", ())))
+        self._set_plan(dataclasses.replace(self._plan, covariates=covariates))
+
+    def _set_plan(self, plan: Plan) -> None:
+        self._plan = self._reader.plan = plan
+        self._reader.forget()
+        self._observed.forget()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state, or keeps it for the first call, when the guide gets its structure and parameters."""
+        if self._plan is None:
+            self._waiting_state = dict(state_dict), strict, assign
+            return nn.modules.module._IncompatibleKeys([], [])
+        self._set_plan(self._plan)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> LazyGuide:
+        super()._apply(fn, recurse)
+        if self._plan is not None:
+            plan = self._plan.to(fn)
+            self._reader.apply(fn, plan)
+            self._set_plan(plan)
+        return self
+
+
+def _picklable(model: Any) -> bool:
+    try:
+        pickle.dumps(model)
+    except Exception:  # whatever the parts of a user's model raise
+        return False
+    return True
+
+
+def _key(name: Any) -> str:
+    return name if isinstance(name, str) else ":".join(name)

@@ -26,12 +26,7 @@ Pair = tuple[str, str]
 
 
 class MapReader:
-    """Finds the index maps of each call of one guide.
-
-    Args:
-        plan: the guide's; another one may take its place.
-        given: the guide's option ``index_maps``.
-    """
+    """Finds the index maps of each call of one guide; ``given`` is its option ``index_maps``."""
 
     def __init__(self, plan: Plan, given: Mapping[Pair, Callable]) -> None:
         self.plan = plan
@@ -52,13 +47,9 @@ class MapReader:
         self._table_key = Arguments()
 
     def read(self, call: Any, leaves: Sequence[Any], seen: Mapping[Any, Tensor], stale: frozenset[str]) -> IndexMaps:
-        """Returns a call's maps.
+        """Returns the maps of a call with arguments ``leaves``.
 
-        Args:
-            call: the call.
-            leaves: its arguments.
-            seen: the guide's state: the maps of the data that it saw last.
-            stale: plates for which the call brings no data, so that factors read the rows seen last.
+        For plates that are ``stale`` it brings no data, so factors read the rows seen last, by the maps in ``seen``.
         """
         lasting = not stale and not call.indices
         if lasting and self._kept is not None:

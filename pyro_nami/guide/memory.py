@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyro_nami.guide.arguments import version_of
+from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.conditioning import covariates_of
 from pyro_nami.guide.rules import fixed_size
@@ -32,20 +32,16 @@ Context = tuple[tuple, dict, dict, dict]
 class Memory:
     """The data that a guide was trained on.
 
-    Attributes:
-        seen: observed site, its covariates, or ``("index", rows, plate)`` -> values last seen in training.
-        marks: of those of them that a loaded guide has not seen itself; see `_mark`.
-        varied: whether data of several kinds were seen in training.
-        context: arguments, keyword arguments, instances and values of the call that it was seen in, kept where latents
-            are drawn from exact conditionals, which are derived from them.
+    ``context`` has arguments, keyword arguments, instances and values of the last call in training, kept where latents
+    are drawn from exact conditionals, which are derived from them.
     """
 
     def __init__(self, varied: bool) -> None:
-        self.seen: dict[Any, Tensor] = {}
-        self.marks: dict[Any, Tensor] = {}
-        self.varied = varied
+        self.seen: dict[Any, Tensor] = {}  # observed site, its covariates, or ("index", rows, plate) -> last values
+        self.marks: dict[Any, Tensor] = {}  # of those of them that a loaded guide has not seen itself, see `_mark`
+        self.varied = varied  # whether data of several kinds were seen in training
         self.context: Context | None = None
-        self._equal: dict[Hashable, tuple[Tensor, int]] = {}  # observed node -> a value that is the one seen
+        self._equal: dict[Hashable, Arguments] = {}  # observed node -> a value that is the one seen
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_equal": {}, "context": self.plain_context()}
@@ -88,8 +84,7 @@ class Memory:
         self._equal = {}
 
     def _was_seen(self, node: Hashable, value: Tensor) -> bool:
-        known = self._equal.get(node)
-        if known is not None and known[0] is value and known[1] == version_of(value):
+        if node in self._equal and self._equal[node].are([value]):
             return True
         seen, mark = self.seen.get(node), self.marks.get(node)
         if seen is not None:
@@ -97,7 +92,7 @@ class Memory:
         else:
             same = mark is not None and _same_mark(mark, _mark(value))
         if same:
-            self._equal[node] = value, version_of(value)
+            self._equal[node] = Arguments([value])
         return same
 
 

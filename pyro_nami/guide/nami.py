@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.build import assemble
-from pyro_nami.guide.differences import differences
 from pyro_nami.guide.draw import densities, draw, know_all, start_pass
 from pyro_nami.guide.inverse_network import as_pyro_module
 from pyro_nami.guide.lazy import LazyGuide
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.regression import regress
 from pyro_nami.guide.shapes import left_of_plates, own_shape, quantiles_of, sum_plates
-from pyro_nami.guide.structure import new_site
+from pyro_nami.guide.structure import differences, new_site
 from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
 
 __all__ = ["AutoNaMIGuide"]
@@ -125,33 +124,14 @@ class AutoNaMIGuide(LazyGuide):
         activation: Callable[[Tensor], Tensor] | None = None,
         save_data: bool = False,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in Options._fields}
         super().__init__(model, create_plates=create_plates)
         embeddings = {site: as_pyro_module(copy.deepcopy(module)) for site, module in (embeddings or {}).items()}
         if embeddings:  # A module's name has no dots; a site's may have some.
             self.embeddings = _ModuleDict({site.replace(".", "/"): module for site, module in embeddings.items()})
-        self._options = Options(
-            inverse=inverse,
-            blocks=blocks,
-            observed=(observed,) if isinstance(observed, str) else tuple(observed),
-            simulated=bool(observed) or refine is None,
-            families=families,
-            hidden_features=tuple(hidden_features),
-            shared=shared,
-            skip=skip,
-            within=within,
-            embeddings=embeddings,
-            covariates=covariates,
-            index_maps=dict(index_maps or {}),
-            pooling=pooling,
-            evidence=evidence,
-            anchor=anchor,
-            conjugate=conjugate,
-            refine=refine,
-            init_loc_fn=init_loc_fn,
-            init_scale=init_scale,
-            activation=activation,
-            save_data=save_data,
-        )
+        given["observed"] = (observed,) if isinstance(observed, str) else tuple(observed)
+        given["hidden_features"], given["index_maps"] = tuple(hidden_features), dict(index_maps or {})
+        self._options = Options(**{**given, "embeddings": embeddings}, simulated=bool(observed) or refine is None)
         self._options.check()
         self._plan = self._reader = None  # type: ignore[assignment]
         self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None

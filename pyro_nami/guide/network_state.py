@@ -36,9 +36,6 @@ class NetworkState:
         learning: whether the pass goes into averages if it is trained on.
         constant: whether the call's data are the same in every call.
         indices: subsampled plate -> its instances.
-
-    Attributes:
-        couplings: factor -> its coupling.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class NetworkState:
 
     def put(self, node: Hashable, features: Tensor) -> None:
         """Makes the features of data known, which are standardized already."""
-        self._sources.put(node, features, data=not features.requires_grad)
+        self._sources.put(node, features)
 
     def add(self, node: Hashable, features: Tensor, *, drawn: bool = False, share: Tensor | None = None) -> None:
         """Makes a latent's raw features ``(*left, *plates, features)`` known; leading plate dims may be left out.

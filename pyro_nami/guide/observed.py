@@ -12,7 +12,7 @@ import torch
 from pyro.poutine.util import is_validation_enabled
 from torch import Tensor
 
-from pyro_nami.guide.arguments import version_of
+from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.conditioning import covariates_of
 from pyro_nami.guide.inverse_network import InverseNetwork
@@ -32,7 +32,7 @@ class ObservedFeatures:
 
     def __init__(self, changing: Collection[str] = ()) -> None:
         self._changing = frozenset(changing)
-        self._kept: dict[Hashable, tuple[Tensor, int, Tensor]] = {}  # node -> value, its version, features
+        self._kept: dict[Hashable, tuple[Arguments, Tensor]] = {}  # node -> its value, and features
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
@@ -63,9 +63,8 @@ class ObservedFeatures:
     def features(self, node: Any, value: Tensor, plan: Plan, network: InverseNetwork) -> Tensor:
         """Returns the standardized features of an observed node, ``(*left, *plates, features)``."""
         kept = self._kept.get(node)
-        keep = node not in self._changing and not torch.jit.is_tracing()
-        if keep and kept is not None and kept[0] is value and kept[1] == version_of(value):
-            return kept[2]
+        if kept is not None and kept[0].are([value]):
+            return kept[1]
         features = value
         if node in plan.sites:
             _check(node, value, plan)
@@ -76,8 +75,8 @@ class ObservedFeatures:
                 f"{tuple(value.shape)}. A guide's networks are fixed at its first call: make a new guide."
             )
         features = tempered(network.standardize(node, features))
-        if keep:
-            self._kept[node] = value, version_of(value), features
+        if node not in self._changing and not torch.jit.is_tracing():
+            self._kept[node] = Arguments([value]), features
         return features
 
 

@@ -14,10 +14,10 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_nami.factors.distribution import SiteDistribution
+from pyro_nami.factors.distribution import Relocated, Relocation, SiteDistribution
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.relocated import Relocated, Relocation
 from pyro_nami.guide.network_state import NetworkState
+from pyro_nami.networks.stepped import concatenated
 from pyro_nami.reading.joint_gaussian import ConjugateGroup, JointGaussian
 
 __all__ = ["Pass", "Term"]
@@ -34,7 +34,8 @@ class Term(NamedTuple):
     def key(self) -> tuple:
         """Returns what has to be the same in terms that are taken together."""
         anchor = None if self.anchor is None else self.anchor.shape[:-2]
-        return self.family.kind, self.params.shape[:-2], self.params.shape[-1], anchor, self.elements.shape[:-1]
+        own = [getattr(self.family, name) for name in self.family.alike or ()]
+        return type(self.family), *own, self.params.shape[:-2], self.params.shape[-1], anchor, self.elements.shape[:-1]
 
 
 class Pass:
@@ -47,13 +48,6 @@ class Pass:
         derive: derives the exact conditionals of a group at values of what is drawn before it.
         relocation: where batch dims lie outside; None where they lie as inside.
         validate: whether values are to be checked.
-
-    Attributes:
-        values: of latents, as the model sees them; returned: as handlers outside do.
-        solved: group -> its exact conditionals.
-        ready: latents whose site is known from the run that derived their conditional.
-        anchors: latent -> location and scale of its prior, if its factor is relative to that.
-        freedom: latent -> how much of its own location each draw of its factor takes.
     """
 
     def __init__(
@@ -68,12 +62,12 @@ class Pass:
         self.rules, self.state, self.validate = rules, state, validate
         self._families, self._derive, self._relocation = families, derive, relocation
         self._moved: dict[str, Family] = {}  # families whose support or count varies, as they are in this pass
-        self.values: dict[str, Tensor] = {}
-        self.returned: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}  # of latents, as the model sees them
+        self.returned: dict[str, Tensor] = {}  # as handlers outside see them
         self.solved: dict[ConjugateGroup, JointGaussian] = {}
-        self.ready: dict[str, Mapping[str, Any]] = {}
-        self.anchors: dict[str, Tensor | None] = {}
-        self.freedom: dict[str, Tensor] = {}
+        self.ready: dict[str, Mapping[str, Any]] = {}  # latents whose site a run that derived conditionals has shown
+        self.anchors: dict[str, Tensor | None] = {}  # location and scale of the prior, if the factor is relative to it
+        self.freedom: dict[str, Tensor] = {}  # how much of its factor's own location each draw of a latent takes
         self._terms: dict[tuple, list[Term]] = {}
 
     def left(self) -> list[str]:
@@ -128,10 +122,10 @@ class Pass:
     def together(self) -> Iterator[Tensor]:
         """Yields the log densities ``(*batch, *plates)`` of what was added, terms of one kind at once."""
         for terms in self._terms.values():
-            params = _joined(-2, [term.params for term in terms])
+            params = concatenated([term.params for term in terms], -2)
             anchors = [term.anchor for term in terms if term.anchor is not None]
-            anchor = _joined(-2, anchors) if anchors else None
-            elements = _joined(-1, [term.elements for term in terms])
+            anchor = concatenated(anchors, -2) if anchors else None
+            elements = concatenated([term.elements for term in terms], -1)
             yield terms[0].family.elements(params, anchor).log_prob(elements).sum(-1)
 
     def check(self) -> None:
@@ -148,7 +142,3 @@ class Pass:
                     + ". The last gradient was not finite, or its step too large: lower the learning rate, clip "
                     "gradients, or look for a log density of the model that is infinite."
                 )
-
-
-def _joined(dim: int, tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)

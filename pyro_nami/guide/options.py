@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from pyro_nami.networks.encoders import ENCODERS
+from pyro_nami.networks.pooling import ENCODERS
 
 __all__ = ["Options", "check_names"]
 

@@ -99,13 +99,9 @@ class Additions(NamedTuple):
 def initial_rows(
     location: Tensor, scale: float, counts: Sequence[float], pseudo: Sequence[PseudoObservations], affine: Any
 ) -> Tensor:
-    """Returns first rows ``(E, rows)`` of pseudo-observations, which agree with the factor's first location.
+    """Returns first rows ``(E, rows)`` of pseudo-observations, which agree with the factor's first location ``(E,)``.
 
-    Args:
-        location, scale: of the factor, in unconstrained space, ``(E,)`` and a number.
-        counts: expected number of instances of each source.
-        pseudo: the pseudo-observations, source by source.
-        affine: shift and scale that standardize the latent, ``(E, 1)`` each.
+    ``counts`` are expected numbers of instances of each source; ``affine`` standardizes the latent, ``(E, 1)`` each.
     """
     shift, spread = (part[:, 0] for part in affine)
     columns = []
@@ -121,11 +117,8 @@ def expert(params: Tensor, num_params: int) -> Tensor:
     """Returns parameters of a factor that is its prior times one more pseudo-observation, given its location and scale.
 
     The factor follows its prior where that observation is weak or the prior narrow, and is free of it where it is not.
-
-    Args:
-        params: ``(*batch, E, n)``: location and raw scale of the observation in unconstrained space, the family's
-            other parameters, and precision and precision-weighted mean if there are any.
-        num_params: of the family.
+    ``params``, ``(*batch, E, n)``, are location and raw scale of the observation in unconstrained space, the other
+    ``num_params`` of the family, and precision and precision-weighted mean if there are any.
     """
     location, raw = params[..., 0], params[..., 1]
     precision = relative_scale(raw.clamp(min=-_RANGE / 2)).square().reciprocal()

@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_nami.factors.bijections import peel_support, support_of
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.features import features_of
-from pyro_nami.factors.registry import make_family
+from pyro_nami.factors.registry import features_of, make_family
 from pyro_nami.factors.unconstrained import NormalFamily
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.columns import find_covariates
 from pyro_nami.guide.conditioning import Plates, Read, covariates_of, nodes_of, plan_sources
-from pyro_nami.guide.first_call import FirstCall
+from pyro_nami.guide.first_call import FirstCall, first_instance
 from pyro_nami.guide.free_parameters import MOST_COUPLED
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inversion import invert, plan_reads
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.rules import Exact, Learned, Prior, Rule
-from pyro_nami.guide.standardization import Embedding, first_instance
 from pyro_nami.guide.structure import Plan, SitePlan
 from pyro_nami.messages import warn
 from pyro_nami.reading.first_run import allows_nan, is_transparent
@@ -154,7 +153,7 @@ def _family(first: FirstCall, name: str) -> Family:
 def _features(first: FirstCall, name: str) -> Any:
     site, embeddings = first.nodes[name], first.options.embeddings
     if name in embeddings:
-        return Embedding(embeddings[name], site["fn"].event_dim)
+        return _Embedding(embeddings[name], site["fn"].event_dim)
     features = features_of(name, site["fn"], site["value"])
     if features.marks_nan and site["value"].isnan().all():
         raise ValueError(
@@ -162,6 +161,18 @@ def _features(first: FirstCall, name: str) -> Any:
             "it; got NaN only. Make the first call with data that has some."
         )
     return features
+
+
+class _Embedding(NamedTuple):
+    """Features of an observed site by a module of the user's."""
+
+    module: nn.Module
+    event_dim: int
+
+    def features(self, value: Tensor) -> Tensor:
+        """Returns ``(*batch, 1, features)``; the module sees the batch as its only leading dim."""
+        cut = value.dim() - self.event_dim
+        return self.module(value.reshape((-1,) + value.shape[cut:])).reshape(value.shape[:cut] + (1, -1))
 
 
 def _block(first: FirstCall, name: str, inverse: Inverse) -> frozenset[str]:
@@ -213,7 +224,7 @@ def _factor(
         family.num_features,
         sequential and not linear,
         plan_sources(batch, reads, frames, plates, joint),
-        tuple(family.locations),
+        list(family.locations),
         linear and elements <= MOST_COUPLED,
     )
 

@@ -41,9 +41,6 @@ class CallReader:
     Args:
         plan: the guide's; another one may take its place.
         covariates, index_maps: the guide's options of these names.
-
-    Attributes:
-        memory: of the data in training.
     """
 
     def __init__(self, plan: Plan, covariates: Any, index_maps: Mapping[tuple[str, str], Callable]) -> None:
@@ -56,7 +53,7 @@ class CallReader:
     def read(
         self, call: Call, plates: Mapping[str, pyro.plate], observations: Any, *, remember: bool, draws: bool
     ) -> Call:
-        """Returns a call with its data.
+        """Returns a call with its data; ValueError where a site has none, or is missing from the run.
 
         Args:
             call: with model and arguments.
@@ -64,9 +61,6 @@ class CallReader:
             observations: values by site; those that are no observed sites are passed over.
             remember: whether to keep what the call's own arguments bring, for calls that bring none.
             draws: whether latents will be drawn; unless the model is run for that, it has to be run for their plates.
-
-        Raises:
-            ValueError: a site has no data, or is missing from the run.
         """
         plan = self.plan
         leaves = [*call.args, *call.kwargs.values(), *call.kwargs]

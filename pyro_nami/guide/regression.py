@@ -32,16 +32,13 @@ def regress(
 ) -> None:
     """Writes regressions of all factors whose locations are one an element.
 
-    Args:
-        network: the networks, which nothing was learned by yet.
-        state: a pass at which all values of a batch of simulations are known.
-        targets: factor -> its elements relative to the anchor, ``(*batch, elements)``.
-        dims: factor -> batch dims of the plates that it is a block of.
+    All values of a batch of simulations are known to ``state``. ``targets`` are factors' elements relative to the
+    anchor, ``(*batch, elements)``, and ``dims`` the batch dims of the plates that factors are blocks of.
     """
     for group in network.groups:
         if not group.mlp.skip or group.mlp.is_trained():
             continue
-        inputs, kept = state.inputs(group, 0, len(group.steps)), group.mlp.direct_mask()
+        inputs = state.inputs(group, 0, len(group.steps))
         numbers = torch.arange(group.mlp.out_features)
         for factor in group.factors:
             if len(factor.locations) != 1 or factor.name not in targets or factor.pseudo:
@@ -49,13 +46,13 @@ def regress(
             goal = to_sequence(targets[factor.name], dims[factor.name])
             both = concatenate([inputs, goal]).flatten(0, -2)
             rows = group.locations(numbers, factor).tolist()
-            _regress_rows(group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], kept)
+            _regress_rows(group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], group.reads)
 
 
 def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor) -> None:
     bias, units = mlp.output_bias().clone(), mlp.units.clone()
     for row, goal in zip(rows, y.unbind(-1)):
-        columns, fine = kept[row].nonzero().flatten(), goal.isfinite()
+        columns, fine = kept[row].nonzero().flatten().to(x.device), goal.isfinite()
         count = int(fine.sum())
         if count < _ROWS_PER_INPUT * (len(columns) + 1):
             continue

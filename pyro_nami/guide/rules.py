@@ -31,19 +31,12 @@ __all__ = ["Exact", "Learned", "Prior", "Rule", "fixed_size"]
 
 @dataclass(frozen=True)
 class Rule:
-    """How one latent gets its distribution.
+    """How one latent gets its distribution."""
 
-    Attributes:
-        name: the latent.
-        group: the latents whose exact conditionals have to be derived together before this one can be drawn.
-        reads_prior: whether its density takes the model's distribution at the site.
-        inside: whether it can be drawn inside a run of the model only.
-    """
-
-    name: str
-    group: ConjugateGroup | None = None
-    reads_prior: bool = False
-    inside: bool = False
+    name: str  # the latent's
+    group: ConjugateGroup | None = None  # the latents whose exact conditionals are derived before this one is drawn
+    reads_prior: bool = False  # whether its density takes the model's distribution at the site
+    inside: bool = False  # whether it can be drawn inside a run of the model only
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
@@ -109,21 +102,13 @@ class Exact(Rule):
 
 @dataclass(frozen=True)
 class Learned(Rule):
-    """q(v | what v reads) = family(parameters): networks give the parameters, relative to the prior where it is known.
-
-    Attributes:
-        factor: the latent's place in the networks.
-        family: of its distribution.
-        anchored: whether its parameters are relative to the model's own conditional.
-        expert: whether its distribution is that conditional times evidence of its own.
-        dims, sizes: batch dims and sizes of the plates that are flattened into its elements, those of ``factor.joint``.
-    """
+    """q(v | what v reads) = family(parameters), given by networks, relative to the prior where it is known."""
 
     factor: Factor = None  # type: ignore[assignment]
     family: Family = None  # type: ignore[assignment]
-    anchored: bool = False
-    expert: bool = False
-    dims: tuple[int, ...] = ()
+    anchored: bool = False  # whether its parameters are relative to the model's own conditional
+    expert: bool = False  # whether its distribution is that conditional times evidence of its own
+    dims: tuple[int, ...] = ()  # batch dims of the plates ``factor.joint``, that are flattened into its elements
     sizes: tuple[int, ...] = ()
 
     def distribution(
@@ -148,7 +133,7 @@ class Learned(Rule):
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
         family, mask = current.family(self.name), site["mask"]
         anchor, params = self._anchor(family, site["fn"]), self._params(current)
-        if family.kind is None or mask is not None or family.varies or self.factor.coupled:
+        if family.alike is None or mask is not None or family.varies or self.factor.coupled:
             return _masked(self._at_once(current, family, params, anchor).log_prob(value), mask)
         if current.validate and not family.layout.support.check(value).all():
             raise ValueError(f"Expected values of '{self.name}' in {family.layout.support}; some are outside of it.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,37 +19,24 @@ from pyro_nami.reading.covariates import MASK
 from pyro_nami.reading.index_maps.finder import MapPlan
 from pyro_nami.reading.joint_gaussian import ConjugateGroup
 
-__all__ = ["Covariates", "Plan", "SitePlan", "missing_site", "new_site"]
+__all__ = ["Covariates", "Plan", "SitePlan", "differences", "missing_site", "new_site"]
 
 
 class SitePlan(NamedTuple):
-    """What is fixed of one site.
+    """What is fixed of one site."""
 
-    Attributes:
-        plates: those that its tensor has dims for; the network has those that these determine as well.
-        event_dim: of its values.
-        encoding: what gives its raw features, its family or another object that does; None if nothing reads it.
-        initial: of a latent, the first instance of its initial value.
-        allows_nan: whether its distribution or mask allows for NaN in its data.
-    """
-
-    plates: frozenset[str]
+    plates: frozenset[str]  # that its tensor has dims for; the network has those that these determine as well
     event_dim: int
-    encoding: Any = None
-    initial: Tensor | None = None
-    allows_nan: bool = False
+    encoding: Any = None  # what gives its features, its family or another object; None if nothing reads it
+    initial: Tensor | None = None  # of a latent, the first instance of its initial value
+    allows_nan: bool = False  # whether its distribution or mask allows for NaN in its data
 
 
 class Covariates(NamedTuple):
-    """Which covariates factors read.
+    """Which covariates factors read."""
 
-    Attributes:
-        columns: site -> its covariates.
-        references: values of the latents at the draws that they were found at.
-    """
-
-    columns: Mapping[str, tuple] = {}
-    references: Sequence[Mapping[str, Tensor]] = ()
+    columns: Mapping[str, tuple] = {}  # site -> its covariates
+    references: Sequence[Mapping[str, Tensor]] = ()  # values of the latents at the draws that they were found at
 
     def mask_column(self, name: str) -> int | None:
         """Returns which of a site's covariates is its mask, if one is."""
@@ -59,37 +46,22 @@ class Covariates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A guide's fixed structure.
-
-    Attributes:
-        bayesnet: the model's network; inverse: its inverse.
-        plates: of the model.
-        sites: what is fixed of each.
-        rules: latent -> how it is drawn, for all latents that the guide emits, in model order.
-        order: latents drawn given what the inverse says that they read, in sampling order.
-        interleaved: whether sampling order is program order, so that one run of the model draws all latents.
-        read: observed sites that some rule reads.
-        semi_observed: latents that a call may observe.
-        masked: whether the model masks latents.
-        names: all sites of the model, deterministic ones included.
-        covariates: which are read; map_plans: how a call's index maps are found.
-        factory: dtype and device of the networks.
-    """
+    """A guide's fixed structure."""
 
     bayesnet: BayesNet
     inverse: Inverse
     plates: Plates
     sites: Mapping[str, SitePlan]
-    rules: Mapping[str, Rule]
-    order: tuple[str, ...]
-    interleaved: bool
-    read: tuple[str, ...]
-    semi_observed: frozenset[str]
-    masked: bool
-    names: frozenset[str]
+    rules: Mapping[str, Rule]  # latent -> how it is drawn, for all that the guide emits, in model order
+    order: tuple[str, ...]  # latents drawn given what the inverse says that they read, in sampling order
+    interleaved: bool  # whether that is program order, so that one run of the model draws all latents
+    read: tuple[str, ...]  # observed sites that some rule reads
+    semi_observed: frozenset[str]  # latents that a call may observe
+    masked: bool  # whether the model masks latents
+    names: frozenset[str]  # all sites of the model, deterministic ones included
     covariates: Covariates
-    map_plans: tuple[MapPlan, ...]
-    factory: Mapping[str, Any]
+    map_plans: tuple[MapPlan, ...]  # how a call's index maps are found
+    factory: Mapping[str, Any]  # dtype and device of the networks
 
     @cached_property
     def learned(self) -> dict[str, Learned]:
@@ -148,3 +120,42 @@ def missing_site(name: str) -> str:
         f"Expected the sites of the guide's first call; this call lacks '{name}'. A guide's structure is fixed at its "
         "first call: make a new guide, or sample the site in every call."
     )
+
+
+def differences(before: Plan, now: Plan) -> Iterator[str]:
+    """Yields one sentence for each difference between the structures of two calls of one model."""
+    old, new = before.bayesnet, now.bayesnet
+    yield from (f"Site '{name}' is new." for name in sorted(now.names - before.names))
+    yield from (f"Site '{name}' is missing." for name in sorted(before.names - now.names))
+    shared = old.sites.keys() & new.sites.keys()
+    for name in [name for name in old.sites if name in shared]:
+        if old.sites[name].observed != new.sites[name].observed:
+            yield f"Site '{name}' is {'observed' if new.sites[name].observed else 'latent'} now."
+        a, b = before.sites.get(name), now.sites.get(name)
+        if a is None or b is None:
+            continue
+        if a.event_dim != b.event_dim:
+            yield f"Site '{name}' has {b.event_dim} event dims, not {a.event_dim}."
+        if a.plates != b.plates:
+            yield f"Site '{name}' is in plates {_names(b.plates)}, not {_names(a.plates)}."
+        shapes = [each.sites[name].encoding.event_shape for each in (before, now) if name in each.order]
+        if len(shapes) == 2 and shapes[0] != shapes[1]:
+            yield f"Site '{name}' has the event shape {tuple(shapes[1])}, not {tuple(shapes[0])}."
+    edges = [{(u, v) for u, v in net.graph.edges if {u, v} <= shared} for net in (old, new)]
+    for u, v in sorted(edges[1] - edges[0]):
+        yield f"Site '{v}' reads '{u}' now, which the guide takes no account of."
+    for u, v in sorted(edges[0] - edges[1]):
+        yield f"Site '{v}' does not read '{u}' any more."
+    for name in sorted(shared & before.groups.keys() - now.groups.keys()):
+        yield f"The conditional of '{name}' is not Gaussian any more, which the guide takes it for."
+    sizes, others = before.plates.sizes, now.plates.sizes
+    for plate in sorted(before.blocks.keys() & others.keys()):
+        if sizes[plate] != others[plate]:
+            yield (
+                f"Plate '{plate}' has {others[plate]} instances, not {sizes[plate]}; those of "
+                f"'{before.blocks[plate]}' are one block of fixed size."
+            )
+
+
+def _names(names: Collection[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "none"

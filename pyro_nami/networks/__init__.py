@@ -1,43 +1,33 @@
 """Networks of the guide, in torch alone: masked perceptrons that obey a dependency matrix, and pooling encoders.
 
 `masks` says which units may be connected. `stepped` holds the parameters of a perceptron whose inputs come to be known
-step by step, `passes` is one pass through it, and `masked` and `separate` are its two layouts: one network for all
-rows, or a small one for each factor. `running` scales their inputs, `pace` the steps of their parameters.
+step by step, and `masked` and `separate` are its two layouts: one network for all rows, or a small one for each factor.
+`running` scales their inputs, `pace` the steps of their parameters.
 
-`reductions` says which instances form a set. `pooling` and `attention` turn a set into features, `encoders` chooses
-between them and tells how to add one, and `precision_sums` takes instances for pseudo-observations, which add up.
+`reductions` says which instances form a set. `pooling` turns a set into features and tells how to add a way to do so,
+and `precision_sums` takes instances for pseudo-observations, which add up.
 """
 
-from pyro_nami.networks.attention import AttentionEncoder
-from pyro_nami.networks.encoders import ENCODERS, make_encoder
 from pyro_nami.networks.masked import MaskedMLP
 from pyro_nami.networks.pace import Pace
-from pyro_nami.networks.passes import SteppedState
-from pyro_nami.networks.pooling import MaxEncoder, MeanEncoder, OwnEncoder, SetEncoder, SumEncoder
+from pyro_nami.networks.pooling import (
+    ENCODERS,
+    AttentionEncoder,
+    MaxEncoder,
+    MeanEncoder,
+    OwnEncoder,
+    SetEncoder,
+    SumEncoder,
+    make_encoder,
+)
 from pyro_nami.networks.precision_sums import PrecisionSums
 from pyro_nami.networks.reductions import Along, Reduction, Segments
 from pyro_nami.networks.running import Running, tempered
 from pyro_nami.networks.separate import SeparateMLP
-from pyro_nami.networks.stepped import Base
+from pyro_nami.networks.stepped import Base, SteppedState
 
 __all__ = [
-    "ENCODERS",
-    "Along",
-    "AttentionEncoder",
-    "Base",
-    "MaskedMLP",
-    "MaxEncoder",
-    "MeanEncoder",
-    "OwnEncoder",
-    "Pace",
-    "PrecisionSums",
-    "Reduction",
-    "Running",
-    "Segments",
-    "SeparateMLP",
-    "SetEncoder",
-    "SteppedState",
-    "SumEncoder",
-    "make_encoder",
-    "tempered",
+    "ENCODERS", "Along", "AttentionEncoder", "Base", "MaskedMLP", "MaxEncoder", "MeanEncoder", "OwnEncoder", "Pace",
+    "PrecisionSums", "Reduction", "Running", "Segments", "SeparateMLP", "SetEncoder", "SteppedState", "SumEncoder",
+    "make_encoder", "tempered",
 ]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 __all__ = [
     "LayerMasks",
-    "StepPlan",
     "Steps",
     "allot_labels",
     "check_width",
@@ -24,12 +23,12 @@ __all__ = [
     "jacobian_support",
     "layer_masks",
     "split_steps",
-    "step_plan",
+    "unit_steps",
 ]
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -42,97 +41,31 @@ class Steps(NamedTuple):
     columns: tuple[int, ...]
     rows: tuple[int, ...]
 
-    @property
-    def num_steps(self) -> int:
-        return len(self.columns) - 1
-
 
 class LayerMasks(NamedTuple):
-    """Masks of a stack of layers and, for its hidden units, the last column that each one depends on.
+    """Masks of a stack of layers, and for its hidden units the last columns of their labels, in ascending order."""
 
-    Attributes:
-        hidden: one boolean tensor ``(units, units of the layer below)`` a hidden layer; the lowest reads the inputs.
-        output: boolean tensor ``(outputs, units of the last hidden layer)``, or inputs if there is no hidden layer.
-        last_columns: for every hidden layer the last column of each unit's label, in ascending order.
-    """
-
-    hidden: tuple[Tensor, ...]
-    output: Tensor
+    hidden: tuple[Tensor, ...]  # boolean ``(units, units of the layer below)``; the lowest reads the inputs
+    output: Tensor  # ``(outputs, units of the last hidden layer)``, or inputs if there is no hidden layer
     last_columns: tuple[tuple[int, ...], ...]
-
-
-class StepPlan(NamedTuple):
-    """Step boundaries of all parts of a perceptron: step s owns entries ``bounds[s]:bounds[s + 1]`` of each.
-
-    Attributes:
-        sources: of the inputs, and then of the units of each hidden layer.
-        targets: of the units of each hidden layer, and then of the rows.
-        reads: for each layer, hidden ones and then the output, the indices of the sources that it reads.
-        split_sizes: for each layer the number of its columns that belong to each step of the first source that it
-            reads, then of the second, and 1 for the bias.
-    """
-
-    sources: tuple[tuple[int, ...], ...]
-    targets: tuple[tuple[int, ...], ...]
-    reads: tuple[tuple[int, ...], ...]
-    split_sizes: tuple[tuple[int, ...], ...]
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.sources[0]) - 1
-
-    def merged(self) -> StepPlan:
-        """Returns the plan that takes all steps at once."""
-        parts = (*self.sources, self.targets[-1])
-        return _plan([(bounds[0], bounds[-1]) for bounds in parts], self.reads)
 
 
 def split_steps(
     dependency: Tensor, input_splits: Sequence[int] | None = None, output_splits: Sequence[int] | None = None
 ) -> Steps:
-    """Returns the step boundaries of a dependency matrix, after checking that they fit it.
+    """Returns the step boundaries of a dependency matrix, in which no row reads a column of a later step.
 
     Args:
         dependency: boolean tensor ``(outputs, inputs)``; entry (i, j) says that output i may read input j.
         input_splits: number of columns that become known at each step; one step by default.
         output_splits: number of rows that are emitted at each step, after its columns are known.
-
-    Raises:
-        TypeError: if ``dependency`` is not boolean.
-        ValueError: if the splits do not add up, or a row reads a column of a later step.
     """
-    if not isinstance(dependency, Tensor) or dependency.dtype != torch.bool:
-        kind = dependency.dtype if isinstance(dependency, Tensor) else type(dependency).__name__
-        raise TypeError(f"Expected a boolean tensor as dependency; got {kind}. Convert it with .bool().")
-    if dependency.dim() != 2:
-        raise ValueError(f"Expected dependency of shape (outputs, inputs); got {tuple(dependency.shape)}.")
-    num_outputs, num_inputs = dependency.shape
-    if (input_splits is None) != (output_splits is None):
-        raise ValueError("Expected both input_splits and output_splits, or neither; got one of them.")
-    inputs = [num_inputs] if input_splits is None else [int(size) for size in input_splits]
-    outputs = [num_outputs] if output_splits is None else [int(size) for size in output_splits]
-    if not inputs or len(inputs) != len(outputs):
-        raise ValueError(
-            f"Expected input_splits and output_splits of one length, at least 1; got {len(inputs)} and {len(outputs)}."
-        )
-    for name, sizes, total in (("input_splits", inputs, num_inputs), ("output_splits", outputs, num_outputs)):
-        if min(sizes) < 0 or sum(sizes) != total:
-            raise ValueError(f"Expected {name} to be nonnegative and to add up to {total}; got {sizes}.")
-    steps = Steps(tuple(accumulate(inputs, initial=0)), tuple(accumulate(outputs, initial=0)))
-    _check_order(dependency, steps)
+    sizes = [dependency.shape[1]] if input_splits is None else input_splits
+    counts = [len(dependency)] if output_splits is None else output_splits
+    steps = Steps(tuple(accumulate(sizes, initial=0)), tuple(accumulate(counts, initial=0)))
+    row_blocks = zip(pairwise(steps.rows), steps.columns[1:])
+    assert not any(dependency[first:last, known:].any() for (first, last), known in row_blocks)
     return steps
-
-
-def _check_order(dependency: Tensor, steps: Steps) -> None:
-    for step in range(steps.num_steps):
-        later = dependency[steps.rows[step] : steps.rows[step + 1], steps.columns[step + 1] :]
-        if later.any():
-            row, column = (int(index) for index in later.nonzero()[0])
-            raise ValueError(
-                f"Expected rows of step {step} to read columns of steps up to {step} only; got row "
-                f"{row + steps.rows[step]} reading column {column + steps.columns[step + 1]}. "
-                "Number columns and rows in sampling order."
-            )
 
 
 def distinct_labels(dependency: Tensor) -> Tensor:
@@ -205,25 +138,9 @@ def check_width(dependency: Tensor, masks: Sequence[Tensor]) -> None:
         )
 
 
-def step_plan(steps: Steps, last_columns: Sequence[Sequence[int]], skip: bool) -> StepPlan:
-    """Returns the plan of a network whose hidden units have these last columns, `LayerMasks.last_columns`.
-
-    Args:
-        steps: boundaries of columns and rows.
-        last_columns: for each hidden layer the last column that each unit depends on.
-        skip: whether rows read the inputs beside the units.
-    """
-    units = [tuple(bisect_left(columns, end) for end in steps.columns) for columns in last_columns]
-    depth = len(units)
-    reads = (*((layer,) for layer in range(depth)), (depth, 0) if skip and depth else (depth,))
-    return _plan([steps.columns, *units, steps.rows], reads)
-
-
-def _plan(parts: Sequence[tuple[int, ...]], reads: tuple[tuple[int, ...], ...]) -> StepPlan:
-    """Returns the plan of inputs, hidden units and rows with these bounds."""
-    sizes = [tuple(end - start for start, end in pairwise(bounds)) for bounds in parts]
-    split_sizes = tuple((*chain.from_iterable(sizes[source] for source in layer), 1) for layer in reads)
-    return StepPlan(tuple(parts[:-1]), tuple(parts[1:]), reads, split_sizes)
+def unit_steps(last_columns: Sequence[int], steps: Steps) -> tuple[int, ...]:
+    """Returns where the units begin that become computable at each step, by the last column that each depends on."""
+    return tuple(bisect_left(last_columns, end) for end in steps.columns)
 
 
 def _irreducible(labels: Tensor) -> Tensor:

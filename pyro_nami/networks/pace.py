@@ -30,18 +30,11 @@ class Pace(nn.Module):
     and a bias that instances *share*, each adding to it. The latter goes no further than what they leave of a step of
     0.05: two that move alike would else take twice the optimizer's step.
 
-    Args:
-        like: a tensor of the shape of the parameters.
-
-    Attributes:
-        speed: of each parameter, how far it goes in units of the optimizer's step.
-        patient: which of them go by short steps until these agree, boolean; none at first.
-        shared: to which of them others are added, one by one, that have speeds as well; likewise.
     """
 
-    speed: Tensor
-    patient: Tensor
-    shared: Tensor
+    speed: Tensor  # of each parameter, how far it goes in units of the optimizer's step
+    patient: Tensor  # which of them go by short steps until these agree, boolean; none at first
+    shared: Tensor  # to which of them others are added, one by one, that have speeds as well; likewise
     _drift: Tensor
     _length: Tensor
     _moved: Tensor

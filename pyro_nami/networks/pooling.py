@@ -2,8 +2,15 @@
 
 Every instance goes through one small network, what comes out is reduced over the set, and the logarithm of the number
 of instances is put beside it, because how much is known depends on it (Zaheer et al. 2017). No parameter has a shape
-that depends on the size of a set. Which instances form a set is said by a reduction (`Along`, `Segments`). Change this
-module to change what all encoders share; `encoders` tells how to add one.
+that depends on the size of a set. Which instances form a set is said by a reduction (`Along`, `Segments`).
+
+To add a pooling:
+
+* a reduction of a perceptron's units: write it as a method of `reductions.Along` and `reductions.Segments`, and name
+  the method in a class of three lines beside `MeanEncoder`;
+* anything else: subclass `SetEncoder` with the shapes of its parameters and `pool`, which asks a `Reduction` for all
+  that concerns sets, as `AttentionEncoder` does;
+* give it a name in `_BUILDERS`: the guide's ``pooling=`` and its error message know it then.
 
 References:
     Zaheer et al. 2017, "Deep Sets", theorem 2.
@@ -13,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +28,10 @@ from torch import Tensor, nn
 
 from pyro_nami.networks.reductions import Counts, Reduction
 
-__all__ = ["Activation", "MaxEncoder", "MeanEncoder", "OwnEncoder", "SetEncoder", "SumEncoder"]
+__all__ = [
+    "ENCODERS", "AttentionEncoder", "MaxEncoder", "MeanEncoder", "OwnEncoder", "SetEncoder", "SumEncoder",
+    "make_encoder",
+]
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -33,14 +44,11 @@ class SetEncoder(nn.Module):
         num_outputs: number of features that `pool` returns, those beside the logarithm of the count.
         layers: name -> units, columns and gain of each parameter. A layer has the bias as last column, and weights of
             variance gain / inputs at first; gain None stands for learned points, standard normal.
-        device, dtype: of the parameters.
-
-    Attributes:
-        num_features: number of features returned, ``num_outputs + 1``.
-        trained: sizes of the smallest and the largest set that gradients have come back from. What depends on a count
-            outside is extrapolation, so the logarithm of the count is held within this range.
+        **factory: device and dtype of the parameters.
     """
 
+    # Sizes of the smallest and the largest set that gradients have come back from. What depends on a count outside is
+    # extrapolation, so the logarithm of the count is held within this range.
     trained: Counts | None = None
 
     def __init__(
@@ -48,16 +56,14 @@ class SetEncoder(nn.Module):
         num_inputs: int,
         num_outputs: int,
         layers: Mapping[str, tuple[int, int, float | None]],
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
         super().__init__()
         self.num_inputs = num_inputs
         self.num_features = num_outputs + 1
         self._gains = {name: gain for name, (_, _, gain) in layers.items()}
         for name, (units, columns, _) in layers.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(units, columns, device=device, dtype=dtype)))
+            self.register_parameter(name, nn.Parameter(torch.empty(units, columns, **factory)))
         self.reset_parameters()
 
     def extra_repr(self) -> str:
@@ -74,13 +80,7 @@ class SetEncoder(nn.Module):
                 weight[:, -1].uniform_(-1, 1).mul_(fan_in**-0.5)
 
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
-        """Returns features of each set, ``(*sets, num_outputs)``, zeros for an empty one.
-
-        Args:
-            x: inputs of the instances, ``(*batch, num_inputs)``.
-            over: which instances form a set.
-            weights: the parameters, in the order of their names.
-        """
+        """Returns features of each set, ``(*sets, num_outputs)``, zeros for an empty one; arguments as of `forward`."""
         raise NotImplementedError
 
     def weights(self) -> list[Tensor]:
@@ -99,12 +99,9 @@ class SetEncoder(nn.Module):
             ``(*sets, num_features)``, log(1 + number of instances) last (of ``trained`` the nearest). A set of no
             instances has zeros elsewhere.
         """
-        if x.shape[-1] != self.num_inputs or x.dim() + over.axis < 0:
-            raise ValueError(
-                f"Expected x of shape (*batch, {self.num_inputs}) with a batch dim {over.dim}; got {tuple(x.shape)}."
-            )
         pooled = self.pool(x, over, self.weights() if weights is None else weights)
-        features = over.with_log_count(pooled, x, self.trained)
+        count = over.count(x) if self.trained is None else over.count(x).clamp(*self.trained)
+        features = torch.cat((pooled, count.log1p().expand(*pooled.shape[:-1], 1)), -1)
         if features.requires_grad:
             features.register_hook(functools.partial(self._train_on, over.counts(x)))
         return features
@@ -129,12 +126,8 @@ class _PerceptronEncoder(SetEncoder):
     As the last layer is linear, it is applied to what is reduced. The inputs beside the units are direct weights: a
     mean of the inputs, what a linear-Gaussian posterior needs, is represented exactly.
 
-    Parameters are ``layer_0`` ``(units, num_inputs + 1)``, ..., ``output`` ``(num_outputs, units + num_inputs + 1)``.
-
-    Args:
-        num_inputs, num_outputs, device, dtype: see `SetEncoder`.
-        hidden_features: units in each hidden layer.
-        activation: elementwise function of the hidden layers.
+    Parameters are ``layer_0`` ``(units, num_inputs + 1)``, ..., ``output`` ``(num_outputs, units + num_inputs + 1)``,
+    with ``hidden_features`` units in the hidden layers.
     """
 
     reduction: str  # a method of `Reduction`
@@ -146,17 +139,12 @@ class _PerceptronEncoder(SetEncoder):
         hidden_features: Sequence[int] = (16,),
         *,
         activation: Activation = F.silu,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
-        if min((num_outputs, *hidden_features)) < 1:
-            raise ValueError(
-                f"Expected num_outputs and hidden_features of at least 1; got {num_outputs} and {hidden_features}."
-            )
         reads = [num_inputs, *hidden_features]
         layers = {f"layer_{i}": (units, reads[i] + 1, 2 if i else 1) for i, units in enumerate(hidden_features)}
         layers["output"] = (num_outputs, sum(hidden_features[-1:]) + num_inputs + 1, 1)
-        super().__init__(num_inputs, num_outputs, layers, device=device, dtype=dtype)
+        super().__init__(num_inputs, num_outputs, layers, **factory)
         self.activation = activation
 
     def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
@@ -201,31 +189,19 @@ class MaxEncoder(_PerceptronEncoder):
 class OwnEncoder(SetEncoder):
     """Encodes a set as the mean of the features that the user's module gives its instances, and log(1 + count).
 
-    The number of features is found by a run on zeros.
-
-    Args:
-        module: maps inputs of instances ``(..., num_inputs)`` to features ``(..., features)``.
-        num_inputs: number of inputs of each instance.
-        device, dtype: that the module is moved and converted to.
+    The module maps inputs ``(..., num_inputs)`` to features ``(..., features)``, how many is found by a run on zeros.
 
     Raises:
         TypeError: if ``module`` is no `torch.nn.Module`.
         ValueError: if its features do not have the shape of the inputs but for the last dimension.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        num_inputs: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, num_inputs: int, **factory: Any) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"Expected a torch.nn.Module that encodes instances; got {type(module).__name__}.")
-        module = module.to(device=device, dtype=dtype)
+        module = module.to(**factory)
         with torch.no_grad():
-            features = module(torch.zeros(2, 3, num_inputs, device=device, dtype=dtype))
+            features = module(torch.zeros(2, 3, num_inputs, **factory))
         if features.dim() != 3 or features.shape[:-1] != (2, 3):
             raise ValueError(
                 f"Expected a module that maps inputs (..., {num_inputs}) to features (..., features); it mapped "
@@ -238,5 +214,134 @@ class OwnEncoder(SetEncoder):
         return over.mean(self.module(x))  # the module reads its parameters itself
 
 
+class AttentionEncoder(SetEncoder):
+    """Encodes a set by an induced-set attention block, attention of one seed, and the mean of the inputs.
+
+    Inducing points read the instances, every instance reads the points of its set, and a seed reads the instances;
+    each time what is read is added to the reader, followed by a residual layer. Attention between all pairs of n
+    instances costs n^2; through m points it costs m an instance. Softmax over a set is a maximum and sums of it.
+
+    Args:
+        num_inputs, num_outputs, factory: see `SetEncoder`.
+        width: features of queries, keys and values.
+        inducing: number of inducing points.
+        activation: elementwise function of the residual layers.
+
+    References:
+        Lee et al. 2019, "Set Transformer: A Framework for Attention-based Permutation-Invariant Neural Networks",
+        equations 9 to 11 (ISAB and PMA). Departures: one head (the inducing points are several queries as it is), no
+        layer normalization, learned points that are queries themselves, and the mean of the inputs beside what is read.
+
+    Example:
+        >>> from pyro_nami.networks import Along
+        >>> AttentionEncoder(3, 8)(torch.randn(10, 50, 3), Along(-1)).shape
+        torch.Size([10, 1, 9])
+    """
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        width: int = 16,
+        *,
+        inducing: int = 8,
+        activation: Activation = F.silu,
+        **factory: Any,
+    ) -> None:
+        layers = {
+            "inducing": (inducing, width, None),
+            "read_inputs": (3 * width, num_inputs + 1, 1),  # query, key and value of an instance
+            "update_inducing": (width, width + 1, 1),
+            "read_inducing": (2 * width, width + 1, 1),  # key and value
+            "update_instances": (width, width + 1, 1),
+            "seed": (1, width, None),
+            "read_instances": (2 * width, width + 1, 1),
+            "update_seed": (width, width + 1, 1),
+            "output": (num_outputs, width + num_inputs + 1, 1),
+        }
+        super().__init__(num_inputs, num_outputs, layers, **factory)
+        self.activation = activation
+
+    def pool(self, x: Tensor, over: Reduction, weights: Sequence[Tensor]) -> Tensor:
+        (inducing, read_inputs, update_inducing, read_inducing, update_instances) = weights[:5]
+        (seed, read_instances, update_seed, output) = weights[5:]
+        query, key, value = _affine(x, read_inputs).chunk(3, -1)
+        points = self._updated(inducing + _read_set(inducing, key, value, over), update_inducing)
+        points = over.gather(_affine(points, read_inducing).flatten(-2)).unflatten(-1, (len(inducing), -1))
+        instances = self._updated(query + _read_points(query, *points.chunk(2, -1)), update_instances)
+        key, value = _affine(instances, read_instances).chunk(2, -1)
+        summary = self._updated(seed + _read_set(seed, key, value, over), update_seed).squeeze(-2)
+        inputs = over.mean(F.pad(x, (0, 1), value=1.0))
+        # The mean of ones, 0 for an empty set.
+        return F.linear(torch.cat((summary * inputs[..., -1:], inputs), -1), output)
+
+    def _updated(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x + self.activation(_affine(x, weight))
+
+
+def make_encoder(
+    spec: str | Callable[[int], nn.Module],
+    num_inputs: int,
+    num_outputs: int,
+    hidden_features: Sequence[int] = (16,),
+    *,
+    activation: Activation = F.silu,
+    **factory: Any,
+) -> SetEncoder:
+    """Returns the encoder that ``spec`` asks for.
+
+    Args:
+        spec: one of `ENCODERS`, or a function of (number of inputs) that returns a module, see `OwnEncoder`.
+        num_inputs, num_outputs, factory: see `SetEncoder`; a module of the user's own has its own outputs.
+        hidden_features: units in each hidden layer; attention has the width of the widest.
+        activation: elementwise function of the hidden layers.
+
+    Example:
+        >>> make_encoder("attention", 3, 16).num_features
+        17
+        >>> make_encoder(lambda inputs: torch.nn.Linear(inputs, 4), 3, 16).num_features
+        5
+    """
+    if callable(spec):
+        return OwnEncoder(spec(num_inputs), num_inputs, **factory)
+    encoder = _BUILDERS[spec]
+    return encoder(num_inputs, num_outputs, hidden_features, activation=activation, **factory)
+
+
 def _contiguous(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.contiguous()
+
+
+def _affine(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight[:, :-1], weight[:, -1])
+
+
+def _read_set(queries: Tensor, key: Tensor, value: Tensor, over: Reduction) -> Tensor:
+    """Returns what queries ``(queries, width)`` read of each set, ``(*sets, queries, width)``; zeros of an empty one.
+
+    Keys and values are those of the instances, ``(*batch, width)``.
+    """
+    scores = F.linear(key, queries) * queries.shape[-1] ** -0.5
+    weight = (scores - over.gather(over.amax(scores.detach()))).exp()
+    total = over.sum((weight.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-2)).unflatten(-1, (len(queries), -1))
+    # The largest weight of a set is 1, so the bound concerns empty sets only.
+    return total / over.sum(weight).clamp(min=1.0).unsqueeze(-1)
+
+
+def _read_points(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Returns what queries ``(*batch, width)`` read of points with keys and values ``(*batch, points, width)``."""
+    scores = (query.unsqueeze(-2) * key).sum(-1, keepdim=True) * query.shape[-1] ** -0.5
+    return (scores.softmax(-2) * value).sum(-2)
+
+
+def _attention(num_inputs: int, num_outputs: int, hidden_features: Sequence[int], **options: Any) -> SetEncoder:
+    return AttentionEncoder(num_inputs, num_outputs, max(hidden_features, default=num_outputs), **options)
+
+
+_BUILDERS: dict[str, Callable[..., SetEncoder]] = {
+    "mean": MeanEncoder,
+    "sum": SumEncoder,
+    "max": MaxEncoder,
+    "attention": _attention,
+}
+ENCODERS = tuple(_BUILDERS)

@@ -7,6 +7,8 @@ precisions contracts rightly at any count. Change this module to change what an 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,21 +23,14 @@ _MAX_LOG_PRECISION = 10.0
 class PrecisionSums(nn.Module):
     """Sums over a set of ``exp(l_n) q_n (q_n, 1, x_n)``, the canonical parameters of its pseudo-observations.
 
-    Instance n is taken for an observation of every head v, ``q_n v = phi_n + noise of precision exp(l_n)``. It adds
-    ``exp(l_n) q_n^2`` to the precision of v and ``exp(l_n) q_n phi_n`` to its precision times mean; where phi is
-    linear in the inputs x_n of the instance, that is ``exp(l_n) q_n`` times the inputs and 1. l and q are linear in the
-    inputs as well, l within -10 and 10; l starts at 0 and q at 1.
-
-    The parameter ``heads_weight``, ``(2 * heads, num_inputs + 1)``, has the rows of l, then those of q, and the bias as
-    last column.
+    Instance n is taken for an observation of every head v, ``q_n v = phi_n + noise of precision exp(l_n)``, with phi, q
+    and l linear in its inputs x_n, l within -10 and 10; l starts at 0 and q at 1. The parameter ``heads_weight``,
+    ``(2 * heads, num_inputs + 1)``, has the rows of l, then those of q, and the bias as last column.
 
     Args:
         num_inputs: number of inputs of each instance.
         heads: number of elements that the instances are taken for observations of.
-        device, dtype: of the parameters.
-
-    Raises:
-        ValueError: if there is no head.
+        **factory: device and dtype of the parameters.
 
     Example:
         >>> from pyro_nami.networks import Along
@@ -44,20 +39,11 @@ class PrecisionSums(nn.Module):
                 [3., 3., 8.]], grad_fn=<SelectBackward0>)
     """
 
-    def __init__(
-        self,
-        num_inputs: int,
-        heads: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, num_inputs: int, heads: int, **factory: Any) -> None:
         super().__init__()
-        if heads < 1:
-            raise ValueError(f"Expected at least 1 head; got {heads}.")
         self.num_inputs = num_inputs
         self.heads = heads
-        self.heads_weight = nn.Parameter(torch.empty(2 * heads, num_inputs + 1, device=device, dtype=dtype))
+        self.heads_weight = nn.Parameter(torch.empty(2 * heads, num_inputs + 1, **factory))
         self.reset_parameters()
 
     def extra_repr(self) -> str:
@@ -73,13 +59,7 @@ class PrecisionSums(nn.Module):
         return [self.heads_weight]
 
     def forward(self, x: Tensor, over: Reduction, weights: list[Tensor] | None = None) -> Tensor:
-        """Returns the sums of each set, ``(*sets, heads, num_inputs + 2)``; zeros for a set of no instances.
-
-        Args:
-            x: inputs of the instances, ``(*batch, num_inputs)``.
-            over: which instances form a set.
-            weights: what `weights` returned, to read no parameter now.
-        """
+        """Returns the sums of each set, ``(*sets, heads, num_inputs + 2)``; arguments as of `SetEncoder.forward`."""
         (weight,) = self.weights() if weights is None else weights
         x = x.movedim(over.axis, -1)  # products are fast where the instances are contiguous
         log_precision, slope = (weight[:, :-1] @ x + weight[:, -1:]).chunk(2, -2)

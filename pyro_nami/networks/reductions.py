@@ -1,18 +1,16 @@
 """Sums and maxima over sets of instances that lie along a batch dimension: all of them one set, or by an index.
 
 An encoder asks a reduction for all that concerns sets. `Along` takes a whole plate for one set. `Segments` takes an
-index that says which set an instance belongs to, as the rows of a table belong to groups. Both have the same methods,
-which take instances ``(*batch, features)`` to sets ``(*sets, features)``, with derivatives of any order and mode.
-Change this module to add a way of reducing a set.
+index that says which set an instance belongs to, as the rows of a table belong to groups. Their methods take instances
+``(*batch, features)`` to sets ``(*sets, features)``, with derivatives of any order and mode. Change this module to add
+a way of reducing a set.
 """
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["Along", "Counts", "Reduction", "Segments"]
@@ -64,29 +62,11 @@ class Along:
         """Returns the numbers of instances of the smallest and the largest set of x."""
         return x.shape[self.axis], x.shape[self.axis]
 
-    def with_log_count(self, z: Tensor, x: Tensor, within: Counts | None = None) -> Tensor:
-        """Returns ``z``, ``(*sets, features)``, with log(1 + number of instances of x) as one more feature.
 
-        Numbers outside ``within`` are taken for its nearest end.
-        """
-        count, (least, most) = x.shape[self.axis], within or self.counts(x)
-        return F.pad(z, (0, 1), value=math.log1p(min(max(count, least), most)))
-
-
-class Segments:
+class Segments(Along):
     """Instance n along a batch dimension belongs to set ``index[n]``; results have ``num_segments`` there.
 
-    The index is checked once, here. Instances of size 1 along the dimension stand for one copy an instance. Methods are
-    those of `Along`.
-
-    Args:
-        index: set of each instance, integer, ``(instances,)``.
-        num_segments: number of sets; those without instances are empty.
-        dim: the batch dimension, negative and counted without the dimension of features; -1 is the last.
-
-    Raises:
-        TypeError: if ``index`` holds no integers.
-        ValueError: if ``index`` has more than one dimension, or an entry is no set.
+    Instances of size 1 along the dimension stand for one copy an instance. Sets without instances are empty.
 
     Example:
         >>> Segments(torch.tensor([0, 2, 0]), 3, -1).sum(torch.tensor([[1.0], [3.0], [5.0]]))
@@ -96,19 +76,10 @@ class Segments:
     """
 
     def __init__(self, index: Tensor, num_segments: int, dim: int) -> None:
-        if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-            raise TypeError(f"Expected an index of integers; got {index.dtype}. Convert it with .long().")
-        if index.dim() != 1:
-            raise ValueError(f"Expected an index of shape (instances,); got {tuple(index.shape)}.")
-        if len(index):
-            low, high = (int(bound) for bound in index.aminmax())
-            if low < 0 or high >= num_segments:
-                raise ValueError(f"Expected index from 0 to {num_segments - 1}; got {low} to {high}.")
         with torch.inference_mode(False):  # a call in training may use it again
             self.index = index.to(torch.long, copy=True)  # what is made of it is kept, whatever is written to it
         self.num_segments = num_segments
-        self.dim = dim
-        self.axis = dim - 1
+        super().__init__(dim)
 
     def sum(self, x: Tensor) -> Tensor:
         return self._sum(self._instances(x, self.axis), self.axis)
@@ -138,10 +109,6 @@ class Segments:
     def counts(self, x: Tensor) -> Counts:
         return self._range
 
-    def with_log_count(self, z: Tensor, x: Tensor, within: Counts | None = None) -> Tensor:
-        count = self.count(x) if within is None else self.count(x).clamp(*within)
-        return torch.cat((z, count.log1p().expand(*z.shape[:-1], 1)), -1)
-
     def _sum(self, x: Tensor, axis: int) -> Tensor:
         return x.new_zeros(_resized(x, axis, self.num_segments)).index_add(axis, self.index, x)
 
@@ -165,7 +132,7 @@ class Segments:
         return int(least), int(most)
 
 
-Reduction = Along | Segments
+Reduction = Along
 
 
 def _resized(x: Tensor, axis: int, size: int) -> torch.Size:

@@ -22,21 +22,14 @@ _LEAST_SHARE = 0.05
 class Running(nn.Module):
     """``tempered((x - center) / scale)``, with mean and standard deviation of what was read as running averages.
 
-    Args:
-        floor: the least scale of each input, ``(inputs,)``.
-        follows: whether an input's center and scale follow what is read, a boolean ``(inputs,)``.
-
-    Attributes:
-        center, scale: of each input; both stay 0 and 1 unless `settle` or `update` is called.
-        passes: how many passes in training there were.
-        settled: whether those that are data are centered.
+    They stay 0 and 1 unless `settle` or `update` is called.
     """
 
     center: Tensor
     scale: Tensor
     variance: Tensor
-    floor: Tensor
-    follows: Tensor
+    floor: Tensor  # the least scale of each input, ``(inputs,)``
+    follows: Tensor  # whether an input's center and scale follow what is read, a boolean ``(inputs,)``
 
     def __init__(self, floor: Tensor, follows: Tensor) -> None:
         super().__init__()
@@ -44,7 +37,7 @@ class Running(nn.Module):
             self.register_buffer(name, torch.full_like(floor, value))
         self.register_buffer("floor", floor, persistent=False)
         self.register_buffer("follows", follows, persistent=False)
-        self.passes, self.settled = 0, False
+        self.passes, self.settled = 0, False  # passes in training; whether inputs that are data are centered
 
     def extra_repr(self) -> str:
         return f"{len(self.floor)} inputs"

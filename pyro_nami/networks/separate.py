@@ -7,17 +7,16 @@ its columns from those known so far by an index, so that nothing has to be maske
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import chain, pairwise
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_nami.networks.masks import Steps
-from pyro_nami.networks.passes import SteppedState, concatenated, expand_batch
-from pyro_nami.networks.stepped import Activation, Base, Layers, SteppedMLP
+from pyro_nami.networks.stepped import Layers, SteppedMLP, SteppedState, concatenated, expand_batch
 
 __all__ = ["SeparateMLP"]
 
@@ -36,9 +35,6 @@ class SeparateMLP(SteppedMLP):
     Args:
         factors: the rows of each factor; every row belongs to one. Others are those of `MaskedMLP`.
         hidden_features: units of each factor in each hidden layer.
-
-    Raises:
-        ValueError: if the factors are no partition of the rows, or the rows of one differ in columns or step.
     """
 
     def __init__(
@@ -47,29 +43,13 @@ class SeparateMLP(SteppedMLP):
         hidden_features: Sequence[int] = (64,),
         *,
         factors: Sequence[Sequence[int]],
-        input_splits: Sequence[int] | None = None,
-        output_splits: Sequence[int] | None = None,
-        skip: bool = True,
-        activation: Activation = F.silu,
-        base: Base = Base(),
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         self._factors = factors
-        super().__init__(
-            dependency,
-            hidden_features,
-            input_splits=input_splits,
-            output_splits=output_splits,
-            skip=skip,
-            activation=activation,
-            base=base,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(dependency, hidden_features, **options)
 
     def _lay_out(self, dependency: Tensor, hidden_features: Sequence[int]) -> Layers:
-        factors = _sorted_factors(dependency, self._factors, self.steps)
+        factors = sorted(self._factors, key=lambda rows: bisect_right(self.steps.rows, rows[0]))
         self._factor_bounds = tuple(sum(rows[0] < bound for rows in factors) for bound in self.steps.rows)
         rows = _padded(factors, -1)
         columns = [(dependency[rows[0]].nonzero().flatten() + 1).tolist() for rows in factors]
@@ -83,12 +63,12 @@ class SeparateMLP(SteppedMLP):
         shapes = [(len(rows), width, each.shape[-1]) for width, each in zip(hidden_features, hidden)]
         return Layers([*hidden, output], [*shapes, tuple(output.shape)], rows, gather)
 
-    def _start(self, whole: bool) -> SteppedState:
+    def start(self, whole: bool = False) -> SteppedState:
         steps, factors = self.steps, self._factor_bounds
         if whole:
             steps, factors = Steps(*((bounds[0], bounds[-1]) for bounds in steps)), (0, factors[-1])
-        hidden, output, at_zero = self._weights()
-        output = torch.cat((output[..., :-1], output[..., -1:] - at_zero), -1)
+        hidden, output, bias = self._weights()
+        output = torch.cat((output[..., :-1], bias), -1)
         sizes = [end - start for start, end in pairwise(factors)]
         blocks = tuple(weight.split(sizes) for weight in (*hidden, output))
         gather = self._gather.flatten()
@@ -114,7 +94,7 @@ class _SeparateWeights(NamedTuple):
     positions: Tensor | None
     num_rows: int
     skip: bool
-    activation: Activation
+    activation: Callable[[Tensor], Tensor]
     blocks: tuple[tuple[Tensor, ...], ...]
 
     def advance(self, memory: Tensor, x: Tensor, step: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -137,20 +117,6 @@ class _SeparateWeights(NamedTuple):
 
     def expanded(self, memory: Tensor, step: int, old: torch.Size, new: torch.Size) -> Tensor:
         return expand_batch(memory.t(), old, new).t()
-
-
-def _sorted_factors(dependency: Tensor, factors: Sequence[Sequence[int]], steps: Steps) -> list[tuple[int, ...]]:
-    """Returns the factors in the order of their steps, after checking that they are a partition and uniform."""
-    groups = [tuple(int(row) for row in rows) for rows in factors]
-    if not all(groups) or sorted(chain.from_iterable(groups)) != list(range(len(dependency))):
-        raise ValueError(f"Expected factors to be a partition of the {len(dependency)} rows; got {groups}.")
-    step_of = [bisect_right(steps.rows, row) - 1 for row in range(len(dependency))]
-    for rows in groups:
-        if any(step_of[row] != step_of[rows[0]] for row in rows):
-            raise ValueError(f"Expected all rows of a factor in one step; got rows {rows} of several. Split it.")
-        if (dependency[list(rows)] != dependency[rows[0]]).any():
-            raise ValueError(f"Expected all rows of a factor to read the same columns; got rows {rows}. Split it.")
-    return sorted(groups, key=lambda rows: step_of[rows[0]])
 
 
 def _padded(lists: Sequence[Sequence[int]], fill: int) -> Tensor:

@@ -1,15 +1,21 @@
-"""Perceptrons whose inputs come to be known step by step: their parameters, and how these are scaled and start.
+"""Perceptrons whose inputs come to be known step by step: their parameters, how these are scaled and start, and passes.
+
+For a density all inputs are known, and ``mlp(x)`` is one dense pass. For sampling the inputs arrive one step at a time,
+each drawn from rows emitted before::
+
+    state = mlp.start()
+    rows, state = state.advance(context, 1)
+    rows, state = state.advance(sample(rows), 2)
 
 Parameters are one tensor a layer with the bias as last column (optimizers that loop over tensors stay fast), and are
 read by attribute at the start of every pass, so that they may be replaced by name, as Pyro does. A layer is a matrix in
 `masked`, a batch of matrices in `separate`; these say which weights there are, and how a pass multiplies by them.
-Change this module to change how layers are stored, scaled or started.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +24,8 @@ from torch import Tensor, nn
 
 from pyro_nami.networks.masks import split_steps
 from pyro_nami.networks.pace import Pace
-from pyro_nami.networks.passes import SteppedState
 
-__all__ = ["Activation", "Base", "Layers", "SteppedMLP"]
+__all__ = ["Activation", "Base", "Layers", "SteppedMLP", "SteppedState", "concatenated", "expand_batch"]
 
 _MOST_PACED = 200_000  # weights of an output layer; of larger ones only the biases have speeds, for their time
 Activation = Callable[[Tensor], Tensor]
@@ -33,34 +38,54 @@ class Base(NamedTuple):
     Weights are divided by max(1, n / base), which holds a step to base r for every n (the maximal-update
     parametrization, Yang et al. 2022, "Tensor Programs V", with a base width).
 
-    Attributes:
-        inputs: of a layer that reads inputs.
-        hidden: of hidden units, as inputs of further hidden layers.
-        output: of hidden units, as inputs of rows.
-        paced: whether the output layer's weights have speeds, see `Pace`.
     """
 
-    inputs: float = math.inf
-    hidden: float = math.inf
-    output: float = math.inf
-    paced: bool = False
+    inputs: float = math.inf  # of a layer that reads inputs
+    hidden: float = math.inf  # of hidden units, as inputs of further hidden layers
+    output: float = math.inf  # of hidden units, as inputs of rows
+    paced: bool = False  # whether the output layer's weights have speeds, see `Pace`
+
+
+class SteppedState(NamedTuple):
+    """A pass in which the inputs of the steps before ``step`` are known, of this broadcast batch shape.
+
+    It is immutable, so a pass may branch, and no tensor that carries values is ever written in place. ``weights`` are
+    those of the pass, and ``memory`` is what these have made of the inputs so far.
+    """
+
+    weights: Any
+    step: int
+    batch_shape: torch.Size
+    memory: Any
+
+    def advance(self, x: Tensor, stop: int) -> tuple[Tensor, SteppedState]:
+        """Returns the rows of steps ``step`` to ``stop - 1``, ``(*batch, rows)``, and the state after them.
+
+        Args:
+            x: the columns of these steps, ``(*batch, columns)``. Its batch broadcasts with those before, and what
+                was computed on a smaller batch is not computed again.
+            stop: the step behind the last one to take; more than one step may be taken at once.
+        """
+        weights, step, known_shape, memory = self
+        shape = x.shape[:-1]
+        if known_shape and shape != known_shape:
+            shape = torch.broadcast_shapes(shape, known_shape)
+            x = x.expand(*shape, x.shape[-1])
+        if shape != known_shape:
+            memory = weights.expanded(memory, step, known_shape, shape)
+        flat = x if len(shape) == 1 else x.reshape(math.prod(shape), x.shape[-1])
+        rows, memory = weights.advance(memory, flat, step, stop)
+        rows = rows if len(shape) == 1 else rows.reshape(*shape, rows.shape[1])
+        return rows, SteppedState(weights, stop, shape, memory)
 
 
 class Layers(NamedTuple):
-    """How the weights of a network are laid out.
+    """How the weights of a network are laid out; the output layer reads hidden units, then inputs."""
 
-    Attributes:
-        masks: which weights there are, boolean and broadcastable to the parameters, the bias in the last column; the
-            output layer reads hidden units, and then inputs.
-        shapes: of the parameters, ``(*stack, units, inputs + 1)``.
-        rows: which row each place of the output layer gives, ``(*stack, places)``; -1 for padding.
-        gather: 1 + the column that each direct weight reads, ``(stack, inputs + 1)``; 0 for padding and for the bias.
-    """
-
-    masks: Sequence[Tensor]
-    shapes: Sequence[tuple[int, ...]]
-    rows: Tensor
-    gather: Tensor
+    masks: Sequence[Tensor]  # which weights there are, broadcastable to the parameters, the bias in the last column
+    shapes: Sequence[tuple[int, ...]]  # of the parameters, ``(*stack, units, inputs + 1)``
+    rows: Tensor  # which row each place of the output layer gives, ``(*stack, places)``; -1 for padding
+    gather: Tensor  # 1 + the column that each direct weight reads, ``(stack, inputs + 1)``; else 0
 
 
 class SteppedMLP(nn.Module):
@@ -70,16 +95,12 @@ class SteppedMLP(nn.Module):
     bias. Every parameter is multiplied by its *multipliers*: zero for what is masked, and what `Base` divides by.
     Arguments are those of `MaskedMLP`.
 
-    Attributes:
-        steps: the columns and the rows of each step.
-        units: of each row, ``(outputs,)``, the size that a weight of one gives to what the row reads.
-        bias_units: likewise of its bias.
     """
 
     _buffers: dict[str, Any]
     output: Tensor
-    units: Tensor
-    bias_units: Tensor
+    units: Tensor  # of each row, ``(outputs,)``, the size that a weight of one gives to what the row reads
+    bias_units: Tensor  # likewise of its bias
     _rows: Tensor
     _gather: Tensor
     _positions: Tensor | None
@@ -95,8 +116,7 @@ class SteppedMLP(nn.Module):
         skip: bool = True,
         activation: Activation = F.silu,
         base: Base = Base(),
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
         super().__init__()
         self.steps = split_steps(dependency, input_splits, output_splits)
@@ -107,7 +127,7 @@ class SteppedMLP(nn.Module):
         if not hidden_features and not skip:
             raise ValueError("Expected at least one hidden layer or skip=True; got hidden_features=() and skip=False.")
         self.layer_names = (*(f"layer_{layer}" for layer in range(len(hidden_features))), "output")
-        self._register_layers(self._lay_out(dependency, hidden_features), base, device, dtype)
+        self._register_layers(self._lay_out(dependency, hidden_features), base, factory)
         self._paced = slice(None) if self.output.numel() <= _MOST_PACED else slice(-1, None)
         self.pace = Pace(self.output[..., self._paced]) if base.paced else None
         if self.pace is not None:
@@ -117,10 +137,10 @@ class SteppedMLP(nn.Module):
     def _lay_out(self, dependency: Tensor, hidden_features: Sequence[int]) -> Layers:
         raise NotImplementedError
 
-    def _register_layers(self, layers: Layers, base: Base, device: Any, dtype: torch.dtype | None) -> None:
+    def _register_layers(self, layers: Layers, base: Base, factory: Mapping[str, Any]) -> None:
         """Registers units, a parameter a layer, its multipliers, and where rows lie in the output layer."""
         for name in ("units", "bias_units"):
-            self.register_buffer(name, torch.ones(self.out_features, device=device, dtype=dtype))
+            self.register_buffer(name, torch.ones(self.out_features, **factory))
         rows = layers.rows.flatten()
         positions = rows.argsort(stable=True)[len(rows) - self.out_features :]
         in_place = torch.equal(positions, torch.arange(len(rows), device=rows.device))
@@ -154,29 +174,25 @@ class SteppedMLP(nn.Module):
 
     # Passes
 
-    def start(self) -> SteppedState:
-        """Returns the state of a pass in which no input is known yet."""
-        return self._start(whole=False)
+    def start(self, whole: bool = False) -> SteppedState:
+        """Returns the state of a pass in which no input is known yet; of one step, if it is taken as a ``whole``."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns all rows, ``(*batch, outputs)``, from all inputs, ``(*batch, inputs)``, in one dense pass."""
-        return self._start(whole=True).advance(x, 1)[0]
-
-    def _start(self, whole: bool) -> SteppedState:
-        """Returns the state of a pass in steps, or as a ``whole``, of one step."""
-        raise NotImplementedError
+        return self.start(whole=True).advance(x, 1)[0]
 
     def _weights(self) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Returns the hidden and the output layer, read by attribute and multiplied, and W h(0), ``(*places, 1)``."""
+        """Returns the hidden and the output layer, read by attribute and multiplied, and its bias less W h(0)."""
         hidden = [getattr(self, name) * self._buffers[f"{name}_mask"] for name in self.layer_names[:-1]]
         output = self.output * self._output_scale
         if not hidden:
-            return hidden, output, output.new_zeros(())
+            return hidden, output, output[..., -1:]
         units = self.activation(hidden[0][..., -1:])
         product, add_product = (torch.mm, torch.addmm) if units.dim() == 2 else (torch.bmm, torch.baddbmm)
         for weight in hidden[1:]:
             units = self.activation(add_product(weight[..., -1:], weight[..., :-1], units))
-        return hidden, output, product(output[..., : self._units], units)
+        return hidden, output, output[..., -1:] - product(output[..., : self._units], units)
 
     # Multipliers
 
@@ -230,13 +246,6 @@ class SteppedMLP(nn.Module):
         with torch.no_grad():
             _by_place(self.output)[self._places(), -1] = values / self._biases(self._output_scale)
 
-    def direct_mask(self) -> Tensor:
-        """Returns which inputs each row reads directly, a boolean ``(outputs, inputs)``."""
-        places = self._places()
-        mask = _by_place(self._output_scale)[places, self._units :] != 0
-        columns = self._gather[places // self.output.shape[-2], -mask.shape[1] :]
-        return mask.new_zeros(self.out_features, self.in_features + 1).scatter(1, columns, mask)[:, 1:]
-
     @torch.no_grad()
     def set_direct(self, row: int, columns: Tensor, slopes: Tensor) -> None:
         """Makes a row move with some inputs, that it reads directly, by these slopes."""
@@ -277,6 +286,17 @@ class SteppedMLP(nn.Module):
     def _places(self) -> Tensor:
         """Returns where each row lies in a stack of all places of the output layer, ``(outputs,)``."""
         return torch.arange(self.out_features, device=self._rows.device) if self._positions is None else self._positions
+
+
+def expand_batch(values: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
+    """Returns values of one batch shape, ``(size of old, features)``, at a larger one, ``(size of new, features)``."""
+    features = values.shape[1]
+    return values.reshape(*old, features).expand(*new, features).reshape(math.prod(new), features)
+
+
+def concatenated(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+    """Returns the parts as one; a single part as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
 
 
 def _by_place(output: Tensor) -> Tensor:

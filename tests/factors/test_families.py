@@ -11,8 +11,7 @@ from pyro.distributions import constraints
 from torch.distributions import biject_to, kl_divergence
 
 from pyro_nami.factors import Family, flow, mixture, register_family, registry, relaxed
-from pyro_nami.factors.features import features_of
-from pyro_nami.factors.registry import make_family
+from pyro_nami.factors.registry import features_of, make_family
 from pyro_nami.factors.unconstrained import NormalFamily, SinhArcsinhFamily
 
 DTYPE = torch.float64
@@ -306,8 +305,6 @@ def test_sequential_draw_without_gradients_is_scored_with_them():
 def test_within_independent_opts_out():
     prior = CASES["normal-vector"][1]
     assert not make_family(None, "z", prior, prior.sample(), within="independent").autoregressive
-    with pytest.raises(ValueError, match='"autoregressive" or "independent".*site "z"'):
-        make_family(None, "z", prior, prior.sample(), within="both")
 
 
 # Densities ------------------------------------------------------------------------------------------------------------

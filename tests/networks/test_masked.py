@@ -415,22 +415,6 @@ def test_a_small_context_is_not_computed_at_the_size_of_the_samples():
     assert count_flops(lambda: advance_all(mlp, chunks, inputs, range(1, 9))) < 0.6 * dense
 
 
-@both
-def test_advances_that_do_not_fit_are_errors(build):
-    mlp, inputs = sampler(build, 0, steps=4)
-    state = mlp.start()
-    for size, stop, error in (
-        (0, 0, "Expected stop from 1 to 4, the steps left; got 0"),
-        (sum(inputs), 5, "got 5"),
-        (99, 4, rf"\(\*batch, {sum(inputs)}\), the columns of steps 0 to 3; got \(2, 99\)"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            state.advance(torch.zeros(2, size), stop)
-    _, state = state.advance(torch.zeros(2, sum(inputs), dtype=torch.double), 4)
-    with pytest.raises(ValueError, match="the steps left"):
-        state.advance(torch.zeros(2, 0), 4)
-
-
 # Parameters
 
 

@@ -11,7 +11,7 @@ from pyro_nami.networks.masks import (
     jacobian_support,
     layer_masks,
     split_steps,
-    step_plan,
+    unit_steps,
 )
 
 
@@ -108,9 +108,8 @@ def test_steps_own_neighbouring_units():
     dependency = torch.ones(6, 6, dtype=torch.bool).tril(-1)
     steps = split_steps(dependency, [0, 2, 0, 3, 1], [1, 2, 0, 3, 0])
     masks = layer_masks(dependency, (10, 5))
-    plan = step_plan(steps, masks.last_columns, skip=True)
-    assert plan.sources[0] == (0, 0, 2, 2, 5, 6)
-    for bounds, last in zip(plan.targets, masks.last_columns):
+    for last in masks.last_columns:
+        bounds = unit_steps(last, steps)
         for step in range(5):
             columns = range(steps.columns[step], steps.columns[step + 1])
             complete = [unit for unit, column in enumerate(last) if column in columns]
@@ -119,25 +118,3 @@ def test_steps_own_neighbouring_units():
 
 def test_steps_default_to_one():
     assert split_steps(torch.ones(3, 2, dtype=torch.bool)) == ((0, 2), (0, 3))
-
-
-TWO = torch.ones(2, 2, dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    ("dependency", "inputs", "outputs", "error", "message"),
-    [
-        (torch.ones(2, 2), None, None, TypeError, r"Expected a boolean tensor.*got torch\.float32"),
-        ([[True]], None, None, TypeError, "got list"),
-        (TWO[0], None, None, ValueError, r"Expected dependency of shape \(outputs"),
-        (TWO, [2], None, ValueError, "or neither"),
-        (TWO, [1, 1], [2], ValueError, "of one length.*got 2 and 1"),
-        (TWO, [], [], ValueError, "at least 1; got 0 and 0"),
-        (TWO, [1, 2], [1, 1], ValueError, r"input_splits.*add up to 2; got \[1, 2\]"),
-        (TWO, [1, 1], [3, -1], ValueError, "output_splits to be nonnegative"),
-        (TWO, [1, 1], [1, 1], ValueError, "row 0 reading column 1"),
-    ],
-)
-def test_steps_that_do_not_fit_are_refused(dependency, inputs, outputs, error, message):
-    with pytest.raises(error, match=message):
-        split_steps(dependency, inputs, outputs)

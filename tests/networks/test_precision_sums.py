@@ -67,8 +67,3 @@ def test_log_precisions_are_bounded():
         net.heads_weight[0, 0] = 1.0
     x = torch.tensor([[[-1e3]], [[1e3]]], dtype=torch.double)
     torch.testing.assert_close(net(x, Along(-1))[:, 0, 0, 0].log(), torch.tensor([-10.0, 10.0]).double())
-
-
-def test_no_head_is_an_error():
-    with pytest.raises(ValueError, match="Expected at least 1 head; got 0"):
-        PrecisionSums(3, 0)
