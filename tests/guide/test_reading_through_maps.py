@@ -37,12 +37,12 @@ def own_parameters():
 # ---- models: arguments are indices, sizes of the plates they point into, and data
 
 
-def varying_intercept(county, counties, y=None):
+def varying_intercept(county, counties, y=None, read=lambda alpha, county: alpha[..., county], dim=-1):
     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    with pyro.plate("county", counties):
+    with pyro.plate("county", counties, dim=dim):
         alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
-    with pyro.plate("obs", len(county)):
-        pyro.sample("y", dist.Normal(alpha[..., county], 0.5), obs=y)
+    with pyro.plate("obs", len(county), dim=-1):
+        pyro.sample("y", dist.Normal(read(alpha, county), 0.5), obs=y)
 
 
 def varying_slope(county, counties, x, y=None):
@@ -100,7 +100,8 @@ def index_into(size, rows):
 def data_of(model, size=5, rows=14):
     """Arguments for one of the models, with ``size`` groups and ``rows`` rows."""
     if model is nested_effects:
-        return index_into(3, size), 3, index_into(size, rows), torch.randn(rows)
+        schools = 2 + size % 2
+        return index_into(schools, size), schools, index_into(size, rows), torch.randn(rows)
     county = index_into(size, rows)
     if model is crossed_effects:
         return county, size, index_into(size - 1, rows), size - 1, torch.randn(rows)
@@ -114,10 +115,11 @@ ALL = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 RAGGED = pytest.mark.parametrize("model", NO_BLOCKS, ids=lambda model: model.__name__)
 
 
-def twin(guide, *args, **options):
-    """Returns a guide made on other arguments, with the weights of ``guide``."""
-    other = amortized(guide.model, **options)
+def twin(guide, *args, model=None, **options):
+    """Returns a guide made on other arguments, with the weights of ``guide``, whose shapes are its own."""
+    other = amortized(model or guide.model, **options)
     other(*args)
+    assert shapes_of(other) == shapes_of(guide)
     other.load_state_dict(guide.state_dict())
     return other
 
@@ -179,23 +181,49 @@ def one_hot(index, size):
 # ---- who reads what
 
 
+def who_reads_whom(model, args, inverse):
+    """Returns (latent, what it reads) -> which instances read which, as the index has it."""
+    own, all_rows = one_hot(*args[:2]), torch.ones(len(args[-1]), dtype=torch.bool)
+    if model is nested_effects:
+        school, schools, classroom, _ = args
+        return {
+            ("s", "y"): one_hot(school[classroom], schools),
+            ("c", "y"): one_hot(classroom, len(school)),
+            ("c", "s"): own.T,
+            ("mu", "y"): all_rows,
+        }
+    if model is local_rows and inverse == "forward":  # z is drawn first, one block a county
+        return {("alpha", "z"): own}
+    if model is local_rows:
+        return {("alpha", "y"): own, ("z", "y"): torch.eye(len(args[2]), dtype=torch.bool), ("z", "alpha"): own.T}
+    if model is discrete_groups:
+        return {("k", "y"): own}
+    return {("alpha", "y"): own, ("mu", "y"): all_rows}
+
+
 @pytest.mark.parametrize(
     "model, options",
     [
         (varying_intercept, {}),
         (varying_slope, {}),
         (discrete_groups, {}),
+        (nested_effects, {}),
+        (local_rows, {}),
+        (local_rows, {"inverse": "forward"}),
         (varying_slope, {"shared": False}),
         (varying_intercept, {"evidence": False}),
         (discrete_groups, {"evidence": False}),
         (varying_intercept, {"anchor": False}),
     ],
 )
-def test_a_group_reads_its_own_rows_and_no_other_group(model, options):
-    guide, args, values = trained(model, inverse="reverse", **options)
-    county, size = args[:2]
-    name = "k" if model is discrete_groups else "alpha"
-    assert torch.equal(reads(guide, name, values, args, "y"), one_hot(county, size))
+def test_a_latent_reads_its_own_rows_and_groups_through_the_maps_and_globals_read_all(model, options):
+    options = {"inverse": "reverse", **options}
+    guide, args, values = trained(model, **options)
+    for (name, of), expected in who_reads_whom(model, args, options["inverse"]).items():
+        assert torch.equal(reads(guide, name, values, args, of), expected)
+    if model in (nested_effects, local_rows):
+        return
+    name, size = "k" if model is discrete_groups else "alpha", args[1]
     before = local_density(guide, name, values, *args)
     for j in range(size):
         moved = values[name].clone()
@@ -222,11 +250,6 @@ def test_every_encoder_keeps_groups_apart(pooling):
     seen = reads(guide, "alpha", values, args, "y")
     assert not (seen & ~one_hot(*args[:2])).any()
     assert seen.any(-1).all()
-
-
-def test_globals_read_every_row():
-    guide, args, values = trained(varying_intercept)
-    assert reads(guide, "mu", values, args, "y").all()
 
 
 def test_a_crossed_factor_reads_its_rows_and_what_meets_it_there():
@@ -259,28 +282,6 @@ def test_a_crossed_factor_reads_a_pair_of_datum_and_effect_not_two_sets(evidence
     values = draw(guide, *args)
     before, after = (local_density(guide, free, values, *args[:-1], y) for y in (args[-1], swapped))
     assert before[0] != after[0] and before[1] == after[1]
-
-
-def test_nested_maps_are_read_level_by_level():
-    guide, args, values = trained(nested_effects, inverse="reverse")
-    school, schools, classroom, _ = args
-    assert torch.equal(reads(guide, "s", values, args, "y"), one_hot(school[classroom], schools))
-    assert torch.equal(reads(guide, "c", values, args, "y"), one_hot(classroom, len(school)))
-    assert torch.equal(reads(guide, "c", values, args, "s"), one_hot(school, schools).T)
-    assert reads(guide, "mu", values, args, "y").all()
-
-
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
-def test_latents_of_rows_and_of_groups(inverse):
-    """forward: z is drawn first, one block a county; reverse: alpha is, and z_n reads its own row and county."""
-    guide, args, values = trained(local_rows, inverse=inverse)
-    own = one_hot(*args[:2])
-    if inverse == "reverse":
-        assert torch.equal(reads(guide, "alpha", values, args, "y"), own)
-        assert torch.equal(reads(guide, "z", values, args, "y"), torch.eye(len(args[2]), dtype=torch.bool))
-        assert torch.equal(reads(guide, "z", values, args, "alpha"), own.T)
-    else:
-        assert torch.equal(reads(guide, "alpha", values, args, "z"), own)
 
 
 def test_covariates_reach_the_groups_own_rows_only():
@@ -346,18 +347,8 @@ def test_a_balanced_index_is_a_nested_plate():
     ids=["index_select", "gather", "one_hot", "take_along_dim", "a dim of its own"],
 )
 def test_ways_to_index_and_dims_of_plates_make_the_same_guide(read, dim):
-    def model(county, counties, y=None):
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        with pyro.plate("county", counties, dim=dim):
-            alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
-        with pyro.plate("obs", len(county), dim=-1):
-            pyro.sample("y", dist.Normal(read(alpha, county), 0.5), obs=y)
-
     guide, args, values = trained(varying_intercept)
-    other = amortized(model)
-    other(*args)
-    assert shapes_of(other) == shapes_of(guide)
-    other.load_state_dict(guide.state_dict())
+    other = twin(guide, *args, model=lambda *args: varying_intercept(*args, read=read, dim=dim))
     moved = {**values, "alpha": values["alpha"].unsqueeze(-1)} if dim == -2 else values
     exact = {"rtol": 0, "atol": 0} if dim == -1 else {}
     assert torch.allclose(other.log_prob(moved, *args), guide.log_prob(values, *args), **exact)
@@ -368,7 +359,7 @@ def test_ways_to_index_and_dims_of_plates_make_the_same_guide(read, dim):
 
 @RAGGED
 def test_other_sizes_in_a_later_call(model):
-    """A guide made at another size has weights of the same shapes, and with the same weights the same density."""
+    """All levels of a nested design may change in one call."""
     made, args, values = trained(model, inverse="reverse")
     for size, rows in [(9, 31), (3, 40), (12, 20), (1, 6), (4, 1)]:
         torch.manual_seed(1)
@@ -378,18 +369,8 @@ def test_other_sizes_in_a_later_call(model):
         assert torch.allclose(dense, expected)
         if min(size, rows) > 1:  # a guide that is made on one row cannot tell what varies between rows
             other = twin(guide, *now, inverse="reverse")
-            assert shapes_of(other) == shapes_of(guide)
             assert torch.allclose(dense, other.log_prob(drawn, *now))
             assert torch.allclose(other.log_prob(values, *args), made.log_prob(values, *args))
-
-
-def test_all_levels_of_a_nested_design_change_in_one_call():
-    guide, *_ = trained(nested_effects, inverse="reverse")
-    args = torch.tensor([0, 0, 0, 1]), 2, torch.tensor([3, 3, 3, 3, 3, 0, 2]), torch.randn(7)
-    values = guide(*args)
-    assert values["s"].shape == (2,) and values["c"].shape == (4,)
-    expected = twin(guide, *args, inverse="reverse").log_prob(values, *args)
-    assert torch.allclose(guide.log_prob(values, *args), expected)
 
 
 def test_the_free_side_of_a_crossed_design_changes_its_size_and_the_block_cannot():
@@ -516,21 +497,18 @@ def test_a_state_dict_holds_weights_data_and_maps(model):
         assert torch.equal(told, elsewhere)
 
 
-def test_a_loaded_state_predicts_new_rows_before_it_sees_data():
-    guide, args, values = trained(varying_intercept, save_data=True)
-    state = through_file(guide.state_dict())
+def loaded(guide):
+    """Returns a guide that was made on other data, with the state of ``guide``."""
     other = amortized(varying_intercept)
     other(*data_of(varying_intercept, 3, 8))
-    other.load_state_dict(state)
-    new = torch.tensor([0, 3, 3])
-    assert torch.equal(other.log_prob(values, new, args[1]), guide.log_prob(values, *args))
+    other.load_state_dict(through_file(guide.state_dict()))
+    return other
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))])
-def test_copies_know_data_and_maps(clone):
-    args = county, size, y = data_of(varying_intercept)
-    guide = ready(varying_intercept, *args)
-    values = draw(guide, *args)
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide)), loaded])
+def test_copies_know_data_and_maps_and_predict_new_rows_before_they_see_data(clone):
+    guide, args, values = trained(varying_intercept, save_data=True)
+    county, size, y = args
     other = clone(guide)
     expected = guide.log_prob(values, *args)
     assert torch.equal(other.log_prob(values, torch.tensor([0, 3, 3]), size), expected)
@@ -579,54 +557,43 @@ def test_the_same_arguments_cost_no_runs(model):
     assert counted.runs_of(guide, *args) == again
 
 
-def test_new_data_on_the_same_index_cost_no_more_than_a_search():
-    """The key is all arguments: data that change every call bring a check of the maps, of few runs at any size."""
-    costs = []
+OVERRIDE = {("alpha", "y"): lambda county, counties, y=None: counties - 1 - county}
+
+
+def costs(model, **options):
+    """Returns for 4 groups and for 600 the runs of a first call, one with other data, and one on another index."""
     for size in (4, 600):
-        counted = Counted(varying_intercept)
-        args = county, _, y = data_of(varying_intercept, size, 3 * size)
-        guide = amortized(counted)
-        guide(*args)
-        costs.append(counted.runs_of(guide, county, size, y + 1))
-    assert costs[0] == costs[1] <= 8
+        counted = Counted(model)
+        guide = amortized(counted, **options)
+        args = data_of(model, size, 3 * size)
+        calls = args, (*args[:-1], args[-1] + 1), data_of(model, size, 3 * size)
+        yield tuple(counted.runs_of(guide, *now) for now in calls)
+
+
+def test_new_data_on_the_same_index_cost_no_more_than_a_check_of_it():
+    (_, few, _), (_, many, _) = costs(varying_intercept)
+    assert few == many <= 8
 
 
 def test_group_testing_takes_two_runs_a_bit():
     """2 ceil(log2 J) + 1 runs for J groups, and a constant beside."""
-    costs = []
-    for size in (4, 600):
-        counted = Counted(recoded)
-        guide = amortized(counted)
-        guide(*data_of(recoded, size, 3 * size))
-        costs.append(counted.runs_of(guide, *data_of(recoded, size, 3 * size)))
-    assert costs[1] - costs[0] == 2 * (10 - 2)
-    assert costs[0] <= 2 * 2 + 1 + 4
+    (_, _, few), (_, _, many) = costs(recoded)
+    assert many - few == 2 * (10 - 2)
+    assert few <= 2 * 2 + 1 + 4
 
 
-OVERRIDE = {("alpha", "y"): lambda county, counties, y=None: counties - 1 - county}
+def test_a_given_map_is_not_searched_for():
+    (first_of_few, _, few), (first_of_many, _, many) = costs(recoded, index_maps=OVERRIDE)
+    assert few == many <= 4
+    assert first_of_many <= first_of_few + 2
 
 
 def test_a_given_map_is_the_automatic_one():
     guide, args, _ = trained(recoded)
-    told = amortized(recoded, index_maps=OVERRIDE)
-    told(*args)
-    assert shapes_of(told) == shapes_of(guide)
-    told.load_state_dict(guide.state_dict())
+    told = twin(guide, *args, index_maps=OVERRIDE)
     for now in (args, data_of(recoded, 7, 20)):
         values = draw(guide, *now)
         assert torch.equal(told.log_prob(values, *now), guide.log_prob(values, *now))
-
-
-def test_a_given_map_is_not_searched_for():
-    """The runs of a call do not grow with the number of groups, at the first call either."""
-    first, later = [], []
-    for size in (4, 600):
-        counted = Counted(recoded)
-        guide = amortized(counted, index_maps=OVERRIDE)
-        first.append(counted.runs_of(guide, *data_of(recoded, size, 3 * size)))
-        later.append(counted.runs_of(guide, *data_of(recoded, size, 3 * size)))
-    assert later[0] == later[1] <= 4
-    assert first[1] <= first[0] + 2
 
 
 @pytest.mark.parametrize(
