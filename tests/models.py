@@ -8,9 +8,11 @@ Models follow the default dtype at the time that they are called; `Case.argument
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import io
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -423,3 +425,30 @@ def made_once(make: Callable) -> Callable:
         return copy.deepcopy(once(args, tuple(options.items())))
 
     return copied
+
+
+# ---- a global, and a latent of each row of the data: the model of many tests of the guide
+
+
+def local_normals(y: Tensor, size: int | None = None, around: Any = contextlib.nullcontext()) -> None:
+    """mu ~ N(0, 1), z_n ~ N(mu, 1), y_n ~ N(z_n, 1), of ``size`` rows a call, with a handler around these."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y), subsample_size=size) as rows, around:
+        z = pyro.sample("z", dist.Normal(mu, 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y if size is None else y[rows])
+
+
+def steps(model: Callable, guide: Any, *args: Any, count: int = 3, elbo: Any = None, lr: float = 0.01) -> Tensor:
+    """Trains for some steps, whose losses are to be finite, and returns these."""
+    svi = SVI(model, guide, Adam({"lr": lr}), elbo or Trace_ELBO())
+    losses = torch.tensor([svi.step(*args) for _ in range(count)])
+    assert losses.isfinite().all()
+    return losses
+
+
+def through_file(value: Any, weights_only: bool = True) -> Any:
+    """Returns what comes back from a file in which a value was saved."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)

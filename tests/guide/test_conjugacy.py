@@ -276,7 +276,7 @@ def has_a_block_with_gradients(y):
 
 @pytest.mark.parametrize("model", [adds_to_a_view, has_a_block_with_gradients])
 def test_models_that_mind_the_mode_of_gradients(model):
-    guide = made(model, Y, inverse=None)
+    guide = made(model, Y, inverse="auto")
     with torch.no_grad():
         trace = poutine.trace(guide).get_trace(Y)
     check_rows(trace, Y - 1)
@@ -292,7 +292,7 @@ def test_an_earlier_member_that_a_call_observes():
             pyro.sample("y", dist.Normal(a + b, 0.5), obs=y)
 
     a = torch.tensor([3.0, -3.0, 0.0])
-    fn = poutine.trace(made(model, Y, conjugate=("a", "b"), inverse=None)).get_trace(Y, a=a).nodes["b"]["fn"]
+    fn = poutine.trace(made(model, Y, conjugate=("a", "b"), inverse="auto")).get_trace(Y, a=a).nodes["b"]["fn"]
     torch.testing.assert_close(fn.mean.detach(), (a + (Y - a) / 0.25) / 5)
 
 
@@ -308,7 +308,7 @@ def test_predictive_children_do_not_matter():
         rows(y, draw)
         pyro.sample("count", dist.Poisson(drawn[0].square().sum()))
 
-    guide = made(model, Y, inverse=None)
+    guide = made(model, Y, inverse="auto")
     assert guide.inverse.predictive == {"new", "count"}
     trace = poutine.trace(guide).get_trace(Y)
     check_rows(trace, Y)
@@ -319,7 +319,7 @@ def test_scales_of_more_dims_than_the_likelihood_has():
     def model(y, power):
         rows(y, power=power)
 
-    guide = made(model, Y, torch.ones(()), inverse=None)
+    guide = made(model, Y, torch.ones(()), inverse="auto")
     trace = poutine.trace(guide).get_trace(Y, torch.tensor([[0.5], [1.0]]))
     check_rows(trace, Y, 1.5)  # summed, as the log density is
 
@@ -335,7 +335,7 @@ def test_deriving_goes_on_in_the_run_that_draws_and_leaves_no_switch_behind():
         runs.append(1)
         rows(y, draw)
 
-    guide = made(model, Y, inverse=None)
+    guide = made(model, Y, inverse="auto")
     for gradients, count in ((True, 1), (False, 2)):  # to z and on; without gradients up to z, and one with them behind
         with torch.set_grad_enabled(gradients):
             guide(Y)
@@ -354,7 +354,7 @@ def test_an_error_while_deriving_leaves_no_switch_behind():
             raise RuntimeError("not now")
         return 2 * z
 
-    guide = made(lambda y: rows(y, mean=mean), Y, inverse=None)
+    guide = made(lambda y: rows(y, mean=mean), Y, inverse="auto")
     broken.append(True)
     with torch.no_grad(), pytest.raises(RuntimeError, match="not now"):
         guide(Y)
