@@ -220,12 +220,6 @@ def test_sites_without_elements_are_skipped():
     steps(with_an_empty_site, guide, Y)
 
 
-def test_spheres_point_to_their_reparametrization():
-    """As Pyro's own guides do (tests/infer/test_autoguide.py:1289)."""
-    with pytest.raises(ValueError, match="(?s)direction.*ProjectedNormalReparam"):
-        AutoNaMIGuide(direction)(Y)
-
-
 @DIRECTIONS
 def test_conditioned_latents_are_observed(inverse):
     model = poutine.condition(CHAIN, {"b": torch.tensor(0.7)})

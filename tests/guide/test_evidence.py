@@ -305,19 +305,6 @@ def test_families_without_evidence_have_none():
     assert not guide.network.factors["m"].pseudo and not list(guide.network.evidence.parameters())
 
 
-def test_evidence_of_a_subsampled_plate_does_not_reach_globals():
-    """A mini-batch is not the data."""
-
-    def model(y):
-        m = pyro.sample("m", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(y), subsample_size=3) as rows:
-            pyro.sample("y", dist.Normal(m, 1.0), obs=y[rows])
-
-    guide = amortized(model, conjugate=False)
-    guide(torch.randn(10))
-    assert not list(guide.network.evidence.parameters())
-
-
 # ---- the first step
 
 

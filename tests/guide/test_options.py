@@ -11,7 +11,6 @@ import torch
 from models import (
     CASES,
     CHAIN,
-    COLLIDER,
     TREE,
     amortized,
     beta_bernoulli,
@@ -49,16 +48,6 @@ def test_the_guides_inverse_is_faithful_to_the_models_network(name, direction):
     assert guide.inverse == nami(guide.bayesnet, direction=direction)
 
 
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
-def test_explaining_away_is_kept(inverse):
-    """The moral graph alone has no edge a - e (contract 6)."""
-    guide = AutoNaMIGuide(COLLIDER, inverse=inverse)
-    guide(Y)
-    latents = {"a", "c", "e"}
-    pairs = {frozenset((v, u)) for v in latents for u in guide.inverse.parents[v] if u in latents}
-    assert frozenset("ae") in pairs or {frozenset("ac"), frozenset("ce")} <= pairs
-
-
 @pytest.mark.parametrize("inverse", [mean_field(extract_bayesnet(CHAIN, Y)), mean_field, "mean_field"])
 def test_an_inverse_may_be_given_or_computed(inverse):
     guide = AutoNaMIGuide(CHAIN, inverse=inverse)
@@ -70,17 +59,6 @@ def test_extra_edges_may_be_added():
     guide = AutoNaMIGuide(CHAIN, inverse=lambda net: nami(net, direction="reverse").with_edges([("a", "c")]))
     guide(Y)
     assert {"a", "b"} <= set(guide.inverse.parents["c"])
-
-
-def test_a_faithful_inverse_has_fewer_weights_than_a_full_one():
-    data = tuple(torch.randn(4))
-    counts = {}
-    for inverse in ("auto", "fully_connected"):
-        pyro.clear_param_store()
-        guide = AutoNaMIGuide(TREE, inverse=inverse, hidden_features=())
-        guide(*data)
-        counts[inverse] = guide.inverse.num_edges
-    assert counts["auto"] < counts["fully_connected"]
 
 
 # ---- blocks and semi-observed sites
@@ -382,10 +360,11 @@ def test_embeddings_are_read_trained_and_saved(inverse):
     assert guide.log_prob(z, y) != guide.log_prob(z, moved)
     state = guide.state_dict()
     assert any("embeddings" in key for key in state)
+    expected = guide.log_prob(z, y)
+    pyro.clear_param_store()
     other = AutoNaMIGuide(pictures, embeddings={"y": Mean()}, inverse=inverse)
-    with pyro.settings.context(module_local_params=True):
-        other.load_state_dict(state)
-        assert torch.equal(other.log_prob(z, y), guide.log_prob(z, y))
+    other.load_state_dict(state)
+    assert torch.equal(other.log_prob(z, y), expected)
 
 
 @pytest.mark.parametrize("inverse", ["mean_field", "auto"])

@@ -249,10 +249,6 @@ def tables(**columns):
             pyro.sample(f"y_{name}", dist.Normal(mu, 1.0), obs=y)
 
 
-def table_calls(*names):
-    return lambda: tables(**{name: NUMBERS[: 3 + i] for i, name in enumerate(names)})
-
-
 def series(y):
     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))

@@ -211,15 +211,6 @@ def test_parameters_of_another_guide_in_the_store_are_named():
 
 
 @DIRECTIONS
-def test_a_pickled_guide_keeps_a_model_that_can_be_pickled(inverse):
-    guide = trained(nested, *CASES["nested"].arguments(), inverse=inverse)
-    other = through_pickle(guide)
-    assert other.model is nested
-    assert torch.equal(density(guide), density(other))
-    assert guide.model is nested, "pickling broke the original"
-
-
-@DIRECTIONS
 def test_torch_save_of_a_whole_guide(inverse):
     case = CASES["eight_schools"]
     guide = trained(eight_schools, *case.arguments(), inverse=inverse)
