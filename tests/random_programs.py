@@ -101,9 +101,7 @@ KINDS: dict[str, Kind] = {
     "beta": Kind(lambda x, z: dist.Beta(1 + _positive(x), 1 + _positive(z)), weight=2.0),
     "Kumaraswamy": Kind(lambda x, z: dist.Kumaraswamy(1 + _positive(x), 1 + _positive(z)), weight=_RARE),
     "interval": Kind(
-        lambda x, z: dist.AffineBeta(
-            1 + _positive(x), 1 + _positive(z), x.new_tensor(-1.0), x.new_tensor(3.0)
-        ),
+        lambda x, z: dist.AffineBeta(1 + _positive(x), 1 + _positive(z), -x.new_ones(()), x.new_tensor(3.0)),
         families=_own(),
     ),
     "greater than": Kind(lambda x, z: dist.Pareto(x.new_tensor(1.5), 2 + _positive(x + z)), families=_own()),
@@ -122,11 +120,7 @@ KINDS: dict[str, Kind] = {
     ),
     "multivariate normal": Kind(_mvn, 1, families=_own()),
     "correlation": Kind(
-        lambda x, z: dist.LKJCholesky(3, 1 + _positive(x + z)),
-        2,
-        families=_own(),
-        observable=False,
-        weight=_RARE,
+        lambda x, z: dist.LKJCholesky(3, 1 + _positive(x + z)), 2, _own(), observable=False, weight=_RARE
     ),
     "ordered": Kind(_ordered, 1, families=_own()),
     "Bernoulli": Kind(lambda x, z: dist.Bernoulli(logits=x + z), 0, _DISCRETE, classes=2, weight=2.0),
@@ -374,19 +368,15 @@ class Program:
             return function(*first, rest, observations=self.data)
         if self.style == "condition":
             return function(*first, rest)
-        return (
-            function(*first, **self.inputs)
-            if self.style == "keywords"
-            else function(*first, dict(self.inputs))
-        )
+        if self.style == "keywords":
+            return function(*first, **self.inputs)
+        return function(*first, dict(self.inputs))
 
     def elbo(self) -> ELBO:
         """Returns an ELBO that fits: with score functions where latents are discrete."""
         discrete = any(_is_discrete(site.kind) for site in self.plan.sites if not site.observed)
         if discrete and any(event_dim(site.kind) for site in self.plan.sites):
-            return Trace_ELBO(
-                max_plate_nesting=self.nesting
-            )  # torch's `Independent` fails on Pyro's provenance
+            return Trace_ELBO(max_plate_nesting=self.nesting)  # `Independent` fails on Pyro's provenance
         if discrete:
             return TraceGraph_ELBO(max_plate_nesting=self.nesting)
         return Trace_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=self.nesting)
@@ -435,28 +425,18 @@ def to_device(program: Program, device: str | torch.device) -> Program:
     plan = PlannedModel(old.sites, old.plates, old.like.to(device), old.markov)
     inputs = {name: value.to(device) for name, value in program.inputs.items()}
     moved = replace(program, plan=plan, model=plan, inputs=inputs)
-    return (
-        replace(moved, model=poutine.condition(plan, moved.data)) if program.style == "condition" else moved
-    )
+    return replace(moved, model=_passed(moved))
 
 
-def _none(draw: random.Random) -> dict[str, PlatePlan]:
-    return {}
+def _passed(program: Program) -> Callable:
+    """Returns the model that a guide is made for: of a style, with the data in it."""
+    return poutine.condition(program.plan, program.data) if program.style == "condition" else program.plan
 
 
-def _rows(draw: random.Random) -> dict[str, PlatePlan]:
-    return {"rows": PlatePlan(-1, draw.randint(2, 5))}
+_Layout = dict[str, PlatePlan]
 
 
-def _minibatch(draw: random.Random) -> dict[str, PlatePlan]:
-    return {"rows": PlatePlan(-1, draw.randint(4, 6), draw.randint(2, 3), draw.random() < 0.5)}
-
-
-def _nested(draw: random.Random) -> dict[str, PlatePlan]:
-    return {"groups": PlatePlan(-2, draw.randint(2, 3)), "rows": PlatePlan(-1, draw.randint(2, 3))}
-
-
-def _indexed(draw: random.Random) -> dict[str, PlatePlan]:
+def _grouped(draw: random.Random) -> _Layout:
     batch = draw.choice([None, None, None, 3])
     return {
         "groups": PlatePlan(-1, draw.randint(2, 3)),
@@ -464,31 +444,29 @@ def _indexed(draw: random.Random) -> dict[str, PlatePlan]:
     }
 
 
-def _chained(draw: random.Random) -> dict[str, PlatePlan]:
-    return {
+def _nested(draw: random.Random) -> _Layout:
+    return {"groups": PlatePlan(-2, draw.randint(2, 3)), "rows": PlatePlan(-1, draw.randint(2, 3))}
+
+
+_LAYOUTS: dict[str, Callable[[random.Random], _Layout]] = {
+    "none": lambda draw: {},
+    "rows": lambda draw: {"rows": PlatePlan(-1, draw.randint(2, 5))},
+    "minibatch": lambda draw: {
+        "rows": PlatePlan(-1, draw.randint(4, 6), draw.randint(2, 3), draw.random() < 0.5)
+    },
+    "nested": _nested,
+    "nested too": _nested,
+    "indexed": _grouped,
+    "chained": lambda draw: {
         "areas": PlatePlan(-1, 2),
         "groups": PlatePlan(-1, draw.randint(3, 4), maps=("areas",)),
         "rows": PlatePlan(-1, draw.randint(5, 6), maps=("groups",)),
-    }
-
-
-def _two_maps(draw: random.Random) -> dict[str, PlatePlan]:
-    return {
+    },
+    "two maps": lambda draw: {
         "groups": PlatePlan(-1, 2),
         "days": PlatePlan(-1, 3),
         "rows": PlatePlan(-1, draw.randint(4, 6), maps=("groups", "days")),
-    }
-
-
-_LAYOUTS = {
-    "none": _none,
-    "rows": _rows,
-    "minibatch": _minibatch,
-    "nested": _nested,
-    "nested too": _nested,
-    "indexed": _indexed,
-    "chained": _chained,
-    "two maps": _two_maps,
+    },
 }
 
 
@@ -524,10 +502,8 @@ def _site(
 ) -> SitePlan:
     missing = None
     if observed and style != "compile" and draw.random() < 0.25:
-        kinds_of_gap = ["mask", "NaN"] + ["obs_mask"] * (
-            style != "condition"
-        )  # which has sites of other names
-        missing = draw.choice(kinds_of_gap) if place else None
+        gaps = ["mask", "NaN"] + ["obs_mask"] * (style != "condition")  # which has sites of other names
+        missing = draw.choice(gaps) if place else None
     elif not observed and place and draw.random() < 0.05:
         missing = "mask"
     if observed and style != "compile" and missing is None and before and draw.random() < 0.1:
@@ -564,9 +540,8 @@ def _edges(
     plates: Mapping[str, PlatePlan],
     at_least: int,
 ) -> tuple[Edge, ...]:
-    able = [
-        site for site in before if site.kind not in ("factor", "NaN") and _may_read(draw, place, site, plates)
-    ]
+    readable = [site for site in before if site.kind not in ("factor", "NaN")]
+    able = [site for site in readable if _may_read(draw, place, site, plates)]
     wanted = [site for site in able if draw.random() < 1.6 / max(len(before), 2)][:3] or able[:at_least]
     edges = []
     for site in wanted:
@@ -587,9 +562,8 @@ def _may_read(
     reach = _reach(place, plates)
     if reach.issuperset(lacking):
         return True
-    below = any(
-        set(place) & _reach((name,), plates) for name in lacking
-    )  # its own rows, which a mean cannot tell
+    # its own rows, which a mean cannot tell
+    below = any(set(place) & _reach((name,), plates) for name in lacking)
     return not below and all(plates[name].batch is None for name in lacking) and draw.random() < 0.25
 
 
@@ -606,9 +580,8 @@ def _inputs(plan: PlannedModel, generator: torch.Generator) -> dict[str, Tensor]
     inputs: dict[str, Tensor] = {}
     for name, plate in plan.plates.items():
         for other in plate.maps:
-            inputs[f"index {name} {other}"] = torch.randint(
-                plan.plates[other].size, (plate.size,), generator=generator
-            )
+            size = plan.plates[other].size
+            inputs[f"index {name} {other}"] = torch.randint(size, (plate.size,), generator=generator)
         if plate.batch is not None and plate.by_index:
             inputs[f"batch {name}"] = torch.randperm(plate.size, generator=generator)[: plate.batch]
     for site in plan.sites:
@@ -647,25 +620,18 @@ def _finished(
     seed: int, plan: PlannedModel, inputs: Mapping[str, Tensor], style: str, draw: random.Random
 ) -> Program:
     by_name = {site.name: site for site in plan.sites}
-    edges = frozenset(
-        (u, v)
-        for site in plan.sites
-        for edge in site.edges
-        for u in by_name[edge.parent].nodes
-        for v in site.nodes
-    )
-    latents = tuple(
-        v for site in plan.sites for v in site.nodes if not site.observed or v.endswith("_unobserved")
-    )
-    observed = tuple(v for site in plan.sites for v in site.nodes if v not in latents)
+    read = [(by_name[edge.parent], site) for site in plan.sites for edge in site.edges]
+    edges = frozenset((u, v) for parent, site in read for u in parent.nodes for v in site.nodes)
+    nodes = [(v, site.observed and not v.endswith("_unobserved")) for site in plan.sites for v in site.nodes]
+    latents = tuple(v for v, is_data in nodes if not is_data)
+    observed = tuple(v for v, is_data in nodes if is_data)
     if style == "compile" and not observed:
         style = "dict"
     ingredients = {site.kind for site in plan.sites} | {site.missing for site in plan.sites if site.missing}
     ingredients |= {"moving"} if ingredients & MOVING.keys() else set()
     ingredients |= {style} | _of_plates(plan)
     program = Program(seed, plan, plan, inputs, edges, latents, observed, {}, style, frozenset(ingredients))
-    program = replace(program, options=_options(draw, program))
-    return replace(program, model=poutine.condition(plan, program.data)) if style == "condition" else program
+    return replace(program, options=_options(draw, program))
 
 
 def _of_plates(plan: PlannedModel) -> set[str]:
@@ -696,10 +662,8 @@ def _options(draw: random.Random, program: Program) -> dict[str, Any]:
         "init_scale": [0.5],
     }
     options.update({name: draw.choice(values) for name, values in choices.items() if draw.random() < 0.2})
-    if not options.get("skip", True):
-        options.pop(
-            "hidden_features", None
-        )  # narrow layers cannot carry every dependency without direct weights
+    if not options.get("skip", True):  # narrow layers cannot carry every dependency without direct weights
+        options.pop("hidden_features", None)
     if draw.random() < 0.35:
         kinds = {site.name: _ALL[site.kind] for site in program.plan.sites if not site.observed}
         options["families"] = {

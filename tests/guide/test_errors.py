@@ -44,6 +44,7 @@ def called(model, *args, **options):
         ({"covariates": 3}, TypeError, "covariates .*got 3"),
         ({"covariates": "none"}, TypeError, "covariates .*got 'none'"),
         ({"index_maps": {("a", "y"): None}}, TypeError, "index_maps .*callables"),
+        ({"index_maps": {"a": lambda *args: 0}}, TypeError, "index_maps"),
         ({"pooling": "median"}, ValueError, "pooling"),
     ],
 )

@@ -66,12 +66,13 @@ def check(guide, case, args):
     assert torch.allclose(batch, each, rtol=1e-8, atol=1e-8)
 
 
-# every case with every inverse but one pair: Stuhlmueller's order samples z before hi, on which its support depends
+# Every case with three inverses, and every inverse with many cases; `test_random_programs.py` has all together. But for
+# one pair: Stuhlmueller's order samples z before hi, on which its support depends.
 PAIRS = [
     (name, inverse, ("default", "separate")[(i + j) % 2])
     for i, name in enumerate(CASES)
     for j, inverse in enumerate(INVERSES)
-    if (name, inverse) != ("support_parents", "stuhlmueller")
+    if (i - j) % 7 < 3 and (name, inverse) != ("support_parents", "stuhlmueller")
 ]
 NAMES = ["collider", "eight_schools", "vectors", "coupled_instances"]
 PAIRS += [
@@ -84,7 +85,6 @@ PAIRS += [
 
 @pytest.mark.parametrize("name, inverse, option", PAIRS)
 def test_the_dense_pass_equals_the_sum_over_sites(name, inverse, option):
-    """Every case with every inverse; of four cases, every option."""
     case = CASES[name]
     check(AutoNaMIGuide(case.model, inverse=inverse, **OPTIONS[option]), case, case.arguments())
 

@@ -36,9 +36,12 @@ Y = torch.tensor(1.0)
 # ---- inverses
 
 
-@pytest.mark.parametrize("direction", ["auto", "forward", "reverse", "free"])
 @pytest.mark.parametrize(
-    "name", ["collider", "tree", "diamond", "eight_schools", "nested", "with_factor", "barren"]
+    "name, direction",
+    [
+        *[("collider", "auto"), ("tree", "forward"), ("diamond", "reverse"), ("eight_schools", "free")],
+        *[("nested", "forward"), ("with_factor", "reverse"), ("barren", "auto")],
+    ],
 )
 def test_the_guides_inverse_is_faithful_to_the_models_network(name, direction):
     case = CASES[name]

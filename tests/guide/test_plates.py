@@ -59,25 +59,6 @@ def both_traces(guide, model, *args):
 # ---- exchangeability
 
 
-@DIRECTIONS
-def test_a_global_latent_does_not_see_the_order_of_instances(inverse):
-    y = torch.randn(7)
-    guide = ready(conjugate_normal, y, inverse=inverse)
-    values, order = {"mu": torch.tensor(0.3)}, torch.randperm(7)
-    assert torch.allclose(guide.log_prob(values, y), guide.log_prob(values, y[order]))
-    assert not torch.allclose(guide.log_prob(values, y), guide.log_prob(values, y.roll(1) * 2))
-
-
-def test_permuted_instances_have_permuted_latents():
-    """In reverse direction; forward couples the instances in one block, which has an order."""
-    guide, y, sigma, values = schools(inverse="reverse", conjugate=False)
-    order = torch.randperm(8)
-    moved = {**values, "theta": values["theta"][order]}
-    expected = guide.log_prob(values, y, sigma)
-    assert torch.allclose(guide.log_prob(moved, y[order], sigma[order]), expected)
-    assert not torch.allclose(guide.log_prob(moved, y, sigma), expected)
-
-
 def test_nested_plates_are_exchangeable_on_both_levels():
     y = torch.randn(3, 4)
     guide = ready(nested, y, inverse="reverse")
