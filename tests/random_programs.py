@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pyro
@@ -214,107 +214,99 @@ class PlannedModel:
 
     def run(self, inputs: Mapping[str, Tensor], whole: bool = False) -> None:
         """Runs the plan; ``whole`` runs it without minibatches and missing values."""
-        made: dict[str, pyro.plate] = {}
-        values: dict[str, Tensor] = {}
+        run = _Run(self, inputs, whole)
         for site in pyro.markov(self.sites) if self.markov else self.sites:
             with ExitStack() as stack:
-                rows = {}
-                for name in site.plates:
-                    if name not in made:
-                        made[name] = self._plate(name, inputs, whole)
-                    rows[name] = stack.enter_context(made[name])
-                if site.scale != 1.0:
-                    stack.enter_context(poutine.scale(scale=site.scale))
-                values[site.name] = self._sample(site, inputs, rows, values, whole)
+                rows = {name: stack.enter_context(run.plate(name)) for name in site.plates}
+                stack.enter_context(poutine.scale(scale=site.scale) if site.scale != 1.0 else ExitStack())
+                run.values[site.name] = run.sample(site, rows)
 
-    def _plate(self, name: str, inputs: Mapping[str, Tensor], whole: bool) -> pyro.plate:
-        plan = self.plates[name]
-        if whole or plan.batch is None:
-            return pyro.plate(name, plan.size, dim=plan.dim)
-        if plan.by_index:
-            return pyro.plate(name, plan.size, subsample=inputs[f"batch {name}"], dim=plan.dim)
-        return pyro.plate(name, plan.size, subsample_size=plan.batch, dim=plan.dim, device=self.like.device)
+    def paths(self, plate: str, other: str) -> Iterator[tuple[str, ...]]:
+        """Yields the chains of index maps from one plate to another."""
+        if plate == other:
+            yield (plate,)
+        for target in self.plates[plate].maps:
+            yield from ((plate, *rest) for rest in self.paths(target, other))
 
-    def _sample(
-        self,
-        site: SitePlan,
-        inputs: Mapping[str, Tensor],
-        rows: Mapping[str, Tensor],
-        values: Mapping[str, Tensor],
-        whole: bool,
-    ) -> Tensor:
+
+@dataclass
+class _Run:
+    """One run of a planned model: its plates and the values drawn so far."""
+
+    model: PlannedModel
+    inputs: Mapping[str, Tensor]
+    whole: bool
+    made: dict[str, pyro.plate] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def plate(self, name: str) -> pyro.plate:
+        if name not in self.made:
+            plan, options = self.model.plates[name], {}
+            if self.is_batch(name) and plan.by_index:
+                options = {"subsample": self.inputs[f"batch {name}"]}
+            elif self.is_batch(name):
+                options = {"subsample_size": plan.batch, "device": self.model.like.device}
+            self.made[name] = pyro.plate(name, plan.size, dim=plan.dim, **options)
+        return self.made[name]
+
+    def is_batch(self, plate: str) -> bool:
+        return self.model.plates[plate].batch is not None and not self.whole
+
+    def sample(self, site: SitePlan, rows: Mapping[str, Tensor]) -> Tensor:
         def of_rows(key: str, event_dim: int = 0) -> Tensor:
-            value = inputs[key]
-            for name in site.plates:
-                if self.plates[name].batch is not None and not whole:
-                    value = value.index_select(self.plates[name].dim - event_dim, rows[name])
+            value = self.inputs[key]
+            for name in filter(self.is_batch, site.plates):
+                value = value.index_select(self.model.plates[name].dim - event_dim, rows[name])
             return value
 
-        numbers = [self.like + bias for bias in site.bias]
+        numbers = [self.model.like + bias for bias in site.bias]
         if site.covariate:
             numbers[0] = numbers[0] + of_rows(f"x {site.name}")
         for edge in site.edges:
-            number = self._linked(edge, values[edge.parent])
-            numbers[edge.into] = numbers[edge.into] + edge.weight * self._aligned(
-                number, edge, site, inputs, rows, whole
-            )
+            numbers[edge.into] = numbers[edge.into] + edge.weight * self.read(edge, site, rows)
         if site.deterministic:
             numbers[0] = pyro.deterministic(f"number of {site.name}", numbers[0])
         if site.kind == "factor":
             pyro.factor(site.name, -0.5 * (numbers[0] + numbers[1]).square())
             return numbers[0]
-        fn = _ALL[site.kind].build(*numbers)
-        event_dim = _ALL[site.kind].event_dim
-        data = of_rows(site.name, event_dim) if site.observed and site.name in inputs else None
-        mask = None if whole or f"mask {site.name}" not in inputs else of_rows(f"mask {site.name}")
-        if site.missing == "obs_mask" and not whole:
+        kind = _ALL[site.kind]
+        fn = kind.build(*numbers)
+        data = of_rows(site.name, kind.event_dim) if site.observed and site.name in self.inputs else None
+        mask = None if self.whole or f"mask {site.name}" not in self.inputs else of_rows(f"mask {site.name}")
+        if site.missing == "obs_mask" and not self.whole:
             return pyro.sample(site.name, fn, obs=data, obs_mask=mask)
         with poutine.mask(mask=mask) if mask is not None else ExitStack():
             return pyro.sample(site.name, fn, obs=data)
 
-    def _linked(self, edge: Edge, value: Tensor) -> Tensor:
-        """Returns one number for each instance of the parent that depends on all of its value."""
-        kind = _ALL[next(site.kind for site in self.sites if site.name == edge.parent)]
-        if edge.link == "linear":
-            return value
-        if edge.link == "index":
-            return torch.linspace(-1.0, 1.0, kind.classes).to(self.like)[value.long()]
-        value = value.to(self.like.dtype)
-        if kind.event_dim:
-            value = value.flatten(-kind.event_dim)
-            value = (value * torch.linspace(0.5, 1.0, value.shape[-1]).to(self.like)).sum(-1)
-        return value / (1 + value.square()).sqrt()
-
-    def _aligned(
-        self,
-        number: Tensor,
-        edge: Edge,
-        site: SitePlan,
-        inputs: Mapping[str, Tensor],
-        rows: Mapping[str, Tensor],
-        whole: bool,
-    ) -> Tensor:
-        """Returns the parent's numbers for the instances of a site: through index maps, else means over plates."""
-        parent = next(other for other in self.sites if other.name == edge.parent)
+    def read(self, edge: Edge, site: SitePlan, rows: Mapping[str, Tensor]) -> Tensor:
+        """Returns a parent's numbers for the instances of a site: through index maps, else means over plates."""
+        parent = next(other for other in self.model.sites if other.name == edge.parent)
+        number = self.linked(edge.link, _ALL[parent.kind], self.values[edge.parent])
         for name in parent.plates:
             if name in site.plates:
                 continue
-            path = next((path for own in site.plates for path in self._paths(own, name)), None)
+            path = next((path for own in site.plates for path in self.model.paths(own, name)), None)
             if path is None:
-                number = number.mean(self.plates[name].dim, keepdim=True)
+                number = number.mean(self.model.plates[name].dim, keepdim=True)
                 continue
-            index = rows[path[0]] if not whole and self.plates[path[0]].batch is not None else slice(None)
+            index = rows[path[0]] if self.is_batch(path[0]) else slice(None)
             for key in zip(path, path[1:]):
-                index = inputs["index {} {}".format(*key)][index]
+                index = self.inputs["index {} {}".format(*key)][index]
             number = number[..., index]
         return number
 
-    def _paths(self, plate: str, other: str) -> Iterator[tuple[str, ...]]:
-        """Yields the chains of index maps from one plate to another."""
-        if plate == other:
-            yield (plate,)
-        for target in self.plates[plate].maps:
-            yield from ((plate, *rest) for rest in self._paths(target, other))
+    def linked(self, link: str, kind: Kind, value: Tensor) -> Tensor:
+        """Returns one number for each instance of a parent that depends on all of its value."""
+        like = self.model.like
+        if link == "linear":
+            return value
+        if link == "index":
+            return torch.linspace(-1.0, 1.0, kind.classes).to(like)[value.long()]
+        value = value.to(like.dtype)
+        if kind.event_dim:
+            value = value.flatten(-kind.event_dim)
+            value = (value * torch.linspace(0.5, 1.0, value.shape[-1]).to(like)).sum(-1)
+        return value / (1 + value.square()).sqrt()
 
 
 @dataclass(frozen=True)
