@@ -438,6 +438,15 @@ def local_normals(y: Tensor, size: int | None = None, around: Any = contextlib.n
         pyro.sample("y", dist.Normal(z, 1.0), obs=y if size is None else y[rows])
 
 
+def varying_intercept(county: Tensor, counties: int, y: Tensor | None = None, dim: int = -1) -> None:
+    """mu ~ N(0, 1), alpha_j ~ N(mu, 1) in a plate at ``dim``, y_n ~ N(alpha[county_n], 0.5)."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("county", counties, dim=dim):
+        alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
+    with pyro.plate("obs", len(county), dim=-1):
+        pyro.sample("y", dist.Normal(alpha[..., county] if dim == -1 else alpha[..., county, 0], 0.5), obs=y)
+
+
 def steps(model: Callable, guide: Any, *args: Any, count: int = 3, elbo: Any = None, lr: float = 0.01) -> Tensor:
     """Trains for some steps, whose losses are to be finite, and returns these."""
     svi = SVI(model, guide, Adam({"lr": lr}), elbo or Trace_ELBO())

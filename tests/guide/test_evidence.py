@@ -14,6 +14,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import amortized, minimize, scatter
+from models import varying_intercept as groups
 from pyro import poutine
 from pyro.infer.autoguide import init_to_value
 
@@ -41,14 +42,6 @@ def slope(x, y=None):
     b = pyro.sample("b", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Normal(b * x, NOISE), obs=y)
-
-
-def groups(county, counties, y=None):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    with pyro.plate("county", counties):
-        alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
-    with pyro.plate("obs", len(county)):
-        pyro.sample("y", dist.Normal(alpha[..., county], NOISE), obs=y)
 
 
 def crossed(county, counties, day, days, y=None):

@@ -15,7 +15,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from models import amortized, made_once, minimize, through_file
+from models import amortized, made_once, minimize, through_file, varying_intercept
 from models import ready_by_a_step as ready
 from pyro import poutine
 from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
@@ -35,14 +35,6 @@ def own_parameters():
 
 
 # ---- models: arguments are indices, sizes of the plates they point into, and data
-
-
-def varying_intercept(county, counties, y=None, dim=-1):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    with pyro.plate("county", counties, dim=dim):
-        alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
-    with pyro.plate("obs", len(county), dim=-1):
-        pyro.sample("y", dist.Normal(alpha[..., county] if dim == -1 else alpha[..., county, 0], 0.5), obs=y)
 
 
 def varying_slope(county, counties, x, y=None):
