@@ -269,8 +269,11 @@ def adds_to_a_view(y):
     rows(y, mean=lambda z: mean.add_(2 * z))
 
 
+sample_with_gradients = torch.enable_grad()(pyro.sample)
+
+
 def has_a_block_with_gradients(y):
-    rows(y, draw=torch.enable_grad()(pyro.sample), mean=lambda z: 2 * z + 1)
+    rows(y, draw=sample_with_gradients, mean=lambda z: 2 * z + 1)
 
 
 @pytest.mark.parametrize("model", [adds_to_a_view, has_a_block_with_gradients])
