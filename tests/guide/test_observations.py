@@ -16,7 +16,7 @@ DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
 ABC = {name: torch.tensor(0.4) for name in "abc"}
 
 
-DATA = [torch.tensor(1.0)]
+DATA = [torch.tensor(1.0)]  # what a closure holds
 # name -> a model of a number, and the number that it observes where it is called with one
 WAYS = {
     "an argument": (lambda y: CHAIN(y), lambda y: y),
@@ -33,6 +33,7 @@ def test_data_are_read_wherever_they_come_from(way, inverse):
     """By the same weights as in a guide that is called on what the model observes."""
     model, observed = WAYS[way]
     wrap = (lambda y: {"y": y}) if way == "a dict" else (lambda y: y)
+    DATA[0] = torch.tensor(1.0)
     guide = ready(model, wrap(DATA[0]), inverse=inverse)
     plain = ready(CHAIN, torch.tensor(1.0), inverse=inverse)
     plain.load_state_dict(guide.state_dict())
