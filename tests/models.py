@@ -8,9 +8,11 @@ Models follow the default dtype at the time that they are called; `Case.argument
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import io
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -447,3 +449,39 @@ def subsampled(y: Tensor) -> None:
     mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
     with pyro.plate("data", len(y), subsample_size=2) as index:
         pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])
+
+
+# ---- a global, and a latent of each row of the data: the model of many tests of the guide
+
+
+def local_normals(y: Tensor, size: int | None = None, around: Any = contextlib.nullcontext()) -> None:
+    """mu ~ N(0, 1), z_n ~ N(mu, 1), y_n ~ N(z_n, 1), of ``size`` rows a call, with a handler around these."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y), subsample_size=size) as rows, around:
+        z = pyro.sample("z", dist.Normal(mu, 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y if size is None else y[rows])
+
+
+def varying_intercept(county: Tensor, counties: int, y: Tensor | None = None, dim: int = -1) -> None:
+    """mu ~ N(0, 1), alpha_j ~ N(mu, 1) in a plate at ``dim``, y_n ~ N(alpha[county_n], 0.5)."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("county", counties, dim=dim):
+        alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
+    with pyro.plate("obs", len(county), dim=-1):
+        pyro.sample("y", dist.Normal(alpha[..., county] if dim == -1 else alpha[..., county, 0], 0.5), obs=y)
+
+
+def steps(model: Callable, guide: Any, *args: Any, count: int = 3, elbo: Any = None, lr: float = 0.01) -> Tensor:
+    """Trains for some steps, whose losses are to be finite, and returns these."""
+    svi = SVI(model, guide, Adam({"lr": lr}), elbo or Trace_ELBO())
+    losses = torch.tensor([svi.step(*args) for _ in range(count)])
+    assert losses.isfinite().all()
+    return losses
+
+
+def through_file(value: Any, weights_only: bool = True) -> Any:
+    """Returns what comes back from a file in which a value was saved."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)

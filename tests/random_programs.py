@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pyro
@@ -101,9 +101,7 @@ KINDS: dict[str, Kind] = {
     "beta": Kind(lambda x, z: dist.Beta(1 + _positive(x), 1 + _positive(z)), weight=2.0),
     "Kumaraswamy": Kind(lambda x, z: dist.Kumaraswamy(1 + _positive(x), 1 + _positive(z)), weight=_RARE),
     "interval": Kind(
-        lambda x, z: dist.AffineBeta(
-            1 + _positive(x), 1 + _positive(z), x.new_tensor(-1.0), x.new_tensor(3.0)
-        ),
+        lambda x, z: dist.AffineBeta(1 + _positive(x), 1 + _positive(z), -x.new_ones(()), x.new_tensor(3.0)),
         families=_own(),
     ),
     "greater than": Kind(lambda x, z: dist.Pareto(x.new_tensor(1.5), 2 + _positive(x + z)), families=_own()),
@@ -122,11 +120,7 @@ KINDS: dict[str, Kind] = {
     ),
     "multivariate normal": Kind(_mvn, 1, families=_own()),
     "correlation": Kind(
-        lambda x, z: dist.LKJCholesky(3, 1 + _positive(x + z)),
-        2,
-        families=_own(),
-        observable=False,
-        weight=_RARE,
+        lambda x, z: dist.LKJCholesky(3, 1 + _positive(x + z)), 2, _own(), observable=False, weight=_RARE
     ),
     "ordered": Kind(_ordered, 1, families=_own()),
     "Bernoulli": Kind(lambda x, z: dist.Bernoulli(logits=x + z), 0, _DISCRETE, classes=2, weight=2.0),
@@ -220,107 +214,99 @@ class PlannedModel:
 
     def run(self, inputs: Mapping[str, Tensor], whole: bool = False) -> None:
         """Runs the plan; ``whole`` runs it without minibatches and missing values."""
-        made: dict[str, pyro.plate] = {}
-        values: dict[str, Tensor] = {}
+        run = _Run(self, inputs, whole)
         for site in pyro.markov(self.sites) if self.markov else self.sites:
             with ExitStack() as stack:
-                rows = {}
-                for name in site.plates:
-                    if name not in made:
-                        made[name] = self._plate(name, inputs, whole)
-                    rows[name] = stack.enter_context(made[name])
-                if site.scale != 1.0:
-                    stack.enter_context(poutine.scale(scale=site.scale))
-                values[site.name] = self._sample(site, inputs, rows, values, whole)
+                rows = {name: stack.enter_context(run.plate(name)) for name in site.plates}
+                stack.enter_context(poutine.scale(scale=site.scale) if site.scale != 1.0 else ExitStack())
+                run.values[site.name] = run.sample(site, rows)
 
-    def _plate(self, name: str, inputs: Mapping[str, Tensor], whole: bool) -> pyro.plate:
-        plan = self.plates[name]
-        if whole or plan.batch is None:
-            return pyro.plate(name, plan.size, dim=plan.dim)
-        if plan.by_index:
-            return pyro.plate(name, plan.size, subsample=inputs[f"batch {name}"], dim=plan.dim)
-        return pyro.plate(name, plan.size, subsample_size=plan.batch, dim=plan.dim, device=self.like.device)
+    def paths(self, plate: str, other: str) -> Iterator[tuple[str, ...]]:
+        """Yields the chains of index maps from one plate to another."""
+        if plate == other:
+            yield (plate,)
+        for target in self.plates[plate].maps:
+            yield from ((plate, *rest) for rest in self.paths(target, other))
 
-    def _sample(
-        self,
-        site: SitePlan,
-        inputs: Mapping[str, Tensor],
-        rows: Mapping[str, Tensor],
-        values: Mapping[str, Tensor],
-        whole: bool,
-    ) -> Tensor:
+
+@dataclass
+class _Run:
+    """One run of a planned model: its plates and the values drawn so far."""
+
+    model: PlannedModel
+    inputs: Mapping[str, Tensor]
+    whole: bool
+    made: dict[str, pyro.plate] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def plate(self, name: str) -> pyro.plate:
+        if name not in self.made:
+            plan, options = self.model.plates[name], {}
+            if self.is_batch(name) and plan.by_index:
+                options = {"subsample": self.inputs[f"batch {name}"]}
+            elif self.is_batch(name):
+                options = {"subsample_size": plan.batch, "device": self.model.like.device}
+            self.made[name] = pyro.plate(name, plan.size, dim=plan.dim, **options)
+        return self.made[name]
+
+    def is_batch(self, plate: str) -> bool:
+        return self.model.plates[plate].batch is not None and not self.whole
+
+    def sample(self, site: SitePlan, rows: Mapping[str, Tensor]) -> Tensor:
         def of_rows(key: str, event_dim: int = 0) -> Tensor:
-            value = inputs[key]
-            for name in site.plates:
-                if self.plates[name].batch is not None and not whole:
-                    value = value.index_select(self.plates[name].dim - event_dim, rows[name])
+            value = self.inputs[key]
+            for name in filter(self.is_batch, site.plates):
+                value = value.index_select(self.model.plates[name].dim - event_dim, rows[name])
             return value
 
-        numbers = [self.like + bias for bias in site.bias]
+        numbers = [self.model.like + bias for bias in site.bias]
         if site.covariate:
             numbers[0] = numbers[0] + of_rows(f"x {site.name}")
         for edge in site.edges:
-            number = self._linked(edge, values[edge.parent])
-            numbers[edge.into] = numbers[edge.into] + edge.weight * self._aligned(
-                number, edge, site, inputs, rows, whole
-            )
+            numbers[edge.into] = numbers[edge.into] + edge.weight * self.read(edge, site, rows)
         if site.deterministic:
             numbers[0] = pyro.deterministic(f"number of {site.name}", numbers[0])
         if site.kind == "factor":
             pyro.factor(site.name, -0.5 * (numbers[0] + numbers[1]).square())
             return numbers[0]
-        fn = _ALL[site.kind].build(*numbers)
-        event_dim = _ALL[site.kind].event_dim
-        data = of_rows(site.name, event_dim) if site.observed and site.name in inputs else None
-        mask = None if whole or f"mask {site.name}" not in inputs else of_rows(f"mask {site.name}")
-        if site.missing == "obs_mask" and not whole:
+        kind = _ALL[site.kind]
+        fn = kind.build(*numbers)
+        data = of_rows(site.name, kind.event_dim) if site.observed and site.name in self.inputs else None
+        mask = None if self.whole or f"mask {site.name}" not in self.inputs else of_rows(f"mask {site.name}")
+        if site.missing == "obs_mask" and not self.whole:
             return pyro.sample(site.name, fn, obs=data, obs_mask=mask)
         with poutine.mask(mask=mask) if mask is not None else ExitStack():
             return pyro.sample(site.name, fn, obs=data)
 
-    def _linked(self, edge: Edge, value: Tensor) -> Tensor:
-        """Returns one number for each instance of the parent that depends on all of its value."""
-        kind = _ALL[next(site.kind for site in self.sites if site.name == edge.parent)]
-        if edge.link == "linear":
-            return value
-        if edge.link == "index":
-            return torch.linspace(-1.0, 1.0, kind.classes).to(self.like)[value.long()]
-        value = value.to(self.like.dtype)
-        if kind.event_dim:
-            value = value.flatten(-kind.event_dim)
-            value = (value * torch.linspace(0.5, 1.0, value.shape[-1]).to(self.like)).sum(-1)
-        return value / (1 + value.square()).sqrt()
-
-    def _aligned(
-        self,
-        number: Tensor,
-        edge: Edge,
-        site: SitePlan,
-        inputs: Mapping[str, Tensor],
-        rows: Mapping[str, Tensor],
-        whole: bool,
-    ) -> Tensor:
-        """Returns the parent's numbers for the instances of a site: through index maps, else means over plates."""
-        parent = next(other for other in self.sites if other.name == edge.parent)
+    def read(self, edge: Edge, site: SitePlan, rows: Mapping[str, Tensor]) -> Tensor:
+        """Returns a parent's numbers for the instances of a site: through index maps, else means over plates."""
+        parent = next(other for other in self.model.sites if other.name == edge.parent)
+        number = self.linked(edge.link, _ALL[parent.kind], self.values[edge.parent])
         for name in parent.plates:
             if name in site.plates:
                 continue
-            path = next((path for own in site.plates for path in self._paths(own, name)), None)
+            path = next((path for own in site.plates for path in self.model.paths(own, name)), None)
             if path is None:
-                number = number.mean(self.plates[name].dim, keepdim=True)
+                number = number.mean(self.model.plates[name].dim, keepdim=True)
                 continue
-            index = rows[path[0]] if not whole and self.plates[path[0]].batch is not None else slice(None)
+            index = rows[path[0]] if self.is_batch(path[0]) else slice(None)
             for key in zip(path, path[1:]):
-                index = inputs["index {} {}".format(*key)][index]
+                index = self.inputs["index {} {}".format(*key)][index]
             number = number[..., index]
         return number
 
-    def _paths(self, plate: str, other: str) -> Iterator[tuple[str, ...]]:
-        """Yields the chains of index maps from one plate to another."""
-        if plate == other:
-            yield (plate,)
-        for target in self.plates[plate].maps:
-            yield from ((plate, *rest) for rest in self._paths(target, other))
+    def linked(self, link: str, kind: Kind, value: Tensor) -> Tensor:
+        """Returns one number for each instance of a parent that depends on all of its value."""
+        like = self.model.like
+        if link == "linear":
+            return value
+        if link == "index":
+            return torch.linspace(-1.0, 1.0, kind.classes).to(like)[value.long()]
+        value = value.to(like.dtype)
+        if kind.event_dim:
+            value = value.flatten(-kind.event_dim)
+            value = (value * torch.linspace(0.5, 1.0, value.shape[-1]).to(like)).sum(-1)
+        return value / (1 + value.square()).sqrt()
 
 
 @dataclass(frozen=True)
@@ -374,19 +360,15 @@ class Program:
             return function(*first, rest, observations=self.data)
         if self.style == "condition":
             return function(*first, rest)
-        return (
-            function(*first, **self.inputs)
-            if self.style == "keywords"
-            else function(*first, dict(self.inputs))
-        )
+        if self.style == "keywords":
+            return function(*first, **self.inputs)
+        return function(*first, dict(self.inputs))
 
     def elbo(self) -> ELBO:
         """Returns an ELBO that fits: with score functions where latents are discrete."""
         discrete = any(_is_discrete(site.kind) for site in self.plan.sites if not site.observed)
         if discrete and any(event_dim(site.kind) for site in self.plan.sites):
-            return Trace_ELBO(
-                max_plate_nesting=self.nesting
-            )  # torch's `Independent` fails on Pyro's provenance
+            return Trace_ELBO(max_plate_nesting=self.nesting)  # `Independent` fails on Pyro's provenance
         if discrete:
             return TraceGraph_ELBO(max_plate_nesting=self.nesting)
         return Trace_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=self.nesting)
@@ -435,28 +417,18 @@ def to_device(program: Program, device: str | torch.device) -> Program:
     plan = PlannedModel(old.sites, old.plates, old.like.to(device), old.markov)
     inputs = {name: value.to(device) for name, value in program.inputs.items()}
     moved = replace(program, plan=plan, model=plan, inputs=inputs)
-    return (
-        replace(moved, model=poutine.condition(plan, moved.data)) if program.style == "condition" else moved
-    )
+    return replace(moved, model=_passed(moved))
 
 
-def _none(draw: random.Random) -> dict[str, PlatePlan]:
-    return {}
+def _passed(program: Program) -> Callable:
+    """Returns the model that a guide is made for: of a style, with the data in it."""
+    return poutine.condition(program.plan, program.data) if program.style == "condition" else program.plan
 
 
-def _rows(draw: random.Random) -> dict[str, PlatePlan]:
-    return {"rows": PlatePlan(-1, draw.randint(2, 5))}
+_Layout = dict[str, PlatePlan]
 
 
-def _minibatch(draw: random.Random) -> dict[str, PlatePlan]:
-    return {"rows": PlatePlan(-1, draw.randint(4, 6), draw.randint(2, 3), draw.random() < 0.5)}
-
-
-def _nested(draw: random.Random) -> dict[str, PlatePlan]:
-    return {"groups": PlatePlan(-2, draw.randint(2, 3)), "rows": PlatePlan(-1, draw.randint(2, 3))}
-
-
-def _indexed(draw: random.Random) -> dict[str, PlatePlan]:
+def _grouped(draw: random.Random) -> _Layout:
     batch = draw.choice([None, None, None, 3])
     return {
         "groups": PlatePlan(-1, draw.randint(2, 3)),
@@ -464,31 +436,29 @@ def _indexed(draw: random.Random) -> dict[str, PlatePlan]:
     }
 
 
-def _chained(draw: random.Random) -> dict[str, PlatePlan]:
-    return {
+def _nested(draw: random.Random) -> _Layout:
+    return {"groups": PlatePlan(-2, draw.randint(2, 3)), "rows": PlatePlan(-1, draw.randint(2, 3))}
+
+
+_LAYOUTS: dict[str, Callable[[random.Random], _Layout]] = {
+    "none": lambda draw: {},
+    "rows": lambda draw: {"rows": PlatePlan(-1, draw.randint(2, 5))},
+    "minibatch": lambda draw: {
+        "rows": PlatePlan(-1, draw.randint(4, 6), draw.randint(2, 3), draw.random() < 0.5)
+    },
+    "nested": _nested,
+    "nested too": _nested,
+    "indexed": _grouped,
+    "chained": lambda draw: {
         "areas": PlatePlan(-1, 2),
         "groups": PlatePlan(-1, draw.randint(3, 4), maps=("areas",)),
         "rows": PlatePlan(-1, draw.randint(5, 6), maps=("groups",)),
-    }
-
-
-def _two_maps(draw: random.Random) -> dict[str, PlatePlan]:
-    return {
+    },
+    "two maps": lambda draw: {
         "groups": PlatePlan(-1, 2),
         "days": PlatePlan(-1, 3),
         "rows": PlatePlan(-1, draw.randint(4, 6), maps=("groups", "days")),
-    }
-
-
-_LAYOUTS = {
-    "none": _none,
-    "rows": _rows,
-    "minibatch": _minibatch,
-    "nested": _nested,
-    "nested too": _nested,
-    "indexed": _indexed,
-    "chained": _chained,
-    "two maps": _two_maps,
+    },
 }
 
 
@@ -524,10 +494,8 @@ def _site(
 ) -> SitePlan:
     missing = None
     if observed and style != "compile" and draw.random() < 0.25:
-        kinds_of_gap = ["mask", "NaN"] + ["obs_mask"] * (
-            style != "condition"
-        )  # which has sites of other names
-        missing = draw.choice(kinds_of_gap) if place else None
+        gaps = ["mask", "NaN"] + ["obs_mask"] * (style != "condition")  # which has sites of other names
+        missing = draw.choice(gaps) if place else None
     elif not observed and place and draw.random() < 0.05:
         missing = "mask"
     if observed and style != "compile" and missing is None and before and draw.random() < 0.1:
@@ -564,9 +532,8 @@ def _edges(
     plates: Mapping[str, PlatePlan],
     at_least: int,
 ) -> tuple[Edge, ...]:
-    able = [
-        site for site in before if site.kind not in ("factor", "NaN") and _may_read(draw, place, site, plates)
-    ]
+    readable = [site for site in before if site.kind not in ("factor", "NaN")]
+    able = [site for site in readable if _may_read(draw, place, site, plates)]
     wanted = [site for site in able if draw.random() < 1.6 / max(len(before), 2)][:3] or able[:at_least]
     edges = []
     for site in wanted:
@@ -587,9 +554,8 @@ def _may_read(
     reach = _reach(place, plates)
     if reach.issuperset(lacking):
         return True
-    below = any(
-        set(place) & _reach((name,), plates) for name in lacking
-    )  # its own rows, which a mean cannot tell
+    # its own rows, which a mean cannot tell
+    below = any(set(place) & _reach((name,), plates) for name in lacking)
     return not below and all(plates[name].batch is None for name in lacking) and draw.random() < 0.25
 
 
@@ -606,9 +572,8 @@ def _inputs(plan: PlannedModel, generator: torch.Generator) -> dict[str, Tensor]
     inputs: dict[str, Tensor] = {}
     for name, plate in plan.plates.items():
         for other in plate.maps:
-            inputs[f"index {name} {other}"] = torch.randint(
-                plan.plates[other].size, (plate.size,), generator=generator
-            )
+            size = plan.plates[other].size
+            inputs[f"index {name} {other}"] = torch.randint(size, (plate.size,), generator=generator)
         if plate.batch is not None and plate.by_index:
             inputs[f"batch {name}"] = torch.randperm(plate.size, generator=generator)[: plate.batch]
     for site in plan.sites:
@@ -647,25 +612,18 @@ def _finished(
     seed: int, plan: PlannedModel, inputs: Mapping[str, Tensor], style: str, draw: random.Random
 ) -> Program:
     by_name = {site.name: site for site in plan.sites}
-    edges = frozenset(
-        (u, v)
-        for site in plan.sites
-        for edge in site.edges
-        for u in by_name[edge.parent].nodes
-        for v in site.nodes
-    )
-    latents = tuple(
-        v for site in plan.sites for v in site.nodes if not site.observed or v.endswith("_unobserved")
-    )
-    observed = tuple(v for site in plan.sites for v in site.nodes if v not in latents)
+    read = [(by_name[edge.parent], site) for site in plan.sites for edge in site.edges]
+    edges = frozenset((u, v) for parent, site in read for u in parent.nodes for v in site.nodes)
+    nodes = [(v, site.observed and not v.endswith("_unobserved")) for site in plan.sites for v in site.nodes]
+    latents = tuple(v for v, is_data in nodes if not is_data)
+    observed = tuple(v for v, is_data in nodes if is_data)
     if style == "compile" and not observed:
         style = "dict"
     ingredients = {site.kind for site in plan.sites} | {site.missing for site in plan.sites if site.missing}
     ingredients |= {"moving"} if ingredients & MOVING.keys() else set()
     ingredients |= {style} | _of_plates(plan)
     program = Program(seed, plan, plan, inputs, edges, latents, observed, {}, style, frozenset(ingredients))
-    program = replace(program, options=_options(draw, program))
-    return replace(program, model=poutine.condition(plan, program.data)) if style == "condition" else program
+    return replace(program, options=_options(draw, program))
 
 
 def _of_plates(plan: PlannedModel) -> set[str]:
@@ -696,10 +654,8 @@ def _options(draw: random.Random, program: Program) -> dict[str, Any]:
         "init_scale": [0.5],
     }
     options.update({name: draw.choice(values) for name, values in choices.items() if draw.random() < 0.2})
-    if not options.get("skip", True):
-        options.pop(
-            "hidden_features", None
-        )  # narrow layers cannot carry every dependency without direct weights
+    if not options.get("skip", True):  # narrow layers cannot carry every dependency without direct weights
+        options.pop("hidden_features", None)
     if draw.random() < 0.35:
         kinds = {site.name: _ALL[site.kind] for site in program.plan.sites if not site.observed}
         options["families"] = {

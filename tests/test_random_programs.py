@@ -8,6 +8,7 @@ value of zero. A failure names the seed: ``random_program(seed).describe()`` sho
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import os
@@ -156,19 +157,11 @@ def guide_of(program: Program) -> AutoNaMIGuide:
 
 def draw(program: Program, function, particles: int = 0) -> poutine.Trace:
     """Returns a trace of a guide, in a plate of particles if there are any."""
-    with particle_plate(program, particles):
+    sizes = (particles,) if particles else ()
+    with pyro.plate_stack("particles", sizes, rightmost_dim=-1 - program.nesting):
         trace = program.call(poutine.trace(function).get_trace)
     trace.compute_log_prob()
     return trace
-
-
-@contextmanager
-def particle_plate(program: Program, particles: int) -> Iterator[None]:
-    if not particles:
-        yield
-        return
-    with pyro.plate("particles", particles, dim=-1 - program.nesting):
-        yield
 
 
 def latent_sites(program: Program, trace: poutine.Trace) -> dict:
@@ -184,9 +177,7 @@ def batches(trace: poutine.Trace) -> dict[str, Tensor]:
 def density(site: dict) -> Tensor:
     """Returns a site's log density with its mask, without its scale."""
     log_prob, mask = site["unscaled_log_prob"], site["mask"]
-    return (
-        log_prob if mask is None else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
-    )
+    return log_prob if mask is None else log_prob.masked_fill(~torch.as_tensor(mask), 0.0)
 
 
 def total(program: Program, trace: poutine.Trace, particles: int = 0) -> Tensor:
@@ -195,11 +186,17 @@ def total(program: Program, trace: poutine.Trace, particles: int = 0) -> Tensor:
     return sum(density(site).reshape(shape).sum(-1) for site in latent_sites(program, trace).values())
 
 
-def close(program: Program, actual: Tensor, expected: Tensor, trace: poutine.Trace) -> bool:
-    """Whether two log densities are the same but for rounding, of values near a bound of their support as well."""
+def same_density(program: Program, actual: Tensor, expected: Tensor, trace: poutine.Trace, of: str) -> None:
+    """Asserts it but for rounding, of values near a bound of their support as well."""
     actual, expected = torch.broadcast_tensors(actual.detach(), expected.detach())
     tolerance = (1e-6 if program.dtype == torch.float64 else 1e-2) + rounding(program, trace)
-    return tolerance > 1 or torch.allclose(actual, expected, rtol=tolerance, atol=tolerance)
+    same = tolerance > 1 or torch.allclose(actual, expected, rtol=tolerance, atol=tolerance)
+    assert same, f"{of} has {actual}, not {expected}: {program.describe()}"
+
+
+def values_of(program: Program, trace: poutine.Trace) -> dict[str, Tensor]:
+    """Returns copies of the latents, which no memory of the latest draw knows."""
+    return {name: site["value"].detach().clone() for name, site in latent_sites(program, trace).items()}
 
 
 def rounding(program: Program, trace: poutine.Trace) -> float:
@@ -215,11 +212,8 @@ def rounding(program: Program, trace: poutine.Trace) -> float:
             u = coordinates_on(support).inv(x)
             steep = 0.0 if support is constraints.real else u.abs().max().item()
             steep *= 1 + isinstance(support, type(constraints.corr_cholesky))  # made of hyperbolic tangents
-            high = (
-                site["unscaled_log_prob"].detach().max().item()
-                * site["unscaled_log_prob"].numel()
-                / u.numel()
-            )
+            log_prob = site["unscaled_log_prob"].detach()
+            high = log_prob.max().item() * log_prob.numel() / u.numel()
             size = torch.finfo(program.dtype).eps * max(1.0, x.abs().max().item())
             lost += 100 * size * math.exp(min(steep + max(high, 0.0), 99.0))
     return lost
@@ -235,9 +229,7 @@ def is_continuous(site: dict) -> bool:
     return not site["fn"].support.is_discrete
 
 
-def log_prob(
-    program: Program, guide: AutoNaMIGuide, values: Mapping[str, Tensor], rows: Mapping[str, Tensor]
-) -> Tensor:
+def log_prob(program: Program, guide: AutoNaMIGuide, values: Mapping, rows: Mapping) -> Tensor:
     """Returns `guide.log_prob` at the given instances of subsampled plates."""
     with poutine.condition(data=dict(rows)):
         return program.call(guide.log_prob, dict(values))
@@ -245,21 +237,13 @@ def log_prob(
 
 def draws_lie_in_their_supports(program: Program, trace: poutine.Trace) -> None:
     """Those of the model, its parents at their values, which may move them."""
-    run = (
-        program.call(poutine.trace(poutine.replay(program.model, trace)).get_trace)
-        if not is_compiled(program)
-        else None
-    )
+    replayed = poutine.trace(poutine.replay(program.model, trace)).get_trace
+    run = None if is_compiled(program) else program.call(replayed)
     for name, site in latent_sites(program, trace).items():
-        assert site["value"].isfinite().all(), f"'{name}' is not finite: {program.describe()}"
-        assert site["value"].dtype == program.dtype or not site["value"].is_floating_point(), (
-            program.describe()
-        )
-        if run is not None:
-            support = run.nodes[name]["fn"].support
-            assert support.check(site["value"]).all(), (
-                f"'{name}' is outside of {support}: {program.describe()}"
-            )
+        value, of = site["value"], f"'{name}': {program.describe()}"
+        assert value.isfinite().all(), of
+        assert value.dtype == program.dtype or not value.is_floating_point(), of
+        assert run is None or run.nodes[name]["fn"].support.check(value).all(), of
 
 
 def a_replayed_draw_has_its_density(program: Program, guide: AutoNaMIGuide, trace: poutine.Trace) -> None:
@@ -271,15 +255,12 @@ def a_replayed_draw_has_its_density(program: Program, guide: AutoNaMIGuide, trac
     for given in (trace, copied):
         again = latent_sites(program, draw(program, poutine.replay(guide, given)))
         for name, site in latent_sites(program, trace).items():
-            before, after = density(site).sum(), density(again[name]).sum()
-            message = f"'{name}' has {after} where it was drawn with {before}: {program.describe()}"
-            assert close(program, after, before, trace), message
+            same_density(program, density(again[name]).sum(), density(site).sum(), trace, f"'{name}' replayed")
 
 
 def a_dense_pass_gives_the_density(program: Program, guide: AutoNaMIGuide, trace: poutine.Trace) -> None:
-    values = {name: site["value"].detach().clone() for name, site in latent_sites(program, trace).items()}
-    actual, expected = log_prob(program, guide, values, batches(trace)), total(program, trace)
-    assert close(program, actual, expected, trace), f"{actual} for a draw of {expected}: {program.describe()}"
+    actual = log_prob(program, guide, values_of(program, trace), batches(trace))
+    same_density(program, actual, total(program, trace), trace, "a draw in a dense pass")
 
 
 def draws_have_the_density(program: Program, guide: AutoNaMIGuide, trace: poutine.Trace) -> None:
@@ -302,10 +283,8 @@ def draws_have_the_density(program: Program, guide: AutoNaMIGuide, trace: poutin
     stacked = torch.cat([value.reshape(-1) for value in free.values()])
     if stacked.abs().max() > FAR:  # held off a bound, where nothing moves them
         return
-    rows = [
-        torch.autograd.grad(u, noises, retain_graph=True, allow_unused=True, materialize_grads=True)
-        for u in stacked
-    ]
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    rows = [torch.autograd.grad(u, noises, **options) for u in stacked]
     jacobian = torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
     used, noise = (jacobian != 0).any(0), torch.cat([part.detach().reshape(-1) for part in noises])
     jacobian, noise = jacobian[:, used], noise[used]  # runs of the model draw some that nothing comes of
@@ -315,17 +294,14 @@ def draws_have_the_density(program: Program, guide: AutoNaMIGuide, trace: poutin
     for name, site in sites.items():
         expected = expected - bijections[name].log_abs_det_jacobian(free[name], site["value"]).sum()
     actual = sum(site["unscaled_log_prob"].sum() for site in sites.values())
-    assert close(program, actual, expected, again), f"{actual} for draws of {expected}: {program.describe()}"
+    same_density(program, actual, expected, again, "a draw by its noise")
 
 
 def drawn_by_noise(program: Program, guide: AutoNaMIGuide) -> set[str]:
     """Returns the latents whose factor is made of Normal noise, if they are continuous."""
     families = program.options.get("families", {})
-    return {
-        name
-        for name in program.latents
-        if name not in guide.inverse.predictive and families.get(name) not in ("match", "mixture")
-    }
+    own = {name for name in program.latents if families.get(name) in ("match", "mixture")}
+    return set(program.latents) - guide.inverse.predictive - own
 
 
 @contextmanager
@@ -348,19 +324,13 @@ def recorded_noise() -> Iterator[list[Tensor]]:
 
 def particles_change_nothing(program: Program, guide: AutoNaMIGuide, particles: int = 2) -> None:
     trace = draw(program, guide, particles)
-    values = {name: site["value"].detach().clone() for name, site in latent_sites(program, trace).items()}
-    rows, drawn = batches(trace), total(program, trace, particles)
+    values, rows = values_of(program, trace), batches(trace)
     dense = log_prob(program, guide, values, rows)
-    assert close(program, dense, drawn, trace), (
-        f"{dense} for particles drawn with {drawn}: {program.describe()}"
-    )
+    same_density(program, dense, total(program, trace, particles), trace, "a draw of particles")
     for i in range(particles):
-        single = log_prob(
-            program, guide, {name: one_of(value, i, particles) for name, value in values.items()}, rows
-        )
-        assert close(program, single, dense[i], trace), (
-            f"{single} alone, {dense[i]} among others: {program.describe()}"
-        )
+        one = {name: one_of(value, i, particles) for name, value in values.items()}
+        single = log_prob(program, guide, one, rows)
+        same_density(program, single, dense[i], trace, "a particle by itself")
 
 
 def one_of(values: Tensor, number: int, count: int) -> Tensor:
@@ -378,7 +348,7 @@ def instances_of_a_plate_are_exchangeable(program: Program, guide: AutoNaMIGuide
     joint = frozenset().union(*guide.inverse.joint.values())
     plates = program.plan.plates
     trace = draw(program, guide)
-    values = {name: site["value"].detach() for name, site in latent_sites(program, trace).items()}
+    values = values_of(program, trace)
     before = log_prob(program, guide, values, batches(trace))
     for name in {plate for site in program.plan.sites for plate in site.plates} - joint:
         if plates[name].batch is None:
@@ -386,9 +356,7 @@ def instances_of_a_plate_are_exchangeable(program: Program, guide: AutoNaMIGuide
             moved = permuted(program, name, order)
             at = {v: along(program, v, name, value, order) for v, value in values.items()}
             after = log_prob(moved, guide, at, batches(trace))
-            assert close(program, after, before, trace), (
-                f"{after} for {before}, '{name}' by {order}: {program.describe()}"
-            )
+            same_density(program, after, before, trace, f"'{name}' in the order {order}")
 
 
 def permuted(program: Program, plate: str, order: Tensor) -> Program:
@@ -406,9 +374,7 @@ def permuted(program: Program, plate: str, order: Tensor) -> Program:
     return program.with_inputs(inputs)
 
 
-def along(
-    program: Program, node: str, plate: str, value: Tensor, order: Tensor, event: bool = True
-) -> Tensor:
+def along(program: Program, node: str, plate: str, value: Tensor, order: Tensor, event: bool = True) -> Tensor:
     """Returns a value, or something of its batch shape, with the instances of a plate in another order."""
     site = next(site for site in program.plan.sites if node in (site.name, *site.nodes))
     if plate not in site.plates:
@@ -421,17 +387,14 @@ def along(
 
 
 def a_saved_guide_has_the_same_density(program: Program, guide: AutoNaMIGuide, trace: poutine.Trace) -> None:
-    values = {name: site["value"].detach() for name, site in latent_sites(program, trace).items()}
-    expected = log_prob(program, guide, values, batches(trace))
+    values, rows = values_of(program, trace), batches(trace)
+    expected = log_prob(program, guide, values, rows)
     loaded = guide_of(program)
     loaded.load_state_dict(guide.state_dict())
     early = AutoNaMIGuide(program.model, **program.options)
     early.load_state_dict(guide.state_dict())
     for other in (loaded, early, copy.deepcopy(guide)):
-        actual = log_prob(program, other, values, batches(trace))
-        assert close(program, actual, expected, trace), (
-            f"{actual} once loaded, {expected} before: {program.describe()}"
-        )
+        same_density(program, log_prob(program, other, values, rows), expected, trace, "a draw, once loaded,")
 
 
 def predictions_have_their_shapes(program: Program, guide: AutoNaMIGuide) -> None:
@@ -452,9 +415,8 @@ def training_stays_finite(program: Program) -> None:
         return
     if is_compiled(program):
         rest = {name: value for name, value in program.inputs.items() if name not in program.data}
-        compilation = InferenceCompilation(
-            program.model, guide, lambda parameters: torch.optim.Adam(parameters, lr=0.01), batch_size=4
-        )
+        adam = functools.partial(torch.optim.Adam, lr=0.01)
+        compilation = InferenceCompilation(program.model, guide, adam, batch_size=4)
         losses = [float(compilation.step(rest)) for _ in range(2)]
     else:
         svi = SVI(program.model, guide, Adam({"lr": 0.01}), program.elbo())

@@ -51,16 +51,6 @@ def varying_intercept(county, y):
         pyro.sample("y", dist.Normal(z, 1.0), obs=y)
 
 
-@pytest.mark.parametrize("conjugate", [True, False])
-def test_an_index_that_is_written_to_is_read_anew(conjugate):
-    county = torch.tensor([0, 1, 2, 3, 0, 3])
-    guide, values = ready(varying_intercept, county, Y, conjugate=conjugate)
-    before = guide.log_prob(values, county, Y)
-    county.copy_(torch.tensor([3, 3, 2, 1, 0, 1]))
-    now = guide.log_prob(values, county, Y)
-    assert now != before and torch.equal(now, guide.log_prob(values, county.clone(), Y.clone()))
-
-
 def test_sums_over_sets_go_by_one_index_whatever_is_written_to_it():
     index, x = torch.tensor([0, 1, 0, 1]), torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     segments = Segments(index, 2, -1)

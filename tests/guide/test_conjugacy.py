@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import amortized
+from models import amortized, through_file
 from pyro import poutine
 from pyro.infer import CSIS, SVI, JitTrace_ELBO, Predictive, Trace_ELBO
 from pyro.optim import Adam
@@ -18,17 +17,31 @@ from pyro.optim import Adam
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.inference import InferenceCompilation
 
+pytestmark = pytest.mark.usefixtures("double", "own_parameters")
 COUNTY = torch.tensor([0, 0, 0, 1, 1, 2, 4, 4, 4, 4])
 FLOOR = torch.tensor([0.0, 1.0, 1.0, 0.0, 2.0, 1.0, 0.5, 1.5, 0.0, 1.0], dtype=torch.float64)
+Y = torch.tensor([0.3, -1.2, 4.0], dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def double_precision_and_own_parameters():
-    torch.set_default_dtype(torch.float64)
-    pyro.set_rng_seed(0)
+@pytest.fixture
+def own_parameters():
     with pyro.settings.context(module_local_params=True):
         yield
-    torch.set_default_dtype(torch.float32)
+
+
+def made(model, *args, conjugate=("z",), inverse="reverse", **kwargs):
+    """Returns a guide that was called once, whose exact conditionals are those of ``conjugate``."""
+    guide = AutoNaMIGuide(model, inverse=inverse)
+    guide(*args, **kwargs)
+    assert guide.conjugate == conjugate
+    return guide
+
+
+def trained(model, *args, **options):
+    """Returns a guide that was trained for a step."""
+    guide = amortized(model, inverse="reverse", **options)
+    SVI(model, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(*args)
+    return guide
 
 
 def slopes(county, floor, y=None, counties=5, weight=1.0, seen=None):
@@ -42,18 +55,20 @@ def slopes(county, floor, y=None, counties=5, weight=1.0, seen=None):
         return pyro.sample("y", fn if seen is None else fn.mask(seen), obs=y)
 
 
-def exact(county, floor, y, mu, tau, weight=1.0, counties=5):
-    """Returns p(alpha, beta | mu, tau, y): all counties' alphas first."""
+def exact(values, county, floor, y, counties=5, weight=1.0, seen=slice(None)):
+    """Returns log p(alpha, beta | mu, tau, y), with all counties' alphas first, and y those rows that are seen."""
+    county, floor, y = county[seen], floor[seen], y[seen]
     one = torch.nn.functional.one_hot(county, counties).to(floor)
     design = torch.cat([one, one * floor[:, None]], 1)
     eye = torch.eye(counties)
     # alpha = mu + tau e, beta - alpha / 2 = -1 + 0.7 f
     mixing = torch.cat([torch.cat([eye, 0 * eye], 1), torch.cat([-0.5 * eye, eye], 1)])
-    noise = torch.cat([tau.expand(counties) ** -2, torch.full((counties,), 0.7**-2)])
-    center = torch.cat([mu.expand(counties), torch.full((counties,), -1.0)])
+    noise = torch.cat([values["tau"].expand(counties) ** -2, torch.full((counties,), 0.7**-2)])
+    center = torch.cat([values["mu"].expand(counties), torch.full((counties,), -1.0)])
     precision = mixing.t() @ (noise[:, None] * mixing) + weight * design.t() @ design / 0.25
     information = mixing.t() @ (noise * center) + weight * design.t() @ y / 0.25
-    return dist.MultivariateNormal(torch.linalg.solve(precision, information), precision_matrix=precision)
+    joint = dist.MultivariateNormal(torch.linalg.solve(precision, information), precision_matrix=precision)
+    return joint.log_prob(torch.cat([values["alpha"], values["beta"]]))
 
 
 def data(seed=0, county=COUNTY):
@@ -61,87 +76,89 @@ def data(seed=0, county=COUNTY):
     return county, FLOOR[: len(county)].to(y), y
 
 
-def density_of(guide, names, *args, shape=(), **kwargs):
-    """Returns the guide's log density of some latents at a draw, and the draw."""
+def made_of_slopes(**kwargs):
+    return made(slopes, *data(), conjugate=("alpha", "beta"), **kwargs)
+
+
+def drawn(guide, *args, shape=(), **kwargs):
+    """Returns a draw of ``slopes`` and the guide's log density of each of its latents."""
     with pyro.plate_stack("particles", shape, rightmost_dim=-2), torch.no_grad():
-        trace = poutine.trace(guide).get_trace(*args, **kwargs)
-    values = {name: trace.nodes[name]["value"] for name in ("mu", "tau", "alpha", "beta")}
-    total = sum(
-        trace.nodes[name]["fn"].log_prob(values[name]).reshape(*shape, -1).sum(-1) for name in names
-    )
-    return total, values
+        nodes = poutine.trace(guide).get_trace(*args, **kwargs).nodes
+    values = {name: nodes[name]["value"] for name in ("mu", "tau", "alpha", "beta")}
+    return values, {
+        name: nodes[name]["fn"].log_prob(value).reshape(*shape, -1).sum(-1) for name, value in values.items()
+    }
+
+
+def rows(y=None, draw=pyro.sample, mean=lambda z: 2 * z, power=1.0):
+    """z_n ~ N(mu, 1.5) and y_n ~ N(2 z_n, 0.5)."""
+    mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
+    with pyro.plate("rows", len(Y if y is None else y)):
+        z = mean(draw("z", dist.Normal(mu, 1.5)))
+        with poutine.scale(scale=power):
+            return pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+
+
+def check_rows(trace, y, power=1.0):
+    """Checks z given mu and y in a trace of a guide of ``rows``."""
+    mu, fn = trace.nodes["mu"]["value"], trace.nodes["z"]["fn"]
+    precision = 1.5**-2 + power * 4 / 0.25
+    mean = (mu / 1.5**2 + power * 2 * y / 0.25) / precision
+    torch.testing.assert_close(fn.mean.detach(), mean.detach())
+    torch.testing.assert_close(fn.stddev.detach(), torch.full(fn.batch_shape, precision**-0.5))
+
+
+def below(likelihood, prior=lambda mu: dist.Normal(mu, 1.0), size=None, chosen_rows=None):
+    """A model of a latent a group with three rows each, of some likelihood and prior."""
+
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("groups", y.shape[1], subsample_size=size, dim=-1) as group:
+            z = pyro.sample("z", prior(mu))
+            with pyro.plate("rows", y.shape[0], subsample_size=chosen_rows, dim=-2) as row:
+                pyro.sample("y", likelihood(z), obs=y[row][:, group])
+
+    return model
 
 
 # ---- against linear algebra
 
 
-def test_two_latents_of_a_plate_have_their_exact_conditional():
-    args = data()
-    guide = AutoNaMIGuide(slopes, inverse="reverse")
-    guide(*args)
-    assert guide.conjugate == ("alpha", "beta")
-    for seed in (0, 1):
-        args = data(seed)
-        found, values = density_of(guide, guide.conjugate, *args)
-        joint = torch.cat([values["alpha"], values["beta"]])
-        assert torch.allclose(found, exact(*args, values["mu"], values["tau"]).log_prob(joint))
-
-
-def test_particles_and_the_dense_pass_agree_with_it():
-    args = data()
-    guide = AutoNaMIGuide(slopes, inverse="reverse")
-    guide(*args)
-    found, values = density_of(guide, guide.conjugate, *args, shape=(3,))
-    for i in range(3):
-        joint = torch.cat([values[name][i].flatten() for name in ("alpha", "beta")])
-        expected = exact(*args, values["mu"][i].flatten(), values["tau"][i].flatten()).log_prob(joint)
-        assert torch.allclose(found[i], expected)
-    all_of_it, values = density_of(guide, values, *args, shape=(3,))
-    assert torch.allclose(guide.log_prob(values, *args), all_of_it)
-
-
-def test_other_numbers_of_rows_and_groups_are_exact_too():
-    guide = AutoNaMIGuide(slopes, inverse="reverse")
-    guide(*data())
-    args = data(3, torch.tensor([2, 6, 1, 1, 0, 5]))
-    found, values = density_of(guide, guide.conjugate, *args, counties=7)
-    joint = torch.cat([values["alpha"], values["beta"]])
-    assert torch.allclose(found, exact(*args, values["mu"], values["tau"], counties=7).log_prob(joint))
+@pytest.mark.parametrize(
+    "seed, county, shape, options",
+    [
+        (0, COUNTY, (), {}),
+        (1, COUNTY, (), {}),
+        (0, COUNTY, (3,), {}),
+        (3, torch.tensor([2, 6, 1, 1, 0, 5]), (), {"counties": 7}),
+        (0, COUNTY, (), {"weight": 0.3}),
+        (0, COUNTY, (), {"seen": torch.arange(10) % 3 != 0}),
+    ],
+    ids=["made on", "other data", "particles", "other sizes", "scaled", "masked"],
+)
+def test_two_latents_of_a_plate_have_their_exact_conditional(seed, county, shape, options):
+    args = data(seed, county)
+    guide = made_of_slopes(**({} if "counties" in options else options))
+    values, found = drawn(guide, *args, shape=shape, **options)
+    assert torch.allclose(guide.log_prob(values, *args, **options), sum(found.values()))
+    for i in range(3) if shape else [...]:
+        one = {name: value[i].flatten() for name, value in values.items()}
+        assert torch.allclose(found["alpha"][i] + found["beta"][i], exact(one, *args, **options))
 
 
 def test_it_is_differentiable_in_what_was_drawn_before():
-    args = data()
-    guide = AutoNaMIGuide(slopes, inverse="reverse")
-    values = guide(*args)
-    start = {name: values[name].detach().requires_grad_() for name in ("mu", "tau")}
-    fixed = {name: values[name].detach() for name in ("alpha", "beta")}
-    held = poutine.trace(poutine.condition(guide, {**start, **fixed})).get_trace(*args)
-    found = sum(held.nodes[name]["fn"].log_prob(fixed[name]).sum() for name in fixed)
-    expected = exact(*args, start["mu"], start["tau"]).log_prob(torch.cat([fixed["alpha"], fixed["beta"]]))
+    args, guide = data(), made_of_slopes()
+    values = {name: value.detach() for name, value in guide(*args).items()}
+    start = {name: values[name].requires_grad_() for name in ("mu", "tau")}
+    held = poutine.trace(poutine.condition(guide, values)).get_trace(*args)
+    found = sum(held.nodes[name]["fn"].log_prob(values[name]).sum() for name in guide.conjugate)
+    expected = exact(values, *args)
     for ours, theirs in zip(*(torch.autograd.grad(total, list(start.values())) for total in (found, expected))):
         assert torch.allclose(ours, theirs)
 
 
-def test_scales_and_masks_of_the_likelihood_count():
-    county, floor, y = data()
-    guide = AutoNaMIGuide(slopes, inverse="reverse")
-    guide(county, floor, y, weight=0.3)
-    found, values = density_of(guide, guide.conjugate, county, floor, y, weight=0.3)
-    joint = torch.cat([values["alpha"], values["beta"]])
-    assert torch.allclose(found, exact(county, floor, y, values["mu"], values["tau"], 0.3).log_prob(joint))
-    seen = torch.arange(10) % 3 != 0
-    guide = AutoNaMIGuide(slopes, inverse="reverse")
-    guide(county, floor, y, seen=seen)
-    assert guide.conjugate == ("alpha", "beta")
-    found, values = density_of(guide, guide.conjugate, county, floor, y, seen=seen)
-    joint = torch.cat([values["alpha"], values["beta"]])
-    expected = exact(county[seen], floor[seen], y[seen], values["mu"], values["tau"]).log_prob(joint)
-    assert torch.allclose(found, expected)
-
-
 def test_importance_weights_depend_on_the_globals_alone():
-    args = data()
-    guide = AutoNaMIGuide(slopes, inverse="reverse")
+    args, guide = data(), made_of_slopes()
     globals_alone = poutine.trace(guide).get_trace(*args)
     for name in ("alpha", "beta"):
         globals_alone.remove_node(name)
@@ -156,31 +173,18 @@ def test_importance_weights_depend_on_the_globals_alone():
 def test_single_precision_is_near():
     torch.set_default_dtype(torch.float32)
     args = data()
-    guide = AutoNaMIGuide(slopes, inverse="reverse")
-    guide(*args)
-    assert guide.conjugate == ("alpha", "beta")
-    found, values = density_of(guide, guide.conjugate, *args)
-    assert found.dtype == torch.float32
+    values, found = drawn(made_of_slopes(), *args)
+    total = found["alpha"] + found["beta"]
+    assert total.dtype == torch.float32
     torch.set_default_dtype(torch.float64)
-    joint = torch.cat([values["alpha"], values["beta"]]).double()
-    county, floor, y = args
-    expected = exact(county, floor.double(), y.double(), values["mu"].double(), values["tau"].double())
-    assert torch.allclose(found.double(), expected.log_prob(joint), atol=1e-3)
+    values = {name: value.double() for name, value in values.items()}
+    expected = exact(values, args[0], *(arg.double() for arg in args[1:]))
+    assert torch.allclose(total.double(), expected, atol=1e-3)
 
 
 def test_subsampled_groups_bring_their_own_rows_at_their_own_scale():
-    def model(y, size=None):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
-        with pyro.plate("groups", 6, subsample_size=size, dim=-1) as chosen:
-            z = pyro.sample("z", dist.Normal(mu, 1.0))
-            with pyro.plate("rows", 3, dim=-2):
-                pyro.sample("y", dist.Normal(z, 0.5), obs=y[:, chosen])
-
     y = torch.randn(3, 6)
-    guide = AutoNaMIGuide(model, inverse="reverse")
-    guide(y, 2)
-    assert guide.conjugate == ("z",)
-    trace = poutine.trace(guide).get_trace(y, 2)
+    trace = poutine.trace(made(below(lambda z: dist.Normal(z, 0.5), size=2), y)).get_trace(y)
     chosen, fn = trace.nodes["groups"]["value"], trace.nodes["z"]["fn"]
     precision = 1 + 3 / 0.25
     mean = (trace.nodes["mu"]["value"] + y[:, chosen].sum(0) / 0.25) / precision
@@ -190,6 +194,7 @@ def test_subsampled_groups_bring_their_own_rows_at_their_own_scale():
 
 def test_data_sets_side_by_side_are_separate():
     """Also where they come as an argument of the model, whose plate does not tell of them."""
+    y = torch.randn(3, 4)
 
     def model(y):
         mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
@@ -197,7 +202,6 @@ def test_data_sets_side_by_side_are_separate():
             z = pyro.sample("z", dist.Normal(mu, 1.0))
             pyro.sample("y", dist.Normal(z, 0.5), obs=y)
 
-    y = torch.randn(3, 4)
     guide = amortized(model, inverse="reverse")
     guide(y[0])
     assert guide.conjugate == ("z",)
@@ -209,21 +213,11 @@ def test_data_sets_side_by_side_are_separate():
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_elbo_is_the_plain_one():
-    y, losses = torch.randn(3, 4), []
-
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
-        with pyro.plate("groups", 4, dim=-1):
-            z = pyro.sample("z", dist.Normal(mu, 1.0))
-            with pyro.plate("rows", 3, dim=-2):
-                pyro.sample("y", dist.Normal(z, 0.5), obs=y)
-
+    model, y, losses = below(lambda z: dist.Normal(z, 0.5)), torch.randn(3, 4), []
     with pyro.settings.context(module_local_params=False):
         for objective in (Trace_ELBO, JitTrace_ELBO):
             pyro.clear_param_store()
-            guide = AutoNaMIGuide(model, inverse="reverse")
-            guide(y)
-            assert guide.conjugate == ("z",)
+            guide = made(model, y)
             elbo = objective(num_particles=5, vectorize_particles=True, max_plate_nesting=2)
             svi = SVI(model, guide, Adam({"lr": 0.0}), elbo)
             svi.step(y)  # which compiles
@@ -234,31 +228,21 @@ def test_a_compiled_elbo_is_the_plain_one():
 
 
 def test_data_that_the_model_samples_itself():
-    def model(y=None):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
-        with pyro.plate("groups", 4):
-            z = pyro.sample("z", dist.Normal(mu, 1.0))
-            return pyro.sample("y", dist.Normal(z, 0.5), obs=y)
-
-    guide, y = AutoNaMIGuide(model, inverse="reverse", observed=["y"]), torch.randn(4)
-    guide(observations={"y": torch.randn(4)})
+    guide = AutoNaMIGuide(rows, inverse="reverse", observed=["y"])
+    guide(observations={"y": torch.randn(3)})
     assert guide.conjugate == ("z",)
-    trace = poutine.trace(guide).get_trace(observations={"y": y})
-    assert torch.allclose(trace.nodes["z"]["fn"].loc, (trace.nodes["mu"]["value"] + 4 * y) / 5)
+    check_rows(poutine.trace(guide).get_trace(observations={"y": Y}), Y)
 
 
-def test_without_gradients_and_in_inference_mode():
-    args = data()
-    guide = AutoNaMIGuide(slopes, inverse="reverse")
-    guide(*args)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            trace = poutine.trace(guide).get_trace(*args)
-            assert not trace.nodes["alpha"]["fn"].loc.requires_grad
-        values = {name: trace.nodes[name]["value"].clone() for name in ("mu", "tau", "alpha", "beta")}
-        found = sum(trace.nodes[name]["fn"].log_prob(values[name]).sum() for name in ("alpha", "beta"))
-        joint = torch.cat([values["alpha"], values["beta"]])
-        assert torch.allclose(found, exact(*args, values["mu"], values["tau"]).log_prob(joint))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_and_in_inference_mode(mode):
+    args, guide = data(), made_of_slopes()
+    with mode():
+        nodes = poutine.trace(guide).get_trace(*args).nodes
+        assert not nodes["alpha"]["fn"].loc.requires_grad
+    values = {name: nodes[name]["value"].clone() for name in ("mu", "tau", "alpha", "beta")}
+    found = sum(nodes[name]["fn"].log_prob(values[name]).sum() for name in guide.conjugate)
+    assert torch.allclose(found, exact(values, *args))
 
 
 def test_in_inference_mode_where_a_drawn_number_multiplies_a_member():
@@ -268,47 +252,37 @@ def test_in_inference_mode_where_a_drawn_number_multiplies_a_member():
             z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.5))
             pyro.sample("y", dist.Normal(slope * z + slope, 0.5), obs=y)
 
-    y = torch.tensor([0.3, -1.2, 4.0])
-    guide = AutoNaMIGuide(model, inverse="reverse")
-    guide(y)
-    assert guide.conjugate == ("z",)
+    guide = made(model, Y)
     with torch.inference_mode():
-        trace = poutine.trace(guide).get_trace(y)
+        trace = poutine.trace(guide).get_trace(Y)
         values = {name: trace.nodes[name]["value"] for name in ("slope", "z")}
-        torch.testing.assert_close(guide.log_prob(values, y), trace.log_prob_sum())
+        torch.testing.assert_close(guide.log_prob(values, Y), trace.log_prob_sum())
     slope, fn = values["slope"].clone(), poutine.condition(guide, {"slope": values["slope"]})
     precision = 1.5**-2 + slope**2 / 0.25
-    for given in (trace, poutine.trace(fn).get_trace(y)):
+    for given in (trace, poutine.trace(fn).get_trace(Y)):
         found = given.nodes["z"]["fn"]
-        torch.testing.assert_close(found.mean.clone().detach(), slope * (y - slope) / 0.25 / precision)
+        torch.testing.assert_close(found.mean.clone().detach(), slope * (Y - slope) / 0.25 / precision)
 
 
-@pytest.mark.parametrize("kind", ["a block with gradients", "a view that is added to"])
-def test_models_that_mind_the_mode_of_gradients(kind):
-    @torch.enable_grad()
-    def with_gradients(mu):
-        return pyro.sample("z", dist.Normal(mu, 1.5))
+def adds_to_a_view(y):
+    mean = (0.0 * y + 1.0)[...]
+    rows(y, mean=lambda z: mean.add_(2 * z))
 
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
-        mean = (0.0 * y + 1.0)[...]
-        with pyro.plate("rows", len(y)):
-            if kind == "a block with gradients":
-                mean = mean + 2 * with_gradients(mu)
-            else:
-                mean += 2 * pyro.sample("z", dist.Normal(mu, 1.5))
-            pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
 
-    y = torch.tensor([0.3, -1.2, 4.0])
-    guide = AutoNaMIGuide(model)
-    guide(y)
-    assert guide.conjugate == ("z",)
+sample_with_gradients = torch.enable_grad()(pyro.sample)
+
+
+def has_a_block_with_gradients(y):
+    rows(y, draw=sample_with_gradients, mean=lambda z: 2 * z + 1)
+
+
+@pytest.mark.parametrize("model", [adds_to_a_view, has_a_block_with_gradients])
+def test_models_that_mind_the_mode_of_gradients(model):
+    guide = made(model, Y, inverse="auto")
     with torch.no_grad():
-        trace = poutine.trace(guide).get_trace(y)
-    mu, fn = trace.nodes["mu"]["value"], trace.nodes["z"]["fn"]
-    precision = 1.5**-2 + 4 / 0.25
-    torch.testing.assert_close(fn.mean, (mu / 1.5**2 + 2 * (y - 1) / 0.25) / precision)
-    assert not fn.mean.requires_grad
+        trace = poutine.trace(guide).get_trace(Y)
+    check_rows(trace, Y - 1)
+    assert not trace.nodes["z"]["fn"].mean.requires_grad
 
 
 def test_an_earlier_member_that_a_call_observes():
@@ -319,114 +293,91 @@ def test_an_earlier_member_that_a_call_observes():
             b = pyro.sample("b", dist.Normal(a, 1.0))
             pyro.sample("y", dist.Normal(a + b, 0.5), obs=y)
 
-    y, a = torch.tensor([0.3, -1.2, 4.0]), torch.tensor([3.0, -3.0, 0.0])
-    guide = AutoNaMIGuide(model)
-    guide(y)
-    assert guide.conjugate == ("a", "b")
-    fn = poutine.trace(guide).get_trace(y, a=a).nodes["b"]["fn"]
-    torch.testing.assert_close(fn.mean.detach(), (a + (y - a) / 0.25) / 5)
+    a = torch.tensor([3.0, -3.0, 0.0])
+    fn = poutine.trace(made(model, Y, conjugate=("a", "b"), inverse="auto")).get_trace(Y, a=a).nodes["b"]["fn"]
+    torch.testing.assert_close(fn.mean.detach(), (a + (Y - a) / 0.25) / 5)
 
 
 def test_predictive_children_do_not_matter():
     def model(y):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
-        with pyro.plate("rows", len(y)):
-            z = pyro.sample("z", dist.Normal(mu, 1.5))
+        def draw(name, prior):
+            z = pyro.sample(name, prior)
             pyro.sample("new", dist.Normal(2 * z, 0.5))
-            pyro.sample("y", dist.Normal(2 * z, 0.5), obs=y)
-        pyro.sample("count", dist.Poisson(z.square().sum()))
+            drawn.append(z)
+            return z
 
-    y = torch.tensor([0.3, -1.2, 4.0])
-    guide = AutoNaMIGuide(model)
-    guide(y)
-    assert guide.conjugate == ("z",) and guide.inverse.predictive == {"new", "count"}
-    nodes = poutine.trace(guide).get_trace(y).nodes
-    precision = 1.5**-2 + 4 / 0.25
-    mean = (nodes["mu"]["value"] / 1.5**2 + 2 * y / 0.25) / precision
-    torch.testing.assert_close(nodes["z"]["fn"].mean.detach(), mean.detach())
-    torch.testing.assert_close(nodes["new"]["fn"].mean, 2 * nodes["z"]["value"])
+        drawn = []
+        rows(y, draw)
+        pyro.sample("count", dist.Poisson(drawn[0].square().sum()))
+
+    guide = made(model, Y, inverse="auto")
+    assert guide.inverse.predictive == {"new", "count"}
+    trace = poutine.trace(guide).get_trace(Y)
+    check_rows(trace, Y)
+    torch.testing.assert_close(trace.nodes["new"]["fn"].mean, 2 * trace.nodes["z"]["value"])
 
 
 def test_scales_of_more_dims_than_the_likelihood_has():
     def model(y, power):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
-        with pyro.plate("rows", len(y)):
-            z = pyro.sample("z", dist.Normal(mu, 1.5))
-            with poutine.scale(scale=power):
-                pyro.sample("y", dist.Normal(2 * z, 0.5), obs=y)
+        rows(y, power=power)
 
-    y, power = torch.tensor([0.3, -1.2, 4.0]), torch.tensor([[0.5], [1.0]])
-    guide = AutoNaMIGuide(model)
-    guide(y, torch.ones(()))
-    assert guide.conjugate == ("z",)
-    trace = poutine.trace(guide).get_trace(y, power)
-    precision = 1.5**-2 + 4 * 1.5 / 0.25  # summed, as the log density is
-    torch.testing.assert_close(trace.nodes["z"]["fn"].stddev.detach(), torch.full((3,), precision**-0.5))
+    guide = made(model, Y, torch.ones(()), inverse="auto")
+    trace = poutine.trace(guide).get_trace(Y, torch.tensor([[0.5], [1.0]]))
+    check_rows(trace, Y, 1.5)  # summed, as the log density is
 
 
 def test_deriving_goes_on_in_the_run_that_draws_and_leaves_no_switch_behind():
     runs = []
 
+    def draw(*site):
+        with pyro.validation_enabled(False):
+            return pyro.sample(*site)
+
     def model(y):
         runs.append(1)
-        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
-        with pyro.plate("rows", len(y)):
-            with pyro.validation_enabled(False):
-                z = pyro.sample("z", dist.Normal(mu, 1.5))
-            pyro.sample("y", dist.Normal(2 * z, 0.5), obs=y)
+        rows(y, draw)
 
-    y = torch.tensor([0.3, -1.2, 4.0])
-    guide = AutoNaMIGuide(model)
+    guide = made(model, Y, inverse="auto")
     for gradients, count in ((True, 1), (False, 2)):  # to z and on; without gradients up to z, and one with them behind
         with torch.set_grad_enabled(gradients):
-            guide(y)
+            guide(Y)
             runs.clear()
-            trace = poutine.trace(guide).get_trace(y)
+            trace = poutine.trace(guide).get_trace(Y)
             assert len(runs) == count
             assert torch.is_grad_enabled() == gradients and dist.is_validation_enabled()
-        mu, fn = trace.nodes["mu"]["value"].detach(), trace.nodes["z"]["fn"]
-        precision = 1.5**-2 + 4 / 0.25
-        torch.testing.assert_close(fn.mean.detach(), (mu / 1.5**2 + 2 * y / 0.25) / precision)
-        torch.testing.assert_close(fn.stddev.detach(), torch.full((3,), precision**-0.5))
+        check_rows(trace, Y)
 
 
 def test_an_error_while_deriving_leaves_no_switch_behind():
     broken = []
 
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
-        with pyro.plate("rows", len(y)):
-            z = pyro.sample("z", dist.Normal(mu, 1.5))
-            if broken:
-                raise RuntimeError("not now")
-            pyro.sample("y", dist.Normal(2 * z, 0.5), obs=y)
+    def mean(z):
+        if broken:
+            raise RuntimeError("not now")
+        return 2 * z
 
-    y = torch.tensor([0.3, -1.2, 4.0])
-    guide = AutoNaMIGuide(model)
-    guide(y)
+    guide = made(lambda y: rows(y, mean=mean), Y, inverse="auto")
     broken.append(True)
     with torch.no_grad(), pytest.raises(RuntimeError, match="not now"):
-        guide(y)
+        guide(Y)
     assert torch.is_grad_enabled() and dist.is_validation_enabled()
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="not now"):
-            guide(y)
+            guide(Y)
         assert not torch.is_grad_enabled()
 
 
 def test_a_mask_that_comes_later():
-    y = torch.randn(4)
-
     def model(y, seen=None):
         mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
         with pyro.plate("groups", 4), poutine.mask(mask=torch.ones(4).bool() if seen is None else seen):
             z = pyro.sample("z", dist.Normal(mu, 1.0).mask(True))
             pyro.sample("y", dist.Normal(z, 0.5), obs=y)
 
+    y = torch.randn(4)
     guide = AutoNaMIGuide(model, inverse="reverse")
     guide(y)
-    seen = torch.tensor([True, False, True, True])
-    values = guide(y, seen)
+    values = guide(y, torch.tensor([True, False, True, True]))
     assert all(value.isfinite().all() for value in values.values())
 
 
@@ -450,35 +401,28 @@ def test_members_that_can_hardly_be_told_apart_stay_finite():
 # ---- where there are none
 
 
-def below(likelihood, prior=None, *, scaled=False):
-    """A model of a latent a group with three rows each, of some likelihood and prior."""
-
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
-        with pyro.plate("groups", 4, dim=-1):
-            z = pyro.sample("z", dist.Normal(mu, 1.0) if prior is None else prior(mu))
-            with pyro.plate("rows", 3, dim=-2):
-                pyro.sample("y", likelihood(z), obs=y)
-
-    return model
+def exact_likelihood(z):
+    return dist.Normal(z, 1.0)
 
 
 @pytest.mark.parametrize(
-    "likelihood",
+    "likelihood, prior",
     [
-        lambda z: dist.Poisson(z.exp()),
-        lambda z: dist.Bernoulli(logits=z),
-        lambda z: dist.StudentT(torch.tensor(4.0), z, 1.0),
-        lambda z: dist.Normal(z.tanh(), 1.0),
-        lambda z: dist.Normal(z, (0.1 * z).exp()),
-        lambda z: dist.Normal(z.detach(), 1.0),
-        lambda z: dist.Normal((z > 0).to(z), 1.0),
+        (lambda z: dist.Poisson(z.exp()), dist.Normal),
+        (lambda z: dist.Bernoulli(logits=z), dist.Normal),
+        (lambda z: dist.StudentT(torch.tensor(4.0), z, 1.0), dist.Normal),
+        (lambda z: dist.Normal(z.tanh(), 1.0), dist.Normal),
+        (lambda z: dist.Normal(z, (0.1 * z).exp()), dist.Normal),
+        (lambda z: dist.Normal(z.detach(), 1.0), dist.Normal),
+        (lambda z: dist.Normal((z > 0).to(z), 1.0), dist.Normal),
+        (exact_likelihood, dist.Laplace),
+        (exact_likelihood, dist.LogNormal),
+        (exact_likelihood, dist.Cauchy),
     ],
 )
-def test_other_likelihoods_keep_their_networks(likelihood):
-    guide = AutoNaMIGuide(below(likelihood), inverse="reverse")
-    guide(torch.ones(3, 4))
-    assert guide.conjugate == () and "z" in guide.network.factors
+def test_other_likelihoods_and_priors_keep_their_networks(likelihood, prior):
+    guide = made(below(likelihood, lambda mu: prior(mu, 1.0)), torch.ones(3, 4), conjugate=())
+    assert "z" in guide.network.factors
 
 
 @pytest.mark.parametrize("offset", [0.0, 100.0])
@@ -496,44 +440,23 @@ def test_what_looks_quadratic_at_first_is_seen_through(likelihood, offset):
     """Far from the data, by weights that have not learned yet, or beside a much stronger prior."""
     y = offset + torch.randn(3, 4)
     y = (y > offset).to(y) if isinstance(likelihood(y), dist.Bernoulli) else y
-    for prior in (None, lambda mu: dist.Normal(mu, 0.05)):
-        guide = AutoNaMIGuide(below(likelihood, prior), inverse="reverse")
-        guide(y)
-        assert guide.conjugate == ()
-
-
-@pytest.mark.parametrize(
-    "prior", [lambda mu: dist.Laplace(mu, 1.0), lambda mu: dist.LogNormal(mu, 1.0), lambda mu: dist.Cauchy(mu, 1.0)]
-)
-def test_other_priors_keep_their_networks(prior):
-    guide = AutoNaMIGuide(below(lambda z: dist.Normal(z, 1.0), prior), inverse="reverse")
-    guide(torch.ones(3, 4))
-    assert guide.conjugate == ()
+    for sd in (1.0, 0.05):
+        made(below(likelihood, lambda mu, sd=sd: dist.Normal(mu, sd)), y, conjugate=())
 
 
 @pytest.mark.parametrize(
     "options", [{"conjugate": False}, {"anchor": False}, {"inverse": "mean_field"}, {"families": {"z": "flow"}}]
 )
 def test_options_that_exclude_them(options):
-    model = below(lambda z: dist.Normal(z, 1.0))
-    plain = AutoNaMIGuide(model, inverse="reverse")
-    plain(torch.ones(3, 4))
+    model = below(exact_likelihood)
+    made(model, torch.ones(3, 4))
     guide = AutoNaMIGuide(model, **{"inverse": "reverse", **options})
     guide(torch.ones(3, 4))
-    assert plain.conjugate == ("z",) and guide.conjugate == ()
+    assert guide.conjugate == ()
 
 
 def test_rows_that_are_subsampled_are_not_taken_for_the_data():
-    def model(y, size):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
-        with pyro.plate("groups", 4, dim=-1):
-            z = pyro.sample("z", dist.Normal(mu, 1.0))
-            with pyro.plate("rows", 30, subsample_size=size, dim=-2) as chosen:
-                pyro.sample("y", dist.Normal(z, 1.0), obs=y[chosen])
-
-    guide = AutoNaMIGuide(model, inverse="reverse")
-    guide(torch.randn(30, 4), 5)
-    assert guide.conjugate == ()
+    made(below(exact_likelihood, chosen_rows=5), torch.randn(30, 4), conjugate=())
 
 
 # ---- data that this call does not bring
@@ -551,35 +474,33 @@ def regression(x, y=None, setting=None):
         pyro.sample("y", dist.Normal(alpha[..., COUNTY[: len(x)]] * x, 0.5), obs=y)
 
 
+X = 1 + FLOOR  # a row that is multiplied by 0 could read any county
+
+
 def test_new_rows_are_predicted_from_the_arguments_of_the_data():
-    x, y = 1 + FLOOR, torch.randn(10)  # a row that is multiplied by 0 could read any county
-    guide = amortized(regression, inverse="reverse", save_data=True)
-    SVI(regression, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(x, y)
+    y = torch.randn(10)
+    guide = trained(regression, X, y, save_data=True)
     assert guide.conjugate == ("alpha",)
-    values = {name: value.detach() for name, value in guide(x, y).items()}
-    expected = guide.log_prob(values, x, y)
-    for new in (x[:3], x.flip(0)):
+    values = {name: value.detach() for name, value in guide(X, y).items()}
+    expected = guide.log_prob(values, X, y)
+    for new in (X[:3], X.flip(0)):
         assert torch.equal(guide.log_prob(values, new), expected)
-    assert Predictive(regression, guide=guide, num_samples=4, parallel=True)(x[:3])["y"].shape == (4, 3)
-    file = io.BytesIO()
-    torch.save(guide.state_dict(), file)
-    file.seek(0)
+    assert Predictive(regression, guide=guide, num_samples=4, parallel=True)(X[:3])["y"].shape == (4, 3)
     other = amortized(regression, inverse="reverse")
-    other(x, torch.randn(10))
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(other.log_prob(values, x[:3]), expected)
+    other(X, torch.randn(10))
+    other.load_state_dict(through_file(guide.state_dict()))
+    assert torch.equal(other.log_prob(values, X[:3]), expected)
 
 
 def test_arguments_that_no_state_holds_are_asked_for():
-    x, y = 1 + FLOOR, torch.randn(10)  # a row that is multiplied by 0 could read any county
-    guide = AutoNaMIGuide(regression, inverse="reverse", save_data=True)
-    SVI(regression, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(x, y, Setting())
-    guide(x[:3])
+    y = torch.randn(10)
+    guide = trained(regression, X, y, Setting(), save_data=True, refine="auto")
+    guide(X[:3])
     other = AutoNaMIGuide(regression, inverse="reverse")
-    other(x, y)
+    other(X, y)
     other.load_state_dict(guide.state_dict())
     with pytest.raises(ValueError, match="data for the observed site 'y'.*alpha.*conjugate=False"):
-        other(x[:3])
+        other(X[:3])
 
 
 @pytest.mark.parametrize("use", ["compilation", "CSIS"])
@@ -612,8 +533,7 @@ def two_children(w, y=None):
 
 def test_what_a_call_brings_is_used_beside_what_it_does_not():
     w, y = torch.randn(5), torch.tensor(0.3)
-    guide = AutoNaMIGuide(two_children, inverse="reverse")
-    SVI(two_children, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(w, y)
+    guide = trained(two_children, w, y, refine="auto")
     assert guide.conjugate == ("z",)
     trace = poutine.trace(guide).get_trace(w + 10)
     expected = (trace.nodes["mu"]["value"] + (w + 10) / 0.09) / (1 + 1 / 0.09)
@@ -621,10 +541,9 @@ def test_what_a_call_brings_is_used_beside_what_it_does_not():
 
 
 def test_copies_of_guides_whose_arguments_have_a_graph_or_no_tensors():
-    x, y = 1 + FLOOR, torch.randn(10)
+    y = torch.randn(10)
     slope = torch.ones((), requires_grad=True)
-    guide = AutoNaMIGuide(regression, inverse="reverse")
-    SVI(regression, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(slope * x, y, Setting())
-    values = {name: value.detach() for name, value in guide(x, y).items()}
+    guide = trained(regression, slope * X, y, Setting(), refine="auto")
+    values = {name: value.detach() for name, value in guide(X, y).items()}
     other = copy.deepcopy(guide)
-    assert torch.equal(other.log_prob(values, x[:3]), guide.log_prob(values, x[:3]))
+    assert torch.equal(other.log_prob(values, X[:3]), guide.log_prob(values, X[:3]))

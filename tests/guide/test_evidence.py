@@ -14,6 +14,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import amortized, minimize, scatter
+from models import varying_intercept as groups
 from pyro import poutine
 from pyro.infer.autoguide import init_to_value
 
@@ -41,14 +42,6 @@ def slope(x, y=None):
     b = pyro.sample("b", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Normal(b * x, NOISE), obs=y)
-
-
-def groups(county, counties, y=None):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    with pyro.plate("county", counties):
-        alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
-    with pyro.plate("obs", len(county)):
-        pyro.sample("y", dist.Normal(alpha[..., county], NOISE), obs=y)
 
 
 def crossed(county, counties, day, days, y=None):
@@ -303,19 +296,6 @@ def test_families_without_evidence_have_none():
     guide = amortized(hierarchy, families={"m": "mixture"})
     guide(6, torch.randn(6))
     assert not guide.network.factors["m"].pseudo and not list(guide.network.evidence.parameters())
-
-
-def test_evidence_of_a_subsampled_plate_does_not_reach_globals():
-    """A mini-batch is not the data."""
-
-    def model(y):
-        m = pyro.sample("m", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(y), subsample_size=3) as rows:
-            pyro.sample("y", dist.Normal(m, 1.0), obs=y[rows])
-
-    guide = amortized(model, conjugate=False)
-    guide(torch.randn(10))
-    assert not list(guide.network.evidence.parameters())
 
 
 # ---- the first step

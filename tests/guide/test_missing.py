@@ -6,10 +6,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import amortized, made_once, ready
+from models import amortized, made_once, ready, steps
 from pyro import poutine
-from pyro.infer import SVI, Predictive, Trace_ELBO
-from pyro.optim import Adam
+from pyro.infer import Predictive
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("double")]
 NAN, ROWS = float("nan"), 6
@@ -17,44 +16,40 @@ PATTERN = torch.tensor([True, False, True, True, False, True])
 EVERY, NONE = torch.ones_like(PATTERN), torch.zeros_like(PATTERN)
 
 
-def masked(y, mask):
-    """`poutine.mask`: the values are there, but count for nothing."""
+def rows(y, observe):
     m = pyro.sample("m", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Normal(m, 1.0))
-        with poutine.mask(mask=mask):
-            pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+        observe(pyro.sample("z", dist.Normal(m, 1.0)))
+
+
+def masked(y, mask):
+    """`poutine.mask`: the values are there, but count for nothing."""
+
+    @poutine.mask(mask=mask)
+    def observe(z):
+        pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+
+    rows(y, observe)
 
 
 def observed_in_part(y, mask):
     """`obs_mask`: the other entries are latents, y_unobserved."""
-    m = pyro.sample("m", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Normal(m, 1.0))
-        pyro.sample("y", dist.Normal(z, 0.5), obs=y, obs_mask=mask)
+    rows(y, lambda z: pyro.sample("y", dist.Normal(z, 0.5), obs=y, obs_mask=mask))
 
 
 def nan_marked(y, mask):
     """NaN marks what is missing; the model makes it so."""
-    m = pyro.sample("m", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Normal(m, 1.0))
-        pyro.sample("y", dist.NanMaskedNormal(z, 0.5), obs=torch.where(mask, y, torch.full_like(y, NAN)))
+    given = torch.where(mask, y, torch.full_like(y, NAN))
+    rows(y, lambda z: pyro.sample("y", dist.NanMaskedNormal(z, 0.5), obs=given))
 
 
-def masked_groups(y, mask, county, counties):
-    """Behind an index map."""
+def groups(y, mask, county, counties):
+    """Behind an index map: masked, or marked by NaN where there is no mask."""
     with pyro.plate("county", counties):
         alpha = pyro.sample("alpha", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(y)), poutine.mask(mask=mask):
-        pyro.sample("y", dist.Normal(alpha[..., county], 0.5), obs=y)
-
-
-def nan_groups(y, county, counties):
-    with pyro.plate("county", counties):
-        alpha = pyro.sample("alpha", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.NanMaskedNormal(alpha[..., county], 0.5), obs=y)
+        likelihood = dist.NanMaskedNormal if mask is True else dist.Normal
+        pyro.sample("y", likelihood(alpha[..., county], 0.5), obs=y)
 
 
 MODELS = [masked, observed_in_part, nan_marked]
@@ -134,12 +129,24 @@ def test_what_stands_in_masked_entries_at_the_first_call_leaves_no_trace(model):
             assert torch.equal(value, state[name]), name
 
 
-def test_what_stands_in_masked_entries_is_not_read_through_an_index():
-    y, county = torch.randn(ROWS), torch.tensor([0, 0, 1, 1, 2, 2])
-    guide = ready(masked_groups, y, PATTERN, county, 3)
-    values = {"alpha": torch.tensor([0.1, 0.2, 0.3])}
-    before, after = (guide.log_prob(values, x, PATTERN, county, 3) for x in (y, filled(y, PATTERN, -999.0)))
-    assert torch.equal(before, after)
+@pytest.mark.parametrize("marked_by_nan", [False, True])
+def test_behind_an_index_map(marked_by_nan):
+    """A group whose rows are all missing, and one with some: each reads its own rows and their pattern."""
+    county, y, seen = torch.tensor([0, 0, 1, 1, 2, 2]), torch.randn(ROWS), EVERY.clone()
+    seen[[1, 2, 3]] = False
+    guide = ready(groups, y, True if marked_by_nan else EVERY, county, 3)
+
+    def density(y, mask):
+        condition = poutine.condition(guide, {"alpha": torch.zeros(3)})
+        args = (filled(y, mask, NAN), True) if marked_by_nan else (y, mask)
+        trace = poutine.trace(condition).get_trace(*args, county, 3)
+        trace.compute_log_prob()
+        return trace.nodes["alpha"]["log_prob"]
+
+    missing = density(y, seen)
+    assert missing.isfinite().all()
+    assert (missing != density(y, EVERY)).tolist() == [True, True, False]
+    assert torch.equal(density(filled(y, seen, -999.0), seen), missing)
 
 
 @ALL
@@ -151,9 +158,8 @@ def test_training_does_not_depend_on_what_stands_there(model, inverse):
         pyro.clear_param_store()
         guide, y = made(model, inverse=inverse, evidence=True)
         pyro.set_rng_seed(1)
-        svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
-        losses.append([svi.step(filled(y, PATTERN, filler), PATTERN) for _ in range(5)])
-    assert torch.tensor(losses).isfinite().all() and losses[0] == losses[1]
+        losses.append(steps(model, guide, filled(y, PATTERN, filler), PATTERN))
+    assert torch.equal(*losses)
 
 
 # ---- the pattern is read
@@ -186,22 +192,6 @@ def test_other_sizes_with_other_patterns(model):
         expected = densities(guide, y, pattern)
         assert torch.equal(densities(guide, filled(y, pattern, -999.0), pattern), expected)
         assert guide(y, pattern)["z"].shape == (size,)
-
-
-def test_nan_behind_an_index_map():
-    """A group whose rows are all missing, and one with some: each reads its own rows and their pattern."""
-    county, y = torch.tensor([0, 0, 1, 1, 2, 2]), torch.randn(ROWS)
-    guide = ready(nan_groups, y, county, 3)
-
-    def density(y):
-        trace = poutine.trace(poutine.condition(guide, {"alpha": torch.zeros(3)})).get_trace(y, county, 3)
-        trace.compute_log_prob()
-        return trace.nodes["alpha"]["log_prob"]
-
-    missing = y.clone()
-    missing[[1, 2, 3]] = NAN
-    assert density(missing).isfinite().all()
-    assert (density(missing) != density(y)).tolist() == [True, True, False]
 
 
 # ---- the entries that are not observed

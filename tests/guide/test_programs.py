@@ -14,7 +14,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import amortized
+from models import CASES, amortized, eight_schools, scatter, steps
 from pyro import poutine
 from pyro.contrib.forecast import Forecaster, ForecastingModel
 from pyro.infer import (
@@ -218,12 +218,13 @@ def mixture(y, batch=None):
 # ---- sequential plates, and sites that differ from call to call
 
 
-def one_by_one(y, batch=None):
+def one_by_one(y, batch=None, local=False):
     mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
     for i in pyro.plate("data", len(y), batch):
+        loc = pyro.sample(f"z_{i}", dist.Normal(mu, 1.0)) if local else mu
         with pyro.plate(f"of_{i}", 2):
-            pyro.sample(f"obs_{i}", dist.Normal(mu, scale), obs=y[i].expand(2))
+            pyro.sample(f"obs_{i}", dist.Normal(loc, scale), obs=y[i].expand(2))
 
 
 def enumerated_one_by_one(y, batch=None):
@@ -234,23 +235,12 @@ def enumerated_one_by_one(y, batch=None):
         pyro.sample(f"obs_{i}", dist.Normal(loc[z], 1.0), obs=y[i])
 
 
-def local_one_by_one(y, batch=None):
-    mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
-    for i in pyro.plate("data", len(y), batch):
-        z = pyro.sample(f"z_{i}", dist.Normal(mu, 1.0))
-        pyro.sample(f"obs_{i}", dist.Normal(z, 1.0), obs=y[i])
-
-
 def tables(**columns):
     """A plate and a site for each table that a call brings."""
     mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
     for name, y in columns.items():
         with pyro.plate(f"rows_{name}", len(y)):
             pyro.sample(f"y_{name}", dist.Normal(mu, 1.0), obs=y)
-
-
-def table_calls(*names):
-    return lambda: tables(**{name: NUMBERS[: 3 + i] for i, name in enumerate(names)})
 
 
 def series(y):
@@ -327,14 +317,6 @@ class Regression(PyroModule):
 
 
 # ---- reparametrizations, forecasting
-
-
-def groups(y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    tau = pyro.sample("tau", dist.LogNormal(0.0, 1.0))
-    with pyro.plate("groups", len(y)):
-        theta = pyro.sample("theta", dist.Normal(mu, tau))
-        pyro.sample("y", dist.Normal(theta, 1.0), obs=y)
 
 
 def walk(y):
@@ -448,7 +430,7 @@ PROGRAMS = {
     "one by one": Program(one_by_one, [(NUMBERS,)] * 2),
     "one by one, a part": Program(one_by_one, [(MANY, 3)] * 3),
     "enumerated one by one, a part": Program(enumerated_one_by_one, [(MANY, 3)] * 3, enumerating(0), hidden("z_")),
-    "local one by one, a part": Program(local_one_by_one, [(MANY, 3)] * 3, part=exposed("mu")),
+    "local one by one, a part": Program(one_by_one, [(MANY, 3, True)] * 3, part=exposed("mu", "scale")),
     "tables": Program(
         lambda names: tables(**{name: NUMBERS[: 3 + i] for i, name in enumerate(names)}),
         [("ab",), ("a",), ("b",), ("",), ("cb",), ("c",)],
@@ -459,7 +441,9 @@ PROGRAMS = {
     "deep chain": Program(DeepChain(), [(BITS, LENGTHS), (BITS, LENGTHS, 0.5)]),
     "decoded": Program(decoded(), [(NUMBERS, 3)] * 2),
     "regression": Program(Regression(), [(PAIRS, NUMBERS[:5])] * 2),
-    "location and scale": Program(reparametrized(groups, theta=LocScaleReparam()), [(NUMBERS,)] * 2),
+    "location and scale": Program(
+        reparametrized(eight_schools, theta=LocScaleReparam()), [CASES["eight_schools"].arguments()] * 2
+    ),
     "cosine": Program(reparametrized(walk, z=DiscreteCosineReparam()), [(NUMBERS,)] * 2),
     "haar": Program(reparametrized(walk, z=HaarReparam()), [(NUMBERS,)] * 2),
     "split": Program(reparametrized(walk, z=SplitReparam([3, 5], -1)), [(NUMBERS,)] * 2),
@@ -532,8 +516,7 @@ def test_a_call_without_a_site_conditions_on_the_others_alone(inverse):
 
     with torch.no_grad():
         guide(a=y[:5], b=y[:3])
-        for parameter in guide.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+        scatter(guide, 0.1)
         alone = mean(a=y[:5])
         mean(a=y[:5], b=y[3:6])
         assert mean(a=y[:5]) == alone
@@ -553,9 +536,8 @@ def growing(count, y):
 def test_a_latent_that_disappears_is_not_drawn(inverse):
     y = torch.tensor(1.0)
     guide = AutoNaMIGuide(growing, inverse=inverse)
-    svi = SVI(growing, guide, Adam({"lr": 1e-3}), Trace_ELBO())
     for count in (3, 1, 2, 3):
-        assert math.isfinite(svi.step(count, y))
+        steps(growing, guide, count, y, count=1, lr=1e-3)
         latents = guide(count, y)
         assert list(latents) == ["mu", "z_0", "z_1", "z_2"][: count + 1]
         assert guide.log_prob(latents, count, y).isfinite()
@@ -589,16 +571,16 @@ def test_a_call_without_any_data_predicts_from_the_data_last_seen():
                 pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
     guide = AutoNaMIGuide(model)
-    SVI(model, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(8, NUMBERS)
+    steps(model, guide, 8, NUMBERS, count=1, lr=1e-3)
     values = torch.zeros(1), torch.ones(1)
     seen, predicted = ([guide.log_prob({"mu": v}, 8, *y) for v in values] for y in ((NUMBERS,), ()))
     assert seen == predicted
 
 
 def test_latents_of_a_sequential_plate_that_is_subsampled():
-    guide = AutoNaMIGuide(local_one_by_one)
+    guide = AutoNaMIGuide(one_by_one)
     with pytest.raises(NotImplementedError, match="'z_.*sequential plate.*vectorized.*poutine.block"):
-        guide(NUMBERS, 3)
+        guide(NUMBERS, 3, True)
 
 
 def test_a_site_with_an_index_map_that_disappears():

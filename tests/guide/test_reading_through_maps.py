@@ -7,7 +7,7 @@ at another size or on another index is compared with a guide that was made there
 from __future__ import annotations
 
 import copy
-import io
+import functools
 import pickle
 
 import pyro
@@ -15,7 +15,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from models import amortized, made_once, minimize
+from models import amortized, made_once, minimize, through_file, varying_intercept
 from models import ready_by_a_step as ready
 from pyro import poutine
 from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
@@ -35,14 +35,6 @@ def own_parameters():
 
 
 # ---- models: arguments are indices, sizes of the plates they point into, and data
-
-
-def varying_intercept(county, counties, y=None):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    with pyro.plate("county", counties):
-        alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
-    with pyro.plate("obs", len(county)):
-        pyro.sample("y", dist.Normal(alpha[..., county], 0.5), obs=y)
 
 
 def varying_slope(county, counties, x, y=None):
@@ -100,7 +92,8 @@ def index_into(size, rows):
 def data_of(model, size=5, rows=14):
     """Arguments for one of the models, with ``size`` groups and ``rows`` rows."""
     if model is nested_effects:
-        return index_into(3, size), 3, index_into(size, rows), torch.randn(rows)
+        schools = 2 + size % 2
+        return index_into(schools, size), schools, index_into(size, rows), torch.randn(rows)
     county = index_into(size, rows)
     if model is crossed_effects:
         return county, size, index_into(size - 1, rows), size - 1, torch.randn(rows)
@@ -114,10 +107,11 @@ ALL = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 RAGGED = pytest.mark.parametrize("model", NO_BLOCKS, ids=lambda model: model.__name__)
 
 
-def twin(guide, *args, **options):
-    """Returns a guide made on other arguments, with the weights of ``guide``."""
-    other = amortized(guide.model, **options)
+def twin(guide, *args, model=None, **options):
+    """Returns a guide made on other arguments, with the weights of ``guide``, whose shapes are its own."""
+    other = amortized(model or guide.model, **options)
     other(*args)
+    assert shapes_of(other) == shapes_of(guide)
     other.load_state_dict(guide.state_dict())
     return other
 
@@ -179,23 +173,49 @@ def one_hot(index, size):
 # ---- who reads what
 
 
+def who_reads_whom(model, args, inverse):
+    """Returns (latent, what it reads) -> which instances read which, as the index has it."""
+    own, all_rows = one_hot(*args[:2]), torch.ones(len(args[-1]), dtype=torch.bool)
+    if model is nested_effects:
+        school, schools, classroom, _ = args
+        return {
+            ("s", "y"): one_hot(school[classroom], schools),
+            ("c", "y"): one_hot(classroom, len(school)),
+            ("c", "s"): own.T,
+            ("mu", "y"): all_rows,
+        }
+    if model is local_rows and inverse == "forward":  # z is drawn first, one block a county
+        return {("alpha", "z"): own}
+    if model is local_rows:
+        return {("alpha", "y"): own, ("z", "y"): torch.eye(len(args[2]), dtype=torch.bool), ("z", "alpha"): own.T}
+    if model is discrete_groups:
+        return {("k", "y"): own}
+    return {("alpha", "y"): own, ("mu", "y"): all_rows}
+
+
 @pytest.mark.parametrize(
     "model, options",
     [
         (varying_intercept, {}),
         (varying_slope, {}),
         (discrete_groups, {}),
+        (nested_effects, {}),
+        (local_rows, {}),
+        (local_rows, {"inverse": "forward"}),
         (varying_slope, {"shared": False}),
         (varying_intercept, {"evidence": False}),
         (discrete_groups, {"evidence": False}),
         (varying_intercept, {"anchor": False}),
     ],
 )
-def test_a_group_reads_its_own_rows_and_no_other_group(model, options):
-    guide, args, values = trained(model, inverse="reverse", **options)
-    county, size = args[:2]
-    name = "k" if model is discrete_groups else "alpha"
-    assert torch.equal(reads(guide, name, values, args, "y"), one_hot(county, size))
+def test_a_latent_reads_its_own_rows_and_groups_through_the_maps_and_globals_read_all(model, options):
+    options = {"inverse": "reverse", **options}
+    guide, args, values = trained(model, **options)
+    for (name, of), expected in who_reads_whom(model, args, options["inverse"]).items():
+        assert torch.equal(reads(guide, name, values, args, of), expected)
+    if model in (nested_effects, local_rows):
+        return
+    name, size = "k" if model is discrete_groups else "alpha", args[1]
     before = local_density(guide, name, values, *args)
     for j in range(size):
         moved = values[name].clone()
@@ -222,11 +242,6 @@ def test_every_encoder_keeps_groups_apart(pooling):
     seen = reads(guide, "alpha", values, args, "y")
     assert not (seen & ~one_hot(*args[:2])).any()
     assert seen.any(-1).all()
-
-
-def test_globals_read_every_row():
-    guide, args, values = trained(varying_intercept)
-    assert reads(guide, "mu", values, args, "y").all()
 
 
 def test_a_crossed_factor_reads_its_rows_and_what_meets_it_there():
@@ -261,54 +276,11 @@ def test_a_crossed_factor_reads_a_pair_of_datum_and_effect_not_two_sets(evidence
     assert before[0] != after[0] and before[1] == after[1]
 
 
-def test_nested_maps_are_read_level_by_level():
-    guide, args, values = trained(nested_effects, inverse="reverse")
-    school, schools, classroom, _ = args
-    assert torch.equal(reads(guide, "s", values, args, "y"), one_hot(school[classroom], schools))
-    assert torch.equal(reads(guide, "c", values, args, "y"), one_hot(classroom, len(school)))
-    assert torch.equal(reads(guide, "c", values, args, "s"), one_hot(school, schools).T)
-    assert reads(guide, "mu", values, args, "y").all()
-
-
-@pytest.mark.parametrize("inverse", ["forward", "reverse"])
-def test_latents_of_rows_and_of_groups(inverse):
-    """forward: z is drawn first, one block a county; reverse: alpha is, and z_n reads its own row and county."""
-    guide, args, values = trained(local_rows, inverse=inverse)
-    own = one_hot(*args[:2])
-    if inverse == "reverse":
-        assert torch.equal(reads(guide, "alpha", values, args, "y"), own)
-        assert torch.equal(reads(guide, "z", values, args, "y"), torch.eye(len(args[2]), dtype=torch.bool))
-        assert torch.equal(reads(guide, "z", values, args, "alpha"), own.T)
-    else:
-        assert torch.equal(reads(guide, "alpha", values, args, "z"), own)
-
-
 def test_covariates_reach_the_groups_own_rows_only():
     guide, (county, size, x, y), values = trained(varying_slope, inverse="reverse")
     before = local_density(guide, "alpha", values, county, size, x, y)
     after = local_density(guide, "alpha", values, county, size, torch.where(county == 2, x + 1, x), y)
     assert ((after != before) == (torch.arange(size) == 2)).all()
-
-
-@ALL
-def test_rows_are_exchangeable(model):
-    """Rows in another order, with their indices: the same density."""
-    guide, args, values = trained(model)
-    rows = len(args[-1])
-    order = torch.randperm(rows)
-    moved = [a[order] if isinstance(a, torch.Tensor) and len(a) == rows else a for a in args]
-    reordered = {name: value[order] if name == "z" else value for name, value in values.items()}
-    assert torch.allclose(guide.log_prob(values, *args), guide.log_prob(reordered, *moved))
-
-
-def test_groups_are_exchangeable():
-    guide, args, values = trained(varying_intercept)
-    county, size, y = args
-    order = torch.randperm(size)
-    moved = {**values, "alpha": values["alpha"][order]}
-    expected = guide.log_prob(values, *args)
-    assert torch.allclose(guide.log_prob(moved, order.argsort()[county], size, y), expected)
-    assert not torch.allclose(guide.log_prob(moved, *args), expected)
 
 
 def test_a_balanced_index_is_a_nested_plate():
@@ -334,33 +306,12 @@ def test_a_balanced_index_is_a_nested_plate():
     assert torch.allclose(plain.log_prob(nested, y), guide.log_prob(values, county, 4, y.flatten()))
 
 
-@pytest.mark.parametrize(
-    "read, dim",
-    [
-        (lambda alpha, county: alpha.index_select(-1, county), -1),
-        (lambda alpha, county: alpha.gather(-1, county.expand(alpha.shape[:-1] + county.shape)), -1),
-        (lambda alpha, county: alpha @ F.one_hot(county, alpha.shape[-1]).T.to(alpha), -1),
-        (lambda alpha, county: alpha.take_along_dim(county.expand(alpha.shape[:-1] + county.shape), -1), -1),
-        (lambda alpha, county: alpha[..., county, 0], -2),
-    ],
-    ids=["index_select", "gather", "one_hot", "take_along_dim", "a dim of its own"],
-)
-def test_ways_to_index_and_dims_of_plates_make_the_same_guide(read, dim):
-    def model(county, counties, y=None):
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        with pyro.plate("county", counties, dim=dim):
-            alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
-        with pyro.plate("obs", len(county), dim=-1):
-            pyro.sample("y", dist.Normal(read(alpha, county), 0.5), obs=y)
-
+def test_a_dim_of_its_own_makes_the_same_guide():
+    """As ways to index do, whose maps are one (`reading/test_index_maps.py`)."""
     guide, args, values = trained(varying_intercept)
-    other = amortized(model)
-    other(*args)
-    assert shapes_of(other) == shapes_of(guide)
-    other.load_state_dict(guide.state_dict())
-    moved = {**values, "alpha": values["alpha"].unsqueeze(-1)} if dim == -2 else values
-    exact = {"rtol": 0, "atol": 0} if dim == -1 else {}
-    assert torch.allclose(other.log_prob(moved, *args), guide.log_prob(values, *args), **exact)
+    other = twin(guide, *args, model=functools.partial(varying_intercept, dim=-2))
+    moved = {**values, "alpha": values["alpha"].unsqueeze(-1)}
+    assert torch.allclose(other.log_prob(moved, *args), guide.log_prob(values, *args))
 
 
 # ---- sizes
@@ -368,7 +319,7 @@ def test_ways_to_index_and_dims_of_plates_make_the_same_guide(read, dim):
 
 @RAGGED
 def test_other_sizes_in_a_later_call(model):
-    """A guide made at another size has weights of the same shapes, and with the same weights the same density."""
+    """All levels of a nested design may change in one call."""
     made, args, values = trained(model, inverse="reverse")
     for size, rows in [(9, 31), (3, 40), (12, 20), (1, 6), (4, 1)]:
         torch.manual_seed(1)
@@ -378,18 +329,8 @@ def test_other_sizes_in_a_later_call(model):
         assert torch.allclose(dense, expected)
         if min(size, rows) > 1:  # a guide that is made on one row cannot tell what varies between rows
             other = twin(guide, *now, inverse="reverse")
-            assert shapes_of(other) == shapes_of(guide)
             assert torch.allclose(dense, other.log_prob(drawn, *now))
             assert torch.allclose(other.log_prob(values, *args), made.log_prob(values, *args))
-
-
-def test_all_levels_of_a_nested_design_change_in_one_call():
-    guide, *_ = trained(nested_effects, inverse="reverse")
-    args = torch.tensor([0, 0, 0, 1]), 2, torch.tensor([3, 3, 3, 3, 3, 0, 2]), torch.randn(7)
-    values = guide(*args)
-    assert values["s"].shape == (2,) and values["c"].shape == (4,)
-    expected = twin(guide, *args, inverse="reverse").log_prob(values, *args)
-    assert torch.allclose(guide.log_prob(values, *args), expected)
 
 
 def test_the_free_side_of_a_crossed_design_changes_its_size_and_the_block_cannot():
@@ -410,11 +351,13 @@ def test_the_free_side_of_a_crossed_design_changes_its_size_and_the_block_cannot
 
 @pytest.mark.parametrize(
     "model, inverse",
-    [(model, inverse) for model in MODELS for inverse in (None, "forward", "reverse")]
-    + [(model, ("free", "mean_field")[i % 2]) for i, model in enumerate(MODELS)],
+    [
+        *((model, "auto") for model in MODELS),
+        *((model, ("forward", "reverse", "free", "mean_field")[i % 4]) for i, model in enumerate(MODELS)),
+    ],
 )
 def test_dense_and_traced_densities_agree_with_particles_and_without(model, inverse):
-    guide, args, _ = trained(model, **({"inverse": inverse} if inverse else {}))
+    guide, args, _ = trained(model, inverse=inverse)
     values, expected = traced(guide, *args)
     assert torch.allclose(guide.log_prob(values, *args), expected)
     with pyro.plate("particles", 6, dim=-2):
@@ -492,13 +435,6 @@ def test_nested_prediction_for_new_rows():
 # ---- state
 
 
-def through_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.parametrize("model", [varying_intercept, crossed_effects, nested_effects])
 def test_a_state_dict_holds_weights_data_and_maps(model):
     guide, args, values = trained(model)
@@ -516,21 +452,18 @@ def test_a_state_dict_holds_weights_data_and_maps(model):
         assert torch.equal(told, elsewhere)
 
 
-def test_a_loaded_state_predicts_new_rows_before_it_sees_data():
-    guide, args, values = trained(varying_intercept, save_data=True)
-    state = through_file(guide.state_dict())
+def loaded(guide):
+    """Returns a guide that was made on other data, with the state of ``guide``."""
     other = amortized(varying_intercept)
     other(*data_of(varying_intercept, 3, 8))
-    other.load_state_dict(state)
-    new = torch.tensor([0, 3, 3])
-    assert torch.equal(other.log_prob(values, new, args[1]), guide.log_prob(values, *args))
+    other.load_state_dict(through_file(guide.state_dict()))
+    return other
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))])
-def test_copies_know_data_and_maps(clone):
-    args = county, size, y = data_of(varying_intercept)
-    guide = ready(varying_intercept, *args)
-    values = draw(guide, *args)
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide)), loaded])
+def test_copies_know_data_and_maps_and_predict_new_rows_before_they_see_data(clone):
+    guide, args, values = trained(varying_intercept, save_data=True)
+    county, size, y = args
     other = clone(guide)
     expected = guide.log_prob(values, *args)
     assert torch.equal(other.log_prob(values, torch.tensor([0, 3, 3]), size), expected)
@@ -579,54 +512,43 @@ def test_the_same_arguments_cost_no_runs(model):
     assert counted.runs_of(guide, *args) == again
 
 
-def test_new_data_on_the_same_index_cost_no_more_than_a_search():
-    """The key is all arguments: data that change every call bring a check of the maps, of few runs at any size."""
-    costs = []
+OVERRIDE = {("alpha", "y"): lambda county, counties, y=None: counties - 1 - county}
+
+
+def costs(model, **options):
+    """Returns for 4 groups and for 600 the runs of a first call, one with other data, and one on another index."""
     for size in (4, 600):
-        counted = Counted(varying_intercept)
-        args = county, _, y = data_of(varying_intercept, size, 3 * size)
-        guide = amortized(counted)
-        guide(*args)
-        costs.append(counted.runs_of(guide, county, size, y + 1))
-    assert costs[0] == costs[1] <= 8
+        counted = Counted(model)
+        guide = amortized(counted, **options)
+        args = data_of(model, size, 3 * size)
+        calls = args, (*args[:-1], args[-1] + 1), data_of(model, size, 3 * size)
+        yield tuple(counted.runs_of(guide, *now) for now in calls)
+
+
+def test_new_data_on_the_same_index_cost_no_more_than_a_check_of_it():
+    (_, few, _), (_, many, _) = costs(varying_intercept)
+    assert few == many <= 8
 
 
 def test_group_testing_takes_two_runs_a_bit():
     """2 ceil(log2 J) + 1 runs for J groups, and a constant beside."""
-    costs = []
-    for size in (4, 600):
-        counted = Counted(recoded)
-        guide = amortized(counted)
-        guide(*data_of(recoded, size, 3 * size))
-        costs.append(counted.runs_of(guide, *data_of(recoded, size, 3 * size)))
-    assert costs[1] - costs[0] == 2 * (10 - 2)
-    assert costs[0] <= 2 * 2 + 1 + 4
+    (_, _, few), (_, _, many) = costs(recoded)
+    assert many - few == 2 * (10 - 2)
+    assert few <= 2 * 2 + 1 + 4
 
 
-OVERRIDE = {("alpha", "y"): lambda county, counties, y=None: counties - 1 - county}
+def test_a_given_map_is_not_searched_for():
+    (first_of_few, _, few), (first_of_many, _, many) = costs(recoded, index_maps=OVERRIDE)
+    assert few == many <= 4
+    assert first_of_many <= first_of_few + 2
 
 
 def test_a_given_map_is_the_automatic_one():
     guide, args, _ = trained(recoded)
-    told = amortized(recoded, index_maps=OVERRIDE)
-    told(*args)
-    assert shapes_of(told) == shapes_of(guide)
-    told.load_state_dict(guide.state_dict())
+    told = twin(guide, *args, index_maps=OVERRIDE)
     for now in (args, data_of(recoded, 7, 20)):
         values = draw(guide, *now)
         assert torch.equal(told.log_prob(values, *now), guide.log_prob(values, *now))
-
-
-def test_a_given_map_is_not_searched_for():
-    """The runs of a call do not grow with the number of groups, at the first call either."""
-    first, later = [], []
-    for size in (4, 600):
-        counted = Counted(recoded)
-        guide = amortized(counted, index_maps=OVERRIDE)
-        first.append(counted.runs_of(guide, *data_of(recoded, size, 3 * size)))
-        later.append(counted.runs_of(guide, *data_of(recoded, size, 3 * size)))
-    assert later[0] == later[1] <= 4
-    assert first[1] <= first[0] + 2
 
 
 @pytest.mark.parametrize(
@@ -720,20 +642,6 @@ def test_a_given_map_that_does_not_fit(index, match):
             answer[0] = index
         with pytest.raises((ValueError, TypeError), match=match):
             guide(county, 3, torch.randn(4))
-
-
-@pytest.mark.parametrize("pair", [("nobody", "y"), ("alpha", "nobody"), ("mu", "y")])
-def test_a_given_map_between_sites_that_have_none(pair):
-    args = county, *_ = data_of(varying_intercept)
-    guide = amortized(varying_intercept, index_maps={pair: lambda *args: county})
-    with pytest.raises(ValueError, match=pair[0] if pair[0] != "alpha" else pair[1]):
-        guide(*args)
-
-
-@pytest.mark.parametrize("index_maps", [{"alpha": lambda *args: 0}, {("alpha", "y"): torch.zeros(3)}])
-def test_given_maps_of_the_wrong_kind(index_maps):
-    with pytest.raises(TypeError, match="index_maps"):
-        amortized(varying_intercept, index_maps=index_maps)
 
 
 def test_what_the_model_cannot_run_on_is_its_own_error():

@@ -12,11 +12,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import amortized, conjugate_normal, conjugate_normal_posterior, eight_schools
+from models import amortized, conjugate_normal, conjugate_normal_posterior, steps
 from pyro import poutine
-from pyro.infer import SVI, JitTrace_ELBO, Trace_ELBO
+from pyro.infer import JitTrace_ELBO, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
-from pyro.optim import Adam
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation
 from pyro_nami.guide.network_state import NetworkState
@@ -63,9 +62,8 @@ def locations_and_scales(guide, *args):
     return found
 
 
-def train(model, guide, rate, steps, *args, objective=Trace_ELBO, **options):
-    svi = SVI(model, guide, Adam({"lr": rate}), objective(**options))
-    return torch.tensor([svi.step(*args) for _ in range(steps)])
+def train(model, guide, rate, count, *args, objective=Trace_ELBO, **options):
+    return steps(model, guide, *args, count=count, lr=rate, elbo=objective(**options))
 
 
 def afresh(kind, model):
@@ -89,14 +87,14 @@ def test_a_step_of_adam_moves_locations_and_log_scales_by_about_its_rate(familie
         assert log_scale < (15 if families == "mixture" else 8) * RATE, name
 
 
-@pytest.mark.parametrize(("rate", "steps"), [(0.001, 150), (0.05, 300)])
-def test_training_ends_no_worse_than_auto_normal(rate, steps):
+@pytest.mark.parametrize(("rate", "count"), [(0.001, 150), (0.05, 300)])
+def test_training_ends_no_worse_than_auto_normal(rate, count):
     """On a model that nothing was tuned for, at a low rate and at a high one, and where the loss is compiled."""
     model, y = regression(4, 6)
 
     def bound(kind, objective, **options):
         guide = afresh(kind, model)
-        assert train(model, guide, rate, steps, y, objective=objective, **options).isfinite().all()
+        train(model, guide, rate, count, y, objective=objective, **options)
         elbo = Trace_ELBO(num_particles=500, vectorize_particles=True, max_plate_nesting=1)
         return -elbo.loss(model, guide, y)
 
@@ -178,9 +176,8 @@ def test_a_global_factor_does_not_learn_from_data_that_never_change():
 
 def test_networks_learn_once_the_data_vary():
     guide = AutoNaMIGuide(conjugate_normal)
-    svi = SVI(conjugate_normal, guide, Adam({"lr": RATE}), Trace_ELBO())
     for y in (Y, torch.tensor([0.0, -2.0, 0.5]), torch.tensor([4.0])):
-        svi.step(y)
+        train(conjugate_normal, guide, RATE, 1, y)
     assert (guide.get_parameter("network.networks.0.output_unconstrained")[:, :-1] != 0).any()
 
 
@@ -256,16 +253,6 @@ def test_a_compiled_guide_starts_at_the_regression_on_simulations(shared):
     precision = torch.tensor([[1.0 / 100 + 4 / 0.25, -2 / 0.25], [-2 / 0.25, 1 / 0.25]]) + reads.T @ reads
     entropy = dist.MultivariateNormal(torch.zeros(2), precision_matrix=precision).entropy().item()
     assert compilation.evaluate_loss(num=4000) < entropy + 0.1
-
-
-def test_a_draw_that_is_not_finite_names_site_and_parameter():
-    args = torch.zeros(8), torch.full((8,), 10.0)
-    guide = AutoNaMIGuide(eight_schools)
-    guide(*args)
-    with torch.no_grad():
-        dict(guide.named_parameters())["network.networks.0.output_unconstrained"].fill_(torch.nan)
-    with pytest.raises(ValueError, match=r"draw of site 'mu'.*parameter 'network\.networks\.0\.output'"):
-        guide(*args)
 
 
 def test_refine_is_auto_or_none():

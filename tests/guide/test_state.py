@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 import pickle
 import warnings
 
@@ -12,24 +11,59 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CASES, CHAIN, conjugate_normal, eight_schools, nested, regression, scatter
+from models import (
+    CASES,
+    CHAIN,
+    conjugate_normal,
+    eight_schools,
+    nested,
+    regression,
+    scatter,
+    steps,
+    through_file,
+)
 from pyro import poutine
-from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.infer import Predictive
 from pyro.nn import PyroModule, PyroSample
-from pyro.optim import Adam
 from torch.utils._pytree import tree_leaves
 
 from pyro_nami import AutoNaMIGuide
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("own_parameters")]
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
+CATALOGUE = pytest.mark.parametrize(
+    "name, inverse",
+    [
+        *[("nested", "forward"), ("eight_schools", "reverse"), ("constrained", "forward")],
+        *[("coupled_instances", "reverse"), ("nested", "reverse"), ("constrained", "reverse")],
+    ],
+)
+Y = torch.tensor(1.0)
+ZEROS = {name: torch.zeros(()) for name in "abc"}
+
+
+@pytest.fixture
+def own_parameters(request):
+    """Every guide has parameters of its own, though all have one name, but where a test is of the store."""
+    with pyro.settings.context(module_local_params="in_the_store" not in request.node.name):
+        yield
 
 
 def trained(model, *args, **options):
     guide = AutoNaMIGuide(model, **options)
-    SVI(model, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(*args)
+    steps(model, guide, *args, count=1, lr=1e-3)
     scatter(guide)
     return guide
+
+
+def loaded(state, model, *args, strict=True, **options):
+    """Returns a guide with the state of another, after a call if there are arguments for one."""
+    other = AutoNaMIGuide(model, **options)
+    if args:
+        other(*args)
+    result = other.load_state_dict(state, strict=strict)
+    assert not strict or not (result.missing_keys or result.unexpected_keys)
+    return other
 
 
 def density(guide, name="nested"):
@@ -38,49 +72,8 @@ def density(guide, name="nested"):
     return guide.log_prob(values, *case.arguments())
 
 
-def through_pickle(value):
-    return pickle.loads(pickle.dumps(value))
-
-
-def through_file(value, weights_only):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
-
-
-# ---- state dicts
-
-
-@DIRECTIONS
-@pytest.mark.parametrize("name", ["nested", "eight_schools", "constrained", "coupled_instances"])
-def test_a_state_dict_loads_into_a_called_guide(name, inverse):
-    case = CASES[name]
-    guide = trained(case.model, *case.arguments(), inverse=inverse)
-    state = through_file(guide.state_dict(), weights_only=True)
-    pyro.clear_param_store()
-    other = AutoNaMIGuide(case.model, inverse=inverse)
-    other(*case.arguments())
-    result = other.load_state_dict(state)
-    assert not result.missing_keys and not result.unexpected_keys
-    assert same(guide, other, case)
-
-
-@DIRECTIONS
-@pytest.mark.parametrize("name", ["nested", "eight_schools", "constrained", "coupled_instances"])
-def test_a_state_dict_loads_before_the_first_call(name, inverse):
-    """Every guide of Pyro's raises "Unexpected key(s)" here (contract 2)."""
-    case = CASES[name]
-    guide = trained(case.model, *case.arguments(), inverse=inverse)
-    state = through_file(guide.state_dict(), weights_only=True)
-    pyro.clear_param_store()
-    other = AutoNaMIGuide(case.model, inverse=inverse)
-    other.load_state_dict(state)
-    assert same(guide, other, case)
-
-
-def same(guide, other, case):
-    """Both guides draw the same under the same seed."""
+def draw_the_same(guide, other, case):
+    """Whether both guides draw the same under the same seed."""
     draws = []
     for one in (guide, other):
         one(*case.arguments())
@@ -89,33 +82,38 @@ def same(guide, other, case):
     return all(torch.equal(draws[0][key], draws[1][key]) for key in case.shapes)
 
 
+def through_pickle(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+# ---- state dicts
+
+
+@CATALOGUE
+@pytest.mark.parametrize("called", [True, False])
+def test_a_state_dict_loads_into_a_called_guide_and_before_the_first_call(name, inverse, called):
+    """Every guide of Pyro's raises "Unexpected key(s)" at the latter (contract 2)."""
+    case = CASES[name]
+    guide = trained(case.model, *case.arguments(), inverse=inverse)
+    args = case.arguments() if called else ()
+    other = loaded(through_file(guide.state_dict()), case.model, *args, inverse=inverse)
+    assert draw_the_same(guide, other, case)
+
+
 def test_a_wrong_state_dict_is_an_error_at_the_first_call():
-    guide = trained(CHAIN, torch.tensor(1.0))
-    pyro.clear_param_store()
-    other = AutoNaMIGuide(nested)
-    other.load_state_dict(guide.state_dict())
+    other = loaded(trained(CHAIN, Y).state_dict(), nested)
     with pytest.raises(RuntimeError, match="state_dict"):
         other(*CASES["nested"].arguments())
 
 
-def test_a_missing_key_is_an_error_unless_strict_is_off():
-    guide = trained(CHAIN, torch.tensor(1.0))
+def test_a_missing_key_is_an_error_unless_strict_is_off_which_is_kept_until_the_first_call():
+    guide = trained(CHAIN, Y)
     state = guide.state_dict()
-    key = next(key for key in state if "output" in key)
-    del state[key]
+    del state[next(key for key in state if "output" in key)]
     with pytest.raises(RuntimeError, match="output"):
         guide.load_state_dict(state)
     assert any("output" in missing for missing in guide.load_state_dict(state, strict=False).missing_keys)
-
-
-def test_strict_off_is_kept_until_the_first_call():
-    guide = trained(CHAIN, torch.tensor(1.0))
-    state = guide.state_dict()
-    del state[next(key for key in state if "output" in key)]
-    pyro.clear_param_store()
-    other = AutoNaMIGuide(CHAIN)
-    other.load_state_dict(state, strict=False)
-    other(torch.tensor(1.0))
+    loaded(state, CHAIN, strict=False)(Y)
 
 
 def tensors_of(state):
@@ -125,25 +123,20 @@ def tensors_of(state):
 def test_a_state_dict_holds_no_data_unless_asked_to():
     x, y = torch.randn(6, 2), torch.randn(6)
     for save_data in (False, True):
-        pyro.clear_param_store()
         state = trained(regression, x, y, save_data=save_data).state_dict()
         held = [part for part in tensors_of(state) if part.shape == y.shape and torch.equal(part, y)]
         assert bool(held) == save_data
-    pyro.clear_param_store()
     many = trained(regression, torch.randn(5000, 2), torch.randn(5000))
     assert all(part.numel() < 5000 for part in tensors_of(many.state_dict()))
-    pyro.clear_param_store()
     guide = trained(regression, x, y, observed=["y"])
     assert guide(x)["w"].shape == (2,)  # in the same process the data last seen are there
-    other = AutoNaMIGuide(regression, observed=["y"])
-    other.load_state_dict(guide.state_dict())
+    other = loaded(guide.state_dict(), regression, observed=["y"])
     with pytest.raises(ValueError, match="data for the observed site 'y'.*save_data=True"):
         other(x)
 
 
 def test_a_loaded_guide_tells_the_data_that_it_was_trained_on_from_others():
     """Constants of its own for each instance are those of the data that they were trained on, and of no other."""
-    y = torch.randn(6)
 
     def model(y):
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
@@ -151,12 +144,10 @@ def test_a_loaded_guide_tells_the_data_that_it_was_trained_on_from_others():
             z = pyro.sample("z", dist.Cauchy(mu, 1.0))
             pyro.sample("y", dist.Normal(z, 1.0), obs=y)
 
+    y = torch.randn(6)
     guide = trained(model, y)
     values = {"mu": torch.tensor(0.3), "z": torch.linspace(-1.0, 1.0, 6)}
-    state = through_file(guide.state_dict(), weights_only=True)
-    pyro.clear_param_store()
-    other = AutoNaMIGuide(model)
-    other.load_state_dict(state)
+    other = loaded(through_file(guide.state_dict()), model)
     changed = y.clone()
     changed[3] += 1e-3
     for data in (y, y.clone(), changed, y.flip(0)):
@@ -167,11 +158,7 @@ def test_a_loaded_guide_tells_the_data_that_it_was_trained_on_from_others():
 def test_the_data_last_seen_belong_to_the_state_where_asked_for():
     x, y = torch.randn(6, 2), torch.randn(6)
     guide = trained(regression, x, y, save_data=True)
-    state = through_file(guide.state_dict(), weights_only=True)
-    pyro.clear_param_store()
-    other = AutoNaMIGuide(regression)
-    other(x, torch.zeros(6))
-    other.load_state_dict(state)
+    other = loaded(through_file(guide.state_dict()), regression, x, torch.zeros(6))
     values = {"w": torch.randn(2), "s": torch.tensor(1.0)}
     assert torch.equal(other.log_prob(values, x), guide.log_prob(values, x))
     assert torch.equal(other.log_prob(values, x), guide.log_prob(values, x, y))
@@ -179,33 +166,21 @@ def test_the_data_last_seen_belong_to_the_state_where_asked_for():
 
 def test_a_guide_with_waiting_state_has_that_state():
     """Saving again before the first call must not lose what was loaded."""
-    guide = trained(CHAIN, torch.tensor(1.0))
-    state = guide.state_dict()
-    pyro.clear_param_store()
-    other = AutoNaMIGuide(CHAIN)
-    other.load_state_dict(state)
-    copied = copy.deepcopy(other)
-    for one in (other, copied):
-        assert torch.equal(
-            one.log_prob({k: torch.zeros(()) for k in "abc"}, torch.tensor(1.0)),
-            guide.log_prob({k: torch.zeros(()) for k in "abc"}, torch.tensor(1.0)),
-        )
+    guide = trained(CHAIN, Y)
+    other = loaded(guide.state_dict(), CHAIN)
+    for one in (copy.deepcopy(other), other):
+        assert torch.equal(one.log_prob(ZEROS, Y), guide.log_prob(ZEROS, Y))
 
 
 def test_training_goes_on_after_loading():
-    guide = trained(CHAIN, torch.tensor(1.0))
-    state = guide.state_dict()
-    pyro.clear_param_store()
-    other = AutoNaMIGuide(CHAIN)
-    other.load_state_dict(state)
-    svi = SVI(CHAIN, other, Adam({"lr": 0.01}), Trace_ELBO())
-    svi.step(torch.tensor(1.0))
+    state = trained(CHAIN, Y).state_dict()
+    other = loaded(state, CHAIN)
+    steps(CHAIN, other, Y, count=1)
     after = other.state_dict()
-    changed = [k for k, v in after.items() if isinstance(v, torch.Tensor) and not torch.equal(v, state[k])]
-    assert changed
+    assert any(isinstance(v, torch.Tensor) and not torch.equal(v, state[k]) for k, v in after.items())
 
 
-def test_the_param_store_saves_and_loads(tmp_path):
+def test_parameters_in_the_store_are_saved_and_loaded(tmp_path):
     guide = trained(conjugate_normal, torch.ones(4))
     values = {"mu": torch.tensor(0.2)}
     expected = guide.log_prob(values, torch.ones(4))
@@ -217,17 +192,22 @@ def test_the_param_store_saves_and_loads(tmp_path):
     assert torch.equal(other.log_prob(values, torch.ones(4)), expected)
 
 
+def test_parameters_in_the_store_are_kept_by_a_second_guide():
+    """Two guides of one class share names in the store, as Pyro's do: clear it, or use module_local_params."""
+    first = trained(CHAIN, Y, refine=None)
+    second = AutoNaMIGuide(CHAIN, refine=None)
+    second(Y)
+    assert [name for name, _ in first.named_parameters()] == [name for name, _ in second.named_parameters()]
+    assert torch.equal(first.log_prob(ZEROS, Y), second.log_prob(ZEROS, Y))
+
+
+def test_parameters_of_another_guide_in_the_store_are_named():
+    AutoNaMIGuide(CHAIN)(Y)
+    with pytest.raises(ValueError, match="clear_param_store"):
+        AutoNaMIGuide(CASES["vectors"].model)(*CASES["vectors"].arguments())
+
+
 # ---- pickles and copies
-
-
-@DIRECTIONS
-def test_a_pickled_guide_keeps_a_model_that_can_be_pickled(inverse):
-    case = CASES["nested"]
-    guide = trained(nested, *case.arguments(), inverse=inverse)
-    other = pickle.loads(pickle.dumps(guide))
-    assert other.model is nested
-    assert torch.equal(density(guide), density(other))
-    assert guide.model is nested, "pickling broke the original"
 
 
 @DIRECTIONS
@@ -235,54 +215,47 @@ def test_torch_save_of_a_whole_guide(inverse):
     case = CASES["eight_schools"]
     guide = trained(eight_schools, *case.arguments(), inverse=inverse)
     other = through_file(guide, weights_only=False)
-    assert same(guide, other, case)
-    assert {k: v.shape for k, v in other.named_parameters()} == {
-        k: v.shape for k, v in guide.named_parameters()
-    }
+    assert draw_the_same(guide, other, case)
+    ours, theirs = ({name: p.shape for name, p in one.named_parameters()} for one in (guide, other))
+    assert ours == theirs
 
 
 def test_a_guide_without_its_model_is_bound_again():
-    y = torch.tensor(1.0)
-
     def local():
-        CHAIN(y)
+        CHAIN(Y)
 
     guide = trained(local)
-    other = pickle.loads(pickle.dumps(guide))
+    other = through_pickle(guide)
     guide()
     with pytest.raises(RuntimeError, match="bind"):
         other()
     assert other.bind(local) is other
-    values = {key: torch.zeros(()) for key in "abc"}
-    assert torch.equal(other.log_prob(values), guide.log_prob(values))
+    assert torch.equal(other.log_prob(ZEROS), guide.log_prob(ZEROS))
 
 
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("how", [copy.deepcopy, through_pickle])
 def test_copies_leave_the_original_working_and_are_independent(how, called):
     """The base class drops the original's model (contract 2)."""
-    case = CASES["nested"]
-    with pyro.settings.context(
-        module_local_params=True
-    ):  # the parameter store would tie guides of equal names
-        guide = AutoNaMIGuide(nested)
-        if called:
-            guide(*case.arguments())
-            scatter(guide)
-        other = how(guide)
-        assert guide.model is nested and other.model is nested
-        guide(*case.arguments())
-        other(*case.arguments())
-        if called:
-            assert torch.equal(density(guide), density(other))
-        before = density(guide)
-        scatter(other)
-        assert torch.equal(density(guide), before) and not torch.equal(density(other), before)
+    args = CASES["nested"].arguments()
+    guide = AutoNaMIGuide(nested)
+    if called:
+        guide(*args)
+        scatter(guide)
+    other = how(guide)
+    assert guide.model is nested and other.model is nested
+    guide(*args)
+    other(*args)
+    if called:
+        assert torch.equal(density(guide), density(other))
+    before = density(guide)
+    scatter(other)
+    assert torch.equal(density(guide), before) and not torch.equal(density(other), before)
 
 
 def test_a_copy_shares_the_model_but_no_parameters():
     model = lambda y: CHAIN(y)  # noqa: E731
-    guide = trained(model, torch.tensor(1.0))
+    guide = trained(model, Y)
     other = copy.deepcopy(guide)
     assert other.model is model
     ours, theirs = ({p.data_ptr() for p in one.parameters()} for one in (guide, other))
@@ -305,28 +278,24 @@ class Model(PyroModule):
 
 
 @DIRECTIONS
-def test_a_module_as_model_is_no_part_of_the_guide(inverse):
+def test_a_module_as_model_is_no_part_of_the_guide_with_parameters_in_the_store(inverse):
     """Site names with dots, and the model's own parameters stay the model's (tests/infer/test_autoguide.py:969)."""
     model, x, y = Model(), torch.randn(5, 2), torch.randn(5)
     guide = AutoNaMIGuide(model, inverse=inverse)
-    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
     bias = model.bias.detach().clone()
-    for _ in range(3):
-        svi.step(x, y)
+    steps(model, guide, x, y)
     assert list(guide(x, y)) == ["linear.weight"]
     assert not any("bias" in name or "linear" in name for name, _ in guide.named_parameters())
     assert not torch.equal(model.bias, bias), "the model's own parameter is trained with the guide"
     draws = Predictive(model, guide=guide, num_samples=3)(x)
     assert draws["y"].shape == (3, 5)
-    other = copy.deepcopy(guide)
-    assert other.model is model
+    assert copy.deepcopy(guide).model is model
 
 
 # ---- dtypes, modes
 
 
-@DIRECTIONS
-@pytest.mark.parametrize("name", ["nested", "constrained", "eight_schools", "coupled_instances"])
+@CATALOGUE
 def test_a_guide_can_be_moved_to_double(name, inverse):
     case = CASES[name]
     guide = AutoNaMIGuide(case.model, inverse=inverse)
@@ -334,40 +303,35 @@ def test_a_guide_can_be_moved_to_double(name, inverse):
     assert all(parameter.dtype == torch.float32 for parameter in guide.parameters())
     guide.to(torch.float64)
     torch.set_default_dtype(torch.float64)
-    values = guide(*case.arguments())
+    all_are_double(guide, *case.arguments())
+
+
+def all_are_double(guide, *args):
+    values = guide(*args)
     assert all(parameter.dtype == torch.float64 for parameter in guide.parameters())
     assert all(value.dtype == torch.float64 for value in values.values())
-    assert guide.log_prob(values, *case.arguments()).dtype == torch.float64
+    assert guide.log_prob(values, *args).dtype == torch.float64
+
+
+def of_the_dtype_of_its_data(y):
+    mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), 1.0))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Normal(mu, y.new_ones(())))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
 
 
 @pytest.mark.parametrize("conjugate", [True, False])
 def test_a_guide_of_float64_data_can_be_moved_to_float(conjugate):
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), 5.0))
-        with pyro.plate("data", len(y)):
-            z = pyro.sample("z", dist.Normal(mu, y.new_ones(())))
-            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
-
     y = torch.randn(6, dtype=torch.float64)
-    guide = trained(model, y, conjugate=conjugate).float()
-    pyro.clear_param_store()
+    guide = trained(of_the_dtype_of_its_data, y, conjugate=conjugate).float()
     assert all(value.dtype == torch.float32 for value in guide(y.float()).values())
-    assert math.isfinite(SVI(model, guide, Adam({"lr": 1e-3}), Trace_ELBO()).step(y.float()))
+    steps(of_the_dtype_of_its_data, guide, y.float(), count=1)
 
 
 @DIRECTIONS
 def test_the_dtype_follows_the_models_against_the_default(inverse):
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
-        with pyro.plate("data", len(y)):
-            z = pyro.sample("z", dist.Normal(mu, 1.0))
-            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
-
-    guide = AutoNaMIGuide(model, inverse=inverse)
-    values = guide(torch.randn(3, dtype=torch.float64))
-    assert all(value.dtype == torch.float64 for value in values.values())
-    assert all(parameter.dtype == torch.float64 for parameter in guide.parameters())
-    assert guide.log_prob(values, torch.randn(3, dtype=torch.float64)).dtype == torch.float64
+    guide = AutoNaMIGuide(of_the_dtype_of_its_data, inverse=inverse)
+    all_are_double(guide, torch.randn(3, dtype=torch.float64))
 
 
 def test_integer_data_are_read():
@@ -377,37 +341,24 @@ def test_integer_data_are_read():
             pyro.sample("y", dist.Poisson(rate), obs=y)
 
     guide = AutoNaMIGuide(model)
-    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
-    assert torch.tensor(svi.step(torch.tensor([1, 4, 2]))).isfinite()
+    steps(model, guide, torch.tensor([1, 4, 2]), count=1)
     assert all(parameter.dtype == torch.float32 for parameter in guide.parameters())
 
 
 def test_evaluation_mode_and_frozen_parameters():
-    guide = trained(CHAIN, torch.tensor(1.0))
+    guide = trained(CHAIN, Y)
     guide.eval()
     guide.requires_grad_(False)
-    trace = poutine.trace(guide).get_trace(torch.tensor(1.0))
-    assert not trace.log_prob_sum().requires_grad
+    assert not poutine.trace(guide).get_trace(Y).log_prob_sum().requires_grad
     guide.requires_grad_(True)
     guide.train()
-    assert poutine.trace(guide).get_trace(torch.tensor(1.0)).log_prob_sum().requires_grad
-
-
-def test_parameter_names_are_kept_by_a_second_guide():
-    """Two guides of one class share names in the store, as Pyro's do: clear it, or use module_local_params."""
-    first = trained(CHAIN, torch.tensor(1.0), refine=None)
-    second = AutoNaMIGuide(CHAIN, refine=None)
-    second(torch.tensor(1.0))
-    assert [name for name, _ in first.named_parameters()] == [name for name, _ in second.named_parameters()]
-    values = {key: torch.zeros(()) for key in "abc"}
-    assert torch.equal(first.log_prob(values, torch.tensor(1.0)), second.log_prob(values, torch.tensor(1.0)))
+    assert poutine.trace(guide).get_trace(Y).log_prob_sum().requires_grad
 
 
 @DIRECTIONS
 def test_a_guide_is_traced_saved_and_loaded_as_torch_script(inverse):
     """tests/infer/test_autoguide.py:461[jit]: the data are constants of the traced guide."""
-    y = torch.tensor(1.0)
-    guide = trained(lambda: CHAIN(y), inverse=inverse)
+    guide = trained(lambda: CHAIN(Y), inverse=inverse)
     pyro.set_rng_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -415,23 +366,11 @@ def test_a_guide_is_traced_saved_and_loaded_as_torch_script(inverse):
         file = io.BytesIO()
         torch.jit.save(traced, file)
         file.seek(0)
-        loaded = torch.jit.load(file)
+        script = torch.jit.load(file)
     pyro.set_rng_seed(5)
     expected = guide.call()
     pyro.set_rng_seed(5)
-    assert all(torch.allclose(a, b) for a, b in zip(loaded.call(), expected))
-
-
-def test_parameters_of_another_guide_in_the_store_are_named():
-    import pyro.distributions as dist
-
-    def other():
-        z = pyro.sample("z", dist.Normal(torch.zeros(5), 1.0).to_event(1))
-        pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=torch.tensor(0.0))
-
-    AutoNaMIGuide(CHAIN)(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="clear_param_store"):
-        AutoNaMIGuide(other)()
+    assert all(torch.allclose(a, b) for a, b in zip(script.call(), expected))
 
 
 def test_a_loaded_guide_reads_the_covariates_that_the_saved_one_did():
@@ -448,12 +387,8 @@ def test_a_loaded_guide_reads_the_covariates_that_the_saved_one_did():
     guide(first, y)
     scatter(guide)
     values = {"z": torch.randn(6, 3)}
-    state = through_file(guide.state_dict(), weights_only=True)
-    pyro.clear_param_store()
-    for call_first in (False, True):
-        other = AutoNaMIGuide(model, refine=None)
-        if call_first:
-            other(later, y)
-        other.load_state_dict(state)
+    state = through_file(guide.state_dict())
+    for called in ((), (later, y)):
+        other = loaded(state, model, *called, refine=None)
         for kind in (first, later):
             assert torch.equal(other.log_prob(values, kind, y), guide.log_prob(values, kind, y))

@@ -88,26 +88,10 @@ def scripted_double(x: torch.Tensor) -> torch.Tensor:
 
 
 @idiom(TRACKED, "z>x")
-def written_with_out():
-    loc = torch.zeros(())
-    torch.mul(normal("z"), 2.0, out=loc)
-    datum(loc)
-
-
-@idiom(TRACKED, "z>x")
 def copied_into_a_module():
     layer = nn.Linear(1, 1, bias=False)
     layer.weight.data.copy_(normal("z").reshape(1, 1))
     datum(layer(torch.ones(1)).squeeze())
-
-
-@idiom(TRACKED, "z0>z1 z1>z2 z0>x0 z1>x1 z2>x2")
-def buffer_scan():
-    state = torch.zeros(2, 3)
-    for t in range(3):
-        state[:, t] = vector(f"z{t}", 2, state[:, max(t - 1, 0)])
-    for t in range(3):
-        vector(f"x{t}", 2, state[:, t], obs=torch.zeros(2))
 
 
 @idiom(TRACKED, "mu>z z>x")
@@ -188,10 +172,6 @@ TRACKED.update(
     autoregression_on_raw_data=("z>x0 x0>x1 z>x1 x1>x2 z>x2", lambda: (
         z := normal("z"), [normal(f"x{t}", z * DATA[t - 1] if t else z, obs=DATA[t]) for t in range(3)]
     )),
-    stacked_then_transformed=("z0>x0 z1>x1 z2>x2", lambda: [
-        datum(loc, name=f"x{t}")
-        for t, loc in enumerate(1 + torch.stack([normal(f"z{t}") for t in range(3)]).exp())
-    ]),
     markov_chain=("z0>z1 z1>z2 z0>x0 z1>x1 z2>x2", lambda: (
         z := 0.0, [datum(z := normal(f"z{t}", z), name=f"x{t}") for t in pyro.markov(range(3))]
     )),
@@ -215,10 +195,7 @@ TRACKED.update(
         obs=torch.tensor(1),
     )),
     numel_of_shape=("z>x", lambda: datum((z := vector(size=2)).sum() / z.shape.numel())),
-    vmapped=("z>x", lambda: vector("x", 3, torch.func.vmap(lambda v: v * 2)(vector()), obs=THREE)),
     scripted=("z>x", lambda: datum(scripted_double(normal("z")))),
-    rebuilt_tensor=("z>x", lambda: datum(torch.tensor([normal("z"), 1.0]).sum())),
-    filled_tensor=("z>x", lambda: vector("x", 3, torch.full((3,), normal("z")), obs=THREE)),
     shape_without_values=("z>y", lambda: (datum(torch.zeros_like(z := normal("z"))), datum(z, name="y"))),
     empty_sites=("z>x", lambda: (z := normal("z"), normal("e", torch.zeros(0)), datum(z))),
     python_number_observed=("z>x", lambda: normal("x", normal("z"), obs=0.0)),
@@ -269,10 +246,6 @@ LOST.update(
     read_only_in_a_rare_branch=(
         "a>x b>x", lambda: (a := bernoulli("a", 1e-6), b := normal("b"), datum(b.item() if a else 0.0))
     ),
-    math_function=("z>x", lambda: datum(math.exp(normal("z")))),
-    through_numpy=("z>x", lambda: datum(torch.as_tensor(np.sin(normal("z").numpy())))),
-    through_list=("z>x", lambda: datum(sum(vector().tolist()))),
-    list_index=("k>x", lambda: datum([0.0, 1.0, 2.0, 3.0][pyro.sample("k", dist.Categorical(torch.ones(4)))])),
     dict_index=("k>x", lambda: datum({0: 0.0, 1: 1.0}[int(bernoulli("k", 0.01))])),
     python_chain=("z>w w>x", lambda: datum(normal("w", normal("z").item()).item())),
     observed_value_in_python=("o>x", lambda: datum(normal("o", obs=torch.ones(())).item())),
