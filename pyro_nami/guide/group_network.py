@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.guide.conditioning import nodes_of, pooled_part
-from pyro_nami.guide.groups import Column, Factor, Step, dependency
+from pyro_nami.guide.groups import Factor, InputColumns, Step, dependency
 from pyro_nami.networks.masked import MaskedMLP
 from pyro_nami.networks.running import Running
 from pyro_nami.networks.separate import SeparateMLP
@@ -83,7 +83,7 @@ class GroupNetwork:
         follow = torch.tensor(follows, dtype=torch.bool, device=factory.get("device"))
         self.running = Running(torch.tensor(floor, **factory), follow)
 
-    def columns(self, begin: int, stop: int) -> list[Column]:
+    def columns(self, begin: int, stop: int) -> list[InputColumns]:
         """Returns the columns of steps ``begin`` to ``stop - 1``."""
         return [column for step in self.steps[begin:stop] for column in step.columns]
 

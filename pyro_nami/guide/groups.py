@@ -19,7 +19,7 @@ from pyro_nami.guide.conditioning import Direct, Pooled, Source, flattened, node
 from pyro_nami.guide.parameters import PseudoObservations
 from pyro_nami.messages import warn
 
-__all__ = ["Column", "Factor", "Step", "dependency", "num_inputs", "plan_steps", "with_pseudo_observations"]
+__all__ = ["InputColumns", "Factor", "Step", "dependency", "num_inputs", "plan_steps", "with_pseudo_observations"]
 
 _MOST_PSEUDO_INPUTS, _MOST_PSEUDO_ROWS = 128, 8192
 
@@ -86,7 +86,7 @@ def with_pseudo_observations(
     return found, heads
 
 
-class Column(NamedTuple):
+class InputColumns(NamedTuple):
     """Columns of a network, from ``start`` on: features ``first`` to ``last - 1`` of a source."""
 
     source: Source
@@ -98,7 +98,7 @@ class Column(NamedTuple):
 class Step(NamedTuple):
     """What a network takes in and gives out at one step."""
 
-    columns: list[Column]
+    columns: list[InputColumns]
     rows: dict[Any, int]  # factor -> number of its rows
 
 
@@ -122,17 +122,18 @@ def plan_steps(factors: Sequence[Factor], position: Mapping[Any, int], sizes: Ma
         steps[-1].rows[factor.name] = factor.num_rows * (1 if factor.sequential else factor.num_elements)
         for element in range(factor.num_elements - 1) if factor.sequential else ():
             first, last = element * factor.num_features, (element + 1) * factor.num_features
-            steps.append(Step([Column(factor.own, first, last)], {factor.name: factor.num_rows}))
+            steps.append(Step([InputColumns(factor.own, first, last)], {factor.name: factor.num_rows}))
     # Of a sequential factor others read the last element; those before it are read as it is drawn.
     last_elements = {factor.own: factor.num_features for factor in factors if factor.sequential}
     for source, when in known.items():
         step = next(step for place, step in heads if when < place)
-        step.columns.append(Column(source, sizes[source] - last_elements.get(source, sizes[source]), sizes[source]))
+        size = sizes[source]
+        step.columns.append(InputColumns(source, size - last_elements.get(source, size), size))
     starts = accumulate((column.last - column.first for step in steps for column in step.columns), initial=0)
     return [step._replace(columns=[each._replace(start=next(starts)) for each in step.columns]) for step in steps]
 
 
-def dependency(factors: Sequence[Factor], columns: Sequence[Column]) -> tuple[Tensor, list[list[int]]]:
+def dependency(factors: Sequence[Factor], columns: Sequence[InputColumns]) -> tuple[Tensor, list[list[int]]]:
     """Returns which columns each row reads, boolean ``(rows, columns)``, and the rows that read the same, in lists.
 
     Rows of pseudo-observations read no pooled features.

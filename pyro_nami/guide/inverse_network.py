@@ -33,7 +33,7 @@ from pyro_nami.guide.groups import Factor, num_inputs, plan_steps, with_pseudo_o
 from pyro_nami.guide.inputs import Pooling
 from pyro_nami.networks.precision_sums import PrecisionSums
 
-__all__ = ["InverseNetwork", "Record", "as_pyro_module"]
+__all__ = ["InverseNetwork", "TrainingRecord", "as_pyro_module"]
 
 
 def as_pyro_module(module: nn.Module) -> nn.Module:
@@ -51,7 +51,7 @@ def as_pyro_module(module: nn.Module) -> nn.Module:
     return module
 
 
-class Record(NamedTuple):
+class TrainingRecord(NamedTuple):
     """What a pass in training leaves for averages."""
 
     inputs: list[tuple[GroupNetwork, int, int, Tensor]]  # group, first column, last column + 1, values
@@ -203,7 +203,7 @@ class InverseNetwork(PyroModule):
         """Whether inputs that are data are centered already."""
         return self.simulated or all(group.running.settled for group in self.groups)
 
-    def learn(self, record: Record | None, gradient: Tensor) -> None:
+    def learn(self, record: TrainingRecord | None, gradient: Tensor) -> None:
         """Takes in a pass, once, that a gradient has come back from; a hook of what its networks returned."""
         if record is not None:
             for group, first, last, x in record.inputs:

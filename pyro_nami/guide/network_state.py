@@ -17,7 +17,7 @@ from pyro_nami.factors.joint import to_sequence
 from pyro_nami.guide.group_network import GroupNetwork
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inputs import IndexMaps, Sources, concatenate
-from pyro_nami.guide.inverse_network import InverseNetwork, Record
+from pyro_nami.guide.inverse_network import InverseNetwork, TrainingRecord
 from pyro_nami.guide.parameters import Additions
 from pyro_nami.networks.running import tempered
 
@@ -55,7 +55,7 @@ class NetworkState:
         self._offsets = network.offsets.start(indices) if constant else {}
         self.couplings = network.couplings.start()
         due = self._noting and network.groups and network.groups[0].running.due
-        self._record = Record([], {}) if due else None
+        self._record = TrainingRecord([], {}) if due else None
         self._sources = Sources(network.dims, maps, *network.pooling(constant))
         self._states: dict[GroupNetwork, Any] = {group: group.mlp.start() for group in network.groups}
         self._pulls = {group: group.pulls() for group in network.groups} if learning else {}

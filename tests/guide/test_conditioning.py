@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyro_nami.guide.conditioning import Direct, Flattened, Gathered, Plates, Pooled, Read, plan_sources
-from pyro_nami.guide.inputs import IndexMaps, Sources, concatenate, flatten
+from pyro_nami.guide.inputs import IndexMaps, Sources, concatenate
 
 FRAMES = {"m": (), "t": ("g",), "z": ("g", "i"), "y": ("g", "i"), "x": ("h",)}
 PLATES = Plates(("g", "i", "h"))
@@ -84,12 +84,6 @@ def test_crossed_plates_are_not_pooled_cell_by_cell():
 def test_a_block_reads_the_rows_of_each_of_its_instances():
     sources = ragged([], {"y": ["day"]}, joint=["day"], fixed=frozenset(["day"]), rows=ROWS)
     assert sources == (Flattened(Pooled("obs", (Direct("y"),), ("day",)), ("day",)),)
-
-
-def test_flatten_keeps_the_order_of_instances():
-    value = torch.arange(12.0).reshape(2, 3, 2)
-    assert torch.equal(flatten(value, -2), value.reshape(2, 1, 6))
-    assert torch.equal(flatten(value, -3)[0, 1], torch.tensor([2.0, 3.0, 8.0, 9.0]))
 
 
 def test_concatenate_broadcasts_batches():

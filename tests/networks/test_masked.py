@@ -182,14 +182,6 @@ IN_STEPS = {"input_splits": [2, 0], "output_splits": [2, 1]}
         (lambda: separate(TWO, (8, 0)), r"at least 1 each; got \[8, 0\]"),
         (lambda: MaskedMLP(TWO, (), skip=False), "Expected at least one hidden layer or skip=True"),
         (lambda: separate(TWO, (), skip=False), "Expected at least one hidden layer or skip=True"),
-        (lambda: SeparateMLP(REPEATED, factors=[[0, 1]], **IN_STEPS), "partition of the 3 rows"),
-        (lambda: SeparateMLP(REPEATED, factors=[[0, 1], [1, 2]], **IN_STEPS), "partition"),
-        (lambda: SeparateMLP(REPEATED, factors=[[0], [1], [2], []], **IN_STEPS), "partition"),
-        (
-            lambda: SeparateMLP(REPEATED, factors=[[0, 1], [2]], **IN_STEPS),
-            r"read the same columns; got rows \(0, 1\)",
-        ),
-        (lambda: SeparateMLP(REPEATED, factors=[[0], [1, 2]], **IN_STEPS), r"in one step; got rows \(1, 2\)"),
     ],
 )
 def test_networks_that_cannot_be_are_errors(make, error):
