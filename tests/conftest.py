@@ -31,3 +31,10 @@ def _fresh_session():
 def double():
     """Double precision for models, data and guides made in the test."""
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture
+def own_parameters(request):
+    """Every guide has parameters of its own, though all have one name, but where a test is of the store."""
+    with pyro.settings.context(module_local_params="in_the_store" not in request.node.name):
+        yield

@@ -37,14 +37,9 @@ COUNT = int(os.environ.get("PYRO_NAMI_PROGRAMS", 300))
 DEVICE = os.environ.get("PYRO_NAMI_DEVICE", "cpu")
 LOG_TWO_PI = math.log(2 * math.pi)
 FAR = 15.0
+pytestmark = pytest.mark.usefixtures("own_parameters")
+
 DEAR = 8  # laws that take long are checked at every so many seeds
-
-
-@pytest.fixture(autouse=True)
-def own_parameters():
-    """Every guide has parameters of its own, though all have one name."""
-    with pyro.settings.context(module_local_params=True):
-        yield
 
 
 @pytest.mark.parametrize("seed", range(COUNT))

@@ -23,12 +23,6 @@ FLOOR = torch.tensor([0.0, 1.0, 1.0, 0.0, 2.0, 1.0, 0.5, 1.5, 0.0, 1.0], dtype=t
 Y = torch.tensor([0.3, -1.2, 4.0], dtype=torch.float64)
 
 
-@pytest.fixture
-def own_parameters():
-    with pyro.settings.context(module_local_params=True):
-        yield
-
-
 def made(model, *args, conjugate=("z",), inverse="reverse", **kwargs):
     """Returns a guide that was called once, whose exact conditionals are those of ``conjugate``."""
     guide = AutoNaMIGuide(model, inverse=inverse)

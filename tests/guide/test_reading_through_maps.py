@@ -27,13 +27,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def own_parameters():
-    """Every guide has parameters of its own, though all have one name."""
-    with pyro.settings.context(module_local_params=True):
-        yield
-
-
 # ---- models: arguments are indices, sizes of the plates they point into, and data
 
 

@@ -42,13 +42,6 @@ Y = torch.tensor(1.0)
 ZEROS = {name: torch.zeros(()) for name in "abc"}
 
 
-@pytest.fixture
-def own_parameters(request):
-    """Every guide has parameters of its own, though all have one name, but where a test is of the store."""
-    with pyro.settings.context(module_local_params="in_the_store" not in request.node.name):
-        yield
-
-
 def trained(model, *args, **options):
     guide = AutoNaMIGuide(model, **options)
     steps(model, guide, *args, count=1, lr=1e-3)

@@ -12,11 +12,7 @@ import vae
 from experiment import Options, Run
 from images import Images, read_images
 
-
-@pytest.fixture(autouse=True)
-def own_parameters():
-    with pyro.settings.context(module_local_params=True):
-        yield
+pytestmark = pytest.mark.usefixtures("own_parameters")
 
 
 @pytest.fixture
