@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_nami.inference.simulate import Simulator
+from pyro_nami.networks.running import center_and_spread
 
 _LINEAR = 5.0  # where coordinates turn logarithmic
 _HUGE = 1e30  # what stands for infinity
@@ -70,10 +71,8 @@ class Coordinates:
         parts = self._parts(values, 1)
         ends = np.cumsum([part.shape[1] for part in parts.values()]).tolist()
         self.columns = {name: slice(end - parts[name].shape[1], end) for name, end in zip(parts, ends)}
-        ordered = torch.cat(list(parts.values()), -1).sort(0).values
-        low, self._center, high = (ordered[int(q * (len(ordered) - 1))] for q in (0.16, 0.5, 0.84))
-        scale = torch.where(high > low, (high - low) / 2, ordered.std(0))
-        self._scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        self._center, spread = center_and_spread(torch.cat(list(parts.values()), -1))
+        self._scale = torch.where(spread > 0, spread, torch.ones_like(spread))
 
     def __call__(self, values: Mapping[str, Tensor], batch_dims: int = 1) -> Tensor:
         """Returns the coordinates of values with some batch dims, ``(*batch, coordinates)``."""

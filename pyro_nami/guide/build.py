@@ -25,6 +25,7 @@ from pyro_nami.guide.plan import make_plan
 from pyro_nami.guide.rules import Learned
 from pyro_nami.guide.structure import Plan
 from pyro_nami.networks.pooling import make_encoder
+from pyro_nami.networks.running import center_and_spread
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.runner import own_dims
 
@@ -32,7 +33,6 @@ __all__ = ["assemble"]
 
 _POOLED_FEATURES, _POOLING_UNITS = 16, (16,)
 _MOST_OFFSETS = 100_000  # instances of a factor
-_MOST_ROWS = 100_000  # that quantiles are taken of
 _PLENTY = 5  # instances from which an observed site is standardized by its own data
 
 
@@ -168,10 +168,7 @@ def _standardization(rows: Tensor, here: Tensor, factory: Mapping[str, Any]) -> 
     """Returns (shift, scale) from rows of raw features; zeros and ones (categories) are left as they are."""
     rows, here = rows.to(**factory), here.to(**factory)
     if len(rows) > 1:
-        low, center, high = torch.quantile(rows[:_MOST_ROWS], torch.tensor([0.16, 0.5, 0.84]).to(rows), dim=0)
-        spread = (high - low) / 2
-        flat = ~(spread > 1e-6 * center.abs()) | ~spread.isfinite()
-        spread = torch.where(flat, rows.std(0), spread)
+        center, spread = center_and_spread(rows)
     else:
         center, spread = here.mean(0), torch.ones_like(here[0])
     usable = spread.isfinite() & (spread > 1e-6 * center.abs()) & (spread > 0)

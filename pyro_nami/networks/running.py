@@ -12,11 +12,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Running", "tempered"]
+__all__ = ["Running", "center_and_spread", "tempered"]
 
 _FAR = 10.0
+_MOST_ROWS, _MOST_NUMBERS = 100_000, 16_000_000  # that quantiles are taken of; older torch refuses more
 _OFTEN, _SELDOM = 64, 8  # the first updates are made in every pass, later ones in one of some
 _LEAST_SHARE = 0.05
+
+
+def center_and_spread(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the median of each column of ``(rows, columns)``, and half the width of its central 68%.
+
+    Where that is no width, as of a column that is mostly one number, it is the standard deviation.
+
+    Example:
+        >>> center_and_spread(torch.arange(101.0).unsqueeze(-1))
+        (tensor([50.]), tensor([34.]))
+    """
+    some = rows[: min(_MOST_ROWS, _MOST_NUMBERS // max(1, rows.shape[-1]))]
+    low, center, high = torch.quantile(some, torch.tensor([0.16, 0.5, 0.84]).to(rows), dim=0)
+    spread = (high - low) / 2
+    flat = ~(spread > 1e-6 * center.abs()) | ~spread.isfinite()
+    return center, torch.where(flat, rows.std(0), spread)
 
 
 class Running(nn.Module):
