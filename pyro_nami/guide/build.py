@@ -143,7 +143,7 @@ def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tens
         else:
             standard[name] = _site_standard(first, plan, name)
     values = covariate_values(plan.covariates, first.options.covariates, first.args, first.kwargs, first.run)
-    for name, chosen in plan.covariates.columns.items():
+    for name, chosen in plan.columns.items():
         rows = values[name].reshape(-1, len(chosen))
         standard[covariates_of(name)] = _standardization(rows, rows, plan.factory)
     return standard

@@ -53,6 +53,11 @@ class LazyGuide(AutoGuide):
 
     # ---- the first call
 
+    @property
+    def _assembly(self) -> Plan:
+        """The plan, by the name that the check of a second device knows."""
+        return self._plan
+
     def _made(self) -> Plan:
         if self._plan is None:
             raise RuntimeError("Expected a guide that was called once; call it with the model's arguments first.")
@@ -231,7 +236,7 @@ class LazyGuide(AutoGuide):
         state = tree_map_only(Tensor, lambda value: value.to(device), dict(state))
         self._reader.memory.load(state, {_key(name): name for name in self._reader.names})
         columns = {site: tuple(map(column_of, found)) for site, found in state.get("columns", {}).items()}
-        columns = {**self._plan.covariates.columns, **columns}
+        columns = {**self._plan.columns, **columns}
         covariates = Covariates(columns, list(state.get("references", ())))
         self._set_plan(dataclasses.replace(self._plan, covariates=covariates))
 

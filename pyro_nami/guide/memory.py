@@ -119,7 +119,7 @@ def last_seen(
         new_plates.update(resized_plates(value, frames, site.event_dim))
     plates: frozenset[str] = frozenset().union(*(plan.sites[name].plates for name in absent))
     covariates = dict(call.covariates)
-    for name in plan.covariates.columns:
+    for name in plan.columns:
         before, now = memory.seen.get(covariates_of(name)), call.covariates.get(name)
         shared = plates & plan.sites[name].plates
         if before is None or not shared:

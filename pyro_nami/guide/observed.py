@@ -45,7 +45,7 @@ class ObservedFeatures:
         """Makes everything observed in a call known to a pass through the networks, at its start."""
         for name in call.lacking.intersection(plan.order):
             state.put(name, _blank(name, name, plan, call, network))
-        for name in call.lacking.intersection(plan.covariates.columns).difference(call.covariates):
+        for name in call.lacking.intersection(plan.columns).difference(call.covariates):
             state.put(covariates_of(name), _blank(covariates_of(name), name, plan, call, network))
         for name in plan.read:
             if name not in call.values:

@@ -77,7 +77,7 @@ class CallReader:
             call = _from_run(call, plan, plates)
         if look is None:
             self._looks.note(kind, _look_at(call, plan))
-        if plan.covariates.columns:
+        if plan.columns:
             call = replace(call, covariates=self._covariates(call, leaves))
         absent = [name for name in plan.read if name not in call.values]
         if observations or any(map(_is_data, call.sites.values())):

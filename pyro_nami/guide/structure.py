@@ -84,6 +84,11 @@ class Plan:
         """First instances of the initial values of all latents."""
         return {name: site.initial for name, site in self.sites.items() if site.initial is not None}
 
+    @property
+    def columns(self) -> Mapping[str, tuple]:
+        """Site -> its covariates."""
+        return self.covariates.columns
+
     @cached_property
     def families(self) -> dict[str, Any]:
         """What gives the features of the latents in `order`."""
