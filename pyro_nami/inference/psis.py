@@ -46,7 +46,7 @@ def smooth(log_weights: Tensor) -> tuple[Tensor, Tensor]:
     length = min(math.ceil(min(draws / 5, 3 * math.sqrt(draws))), draws - 1)
     rows = log_weights.detach().reshape(-1, draws).double().cpu()
     smoothed, shapes = zip(*(_smooth_row(row, length) for row in rows))
-    shape = torch.tensor(shapes, dtype=torch.float64).reshape(log_weights.shape[:-1])
+    shape = torch.tensor(shapes, dtype=torch.float64, device="cpu").reshape(log_weights.shape[:-1])
     return torch.stack(smoothed).reshape(log_weights.shape).to(log_weights), shape.to(log_weights)
 
 
@@ -79,7 +79,8 @@ def _smooth_row(row: Tensor, length: int) -> tuple[Tensor, float]:
     tail, index = top[in_tail], index[in_tail]
     if len(tail) < _FEWEST:
         return row, -math.inf if length > 0 and cutoff > -_FLAT else math.inf
-    k, scale = fit_generalized_pareto(tail.exp() - cutoff.exp())
+    with torch.device("cpu"):  # where the rows are, whatever the default
+        k, scale = fit_generalized_pareto(tail.exp() - cutoff.exp())
     if not math.isfinite(k):
         return row, math.inf
     log_upper = ((torch.arange(len(tail), dtype=row.dtype, device="cpu") + 0.5) / len(tail)).log()  # 1 - probability

@@ -39,6 +39,13 @@ def test_equals_arviz(draws):
     np.testing.assert_allclose(smoothed.log_softmax(-1).numpy(), expected, rtol=0, atol=1e-6)
 
 
+def test_the_default_device_does_not_matter():
+    log_weights = heavy_tailed(100)
+    with torch.device("meta"):
+        smoothed, k = smooth(log_weights)
+    assert all(map(torch.equal, (smoothed, k), smooth(log_weights)))
+
+
 def test_single_precision_agrees_with_double():
     log_weights = heavy_tailed(1000).float()
     smoothed, k = smooth(log_weights)
