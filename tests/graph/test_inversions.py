@@ -142,7 +142,7 @@ def random_evidenced(rng, most=25, sizes=(), hubs=0.3):
 @pytest.mark.parametrize("direction", ["forward", "reverse", "free"])
 def test_the_fast_search_makes_the_choices_of_the_algorithm_as_written(direction):
     rng = random.Random(0)
-    for _ in range(200):
+    for _ in range(400):
         net = random_evidenced(rng)
         inverse, expected = nami(net, direction=direction), algorithm_1(net, direction)
         assert inverse.order == tuple(expected), (net.edges, net.observed)
