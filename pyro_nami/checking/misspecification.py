@@ -15,7 +15,6 @@ from typing import Any
 
 import pyro
 import torch
-from pyro import poutine
 from torch import Tensor
 
 from pyro_nami.checking.coordinates import Coordinates, SiteForm, site_forms
@@ -23,6 +22,7 @@ from pyro_nami.checking.simulations import finite_draws, seeded
 from pyro_nami.inference.observations import as_mapping, as_tensor, observed_names
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.messages import warn
+from pyro_nami.reading.runner import Runner
 
 _LEAST_SHRINKAGE = 1e-3  # so that features which never vary have some variance
 _FEW = 64  # elements of a site, or columns of its events, that are features one by one
@@ -128,9 +128,9 @@ def misspecification(
 
 def observed_data(simulator: Simulator) -> dict[str, Tensor]:
     """Returns the values that a model observes itself; sites that it samples are not among them."""
-    with poutine.block(), torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
-        nodes: Any = poutine.trace(simulator.model).get_trace(*simulator.args, **simulator.kwargs).nodes
-    return {name: nodes[name]["value"] for name in simulator.observed if nodes[name]["is_observed"]}
+    with torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
+        sites = Runner({}).run(simulator.model, simulator.args, simulator.kwargs)
+    return {name: sites[name]["value"] for name in simulator.observed if sites[name]["is_observed"]}
 
 
 def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) -> Tensor:

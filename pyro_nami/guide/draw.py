@@ -81,8 +81,8 @@ def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
 
     A run ends where an exact conditional has to be derived first, and the next one draws on from there.
     """
-    while (run := _DrawingRun(current, plan, call)).lacks():
-        run.derive()
+    while (run := _DrawingRun(current, plan, call)).gives_up():
+        run.finish()
         left = current.left()
         if current.ready.keys() >= set(left):  # which needs no further run of the model
             for name in left:
@@ -110,13 +110,13 @@ class _DrawingRun(Runner):
         self._elimination: JointGaussian | None = None
         self._gradients = torch.is_grad_enabled()
 
-    def lacks(self) -> bool:
+    def gives_up(self) -> bool:
         """Runs the model; whether conditionals have to be derived before it can draw on."""
         self.run(self._call.model, self._call.args, self._call.kwargs)
         return self._group is not None
 
-    def derive(self) -> None:
-        """Derives what the run lacked."""
+    def finish(self) -> None:
+        """Derives what the run gave up for."""
         assert self._group is not None
         if self._elimination is not None:
             self._elimination.solve(self.sites)

@@ -3,7 +3,7 @@
 There is one form, `joint_gaussian`: a latent, the latents of its plates that are drawn after it and share its children
 (with it: ``members``), and those children, which are observed, have a density that is quadratic in the members. Then
 p(member | members before it, what is drawn before, data) needs no weights, holds for any data and any number of
-instances, and is differentiable in what was drawn before. It costs one run of the model more a group in each call.
+instances, and is differentiable in what was drawn before. It costs derivatives of one run of the model in each call.
 
 `find_conjugate` tells by the network, who has to be known, and by probing, which form holds, at data drawn with the
 latents as well. Change this module to let other latents have a form, or to ask for another form.
