@@ -77,6 +77,11 @@ def test_imports_only_from_modules_before_it(module):
     assert violations(module, code) == []
 
 
+def test_only_one_module_follows_what_a_distribution_wraps():
+    files = (ROOT / "pyro_nami").rglob("*.py")
+    assert [path.name for path in files if "base_dist" in path.read_text()] == ["wrappers.py"]
+
+
 @pytest.mark.parametrize(
     ("module", "code"),
     [

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import Distribution, TransformedDistribution, transforms
 
 from pyro_nami.factors.types import type_of
-from pyro_nami.factors.wrappers import innermost, through_wrappers
+from pyro_nami.factors.wrappers import base_of, innermost, through_wrappers
 
 __all__ = ["location_and_scale"]
 
@@ -52,14 +52,14 @@ def _affine_maps(leaf: Distribution) -> list[transforms.AffineTransform] | None:
     if maps and isinstance(maps[-1], _OF_SUPPORTS):
         maps.pop()
     affine = [transform for transform in maps if isinstance(transform, transforms.AffineTransform)]
-    base = innermost(leaf.base_dist)
+    base = innermost(base_of(leaf))
     real = getattr(base.support, "base_constraint", base.support) is constraints.real
     return affine if real and len(affine) == len(maps) and _has_anchor(base) else None
 
 
 def _transformed(leaf: Distribution) -> tuple[Tensor, Tensor]:
     assert isinstance(leaf, TransformedDistribution)
-    loc, scale = through_wrappers(leaf.base_dist, _stacked).unbind(-1)
+    loc, scale = through_wrappers(base_of(leaf), _stacked).unbind(-1)
     for transform in _affine_maps(leaf) or []:
         slope = torch.as_tensor(transform.scale, dtype=loc.dtype, device=loc.device)
         loc, scale = transform.loc + slope * loc, slope.abs() * scale

@@ -16,7 +16,7 @@ from pyro_nami.factors.layout import Layout, ObservedLayout
 from pyro_nami.factors.own_type import AdditiveFamily, OwnTypeFamily
 from pyro_nami.factors.types import type_of
 from pyro_nami.factors.unconstrained import BUILT_IN, NormalFamily, RelaxedFamily, SinhArcsinhFamily
-from pyro_nami.factors.wrappers import innermost
+from pyro_nami.factors.wrappers import base_of, innermost
 
 __all__ = ["FamilyFactory", "FamilySpec", "features_of", "make_family", "register_family"]
 
@@ -138,7 +138,7 @@ def _match(name: str, prior: Distribution, value: Tensor) -> Family:
     if row.make and not row.start or support_of(prior).is_discrete:
         return _default(name, prior, value)
     if row.make is None and isinstance(leaf, TransformedDistribution) and location_and_scale(leaf) is not None:
-        row = type_of(leaf.base_dist)
+        row = type_of(base_of(leaf))
     return (NormalFamily if row.normal else OwnTypeFamily)(name, prior, value)
 
 

@@ -1,4 +1,7 @@
-"""What a distribution wraps: the one place that follows ``base_dist``."""
+"""What a distribution wraps: the one place that follows ``base_dist``.
+
+Change this module when a distribution can hold another one in a new way.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,38 @@ from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDi
 from torch import Tensor
 from torch.distributions import Distribution
 
-__all__ = ["innermost", "layers", "through_wrappers"]
+__all__ = ["base_of", "innermost", "layers", "named_layers", "through_wrappers", "without"]
 
 _WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
 
 
+def base_of(distribution: Any) -> Any:
+    """Returns what a distribution wraps; None where it wraps nothing."""
+    base = getattr(distribution, "base_dist", None)
+    return base if isinstance(base, Distribution) else None
+
+
 def innermost(distribution: Distribution) -> Distribution:
     """Returns the distribution below all masks, expansions and event dims."""
-    while isinstance(distribution, _WRAPPERS):
-        distribution = distribution.base_dist
-    return distribution
+    return without(distribution, *_WRAPPERS)
+
+
+def without(distribution: Any, *kinds: type) -> Any:
+    """Returns the outermost of the distribution and what it wraps that is of none of some kinds."""
+    return next(layer for layer in layers(distribution) if not isinstance(layer, kinds))
 
 
 def layers(distribution: Any) -> Iterator[Any]:
-    """Yields the distribution and all that it wraps, the bases of transforms included; the last wraps nothing."""
-    yield distribution
-    while hasattr(distribution, "base_dist"):
-        distribution = distribution.base_dist
-        yield distribution
+    """Returns the distribution and all that it wraps, the bases of transforms included; the last wraps nothing."""
+    return (layer for _, layer in named_layers(distribution))
+
+
+def named_layers(distribution: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the `layers`, each behind the path to it: ``""``, ``"base_dist."``, ``"base_dist.base_dist."``."""
+    yield path, distribution
+    base = base_of(distribution)
+    if base is not None:
+        yield from named_layers(base, f"{path}base_dist.")
 
 
 def through_wrappers(distribution: Distribution, function: Callable[[Distribution], Tensor]) -> Tensor:
@@ -37,7 +54,7 @@ def through_wrappers(distribution: Distribution, function: Callable[[Distributio
     """
     if not isinstance(distribution, _WRAPPERS):
         return function(distribution)
-    base = distribution.base_dist
+    base = base_of(distribution)
     tensor = through_wrappers(base, function)
     if isinstance(distribution, ExpandedDistribution):
         return tensor.expand(torch.Size(distribution.batch_shape) + tensor.shape[len(base.batch_shape) :])

@@ -20,6 +20,7 @@ from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 from torch.distributions import Transform, biject_to
 
+from pyro_nami.factors.wrappers import without
 from pyro_nami.inference.site_messages import (
     OutsideSupport,
     check_declared,
@@ -99,9 +100,9 @@ class TemperedPath:
         """Adds a site to a point as the run comes to it, in which order gradients are summed as well."""
         name, value = site["name"], site["value"]
         if name in self.shapes:
-            transform = _bijection(site)
+            transform, prior = _bijection(site), without(site["fn"], MaskedDistribution)
             # What a mask leaves out of a latent follows its prior, which integrates to one.
-            point.prior.update(per_draw({name: log_density(site, _unmasked(site["fn"]))}, self.extent))
+            point.prior.update(per_draw({name: log_density(site, prior)}, self.extent))
             if name not in point.unconstrained:
                 point.unconstrained[name] = transform.inv(value)
             jacobian = transform.log_abs_det_jacobian(point.unconstrained[name], value)
@@ -244,7 +245,7 @@ def _bijection(site: Any) -> Transform:
     Raises:
         NotImplementedError: there is none.
     """
-    name, fn = site["name"], _unmasked(site["fn"])
+    name, fn = site["name"], without(site["fn"], MaskedDistribution)
     if fn.support.is_discrete:
         raise NotImplementedError(
             f"Expected continuous latents; site '{name}' ({type(fn).__name__}) is discrete. Sum it out in the model, "
@@ -257,10 +258,6 @@ def _bijection(site: Any) -> Transform:
             f"Expected latents with a bijection from real space to their support; site '{name}' has the support "
             f"{fn.support}. Reparametrize it (poutine.reparam)."
         ) from error
-
-
-def _unmasked(fn: Any) -> Any:
-    return fn.base_dist if isinstance(fn, MaskedDistribution) else fn
 
 
 def _check_latents(latents: Mapping[str, Any], guide: Callable | None) -> None:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, TransformedDistribution, transform_to
 
+from pyro_nami.factors.wrappers import named_layers
+
 __all__ = ["MASK", "Argument", "Column", "ColumnSearch", "Given", "columns_of", "parameters"]
 
 _TOLERANCE = 1e-3
@@ -105,7 +107,7 @@ def columns_of(
 def _mask_of(site: Mapping[str, Any]) -> Tensor:
     """Returns a site's mask as numbers, ``(*batch, 1)``; ones where it has none."""
     fn, mask = site["fn"], site["mask"]
-    like = next((value for _, value in _tensors(fn, "") if value.is_floating_point()), torch.empty(0))
+    like = next((value for _, value in _tensors(fn) if value.is_floating_point()), torch.empty(0))
     mask = torch.as_tensor(True if mask is None else mask, device=like.device).to(like.dtype)
     return mask.expand(torch.broadcast_shapes(mask.shape, fn.batch_shape)).unsqueeze(-1)
 
@@ -116,7 +118,7 @@ def parameters(fn: Distribution) -> dict[str, Tensor]:
     One that has no more dims than the batch has no event dims.
     """
     found, batch = {}, fn.batch_shape
-    for name, value in _tensors(fn, ""):
+    for name, value in _tensors(fn):
         shape = batch + (value.shape[len(batch) :] or (1,))
         value = value if value.dim() > len(batch) else value.unsqueeze(-1)
         with suppress(RuntimeError):  # of a parameter that is not one of the instances
@@ -124,21 +126,18 @@ def parameters(fn: Distribution) -> dict[str, Tensor]:
     return found
 
 
-def _tensors(fn: Distribution, prefix: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors(fn: Distribution) -> Iterator[tuple[str, Tensor]]:
     """Yields name and value of the parameters of a distribution and of what it wraps; event dims rightmost."""
-    if isinstance(fn, TransformedDistribution):
-        for i, transform in enumerate(fn.transforms):
+    for path, layer in named_layers(fn):
+        for i, transform in enumerate(layer.transforms if isinstance(layer, TransformedDistribution) else ()):
             for key, value in vars(transform).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    yield f"{prefix}transforms.{i}.{key}", value.detach()
-    base = getattr(fn, "base_dist", None)
-    if isinstance(base, Distribution):
-        yield from _tensors(base, f"{prefix}base_dist.")
-        return
-    for key, constraint in fn.arg_constraints.items():
-        value = vars(fn).get(key)
+                    yield f"{path}transforms.{i}.{key}", value.detach()
+    # The last of them wraps nothing.
+    for key, constraint in layer.arg_constraints.items():
+        value = vars(layer).get(key)
         if isinstance(value, Tensor):
-            yield prefix + key, _unconstrained(value.detach(), constraint)
+            yield path + key, _unconstrained(value.detach(), constraint)
 
 
 def _unconstrained(value: Tensor, constraint: Any) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, biject_to
 
+from pyro_nami.factors.wrappers import without
+
 __all__ = ["any_value", "drawn", "redraw"]
 
 # Draws to find a value that differs, where the support cannot be enumerated (a Poisson of low rate).
@@ -55,9 +57,7 @@ def any_value(fn: Any, like: Tensor | None = None, unconstrained: Callable[..., 
 
 def redraw(fn: Any, base: Tensor) -> Tensor:
     """A draw from ``fn`` that differs from ``base`` in every element, where ``fn`` has another value."""
-    value = any_value(fn, base)
-    while isinstance(fn, Independent):
-        fn = fn.base_dist
+    value, fn = any_value(fn, base), without(fn, Independent)
     for _ in range(_REDRAWS if value.shape == base.shape else 0):
         stuck = _whole_event(value == base, fn.event_dim)
         if not stuck.any():

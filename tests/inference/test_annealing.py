@@ -126,6 +126,14 @@ def masked_latents_integrate_to_one():
     return model, [y], normal_log_prob(y[mask], 2 * torch.eye(2))
 
 
+def latents_masked_twice_integrate_to_one():
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(()), 1.0).mask(torch.tensor(False)).mask(torch.tensor(False)))
+        pyro.sample("y", dist.Normal(x, 1.0), obs=torch.tensor(0.5))
+
+    return model, [], normal_log_prob(torch.tensor([0.5]), 2 * torch.eye(1))
+
+
 EXACT = {
     **{name: (lambda name=name: network(name), {}) for name in NETWORKS},
     "nested plates": (nested_plates, {"num_chains": 1500, "num_temperatures": 40}),
@@ -135,6 +143,7 @@ EXACT = {
     "simplex in a plate": (simplex_in_a_plate, {}),
     "factors": (factors_count_as_likelihood, {}),
     "masked": (masked_latents_integrate_to_one, {}),
+    "masked twice": (latents_masked_twice_integrate_to_one, {}),
     "eight schools": (
         lambda: (eight_schools, eight_schools_data(), -31.3113),
         {"num_chains": 1500, "num_temperatures": 50},
