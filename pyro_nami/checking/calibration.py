@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ["JOINT_DENSITY", "JOINT_TARP", "Calibration", "calibrate", "listed"]
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -216,7 +216,7 @@ def calibrate(
         coordinates = Coordinates(truth.latents, forms)
         points = _reference_points(truth.observed, forms, coordinates(truth.latents))
         size = chunk_size or max(1, _ROWS_A_CALL // num_draws)
-        target = Target(model, guide, args, kwargs, nesting=truth.nesting)
+        target = replace(simulator.target, guide=guide)
         parts = [
             _chunk_ranks(target, num_draws, truth.select(rows), coordinates, points[rows])
             for rows in torch.arange(truth.num, device=points.device).split(size)

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from pyro_nami.checking.calibration import Calibration, calibrate, listed
-from pyro_nami.checking.misspecification import Misspecification, misspecification, observed_data
+from pyro_nami.checking.misspecification import Misspecification, compare, observed_data
 from pyro_nami.checking.plots import (
     draw_data,
     draw_efficiency,
@@ -201,11 +201,10 @@ def diagnose(
     given = as_mapping(observations)
     names = observed_names(observed, guide, given)
     with seeded(seed), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The data lie far|The importance weights are")  # it says so itself
+        warnings.filterwarnings("ignore", "The importance weights are")  # it says so itself
         simulator = Simulator(model, args, kwargs, names)
-        data = None
-        if {*observed_data(simulator), *given} >= set(simulator.observed):
-            data = misspecification(model, *args, observations=given, observed=names, **kwargs)
+        data = {**observed_data(simulator), **given}
+        compared = compare(simulator, data) if data.keys() >= set(simulator.observed) else None
         calibration = calibrate(
             model, guide, *args, num_datasets=num_datasets, num_draws=num_draws, observed=names, **kwargs
         )
@@ -220,5 +219,5 @@ def diagnose(
         num_samples,
         losses=list(history.losses) if history is not None and history.losses else None,
         validation=() if history is None else tuple(history.validation),
-        misspecification=data,
+        misspecification=compared,
     )

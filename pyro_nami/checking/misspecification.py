@@ -7,7 +7,7 @@ this module to change what counts as unusual data.
 
 from __future__ import annotations
 
-__all__ = ["Misspecification", "misspecification", "observed_data"]
+__all__ = ["Misspecification", "compare", "misspecification", "observed_data"]
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from pyro_nami.checking.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.checking.simulations import finite_draws, seeded
 from pyro_nami.inference.observations import as_mapping, as_tensor, observed_names
 from pyro_nami.inference.simulate import Simulator
+from pyro_nami.inference.target import Extent
 from pyro_nami.messages import warn
 from pyro_nami.reading.runner import Runner
 
@@ -112,15 +113,7 @@ def misspecification(
     given = as_mapping(observations)
     with seeded(seed):
         simulator = Simulator(model, args, kwargs, observed_names(observed, observations=given))
-        forms = site_forms(simulator)
-        data = {**observed_data(simulator), **given}
-        simulated = finite_draws(simulator, num_datasets)[0].observed
-    own = {name: _as_batch(name, data, forms[name], value) for name, value in simulated.items()}
-    halves = ({name: value[start::2] for name, value in simulated.items()} for start in (0, 1))
-    usual, others, here = _distances([*halves, own], forms)
-    ratios = (here[0, 1:] / others[:, 1:].median(0).values.clamp(min=1e-6)).tolist()
-    sites = dict(sorted(zip(own, ratios), key=lambda item: -item[1]))
-    result = Misspecification(float(here[0, 0]), others[:, 0], _p_value(usual, others, here), sites, level)
+        result = compare(simulator, {**observed_data(simulator), **given}, num_datasets, level)
     if not result.passed:
         warn(f"{result} {_ADVICE}")
     return result
@@ -129,8 +122,22 @@ def misspecification(
 def observed_data(simulator: Simulator) -> dict[str, Tensor]:
     """Returns the values that a model observes itself; sites that it samples are not among them."""
     with torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
-        sites = Runner({}).run(simulator.model, simulator.args, simulator.kwargs)
+        sites = simulator.target.run_model(Extent(), Runner({}))
     return {name: sites[name]["value"] for name in simulator.observed if sites[name]["is_observed"]}
+
+
+def compare(
+    simulator: Simulator, data: Mapping[str, Any], num_datasets: int = 1000, level: float = 0.01
+) -> Misspecification:
+    """Returns how far data, a value for every observed site, lie outside a model's simulations."""
+    forms = site_forms(simulator)
+    simulated = finite_draws(simulator, num_datasets)[0].observed
+    own = {name: _as_batch(name, data, forms[name], value) for name, value in simulated.items()}
+    halves = ({name: value[start::2] for name, value in simulated.items()} for start in (0, 1))
+    usual, others, here = _distances([*halves, own], forms)
+    ratios = (here[0, 1:] / others[:, 1:].median(0).values.clamp(min=1e-6)).tolist()
+    sites = dict(sorted(zip(own, ratios), key=lambda item: -item[1]))
+    return Misspecification(float(here[0, 0]), others[:, 0], _p_value(usual, others, here), sites, level)
 
 
 def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) -> Tensor:

@@ -198,7 +198,8 @@ class Simulator:
     # ---- runs of the model
 
     @property
-    def _target(self) -> Target:
+    def target(self) -> Target:
+        """The model on these arguments, without a guide."""
         return Target(self.model, None, self.args, self.kwargs, nesting=self.nesting)
 
     def _run(
@@ -211,7 +212,7 @@ class Simulator:
         runner = Runner(values or {}, simulated=True, choose=choose)
         # Draws may be NaN, which distributions that the model makes can be told not to refuse in no other way.
         with torch.no_grad(), pyro.validation_enabled(False):
-            sites = self._target.run_model(extent, runner)
+            sites = self.target.run_model(extent, runner)
         for name in (*self.latent, *self.observed):
             if name not in sites:
                 raise ValueError(
@@ -221,7 +222,7 @@ class Simulator:
 
     def _batch(self, num: int) -> dict[str, Any]:
         """Returns the sites of one run for all draws."""
-        sites = self._run(self._target.extent(num))
+        sites = self._run(self.target.extent(num))
         for name, site in sites.items():
             shape, expected = site["fn"].batch_shape, (num, *plate_shape(site, self.nesting))
             if shape != expected:
