@@ -312,9 +312,9 @@ def test_holm_rejects_as_step_down_bonferroni_does():
 def test_ranks_of_another_shape_have_no_name():
     humps = np.repeat(np.r_[10:30, 70:90], 25)  # two, of the location and the spread of uniform ranks
     ranks = np.concatenate([humps, np.repeat(np.r_[0:8, 92:100], 4)])
-    finding = judge("z", ranks[:, None], 99)
-    assert finding.p_value < 1e-6
-    assert finding.verdict == MISCALIBRATED
+    verdict = judge("z", ranks[:, None], 99)
+    assert verdict.p_value < 1e-6
+    assert verdict.verdict == MISCALIBRATED
 
 
 # ---- coordinates
