@@ -17,8 +17,8 @@ ORDER = {
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
     "index_maps.finder index_maps.nesting index_maps.given index_maps.search network joint_gaussian forms",
     "guide": "arguments options conditioning free_parameters parameters groups group_network inputs "
-    "inversion inverse_network network_state regression one_pass rules structure shapes first_call columns "
-    "plan build maps call memory reader observed draw lazy nami",
+    "inversion inverse_network network_state regression one_pass rules plan shapes first_call columns "
+    "planner build maps call memory reader observed draw lazy nami",
     "inference": "site_messages observations target checkpoint history psis processes trackers optimizers weights "
     "simulate batches losses trainer compilation tempering transitions annealing importance",
     "checking": "coordinates rank_tests plots simulations calibration misspecification diagnosis",

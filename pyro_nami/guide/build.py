@@ -21,9 +21,9 @@ from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inverse_network import InverseNetwork
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.parameters import initial_expert, initial_rows
-from pyro_nami.guide.plan import make_plan
+from pyro_nami.guide.plan import Plan
+from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
-from pyro_nami.guide.structure import Plan
 from pyro_nami.networks.pooling import make_encoder
 from pyro_nami.networks.running import center_and_spread
 from pyro_nami.reading.isolation import untouched

@@ -24,8 +24,8 @@ from pyro_nami.factors.distribution import Relocation
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.guide.rules import Prior
-from pyro_nami.guide.structure import Plan, missing_site, new_site
 from pyro_nami.reading.first_run import is_latent
 from pyro_nami.reading.joint_gaussian import ConjugateGroup, JointGaussian, expanding, leading_shape
 from pyro_nami.reading.runner import AllSeen, Runner

@@ -28,8 +28,8 @@ from pyro_nami.guide.inverse_network import InverseNetwork
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.options import Options
+from pyro_nami.guide.plan import Covariates, Plan
 from pyro_nami.guide.reader import CallReader
-from pyro_nami.guide.structure import Covariates, Plan
 from pyro_nami.reading.covariates import column_of, plain_column
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.runner import Runner, takes_observations

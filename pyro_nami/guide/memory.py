@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map_only
 from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.conditioning import covariates_of
+from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import fixed_size
 from pyro_nami.guide.shapes import resized_plates
-from pyro_nami.guide.structure import Plan
 
 __all__ = ["Memory", "last_seen"]
 

@@ -24,9 +24,9 @@ from pyro_nami.guide.draw import densities, draw, know_all, start_pass
 from pyro_nami.guide.inverse_network import as_pyro_module
 from pyro_nami.guide.lazy import LazyGuide
 from pyro_nami.guide.options import Options
+from pyro_nami.guide.plan import differences, new_site
 from pyro_nami.guide.regression import regress
 from pyro_nami.guide.shapes import left_of_plates, own_shape, quantiles_of, sum_plates
-from pyro_nami.guide.structure import differences, new_site
 from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
 
 __all__ = ["AutoNaMIGuide"]

@@ -17,7 +17,7 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.conditioning import covariates_of
 from pyro_nami.guide.inverse_network import InverseNetwork
 from pyro_nami.guide.network_state import NetworkState
-from pyro_nami.guide.structure import Plan
+from pyro_nami.guide.plan import Plan
 from pyro_nami.networks.running import tempered
 
 __all__ = ["ObservedFeatures"]

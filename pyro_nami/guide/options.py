@@ -1,6 +1,6 @@
 """What users set: the options of a guide, checked.
 
-Change this module to give guides another option; `plan` and `build` say what it does.
+Change this module to give guides another option; `planner` and `build` say what it does.
 """
 
 from __future__ import annotations

@@ -1,305 +1,166 @@
-"""From what the first call shows to a guide's plan: what each latent reads, and by which rule it is drawn.
-
-To serve latents by another rule, say in `make_plan` when it applies; the rule itself is a class in `rules`.
-"""
+"""What a guide is made of, fixed at its first call: frozen values, which `planner` makes and all that follows reads."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.distributions import constraints
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from pyro_nami.factors.bijections import peel_support, support_of
-from pyro_nami.factors.family import Family
-from pyro_nami.factors.registry import features_of, make_family
-from pyro_nami.factors.unconstrained import NormalFamily
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.guide.columns import find_covariates
-from pyro_nami.guide.conditioning import Plates, Read, covariates_of, nodes_of, plan_sources
-from pyro_nami.guide.first_call import FirstCall, first_instance
-from pyro_nami.guide.free_parameters import MOST_COUPLED
-from pyro_nami.guide.groups import Factor
-from pyro_nami.guide.inversion import invert, plan_reads
-from pyro_nami.guide.options import check_names
-from pyro_nami.guide.rules import Exact, Learned, Prior, Rule
-from pyro_nami.guide.structure import Plan, SitePlan
-from pyro_nami.messages import warn
-from pyro_nami.reading.first_run import allows_nan, is_transparent
-from pyro_nami.reading.forms import find_conjugate
+from pyro_nami.graph.network import BayesNet
+from pyro_nami.guide.conditioning import Plates
+from pyro_nami.guide.rules import Learned, Rule
+from pyro_nami.reading.covariates import MASK
+from pyro_nami.reading.index_maps.finder import MapPlan
 from pyro_nami.reading.joint_gaussian import ConjugateGroup
-from pyro_nami.reading.network import is_blocked
 
-__all__ = ["make_plan"]
-
-
-def make_plan(first: FirstCall) -> Plan:
-    """Returns a guide's plan, fixed from then on, whatever data comes later.
-
-    Raises:
-        ValueError: for options that name what the model lacks.
-        NotImplementedError: for a site that no family covers.
-    """
-    net, nodes, options = first.net, first.nodes, first.options
-    latents = _latents(first)
-    inverse = invert(net, options.inverse, options.blocks)
-    order, interleaved = _sampling_order(first, inverse)
-    families = {name: _family(first, name) for name in order}
-    check_names("embeddings", options.embeddings, first.data, "an observed site")
-    encodings = {name: families.get(name) or _features(first, name) for name in (*order, *first.data)}
-    covariates = find_covariates(first)
-    # A ``pyro.factor`` couples what it reads, but holds no value; and of a part no data set can be told.
-    empty = {name for name in net.sites if name not in nodes or nodes[name]["value"].numel() == 0}
-    reads = plan_reads(net, inverse, order, covariates.columns, empty | first.passing)
-    blocks = {name: _block(first, name, inverse) for name in order}
-    groups = _groups(first, inverse, families, blocks) if interleaved else {}
-    plates = first.plates._replace(fixed=frozenset().union(*blocks.values()))
-    factors = {
-        name: _factor(first, name, families[name], reads[name], blocks[name], plates)
-        for name in order
-        if name not in groups
-    }
-    anchored = _anchored(first, families, inverse) if options.anchor and interleaved else frozenset()
-    used = {child for group in groups.values() for child in group.children}
-    used = used.union(*(nodes_of(source) for factor in factors.values() for source in factor.sources))
-    emitted = {*latents, *(name for name, site in nodes.items() if is_transparent(site))}
-
-    def rule(name: str) -> Rule:
-        if name in groups:
-            return Exact(name, groups[name])
-        if name in factors:
-            return _learned(first, factors[name], families[name], name in anchored, plates)
-        return Prior(name)
-
-    return Plan(
-        bayesnet=net,
-        inverse=inverse,
-        plates=plates,
-        sites={
-            name: _site_plan(first, name, encodings.get(name), name in emitted)
-            for name in nodes
-            if name in first.frames or name in emitted
-        },
-        rules={name: rule(name) for name in nodes if name in emitted},
-        order=tuple(order),
-        interleaved=interleaved,
-        read=tuple(name for name in first.data if name in used),
-        semi_observed=first.semi_observed,
-        masked=any(nodes[name]["mask"] is not None for name in emitted),
-        names=frozenset(name for name, site in nodes.items() if site["type"] == "sample"),
-        covariates=covariates._replace(
-            columns={name: found for name, found in covariates.columns.items() if {name, covariates_of(name)} & used}
-        ),
-        map_plans=first.found.map_plans,
-        factory=_factory(first, order),
-    )
+__all__ = ["Covariates", "Plan", "SitePlan", "differences", "missing_site", "new_site"]
 
 
-def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> SitePlan:
-    site = first.nodes[name]
-    return SitePlan(
-        plates=first.frames.get(name, frozenset()),
-        event_dim=site["fn"].event_dim,
-        encoding=encoding,
-        initial=first_instance(site["value"], site) if emitted else None,
-        allows_nan=name in first.data and allows_nan(site),
-    )
+class SitePlan(NamedTuple):
+    """What is fixed of one site."""
 
-
-def _latents(first: FirstCall) -> list[str]:
-    latents = [name for name in first.net.latent if not first.net.sites[name].marginalized]
-    if not latents and not is_blocked(first.model):
-        observed = first.net.observed
-        logging.getLogger(__name__).warning(  # no warning of Python's, as Pyro's own guides are silent here
-            "Expected a model with at least one latent sample site; got a model with %s, for which the guide is "
-            "empty. If a site shall be inferred, do not pass it a value at the guide's first call, or name it in "
-            "`blocks`.",
-            "observed sites only: " + ", ".join(map(repr, observed)) if observed else "no sites",
-        )
-    return latents
-
-
-def _sampling_order(first: FirstCall, inverse: Inverse) -> tuple[list[str], bool]:
-    """Returns the latents that are not drawn from the model, in sampling order, and whether program order is one."""
-    predictive = frozenset(inverse.predictive) - first.found.hidden_randomness
-    # With blocks, factors may read some of these, which then have to be factors as well.
-    read = predictive
-    while read:
-        learned = [name for name in inverse.order if name not in predictive]
-        read = predictive.intersection(u for name in learned for u in inverse.parents[name])
-        predictive -= read
-    order = [name for name in reversed(inverse.order) if name not in predictive]
-    rank = {name: i for i, name in enumerate(first.nodes)}
-    interleaved = all(
-        rank[parent] < rank[name]
-        for name in order
-        for parent in inverse.parents[name]
-        if parent not in first.net.observed
-    )
-    return sorted(order, key=rank.__getitem__) if interleaved else order, interleaved
-
-
-def _family(first: FirstCall, name: str) -> Family:
-    site, spec = first.nodes[name], first.options.families
-    if isinstance(spec, Mapping):
-        check_names("families", spec, first.net.latent, "a latent site")
-        spec = spec.get(name)
-    return make_family(spec, name, site["fn"], site["value"], first.options.within)
-
-
-def _features(first: FirstCall, name: str) -> Any:
-    site, embeddings = first.nodes[name], first.options.embeddings
-    if name in embeddings:
-        return _Embedding(embeddings[name], site["fn"].event_dim)
-    features = features_of(name, site["fn"], site["value"])
-    if features.marks_nan and site["value"].isnan().all():
-        raise ValueError(
-            f"Expected at least one value of site '{name}' at the guide's first call, which shows what depends on "
-            "it; got NaN only. Make the first call with data that has some."
-        )
-    return features
-
-
-class _Embedding(NamedTuple):
-    """Features of an observed site by a module of the user's."""
-
-    module: nn.Module
+    plates: frozenset[str]  # that its tensor has dims for; the network has those that these determine as well
     event_dim: int
-
-    def features(self, value: Tensor) -> Tensor:
-        """Returns ``(*batch, 1, features)``; the module sees the batch as its only leading dim."""
-        cut = value.dim() - self.event_dim
-        return self.module(value.reshape((-1,) + value.shape[cut:])).reshape(value.shape[:cut] + (1, -1))
+    encoding: Any = None  # what gives its features, its family or another object; None if nothing reads it
+    initial: Tensor | None = None  # of a latent, the first instance of its initial value
+    allows_nan: bool = False  # whether its distribution or mask allows for NaN in its data
 
 
-def _block(first: FirstCall, name: str, inverse: Inverse) -> frozenset[str]:
-    """Returns the plates, of those that the site's tensor has dims for, whose instances form one block.
+class Covariates(NamedTuple):
+    """Which covariates factors read."""
 
-    A plate that another of the site's plates determines adds nothing: instances of that one lie in it already.
-    """
-    block = frozenset(inverse.joint[name]) & first.frames[name]
-    if block and first.options.within == "independent":
-        plates = " and ".join(map(repr, sorted(block)))
-        warn(
-            f"The instances of '{name}' in plate {plates} depend on each other given the data; "
-            'within="independent" gives this up, and draws each given its own data alone.'
-        )
-        return frozenset()
-    return block
+    columns: Mapping[str, tuple] = {}  # site -> its covariates
+    references: Sequence[Mapping[str, Tensor]] = ()  # values of the latents at the draws that they were found at
+
+    def mask_column(self, name: str) -> int | None:
+        """Returns which of a site's covariates is its mask, if one is."""
+        columns = enumerate(self.columns.get(name, ()))
+        return next((i for i, column in columns if getattr(column, "parameter", None) == MASK), None)
 
 
-def _factor(
-    first: FirstCall, name: str, family: Family, reads: Mapping[Any, Read], joint: frozenset[str], plates: Plates
-) -> Factor:
-    """Returns a latent's place in the networks."""
-    frames = {node: first.frames[node if node in first.frames else node[1]] for node in reads}
-    batch = plates.closure(first.frames[name] - joint)
-    flattened = plates.sort(joint)
-    elements = family.num_elements
-    for plate in flattened:
-        elements *= plates.sizes[plate]
-    # What the block couples, its members read across.
-    coupled = plates.closure(joint)
-    reads = {
-        node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
-        for node, read in reads.items()
-    }
-    autoregressive = first.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
-    sequential = elements > 1 and autoregressive
-    linear = sequential and not first.options.simulated and type(family) is NormalFamily
-    if linear and elements > MOST_COUPLED:
-        warn(
-            f"Site '{name}' has {elements} elements that depend on each other given the data; more than "
-            f"{MOST_COUPLED} are drawn independently."
-        )
-    return Factor(
-        name,
-        batch,
-        flattened,
-        elements,
-        family.num_params,
-        family.num_features,
-        sequential and not linear,
-        plan_sources(batch, reads, frames, plates, joint),
-        list(family.locations),
-        linear and elements <= MOST_COUPLED,
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A guide's fixed structure."""
+
+    bayesnet: BayesNet
+    inverse: Inverse
+    plates: Plates
+    sites: Mapping[str, SitePlan]
+    rules: Mapping[str, Rule]  # latent -> how it is drawn, for all that the guide emits, in model order
+    order: tuple[str, ...]  # latents drawn given what the inverse says that they read, in sampling order
+    interleaved: bool  # whether that is program order, so that one run of the model draws all latents
+    read: tuple[str, ...]  # observed sites that some rule reads
+    semi_observed: frozenset[str]  # latents that a call may observe
+    masked: bool  # whether the model masks latents
+    names: frozenset[str]  # all sites of the model, deterministic ones included
+    covariates: Covariates
+    map_plans: tuple[MapPlan, ...]  # how a call's index maps are found
+    factory: Mapping[str, Any]  # dtype and device of the networks
+
+    @cached_property
+    def learned(self) -> dict[str, Learned]:
+        """The latents that networks serve, in sampling order."""
+        rules = {name: self.rules[name] for name in self.order}
+        return {name: rule for name, rule in rules.items() if isinstance(rule, Learned)}
+
+    @cached_property
+    def groups(self) -> dict[str, ConjugateGroup]:
+        """The latents that are drawn from their exact conditional, with those that they are derived with."""
+        return {name: rule.group for name, rule in self.rules.items() if rule.group is not None}
+
+    @cached_property
+    def blocks(self) -> dict[str, str]:
+        """Plate of fixed size -> a latent whose instances form one block over it."""
+        return {plate: name for name, rule in self.learned.items() for plate in rule.factor.joint}
+
+    @cached_property
+    def initial(self) -> dict[str, Tensor]:
+        """First instances of the initial values of all latents."""
+        return {name: site.initial for name, site in self.sites.items() if site.initial is not None}
+
+    @property
+    def columns(self) -> Mapping[str, tuple]:
+        """Site -> its covariates."""
+        return self.covariates.columns
+
+    @cached_property
+    def families(self) -> dict[str, Any]:
+        """What gives the features of the latents in `order`."""
+        return {name: self.sites[name].encoding for name in self.order}
+
+    @cached_property
+    def event_dims(self) -> dict[str, int]:
+        """Event dims of every site."""
+        return {name: site.event_dim for name, site in self.sites.items()}
+
+    def features(self, name: str, value: Tensor) -> Tensor:
+        """Returns the raw features of a site's value, ``(*batch, features)``."""
+        return self.sites[name].encoding.features(value).flatten(-2)
+
+    def to(self, fn: Callable[[Tensor], Tensor]) -> Plan:
+        """Returns the plan with ``fn`` applied to all tensors held, to move them to another device."""
+        like = fn(torch.empty(0, **self.factory))
+        held = {"sites": dict(self.sites), "map_plans": self.map_plans, "covariates": self.covariates}
+        moved = tree_map_only(Tensor, fn, held)
+        return dataclasses.replace(self, factory={"dtype": like.dtype, "device": like.device}, **moved)
+
+
+def new_site(name: str) -> str:
+    """Returns the message for a site that the guide's first call did not have."""
+    return (
+        f"Expected the sites of the guide's first call; got a new site '{name}'. A guide's structure is fixed at its "
+        "first call: make a new guide, and its first call with all sites that there may be."
     )
 
 
-def _learned(first: FirstCall, factor: Factor, family: Family, anchored: bool, plates: Plates) -> Learned:
-    """Returns the rule of a latent that networks serve.
-
-    In a guide that is trained on data, a factor whose prior other latents move is that prior times evidence of its own.
-    """
-    moved = not set(first.net.latent).isdisjoint(first.net.graph.predecessors(factor.name))
-    fits = not first.options.simulated and not factor.sequential and family.takes_evidence
-    return Learned(
-        factor.name,
-        reads_prior=anchored or family.varies,
-        factor=factor,
-        family=family,
-        anchored=anchored,
-        expert=anchored and moved and fits,
-        dims=tuple(plates.dims[plate] for plate in factor.joint),
-        sizes=tuple(plates.sizes[plate] for plate in factor.joint),
+def missing_site(name: str) -> str:
+    """Returns the message for a site of the guide's first call that a call lacks."""
+    return (
+        f"Expected the sites of the guide's first call; this call lacks '{name}'. A guide's structure is fixed at its "
+        "first call: make a new guide, or sample the site in every call."
     )
 
 
-def _groups(
-    first: FirstCall, inverse: Inverse, families: Mapping[str, Family], blocks: Mapping[str, frozenset[str]]
-) -> dict[str, ConjugateGroup]:
-    """Returns the latents that are drawn from their exact conditional; never all of them."""
-    if not (first.options.anchor and first.options.conjugate):
-        return {}
-    own = {name: first.nodes[name]["value"] for name in (*families, *first.data)}
-    found = find_conjugate(
-        first.net,
-        inverse,
-        list(families),
-        first.nodes,
-        {name: family for name, family in families.items() if not blocks[name]},
-        first.frames,
-        subsampled=first.plates.subsampled,
-        excluded=first.semi_observed | first.found.hidden_randomness,
-        run=first.run,
-        draws=[own, *first.draws[:2]],
-    )
-    found = {name: group for name, group in found.items() if first.passing.isdisjoint(group.children)}
-    return found if len(found) < len(families) else {}
+def differences(before: Plan, now: Plan) -> Iterator[str]:
+    """Yields one sentence for each difference between the structures of two calls of one model."""
+    old, new = before.bayesnet, now.bayesnet
+    yield from (f"Site '{name}' is new." for name in sorted(now.names - before.names))
+    yield from (f"Site '{name}' is missing." for name in sorted(before.names - now.names))
+    shared = old.sites.keys() & new.sites.keys()
+    for name in [name for name in old.sites if name in shared]:
+        if old.sites[name].observed != new.sites[name].observed:
+            yield f"Site '{name}' is {'observed' if new.sites[name].observed else 'latent'} now."
+        a, b = before.sites.get(name), now.sites.get(name)
+        if a is None or b is None:
+            continue
+        if a.event_dim != b.event_dim:
+            yield f"Site '{name}' has {b.event_dim} event dims, not {a.event_dim}."
+        if a.plates != b.plates:
+            yield f"Site '{name}' is in plates {_names(b.plates)}, not {_names(a.plates)}."
+        shapes = [each.sites[name].encoding.event_shape for each in (before, now) if name in each.order]
+        if len(shapes) == 2 and shapes[0] != shapes[1]:
+            yield f"Site '{name}' has the event shape {tuple(shapes[1])}, not {tuple(shapes[0])}."
+    edges = [{(u, v) for u, v in net.graph.edges if {u, v} <= shared} for net in (old, new)]
+    for u, v in sorted(edges[1] - edges[0]):
+        yield f"Site '{v}' reads '{u}' now, which the guide takes no account of."
+    for u, v in sorted(edges[0] - edges[1]):
+        yield f"Site '{v}' does not read '{u}' any more."
+    for name in sorted(shared & before.groups.keys() - now.groups.keys()):
+        yield f"The conditional of '{name}' is not Gaussian any more, which the guide takes it for."
+    sizes, others = before.plates.sizes, now.plates.sizes
+    for plate in sorted(before.blocks.keys() & others.keys()):
+        if sizes[plate] != others[plate]:
+            yield (
+                f"Plate '{plate}' has {others[plate]} instances, not {sizes[plate]}; those of "
+                f"'{before.blocks[plate]}' are one block of fixed size."
+            )
 
 
-def _anchored(first: FirstCall, families: Mapping[str, Family], inverse: Inverse) -> Collection[str]:
-    """Returns the latents whose prior the guide knows when it draws them: a function of what their factor reads.
-
-    An inverse that drops an edge of the model (mean field) shall not get it back by the anchor. In a guide that is
-    trained on data a prior that nothing moves is none if it is bounded: most of its spread in unconstrained space
-    may be one tail, and scales in units of it would be noise at rates that suit Pyro's guides.
-    """
-    given = frozenset(first.net.observed)
-
-    def known(name: str) -> bool:
-        parents = frozenset(first.net.graph.predecessors(name))
-        real = peel_support(support_of(first.nodes[name]["fn"]))[0] is constraints.real
-        return (first.options.simulated or real or bool(parents)) and parents <= given.union(inverse.parents[name])
-
-    return {
-        name
-        for name, family in families.items()
-        if name not in first.found.hidden_randomness
-        and known(name)
-        and family.anchor(first.nodes[name]["fn"]) is not None
-    }
-
-
-def _factory(first: FirstCall, order: Sequence[str]) -> dict[str, Any]:
-    """Returns dtype and device of the networks: of the first continuous value of the model, float32 at least."""
-    values = [first.nodes[name]["value"] for name in (*order, *first.data)]
-    like = next((value for value in values if value.is_floating_point()), None)
-    dtype = torch.get_default_dtype() if like is None else like.dtype
-    return {
-        "dtype": torch.float32 if dtype.itemsize < 4 else dtype,
-        "device": values[0].device if values else None,
-    }
+def _names(names: Collection[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "none"

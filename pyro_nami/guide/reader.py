@@ -25,8 +25,8 @@ from pyro_nami.guide.conditioning import covariates_of
 from pyro_nami.guide.inputs import IndexMaps
 from pyro_nami.guide.maps import MapReader
 from pyro_nami.guide.memory import Memory, last_seen
+from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.guide.rules import fixed_size
-from pyro_nami.guide.structure import Plan, missing_site, new_site
 from pyro_nami.messages import warn
 from pyro_nami.reading.first_run import is_latent, is_passing
 from pyro_nami.reading.isolation import untouched

@@ -2,7 +2,7 @@
 
 `Prior` is the model's own conditional, `Exact` one that is derived from the model in closed form, `Learned` one whose
 parameters networks give. Code outside never asks which rule it has. To add a rule, write a subclass of `Rule` here and
-say in `plan` which latents it serves.
+say in `planner` which latents it serves.
 """
 
 from __future__ import annotations

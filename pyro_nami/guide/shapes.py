@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.guide.structure import Plan
+from pyro_nami.guide.plan import Plan
 
 __all__ = ["left_of_plates", "own_shape", "quantiles_of", "resized_plates", "sum_plates"]
 

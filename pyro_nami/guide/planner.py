@@ -1,0 +1,305 @@
+"""From what the first call shows to a guide's plan: what each latent reads, and by which rule it is drawn.
+
+To serve latents by another rule, say in `make_plan` when it applies; the rule itself is a class in `rules`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from pyro_nami.factors.bijections import peel_support, support_of
+from pyro_nami.factors.family import Family
+from pyro_nami.factors.registry import features_of, make_family
+from pyro_nami.factors.unconstrained import NormalFamily
+from pyro_nami.graph.inverse import Inverse
+from pyro_nami.guide.columns import find_covariates
+from pyro_nami.guide.conditioning import Plates, Read, covariates_of, nodes_of, plan_sources
+from pyro_nami.guide.first_call import FirstCall, first_instance
+from pyro_nami.guide.free_parameters import MOST_COUPLED
+from pyro_nami.guide.groups import Factor
+from pyro_nami.guide.inversion import invert, plan_reads
+from pyro_nami.guide.options import check_names
+from pyro_nami.guide.plan import Plan, SitePlan
+from pyro_nami.guide.rules import Exact, Learned, Prior, Rule
+from pyro_nami.messages import warn
+from pyro_nami.reading.first_run import allows_nan, is_transparent
+from pyro_nami.reading.forms import find_conjugate
+from pyro_nami.reading.joint_gaussian import ConjugateGroup
+from pyro_nami.reading.network import is_blocked
+
+__all__ = ["make_plan"]
+
+
+def make_plan(first: FirstCall) -> Plan:
+    """Returns a guide's plan, fixed from then on, whatever data comes later.
+
+    Raises:
+        ValueError: for options that name what the model lacks.
+        NotImplementedError: for a site that no family covers.
+    """
+    net, nodes, options = first.net, first.nodes, first.options
+    latents = _latents(first)
+    inverse = invert(net, options.inverse, options.blocks)
+    order, interleaved = _sampling_order(first, inverse)
+    families = {name: _family(first, name) for name in order}
+    check_names("embeddings", options.embeddings, first.data, "an observed site")
+    encodings = {name: families.get(name) or _features(first, name) for name in (*order, *first.data)}
+    covariates = find_covariates(first)
+    # A ``pyro.factor`` couples what it reads, but holds no value; and of a part no data set can be told.
+    empty = {name for name in net.sites if name not in nodes or nodes[name]["value"].numel() == 0}
+    reads = plan_reads(net, inverse, order, covariates.columns, empty | first.passing)
+    blocks = {name: _block(first, name, inverse) for name in order}
+    groups = _groups(first, inverse, families, blocks) if interleaved else {}
+    plates = first.plates._replace(fixed=frozenset().union(*blocks.values()))
+    factors = {
+        name: _factor(first, name, families[name], reads[name], blocks[name], plates)
+        for name in order
+        if name not in groups
+    }
+    anchored = _anchored(first, families, inverse) if options.anchor and interleaved else frozenset()
+    used = {child for group in groups.values() for child in group.children}
+    used = used.union(*(nodes_of(source) for factor in factors.values() for source in factor.sources))
+    emitted = {*latents, *(name for name, site in nodes.items() if is_transparent(site))}
+
+    def rule(name: str) -> Rule:
+        if name in groups:
+            return Exact(name, groups[name])
+        if name in factors:
+            return _learned(first, factors[name], families[name], name in anchored, plates)
+        return Prior(name)
+
+    return Plan(
+        bayesnet=net,
+        inverse=inverse,
+        plates=plates,
+        sites={
+            name: _site_plan(first, name, encodings.get(name), name in emitted)
+            for name in nodes
+            if name in first.frames or name in emitted
+        },
+        rules={name: rule(name) for name in nodes if name in emitted},
+        order=tuple(order),
+        interleaved=interleaved,
+        read=tuple(name for name in first.data if name in used),
+        semi_observed=first.semi_observed,
+        masked=any(nodes[name]["mask"] is not None for name in emitted),
+        names=frozenset(name for name, site in nodes.items() if site["type"] == "sample"),
+        covariates=covariates._replace(
+            columns={name: found for name, found in covariates.columns.items() if {name, covariates_of(name)} & used}
+        ),
+        map_plans=first.found.map_plans,
+        factory=_factory(first, order),
+    )
+
+
+def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> SitePlan:
+    site = first.nodes[name]
+    return SitePlan(
+        plates=first.frames.get(name, frozenset()),
+        event_dim=site["fn"].event_dim,
+        encoding=encoding,
+        initial=first_instance(site["value"], site) if emitted else None,
+        allows_nan=name in first.data and allows_nan(site),
+    )
+
+
+def _latents(first: FirstCall) -> list[str]:
+    latents = [name for name in first.net.latent if not first.net.sites[name].marginalized]
+    if not latents and not is_blocked(first.model):
+        observed = first.net.observed
+        logging.getLogger(__name__).warning(  # no warning of Python's, as Pyro's own guides are silent here
+            "Expected a model with at least one latent sample site; got a model with %s, for which the guide is "
+            "empty. If a site shall be inferred, do not pass it a value at the guide's first call, or name it in "
+            "`blocks`.",
+            "observed sites only: " + ", ".join(map(repr, observed)) if observed else "no sites",
+        )
+    return latents
+
+
+def _sampling_order(first: FirstCall, inverse: Inverse) -> tuple[list[str], bool]:
+    """Returns the latents that are not drawn from the model, in sampling order, and whether program order is one."""
+    predictive = frozenset(inverse.predictive) - first.found.hidden_randomness
+    # With blocks, factors may read some of these, which then have to be factors as well.
+    read = predictive
+    while read:
+        learned = [name for name in inverse.order if name not in predictive]
+        read = predictive.intersection(u for name in learned for u in inverse.parents[name])
+        predictive -= read
+    order = [name for name in reversed(inverse.order) if name not in predictive]
+    rank = {name: i for i, name in enumerate(first.nodes)}
+    interleaved = all(
+        rank[parent] < rank[name]
+        for name in order
+        for parent in inverse.parents[name]
+        if parent not in first.net.observed
+    )
+    return sorted(order, key=rank.__getitem__) if interleaved else order, interleaved
+
+
+def _family(first: FirstCall, name: str) -> Family:
+    site, spec = first.nodes[name], first.options.families
+    if isinstance(spec, Mapping):
+        check_names("families", spec, first.net.latent, "a latent site")
+        spec = spec.get(name)
+    return make_family(spec, name, site["fn"], site["value"], first.options.within)
+
+
+def _features(first: FirstCall, name: str) -> Any:
+    site, embeddings = first.nodes[name], first.options.embeddings
+    if name in embeddings:
+        return _Embedding(embeddings[name], site["fn"].event_dim)
+    features = features_of(name, site["fn"], site["value"])
+    if features.marks_nan and site["value"].isnan().all():
+        raise ValueError(
+            f"Expected at least one value of site '{name}' at the guide's first call, which shows what depends on "
+            "it; got NaN only. Make the first call with data that has some."
+        )
+    return features
+
+
+class _Embedding(NamedTuple):
+    """Features of an observed site by a module of the user's."""
+
+    module: nn.Module
+    event_dim: int
+
+    def features(self, value: Tensor) -> Tensor:
+        """Returns ``(*batch, 1, features)``; the module sees the batch as its only leading dim."""
+        cut = value.dim() - self.event_dim
+        return self.module(value.reshape((-1,) + value.shape[cut:])).reshape(value.shape[:cut] + (1, -1))
+
+
+def _block(first: FirstCall, name: str, inverse: Inverse) -> frozenset[str]:
+    """Returns the plates, of those that the site's tensor has dims for, whose instances form one block.
+
+    A plate that another of the site's plates determines adds nothing: instances of that one lie in it already.
+    """
+    block = frozenset(inverse.joint[name]) & first.frames[name]
+    if block and first.options.within == "independent":
+        plates = " and ".join(map(repr, sorted(block)))
+        warn(
+            f"The instances of '{name}' in plate {plates} depend on each other given the data; "
+            'within="independent" gives this up, and draws each given its own data alone.'
+        )
+        return frozenset()
+    return block
+
+
+def _factor(
+    first: FirstCall, name: str, family: Family, reads: Mapping[Any, Read], joint: frozenset[str], plates: Plates
+) -> Factor:
+    """Returns a latent's place in the networks."""
+    frames = {node: first.frames[node if node in first.frames else node[1]] for node in reads}
+    batch = plates.closure(first.frames[name] - joint)
+    flattened = plates.sort(joint)
+    elements = family.num_elements
+    for plate in flattened:
+        elements *= plates.sizes[plate]
+    # What the block couples, its members read across.
+    coupled = plates.closure(joint)
+    reads = {
+        node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
+        for node, read in reads.items()
+    }
+    autoregressive = first.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
+    sequential = elements > 1 and autoregressive
+    linear = sequential and not first.options.simulated and type(family) is NormalFamily
+    if linear and elements > MOST_COUPLED:
+        warn(
+            f"Site '{name}' has {elements} elements that depend on each other given the data; more than "
+            f"{MOST_COUPLED} are drawn independently."
+        )
+    return Factor(
+        name,
+        batch,
+        flattened,
+        elements,
+        family.num_params,
+        family.num_features,
+        sequential and not linear,
+        plan_sources(batch, reads, frames, plates, joint),
+        list(family.locations),
+        linear and elements <= MOST_COUPLED,
+    )
+
+
+def _learned(first: FirstCall, factor: Factor, family: Family, anchored: bool, plates: Plates) -> Learned:
+    """Returns the rule of a latent that networks serve.
+
+    In a guide that is trained on data, a factor whose prior other latents move is that prior times evidence of its own.
+    """
+    moved = not set(first.net.latent).isdisjoint(first.net.graph.predecessors(factor.name))
+    fits = not first.options.simulated and not factor.sequential and family.takes_evidence
+    return Learned(
+        factor.name,
+        reads_prior=anchored or family.varies,
+        factor=factor,
+        family=family,
+        anchored=anchored,
+        expert=anchored and moved and fits,
+        dims=tuple(plates.dims[plate] for plate in factor.joint),
+        sizes=tuple(plates.sizes[plate] for plate in factor.joint),
+    )
+
+
+def _groups(
+    first: FirstCall, inverse: Inverse, families: Mapping[str, Family], blocks: Mapping[str, frozenset[str]]
+) -> dict[str, ConjugateGroup]:
+    """Returns the latents that are drawn from their exact conditional; never all of them."""
+    if not (first.options.anchor and first.options.conjugate):
+        return {}
+    own = {name: first.nodes[name]["value"] for name in (*families, *first.data)}
+    found = find_conjugate(
+        first.net,
+        inverse,
+        list(families),
+        first.nodes,
+        {name: family for name, family in families.items() if not blocks[name]},
+        first.frames,
+        subsampled=first.plates.subsampled,
+        excluded=first.semi_observed | first.found.hidden_randomness,
+        run=first.run,
+        draws=[own, *first.draws[:2]],
+    )
+    found = {name: group for name, group in found.items() if first.passing.isdisjoint(group.children)}
+    return found if len(found) < len(families) else {}
+
+
+def _anchored(first: FirstCall, families: Mapping[str, Family], inverse: Inverse) -> Collection[str]:
+    """Returns the latents whose prior the guide knows when it draws them: a function of what their factor reads.
+
+    An inverse that drops an edge of the model (mean field) shall not get it back by the anchor. In a guide that is
+    trained on data a prior that nothing moves is none if it is bounded: most of its spread in unconstrained space
+    may be one tail, and scales in units of it would be noise at rates that suit Pyro's guides.
+    """
+    given = frozenset(first.net.observed)
+
+    def known(name: str) -> bool:
+        parents = frozenset(first.net.graph.predecessors(name))
+        real = peel_support(support_of(first.nodes[name]["fn"]))[0] is constraints.real
+        return (first.options.simulated or real or bool(parents)) and parents <= given.union(inverse.parents[name])
+
+    return {
+        name
+        for name, family in families.items()
+        if name not in first.found.hidden_randomness
+        and known(name)
+        and family.anchor(first.nodes[name]["fn"]) is not None
+    }
+
+
+def _factory(first: FirstCall, order: Sequence[str]) -> dict[str, Any]:
+    """Returns dtype and device of the networks: of the first continuous value of the model, float32 at least."""
+    values = [first.nodes[name]["value"] for name in (*order, *first.data)]
+    like = next((value for value in values if value.is_floating_point()), None)
+    dtype = torch.get_default_dtype() if like is None else like.dtype
+    return {
+        "dtype": torch.float32 if dtype.itemsize < 4 else dtype,
+        "device": values[0].device if values else None,
+    }
