@@ -579,13 +579,8 @@ def test_a_changed_index_is_read_anew(model, change):
 
 
 def test_an_index_in_a_closure_is_read_at_every_call_with_new_arguments():
-    index = [torch.tensor([0, 0, 1, 2])]
-
-    def model(y):
-        varying_intercept(index[0], 3, y)
-
-    y = torch.randn(4)
-    guide = ready(model, y)
+    index, y = [torch.tensor([0, 0, 1, 2])], torch.randn(4)
+    guide = ready(lambda y: varying_intercept(index[0], 3, y), y)
     index[0] = torch.tensor([2, 1, 0, 0])
     values = draw(guide, y.clone())
     told = guide.log_prob(values, y.clone())
