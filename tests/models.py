@@ -165,6 +165,13 @@ def conjugate_normal_evidence(y: Tensor) -> float:
     )
 
 
+def drawn_normal(size: int = 6) -> None:
+    """`conjugate_normal`, which draws its data, on request of another size."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", size):
+        pyro.sample("y", dist.Normal(mu, 1.0))
+
+
 def beta_bernoulli(y: Tensor) -> None:
     """p ~ Beta(2, 3), y_i ~ Bernoulli(p)."""
     p = pyro.sample("p", dist.Beta(torch.tensor(2.0), torch.tensor(3.0)))
@@ -482,6 +489,13 @@ def unobserved(**priors: Any) -> Callable:
             pyro.sample(name, prior)
 
     return model
+
+
+def learned_scale(y: Any = None) -> None:
+    """z ~ N(0, scale), y ~ N(z, 1), where the scale is a parameter that starts at 2."""
+    scale = pyro.param("scale", torch.tensor(2.0), constraint=dist.constraints.positive)
+    z = pyro.sample("z", dist.Normal(0.0, scale))
+    pyro.sample("y", dist.Normal(z, 1.0), obs=y)
 
 
 def told(model: Callable) -> Callable:
