@@ -507,16 +507,20 @@ def told(model: Callable) -> Callable:
     return model_of_observations
 
 
-def counted(model: Callable) -> tuple[Callable, list]:
-    """Returns a model and a list that gets the arguments of each of its runs."""
-    runs = []
+class Counted:
+    """A model that counts its runs."""
 
-    @functools.wraps(model)
-    def recorded(*args: Any, **options: Any) -> Any:
-        runs.append(args)
-        return model(*args, **options)
+    def __init__(self, model: Callable) -> None:
+        self.model, self.runs = model, 0
 
-    return recorded, runs
+    def __call__(self, *args: Any) -> Any:
+        self.runs += 1
+        return self.model(*args)
+
+    def runs_of(self, function: Callable, *args: Any, **options: Any) -> int:
+        before = self.runs
+        function(*args, **options)
+        return self.runs - before
 
 
 # ---- a global, and a latent of each row of the data: the model of many tests of the guide

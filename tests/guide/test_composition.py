@@ -171,12 +171,8 @@ def with_an_empty_site(y):
     pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
 
-def undeclared_independence(y):
-    """It is no plate."""
-    z = pyro.sample("z", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
-    pyro.sample("y", dist.Normal(z.cumsum(-1), 1.0).to_event(1), obs=y)
-
-
+VECTOR = dist.Normal(torch.zeros(3), 1.0).to_event(1)
+undeclared_independence = pair(VECTOR, lambda z: dist.Normal(z.cumsum(-1), 1.0).to_event(1))  # it is no plate
 NAN = torch.tensor([1.0, float("nan"), 0.5])  # legal in NanMasked likelihoods
 REPARAMETRIZED = poutine.reparam(eight_schools, config={"theta": LocScaleReparam(0.0)})
 SPHERES = {"w": TransformReparam(), "direction": ProjectedNormalReparam()}

@@ -15,7 +15,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from models import amortized, made_once, minimize, through_file, varying_intercept
+from models import Counted, amortized, made_once, minimize, through_file, varying_intercept
 from models import ready_by_a_step as ready
 from pyro import poutine
 from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
@@ -465,22 +465,6 @@ def test_copies_know_data_and_maps_and_predict_new_rows_before_they_see_data(clo
 
 
 # ---- what maps cost, and when they are found anew
-
-
-class Counted:
-    """A model that counts its runs."""
-
-    def __init__(self, model):
-        self.model, self.runs = model, 0
-
-    def __call__(self, *args):
-        self.runs += 1
-        return self.model(*args)
-
-    def runs_of(self, function, *args):
-        before = self.runs
-        function(*args)
-        return self.runs - before
 
 
 def recoded(county, counties, y=None):

@@ -60,8 +60,7 @@ def varying(step):
 
 def moved(x):
     """Its argument moves the latent, so that it matters to the simulations."""
-    a = pyro.sample("a", dist.Normal(x, 1.0))
-    pyro.sample("y", dist.Normal(a, 1.0))
+    pair(dist.Normal(x, 1.0))()
 
 
 def new_observed(model):
