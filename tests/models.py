@@ -457,7 +457,7 @@ def noise(sd: float = 1.0) -> Callable:
 
 
 def pair(prior: Any, likelihood: Callable = noise(), default: Any = None, rows: int = 0) -> Callable:
-    """A model of a latent and its datum, z ~ prior and y ~ likelihood(z), of which each of some rows has its own.
+    """A model of a latent and its datum, z ~ prior and y ~ likelihood(z), or of a plate with some rows of these.
 
     A prior that must be made in every call is a function.
     """
@@ -473,10 +473,10 @@ def pair(prior: Any, likelihood: Callable = noise(), default: Any = None, rows: 
 def pooled(prior: Any, likelihood: Callable = noise()) -> Callable:
     """A model of a latent that all rows share: mu ~ prior, y_n ~ likelihood(mu)."""
 
-    def model(y: Tensor, **options: Any) -> None:
+    def model(y: Tensor) -> None:
         mu = pyro.sample("mu", prior)
         with pyro.plate("data", len(y)):
-            pyro.sample("y", likelihood(mu, **options), obs=y)
+            pyro.sample("y", likelihood(mu), obs=y)
 
     return model
 

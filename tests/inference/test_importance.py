@@ -19,6 +19,7 @@ from models import (
     eight_schools,
     eight_schools_data,
     nested,
+    noise,
     pair,
     pooled,
     subsampled,
@@ -462,7 +463,8 @@ def test_zero_weights_are_legal_unless_all_are_zero(double):
         importance_sample(model, guide, 0.99999999, num_samples=20)
 
 
-scaled = pooled(WIDE, lambda mu, scale=1.0: dist.Normal(mu, scale))
+def scaled(y, scale=1.0):
+    pooled(WIDE, noise(scale))(y)
 
 
 @pytest.mark.parametrize("validate", [True, False])
