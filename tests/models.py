@@ -142,8 +142,8 @@ NETWORKS = {"chain": CHAIN, "collider": COLLIDER, "tree": TREE, "diamond": DIAMO
 
 
 def conjugate_normal(y: Tensor) -> None:
-    """mu ~ N(0, 2), y_i ~ N(mu, 1)."""
-    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    """mu ~ N(0, 2), y_i ~ N(mu, 1), on the device of the data."""
+    mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), 2.0))
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
@@ -163,6 +163,13 @@ def conjugate_normal_evidence(y: Tensor) -> float:
         .log_prob(y.double())
         .item()
     )
+
+
+def drawn_normal(size: int = 6) -> None:
+    """`conjugate_normal`, which draws its data, on request of another size."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", size):
+        pyro.sample("y", dist.Normal(mu, 1.0))
 
 
 def beta_bernoulli(y: Tensor) -> None:
@@ -188,9 +195,9 @@ def beta_bernoulli_evidence(y: Tensor) -> float:
 
 
 def eight_schools(y: Tensor, sigma: Tensor) -> None:
-    """Rubin 1981, centered; log evidence -31.3113 nats."""
-    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
-    tau = pyro.sample("tau", dist.HalfCauchy(torch.tensor(5.0)))
+    """Rubin 1981, centered, on the device of the data; log evidence -31.3113 nats."""
+    mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(y.new_tensor(5.0)))
     with pyro.plate("schools", len(y)):
         theta = pyro.sample("theta", dist.Normal(mu, tau))
         pyro.sample("y", dist.Normal(theta, sigma), obs=y)
@@ -274,11 +281,11 @@ def constrained(y: Tensor) -> None:
         pyro.sample("y", dist.MultivariateNormal(loc, scale_tril=chol), obs=y)
 
 
-def discrete_locals(y: Tensor) -> None:
-    """A Bernoulli a datum: sampled by the guide."""
+def discrete_locals(y: Tensor, k: Tensor | None = None) -> None:
+    """A Bernoulli a datum, where it is not given: sampled by the guide."""
     p = pyro.sample("p", dist.Beta(torch.tensor(2.0), torch.tensor(2.0)))
     with pyro.plate("data", len(y)):
-        k = pyro.sample("k", dist.Bernoulli(p))
+        k = pyro.sample("k", dist.Bernoulli(p), obs=k)
         pyro.sample("y", dist.Normal(2 * k, 1.0), obs=y)
 
 
@@ -427,16 +434,6 @@ def made_once(make: Callable) -> Callable:
     return copied
 
 
-def pair(prior: Any, likelihood: Callable, default: Any = None) -> Callable:
-    """A model of one latent and one site of data: z ~ prior, y ~ likelihood(z)."""
-
-    def model(y: Any = default) -> None:
-        z = pyro.sample("z", prior)
-        pyro.sample("y", likelihood(z), obs=y)
-
-    return model
-
-
 def conjugate_normal_guide(y: Tensor, observations: Mapping[str, Tensor] | None = None) -> None:
     """The exact posterior of `conjugate_normal`, for data sets of any batch dims."""
     y = (observations or {}).get("y", y)
@@ -451,24 +448,117 @@ def subsampled(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])
 
 
+# ---- models of any prior and likelihood
+
+
+def noise(sd: float = 1.0) -> Callable:
+    """N(loc, sd), as a function of loc."""
+    return functools.partial(dist.Normal, scale=sd)
+
+
+def pair(prior: Any, likelihood: Callable = noise(), default: Any = None, rows: int = 0) -> Callable:
+    """A model of a latent and its datum, z ~ prior and y ~ likelihood(z), or of a plate with some rows of these.
+
+    A prior that must be made in every call is a function.
+    """
+
+    def model(y: Any = default) -> None:
+        with pyro.plate("data", rows) if rows else contextlib.nullcontext():
+            z = pyro.sample("z", prior if isinstance(prior, torch.distributions.Distribution) else prior())
+            pyro.sample("y", likelihood(z), obs=y)
+
+    return model
+
+
+def pooled(prior: Any, likelihood: Callable = noise()) -> Callable:
+    """A model of a latent that all rows share: mu ~ prior, y_n ~ likelihood(mu)."""
+
+    def model(y: Tensor) -> None:
+        mu = pyro.sample("mu", prior)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", likelihood(mu), obs=y)
+
+    return model
+
+
+def unobserved(**priors: Any) -> Callable:
+    """A model of independent latents of these priors, and of no data."""
+
+    def model() -> None:
+        for name, prior in priors.items():
+            pyro.sample(name, prior)
+
+    return model
+
+
+def learned_scale(y: Any = None) -> None:
+    """z ~ N(0, scale), y ~ N(z, 1), where the scale is a parameter that starts at 2."""
+    scale = pyro.param("scale", torch.tensor(2.0), constraint=dist.constraints.positive)
+    z = pyro.sample("z", dist.Normal(0.0, scale))
+    pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+
+def told(model: Callable) -> Callable:
+    """A model whose data, y, come by name, as `CSIS` passes them; None where there are none."""
+
+    def model_of_observations(observations: Mapping[str, Tensor] | None = None) -> None:
+        model((observations or {}).get("y"))
+
+    return model_of_observations
+
+
+class Counted:
+    """A model that counts its runs."""
+
+    def __init__(self, model: Callable) -> None:
+        self.model, self.runs = model, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.runs += 1
+        return self.model(*args)
+
+    def runs_of(self, function: Callable, *args: Any, **options: Any) -> int:
+        before = self.runs
+        function(*args, **options)
+        return self.runs - before
+
+
 # ---- a global, and a latent of each row of the data: the model of many tests of the guide
 
 
-def local_normals(y: Tensor, size: int | None = None, around: Any = contextlib.nullcontext()) -> None:
-    """mu ~ N(0, 1), z_n ~ N(mu, 1), y_n ~ N(z_n, 1), of ``size`` rows a call, with a handler around these."""
+def local_normals(
+    y: Tensor | None = None,
+    size: int | None = None,
+    around: Any = contextlib.nullcontext(),
+    *,
+    rows: int | None = None,
+    sd: float = 1.0,
+    prior: Callable = noise(),
+    likelihood: Callable = noise(),
+) -> None:
+    """mu ~ N(0, sd), z_n ~ prior(mu), y_n ~ likelihood(z_n), of ``size`` rows a call, with a handler around these."""
+    mu = pyro.sample("mu", dist.Normal(0.0, sd))
+    with pyro.plate("data", len(y) if rows is None else rows, subsample_size=size) as index, around:
+        z = pyro.sample("z", prior(mu))
+        pyro.sample("y", likelihood(z), obs=y if size is None else y[index])
+
+
+def partly_observed(y: Tensor, seen: Tensor) -> None:
+    """mu ~ N(0, 1), n_i ~ N(mu, 1), of which those are data that are seen: the others are latents, n_unobserved."""
     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y), subsample_size=size) as rows, around:
-        z = pyro.sample("z", dist.Normal(mu, 1.0))
-        pyro.sample("y", dist.Normal(z, 1.0), obs=y if size is None else y[rows])
+    with pyro.plate("data", len(y)):
+        pyro.sample("n", dist.Normal(mu, 1.0), obs=y, obs_mask=seen)
 
 
-def varying_intercept(county: Tensor, counties: int, y: Tensor | None = None, dim: int = -1) -> None:
-    """mu ~ N(0, 1), alpha_j ~ N(mu, 1) in a plate at ``dim``, y_n ~ N(alpha[county_n], 0.5)."""
+def varying_intercept(
+    county: Tensor, counties: int, y: Tensor | None = None, dim: int = -1, likelihood: Callable = noise(0.5)
+) -> None:
+    """mu ~ N(0, 1), alpha_j ~ N(mu, 1) in a plate at ``dim``, y_n ~ likelihood(alpha[county_n])."""
     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
     with pyro.plate("county", counties, dim=dim):
         alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
     with pyro.plate("obs", len(county), dim=-1):
-        pyro.sample("y", dist.Normal(alpha[..., county] if dim == -1 else alpha[..., county, 0], 0.5), obs=y)
+        pyro.sample("y", likelihood(alpha[..., county] if dim == -1 else alpha[..., county, 0]), obs=y)
 
 
 def steps(model: Callable, guide: Any, *args: Any, count: int = 3, elbo: Any = None, lr: float = 0.01) -> Tensor:

@@ -12,7 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import minimize, pair
+from models import local_normals, minimize, noise, pair
 from scipy import stats
 
 from pyro_nami import AutoNaMIGuide
@@ -39,10 +39,7 @@ SD = 0.5  # of the data around z
 
 def model(y=None):
     """A mean, four values around it and a vector, all observed with noise."""
-    mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
-    with pyro.plate("n", 4):
-        z = pyro.sample("z", dist.Normal(mu, 1.0))
-        pyro.sample("y", dist.Normal(z, SD), obs=y)
+    local_normals(y, rows=4, likelihood=noise(SD))
     v = pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     pyro.sample("w", dist.Normal(v, 1.0).to_event(1))
 

@@ -58,14 +58,12 @@ def test_a_discrete_factor_is_enumerated_in_the_guide():
     probs = torch.tensor([0.2, 0.5, 0.3])
     means = torch.tensor([-1.0, 0.0, 2.0])
 
-    def model():
-        k = pyro.sample("k", dist.Categorical(probs))
-        pyro.sample("x", dist.Normal(means[k], 1.0), obs=torch.tensor(1.0))
+    model = pair(dist.Categorical(probs), lambda k: dist.Normal(means[k], 1.0), torch.tensor(1.0))
 
     @pyro.infer.config_enumerate
     def guide():
-        family = make_family(None, "k", dist.Categorical(probs), torch.tensor(0))
-        pyro.sample("k", family.distribution(pyro.param("logits", torch.zeros(1, 3))))
+        family = make_family(None, "z", dist.Categorical(probs), torch.tensor(0))
+        pyro.sample("z", family.distribution(pyro.param("logits", torch.zeros(1, 3))))
 
     joint = probs.log() + dist.Normal(means, 1.0).log_prob(torch.tensor(1.0))
     logits = pyro.param("logits", torch.zeros(1, 3))

@@ -7,7 +7,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import amortized, scatter
+from models import Counted, amortized, local_normals, noise, pair, scatter, unobserved
+from models import varying_intercept as of_groups
 from pyro.infer import SVI, JitTrace_ELBO, Predictive, Trace_ELBO
 from pyro.optim import Adam
 
@@ -18,10 +19,8 @@ Y = torch.tensor([0.3, -1.2, 0.8, 2.0, -0.4, 0.1])
 
 
 def regression(x, y):
-    w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Cauchy(w * torch.as_tensor(x), 1.0))
-        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+    """w, then z_n | w x_n with heavy tails, then y_n | z_n."""
+    local_normals(y, prior=lambda w: dist.Cauchy(w * torch.as_tensor(x), 1.0))
 
 
 def ready(model, *args, **options):
@@ -43,12 +42,8 @@ def test_arrays_are_told_apart_by_what_they_hold():
 
 
 def varying_intercept(county, y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    with pyro.plate("counties", 4):
-        a = pyro.sample("a", dist.Normal(mu, 1.0))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Cauchy(a[..., county], 1.0))
-        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+    """mu, alpha_j | mu, then z_n | alpha[county_n] with heavy tails, then y_n | z_n."""
+    of_groups(county, 4, y, likelihood=lambda a: dist.Normal(pyro.sample("z", dist.Cauchy(a, 1.0)), 1.0))
 
 
 def test_sums_over_sets_go_by_one_index_whatever_is_written_to_it():
@@ -60,21 +55,15 @@ def test_sums_over_sets_go_by_one_index_whatever_is_written_to_it():
 
 
 def test_a_number_that_changes_in_every_call_does_not_double_the_runs():
-    runs = 0
-
     def annealed(y, beta):
-        nonlocal runs
-        runs += 1
         z = pyro.sample("z", dist.Normal(0.0, 1.0))
         with pyro.poutine.scale(scale=beta), pyro.plate("data", len(y)):
             pyro.sample("y", dist.Normal(z, 1.0), obs=y)
 
-    guide = AutoNaMIGuide(annealed)
-    svi, counts = SVI(annealed, guide, Adam({"lr": 0.01}), Trace_ELBO()), []
-    for step in range(30):
-        before = runs
-        svi.step(Y, 0.01 * step + 0.1)
-        counts.append(runs - before)
+    model = Counted(annealed)
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    counts = [model.runs_of(svi.step, Y, 0.01 * step + 0.1) for step in range(30)]
     assert counts[-1] == 2 and sum(counts[1:]) < 2 * len(counts) + 10  # one run each of guide and model
     assert sum(map(len, guide._reader._looks._table.values())) < 20
 
@@ -115,10 +104,7 @@ def test_a_traced_guide_reads_the_arguments_of_its_calls():
 
 @pytest.mark.parametrize("elbo", [Trace_ELBO, JitTrace_ELBO])
 def test_a_guide_with_nothing_to_learn_trains_as_others_do(elbo):
-    def model():
-        pyro.sample("x", dist.Normal(0.0, 1.0))
-        pyro.sample("y", dist.LogNormal(0.0, 1.0))
-
+    model = unobserved(x=dist.Normal(0.0, 1.0), y=dist.LogNormal(0.0, 1.0))
     guide = AutoNaMIGuide(model)
     svi = SVI(model, guide, Adam({"lr": 0.1}), elbo(num_particles=3, vectorize_particles=True, max_plate_nesting=0))
     assert [svi.step() for _ in range(3)] == pytest.approx([0.0] * 3, abs=1e-5)
@@ -128,16 +114,12 @@ def test_a_guide_with_nothing_to_learn_trains_as_others_do(elbo):
 
 
 def test_an_observation_that_no_factor_reads_reaches_the_models_own_conditionals():
-    def model():
-        y = pyro.sample("y", dist.Normal(0.0, 1.0))
-        pyro.sample("z", dist.Normal(y, 0.01))
-
-    guide = AutoNaMIGuide(model, observed=["y"])
-    data = {"y": torch.tensor(5.0)}
-    z = torch.stack([guide(observations=data)["z"] for _ in range(20)])
-    assert (z - 5).abs().max() < 0.1
+    guide = AutoNaMIGuide(pair(dist.Normal(0.0, 1.0), noise(0.01)), observed=["z"])
+    data = {"z": torch.tensor(5.0)}
+    y = torch.stack([guide(observations=data)["y"] for _ in range(20)])
+    assert (y - 5).abs().max() < 0.1
     expected = dist.Normal(5.0, 0.01).log_prob(torch.tensor(5.01))
-    assert torch.allclose(guide.log_prob({"z": torch.tensor(5.01)}, observations=data), expected, rtol=1e-3)
+    assert torch.allclose(guide.log_prob({"y": torch.tensor(5.01)}, observations=data), expected, rtol=1e-3)
 
 
 def test_check_says_what_is_other_than_at_the_first_call():
@@ -167,7 +149,7 @@ def test_a_guide_says_what_it_is_made_of():
     guide, _ = ready(regression, torch.linspace(-1.0, 1.0, 6), Y)
     assert f"2 latents; {guide.num_parameters} weights" in repr(guide)
     assert "MaskedMLP(" in repr(guide) and "-> 64 ->" in repr(guide)
-    assert Predictive(regression, guide=guide, num_samples=2)(torch.linspace(-1.0, 1.0, 6), Y)["w"].shape == (2, 1)
+    assert Predictive(regression, guide=guide, num_samples=2)(torch.linspace(-1.0, 1.0, 6), Y)["mu"].shape == (2, 1)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -175,14 +157,11 @@ def test_a_guide_says_what_it_is_made_of():
 def test_a_traced_guide_reads_the_index_of_its_calls(inside):
     index, other = torch.tensor([0, 1, 2, 3, 0, 3]), torch.tensor([3, 3, 2, 1, 0, 1])
 
-    def model(index, y):
-        varying_intercept(index if inside else other, y)
-
-    guide, _ = ready(model, index, Y)
+    guide, _ = ready(lambda index, y: varying_intercept(index if inside else other, y), index, Y)
     guide.requires_grad_(False)
 
     def drawn(index, y):
-        return guide(index, y)["a"]
+        return guide(index, y)["alpha"]
 
     traced = torch.jit.trace(drawn, (index, Y), check_trace=False)
     for args in ((index, Y), (other, Y)):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import local_normals, pooled, varying_intercept
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.optim import Adam
 
@@ -29,13 +31,6 @@ def hierarchy(y):
         pyro.sample("y", dist.Normal(z, 1.0), obs=y)
 
 
-def heavy_tails(y):
-    m = pyro.sample("m", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Normal(m, 1.0))
-        pyro.sample("y", dist.StudentT(3.0, z, 1.0), obs=y)
-
-
 def regression(x, y, subsample_size=None):
     w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
     s = pyro.sample("s", dist.HalfNormal(1.0))
@@ -43,27 +38,18 @@ def regression(x, y, subsample_size=None):
         pyro.sample("y", dist.Normal((x[rows] * w).sum(-1), s), obs=y[rows])
 
 
-def counts(y):
-    rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Poisson(rate), obs=y)
-
-
 def with_covariate(x, y):
-    m = pyro.sample("m", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Cauchy(m + x, 1.0))
-        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+    """m, then z_n | m + x_n with heavy tails, then y_n | z_n."""
+    local_normals(y, prior=lambda m: dist.Cauchy(m + x, 1.0))
 
 
-def groups(index, y, size):
-    m = pyro.sample("m", dist.Normal(0.0, 1.0))
-    with pyro.plate("groups", size):
-        a = pyro.sample("a", dist.Normal(m, 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.StudentT(3.0, a[..., index], 1.0), obs=y)
+def student(loc):
+    return dist.StudentT(3.0, loc, 1.0)
 
 
+counts = pooled(dist.Gamma(2.0, 1.0), dist.Poisson)
+heavy_tails = functools.partial(local_normals, likelihood=student)
+groups = functools.partial(varying_intercept, likelihood=student)
 TRAINS = {
     "data of 1e6": (heavy_tails, (1e6 * Y,)),
     "data of 1e-6": (hierarchy, (1e-6 * Y,)),
@@ -86,9 +72,9 @@ TRAINS = {
     "a boolean covariate": (with_covariate, (INTEGERS > 1, Y[:3])),
     "integer counts": (counts, (INTEGERS,)),
     "counts of 1e6": (counts, (torch.tensor([1e6, 2e6, 1.0]),)),
-    "groups of one": (groups, (torch.arange(5), Y[:5], 5)),
-    "a group without rows": (groups, (torch.tensor([0, 0, 2, 2]), Y[:4], 4)),
-    "one group": (groups, (torch.zeros(4, dtype=torch.long), Y[:4], 1)),
+    "groups of one": (groups, (torch.arange(5), 5, Y[:5])),
+    "a group without rows": (groups, (torch.tensor([0, 0, 2, 2]), 4, Y[:4])),
+    "one group": (groups, (torch.zeros(4, dtype=torch.long), 1, Y[:4])),
 }
 
 

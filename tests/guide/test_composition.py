@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
-from models import CASES, CHAIN, COLLIDER, eight_schools, local_normals, nested, steps, with_factor
+from models import (
+    CASES,
+    CHAIN,
+    COLLIDER,
+    eight_schools,
+    local_normals,
+    nested,
+    noise,
+    pair,
+    partly_observed,
+    steps,
+    with_factor,
+)
 from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoGuideList, AutoNormal
 from pyro.infer.reparam import LocScaleReparam, ProjectedNormalReparam, TransformReparam
@@ -141,24 +154,15 @@ def direction(y):
     pyro.sample("y", dist.Normal(w * direction[..., 0], 1.0), obs=y)
 
 
-def masked_likelihood(y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Normal(mu, 1.0))
-        pyro.sample("y", dist.NanMaskedNormal(z, 1.0), obs=y)
-
-
 def two_of_which_one_is_read(y):
     pyro.sample("a", dist.Normal(0.0, 1.0))
     b = pyro.sample("b", dist.Normal(0.0, 1.0))
     pyro.sample("y", dist.Normal(b, 1.0), obs=y)
 
 
-def with_a_parameter(y):
-    """A lift on the model turns its parameters to latents; the guide's stay parameters."""
-    scale = pyro.param("scale", torch.tensor(0.0))
-    mu = pyro.sample("mu", dist.Normal(scale, 1.0))
-    pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+def with_a_parameter(sd=1.0):
+    """A model whose location is a parameter."""
+    return pair(lambda: dist.Normal(pyro.param("loc", torch.tensor(0.0)), sd), noise(sd))
 
 
 def with_an_empty_site(y):
@@ -167,12 +171,8 @@ def with_an_empty_site(y):
     pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
 
-def undeclared_independence(y):
-    """It is no plate."""
-    z = pyro.sample("z", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
-    pyro.sample("y", dist.Normal(z.cumsum(-1), 1.0).to_event(1), obs=y)
-
-
+VECTOR = dist.Normal(torch.zeros(3), 1.0).to_event(1)
+undeclared_independence = pair(VECTOR, lambda z: dist.Normal(z.cumsum(-1), 1.0).to_event(1))  # it is no plate
 NAN = torch.tensor([1.0, float("nan"), 0.5])  # legal in NanMasked likelihoods
 REPARAMETRIZED = poutine.reparam(eight_schools, config={"theta": LocScaleReparam(0.0)})
 SPHERES = {"w": TransformReparam(), "direction": ProjectedNormalReparam()}
@@ -185,12 +185,16 @@ HANDLED = {
         (Y,),
         {"w_base": (), "direction_normal": (2,)},
     ),
-    "data that are masked": (masked_likelihood, (NAN,), {"mu": (), "z": (3,)}),
+    "data that are masked": (
+        functools.partial(local_normals, likelihood=lambda z: dist.NanMaskedNormal(z, 1.0)),
+        (NAN,),
+        {"mu": (), "z": (3,)},
+    ),
     "equalized": (poutine.equalize(two_of_which_one_is_read, ["a", "b"]), (Y,), {"a": ()}),
-    "lifted": (
-        poutine.lift(with_a_parameter, prior={"scale": dist.Normal(0.0, 1.0)}),
+    "lifted": (  # the model's parameters are latents, the guide's stay parameters
+        poutine.lift(with_a_parameter(), prior={"loc": dist.Normal(0.0, 1.0)}),
         (Y,),
-        {"scale": (), "mu": ()},
+        {"loc": (), "z": ()},
     ),
     "undeclared independence": (undeclared_independence, (torch.arange(3.0),), {"z": (3,)}),
 }
@@ -256,11 +260,7 @@ def test_markov_loops(inverse):
 
 
 def test_parameters_of_the_model_are_learned_beside_the_guide():
-    def model(y):
-        loc = pyro.param("loc", torch.tensor(0.0))
-        mu = pyro.sample("mu", dist.Normal(loc, 0.1))
-        pyro.sample("y", dist.Normal(mu, 0.1), obs=y)
-
+    model = with_a_parameter(0.1)
     guide = AutoNaMIGuide(model)
     steps(model, guide, torch.tensor(2.0), count=1, lr=0.05)
     before = pyro.param("loc").item()
@@ -275,10 +275,7 @@ def test_parameters_of_the_model_are_learned_beside_the_guide():
 def test_masks_reach_the_guides_sites(inverse):
     """Else the scale of masked-out entries diverges (contract 5, obs_mask)."""
     mask, y = torch.tensor([True, False, True]), torch.randn(3)
-
-    def model(y):
-        local_normals(y, around=poutine.mask(mask=mask))
-
+    model = functools.partial(local_normals, around=poutine.mask(mask=mask))
     guide = AutoNaMIGuide(model, inverse=inverse)
     steps(model, guide, y)
     for particles in ((), (5,)):
@@ -291,15 +288,9 @@ def test_masks_reach_the_guides_sites(inverse):
 
 def test_masked_entries_do_not_diverge():
     """After training, the log scale of the unobserved part has not grown."""
-
-    def model(y, observed):
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("n", dist.Normal(mu, 1.0), obs=y, obs_mask=observed)
-
     args = torch.randn(4), torch.tensor([True, True, False, True])
-    guide = AutoNaMIGuide(model)
-    losses = steps(model, guide, *args, count=150, lr=0.05, elbo=particles(4))
+    guide = AutoNaMIGuide(partly_observed)
+    losses = steps(partly_observed, guide, *args, count=150, lr=0.05, elbo=particles(4))
     assert set(guide(*args)) == {"mu", "n_unobserved"}
     assert losses[-30:].mean() < losses[:10].mean() + 1
     with pyro.plate("draws", 50, dim=-2):
@@ -308,9 +299,7 @@ def test_masked_entries_do_not_diverge():
 
 @DIRECTIONS
 def test_scales_reach_the_guides_sites(inverse):
-    def model(y):
-        local_normals(y, around=poutine.scale(scale=0.5))
-
+    model = functools.partial(local_normals, around=poutine.scale(scale=0.5))
     guide, y = AutoNaMIGuide(model, inverse=inverse), torch.randn(3)
     steps(model, guide, y)
     trace = poutine.trace(guide).get_trace(y)
@@ -349,33 +338,29 @@ def test_deterministic_and_delta_sites_are_passed_through():
 @DIRECTIONS
 def test_a_deterministic_site_in_a_plate_is_none(inverse):
     """Without event_dim Pyro takes the plate's dim for its event, and a draw of it would have the dim twice."""
-
-    def model(y, named=True):
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        with pyro.plate("rows", len(y)):
-            z = pyro.sample("z", dist.Normal(mu, 1.0))
-            mean = pyro.deterministic("mean", 2 * z) if named else 2 * z
-            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
+    named, unnamed = (
+        functools.partial(local_normals, likelihood=likelihood)
+        for likelihood in (
+            lambda z: dist.Normal(pyro.deterministic("mean", 2 * z), 1.0),
+            lambda z: dist.Normal(2 * z, 1.0),
+        )
+    )
     y = torch.tensor([0.3, -1.0, 2.5])
-    guides = [AutoNaMIGuide(model, inverse=inverse), AutoNaMIGuide(lambda y: model(y, False), inverse=inverse)]
+    guides = [AutoNaMIGuide(model, inverse=inverse) for model in (named, unnamed)]
     for guide in guides:
         guide(y)
     assert str(guides[0].inverse) == str(guides[1].inverse) and guides[0].conjugate == guides[1].conjugate
-    steps(model, guides[0], y)
+    steps(named, guides[0], y)
 
 
 @DIRECTIONS
 def test_no_observed_sites_make_everything_predictive(inverse):
-    def model():
-        a = pyro.sample("a", dist.Normal(0.0, 1.0))
-        pyro.sample("b", dist.Normal(a, 1.0))
-
+    model = pair(dist.Normal(0.0, 1.0))
     guide = AutoNaMIGuide(model, inverse=inverse)
     trace = poutine.trace(guide).get_trace()
-    assert guide.inverse.predictive == {"a", "b"}
-    fn = trace.nodes["b"]["fn"]
-    assert isinstance(fn, dist.Normal) and fn.loc == trace.nodes["a"]["value"]
+    assert guide.inverse.predictive == {"z", "y"}
+    fn = trace.nodes["y"]["fn"]
+    assert isinstance(fn, dist.Normal) and fn.loc == trace.nodes["z"]["value"]
     assert steps(model, guide).abs().max() < 1e-5, "the guide is the prior, so the bound is zero"
 
 

@@ -9,7 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import amortized, through_file
+from models import Counted, amortized, local_normals, noise, through_file, told
 from pyro import poutine
 from pyro.infer import CSIS, SVI, JitTrace_ELBO, Predictive, Trace_ELBO
 from pyro.optim import Adam
@@ -178,7 +178,7 @@ def test_single_precision_is_near():
 
 def test_subsampled_groups_bring_their_own_rows_at_their_own_scale():
     y = torch.randn(3, 6)
-    trace = poutine.trace(made(below(lambda z: dist.Normal(z, 0.5), size=2), y)).get_trace(y)
+    trace = poutine.trace(made(below(noise(0.5), size=2), y)).get_trace(y)
     chosen, fn = trace.nodes["groups"]["value"], trace.nodes["z"]["fn"]
     precision = 1 + 3 / 0.25
     mean = (trace.nodes["mu"]["value"] + y[:, chosen].sum(0) / 0.25) / precision
@@ -189,14 +189,7 @@ def test_subsampled_groups_bring_their_own_rows_at_their_own_scale():
 def test_data_sets_side_by_side_are_separate():
     """Also where they come as an argument of the model, whose plate does not tell of them."""
     y = torch.randn(3, 4)
-
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
-        with pyro.plate("groups", 4):
-            z = pyro.sample("z", dist.Normal(mu, 1.0))
-            pyro.sample("y", dist.Normal(z, 0.5), obs=y)
-
-    guide = amortized(model, inverse="reverse")
+    guide = amortized(functools.partial(local_normals, rows=4, likelihood=noise(0.5)), inverse="reverse")
     guide(y[0])
     assert guide.conjugate == ("z",)
     values = {"mu": torch.randn(3, 1), "z": torch.randn(3, 4)}
@@ -207,7 +200,7 @@ def test_data_sets_side_by_side_are_separate():
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_elbo_is_the_plain_one():
-    model, y, losses = below(lambda z: dist.Normal(z, 0.5)), torch.randn(3, 4), []
+    model, y, losses = below(noise(0.5)), torch.randn(3, 4), []
     with pyro.settings.context(module_local_params=False):
         for objective in (Trace_ELBO, JitTrace_ELBO):
             pyro.clear_param_store()
@@ -312,32 +305,24 @@ def test_predictive_children_do_not_matter():
 
 
 def test_scales_of_more_dims_than_the_likelihood_has():
-    def model(y, power):
-        rows(y, power=power)
-
-    guide = made(model, Y, torch.ones(()), inverse="auto")
+    guide = made(lambda y, power: rows(y, power=power), Y, torch.ones(()), inverse="auto")
     trace = poutine.trace(guide).get_trace(Y, torch.tensor([[0.5], [1.0]]))
     check_rows(trace, Y, 1.5)  # summed, as the log density is
 
 
 def test_deriving_goes_on_in_the_run_that_draws_and_leaves_no_switch_behind():
-    runs = []
-
     def draw(*site):
         with pyro.validation_enabled(False):
             return pyro.sample(*site)
 
-    def model(y):
-        runs.append(1)
-        rows(y, draw)
-
+    model = Counted(lambda y: rows(y, draw))
     guide = made(model, Y, inverse="auto")
     for gradients, count in ((True, 1), (False, 2)):  # to z and on; without gradients up to z, and one with them behind
         with torch.set_grad_enabled(gradients):
             guide(Y)
-            runs.clear()
+            before = model.runs
             trace = poutine.trace(guide).get_trace(Y)
-            assert len(runs) == count
+            assert model.runs == before + count
             assert torch.is_grad_enabled() == gradients and dist.is_validation_enabled()
         check_rows(trace, Y)
 
@@ -363,10 +348,8 @@ def test_an_error_while_deriving_leaves_no_switch_behind():
 
 def test_a_mask_that_comes_later():
     def model(y, seen=None):
-        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 1.0))
-        with pyro.plate("groups", 4), poutine.mask(mask=torch.ones(4).bool() if seen is None else seen):
-            z = pyro.sample("z", dist.Normal(mu, 1.0).mask(True))
-            pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+        mask = poutine.mask(mask=torch.ones(4).bool() if seen is None else seen)
+        local_normals(y, around=mask, prior=lambda mu: dist.Normal(mu, 1.0).mask(True), likelihood=noise(0.5))
 
     y = torch.randn(4)
     guide = AutoNaMIGuide(model, inverse="reverse")
@@ -395,8 +378,7 @@ def test_members_that_can_hardly_be_told_apart_stay_finite():
 # ---- where there are none
 
 
-def exact_likelihood(z):
-    return dist.Normal(z, 1.0)
+exact_likelihood = noise()
 
 
 @pytest.mark.parametrize(
@@ -499,12 +481,7 @@ def test_arguments_that_no_state_holds_are_asked_for():
 
 @pytest.mark.parametrize("use", ["compilation", "CSIS"])
 def test_a_model_that_takes_observations_has_exact_conditionals_too(use):
-    def model(observations=None):
-        mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
-        with pyro.plate("schools", 8):
-            theta = pyro.sample("theta", dist.Normal(mu, 2.0))
-            pyro.sample("y", dist.Normal(theta, 1.0), obs=None if observations is None else observations["y"])
-
+    model = told(functools.partial(local_normals, rows=8, sd=5.0, prior=noise(2.0)))
     if use == "CSIS":
         guide = AutoNaMIGuide(model)
         CSIS(model, guide, Adam({"lr": 1e-3})).step(observations={"y": torch.zeros(8)})
@@ -512,9 +489,9 @@ def test_a_model_that_takes_observations_has_exact_conditionals_too(use):
         guide = AutoNaMIGuide(model, observed=["y"])
         adam = functools.partial(torch.optim.Adam, lr=1e-3)
         InferenceCompilation(model, guide, adam, batch_size=20).fit(2, progress=False)
-    assert guide.conjugate == ("theta",)
+    assert guide.conjugate == ("z",)
     y = torch.linspace(-3.0, 3.0, 8)
-    assert guide(observations={"y": y})["theta"].shape == (8,)
+    assert guide(observations={"y": y})["z"].shape == (8,)
 
 
 def two_children(w, y=None):

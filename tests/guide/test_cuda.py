@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
-from models import scatter
+from models import eight_schools, scatter
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.optim import Adam
 
 from pyro_nami import AutoNaMIGuide
 
 pytestmark = pytest.mark.cuda
-
-
-def schools(y, sigma):
-    """Eight schools, with every constant on the device of the data."""
-    mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), 5.0))
-    tau = pyro.sample("tau", dist.HalfCauchy(y.new_tensor(5.0)))
-    with pyro.plate("schools", len(y)):
-        theta = pyro.sample("theta", dist.Normal(mu, tau))
-        pyro.sample("y", dist.Normal(theta, sigma), obs=y)
 
 
 def data(device="cuda"):
@@ -32,8 +22,8 @@ def data(device="cuda"):
 @pytest.mark.parametrize("vectorized", [False, True])
 def test_training_on_the_device_of_the_data(inverse, vectorized):
     options = {"num_particles": 4, "vectorize_particles": True, "max_plate_nesting": 1} if vectorized else {}
-    guide = AutoNaMIGuide(schools, inverse=inverse)
-    svi = SVI(schools, guide, Adam({"lr": 0.01}), Trace_ELBO(**options))
+    guide = AutoNaMIGuide(eight_schools, inverse=inverse)
+    svi = SVI(eight_schools, guide, Adam({"lr": 0.01}), Trace_ELBO(**options))
     losses = torch.tensor([svi.step(*data()) for _ in range(3)])
     assert losses.isfinite().all()
     assert all(parameter.is_cuda for parameter in guide.parameters())
@@ -42,18 +32,18 @@ def test_training_on_the_device_of_the_data(inverse, vectorized):
 
 
 def test_densities_and_summaries_on_the_device():
-    guide = AutoNaMIGuide(schools)
+    guide = AutoNaMIGuide(eight_schools)
     guide(*data())
     scatter(guide)
     latents = {name: value.detach() for name, value in guide(*data()).items()}
     assert guide.log_prob(latents, *data()).is_cuda
     assert guide.median(*data())["theta"].is_cuda
-    draws = Predictive(schools, guide=guide, num_samples=3, parallel=True)(*data())
+    draws = Predictive(eight_schools, guide=guide, num_samples=3, parallel=True)(*data())
     assert all(value.is_cuda for value in draws.values())
 
 
 def test_a_guide_moves_between_devices():
-    guide = AutoNaMIGuide(schools)
+    guide = AutoNaMIGuide(eight_schools)
     guide(*data("cpu"))
     scatter(guide)
     latents = {name: value.detach() for name, value in guide(*data("cpu")).items()}
@@ -65,7 +55,7 @@ def test_a_guide_moves_between_devices():
 
 
 def test_a_state_from_the_gpu_loads_on_the_cpu():
-    guide = AutoNaMIGuide(schools)
+    guide = AutoNaMIGuide(eight_schools)
     guide(*data())
     scatter(guide)
     state = guide.state_dict()
@@ -73,7 +63,7 @@ def test_a_state_from_the_gpu_loads_on_the_cpu():
     latents = {name: value.detach() for name, value in guide(*data()).items()}
     expected = guide.log_prob(latents, *data()).cpu()
     pyro.clear_param_store()
-    other = AutoNaMIGuide(schools)
+    other = AutoNaMIGuide(eight_schools)
     other.load_state_dict(state)
     got = other.log_prob({name: value.cpu() for name, value in latents.items()}, *data("cpu"))
     assert torch.allclose(got, expected, rtol=1e-3, atol=1e-3)

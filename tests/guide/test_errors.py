@@ -12,7 +12,9 @@ from models import (
     conjugate_normal,
     coupled_instances,
     eight_schools,
+    local_normals,
     nested,
+    pair,
     steps,
     support_parents,
 )
@@ -110,20 +112,13 @@ def test_a_model_without_sites(caplog):
 
 @pytest.mark.parametrize("inverse", ["forward", "reverse"])
 def test_an_unsupported_support(inverse):
-    def model(y):
-        z = pyro.sample("z", dist.ProjectedNormal(torch.tensor([1.0, 0.0])))
-        pyro.sample("y", dist.Normal(z[..., 0], 1.0), obs=y)
-
+    model = pair(dist.ProjectedNormal(torch.tensor([1.0, 0.0])), lambda z: dist.Normal(z[..., 0], 1.0))
     with pytest.raises(ValueError, match="'?\"?z.*register_family.*ProjectedNormalReparam"):
         called(model, Y, inverse=inverse)
 
 
 def test_instances_that_are_not_independent():
-    def model(y):
-        with pyro.plate("data", 3):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("y", dist.Normal(z.cumsum(-1), 1.0), obs=y)
-
+    model = pair(dist.Normal(0.0, 1.0), lambda z: dist.Normal(z.cumsum(-1), 1.0), rows=3)
     with pytest.raises(ValueError, match="'y'.*'data'.*to_event"):
         called(model, torch.randn(3))
 
@@ -176,10 +171,7 @@ def test_a_joint_plate_cannot_change_its_size(model, data, plate, size):
 
 
 def test_data_never_seen():
-    def model(y=None):
-        z = pyro.sample("z", dist.Normal(0.0, 1.0))
-        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
-
+    model = pair(dist.Normal(0.0, 1.0))
     guide = AutoNaMIGuide(model, observed=["y"])
     with pytest.raises(ValueError, match="'y'.*observations="):
         guide()
@@ -192,10 +184,7 @@ def test_data_never_seen():
 
 def test_new_rows_that_the_order_of_sampling_cannot_predict():
     def model(x, y=None):
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(x)):
-            z = pyro.sample("z", dist.Normal(mu, 1.0))
-            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+        local_normals(y, rows=len(x))
 
     guide = AutoNaMIGuide(model, inverse="stuhlmueller")
     steps(model, guide, torch.zeros(4), torch.zeros(4), count=1)

@@ -13,7 +13,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import amortized, minimize, scatter
+from models import amortized, local_normals, minimize, noise, scatter
 from models import varying_intercept as groups
 from pyro import poutine
 from pyro.infer.autoguide import init_to_value
@@ -24,15 +24,12 @@ STEPS = 4000
 
 
 def hierarchy(size, y=None):
-    """m, then z_n | m, then y_n | z_n: y_n | m has variance 1 + NOISE^2."""
-    m = pyro.sample("m", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", size):
-        z = pyro.sample("z", dist.Normal(m, 1.0))
-        pyro.sample("y", dist.Normal(z, NOISE), obs=y)
+    """mu, then z_n | mu, then y_n | z_n: y_n | mu has variance 1 + NOISE^2."""
+    local_normals(y, rows=size, likelihood=noise(NOISE))
 
 
 def hierarchy_posterior(y):
-    """Returns mean and precision of m given y ``(*sets, N)``."""
+    """Returns mean and precision of mu given y ``(*sets, N)``."""
     weight = 1 / (1 + NOISE**2)
     precision = 1 + y.shape[-1] * weight
     return weight * y.sum(-1) / precision, torch.tensor(precision)
@@ -113,10 +110,10 @@ def test_a_global_mean_at_forty_times_the_size(anchor):
     guide(len(training[0]), training[0])
 
     def found(y):
-        values = {"m": torch.tensor(0.1), "z": torch.zeros(len(y))}
-        return conditional(guide, "m", values, len(y), y)
+        values = {"mu": torch.tensor(0.1), "z": torch.zeros(len(y))}
+        return conditional(guide, "mu", values, len(y), y)
 
-    fit(guide, "m", lambda: sum(divergence(found(y), hierarchy_posterior(y)) for y in training))
+    fit(guide, "mu", lambda: sum(divergence(found(y), hierarchy_posterior(y)) for y in training))
     for size in (20, 200, 2000):
         y = torch.randn(()) + 1.1 * torch.randn(size)
         mean, sd = means_and_sds(found(y), hierarchy_posterior(y))
@@ -191,7 +188,7 @@ def test_training_by_simulation_reaches_sizes_never_trained_on():
     def simulate(sets, size):
         m = torch.randn(sets, 1)
         z = m + torch.randn(sets, size)
-        return {"m": m, "z": z}, z + NOISE * torch.randn(sets, size)
+        return {"mu": m, "z": z}, z + NOISE * torch.randn(sets, size)
 
     for _ in range(STEPS):
         size = round(math.exp(math.log(5) + math.log(10) * torch.rand(()).item()))
@@ -204,7 +201,7 @@ def test_training_by_simulation_reaches_sizes_never_trained_on():
     for size, off, wide in ((20, 0.15, 0.15), (200, 0.15, 0.15), (2000, 0.5, 0.25)):
         values, y = simulate(100, size)
         with pyro.plate("sets", 100, dim=-2):
-            mean, precision = conditional(guide, "m", values, size, observations={"y": y})
+            mean, precision = conditional(guide, "mu", values, size, observations={"y": y})
         exact_mean, exact_precision = hierarchy_posterior(y)
         sd = exact_precision**-0.5
         assert ((mean.squeeze(-1) - exact_mean).abs() / sd).mean() < off, size
@@ -225,7 +222,7 @@ def naturals(mean, precision):
     return torch.stack((precision, precision * mean))
 
 
-@pytest.mark.parametrize("families", [None, {"m": "flow"}, "flow"], ids=["normal", "flow", "all flows"])
+@pytest.mark.parametrize("families", [None, {"mu": "flow"}, "flow"], ids=["normal", "flow", "all flows"])
 @pytest.mark.parametrize("anchor", [True, False])
 def test_precision_and_weighted_mean_are_sums_over_instances(families, anchor):
     """Of the union of two sets and of k copies of one: P - P_0 and P mean - P_0 mean_0 add."""
@@ -235,8 +232,8 @@ def test_precision_and_weighted_mean_are_sums_over_instances(families, anchor):
 
     def found(y):
         # at the mode, near which an untrained spline is the identity
-        values = {"m": torch.tensor(0.05), "z": torch.zeros(len(y))}
-        return naturals(*conditional(guide, "m", values, len(y), y))
+        values = {"mu": torch.tensor(0.05), "z": torch.zeros(len(y))}
+        return naturals(*conditional(guide, "mu", values, len(y), y))
 
     one, other = torch.randn(6), torch.randn(9)
     both = torch.cat((one, other))
@@ -293,9 +290,9 @@ def test_evidence_can_be_turned_off(model, families):
 
 
 def test_families_without_evidence_have_none():
-    guide = amortized(hierarchy, families={"m": "mixture"})
+    guide = amortized(hierarchy, families={"mu": "mixture"})
     guide(6, torch.randn(6))
-    assert not guide.network.factors["m"].pseudo and not list(guide.network.evidence.parameters())
+    assert not guide.network.factors["mu"].pseudo and not list(guide.network.evidence.parameters())
 
 
 # ---- the first step
@@ -329,7 +326,7 @@ def test_every_parameter_of_the_evidence_learns_from_the_first_step():
     guide = amortized(hierarchy)
     y = 1 + torch.randn(8)
     guide(8, y)
-    (-guide.log_prob({"m": torch.tensor(1.0), "z": y}, 8, y)).backward()
+    (-guide.log_prob({"mu": torch.tensor(1.0), "z": y}, 8, y)).backward()
     for name, parameter in guide.network.evidence.named_parameters():
         assert (parameter.grad != 0).any(), name
 
@@ -343,6 +340,6 @@ def test_evidence_adds_beside_every_encoder(pooling):
     precisions = []
     for copies in (100, 200, 400):
         size = 6 * copies
-        values = {"m": torch.tensor(0.0), "z": torch.zeros(size)}
-        precisions.append(conditional(guide, "m", values, size, y.repeat(copies))[1])
+        values = {"mu": torch.tensor(0.0), "z": torch.zeros(size)}
+        precisions.append(conditional(guide, "mu", values, size, y.repeat(copies))[1])
     assert precisions[0] < precisions[1] < precisions[2]

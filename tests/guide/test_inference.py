@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pyro
@@ -18,6 +19,8 @@ from models import (
     conjugate_normal_evidence,
     conjugate_normal_posterior,
     local_normals,
+    pair,
+    partly_observed,
     regression,
     scatter,
     steps,
@@ -230,18 +233,12 @@ def test_compilation_does_not_read_deterministic_and_factor_sites():
     assert torch.equal(guide.log_prob(values, *args), told)
 
 
-def with_missing(y, seen):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("n", dist.Normal(mu, 1.0), obs=y, obs_mask=seen)
-
-
 @DIRECTIONS
 def test_compilation_with_partly_observed_sites(inverse):
     """`observations` then holds the merged site `n`, the unobserved part included; it must not leak (contract 3)."""
     args = torch.randn(4), torch.tensor([True, True, False, True])
-    guide = AutoNaMIGuide(with_missing, inverse=inverse)
-    compile_steps(with_missing, guide, 3, args)
+    guide = AutoNaMIGuide(partly_observed, inverse=inverse)
+    compile_steps(partly_observed, guide, 3, args)
     values = {"mu": torch.tensor(0.3), "n_unobserved": torch.randn(4)}
     one, other = (
         guide.log_prob(values, *args, observations={"n_observed": args[0], "n": merged})
@@ -389,17 +386,12 @@ def test_predictive_without_data_uses_the_data_last_seen_in_training(inverse):
 
 def test_predictive_without_arguments():
     """As tests/infer/test_predictive.py::test_deterministic calls it: the data are in the model."""
-
-    def model(y=None):
-        with pyro.plate("data", 3):
-            mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-            twice = pyro.deterministic("twice", 2 * mu, event_dim=0)
-            pyro.sample("y", dist.Normal(twice, 1.0), obs=y)
-
+    twice = functools.partial(pyro.deterministic, "twice", event_dim=0)
+    model = pair(dist.Normal(0.0, 1.0), lambda z: dist.Normal(twice(2 * z), 1.0), rows=3)
     guide = AutoNaMIGuide(model)
     steps(model, guide, torch.tensor([4.0, 4.0, 4.0]), count=1)
     draws = Predictive(model, guide=guide, num_samples=7)()
-    assert draws["y"].shape == (7, 3) and torch.equal(draws["twice"], 2 * draws["mu"])
+    assert draws["y"].shape == (7, 3) and torch.equal(draws["twice"], 2 * draws["z"])
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -6,7 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CHAIN, amortized, conjugate_normal, regression, scatter, steps
+from models import CHAIN, amortized, conjugate_normal, local_normals, regression, scatter, steps
 from models import ready_by_a_step as ready
 from pyro import poutine
 from pyro.infer import Predictive, Trace_ELBO
@@ -106,10 +106,9 @@ def test_without_data_the_guide_reads_what_it_was_trained_on(inverse):
 
 
 def shifted(x, y=None):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(x)):
-        z = pyro.sample("z", dist.Normal(mu + x, 0.1))
-        pyro.sample("y", dist.Normal(z + x, 1.0), obs=y)
+    """mu, z_n | mu + x_n, y_n | z_n + x_n."""
+    prior, likelihood = lambda mu: dist.Normal(mu + x, 0.1), lambda z: dist.Normal(z + x, 1.0)
+    local_normals(y, rows=len(x), prior=prior, likelihood=likelihood)
 
 
 @pytest.mark.parametrize("rows", [3, 6, 9])

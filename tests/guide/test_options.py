@@ -15,7 +15,9 @@ from models import (
     amortized,
     beta_bernoulli,
     beta_bernoulli_posterior,
+    discrete_locals,
     eight_schools,
+    regression,
     scatter,
     steps,
 )
@@ -138,16 +140,10 @@ def test_training_on_both_kinds_of_calls():
 
 
 def test_semi_observed_sites_in_a_plate():
-    def model(x, y=None):
-        rate = pyro.sample("rate", dist.Beta(torch.tensor(2.0), torch.tensor(2.0)))
-        with pyro.plate("data", len(x)):
-            y = pyro.sample("y", dist.Bernoulli(rate), obs=y)
-            pyro.sample("x", dist.Normal(2 * y, 1.0), obs=x)
-
-    x, y = torch.randn(5), torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
-    guide = AutoNaMIGuide(model, blocks=[["y"], ["rate"]])
-    assert set(guide(x)) == {"rate", "y"} and set(guide(x, y)) == {"rate"}
-    steps(model, guide, x, y, count=1)
+    y, k = torch.randn(5), torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
+    guide = AutoNaMIGuide(discrete_locals, blocks=[["k"], ["p"]])
+    assert set(guide(y)) == {"p", "k"} and set(guide(y, k)) == {"p"}
+    steps(discrete_locals, guide, y, k, count=1)
 
 
 @pytest.mark.parametrize("blocks", [[["a"], ["b"], ["c"]], [["c"], ["b"], ["a"]], [["b"], ["a", "c"]]], ids=str)
@@ -297,15 +293,8 @@ def test_evidence_that_is_left_out_is_told_of():
 
 
 def test_covariates_that_are_left_out_are_told_of():
-    x = torch.randn(200, 70)
-
-    def model(y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(70), 1.0).to_event(1))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal((x * w.unsqueeze(-2)).sum(-1), 1.0), obs=y)
-
     with pytest.warns(UserWarning, match="Site 'y' differs.*64 covariates.*covariates="):
-        AutoNaMIGuide(model)(torch.randn(200))
+        AutoNaMIGuide(regression)(torch.randn(200, 70), torch.randn(200))
 
 
 @pytest.mark.parametrize("within, coupled", [("autoregressive", True), ("independent", False)])

@@ -15,7 +15,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from models import amortized, made_once, minimize, through_file, varying_intercept
+from models import Counted, amortized, made_once, minimize, through_file, varying_intercept
 from models import ready_by_a_step as ready
 from pyro import poutine
 from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
@@ -467,22 +467,6 @@ def test_copies_know_data_and_maps_and_predict_new_rows_before_they_see_data(clo
 # ---- what maps cost, and when they are found anew
 
 
-class Counted:
-    """A model that counts its runs."""
-
-    def __init__(self, model):
-        self.model, self.runs = model, 0
-
-    def __call__(self, *args):
-        self.runs += 1
-        return self.model(*args)
-
-    def runs_of(self, function, *args):
-        before = self.runs
-        function(*args)
-        return self.runs - before
-
-
 def recoded(county, counties, y=None):
     """No argument is the index itself."""
     varying_intercept(counties - 1 - county, counties, y)
@@ -579,13 +563,8 @@ def test_a_changed_index_is_read_anew(model, change):
 
 
 def test_an_index_in_a_closure_is_read_at_every_call_with_new_arguments():
-    index = [torch.tensor([0, 0, 1, 2])]
-
-    def model(y):
-        varying_intercept(index[0], 3, y)
-
-    y = torch.randn(4)
-    guide = ready(model, y)
+    index, y = [torch.tensor([0, 0, 1, 2])], torch.randn(4)
+    guide = ready(lambda y: varying_intercept(index[0], 3, y), y)
     index[0] = torch.tensor([2, 1, 0, 0])
     values = draw(guide, y.clone())
     told = guide.log_prob(values, y.clone())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
@@ -12,7 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import amortized, conjugate_normal, conjugate_normal_posterior, steps
+from models import amortized, conjugate_normal, conjugate_normal_posterior, pair, steps, unobserved
 from pyro import poutine
 from pyro.infer import JitTrace_ELBO, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
@@ -107,13 +106,8 @@ def test_training_ends_no_worse_than_auto_normal(rate, count):
 @pytest.mark.parametrize("plate", [0, 20])
 def test_at_a_high_rate_a_bounded_latent_moves_as_auto_normals(plate):
     """The width of its prior, and what its instances have in common, must not make another rate of this one."""
-
-    def model():
-        with pyro.plate("rows", plate) if plate else contextlib.nullcontext():
-            z = pyro.sample("z", dist.Beta(0.01, 0.01))
-            pyro.sample("y", dist.Bernoulli(z), obs=torch.ones((plate,) if plate else ()))
-
-    found = []
+    data = torch.ones((plate,) if plate else ())
+    model, found = pair(dist.Beta(0.01, 0.01), dist.Bernoulli, data, plate), []
     for kind in (AutoNormal, functools.partial(AutoNaMIGuide, conjugate=False, families="normal")):
         guide = afresh(kind, model)
         train(model, guide, 0.05, 100)
@@ -126,12 +120,7 @@ def test_at_a_high_rate_a_bounded_latent_moves_as_auto_normals(plate):
 @pytest.mark.parametrize("objective", [Trace_ELBO, JitTrace_ELBO])
 def test_a_latent_that_another_reads_stays_where_it_belongs(objective):
     """Also where a loss is compiled, so that what networks read is not centered as training goes on."""
-
-    def model():
-        pyro.sample("x", dist.Normal(0.0, 1.0))
-        pyro.sample("y", dist.LogNormal(0.0, 1.0))
-        pyro.sample("z", dist.Beta(2.0, 2.0))
-
+    model = unobserved(x=dist.Normal(0.0, 1.0), y=dist.LogNormal(0.0, 1.0), z=dist.Beta(2.0, 2.0))
     guide = AutoGuideList(model)
     guide.append(AutoDelta(poutine.block(model, expose=["x"])))
     guide.append(AutoNaMIGuide(poutine.block(model, hide=["x"])))
@@ -181,16 +170,13 @@ def test_networks_learn_once_the_data_vary():
     assert (guide.get_parameter("network.networks.0.output_unconstrained")[:, :-1] != 0).any()
 
 
-def local(y):
-    with pyro.plate("rows", len(y)):
-        rate = pyro.sample("rate", dist.LogNormal(0.0, 1.0))
-        pyro.sample("y", dist.Poisson(rate), obs=y)
+local = pair(dist.LogNormal(0.0, 1.0), dist.Poisson, rows=3)
 
 
 def test_instances_have_offsets_of_their_own_for_the_data_that_they_were_trained_on():
     guide, other = AutoNaMIGuide(local), torch.tensor([1.0, 3.0, 20.0])
     train(local, guide, 0.1, 60, COUNTS, num_particles=8, vectorize_particles=True)
-    assert guide.network.offsets.start({})["rate"].abs().max() > 0.3
+    assert guide.network.offsets.start({})["z"].abs().max() > 0.3
     assert all("offset" in name for name, _ in guide.network.offsets.named_parameters())
     latents = guide(COUNTS)
     for y, reads in ((COUNTS, True), (other, False)):
@@ -206,7 +192,7 @@ def test_instances_have_offsets_of_their_own_for_the_data_that_they_were_trained
 def test_the_first_draws_are_auto_normals_in_both_modes(make):
     guide = make(local)
     guide(COUNTS)
-    location, log_scale = locations_and_scales(guide, COUNTS)["rate"]
+    location, log_scale = locations_and_scales(guide, COUNTS)["z"]
     assert location.abs().max() < 0.02
     torch.testing.assert_close(log_scale, torch.full((3,), 0.1).log(), rtol=0, atol=0.05)
 
@@ -228,11 +214,7 @@ def test_replaying_a_draw_in_the_middle_of_training_gives_its_density():
 
 def test_draws_at_the_edge_of_a_support_stay_inside_and_gradients_finite():
     """A Dirichlet with weights far below 1: draws underflow in single precision."""
-
-    def model():
-        weight = pyro.sample("weight", dist.Gamma(0.01, 1.0))
-        pyro.sample("shares", dist.Dirichlet(torch.full((4,), 0.001) + weight))
-
+    model = pair(dist.Gamma(0.01, 1.0), lambda weight: dist.Dirichlet(torch.full((4,), 0.001) + weight))
     guide = AutoNaMIGuide(model)
     train(model, guide, 0.05, 100)
     assert all(value.isfinite().all() for value in guide.parameters())

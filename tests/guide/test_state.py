@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -16,7 +17,9 @@ from models import (
     CHAIN,
     conjugate_normal,
     eight_schools,
+    local_normals,
     nested,
+    pooled,
     regression,
     scatter,
     steps,
@@ -130,13 +133,7 @@ def test_a_state_dict_holds_no_data_unless_asked_to():
 
 def test_a_loaded_guide_tells_the_data_that_it_was_trained_on_from_others():
     """Constants of its own for each instance are those of the data that they were trained on, and of no other."""
-
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(y)):
-            z = pyro.sample("z", dist.Cauchy(mu, 1.0))
-            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
-
+    model = functools.partial(local_normals, prior=lambda mu: dist.Cauchy(mu, 1.0))
     y = torch.randn(6)
     guide = trained(model, y)
     values = {"mu": torch.tensor(0.3), "z": torch.linspace(-1.0, 1.0, 6)}
@@ -328,11 +325,7 @@ def test_the_dtype_follows_the_models_against_the_default(inverse):
 
 
 def test_integer_data_are_read():
-    def model(y):
-        rate = pyro.sample("rate", dist.Gamma(torch.tensor(2.0), torch.tensor(1.0)))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Poisson(rate), obs=y)
-
+    model = pooled(dist.Gamma(2.0, 1.0), dist.Poisson)
     guide = AutoNaMIGuide(model)
     steps(model, guide, torch.tensor([1, 4, 2]), count=1)
     assert all(parameter.dtype == torch.float32 for parameter in guide.parameters())

@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import made_once, scatter, steps
+from models import Counted, made_once, scatter, steps
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
 from torch.autograd.functional import jacobian
@@ -208,10 +208,8 @@ def test_a_row_reads_the_latent_of_its_own_group(setting):
 @pytest.mark.parametrize("how", ["subsample", "subsample_size"])
 def test_the_maps_of_rows_met_before_are_not_searched_for(how):
     """The runs of a call, once every row was in some mini-batch, are few and do not depend on the number of groups."""
-    runs = []
 
-    def counted(y, index, size, counties, county):
-        runs.append(None)
+    def mapped(y, index, size, counties, county):
         with pyro.plate("county", counties):
             alpha = pyro.sample("alpha", dist.Normal(0.0, 1.0))
         with pyro.plate("data", len(y), subsample=index, subsample_size=size) as index:
@@ -221,12 +219,13 @@ def test_the_maps_of_rows_met_before_are_not_searched_for(how):
     def cost(counties):
         county, y = torch.randint(counties, (30,)), torch.randn(30)
         pyro.clear_param_store()
-        guide = AutoNaMIGuide(counted, inverse="reverse")
+        model = Counted(mapped)
+        guide = AutoNaMIGuide(model, inverse="reverse")
         for index in (*torch.arange(30).split(6), torch.randperm(30)[:6]):
-            runs.clear()
             given, size = (index, None) if how == "subsample" else (None, 6)
-            poutine.condition(guide, {"data": index})(y, given, size, counties, county)
-        return len(runs)
+            conditioned = poutine.condition(guide, {"data": index})
+            last = model.runs_of(conditioned, y, given, size, counties, county)
+        return last
 
     assert cost(4) == cost(600) <= 8
 

@@ -9,7 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import scatter, steps
+from models import pair, scatter, steps
 from pyro import poutine
 from pyro.distributions import constraints
 from pyro.infer import Trace_ELBO
@@ -116,11 +116,8 @@ def test_improper_priors_need_no_sampling(name, inverse):
     """`ImproperUniform.sample` raises: nothing may call it, given a strategy that does not (contract 5)."""
     constraint, event_dim, start = IMPROPER[name]
     start, y = torch.tensor(start), torch.tensor(1.0)
-
-    def model(y):
-        z = pyro.sample("z", dist.ImproperUniform(constraint, torch.Size(), start.shape))
-        pyro.sample("y", dist.Normal(total(z, event_dim), 1.0), obs=y)
-
+    prior = dist.ImproperUniform(constraint, torch.Size(), start.shape)
+    model = pair(prior, lambda z: dist.Normal(total(z, event_dim), 1.0))
     strategy = init_to_value(values={"z": start})
     guide = AutoNaMIGuide(model, inverse=inverse, init_loc_fn=strategy, init_scale=1e-4)
     assert torch.allclose(guide(y)["z"], start, atol=1e-2)

@@ -26,8 +26,10 @@ from models import (
     eight_schools_data,
     eight_schools_evidence,
     pair,
+    pooled,
     subsampled,
     support_parents,
+    told,
     with_factor,
 )
 from pyro import poutine
@@ -97,12 +99,7 @@ def positive_support():
 
 def simplex_in_a_plate():
     prior = torch.tensor([1.0, 2.0, 3.0])
-
-    def model(counts):
-        with pyro.plate("groups", len(counts)):
-            p = pyro.sample("p", dist.Dirichlet(prior))
-            pyro.sample("counts", dist.Multinomial(probs=p, validate_args=False), obs=counts)
-
+    model = pair(dist.Dirichlet(prior), lambda p: dist.Multinomial(probs=p, validate_args=False), rows=2)
     counts = torch.tensor([[3.0, 0.0, 1.0], [0.0, 2.0, 5.0]])
     exact = dist.DirichletMultinomial(prior, counts.sum(-1), validate_args=False)
     return model, [counts], exact.log_prob(counts).sum().item()
@@ -250,14 +247,9 @@ def test_constrained_exact_guide_for_batched_data():
 
 def test_results_are_weighted_samples():
     """With their estimates and diagnostics; the posterior mean of every data set, and plates by name."""
-
-    def model(y):
-        with pyro.plate("data", 3):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
-
     y = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0]])
-    result = anneal(model, None, y[0], observations={"y": y}, num_chains=400, num_temperatures=30)
+    model, given = pair(dist.Normal(0.0, 1.0), rows=3), {"y": y}
+    result = anneal(model, None, y[0], observations=given, num_chains=400, num_temperatures=30)
     weighted = result.weighted()
     assert weighted.plates == {"z": ("data",)}
     assert torch.equal(weighted.log_evidence, result.log_evidence)
@@ -309,14 +301,9 @@ def test_batch_with_all_plate_dims_and_shared_observations():
 
 
 def test_model_that_takes_observations():
-    def model(observations=None):
-        observations = observations or {"y": None}
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=observations["y"])
-
     y = torch.tensor([0.0, 2.0])
     exact = [normal_log_prob(value.reshape(1), torch.tensor([[2.0]])) for value in y]
-    check(anneal(model, None, observations={"y": y}), *exact)
+    check(anneal(told(pair(dist.Normal(0.0, 1.0))), None, observations={"y": y}), *exact)
 
 
 # ---- laws
@@ -334,15 +321,13 @@ def test_weights_are_unbiased_at_few_temperatures(target):
 
 
 def test_two_temperatures_are_importance_sampling():
-    y = torch.tensor([1.0, 2.0])
-    seen = []
+    y, seen = torch.tensor([1.0, 2.0]), []
 
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    def likelihood(mu):
         seen.append(mu.detach())
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        return dist.Normal(mu, 1.0)
 
+    model = pooled(dist.Normal(0.0, 2.0), likelihood)
     result = anneal(model, None, y, num_chains=5, num_temperatures=2, target_acceptance=None)
     starts = next(value for value in seen if value.shape == (5, 1, 1))
     assert torch.allclose(result.log_weights, dist.Normal(starts[:, 0], 1.0).log_prob(y).sum(-1))
@@ -450,7 +435,7 @@ REAL = dist.constraints.real
 
 
 def test_improper_prior_starts_from_a_guide():
-    model = pair(dist.ImproperUniform(REAL, (), ()), lambda z: dist.Normal(z, 1.0))
+    model = pair(dist.ImproperUniform(REAL, (), ()))
     check(anneal(model, lambda y: pyro.sample("z", dist.Normal(0.0, 2.0)), torch.tensor(1.0)), 0.0)
 
 

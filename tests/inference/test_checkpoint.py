@@ -9,7 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CHAIN, COLLIDER, pair
+from models import CHAIN, COLLIDER, drawn_normal, pair
 from scripts import run_session
 from torch.utils.data import DataLoader
 
@@ -60,14 +60,7 @@ def varying(step):
 
 def moved(x):
     """Its argument moves the latent, so that it matters to the simulations."""
-    a = pyro.sample("a", dist.Normal(x, 1.0))
-    pyro.sample("y", dist.Normal(a, 1.0))
-
-
-def resized(size):
-    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-    with pyro.plate("data", size):
-        pyro.sample("y", dist.Normal(mu, 1.0))
+    pair(dist.Normal(x, 1.0))()
 
 
 def new_observed(model):
@@ -85,7 +78,7 @@ def assert_same(found, expected):
 
 OneCycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=13)
 FALLING = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.9}
-chain = pair(dist.Normal(0.0, 1.0), lambda z: dist.Normal(z, 1.0))
+chain = pair(dist.Normal(0.0, 1.0))
 SESSIONS = {
     "plain": (new, dict),
     "validated": (new, lambda: {"validation": 20, "validate_every": 3}),
@@ -328,7 +321,7 @@ def test_many_differences_are_summed_up():
 
 def test_sizes_of_plates_are_no_part_of_the_structure(tmp_path):
     for size in (3, 8):
-        history = fit(new_observed(resized), size, tmp_path / "c", args=(size,))
+        history = fit(new_observed(drawn_normal), size, tmp_path / "c", args=(size,))
     assert len(history.losses) == 8
 
 

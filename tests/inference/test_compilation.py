@@ -10,10 +10,14 @@ import torch
 from models import (
     CHAIN,
     COLLIDER,
+    LinearGaussian,
     conjugate_normal,
     conjugate_normal_posterior,
+    drawn_normal,
+    learned_scale,
     pair,
     scatter,
+    told,
 )
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader
@@ -29,13 +33,6 @@ pytestmark = [
 ]
 Adam = functools.partial(torch.optim.Adam, lr=0.02)
 ZERO, HALF = (torch.zeros(()),), (torch.tensor(0.5),)
-
-
-def sized(size=6):
-    """A conjugate hierarchy that samples its data."""
-    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-    with pyro.plate("data", size):
-        pyro.sample("y", dist.Normal(mu, 1.0))
 
 
 def by_if(y=None):
@@ -87,8 +84,8 @@ def test_training_reaches_the_expected_conditional_entropy():
 
 @pytest.mark.usefixtures("double")
 def test_a_guide_trained_over_sizes_is_right_at_each():
-    guide = AutoNaMIGuide(sized, observed=["y"], hidden_features=())
-    compilation = compiled(sized, guide=guide, batch_size=100)
+    guide = AutoNaMIGuide(drawn_normal, observed=["y"], hidden_features=())
+    compilation = compiled(drawn_normal, guide=guide, batch_size=100)
 
     def arguments(step):
         return (2 + int(torch.randint(10, ())),), {}
@@ -178,7 +175,7 @@ def test_a_hand_written_guide_reaches_the_exact_posterior():
         scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
         pyro.sample("mu", dist.Normal(slope * observations["y"].mean(-1, keepdim=True), scale))
 
-    compilation = InferenceCompilation(sized, guide, Adam, batch_size=100, observed=["y"])
+    compilation = InferenceCompilation(drawn_normal, guide, Adam, batch_size=100, observed=["y"])
     compilation.fit(300, (6,), progress=False)
     precision = 1 / 4 + 6
     assert abs(pyro.param("slope").item() - 6 / precision) < 0.05
@@ -208,7 +205,7 @@ def without_observations(y=None):
     ],
 )
 def test_guides_that_do_not_fit_are_named(guide, error, match):
-    model = pair(dist.Normal(0.0, 1.0), lambda z: dist.Normal(z, 1.0))
+    model = pair(dist.Normal(0.0, 1.0))
     with pytest.raises(error, match=match):
         InferenceCompilation(model, guide, Adam, batch_size=5).step(*ZERO)
 
@@ -217,16 +214,13 @@ def test_a_guide_may_say_itself_what_it_conditions_on():
     class Guide(AutoNaMIGuide):
         observed = ("y",)
 
-    compilation = InferenceCompilation(sized, Guide(sized, observed=["y"]), Adam, batch_size=5)
+    compilation = InferenceCompilation(drawn_normal, Guide(drawn_normal, observed=["y"]), Adam, batch_size=5)
     assert math.isfinite(compilation.step()) and compilation._trainer.simulator.observed == ("y",)
 
 
 def test_observations_among_the_arguments_are_those_of_the_model_alone():
     """The guide gets the simulated ones."""
-
-    def model(observations):
-        conjugate_normal(observations["y"])
-
+    model = told(conjugate_normal)
     compilation = InferenceCompilation(model, AutoNaMIGuide(model), Adam, batch_size=5)
     assert math.isfinite(compilation.step(observations={"y": torch.zeros(6)}))
 
@@ -409,10 +403,7 @@ def test_a_loss_that_is_not_finite_names_the_site_and_keeps_the_last_good_weight
             scale = 1.0 + (0 * shift + (y < 100)).sqrt()
         pyro.sample("b", dist.Normal(shift, scale))
 
-    def model(y=None):
-        a = pyro.sample("a", dist.Normal(0.0, 1.0))
-        pyro.sample("y", dist.Normal(pyro.sample("b", dist.Normal(a, 1.0)), 1.0), obs=y)
-
+    model = LinearGaussian({("a", "b"): 1.0, ("b", "y"): 1.0}, ("y",))
     compilation, good, bad = with_far_data(model, guide)
     with pytest.raises(ValueError, match=r"in step 3 .* not finite at 'b' \(values up to") as caught:
         compilation.fit(5, data=[good, good, bad], progress=False)
@@ -456,12 +447,7 @@ def test_weights_that_blow_up_go_back_to_the_last_finite_ones():
 
 
 def test_parameters_of_the_model_are_left_alone():
-    def model(y=None):
-        scale = pyro.param("scale", torch.tensor(2.0), constraint=dist.constraints.positive)
-        a = pyro.sample("a", dist.Normal(0.0, scale))
-        pyro.sample("y", dist.Normal(a, 1.0), obs=y)
-
-    compilation = compiled(model, ())
+    compilation = compiled(learned_scale, ())
     with pytest.warns(UserWarning, match="trainable parameters, 'scale'") as caught:
         compilation.fit(3, progress=False)
         compilation.step()

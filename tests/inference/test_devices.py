@@ -2,11 +2,9 @@
 
 import functools
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
-from models import conjugate_normal_evidence, conjugate_normal_guide
+from models import conjugate_normal, conjugate_normal_evidence, conjugate_normal_guide
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.checking.calibration import calibrate
@@ -24,24 +22,18 @@ def y():
     return torch.zeros(4, device="cuda")
 
 
-def model(y):
-    """`conjugate_normal` on the device of its data."""
-    mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), y.new_full((), 2.0)))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
-
 def test_annealing():
     y = DATA_SETS[0].cuda()
     options = {"num_chains": 1000, "num_temperatures": 25, "num_leapfrog_steps": 5}
-    result = annealed_importance_sampling(model, None, y, **options)
+    result = annealed_importance_sampling(conjugate_normal, None, y, **options)
     assert result.log_weights.is_cuda
     off = abs(result.log_evidence.item() - conjugate_normal_evidence(DATA_SETS[0]))
     assert off < 3 * result.log_evidence_error + 0.03 and result.log_evidence_error < 0.12
 
 
 def test_importance_sampling(y):
-    draws = importance_sample(model, conjugate_normal_guide, y, num_samples=500, observations={"y": DATA_SETS})
+    options = {"num_samples": 500, "observations": {"y": DATA_SETS}}
+    draws = importance_sample(conjugate_normal, conjugate_normal_guide, y, **options)
     exact = torch.tensor([conjugate_normal_evidence(row) for row in DATA_SETS])
     assert draws.log_weights.is_cuda and draws.mean("mu").is_cuda and draws.resample(5)["mu"].is_cuda
     torch.testing.assert_close(draws.log_evidence.cpu(), exact, rtol=1e-5, atol=1e-5)
@@ -49,14 +41,14 @@ def test_importance_sampling(y):
 
 def test_simulation(y):
     state = torch.cuda.get_rng_state()
-    simulator = Simulator(model, (y,))
+    simulator = Simulator(conjugate_normal, (y,))
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert simulator.draw(3).observed["y"].is_cuda
 
 
 def test_compilation(y):
     adam = functools.partial(torch.optim.Adam, lr=0.02)
-    compilation = InferenceCompilation(model, AutoNaMIGuide(model), adam, batch_size=50)
+    compilation = InferenceCompilation(conjugate_normal, AutoNaMIGuide(conjugate_normal), adam, batch_size=50)
     history = compilation.fit(50, (y,), validation=100, progress=False)
     assert history.losses[-1] < history.losses[0]
     assert all(parameter.is_cuda for parameter in compilation.guide.parameters())
@@ -65,6 +57,6 @@ def test_compilation(y):
 
 
 def test_calibration(y):
-    result = calibrate(model, conjugate_normal_guide, y, seed=0)
+    result = calibrate(conjugate_normal, conjugate_normal_guide, y, seed=0)
     assert result.ranks["mu"].is_cuda
     assert result.passed

@@ -15,11 +15,15 @@ from models import (
     conjugate_normal_evidence,
     conjugate_normal_guide,
     conjugate_normal_posterior,
+    drawn_normal,
     eight_schools,
     eight_schools_data,
     nested,
+    noise,
     pair,
+    pooled,
     subsampled,
+    told,
     with_factor,
 )
 from pyro import poutine
@@ -42,6 +46,7 @@ from pyro_nami.reading.isolation import untouched
 Y = [0.3, -1.2, 2.0, 0.7]
 DATA_SETS = [[0.3, -1.2, 2.0, 0.7], [1.0, 1.5, 0.5, 2.5], [-4.0, -3.0, -3.5, -2.0]]
 EIGHT_SCHOOLS = -31.3113  # nats, by quadrature
+WIDE = dist.Normal(0.0, 2.0)
 
 
 def normal(mu, sd):
@@ -54,17 +59,6 @@ def normal(mu, sd):
 
 
 prior_guide = normal(0.0, 2.0)
-
-
-def relative(likelihood, prior=dist.Normal(0.0, 2.0)):
-    """A model like `conjugate_normal`, of another likelihood given mu."""
-
-    def model(y, **kwargs):
-        mu = pyro.sample("mu", prior)
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", likelihood(mu, **kwargs), obs=y)
-
-    return model
 
 
 def conjugate_draws(guide, num_samples, *, y=Y, model=conjugate_normal, **options):
@@ -122,13 +116,8 @@ def test_prior_as_proposal_is_within_its_standard_errors():
     assert ((draws.mean("mu") - mean).abs() < 4 * sd / draws.effective_sample_size.sqrt()).all()
 
 
-def csis_model(observations):
-    z = pyro.sample("z", dist.Normal(0.0, 1.0))
-    pyro.sample("x", dist.Normal(z, 1.0), obs=observations["x"])
-
-
 def csis_guide(observations):
-    pyro.sample("z", dist.Normal(observations["x"] / 2, 0.5**0.5))
+    pyro.sample("z", dist.Normal(observations["y"] / 2, 0.5**0.5))
 
 
 def improper_guide(observations):
@@ -149,9 +138,9 @@ CONSTANT = {
         *(conjugate_normal, lambda y: None, [torch.tensor(Y)], {"mu": MU}),
         dist.Normal(0.0, 2.0).log_prob(MU) + dist.Normal(MU, 1.0).log_prob(torch.tensor(Y)[:, None]).sum(0),
     ),
-    "CSIS": (csis_model, csis_guide, [], {"x": X}, dist.Normal(0.0, 2**0.5).log_prob(X)),
+    "CSIS": (told(pair(dist.Normal(0.0, 1.0))), csis_guide, [], {"y": X}, dist.Normal(0.0, 2**0.5).log_prob(X)),
     "improper prior": (
-        pair(dist.ImproperUniform(real, (), ()), lambda z: dist.Normal(z, 1.0), torch.zeros(())),
+        pair(dist.ImproperUniform(real, (), ()), default=torch.zeros(())),
         *(improper_guide, [], {"y": torch.tensor([1.0, 7.0])}, torch.zeros(2)),
     ),
     "a chosen part of the data": (
@@ -394,10 +383,10 @@ def test_the_default_chunk_is_made_for_the_number_of_elements(monkeypatch):
     assert guide.calls == 1 + 3 + 2
 
 
-VECTOR = dist.Normal(0.0, 2.0).expand([1]).to_event(1)
-branching = relative(lambda mu: dist.Normal(mu, 1.0 if mu < 100 else 2.0))
-summing = relative(lambda mu: dist.Normal(mu.sum(), 1.0))
-indexing = relative(lambda mu: dist.Normal(mu[0], 1.0), VECTOR)
+VECTOR = WIDE.expand([1]).to_event(1)
+branching = pooled(WIDE, lambda mu: dist.Normal(mu, 1.0 if mu < 100 else 2.0))
+summing = pooled(WIDE, lambda mu: dist.Normal(mu.sum(), 1.0))
+indexing = pooled(VECTOR, lambda mu: dist.Normal(mu[0], 1.0))
 
 
 @pytest.mark.parametrize(
@@ -459,8 +448,7 @@ def test_a_heavy_tail_is_warned_of_with_the_number_of_data_sets_and_advice():
 
 def test_zero_weights_are_legal_unless_all_are_zero(double):
     def model(low):
-        z = pyro.sample("z", dist.Uniform(low, 1.0, validate_args=False))
-        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.0))
+        pair(dist.Uniform(low, 1.0, validate_args=False))(torch.tensor(0.0))
 
     def guide(low):
         pyro.sample("z", dist.Uniform(0.0, 1.0))
@@ -475,7 +463,8 @@ def test_zero_weights_are_legal_unless_all_are_zero(double):
         importance_sample(model, guide, 0.99999999, num_samples=20)
 
 
-scaled = relative(lambda mu, scale=1.0: dist.Normal(mu, scale))
+def scaled(y, scale=1.0):
+    pooled(WIDE, noise(scale))(y)
 
 
 @pytest.mark.parametrize("validate", [True, False])
@@ -501,13 +490,7 @@ def test_nan_in_some_draws_is_no_reason_to_run_one_by_one(no_warnings):
 
     message = "site 'y' of the model; got NaN for"
     with pyro.validation_enabled(False), pytest.raises(ValueError, match=message):
-        conjugate_draws(prior_guide, 100, model=relative(above_1))
-
-
-def without_data(y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu, 1.0))
+        conjugate_draws(prior_guide, 100, model=pooled(WIDE, above_1))
 
 
 def more(y):
@@ -536,7 +519,7 @@ def local(y):
         ({"observations": {"x": torch.zeros(4)}}, ValueError, "model's sites, 'mu', 'y'; got one of 'x'"),
         ({"observations": {"data": torch.zeros(4)}}, ValueError, "got one of 'data'"),
         ({"observations": {"y": torch.zeros(2, 3, 4)}}, ValueError, r"\(data sets, 4\); got \(2, 3, 4\)"),
-        ({"model": without_data}, ValueError, "it does not sample 'y'. If 'y' is data"),
+        ({"model": lambda y: drawn_normal(len(y))}, ValueError, "it does not sample 'y'. If 'y' is data"),
         ({"guide": lambda y: None}, ValueError, "it does not sample 'mu'"),
         ({"guide": more}, ValueError, "it samples 'nu', which is none of its sites"),
         ({"guide": data_too}, ValueError, "it samples 'y', which is observed"),

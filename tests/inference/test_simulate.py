@@ -7,7 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CASES, DIAMOND, conjugate_normal, pair, subsampled
+from models import CASES, DIAMOND, conjugate_normal, learned_scale, pair, subsampled
 from pyro import poutine
 
 from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
@@ -135,20 +135,15 @@ def states():
 
 def test_nothing_else_changes():
     """Random numbers of the check, handlers outside, and the requests for gradients."""
-    pyro.param("scale", torch.tensor(2.0), constraint=dist.constraints.positive)
-
-    def model():
-        a = pyro.sample("a", dist.Normal(0.0, pyro.param("scale")))
-        pyro.sample("y", dist.Normal(a, 1.0))
-
+    learned_scale()
     before = states()
     with poutine.trace() as outer:
-        simulator = Simulator(model, observed=["y"])
+        simulator = Simulator(learned_scale, observed=["y"])
         assert states() == before
         draws = simulator.draw(5)
     assert states()[0] != before[0] and states()[1:] == before[1:]
     assert not outer.trace.nodes.keys() - {"_INPUT", "_RETURN"}
-    assert simulator.trainable == ("scale",) and not draws.latents["a"].requires_grad
+    assert simulator.trainable == ("scale",) and not draws.latents["z"].requires_grad
     assert pyro.get_param_store().keys() == {"scale"}
 
 

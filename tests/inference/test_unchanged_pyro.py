@@ -7,7 +7,14 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CHAIN, conjugate_normal, conjugate_normal_evidence, conjugate_normal_posterior, scatter
+from models import (
+    CHAIN,
+    conjugate_normal,
+    conjugate_normal_evidence,
+    conjugate_normal_posterior,
+    scatter,
+    told,
+)
 from pyro import poutine
 from pyro.infer import CSIS, SVI, EmpiricalMarginal, Importance, ReweightedWakeSleep, SMCFilter
 from pyro.infer.importance import vectorized_importance_weights
@@ -83,9 +90,7 @@ def free(y=None):
 
 
 def test_csis_trains_and_samples():
-    def model(observations=None):
-        free((observations or {}).get("y"))
-
+    model = told(free)
     guide = AutoNaMIGuide(model, observed=["y"])
     csis = CSIS(model, guide, pyro.optim.Adam({"lr": 0.05}), num_inference_samples=40, training_batch_size=5)
     compilation = InferenceCompilation(model, guide, Adam, batch_size=100)

@@ -11,6 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import Counted
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoNormal
@@ -350,11 +351,7 @@ class TestInterventions:
         assert extract(model_of("plain")).escaped == frozenset()
 
     def test_harmless_escapes_add_no_edge(self):
-        def model():
-            assert math.isfinite(normal("z").item())
-            datum()
-
-        assert extract_bayesnet(model).edges == ()
+        assert extract_bayesnet(lambda: math.isfinite(normal("z").item()) and datum()).edges == ()
 
     def test_without_checks_what_escaped_reaches_every_later_site(self):
         def model():
@@ -365,18 +362,11 @@ class TestInterventions:
         assert set(extract_bayesnet(model, checks=0).edges) == edges("z>x w>x z>y")
 
     def test_budget_is_kept_and_reported(self):
-        runs = 0
-
-        def model():
-            nonlocal runs
-            runs += 1
-            for i in range(20):
-                datum(normal(f"z{i}"), name=f"x{i}")
-
+        model = Counted(lambda: [datum(normal(f"z{i}"), name=f"x{i}") for i in range(20)])
         assert extract(model).checked == 40
-        runs = 0
+        before = model.runs
         found = extract(model, checks=5)
-        assert runs <= 9 and found.checked < 40
+        assert model.runs <= before + 9 and found.checked < 40
         assert set(found.bayesnet.edges) == {(f"z{i}", f"x{i}") for i in range(20)}
 
     def test_an_exhausted_budget_errs_on_the_safe_side(self):
@@ -385,18 +375,13 @@ class TestInterventions:
         assert set(found.bayesnet.edges) >= edges("a>x c>x e>x")
 
     def test_raw_argument_read_through_python(self):
-        def model(x):
-            mean = x.mean().item()
-            vector("x", obs=x), normal("z", mean)
-
         with pytest.warns(UserWarning, match="'z' depends on 'x'"):
-            assert set(extract_bayesnet(model, torch.ones(3)).edges) == edges("x>z")
+            net = extract_bayesnet(lambda x: (vector("x", obs=x), normal("z", x.mean().item())), torch.ones(3))
+        assert set(net.edges) == edges("x>z")
 
     def test_data_dependent_prior_makes_no_cycle(self):
-        def model(x):
-            vector("x", 3, normal("z", x.mean()).expand(3), obs=x)
-
-        assert set(extract_bayesnet(model, torch.ones(3)).edges) == edges("z>x")
+        net = extract_bayesnet(lambda x: vector("x", 3, normal("z", x.mean()).expand(3), obs=x), torch.ones(3))
+        assert set(net.edges) == edges("z>x")
 
     @pytest.mark.parametrize(
         ("model", "named"),

@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Counted
 
 from pyro_nami.graph import nami
 from pyro_nami.reading.index_maps.finder import MapPlan, find_maps, maps_hold
@@ -365,12 +366,9 @@ def test_data_that_cannot_be_changed_counts_as_read_whole():
 
 
 def test_a_site_with_hidden_randomness_is_not_nested_with_what_it_may_read():
-    def model():
-        alpha = effects()
-        sites_of_the_rows(alpha[COUNTY], alpha[COUNTY] + torch.randn(ROWS))
-
     with pytest.warns(UserWarning, match="Hidden randomness"):
-        assert not extract(model).index_maps
+        found = extract(lambda: sites_of_the_rows(read := effects()[COUNTY], read + torch.randn(ROWS)))
+    assert not found.index_maps
 
 
 def test_subsampled_rows_are_mapped_as_drawn():
@@ -398,16 +396,10 @@ def test_without_checks_no_map_is_looked_for():
 
 @pytest.mark.parametrize("checks", [6, 12, 20, 27])
 def test_a_budget_that_ends_during_the_search_is_kept_and_reported(checks):
-    runs = 0
-
-    def model():
-        nonlocal runs
-        runs += 1
-        model_of("crossed effects")()
-
+    model = Counted(model_of("crossed effects"))
     with pytest.warns(UserWarning, match=f"index map: the budget of {checks} runs"):
         found = extract(model, checks=checks)
-    assert runs <= checks + 5
+    assert model.runs <= checks + 5
     assert found.bayesnet.nesting.get("obs", frozenset()) == {p for _, p in found.index_maps}
     assert all(
         torch.equal(index, {"county": COUNTY, "day": DAY}[p]) for (_, p), index in found.index_maps.items()
@@ -501,11 +493,8 @@ def test_an_empty_plate_has_an_empty_map(size):
     ids=["two", "none"],
 )
 def test_a_row_that_reads_two_instances_or_none_in_a_later_call_is_an_error(found, read, error):
-    def model(*args):
-        rows(read(effects(loc=normal("mu"))) + effects("beta", "day", DAYS)[DAY])
-
     with pytest.raises(ValueError, match=error):
-        find(found, model)
+        find(found, lambda: rows(read(effects(loc=normal("mu"))) + effects("beta", "day", DAYS)[DAY]))
 
 
 def radon(county, floor, counties=COUNTIES, beta_county=None, apart=False):
@@ -576,17 +565,11 @@ def test_maps_into_a_plate_of_one_instance_hold_by_themselves(found):
 
 
 def test_a_given_map_is_used_without_a_run():
-    runs = 0
-
-    def model():
-        nonlocal runs
-        runs += 1
-        model_of("indexed")()
-
+    model = Counted(model_of("indexed"))
     plain = extract(model, checks=0)
-    before, runs = runs, 0
+    runs = model.runs
     found = extract(model, checks=0, index_maps={("alpha", "y"): COUNTY.int()})
-    assert runs == before and not plain.index_maps
+    assert model.runs == 2 * runs and not plain.index_maps
     assert torch.equal(found.index_maps["obs", "county"], COUNTY)
     assert [plan.targets for plan in found.map_plans] == [{"y": "obs"}]
     assert found.bayesnet.plates["y"] == {"obs", "county"}

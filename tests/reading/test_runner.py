@@ -4,43 +4,37 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import local_normals
 from pyro import poutine
 
 from pyro_nami.reading.runner import Runner, prior_draws
 
 
-def model(y):
-    a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    with pyro.plate("n", 3):
-        b = pyro.sample("b", dist.Normal(a, 1.0))
-        pyro.sample("y", dist.Normal(b, 1.0), obs=y)
-
-
 def test_handlers_outside_see_nothing():
     with poutine.trace() as outer:
-        Runner({}).run(model, (torch.zeros(3),), {})
+        Runner({}).run(local_normals, (torch.zeros(3),), {})
     assert not outer.trace.nodes
 
 
 def test_values_are_taken_and_expanded():
-    sites = Runner({"b": torch.ones(1)}, broadcast=True).run(model, (torch.zeros(3),), {})
-    assert torch.equal(sites["b"]["value"], torch.ones(3)) and sites["y"]["is_observed"]
+    sites = Runner({"z": torch.ones(1)}, broadcast=True).run(local_normals, (torch.zeros(3),), {})
+    assert torch.equal(sites["z"]["value"], torch.ones(3)) and sites["y"]["is_observed"]
 
 
 def test_a_run_ends_behind_the_last_site_that_it_is_made_for():
     def failing(y):
-        model(y)
+        local_normals(y)
         raise AssertionError("ran on")
 
-    sites = Runner({}, until=["a", "b"]).run(failing, (torch.zeros(3),), {})
-    assert "b" in sites and "y" not in sites
+    sites = Runner({}, until=["mu", "z"]).run(failing, (torch.zeros(3),), {})
+    assert "z" in sites and "y" not in sites
     assert not pyro.poutine.runtime._PYRO_STACK
 
 
 def test_plates_take_their_own_dims_inside_others():
     with pyro.plate("outer", 5, dim=-1):
-        sites = Runner({}).run(model, (torch.zeros(3),), {})
-    assert sites["b"]["value"].shape == (3,)
+        sites = Runner({}).run(local_normals, (torch.zeros(3),), {})
+    assert sites["z"]["value"].shape == (3,)
 
 
 def test_there_are_no_draws_where_a_site_cannot_be_drawn():
@@ -48,7 +42,7 @@ def test_there_are_no_draws_where_a_site_cannot_be_drawn():
         pyro.sample("z", dist.ImproperUniform(dist.constraints.real, (), ()))
 
     assert prior_draws(improper, (), {}, 4) == []
-    assert len(prior_draws(model, (torch.zeros(3),), {}, 4)) == 4
+    assert len(prior_draws(local_normals, (torch.zeros(3),), {}, 4)) == 4
 
 
 def test_draws_at_which_the_model_fails_are_left_out():
