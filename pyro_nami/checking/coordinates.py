@@ -54,9 +54,9 @@ def _as_float(value: Tensor) -> Tensor:
 
 
 class Coordinates:
-    """Standardized unconstrained coordinates of all elements of some sites.
+    """Unconstrained coordinates of all elements of some sites, (x - median) / (half the width of the central 68%).
 
-    They are of median 0 and half the central 68% wide, and logarithmic beyond 5, so that heavy tails count for little.
+    They are logarithmic beyond 5, so that heavy tails count for little.
 
     Args:
         values: site -> ``(batch, ...)``, a sample that they are standardized by.
@@ -64,6 +64,11 @@ class Coordinates:
 
     Attributes:
         columns: site -> its coordinates' places.
+
+    Example:
+        >>> coordinates = Coordinates({"z": torch.arange(101.0)}, {"z": SiteForm(torch.Size(), 0, lambda value: value)})
+        >>> coordinates({"z": torch.tensor([16.0, 50.0, 84.0])}).flatten().round()
+        tensor([-1.,  0.,  1.])
     """
 
     def __init__(self, values: Mapping[str, Tensor], forms: Mapping[str, SiteForm]) -> None:

@@ -1,7 +1,6 @@
 """Figures of calibration and of a whole diagnosis, from plain values. They need matplotlib, the extra ``viz``.
 
-Figures are made without pyplot, so nothing global changes and no display is needed; ``figure.savefig(path)`` writes
-one. Change this module to change how things look.
+Figures are made without pyplot, so nothing global changes and no display is needed. Change here how things look.
 """
 
 from __future__ import annotations

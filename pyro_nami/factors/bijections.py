@@ -31,6 +31,10 @@ def bijection_to(support: Constraint) -> Transform:
 
     Raises:
         NotImplementedError: no bijection is known (discrete supports, spheres, ...).
+
+    Example:
+        >>> bijection_to(constraints.positive)(torch.tensor([0.0, 1.0]))
+        tensor([1.0000, 2.7183])
     """
     base, ndims = peel_support(support)
     bijection = _base_bijection(base)
@@ -40,8 +44,7 @@ def bijection_to(support: Constraint) -> Transform:
 def peel_support(support: Constraint) -> tuple[Constraint, int]:
     """Returns the support below all ``independent`` wrappers and how many dims these reinterpret in total.
 
-    ``positive_ordered_vector`` declares event dim 0 although its check and its transform take one; the dim that a
-    wrapper adds for it is not counted.
+    ``positive_ordered_vector`` declares event dim 0 but takes one: the dim that a wrapper adds for it does not count.
     """
     ndims = 0
     while isinstance(support, constraints.independent):
@@ -90,8 +93,7 @@ def interior(support: Constraint, value: Tensor) -> Tensor:
     """Returns `value` moved off the boundary of an open or half-open support, by a few units in the last place.
 
     Inverse transforms are finite there, and so are gradients of logarithms: a distance of zero becomes one whose
-    inverse is far from the dtype's largest number, and values without a bound end at that number's root. Values inside
-    are unchanged; NaN stays NaN.
+    inverse is far from the dtype's largest number, and values without a bound end at its root. Other values stay.
     """
     base, _ = peel_support(support)
     if not value.is_floating_point():

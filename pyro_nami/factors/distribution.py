@@ -28,6 +28,14 @@ class SiteDistribution(TorchDistribution):
     It has the model's support and event shape and a real density, but no registered KL divergence, on purpose:
     ``TraceMeanField_ELBO`` must fall back to the sample estimate (pyro_contract, section 3). It remembers the latest
     draw, so that scoring one's own costs no inverse transform.
+
+    Example:
+        >>> from pyro_nami.factors.layout import UnconstrainedLayout
+        >>> from pyro_nami.factors.normals import NormalElements
+        >>> layout = UnconstrainedLayout(constraints.positive, torch.Size(), torch.tensor(1.0))
+        >>> q = SiteDistribution(NormalElements(torch.tensor([[0.0, 0.5413]])), layout)  # softplus(0.5413) = 1
+        >>> q.log_prob(torch.tensor(2.0)), torch.distributions.LogNormal(0.0, 1.0).log_prob(torch.tensor(2.0))
+        (tensor(-1.8523), tensor(-1.8523))
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}
@@ -128,7 +136,13 @@ class Relocation(NamedTuple):
 
 
 class Relocated(TorchDistribution):
-    """The distribution ``base`` of inside with its batch dims outside."""
+    """The distribution ``base`` of inside with its batch dims outside.
+
+    Example:
+        >>> base = torch.distributions.Normal(torch.zeros(7, 1, 1, 3), 1.0)
+        >>> Relocated(base, Relocation(kept=1, gap=2)).sample().shape
+        torch.Size([7, 3])
+    """
 
     arg_constraints: dict[str, constraints.Constraint] = {}
 

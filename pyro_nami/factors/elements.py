@@ -24,8 +24,7 @@ __all__ = [
 
 
 class LatestDraw(NamedTuple):
-    """A draw, known by identity, and what was computed on the way to it: its score then costs no inverse, no network.
-    """
+    """A draw, known by identity, and what was computed on the way to it: its score then costs no inverse."""
 
     value: Tensor | None
     tied: bool  # whether it required gradients
@@ -90,7 +89,12 @@ class OwnElements(Elements):
 
 
 class LogisticElements(Elements):
-    """The logit of a relaxed Bernoulli variable: x = (logits + logistic noise) / temperature, both ``(*batch, E)``."""
+    """The logit of a relaxed Bernoulli variable: x = (logits + logistic noise) / temperature, both ``(*batch, E)``.
+
+    Example:
+        >>> LogisticElements(torch.zeros(1), torch.ones(1)).log_prob(torch.zeros(1)).exp()
+        tensor([0.2500])
+    """
 
     def __init__(self, logits: Tensor, temperature: Tensor) -> None:
         self.logits, self.temperature = logits, temperature
@@ -106,12 +110,17 @@ class LogisticElements(Elements):
 
 
 class ExpRelaxedElements(Elements):
-    """The logarithm of a relaxed one-hot vector, scored by the density of the vector on the simplex.
+    """x = log softmax((logits + Gumbel noise) / temperature), scored by the density of exp(x) on the simplex.
 
     Logits are ``(*batch, E, classes)``, the temperature is broadcastable with ``(*batch, E)``.
 
     References:
         Maddison, Mnih and Teh 2017, The Concrete Distribution, eq. 10 and appendix C.
+
+    Example:
+        >>> relaxed = ExpRelaxedElements(torch.zeros(1, 2), torch.ones(1))  # uniform on the simplex
+        >>> relaxed.log_prob(torch.tensor([[0.3, 0.7]]).log()).abs() < 1e-5
+        tensor([True])
     """
 
     def __init__(self, logits: Tensor, temperature: Tensor) -> None:
@@ -134,7 +143,12 @@ def _open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
 
 
 class StableKumaraswamy(dist.Kumaraswamy):
-    """Kumaraswamy drawn and scored through logarithms: x = (1 - u^(1/b))^(1/a) with u uniform."""
+    """Kumaraswamy drawn and scored through logarithms: x = (1 - u^(1/b))^(1/a) with u uniform.
+
+    Example:
+        >>> StableKumaraswamy(torch.tensor(2.0), torch.tensor(1.0)).log_prob(torch.tensor(0.25)).exp()  # density 2 x
+        tensor(0.5000)
+    """
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         shape, b = torch.Size(sample_shape) + self.batch_shape, self.concentration0
@@ -147,7 +161,12 @@ class StableKumaraswamy(dist.Kumaraswamy):
 
 
 class StableVonMises(dist.VonMises):
-    """von Mises with a density that does not cancel at high concentrations: by k (cos d - 1) = -2 k sin(d / 2)^2."""
+    """von Mises with a density that does not cancel at high concentrations: by k (cos d - 1) = -2 k sin(d / 2)^2.
+
+    Example:
+        >>> StableVonMises(torch.tensor(0.0), torch.tensor(1e8)).log_prob(torch.tensor(0.0))  # nearly Normal(0, 1e-4)
+        tensor(8.2914)
+    """
 
     def log_prob(self, value: Tensor) -> Tensor:
         fall = 2 * self.concentration * (0.5 * (value - self.loc)).sin().square()

@@ -31,14 +31,25 @@ class Family(ABC):
 
     Args:
         name: of the site, for messages.
-        prior: the model's distribution at the site in the prototype run, ``(*batch, *event)``.
-        value: the site's value there.
+        prior, value: the model's distribution and value at the site in the prototype run, ``(*batch, *event)``.
 
     Attributes:
         varies: whether the support or a count depends on the call, so that `at` must be told the current prior.
         alike: attributes by which families of one type differ, if these alone, and the parameters, say what `elements`
             they make: those of several sites can then be taken together. Subclasses do not inherit it.
         layout: of the value as elements, of type ``layout_type``.
+
+    Example:
+        >>> from pyro_nami.factors.elements import OwnElements
+        >>> class Laplace(Family):
+        ...     num_params = 2
+        ...     def initial(self, value, scale, anchor=None):
+        ...         return torch.stack((self.layout.elements(value), torch.full((1,), scale).log()), -1)
+        ...     def elements(self, params, anchor=None):
+        ...         return OwnElements(torch.distributions.Laplace(params[..., 0], params[..., 1].exp()))
+        >>> family = Laplace("z", torch.distributions.Normal(0.0, 1.0), torch.tensor(3.0))
+        >>> family.distribution(family.initial(torch.tensor(3.0), 1.0)).log_prob(torch.tensor(3.0)).exp()
+        tensor(0.5000)
     """
 
     num_params: int  # k, raw parameters of an element; any real numbers
@@ -150,8 +161,16 @@ class SequentialElements(Elements):
             parameters ``(*batch, E, k)``, in one dense pass.
         anchor: ``(*batch, E, a)`` or None, instance by instance.
         batch_shape: the plates ``dims`` included.
-        dims: negative batch dims of the plates whose instances are drawn in sequence.
-        sizes: of these plates.
+        dims, sizes: of the plates whose instances are drawn in sequence; negative batch dims.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from pyro_nami.factors.unconstrained import NormalFamily
+        >>> z = torch.tensor([1.0, 2.0])
+        >>> family = NormalFamily("z", torch.distributions.Independent(torch.distributions.Normal(z, 1.0), 1), z)
+        >>> walk = SimpleNamespace(all=lambda x: torch.tensor([[0.0, 0.5413], [x[0, 0], 0.5413]]))  # scales 1
+        >>> SequentialElements(family, walk, None, torch.Size(), (), ()).log_prob(z)  # N(1; 0, 1) and N(2; 1, 1)
+        tensor([-1.4189, -1.4189])
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Plates whose instances form one joint block: one sequence of elements over all instances, and back.
 
-Such a site still lies in its plates: its batch includes them, and the log density of an instance is that of its
-elements given those of the instances before it.
+Such a site's batch still includes its plates; an instance's log density is that given the instances before it.
 """
 
 from __future__ import annotations

@@ -35,6 +35,12 @@ class Layout:
         batch_shape: over which the support's bounds vary, ``()`` for a fixed support.
         num_classes: where the entries are classes.
         dtype: of features of discrete values.
+
+    Example:
+        >>> count = Layout(constraints.nonnegative_integer, torch.Size(), torch.tensor(3.0), dtype=torch.float32)
+        >>> count.features(torch.tensor([0.0, 3.0]))  # 0 and log(4)
+        tensor([[[0.0000]],
+                [[1.3863]]])
     """
 
     def __init__(
@@ -170,7 +176,14 @@ class UnconstrainedLayout(Layout):
 
 
 class ObservedLayout(UnconstrainedLayout):
-    """The layout of an observed value of any dtype; NaN is read as 0, and marked by a second feature if so wanted."""
+    """The layout of an observed value of any dtype; NaN is read as 0, and marked by a second feature if so wanted.
+
+    Example:
+        >>> y = torch.tensor([2.0, torch.nan])
+        >>> ObservedLayout(constraints.real, torch.Size(), y, dtype=y.dtype, marks_nan=True).features(y)
+        tensor([[[2., 0.]],
+                [[0., 1.]]])
+    """
 
     def __init__(self, *args: Any, dtype: torch.dtype, marks_nan: bool) -> None:
         super().__init__(*args)

@@ -32,6 +32,10 @@ def relative_scale(raw: Tensor) -> Tensor:
 
     It is exponential where the factor is narrow and linear where it is wide: an exponential throughout lets a wide
     factor grow without bound through the values that it is given, and training then diverges now and then.
+
+    Example:
+        >>> relative_scale(torch.tensor([0.5413, 100.0]))
+        tensor([  1.0000, 100.0000])
     """
     return softplus(raw.clamp(min=-RANGE))
 

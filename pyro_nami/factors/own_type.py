@@ -24,8 +24,7 @@ _RANGE = 100.0
 class OwnTypeFamily(Family):
     """A factor of the prior's own type: its parameters are link functions of raw ones. There is no anchor.
 
-    `initial` puts the mean or the median at the value and the spread as near the scale as the type allows; types with
-    one parameter keep their spread.
+    `initial` puts mean or median at the value, and the spread near the scale unless there is but one parameter.
 
     Example:
         >>> prior = torch.distributions.Gamma(torch.tensor(2.0), torch.tensor(1.0))
@@ -89,9 +88,14 @@ class OwnTypeFamily(Family):
 class AdditiveFamily(OwnTypeFamily):
     """A factor of the prior's own type at raw parameters = the prior's + the network's: at zero it is the prior.
 
-    So `initial` ignores the value and starts from the prior; without an anchor, from the prototype's, averaged over its
-    batch. Behind the prior's raw parameters the anchor has what the factor takes over as it is (a total count, a
-    temperature).
+    So `initial` starts from the prior, whatever the value; without an anchor, from the prototype's, averaged over its
+    batch. Behind the raw parameters the anchor has what the factor takes over (a total count, a temperature).
+
+    Example:
+        >>> prior = torch.distributions.Poisson(torch.tensor(2.0))
+        >>> family = AdditiveFamily("n", prior, torch.tensor(1.0))
+        >>> family.elements(torch.tensor([[3.0]]).log(), family.anchor(prior)).distribution.mean.round()  # 2 * 3
+        tensor([6.])
     """
 
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:

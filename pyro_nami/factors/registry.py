@@ -31,15 +31,19 @@ def make_family(
 
     Args:
         spec: None for the default (the model's own type for discrete and relaxed sites; for continuous ones Normal, but
-            sinh-arcsinh for a single number outside of plates whose support is bounded, as a scale's posterior is
-            skewed); a name (``"normal"``, ``"sinh_arcsinh"``, ``"mixture"``, ``"flow"``, ``"match"``, or one of
-            `register_family`), or a `Family` subclass or callable of name, prior and value.
+            sinh-arcsinh for a single bounded number outside of plates); a name (``"normal"``, ``"sinh_arcsinh"``,
+            ``"mixture"``, ``"flow"``, ``"match"``, or registered), or a `Family` subclass or callable as for that.
         name, prior, value, within: as for `Family`.
 
     Raises:
         NotImplementedError: the site's support or type is not covered.
         ValueError: so on a sphere, as Pyro's guides raise it; an unknown name; a family that does not fit the site.
         TypeError: `spec` is none of the kinds above, or did not give a `Family`.
+
+    Example:
+        >>> scale = torch.distributions.HalfNormal(torch.tensor(1.0))
+        >>> [type(make_family(spec, "z", scale, torch.tensor(1.0))).__name__ for spec in (None, "normal", "match")]
+        ['SinhArcsinhFamily', 'NormalFamily', 'OwnTypeFamily']
     """
     factory = _default if spec is None else _look_up(spec, name)
     kind = getattr(factory, "func", factory)  # below the partial of mixture(K) and flow(bins)
@@ -67,8 +71,7 @@ def register_family(name: str, factory: FamilyFactory) -> None:
 
     Args:
         name: may replace an earlier registration; ValueError for that of a built-in family.
-        factory: a `Family` subclass, or a callable of the site's name, prior and value that returns a `Family`;
-            TypeError for what cannot be called.
+        factory: a `Family` subclass, or a callable of a site's name, prior and value that returns one; else TypeError.
     """
     if name in _BUILT_IN:
         raise ValueError(f"Expected a name other than the built-in {sorted(_BUILT_IN)}; got {name!r}")

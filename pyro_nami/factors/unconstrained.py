@@ -1,7 +1,6 @@
 """Families of sites whose elements live in unconstrained space: Normal, sinh-arcsinh, mixture, flow, relaxed.
 
-The first four are location-scale types: they share the anchor and, at step 0, Pyro's ``AutoNormal``: location at the
-init value, scale at the init scale.
+The first four are location-scale types. They share the anchor, and start at init value and scale, as ``AutoNormal``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = [
 
 
 class NormalFamily(Family):
-    """A Normal in unconstrained space, pushed through `bijection_to` of the support. Parameters: location, raw scale.
+    """z = T(loc + scale e): a Normal pushed through T, `bijection_to` of the support. Parameters: location, raw scale.
 
     Subclasses bend it by ``bent``: their parameters are these two, then the bend's, which are zero at `initial`.
 
@@ -87,8 +86,12 @@ class NormalFamily(Family):
 class MixtureFamily(NormalFamily):
     """A mixture of Normals in unconstrained space. Parameters: K logits, K locations, K raw scales.
 
-    At `initial` mean and standard deviation are the given ones; the components lie side by side, since equal ones
-    would get equal gradients and stay equal.
+    At `initial` mean and sd are the given ones; components lie side by side, as equal ones would stay equal.
+
+    Example:
+        >>> family = mixture(2)("z", torch.distributions.Normal(0.0, 1.0), torch.tensor(3.0))
+        >>> family.initial(torch.tensor(3.0), 1.0)[..., 2:4].mean().round()  # of the two locations
+        tensor(3.)
     """
 
     takes_evidence = False
@@ -130,8 +133,7 @@ class FlowFamily(NormalFamily):
 class SinhArcsinhFamily(NormalFamily):
     """A Normal with two tails of their own weight. Parameters: location, raw scale, left, right.
 
-    The default for a scale and other single bounded numbers: the posterior of its logarithm is skewed, with a tail that
-    is exponential on one side.
+    The default for a scale and other single bounded numbers, as the posterior of a logarithm is skewed.
     """
 
     bent = SinhArcsinhElements
@@ -140,13 +142,18 @@ class SinhArcsinhFamily(NormalFamily):
 
 
 class RelaxedFamily(Family):
-    """A logistic variable in unconstrained space, at a temperature of its own. Parameter: the logit.
+    """x = (logit + logistic noise) / temperature, in unconstrained space. Parameter: the logit.
 
     On the unit interval that is a relaxed Bernoulli; on the real line, a relaxed Bernoulli's logit. `initial` has the
     location at the value; the scale is the inverse temperature. The network reads the relaxed value, as -1 to 1.
 
     References:
         Maddison, Mnih and Teh 2017, The Concrete Distribution, appendix C.3.
+
+    Example:
+        >>> family = relaxed(0.5)("z", torch.distributions.Uniform(0.0, 1.0), torch.tensor(0.5))
+        >>> family.features(torch.tensor(0.5)), family.distribution(torch.zeros(1, 1)).support
+        (tensor([[0.]]), Interval(lower_bound=0.0, upper_bound=1.0))
     """
 
     num_params = 1
@@ -169,8 +176,7 @@ class RelaxedFamily(Family):
 def relaxed(temperature: float) -> Callable[[str, Distribution, Tensor], Family]:
     """Returns the family of relaxed Bernoulli variables at this temperature, for ``families={"z": relaxed(2 / 3)}``.
 
-    For sites on the unit interval, and for their logits on the real line. By default a `RelaxedBernoulli` site keeps
-    the prior's temperature. Raises ValueError for a temperature that is not positive.
+    By default a `RelaxedBernoulli` site keeps the prior's. Raises ValueError for one that is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"Expected a positive temperature; got {temperature}")

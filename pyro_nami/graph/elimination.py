@@ -51,7 +51,7 @@ class Elimination(NamedTuple):
 
 
 def moralize(net: BayesNet) -> dict[Hashable, dict[Hashable, Plates]]:
-    """Returns the labels F of the lifted moral graph.
+    """Returns the labels F(a, b) of the lifted moral graph.
 
     Sites a and b are adjacent iff ``b in labels[a]``, and ``labels[a][b] == labels[b][a]`` holds the shared plates
     across which their instances are coupled. A self-edge is there only where it couples distinct instances.
@@ -75,6 +75,11 @@ def eliminate(net: BayesNet, order: Iterable[Hashable]) -> Elimination:
 
     Raises:
         ValueError: a site of the order is unknown, observed or repeated.
+
+    Example:
+        >>> net = BayesNet.from_edges(["ab", "bx"], observed=["x"])
+        >>> {name: list(parents) for name, parents in eliminate(net, ["a", "b"]).parents.items()}
+        {'a': ['b'], 'b': ['x']}
     """
     graph, result = MoralGraph(net), Elimination({}, {}, {})
     for name in order:
@@ -96,6 +101,11 @@ class MoralGraph:
         net: the network.
         kept: the sites to start from, closed under parents; all by default.
         gone: sites to eliminate at once, in this order.
+
+    Example:
+        >>> graph = MoralGraph(BayesNet.from_edges(["ax", "bx", "by"], observed=["x", "y"]))
+        >>> graph.names, graph.fill(0)[0], graph.fill(1)[0]  # b would join y to a and x
+        (('a', 'b', 'x', 'y'), 0, 2)
     """
 
     def __init__(self, net: BayesNet, kept: Iterable[int] | None = None, gone: Iterable[int] = ()) -> None:
@@ -154,8 +164,7 @@ class MoralGraph:
     def fill(self, v: int) -> tuple[int, float]:
         """The grounded edges that eliminating v would add, and how many of them another elimination can take away.
 
-        The latter aside from the pairs that that one joins. Where every site lies in the same plates, lifted edges
-        are counted: each stands for as many grounded ones.
+        The latter aside from the pairs that that one joins. Where all sites share plates, lifted edges are counted.
         """
         if not self.uniform:
             return sum(self.new_edges(v).values()), math.inf

@@ -22,21 +22,25 @@ from pyro_nami.graph.sites import NO_PLATES, Plates
 
 @dataclass(frozen=True)
 class Inverse:
-    """A factorization of the posterior: in reverse elimination order, each latent given the sites it reads.
+    """A factorization of the posterior, the product over latents v, last eliminated first, of q(v | parents[v]).
 
     Args:
         net: the network that is inverted.
         order: the latents in elimination order; ``reversed(order)`` is a sampling order.
         parents: for each latent, the sites it reads, and the plates shared with each that it is read *across*. On
-            the other shared plates the two are aligned; plates that the parent has and the latent lacks are always
-            read across, and are not listed.
-        joint: for each latent, the plates over which its instances form one joint block, autoregressive inside.
-            A latent that is not listed has none.
+            the other shared plates the two are aligned; plates that the latent lacks are always read across.
+        joint: for latents that have any, the plates over which instances form one block, autoregressive inside.
         predictive: the latents whose factor is the model's own conditional.
 
     Raises:
         ValueError: the order is not one of all latents (marginalized ones aside), or a latent reads a site that is
             neither observed nor sampled before it, or plates are read across that are not shared.
+
+    Example:
+        >>> net = BayesNet.from_edges(["ab", "bx"], observed=["x"])
+        >>> inverse = Inverse(net, ("a", "b"), {"a": {"b": NO_PLATES}, "b": {"x": NO_PLATES}})  # q(b | x) q(a | b)
+        >>> inverse.levels, inverse.num_edges
+        ((('b',), ('a',)), 2)
     """
 
     net: BayesNet
@@ -102,8 +106,7 @@ class Inverse:
         """Adds dependencies (Webb et al. 2018, section 3.4); a latent that gains one is no longer predictive.
 
         Args:
-            extra: pairs ``(parent, latent)``. The two are aligned on the plates they share, those of the latent's
-                joint block aside.
+            extra: pairs ``(parent, latent)``, aligned on the plates they share, but those of the latent's block.
 
         Raises:
             ValueError: a parent is neither observed nor sampled before its latent.

@@ -37,8 +37,7 @@ def nami(
             samples in the model's order), ``"free"`` by min-fill alone, and ``"auto"`` takes the one of forward and
             reverse with fewer grounded edges (ties: fewer levels, then reverse); on deep networks ``"free"`` can have
             fewer than either. A latent goes before one that its support depends on in every direction.
-        blocks: an ordered partition of the latents that are not marginalized; each block is eliminated completely
-            before the next, so the last one is sampled first.
+        blocks: an ordered partition of the latents, but marginalized ones, each eliminated before the next.
 
     Raises:
         TypeError: ``net`` is not a `BayesNet`.
@@ -66,6 +65,11 @@ def nami_steps(
 
     The first frontier is of latents with no latent parent, as in the paper; latents whose parents are all observed
     belong to it. A latent of a later block joins the frontier only when its block's turn comes.
+
+    Example:
+        >>> net = BayesNet.from_edges(["ac", "bc", "cx"], observed="x", nodes="abcx")
+        >>> [(step.frontier, step.site, list(step.parents)) for step in nami_steps(net)]
+        [(('a', 'b'), 'a', ['b', 'c']), (('b',), 'b', ['c']), (('c',), 'c', ['x'])]
     """
     parts = _parts(net, direction, blocks)
     if direction == "auto":
@@ -82,6 +86,10 @@ def stuhlmueller(net: BayesNet) -> Inverse:
 
     References:
         Webb et al. 2018, supplement, appendix C; here observed co-parents are read wherever they come in the model.
+
+    Example:
+        >>> list(stuhlmueller(BayesNet.from_edges(["ax", "bx"], observed="x")).parents["a"])
+        ['b', 'x']
     """
     order = sampled(net)
     names, position, parents, children, plates = net.indexed
@@ -100,6 +108,10 @@ def mean_field(net: BayesNet) -> Inverse:
     """Returns the inverse in which every latent reads all observed sites and no latent.
 
     Sites are aligned on the plates they share: an instance of a local latent reads its own instance of the data.
+
+    Example:
+        >>> list(mean_field(BayesNet.from_edges(["ax", "bx"], observed="x")).parents["a"])
+        ['x']
     """
     order = sampled(net)[::-1]
     return Inverse(net, order, {v: dict.fromkeys(net.observed, NO_PLATES) for v in order})
@@ -109,6 +121,10 @@ def fully_connected(net: BayesNet) -> Inverse:
     """Returns the inverse that assumes no independence: each latent reads all data and all earlier latents.
 
     Latents are sampled in model order, and every instance reads all earlier ones: each is one block over its plates.
+
+    Example:
+        >>> list(fully_connected(BayesNet.from_edges(["ax", "bx"], observed="x")).parents["b"])
+        ['x', 'a']
     """
     order = sampled(net)[::-1]
     parents = {

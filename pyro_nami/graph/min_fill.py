@@ -105,14 +105,18 @@ class Frontier:
     """The latents of one block that may go next, and the greedy min-fill choice among them.
 
     Fill is counted only for the site at the top of a heap, and again only after its neighbourhood changed and a lower
-    bound brought it back to the top: of the pairs counted as missing between a site's neighbours, one elimination
-    takes away at most those of the eliminated site (the site's degree when counted) and those it joins (the eliminated
-    site's own fill).
+    bound brought it back: of the pairs that miss between a site's neighbours, one elimination takes away at most those
+    of the eliminated site (the site's degree when counted) and those it joins (the eliminated site's own fill).
 
     Args:
         graph: the moral graph, which the eliminations change.
         after: for each latent of the block, those that it must go before.
         backwards: whether ties go to the last site in model order rather than the first.
+
+    Example:
+        >>> graph = MoralGraph(BayesNet.from_edges(["ax", "ay", "bx"], observed=["x", "y"], nodes="abxy"))
+        >>> Frontier(graph, {0: set(), 1: set()}, backwards=False).choose()  # a would join y to b and x
+        1
     """
 
     def __init__(self, graph: MoralGraph, after: dict[int, set[int]], backwards: bool) -> None:

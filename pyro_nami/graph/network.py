@@ -66,8 +66,7 @@ class BayesNet:
     Args:
         sites: the sites, as a mapping from name to `Site` or as an iterable of them.
         edges: pairs ``(parent, child)`` of site names.
-        plate_sizes: the number of instances of each plate. A plate that is not listed counts as 2 instances, the
-            fewest at which instances can differ.
+        plate_sizes: the number of instances of each plate; by default 2, the fewest at which instances can differ.
         nesting: for each nested plate, the plates whose index it determines. As an attribute it is closed
             transitively, and lists only plates of the network that determine any.
 
@@ -244,8 +243,7 @@ class BayesNet:
     def num_pairs(self, a: Plates, b: Plates, across: Plates) -> int:
         """The number of pairs of an instance in plates ``a`` and one in plates ``b`` that an edge joins.
 
-        The two are aligned on the plates they share, those of ``across`` aside. Nested plates count as balanced, every
-        index of an outer plate equally frequent.
+        The two are aligned on the plates they share, those of ``across`` aside. Nested plates count as balanced.
         """
         if not self.nesting:
             return self.num_instances(a | b) * self.num_instances(across)

@@ -28,8 +28,7 @@ class Site:
         name: any hashable value.
         plates: the plates the site lies in.
         observed: whether inference conditions on the site.
-        support_parents: the parents that the site's *support* depends on (``z ~ Uniform(0, hi)``); an inverse
-            samples them before the site.
+        support_parents: those that the site's *support* depends on (``z ~ Uniform(0, hi)``), sampled before it.
         marginalized: whether the model sums the latent out (enumeration), so that no guide samples it.
 
     Raises:

@@ -69,6 +69,14 @@ def verify_inverse(net: BayesNet, inverse: Inverse) -> Verification:
     Raises:
         TypeError: ``net`` is not a `BayesNet`.
         ValueError: the inverse does not fit the network.
+
+    Example:
+        >>> from pyro_nami.graph.inversions import mean_field, nami
+        >>> net = BayesNet.from_edges(["ax", "bx"], observed="x")
+        >>> print(verify_inverse(net, nami(net)))
+        minimally faithful
+        >>> print(verify_inverse(net, mean_field(net)))
+        not faithful; missing: a -> b
     """
     inverse = replace(inverse, net=net)  # which checks that it fits
     sizes = {plate: min(size, ENOUGH_INSTANCES) for plate, size in net.plate_sizes.items()}
@@ -100,6 +108,11 @@ def d_separated(net: BayesNet, x: Hashable, y: Hashable, given: Iterable[Hashabl
 
     Raises:
         ValueError: a site is unknown, or ``x`` or ``y`` is among the given.
+
+    Example:
+        >>> net = BayesNet.from_edges(["ax", "bx"], observed="x")
+        >>> d_separated(net, "a", "b"), d_separated(net, "a", "b", ["x"])  # the data explain one by the other
+        (True, False)
     """
     given = list(given)
     for name in (x, y, *given):
@@ -114,8 +127,7 @@ class _Known:
     """The sites W of a network that are known, and which of them a further site needs.
 
     In the ancestral part of the graph, x and y are d-separated by W iff every path between them in its moral graph
-    meets W (Lauritzen et al. 1990): a path passes from a site to its parents, its children, and its children's other
-    parents.
+    meets W (Lauritzen et al. 1990): a path leads from a site to its parents, children, and children's other parents.
     """
 
     def __init__(self, net: BayesNet, names: Iterable[Hashable]) -> None:

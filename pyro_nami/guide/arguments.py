@@ -21,7 +21,14 @@ _MANY_LOOKS, _MOST_LOOKS = 8, 64  # at calls whose arguments differ in numbers o
 
 
 class Arguments:
-    """The arguments of one call, as they were then."""
+    """The arguments of one call, as they were then.
+
+    Example:
+        >>> x = torch.zeros(2)
+        >>> arguments = Arguments([x, 3])
+        >>> arguments.are([x, 3]), arguments.are([x.add_(1.0), 3])  # the last was written to
+        (True, False)
+    """
 
     def __init__(self, leaves: Sequence[Any] = ()) -> None:
         self._leaves = [(leaf, _stamp(leaf)) for leaf in leaves]
@@ -41,7 +48,14 @@ class Look(NamedTuple):
 
 
 class Looks:
-    """What runs of the model have shown, by the kind of a call's arguments: all of them but what tensors hold."""
+    """What runs of the model have shown, by the kind of a call's arguments: all of them but what tensors hold.
+
+    Example:
+        >>> looks = Looks()
+        >>> looks.note(looks.kind([torch.zeros(3)]), Look({"y": 0}, varying=False))
+        >>> looks.known(looks.kind([torch.ones(3)])).slots, looks.known(looks.kind([torch.ones(4)]))
+        ({'y': 0}, None)
+    """
 
     def __init__(self) -> None:
         self._table: dict[Hashable, dict[Hashable, Look]] = {}

@@ -136,12 +136,10 @@ def plan_sources(
 
     A parent is aligned on the plates that it shares with ``batch`` and is not read across, and read across all of its
     other plates: at the rows of the model factor that joins the two, where it meets the other parents of that factor.
-    Where it is read across shared plates the factor also reads its own instance, since an average over instances does
-    not say which of them is its own.
+    Where it is read across shared plates the factor also reads its own instance, which an average does not tell.
 
     Args:
-        batch: plates of the factor that are batch dims of its network, with all that they determine; ``joint`` are
-            those that are flattened into its elements.
+        batch: plates that are batch dims of its network, with all that they determine; ``joint`` are in its elements.
         reads: parent node -> how it is read.
         frames: node -> the plates that its tensor has dims for.
         plates: the model's.

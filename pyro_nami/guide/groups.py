@@ -108,6 +108,13 @@ def plan_steps(factors: Sequence[Factor], position: Mapping[Any, int], sizes: Ma
     A factor opens a step unless all it reads is known when the step before is taken; a sequential factor has one step
     an element. A source is read at the first step at which it is known. The rows of a factor follow one another.
     ``position`` is that of all factors in sampling order, ``sizes`` the number of features of each source.
+
+    Example:
+        >>> y, z = Direct("y"), Direct("z")
+        >>> first = Factor("z", frozenset(), (), 1, 2, 1, False, sources=(y,))
+        >>> factors = [first, first._replace(name="w", sources=(y, z))]
+        >>> [(step.columns[0].source, step.rows) for step in plan_steps(factors, {"z": 0, "w": 1}, {y: 3, z: 1})]
+        [(Direct(node='y'), {'z': 2}), (Direct(node='z'), {'w': 2})]
     """
     known = {s: max((position.get(n, -1) for n in nodes_of(s)), default=-1) for f in factors for s in f.sources}
     steps: list[Step] = []

@@ -1,7 +1,6 @@
 """The values of sources in one call: what `pyro_nami.guide.conditioning` plans, evaluated.
 
-Feature tensors are ``(*left, *plates, features)`` with Pyro's plate dims in place. Change this module to change how a
-way of reading is computed.
+Feature tensors are ``(*left, *plates, features)``, Pyro's plate dims in place. Change here how a source is computed.
 """
 
 from __future__ import annotations
@@ -67,6 +66,13 @@ class Sources:
         dims: plate -> its (negative) batch dim.
         maps: the call's index maps.
         encoders: of pooled sources; sums: of the pseudo-observations that these hold.
+
+    Example:
+        >>> source = Pooled("i", (Direct("y"),))
+        >>> sources = Sources({"i": -1}, IndexMaps({}, {}), {source: lambda x, over: over.mean(x)}, {})
+        >>> sources.put("y", torch.tensor([[1.0], [3.0]]))
+        >>> sources.value(source)
+        tensor([[2.]])
     """
 
     def __init__(self, dims: Mapping[str, int], maps: IndexMaps, encoders: Pooling, sums: Pooling) -> None:

@@ -7,8 +7,7 @@ A factor's parameters, relative to its anchor where `pyro_nami.guide.rules` give
     + offsets                                        `free_parameters`: of each instance, for the data of training
 
 A group's network reads sources (`conditioning`), whose values in a call (`inputs`) are made of standardized features of
-nodes, by encoders of sets. `network_state` is one pass through all this. Change this module to change what a guide's
-weights are.
+nodes, by encoders of sets. `network_state` is one pass through it all. Change here what a guide's weights are.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ __all__ = ["InverseNetwork", "TrainingRecord", "as_pyro_module"]
 def as_pyro_module(module: nn.Module) -> nn.Module:
     """Turns every parameter of a module into an unconstrained PyroParam, in place, and returns the module.
 
-    Pyro neither trains a plain ``nn.Parameter`` in a second guide of the same class nor finds one under
-    ``module_local_params``.
+    Pyro trains no plain ``nn.Parameter`` in a second guide of a class, and finds none under ``module_local_params``.
     """
     to_pyro_module_(module)
     for owner in list(module.modules()):

@@ -216,8 +216,7 @@ class LazyGuide(AutoGuide):
     def get_extra_state(self) -> dict[str, Any]:
         """What belongs to the weights: which covariates are read, at which draws, and marks of the data last seen.
 
-        With ``save_data=True`` these data themselves, and where latents have exact conditionals also the arguments that
-        they came with, if these can be saved.
+        With ``save_data=True`` these data, and the arguments that exact conditionals need, if these can be saved.
         """
         state: dict[str, Any] = {"simulated": self._options.simulated}
         if self._plan is None:

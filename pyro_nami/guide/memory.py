@@ -34,6 +34,12 @@ class Memory:
 
     ``context`` has arguments, keyword arguments, instances and values of the last call in training, kept where latents
     are drawn from exact conditionals, which are derived from them.
+
+    Example:
+        >>> memory = Memory(varied=False)
+        >>> memory.keep({"y": torch.ones(3)}, None)
+        >>> memory.holds([("y", torch.ones(3))]), memory.holds([("y", torch.zeros(3))])
+        (True, False)
     """
 
     def __init__(self, varied: bool) -> None:
@@ -101,8 +107,7 @@ def last_seen(
 ) -> Call:
     """The last source: the data last seen in training, for sites that a call brings none for, and their covariates.
 
-    Rows whose covariates are others than those last seen are new rows, as are those of plates ``resized`` by index
-    maps.
+    Rows are new whose covariates are not those last seen, and those of plates ``resized`` by index maps.
     """
     for name in absent:
         if name not in memory.seen:

@@ -43,59 +43,59 @@ class AutoNaMIGuide(LazyGuide):
     parents in the inverse, observed sites among them, so one guide serves all data sets of the model. Its parameters
     come, in this order, from the network's output relative to the model's own conditional (the anchor).
 
-    Everything else is as with Pyro's own guides::
-
-        guide = AutoNaMIGuide(model)
-        svi = SVI(model, guide, ClippedAdam({"lr": 0.02}), Trace_ELBO())
-        svi.step(x, y)
-        print(guide.inverse)
+    Everything else is as with Pyro's own guides.
 
     Args:
         model: a Pyro model.
         inverse: ``"auto"`` (the direction with fewer edges), ``"forward"``, ``"reverse"``, ``"free"``,
-            ``"stuhlmueller"``, ``"mean_field"``, ``"fully_connected"``, an `Inverse`, or a callable from the model's
-            `BayesNet` to one.
+            ``"stuhlmueller"``, ``"mean_field"``, ``"fully_connected"``, an `Inverse`, or a function of a `BayesNet`.
         blocks: an ordered partition of the latents; each block is eliminated before the next (sampled after it). An
             observed site named here is semi-observed: sampled in calls that do not observe it.
         observed: sites that the model samples where no data is given, but that inference will condition on.
         families: a family's name for all latents, or a mapping from sites to names or families.
         hidden_features: widths of the hidden layers of every network.
         shared: one masked network for the latents in the same plates; otherwise a small one for every latent.
-        skip: whether factors also read their inputs directly, so that linear-Gaussian conditionals are exact from the
-            first layer on.
+        skip: whether factors also read their inputs directly, so that linear-Gaussian conditionals are exact.
         within: ``"autoregressive"`` or ``"independent"``: how the elements of one site's vector depend on each other.
-        embeddings: observed site -> module that embeds its values, ``(batch, *event)`` to ``(batch, features)``; the
-            guide trains a copy.
+        embeddings: observed site -> module ``(batch, *event)`` to ``(batch, features)``; the guide trains a copy.
         covariates: ``"auto"`` finds what differs between the instances of a plate by probing the model; None for
-            nothing; or a callable from the model's arguments to a mapping from sites to tensors
-            ``(*plates, features)``.
+            nothing; or a callable from the model's arguments to site -> tensor ``(*plates, features)``.
         index_maps: ``(latent, site)`` -> callable from the model's arguments to the index by which the site's rows read
             the latent's plate, integer ``(rows,)`` (of the full plate where it is subsampled). By default such maps
             are found by group testing, in each call with new arguments.
         pooling: how a set of instances is encoded: ``"mean"``, ``"sum"``, ``"max"``, ``"attention"``, or a callable
             from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
-        evidence: whether the instances of a pooled plate add precision to Normal factors, one by one; see
-            `pyro_nami.guide.parameters`.
+        evidence: whether each instance of a pooled plate adds precision to Normal factors; see `guide.parameters`.
         conjugate: whether latents of a plate that are linear and Gaussian given what is drawn before them are drawn
             from their exact conditional in place of a Normal factor; `pyro_nami.reading.forms` derives it from the
             model. They have no weights and no first step. With ``anchor=True`` only.
         refine: ``"auto"``: where the guide is trained on the same data in every step, what these say is left to
-            constants, those of each instance of a plate included (see `pyro_nami.guide.free_parameters`), which train
-            as quickly as those of Pyro's own guides; networks read the latents alone, and data only once they vary.
-            None: networks read the data from the first step on.
+            constants, those of each instance of a plate included (see `pyro_nami.guide.free_parameters`); networks
+            read the latents alone, and data only once they vary. None: they read the data from the first step on.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step.
         init_scale: scale at the first step, in unconstrained space.
         create_plates: as in Pyro: a callable from the model's arguments to plates.
         activation: of all hidden layers; by default tanh, and silu in the encoders of sets.
-        save_data: whether ``state_dict`` holds the data last seen in training, so that a loaded guide can be called
-            without data, too; else it holds checksums of them alone.
+        save_data: whether ``state_dict`` holds the data last seen in training, for calls without; else their checksums.
 
     Raises:
         ValueError, TypeError: for options out of range. Those that name sites are checked at the first call.
 
     References:
         Webb et al. 2018, "Faithful Inversion of Generative Models for Effective Amortized Inference".
+
+    Example:
+        >>> def model(x):
+        ...     a, b = (pyro.sample(name, pyro.distributions.Normal(0.0, 1.0)) for name in "ab")
+        ...     pyro.sample("x", pyro.distributions.Normal(a + b, 1.0), obs=x)
+        >>> guide = AutoNaMIGuide(model)
+        >>> svi = pyro.infer.SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.02}), pyro.infer.Trace_ELBO())
+        >>> _ = svi.step(torch.tensor(1.0))
+        >>> print(guide.inverse)  # the data couple a and b
+        Inverse: latents 2, edges 3, levels 2
+          a | x
+          b | a, x
     """
 
     def __init__(
@@ -218,8 +218,7 @@ class AutoNaMIGuide(LazyGuide):
             latents: value of every latent. Batch dims go to the left of the model's plate dims, as in Pyro's
                 vectorized particles: ``(*batch, *plates, *event)``, with size 1 for plates that a site is not in; or
                 as `Predictive` returns them, one batch dim in front of each site's own shape.
-            *args, **kwargs: the model's arguments, ``observations=`` included; observed values may have the same
-                batch dims.
+            *args, **kwargs: of the model, ``observations=`` included; observed values may have the same batch dims.
 
         Returns:
             A tensor of the shape of the batch dims. The model's masks apply; its scales do not.

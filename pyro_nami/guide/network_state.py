@@ -27,8 +27,7 @@ __all__ = ["NetworkState"]
 class NetworkState:
     """One pass through the networks, in the order in which values come to be known; used once.
 
-    All parameters are read when the pass starts: what comes later may run inside the model, whose handlers (a lift,
-    a block) must not see them.
+    All parameters are read when the pass starts: the model's handlers (a lift, a block) must not see them.
 
     Args:
         network: the networks.
@@ -36,6 +35,18 @@ class NetworkState:
         learning: whether the pass goes into averages if it is trained on.
         constant: whether the call's data are the same in every call.
         indices: subsampled plate -> its instances.
+
+    Example:
+        >>> from pyro_nami.guide.conditioning import Direct, Plates
+        >>> standard = {name: (torch.zeros(1), torch.ones(1)) for name in "yz"}
+        >>> factor = Factor("z", frozenset(), (), 1, 2, 1, False, (Direct("y"),))
+        >>> options = {"latents": "z", "simulated": True, "shared": True, "hidden_features": (4,), "factory": {}}
+        >>> network = InverseNetwork([factor], standard, Plates(()), make_encoder=None, adding=(), **options)
+        >>> network.set_initial({"z": torch.tensor([[3.0, 0.0]])})
+        >>> state = NetworkState(network, IndexMaps({}, {}))
+        >>> state.put("y", torch.tensor([1.0]))
+        >>> state.params("z").tolist()
+        [[3.0, 0.0]]
     """
 
     def __init__(

@@ -48,6 +48,13 @@ class Pass:
         derive: derives the exact conditionals of a group at values of what is drawn before it.
         relocation: where batch dims lie outside; None where they lie as inside.
         validate: whether values are to be checked.
+
+    Example:
+        >>> current = Pass({"a": None, "b": None}, {}, None, None, None, validate=True)
+        >>> current.take("a", torch.tensor(1.0), torch.distributions.Normal(0.0, 1.0))
+        tensor(1.)
+        >>> current.left(), current.values
+        (['b'], {'a': tensor(1.)})
     """
 
     def __init__(

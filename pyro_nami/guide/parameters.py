@@ -65,7 +65,14 @@ class PseudoObservations(NamedTuple):
 
 
 class Additions(NamedTuple):
-    """What adds to the rows of one factor's elements in one call."""
+    """What adds to the rows of one factor's elements in one call.
+
+    Example:
+        >>> rows = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])  # location, raw scale; c, w_0, w
+        >>> sums = torch.tensor([[3.0, 3.0, 8.0]])  # of three observations: 1, 2 and 5
+        >>> Additions([2, 3], [sums], [torch.zeros(1, 1), torch.ones(1, 1)], None).params(rows)
+        tensor([[0., 0., 3., 8.]])
+    """
 
     counts: list[int]  # rows an element: of the family, then of the pseudo-observations of each source
     totals: list[Tensor | None]  # of each source, sums ``(*batch, E, inputs + 2)``; None for what shall not count
@@ -119,6 +126,10 @@ def expert(params: Tensor, num_params: int) -> Tensor:
     The factor follows its prior where that observation is weak or the prior narrow, and is free of it where it is not.
     ``params``, ``(*batch, E, n)``, are location and raw scale of the observation in unconstrained space, the other
     ``num_params`` of the family, and precision and precision-weighted mean if there are any.
+
+    Example:
+        >>> expert(torch.tensor([[2.0, 0.5413]]), 2).round(decimals=2)  # an observation of 2, of scale 1
+        tensor([[0.0000, 0.5400, 1.0000, 2.0000]])
     """
     location, raw = params[..., 0], params[..., 1]
     precision = relative_scale(raw.clamp(min=-_RANGE / 2)).square().reciprocal()

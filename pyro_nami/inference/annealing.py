@@ -86,6 +86,10 @@ def sigmoid_temperatures(num: int) -> Tensor:
     """Returns inverse temperatures that are dense at both ends, ``(num,)`` in float64.
 
     They are the logistic function on equal steps from -4 to 4, rescaled to [0, 1], as in Wu et al. 2017, section 5.
+
+    Example:
+        >>> sigmoid_temperatures(5).round(decimals=1).tolist()
+        [0.0, 0.1, 0.5, 0.9, 1.0]
     """
     values = torch.linspace(-4, 4, num, dtype=torch.float64).sigmoid()
     return (values - values[0]) / (values[-1] - values[0])
@@ -111,8 +115,7 @@ def annealed_importance_sampling(
     """Estimates the log evidence of a model by annealed importance sampling with Hamiltonian transitions.
 
     Latents move in unconstrained space; all chains and data sets share one run of the model per gradient. A step size
-    serves all chains of a data set, and follows the acceptance of pilots: more chains, one for five, that do not count,
-    so that weights are unbiased.
+    serves all chains of a data set, and follows pilots, one for five chains, that do not count: weights are unbiased.
 
     Args:
         model: a Pyro model with continuous latents; batch dims of chains and data sets stand left of its plates.
@@ -132,10 +135,8 @@ def annealed_importance_sampling(
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: options out of range; a model whose sites do not take batch dims; a density that is not finite at
-            the start. The site is named.
-        NotImplementedError: discrete latents, supports without a bijection, subsampled plates, scaled latents, guides
-            without densities.
+        ValueError: options out of range; a site that does not take batch dims, or has no finite density at the start.
+        NotImplementedError: discrete or scaled latents; no bijection; subsampled plates; guides without densities.
 
     Example:
         >>> def model(y):

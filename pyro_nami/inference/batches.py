@@ -129,8 +129,7 @@ def _read(simulations: Simulations, steps: range, given: Iterator[Any], processe
 def _epochs(data: Iterable[Any], place: dict[str, Any]) -> Iterator[Any]:
     """Yields what a data set holds, again and again; what an iterator holds, once.
 
-    ``place`` is that of the batch read last: its position in its epoch, and the random numbers with which that began,
-    so that a loader that shuffles comes back to it.
+    ``place`` is that of the batch read last: its position in its epoch, and the random numbers with which that began.
     """
     skipped, now = place.get("position", 0), rng_state()
     if skipped:

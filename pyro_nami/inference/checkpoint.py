@@ -1,7 +1,6 @@
 """Checkpoints: written so that no moment of death loses them, read so that they run no code.
 
-A file holds tensors and plain Python only. Change this module when a checkpoint should live elsewhere, or know more of
-the structure that it belongs to.
+A file holds tensors and plain Python only. Change this module when a checkpoint should live elsewhere, or know more.
 """
 
 from __future__ import annotations
@@ -33,6 +32,13 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any]) -> None:
     """Writes a state of tensors and plain Python atomically: the file is the old one or the new one, never part of one.
 
     It is written beside its place, as ``.tmp``, and moved there when it is on the disk.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     save_checkpoint(f"{folder}/guide.ckpt", {"step": 3})
+        ...     load_checkpoint(f"{folder}/guide.ckpt")
+        {'step': 3, 'format': 1}
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,8 +76,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 def structure_of(guide: Callable, parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns what must agree for weights to mean the same, in words: per site and per parameter.
 
-    Sites are those of a guide that shows its ``bayesnet`` and its ``inverse``; of others the shapes of parameters have
-    to do. Sizes of plates do not count.
+    Sites are those of a guide with ``bayesnet`` and ``inverse``; others have parameters alone. Plate sizes may vary.
     """
     net, inverse = getattr(guide, "bayesnet", None), getattr(guide, "inverse", None)
     words: dict[Any, str] = {}

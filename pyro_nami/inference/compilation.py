@@ -31,13 +31,9 @@ class InferenceCompilation:
     """Trains a guide on joint draws of a model, to minimize E_p(z, x)[-log q(z | x)].
 
     That is the KL divergence from posterior to guide, averaged over the model's own data, up to a constant. A step is
-    one vectorized run of the model and one dense pass of the guide::
+    one vectorized run of the model and one dense pass of the guide.
 
-        compilation = InferenceCompilation(model, guide, lambda p: torch.optim.Adam(p, lr=1e-3), batch_size=250)
-        compilation.fit(2000, args=(x,), validation=1000, checkpoint="tree.ckpt")
-
-    The model is fixed: parameters that it may have are left alone. Data among its arguments are resampled, so only
-    their shapes count.
+    The model's parameters are left alone. Data among its arguments are resampled, so only their shapes count.
 
     Under ``torchrun``, after ``torch.distributed.init_process_group``, ``wrap=DistributedDataParallel`` makes many
     processes train one guide, which must be a module. Each simulates ``batch_size`` draws a step, from random numbers
@@ -48,18 +44,26 @@ class InferenceCompilation:
     Args:
         model: a Pyro model.
         guide: any guide that accepts ``observations=``; see `CompilationLoss`.
-        optim: an optimizer of Pyro's, or a function from the guide's parameters to one of torch's, as
-            ``functools.partial(torch.optim.Adam, lr=1e-3)``.
+        optim: an optimizer of Pyro's, or a function from the guide's parameters to one of torch's.
         batch_size: simulations a step, of each process.
-        observed: sites that the model samples when no data is given, but that the guide conditions on; those of a
-            guide with an attribute ``observed`` need not be named.
-        scheduler: a function from a torch optimizer to one of torch's schedulers, which steps once a step
-            (`ReduceLROnPlateau`: once a validation).
+        observed: sites to condition on that the model samples without data, beside those of ``guide.observed``.
+        scheduler: a function from a torch optimizer to one of torch's schedulers; see `Optimization`.
         clip_norm: largest norm of the gradient.
         wrap: what wraps the loss module before its first use, such as `DistributedDataParallel`.
 
     References:
         Le, Baydin and Wood 2017, "Inference Compilation and Universal Probabilistic Programming".
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def model():
+        ...     pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 0.1), obs=torch.tensor(0.0))
+        >>> def guide(observations):
+        ...     pyro.sample("z", dist.Normal(pyro.param("slope", torch.tensor(0.0)) * observations["x"], 0.1))
+        >>> compilation = InferenceCompilation(model, guide, lambda p: torch.optim.Adam(p, lr=0.1), batch_size=100)
+        >>> losses = compilation.fit(10, progress=False).losses
+        >>> losses[-1] < losses[0] / 2  # the slope goes from 0 to 1
+        True
     """
 
     def __init__(
@@ -128,8 +132,7 @@ class InferenceCompilation:
 
         Args:
             steps: number of steps, those before the checkpoint included.
-            args, kwargs: the model's arguments; or ``args`` is a function from the step to a pair of them, for
-                training over plates of varying size.
+            args, kwargs: the model's arguments; or ``args`` is a function from the step to a pair of them.
             data: batches of simulations made before, any iterable of `JointDraws`, or of site -> values
                 ``(draws, *plates, *event)`` of latents and observed sites; read again from the start when it ends, but
                 an iterator ends the training. Of many processes each reads its own, by a `DistributedSampler` say.

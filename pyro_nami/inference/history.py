@@ -21,6 +21,11 @@ class History:
         simulations: number of simulations seen, skipped ones included.
         skipped: number of those with NaN or infinite values, which are not trained on.
         non_finite: site -> number of simulations that are not finite there.
+
+    Example:
+        >>> history = History(validation=[(100, 2.0), (200, 1.5), (300, 1.6)])
+        >>> history.best_step, history.validations_since_best()
+        (200, 1)
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)

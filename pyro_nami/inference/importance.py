@@ -49,8 +49,7 @@ def importance_sample(
     """Draws from a guide and weights the draws by log p(latents, data) - log q(latents | data).
 
     Model and guide are run without gradients and unseen by handlers outside; parameters are used as they are. The
-    model's masks and scales count, as in `pyro.infer.Importance`. A model or guide that cannot be run for all draws at
-    once is run draw by draw, with a warning that says why.
+    model's masks and scales count, as in `pyro.infer.Importance`. What takes no batch of draws is run draw by draw.
 
     Args:
         model: a Pyro model.
@@ -61,8 +60,7 @@ def importance_sample(
             single run of the model, it is one data set; with one dim more in front, ``(data sets, *site shape)``, it
             is a batch of them (also with all plate dims of the model, as in `JointDraws`). Sites without that dim are
             the same in all data sets. Passed on as ``observations=`` to a guide and a model that take it.
-        chunk_size: draws in memory at a time, for all data sets together; by default as many as make about a million
-            elements of all sites. The result itself holds all draws.
+        chunk_size: draws of all data sets in memory at a time; by default about a million elements of all sites.
 
     Returns:
         `WeightedSamples` with `num_samples` draws of the model's latents, for each data set if there is a batch.

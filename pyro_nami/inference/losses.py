@@ -16,11 +16,18 @@ __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 
 
 class CompilationLoss(nn.Module):
-    """-log q of simulations under a guide: a module, so that `DistributedDataParallel` can wrap it.
+    """-log q(z | x) of simulations (z, x): a module, so that `DistributedDataParallel` can wrap it.
 
     A guide with ``log_prob(latents, *args, observations=..., **kwargs)`` takes one dense pass, with ``log_prob_of_run``
-    also one without another run of the model; any other runs in an outer plate, and must accept ``observations=``, as
-    for `pyro.infer.CSIS`.
+    without another run of the model; any other runs in an outer plate, and takes ``observations=``, as for `CSIS`.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def guide(observations):
+        ...     pyro.sample("z", dist.Normal(observations["x"], 1.0))
+        >>> draws = JointDraws({"z": torch.tensor([0.0, 1.0])}, {"x": torch.tensor([0.0, 2.0])}, nesting=0)
+        >>> CompilationLoss(guide)(draws, (), {})
+        tensor([0.9189, 1.4189])
     """
 
     def __init__(self, guide: Callable) -> None:

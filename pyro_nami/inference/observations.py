@@ -1,7 +1,6 @@
 """Observed values as the user gives them, ``observations={site: value}``: one data set, or a batch of several.
 
-Checks of names and shapes are here, so that all that takes observations takes the same. Change this module when data
-may come in other shapes.
+All that takes observations has its checks of names and shapes here. Change this module for data of other shapes.
 """
 
 from __future__ import annotations
@@ -34,6 +33,13 @@ class Observations:
     Raises:
         ValueError: an unknown site, another shape, or different numbers of data sets.
         TypeError: a value that is no tensor and cannot be made one.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> trace = pyro.poutine.trace(lambda: pyro.sample("x", dist.Normal(torch.zeros(3), 1.0))).get_trace()
+        >>> batch = Observations({"x": torch.ones(5, 3)}, {"x": trace.nodes["x"]}, nesting=1)
+        >>> batch.num, batch.one()
+        (5, {'x': tensor([1., 1., 1.])})
     """
 
     def __init__(self, given: Mapping[str, Any], sites: Mapping[str, Any], nesting: int) -> None:

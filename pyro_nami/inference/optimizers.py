@@ -39,6 +39,15 @@ class Optimization:
     """Steps of one optimizer, and of its scheduler, over parameters whose gradients together are at most ``clip_norm``.
 
     A scheduler steps once a step, as does one of Pyro's; `ReduceLROnPlateau` once a validation.
+
+    Example:
+        >>> weight = torch.tensor(1.0, requires_grad=True)
+        >>> optimization = Optimization(functools.partial(torch.optim.SGD, lr=0.5), None, 1.0, [weight])
+        >>> optimization.backward(4 * weight).item()  # clipped to 1
+        4.0
+        >>> optimization.step()
+        >>> round(weight.item(), 3)
+        0.5
     """
 
     def __init__(self, optim: Any, scheduler: Any, clip_norm: float, parameters: list[Tensor]) -> None:

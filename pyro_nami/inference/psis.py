@@ -1,8 +1,7 @@
 """Pareto-smoothed importance sampling: replaces the largest weights by quantiles of the tail that they come from.
 
 The tail's shape k, fitted on the way, says how far the weights can be trusted: where it is below 0.5 their variance is
-finite, and above 0.7 no practical number of draws gives a stable estimate. Change this module when the fit of the tail
-changes.
+finite, and above 0.7 no practical number of draws gives a stable estimate. Change this module to fit tails otherwise.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ def smooth(log_weights: Tensor) -> tuple[Tensor, Tensor]:
 
     The largest :math:`M = \lceil\min(S / 5, 3 \sqrt S)\rceil` of S weights are replaced by the expected order
     statistics of a generalized Pareto distribution fitted to what they exceed the next smaller weight by, and cut off
-    at the largest raw weight. Smoothed weights stay on the scale of the raw ones. The arithmetic is in double
-    precision.
+    at the largest raw weight. They stay on the scale of the raw ones. The arithmetic is in double precision.
 
     Args:
         log_weights: ``(*batch, draws)`` in nats, of any scale; -inf is a weight of zero.
@@ -40,6 +38,11 @@ def smooth(log_weights: Tensor) -> tuple[Tensor, Tensor]:
 
     References:
         Vehtari, Simpson, Gelman, Yao & Gabry 2024, "Pareto Smoothed Importance Sampling".
+
+    Example:
+        >>> below = (torch.arange(1000) + 0.5) / 1000
+        >>> smooth(-0.5 * (1 - below).log())[1].round(decimals=1)  # quantiles of a Pareto distribution of shape 0.5
+        tensor(0.5000)
     """
     check_log_weights(log_weights)
     draws = log_weights.shape[-1]

@@ -39,11 +39,9 @@ class JointDraws(NamedTuple):
     """Draws from a model's joint distribution.
 
     Attributes:
-        latents, observed: site -> values ``(draws, *plates, *event)``, with ``nesting`` plate dims at every site, of
-            size 1 where the site is not in the plate.
+        latents, observed: site -> values ``(draws, *plates, *event)``, of size 1 in plates that a site is not in.
         nesting: plate dims of the model.
-        sites: the sites of the one run that made all draws, if it was asked to be kept: so a guide that is relative to
-            the model's conditionals need not run the model again.
+        sites: of the one run that made all draws, if kept: a guide with anchors need not run the model again.
     """
 
     latents: dict[str, Tensor]
@@ -92,8 +90,7 @@ class Simulator:
     Args:
         model: a Pyro model.
         args, kwargs: its arguments.
-        observed: sites that the model samples in this call, but that inference will condition on. Those that the
-            model observes itself are observed anyway.
+        observed: sites that inference will condition on, beside those that the model observes itself.
 
     Attributes:
         nesting: plate dims of the model.
@@ -102,8 +99,7 @@ class Simulator:
         trainable: names of parameters that the model reads and that require gradients.
 
     Raises:
-        ValueError: an unknown name in ``observed``, no latent or no observed site, batch dims outside plates, or a
-            site whose distribution fails to be sampled.
+        ValueError: an unknown name, no latent or no observed site, batch dims outside plates, sampling that fails.
         NotImplementedError: a site that cannot be sampled (an improper prior), or a plate with random subsampling.
 
     Example:

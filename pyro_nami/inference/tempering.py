@@ -68,12 +68,20 @@ class PathValue(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TemperedPath:
-    """The densities of a path, at positions ``(chains, data sets, size)`` of all chains at once.
+    """The densities of a path, log f_t = start + t ratio, at positions ``(chains, data sets, size)`` of all chains.
 
     Args:
         target: the model, and the guide to start from; without one, paths start from the prior.
         extent: chains and data sets.
         shapes: of the latents, right of the batch dims, in the order in which a position holds them.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> def model():
+        ...     pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=torch.tensor(2.0))
+        >>> path, position = Start.of(Target(model, None, (), {}), {}, None).path(3, slice(0, 1), check=True)
+        >>> path.gradient(torch.ones(3, 1, 1), 0.5)[0]  # at z = 1 of -z^2 / 2 - 0.5 (2 - z)^2 / 2
+        tensor([[-0.5000]])
     """
 
     target: Target

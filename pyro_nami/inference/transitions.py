@@ -35,6 +35,14 @@ def hamiltonian_step(
 
     Returns:
         The new state, and the acceptance probability of every chain, ``(chains, data sets)``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> density = lambda z: PathValue(-z.square().sum(-1) / 2, torch.zeros(z.shape[:-1]))  # standard normal
+        >>> path, z = SimpleNamespace(value=density, gradient=lambda z, temperature: -z), torch.zeros(100, 1, 1)
+        >>> state, acceptance = hamiltonian_step(path, ChainState(z, density(z)), 1.0, torch.tensor([0.1]), 10)
+        >>> state.position.shape, bool(acceptance.min() > 0.9)
+        (torch.Size([100, 1, 1]), True)
     """
     step = step_size.unsqueeze(-1)
     momentum = torch.randn_like(state.position)
@@ -64,8 +72,7 @@ def _finite(position: Tensor, origin: Tensor) -> Tensor:
 def adapted(step_size: Tensor, count: int, acceptance: Tensor, target: float | None) -> Tensor:
     """Returns the step sizes ``(data sets,)`` after ``count`` transitions; without a ``target``, as they were.
 
-    log step += rate * (acceptance - target), with a rate that falls to a floor, as the densities keep changing with the
-    temperature.
+    log step += rate * (acceptance - target), with a rate that falls to a floor, as densities change all the way.
     """
     if target is None:
         return step_size

@@ -25,17 +25,14 @@ K_GOOD, K_MAX = 0.5, 0.7  # k-hat: finite variance below the first, no usable es
 
 @dataclass(frozen=True, eq=False, repr=False)
 class WeightedSamples:
-    """Draws from a proposal with weights that make them draws from the posterior.
+    """Draws z from a proposal, with weights w = p(z, x) / q(z) that make them draws from the posterior.
 
-    Summaries weight by the smoothed weights unless ``smoothed=False``; evidence and effective sample size are from the
-    raw ones.
+    Summaries weight by the smoothed weights unless ``smoothed=False``; evidence and sample size by the raw ones.
 
     Args:
-        samples: site -> ``(num_samples, *data sets, *site shape)``; the site's shape is that of one run of the model
-            (its plates, then its event).
+        samples: site -> ``(num_samples, *data sets, *site shape)``, the shape in one run: plates, then event.
         log_weights: log p(z, x) - log q(z), ``(num_samples, *data sets)``, nats. Not normalized; -inf is zero weight.
-        plates: site -> name of the plate of each batch dim, None for a dim that is no plate's. Names dims in
-            `to_arviz`.
+        plates: site -> name of the plate of each batch dim, None for a dim that is no plate's; for `to_arviz`.
 
     Raises:
         ValueError: weights that are NaN, inf, or all zero for a data set; samples that do not fit the weights.

@@ -86,6 +86,11 @@ def allot_labels(labels: Tensor, width: int) -> Tensor:
     the *irreducible* labels first (those that are no union of smaller labels, which are enough to reach every column
     of every row) and fills up with others, or takes an evenly spread choice of the irreducible ones alone.
     Without labels there are no units.
+
+    Example:
+        >>> labels = torch.tensor([[1, 0, 0], [0, 1, 0], [1, 1, 0]]).bool()  # the last is a union of the others
+        >>> allot_labels(labels, 5), allot_labels(labels, 2)
+        (tensor([0, 0, 1, 2, 2]), tensor([0, 1]))
     """
     count = len(labels)
     if count == 0 or width >= count:
@@ -102,6 +107,11 @@ def layer_masks(dependency: Tensor, hidden_features: Sequence[int]) -> LayerMask
 
     In every hidden layer the units are ordered by the last column of their labels, so that those which become
     computable at one step are neighbours. Rows without parents are fed by no unit.
+
+    Example:
+        >>> masks = layer_masks(torch.tensor([[1, 0], [1, 1]]).bool(), [2])
+        >>> masks.hidden[0].int().tolist(), masks.output.int().tolist()  # row 0 reads the unit of column 0 alone
+        ([[1, 0], [1, 1]], [[1, 0], [1, 1]])
     """
     dependency = dependency.cpu()
     labels = distinct_labels(dependency)

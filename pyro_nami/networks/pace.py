@@ -1,8 +1,7 @@
 """How far parameters move: further than the optimizer's steps while these go one way, less far once they fluctuate.
 
 At a low rate most of a training is the way from where a factor starts to where it belongs, at a high one the noise in
-the end. Nothing but this module knows of speeds: gradients, and what an optimizer has gathered of them, stay what they
-are. Change it to train faster or more steadily.
+the end. Gradients, and what an optimizer has gathered of them, stay what they are. Change this module to train faster.
 """
 
 from __future__ import annotations
@@ -30,6 +29,13 @@ class Pace(nn.Module):
     and a bias that instances *share*, each adding to it. The latter goes no further than what they leave of a step of
     0.05: two that move alike would else take twice the optimizer's step.
 
+    Example:
+        >>> parameter = torch.zeros(1)
+        >>> pace = Pace(parameter)
+        >>> for _ in range(200):  # steps of an optimizer, all one way
+        ...     pace.adapt(parameter.add_(0.01))
+        >>> pace.speed.round()  # 0.05 / 0.01
+        tensor([5.])
     """
 
     speed: Tensor  # of each parameter, how far it goes in units of the optimizer's step

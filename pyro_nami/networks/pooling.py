@@ -6,10 +6,9 @@ that depends on the size of a set. Which instances form a set is said by a reduc
 
 To add a pooling:
 
-* a reduction of a perceptron's units: write it as a method of `reductions.Along` and `reductions.Segments`, and name
-  the method in a class of three lines beside `MeanEncoder`;
-* anything else: subclass `SetEncoder` with the shapes of its parameters and `pool`, which asks a `Reduction` for all
-  that concerns sets, as `AttentionEncoder` does;
+* a reduction of a perceptron's units: a method of `reductions.Along` and `reductions.Segments`, named in a class beside
+  `MeanEncoder`;
+* anything else: a subclass of `SetEncoder` with `pool`, which asks a `Reduction` for all that concerns sets;
 * give it a name in `_BUILDERS`: the guide's ``pooling=`` and its error message know it then.
 
 References:
@@ -96,8 +95,7 @@ class SetEncoder(nn.Module):
             weights: what `weights` returned, to read no parameter now.
 
         Returns:
-            ``(*sets, num_features)``, log(1 + number of instances) last (of ``trained`` the nearest). A set of no
-            instances has zeros elsewhere.
+            ``(*sets, num_features)``, last log(1 + number of instances), or the nearest of ``trained``.
         """
         pooled = self.pool(x, over, self.weights() if weights is None else weights)
         count = over.count(x) if self.trained is None else over.count(x).clamp(*self.trained)
@@ -162,8 +160,7 @@ class _PerceptronEncoder(SetEncoder):
 class MeanEncoder(_PerceptronEncoder):
     """Encodes a set as the mean of its instances' features, and log(1 + number of instances).
 
-    The features of an instance are a perceptron of its inputs plus a linear function of them. They keep their scale at
-    set sizes never trained on.
+    Features are a perceptron of the inputs plus a linear function, of the same scale at sizes never trained on.
 
     Example:
         >>> from pyro_nami.networks import Along
@@ -194,6 +191,11 @@ class OwnEncoder(SetEncoder):
     Raises:
         TypeError: if ``module`` is no `torch.nn.Module`.
         ValueError: if its features do not have the shape of the inputs but for the last dimension.
+
+    Example:
+        >>> from pyro_nami.networks import Along
+        >>> OwnEncoder(nn.Identity(), 1)(torch.tensor([[1.0], [5.0]]), Along(-1))  # mean and log(1 + 2)
+        tensor([[3.0000, 1.0986]])
     """
 
     def __init__(self, module: nn.Module, num_inputs: int, **factory: Any) -> None:

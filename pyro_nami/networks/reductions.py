@@ -2,8 +2,7 @@
 
 An encoder asks a reduction for all that concerns sets. `Along` takes a whole plate for one set. `Segments` takes an
 index that says which set an instance belongs to, as the rows of a table belong to groups. Their methods take instances
-``(*batch, features)`` to sets ``(*sets, features)``, with derivatives of any order and mode. Change this module to add
-a way of reducing a set.
+``(*batch, features)`` to sets ``(*sets, features)``, with derivatives of any order and mode. Add other reductions here.
 """
 
 from __future__ import annotations

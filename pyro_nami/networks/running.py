@@ -40,6 +40,12 @@ class Running(nn.Module):
     """``tempered((x - center) / scale)``, with mean and standard deviation of what was read as running averages.
 
     They stay 0 and 1 unless `settle` or `update` is called.
+
+    Example:
+        >>> running = Running(floor=torch.zeros(1), follows=torch.ones(1).bool())
+        >>> running.settle(torch.tensor([[3.0], [5.0]]), 0, 1)
+        >>> running(torch.tensor([[6.0]]), 0, 1)  # (6 - 4) / 1
+        tensor([[2.]])
     """
 
     center: Tensor
@@ -107,6 +113,10 @@ def tempered(features: Tensor) -> Tensor:
     """Returns features of order one as they are within -10 and 10, and beyond as fast as a logarithm grows.
 
     A heavy-tailed model simulates data thousands of its usual spreads away, and one of them would throw every weight.
+
+    Example:
+        >>> tempered(torch.tensor([-2.0, 10.0, 1e6])).round()
+        tensor([-2., 10., 25.])
     """
     inside = features.clamp(-_FAR, _FAR)
     return inside + (features - inside).asinh()

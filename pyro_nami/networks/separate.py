@@ -28,13 +28,20 @@ class SeparateMLP(SteppedMLP):
     the given widths, and with ``skip`` also direct weights. The networks of all factors of an advance are evaluated
     as one batched product; factors with fewer parents or rows than the largest are padded.
 
-    Parameters, for F factors of at most P parents and R rows, with factors in the order of their steps: ``layer_0``
-    ``(F, units, P + 1)``, ``layer_1`` ``(F, units, units below + 1)``, ..., ``output`` ``(F, R, units + P + 1)``
-    (without ``skip``: ``(F, R, units + 1)``).
+    Parameters, for F factors in step order of at most P parents and R rows: ``layer_0`` ``(F, units, P + 1)``,
+    ..., ``output`` ``(F, R, units + P + 1)`` (without ``skip``: ``(F, R, units + 1)``).
 
     Args:
         factors: the rows of each factor; every row belongs to one. Others are those of `MaskedMLP`.
         hidden_features: units of each factor in each hidden layer.
+
+    Example:
+        >>> dependency = torch.tensor([[0, 0], [1, 1]]).bool()
+        >>> mlp = SeparateMLP(dependency, (8,), factors=[[0], [1]])
+        >>> _ = torch.nn.init.normal_(mlp.output)
+        >>> torch.autograd.functional.jacobian(mlp, torch.randn(2)) != 0
+        tensor([[False, False],
+                [ True,  True]])
     """
 
     def __init__(

@@ -32,12 +32,16 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class Base(NamedTuple):
-    """How many inputs a unit or row may have before its weights are divided by their number in excess.
+    """Divides the weights of a unit or row of n inputs by max(1, n / base).
 
     One step of Adam at rate r moves every weight by about r, so it would move a sum over n inputs of order one by n r.
-    Weights are divided by max(1, n / base), which holds a step to base r for every n (the maximal-update
-    parametrization, Yang et al. 2022, "Tensor Programs V", with a base width).
+    The division holds it to base r (the maximal-update parametrization, Yang et al. 2022, "Tensor Programs V").
 
+    Example:
+        >>> from pyro_nami.networks.masked import MaskedMLP
+        >>> mlp = MaskedMLP(torch.ones(1, 4).bool(), (), base=Base(inputs=2))
+        >>> mlp.output_mask  # four weights, each divided by 4 / 2, and the bias
+        tensor([[0.5000, 0.5000, 0.5000, 0.5000, 1.0000]])
     """
 
     inputs: float = math.inf  # of a layer that reads inputs
@@ -62,8 +66,7 @@ class SteppedState(NamedTuple):
         """Returns the rows of steps ``step`` to ``stop - 1``, ``(*batch, rows)``, and the state after them.
 
         Args:
-            x: the columns of these steps, ``(*batch, columns)``. Its batch broadcasts with those before, and what
-                was computed on a smaller batch is not computed again.
+            x: the columns of these steps, ``(*batch, columns)``, whose batch broadcasts with those before.
             stop: the step behind the last one to take; more than one step may be taken at once.
         """
         weights, step, known_shape, memory = self
@@ -95,6 +98,13 @@ class SteppedMLP(nn.Module):
     bias. Every parameter is multiplied by its *multipliers*: zero for what is masked, and what `Base` divides by.
     Arguments are those of `MaskedMLP`.
 
+    Example:
+        >>> from pyro_nami.networks.masked import MaskedMLP
+        >>> mlp = MaskedMLP(torch.tensor([[1, 0]]).bool(), (4,))
+        >>> mlp.set_output_bias(torch.tensor([3.0]))
+        >>> mlp.set_direct(0, torch.tensor([0]), torch.tensor([2.0]))
+        >>> mlp(torch.tensor([10.0, 100.0])).tolist()  # 3 + 2 * 10
+        [23.0]
     """
 
     _buffers: dict[str, Any]
@@ -157,9 +167,8 @@ class SteppedMLP(nn.Module):
     def reset_parameters(self) -> None:
         """Draws the hidden layers anew and sets the output layer to zero.
 
-        A unit with n unmasked inputs gets normal weights of variance 1/n in the lowest layer (its inputs are
-        standardized) and 2/n above (He et al. 2015), and a bias that is uniform within 1/sqrt(n), PyTorch's default;
-        all that after multiplication.
+        A unit with n unmasked inputs gets, after multiplication, normal weights of variance 1/n in the lowest layer
+        (inputs are standardized) and 2/n above (He et al. 2015), and a bias uniform within 1/sqrt(n), as PyTorch's.
         """
         with torch.no_grad():
             self.output.zero_()

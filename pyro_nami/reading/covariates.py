@@ -3,8 +3,7 @@
 A known standard deviation, a design matrix, an exposure: such covariates enter through the distribution of a site, and
 a network that is shared between instances cannot be right without them. They are found by probing: with every latent
 at the same value in all instances of a plate, the parameters of a site's distribution that still differ between
-instances are features of the instance. So is a site's mask, which says where its value is missing. Change this module
-when covariates are missed.
+instances are features of the instance, and so is a site's mask. Change this module when covariates are missed.
 """
 
 from __future__ import annotations
@@ -154,6 +153,13 @@ class ColumnSearch:
 
     Attributes:
         columns: those that differ between instances and are no linear function of the ones before, at most ``most``.
+
+    Example:
+        >>> search = ColumnSearch(most=4)
+        >>> search.add(0, {"fn": torch.distributions.Normal(0.0, torch.tensor([1.0, 2.0, 5.0])), "mask": None})
+        True
+        >>> search.columns  # the scales differ
+        [Column(draw=0, parameter='scale', entry=0)]
     """
 
     def __init__(self, most: int) -> None:
@@ -182,8 +188,7 @@ class ColumnSearch:
     def explain(self, leaves: Sequence[Any], size: int, dim: int) -> bool:
         """Takes columns of the model's arguments in place of those found, if the latter are linear functions of them.
 
-        Of a linear predictor every draw shows one more column; a design matrix among the arguments has them all. There
-        are ``size`` instances, along the batch dim ``dim``.
+        Of a linear predictor every draw shows one more column, a design matrix all. The instances lie along ``dim``.
         """
         arguments: dict[Argument, Tensor] = {}
         for i, leaf in enumerate(leaves):

@@ -33,8 +33,7 @@ def any_value(fn: Any, like: Tensor | None = None, unconstrained: Callable[..., 
 
     Args:
         fn: the distribution.
-        like: of the dtype and device of that point; what is returned, if of that shape or None, where no bijection
-            onto the support is known.
+        like: of the point's dtype and device; where no bijection is known, it is returned if it has the shape.
         unconstrained: makes the point, from ``(shape, dtype=, device=)``: ``torch.randn``, ``torch.zeros``.
 
     Example:
@@ -56,7 +55,13 @@ def any_value(fn: Any, like: Tensor | None = None, unconstrained: Callable[..., 
 
 
 def redraw(fn: Any, base: Tensor) -> Tensor:
-    """A draw from ``fn`` that differs from ``base`` in every element, where ``fn`` has another value."""
+    """A draw from ``fn`` that differs from ``base`` in every element, where ``fn`` has another value.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> redraw(dist.Bernoulli(torch.full((3,), 0.5)), torch.tensor([0.0, 1.0, 1.0]))
+        tensor([1., 0., 0.])
+    """
     value, fn = any_value(fn, base), without(fn, Independent)
     for _ in range(_REDRAWS if value.shape == base.shape else 0):
         stuck = _whole_event(value == base, fn.event_dim)

@@ -1,8 +1,7 @@
 """Which sites to change together, so that few runs of a model test every edge that it could have.
 
 A run with some sites changed tests a site for all of them at once, if what the site is known to read was held. Such a
-run serves every site whose parents were held: in a chain of 400 sites about 25 runs test all pairs, in place of one a
-site. Change this module when runs can be planned better.
+run serves every site whose parents were held: 25 runs test a chain of 400 sites. Change here how runs are planned.
 """
 
 from __future__ import annotations
@@ -20,6 +19,12 @@ class Untested:
     Args:
         held: (sites, others), whether the other must be as it was for a run to test the site.
         worth: (sites, others), what it is worth to test the site for the other; 0 where that needs no test.
+
+    Example:
+        >>> held = np.array([[1, 1, 1], [1, 1, 1], [0, 1, 1]], dtype=bool)  # site 2 reads site 1; does it read site 0?
+        >>> untested = Untested(held, np.ones((3, 3), dtype=int))
+        >>> untested.plan().tolist(), untested.test(untested.plan()), untested.sites.tolist()
+        ([True, False, False], [2], [False, False, False])
     """
 
     def __init__(self, held: np.ndarray, worth: np.ndarray) -> None:

@@ -72,7 +72,17 @@ def claim(probe: Probe) -> Dependencies:
 
 
 def intervene(probe: Probe, claimed: Dependencies) -> Dependencies:
-    """Corrects what provenance claims, within the budget of runs; takes the safe side where no check was possible."""
+    """Corrects what provenance claims, within the budget of runs; takes the safe side where no check was possible.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def model():
+        ...     z = pyro.sample("z", dist.Normal(0.0, 1.0)).item()  # leaves torch
+        ...     pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(1.0))
+        >>> probe = Probe(model, (), {}, None, (), budget=50)
+        >>> claim(probe).parents["x"], intervene(probe, claim(probe)).parents["x"]
+        (frozenset(), {'z'})
+    """
     work = _Interventions(probe, claimed)
     if probe.budget > 0:
         work.check()

@@ -34,6 +34,12 @@ def untouched(*roots: Any) -> Iterator[None]:
 
     Args:
         roots: The model (a module, method, function, or a handler around one) and its arguments.
+
+    Example:
+        >>> with untouched():
+        ...     _ = pyro.param("of_a_run", torch.rand(3))
+        >>> "of_a_run" in pyro.get_param_store()
+        False
     """
     store = pyro.get_param_store()
     params = {key: dict(getattr(store, key)) for key in ("_params", "_constraints", "_param_to_name")}

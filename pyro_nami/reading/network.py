@@ -93,10 +93,8 @@ def extract(
         model: any callable with Pyro primitives.
         args, kwargs: its arguments.
         observed: names of sites that this call samples but that inference will condition on.
-        checks: the most model runs to spend on interventions. Where they do not reach, values that left torch are taken
-            to reach every later site.
-        init: takes a site and returns a constrained value, for latents that cannot be sampled (``ImproperUniform``); by
-            default such sites are drawn in unconstrained space.
+        checks: the most runs of interventions. Beyond, values that left torch are taken to reach all later sites.
+        init: site -> a constrained value, of latents that cannot be sampled; by default a draw in unconstrained space.
         index_maps: by pair (latent, site), the instance of the latent that each row of the site reads, integers
             ``(rows,)``. These pairs are not tested; other maps are found by intervention, within ``checks``.
 

@@ -1,8 +1,7 @@
 """Running a model again: at its base values, at chosen values, at fresh draws, of all instances or of some.
 
 `Probe` draws the base values in a first run, and makes every later one. Each `Run` holds a `Record` of every site, by
-which it is compared with others; what the comparisons mean, `interventions` and `index_maps` decide. Change this module
-when runs shall vary in another way.
+which `interventions` and `index_maps` compare it with others. Change this module when runs shall vary in another way.
 """
 
 from __future__ import annotations
@@ -136,8 +135,17 @@ class Probe:
         arguments: the observed sites whose values are arguments of the model.
         changeable: the sites that an intervention can change.
         frames: per site those of its vectorized plates, ``plates_of`` their names, and ``plates`` one for each name.
-        sizes: per plate the number of instances in a run (of one without a size, as its sites have it).
-        runs: the number of runs so far.
+        sizes: per plate the number of instances in a run; ``runs``: the number of runs so far.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def model():
+        ...     z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(1.0))
+        >>> probe = Probe(model, (), {}, None, (), budget=10)
+        >>> run = probe.redraw(["z"], probe.first)
+        >>> run.differs(probe.first, "x"), run.differs(probe.first, "z")
+        (True, False)
     """
 
     def __init__(

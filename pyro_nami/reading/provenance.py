@@ -4,8 +4,7 @@ Names are kept per *storage*, below autograd, `vmap` and TorchScript, so writes 
 them, and no tensor changes its type or its shape. A storage that is written in parts, and what is stacked or computed
 elementwise from such storages, keeps names per element: a scan that fills ``buffer[t]`` step by step, or stacks its
 steps, leaves every step its own names. Everywhere else a result has the names of all tensors that the operation read,
-which may be too many, never too few. Change this module when torch gains operations that need a rule of their own; the
-rules are the sets of names below.
+which may be too many, never too few. Change this module when torch gains operations that need a rule (names below).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The commands ``inspect``, ``invert`` and ``verify``, their options and their exit codes.
 
-Change this module to add a command or an option; how a model is found and run is in `target.py`, and what is said of a
-network, an inverse or a verdict in `report.py`.
+Change this module to add a command or an option; `model_file.py` finds and runs a model, `report.py` says what is said.
 """
 
 from __future__ import annotations

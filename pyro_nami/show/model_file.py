@@ -1,7 +1,6 @@
 """From ``path/to/file.py:name`` to the model of that name, its arguments, and what extraction finds in it.
 
-All that goes wrong with files that others wrote ends here, in a `Failure` of one line. Change this module to find
-models in further places.
+What goes wrong with files of others ends here, in a `Failure` of one line. Change this module to find models elsewhere.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ def find(
     """Imports the target's file and extracts the network of the model.
 
     The folder of a file (the current one, for a module) is on ``sys.path`` meanwhile. What importing it prints goes to
-    stderr; what the model prints, in its many runs, goes nowhere. The random seed is set before the import, and again
-    before the extraction.
+    stderr; what the model prints, in its runs, goes nowhere. The seed is set before import and extraction.
 
     Args:
         target: ``path/to/file.py:name`` or ``package.module:name``.

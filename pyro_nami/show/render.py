@@ -41,8 +41,7 @@ def render(
 
     Args:
         structure: a `BayesNet` or an `Inverse`.
-        format: ``"text"``, ``"mermaid"``, ``"dot"`` (strings); ``"graphviz"`` (a ``graphviz.Source``, which shows
-            itself in a notebook); or one of `IMAGE_FORMATS` (bytes).
+        format: ``"text"``, ``"mermaid"``, ``"dot"``; ``"graphviz"`` (for notebooks); or of `IMAGE_FORMATS` (bytes).
         path: a file to write the result to as well.
 
     Raises:

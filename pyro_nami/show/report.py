@@ -1,7 +1,6 @@
 """What is said of a network, an inverse or a verdict: as lines of text, as an object for JSON, and as a drawing.
 
-JSON names sites and plates in a fixed order, that of the network. Change this module to say more; keys may be added,
-not changed, and ``--help`` lists them.
+JSON names sites and plates in the order of the network. Keys may be added, not changed, and ``--help`` lists them.
 """
 
 from __future__ import annotations
@@ -57,7 +56,15 @@ def network_report(extraction: Extraction) -> Report:
 
 
 def inverse_report(name: str, inverse: Inverse, steps: Sequence[Step] | None) -> Report:
-    """The inverse of this name, its levels, and the steps of its elimination where they are asked for."""
+    """The inverse of this name, its levels, and the steps of its elimination where they are asked for.
+
+    Example:
+        >>> from pyro_nami.graph.inversions import nami
+        >>> print(inverse_report("nami", nami(BayesNet.from_edges(["zx"], observed="x")), None).written("text", {}))
+        Inverse: latents 1, edges 1, levels 1
+          z | x
+        Sampled in turn: z
+    """
     taken = {} if steps is None else {"steps": list(map(_step_object, steps))}
     return Report(_inverse_object(name, inverse) | taken, _inverse_lines(inverse, steps or ()), inverse)
 

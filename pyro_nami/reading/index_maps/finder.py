@@ -36,11 +36,9 @@ class MapPlan(NamedTuple):
 
     Attributes:
         plate: the plate p that is read.
-        dim: its batch dim.
-        values: for each latent in p that is read, two values of its first instance, ``(*1s, *event)``, that differ in
-            every element.
+        dim: its batch dim; ``dims``: those of the plates q.
+        values: for each latent in p that is read, two values of an instance, ``(*1s, *event)``, all elements apart.
         targets: for each site that reads p through an index, its plate q that the index runs over.
-        dims: the batch dim of each such plate q.
     """
 
     plate: str
@@ -130,8 +128,7 @@ class Trial:
     def decode(self) -> dict[str, Tensor]:
         """Returns the number of the instance that each instance ``(*batch)`` of a watched site reads.
 
-        It is negative where none or several are read; the search ends early if every site has a row that reads several,
-        or none that reads any.
+        It is negative where none or several are read; the search ends early if no site has a map.
         """
         device = next(iter(self.plan.values.values()))[0].device
         number = torch.arange(self.size, device=device)

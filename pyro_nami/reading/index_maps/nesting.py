@@ -44,7 +44,13 @@ class Route(NamedTuple):
 
 
 def routes(maps: Mapping[Key, Tensor], start: str) -> Iterator[Route]:
-    """Yields every way from a plate to those it determines, the shorter ones first; none goes round a cycle twice."""
+    """Yields every way from a plate to those it determines, the shorter ones first; none goes round a cycle twice.
+
+    Example:
+        >>> maps = {("house", "county"): torch.tensor([1, 0]), ("county", "state"): torch.tensor([5, 7])}
+        >>> [(route.end, route.rows.tolist()) for route in routes(maps, "house")]
+        [('county', [1, 0]), ('state', [7, 5])]
+    """
     queue = [Route((key,), index) for key, index in maps.items() if key[0] == start]
     for route in queue:  # which grows
         yield route

@@ -40,6 +40,18 @@ def search_maps(
     Maps that were ``given``, by pair ``(latent, site)``, are among them; these pairs are not tested, unless other sites
     come to lie in the same plate by them; they are an error where they contradict the model. Plans are to find those
     that were not given in other calls.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro_nami.reading.interventions import claim
+        >>> def model(county):
+        ...     with pyro.plate("county", 3):
+        ...         alpha = pyro.sample("alpha", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("obs", 4):
+        ...         pyro.sample("y", dist.Normal(alpha[county], 1.0), obs=torch.zeros(4))
+        >>> probe = Probe(model, (torch.tensor([0, 2, 1, 1]),), {}, None, (), budget=100)
+        >>> search_maps(probe, claim(probe), {})[0]
+        {('obs', 'county'): tensor([0, 2, 1, 1])}
     """
     nesting = Nesting(probe, found, *given_by_plates(probe, given))
     search = _Search(nesting)
