@@ -47,7 +47,7 @@ GUIDES: dict[str, Callable[[Callable], AutoGuide]] = {
     "AutoMultivariateNormal": AutoMultivariateNormal,
     "AutoStructured": AutoStructured,
     "AutoNaMIGuide": AutoNaMIGuide,
-    "AutoNaMIGuide, conjugate=False": lambda model: AutoNaMIGuide(model, conjugate=False),
+    "AutoNaMIGuide, exact=False": lambda model: AutoNaMIGuide(model, exact=False),
 }
 
 

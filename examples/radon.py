@@ -26,7 +26,7 @@ from pyro_nami import AutoNaMIGuide
 
 DATA = Path(__file__).parent / "data" / "radon_mn.csv"
 COMMON = ("mu_a", "mu_b", "tau_a", "tau_b", "sigma")
-LEARNED = "AutoNaMIGuide, conjugate=False"
+LEARNED = "AutoNaMIGuide, exact=False"
 
 
 def model(county: Tensor, floor: Tensor, y: Tensor | None = None) -> Tensor:
@@ -96,7 +96,7 @@ def main() -> None:
     torch.set_num_threads(1)
     data = read_data()
     problem = Problem(model, data, COMMON, ("alpha", "beta"), noncentered=("alpha", "beta"))
-    guides = {**GUIDES, LEARNED: lambda model: AutoNaMIGuide(model, conjugate=False)}
+    guides = {**GUIDES, LEARNED: lambda model: AutoNaMIGuide(model, exact=False)}
     rows = study(problem, linear_model(*data), arguments, guides)
     plot_counties(rows, *data, arguments.out / "counties.png")
     print(f"\nWritten to {arguments.out}: results.json, errors.png, counties.png and the draws of NUTS")

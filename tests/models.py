@@ -399,6 +399,11 @@ def amortized(model: Callable, **options: Any) -> AutoNaMIGuide:
     return AutoNaMIGuide(model, **{"refine": None, **options})
 
 
+def learned(model: Callable, **options: Any) -> AutoNaMIGuide:
+    """A guide of networks for all latents, those with an exact conditional included."""
+    return AutoNaMIGuide(model, **{"exact": False, **options})
+
+
 def ready(model: Callable, *args: Any, **options: Any) -> AutoNaMIGuide:
     """A guide that was called once, every weight away from zero."""
     guide = amortized(model, **options)

@@ -647,7 +647,7 @@ def _options(draw: random.Random, program: Program) -> dict[str, Any]:
         "skip": [False],
         "within": ["independent"],
         "anchor": [False],
-        "conjugate": [False],
+        "exact": [False],
         "evidence": [False],
         "covariates": [None],
         "pooling": ["sum", "max", "attention"],

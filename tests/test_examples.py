@@ -30,7 +30,7 @@ def test_quickstart_prints_network_inverse_and_table_and_writes_plots(tmp_path):
         "AutoMultivariateNormal",
         "AutoStructured",
         "AutoNaMIGuide",
-        "conjugate=False",
+        "exact=False",
     ):
         assert guide in printed
     assert "-31.3113 nats" in printed  # by an independent adaptive quadrature

@@ -9,6 +9,7 @@ model's own conditional. Change this module to draw otherwise along a run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pyro
@@ -26,8 +27,9 @@ from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.guide.rules import Prior
+from pyro_nami.reading.expansion import Changed, ConjugateGroup, Expansion, expanding, leading_shape
 from pyro_nami.reading.first_run import is_latent
-from pyro_nami.reading.joint_gaussian import ConjugateGroup, JointGaussian, expanding, leading_shape
+from pyro_nami.reading.forms import expansion_of
 from pyro_nami.reading.runner import AllSeen, Runner
 
 __all__ = ["densities", "draw", "know_all", "start_pass"]
@@ -45,27 +47,59 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     rules |= {name: Prior(name) for name in (*(rules.keys() & call.unseen), *call.new)}
     validate = is_validation_enabled() and not torch.jit.is_tracing()
 
-    def derive(group: ConjugateGroup, values: Mapping[str, Tensor]) -> JointGaussian:
-        elimination = _elimination(group, values, plan, call)
+    def derive(group: ConjugateGroup, values: Mapping[str, Tensor]) -> Expansion:
         source = call.source(group)
-        with expanding():
-            known = {name: value.clone() if value.is_inference() else value for name, value in values.items()}
-            sites = source.run({**source.held, **known, **elimination.points}, until=elimination.until)
-        elimination.solve(sites)
+        values = {name: value for name, value in values.items() if name not in group.members}
+        known = {name: value.clone() if value.is_inference() else value for name, value in values.items()}
+        while True:
+            expansion = _expansion(group, current, plan, call)
+            with expanding(), suppress(Changed):
+                sites = source.run({**source.held, **known, **expansion.points}, until=expansion.until)
+                _check_members(expansion, sites, current)
+                break
+        expansion.solve(sites)
         if source is call:
-            current.ready.update({name: sites[name] for name in elimination.members})
-        return elimination
+            current.ready.update({name: sites[name] for name in expansion.group.members})
+        return expansion
 
     current = Pass(rules, plan.families, state, derive, _relocation(plan), validate)
+    current.outer = _outer(plan.plates.nesting)
     return current
 
 
-def _elimination(group: ConjugateGroup, values: Mapping[str, Tensor], plan: Plan, call: Call) -> JointGaussian:
-    """Returns the elimination of a group at values of what is before it; it needs a run of the model."""
-    leading = leading_shape({**call.values, **values}, plan.event_dims, plan.plates.nesting)
-    if call.lacking:
-        group = ConjugateGroup(*(tuple(name for name in names if name not in call.lacking) for names in group))
-    return JointGaussian(group, leading, torch.is_grad_enabled())
+def _outer(nesting: int) -> torch.Size:
+    """Returns the sizes of the plates around the guide, to the left of the model's own."""
+    if not any(isinstance(handler, IndepMessenger) for handler in _PYRO_STACK):
+        return torch.Size()
+    plates: list[Any] = [frame for frame in get_plates() if frame.vectorized]
+    sizes = {-frame.dim: frame.size for frame in plates}
+    return torch.Size(sizes.get(dim, 1) for dim in range(max(sizes, default=0), nesting, -1))
+
+
+def _expansion(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, draws: bool = False) -> Expansion:
+    """Returns the expansion of a group at values of what is before it; it needs a run of the model.
+
+    ``draws`` says that some of these are drawn in that run.
+    """
+    nesting = plan.plates.nesting
+    leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
+    if draws:  # what is drawn on the way will have the batch dims of plates outside
+        leading = torch.broadcast_shapes(leading, current.outer + (1,) * nesting)
+    lacking = call.source(group).lacking
+    group = group.without(lacking, current.observed) if lacking or current.observed else group
+    options: dict[str, Any] = {}
+    if group.form == "Gaussian":
+        options["sizes"] = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
+    differentiable = torch.is_grad_enabled() and current.state.learns()
+    return expansion_of(group)(group, leading, nesting, differentiable, **options)
+
+
+def _check_members(expansion: Expansion, sites: Mapping[str, Any], current: Pass) -> None:
+    """Raises `Changed` where members turn out to be observed in a run."""
+    observed = [name for name in expansion.group.members if name in sites and sites[name]["is_observed"]]
+    if observed:
+        current.observed.update(observed)
+        raise Changed
 
 
 def draw(current: Pass, plan: Plan, call: Call) -> None:
@@ -81,13 +115,15 @@ def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
 
     A run ends where an exact conditional has to be derived first, and the next one draws on from there.
     """
+    seen = None
     while (run := _DrawingRun(current, plan, call)).gives_up():
         run.finish()
-        left = current.left()
-        if current.ready.keys() >= set(left):  # which needs no further run of the model
-            for name in left:
-                _draw_at(current, name, current.ready[name])
+        if not current.left():  # which needs no further run of the model
             return
+        known = len(current.values), len(current.solved), len(current.observed), repr(current.sizes)
+        if known == seen:  # as what is left to draw first does not come up
+            raise ValueError(missing_site(min(current.left())))
+        seen = known
     missing = run.missing.intersection(current.rules)
     if missing:
         raise ValueError(missing_site(min(missing)))
@@ -107,37 +143,53 @@ class _DrawingRun(Runner):
         self._current, self._plan, self._call = current, plan, call
         self._drawn: set[str] = set()
         self._group: ConjugateGroup | None = None  # the one that it gave up for
-        self._elimination: JointGaussian | None = None
-        self._gradients = torch.is_grad_enabled()
+        self._expansion: Expansion | None = None
+        self._gradients, self._whole = torch.is_grad_enabled(), False
 
     def gives_up(self) -> bool:
         """Runs the model; whether conditionals have to be derived before it can draw on."""
-        self.run(self._call.model, self._call.args, self._call.kwargs)
+        with suppress(Changed):
+            self.run(self._call.model, self._call.args, self._call.kwargs)
+            if self._expansion is not None:
+                _check_members(self._expansion, self.sites, self._current)
+            self._whole = True
         return self._group is not None
 
     def finish(self) -> None:
-        """Derives what the run gave up for."""
-        assert self._group is not None
-        if self._elimination is not None:
-            self._elimination.solve(self.sites)
-            self._current.solved[self._group] = self._elimination
-            self._current.ready.update({name: self.sites[name] for name in self._elimination.members})
-        self._current.derive(self._group)
+        """Derives what the run gave up for, and draws it; another run may have to do so, after one cut short."""
+        group, current = self._group, self._current
+        assert group is not None
+        if not self._whole or group.needed.intersection(current.left()):
+            return
+        if self._expansion is not None:
+            self._expansion.solve(self.sites)
+            current.solved[group] = self._expansion
+            current.ready.update({name: self.sites[name] for name in self._expansion.group.members})
+        current.derive(group)
+        known = current.values.keys() | current.observed
+        left = [name for name in group.members if name in current.rules and name not in known]
+        sites = current.ready
+        if not sites.keys() >= set(left):  # as the conditionals were derived from another call
+            sites = self._call.run({**self._call.held, **current.values}, until=left)
+        for name in left:
+            if current.rules[name].group is not None:
+                _draw_at(current, name, sites[name])
 
     def _point(self, msg: Any) -> Tensor | None:
-        """Returns the value that a latent has where its log density is expanded."""
-        points = self._elimination.points if self._elimination is not None else {}
+        """Returns the values that a latent has where the log density is expanded."""
+        points = self._expansion.points if self._expansion is not None and not msg["is_observed"] else {}
         return points[msg["name"]](msg["fn"]) if msg["name"] in points else None
 
     def _process_message(self, msg: Any) -> None:
         name, current = msg["name"], self._current
         ours = msg["type"] == "sample" and not site_is_subsample(msg) and name not in current.values
-        ours = ours and self._group is None
+        # On the way to the children all that their density reads is drawn, and nothing else.
+        ours = ours and (self._group is None or name in self._group.needed)
         rule = current.rules.get(name)
         known = msg["is_observed"] or name in self.values
         group = None if rule is None or known else rule.group
         if ours and group is not None and group not in current.solved:
-            self._expand(group)
+            self._expand(self._first(group))
             ours = False
         super()._process_message(msg)
         if not ours:
@@ -153,14 +205,26 @@ class _DrawingRun(Runner):
             msg["infer"] = _own_infer(msg)
             msg["fn"] = current.outside(rule.distribution(current, msg["fn"].batch_shape, msg["fn"]))
 
+    def _first(self, group: ConjugateGroup) -> ConjugateGroup:
+        """Returns the group to derive first: what another one's density reads has to be drawn before that."""
+        for name in group.needed.difference(self._current.values, self.values):
+            rule = self._current.rules.get(name)
+            if rule is not None and rule.group is not None:
+                return self._first(rule.group)
+        return group
+
     def _expand(self, group: ConjugateGroup) -> None:
         """Goes on for the exact conditionals of a group, out of sight, or ends the run."""
-        self._group = group
-        passed = not self._current.values.keys().isdisjoint(group.members)
-        if passed or self._call.source(group) is not self._call or not (self._gradients and torch.is_grad_enabled()):
+        self._group, current = group, self._current
+        waiting = group.needed.intersection(current.rules).difference(current.values, self.values)
+        passed = not current.values.keys().isdisjoint(group.members)
+        moved = bool(waiting) and current.is_relocated()  # where what is drawn lies is not known before
+        alone = passed or moved or self._call.source(group) is not self._call
+        if not waiting and (alone or not (self._gradients and torch.is_grad_enabled())):
             raise AllSeen
-        self._elimination = _elimination(group, self._current.values, self._plan, self._call)
-        self.missing = set(self._elimination.until)
+        if not alone and self._gradients and torch.is_grad_enabled():
+            self._expansion = _expansion(group, current, self._plan, self._call, draws=bool(waiting))
+        self.missing = {*(self._expansion.until if self._expansion else ()), *waiting}
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self._drawn and msg["value"] is not None:
@@ -183,7 +247,11 @@ def _draw_detached(current: Pass, plan: Plan, call: Call) -> None:
 
 def _draw_at(current: Pass, name: str, site: Mapping[str, Any], prior: Distribution | None = None) -> None:
     """Draws a latent at its site of a run of the model that is over: in the site's plates, at its mask and scale."""
-    fn = current.rules[name].distribution(current, site["fn"].batch_shape, prior)
+    shape = site["fn"].batch_shape
+    if current.rules[name].group is not None:  # at points of an expansion the site has further dims
+        frames = {-frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.vectorized}
+        shape = torch.Size(frames.get(dim, 1) for dim in range(max(frames, default=0), 0, -1))
+    fn = current.rules[name].distribution(current, shape, prior)
     with _At(site):
         current.take(name, pyro.sample(name, current.outside(fn)), fn)
 

@@ -107,7 +107,7 @@ def plan_steps(factors: Sequence[Factor], position: Mapping[Any, int], sizes: Ma
 
     A factor opens a step unless all it reads is known when the step before is taken; a sequential factor has one step
     an element. A source is read at the first step at which it is known. The rows of a factor follow one another.
-    ``position`` is that of all factors in sampling order, ``sizes`` the number of features of each source.
+    ``position`` is that of all latents in sampling order, ``sizes`` the number of features of each source.
 
     Example:
         >>> y, z = Direct("y"), Direct("z")

@@ -98,7 +98,7 @@ class InverseNetwork(PyroModule):
         sizes, encoders = _encoders(factors, standard, plates, make_encoder)
         factors, heads = with_pseudo_observations(factors, adding, sizes)
         sums = {source: PrecisionSums(num_inputs(source, sizes), count, **factory) for source, count in heads.items()}
-        position = {factor.name: i for i, factor in enumerate(factors)}
+        position = {name: i for i, name in enumerate(options["latents"])}  # those without a factor are read as well
         options |= {"simulated": simulated, "factory": factory}
         members = [[f for f in factors if f.batch == batch] for batch in dict.fromkeys(f.batch for f in factors)]
         self.groups = tuple(GroupNetwork(each, plan_steps(each, position, sizes), **options) for each in members)

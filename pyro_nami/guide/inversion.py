@@ -22,8 +22,15 @@ from pyro_nami.guide.conditioning import Read, covariates_of
 __all__ = ["invert", "plan_reads", "with_hidden_evidence", "with_latent_blocks"]
 
 
-def invert(net: BayesNet, inverse: Any, blocks: Sequence[Sequence[str]] | None) -> Inverse:
-    """Returns the inverse that an option ``inverse`` stands for."""
+def invert(
+    net: BayesNet, inverse: Any, blocks: Sequence[Sequence[str]] | None, parts: Sequence[Sequence[str]] = ()
+) -> Inverse:
+    """Returns the inverse that an option ``inverse`` stands for.
+
+    ``parts`` are blocks that ``"auto"`` prefers, as more conditionals are known exactly then.
+    """
+    if parts:
+        return nami(net, direction="reverse", blocks=parts)
     if isinstance(inverse, str) and inverse in DIRECTIONS:
         return nami(net, direction=inverse, blocks=blocks)
     if blocks is not None:

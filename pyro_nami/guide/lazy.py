@@ -135,6 +135,8 @@ class LazyGuide(AutoGuide):
             if name not in plan.names:
                 known = ", ".join(map(repr, plan.bayesnet.observed))
                 raise ValueError(f"Expected observations of the model's sites, {known}; got one of '{name}'.")
+        if "observations" in kwargs:  # of several data sets, whose values the model's runs hold, it sees the first
+            kwargs = {**kwargs, "observations": _first_set(observations, plan)}
         plates, remember = self._create_plates(*args, **kwargs), self.training and torch.is_grad_enabled()
         call = Call(self.model, args, kwargs)
         return self._reader.read(call, plates, observations, remember=remember, draws=draws)
@@ -259,6 +261,19 @@ class LazyGuide(AutoGuide):
             self._reader.apply(fn, plan)
             self._set_plan(plan)
         return self
+
+
+def _first_set(observations: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Returns values of sites without batch dims that their sites do not have."""
+
+    def own(name: str) -> int:
+        site = plan.sites[name]
+        return max((-plan.plates.dims[plate] for plate in site.plates), default=0) + site.event_dim
+
+    return {
+        name: value[(0,) * max(value.dim() - own(name), 0)] if name in plan.sites and torch.is_tensor(value) else value
+        for name, value in observations.items()
+    }
 
 
 def _picklable(model: Any) -> bool:

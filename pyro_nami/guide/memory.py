@@ -155,7 +155,7 @@ def _context(call: Call, plan: Plan, memory: Memory, absent: Collection[str]) ->
         raise ValueError(
             f"Expected data for the observed site '{next(iter(absent))}': latents {', '.join(plan.groups)} are "
             "drawn from exact conditionals, derived from the arguments of the last call with data, which were not "
-            "saved with the guide. Pass the data, or make the guide with conjugate=False."
+            "saved with the guide. Pass the data, or make the guide with exact=False."
         )
     args, kwargs, indices, values = memory.context
     values = {**values, **call.values}

@@ -26,6 +26,7 @@ from pyro_nami.guide.lazy import LazyGuide
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import differences, new_site
 from pyro_nami.guide.regression import regress
+from pyro_nami.guide.rules import RuleNotes
 from pyro_nami.guide.shapes import left_of_plates, own_shape, quantiles_of, sum_plates
 from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
 
@@ -66,9 +67,11 @@ class AutoNaMIGuide(LazyGuide):
         pooling: how a set of instances is encoded: ``"mean"``, ``"sum"``, ``"max"``, ``"attention"``, or a callable
             from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
         evidence: whether each instance of a pooled plate adds precision to Normal factors; see `guide.parameters`.
-        conjugate: whether latents of a plate that are linear and Gaussian given what is drawn before them are drawn
-            from their exact conditional in place of a Normal factor; `pyro_nami.reading.forms` derives it from the
-            model. They have no weights and no first step. With ``anchor=True`` only.
+        exact: whether latents are drawn from their exact conditional where it has a closed form:
+            `pyro_nami.reading.forms` derives it from the model. They have no weights and no first step. With
+            ``inverse="auto"``, latents are ordered such that most of them have one. With ``anchor=True`` only.
+        rules: latent -> ``"learned"`` for networks in place of its exact conditional, or ``"exact"`` to be told if it
+            has none.
         refine: ``"auto"``: where the guide is trained on the same data in every step, what these say is left to
             constants, those of each instance of a plate included (see `pyro_nami.guide.free_parameters`); networks
             read the latents alone, and data only once they vary. None: they read the data from the first step on.
@@ -116,7 +119,8 @@ class AutoNaMIGuide(LazyGuide):
         pooling: str | Callable[[int], nn.Module] = "mean",
         evidence: bool = True,
         anchor: bool = True,
-        conjugate: bool = True,
+        exact: bool = True,
+        rules: Mapping[str, str] | None = None,
         refine: str | None = "auto",
         init_loc_fn: Callable = init_to_feasible,
         init_scale: float = 0.1,
@@ -131,6 +135,7 @@ class AutoNaMIGuide(LazyGuide):
             self.embeddings = _ModuleDict({site.replace(".", "/"): module for site, module in embeddings.items()})
         given["observed"] = (observed,) if isinstance(observed, str) else tuple(observed)
         given["hidden_features"], given["index_maps"] = tuple(hidden_features), dict(index_maps or {})
+        given["rules"] = dict(rules or {})
         self._options = Options(**{**given, "embeddings": embeddings}, simulated=bool(observed) or refine is None)
         self._options.check()
         self._plan = self._reader = None  # type: ignore[assignment]
@@ -157,6 +162,24 @@ class AutoNaMIGuide(LazyGuide):
     def conjugate(self) -> tuple[str, ...]:
         """The latents that are drawn from their exact conditional."""
         return tuple(self._made().groups)
+
+    @property
+    def rules(self) -> RuleNotes:
+        """How each latent is drawn, what it reads, and why it is not drawn from an exact conditional.
+
+        Example:
+            >>> import pyro, torch, pyro.distributions as dist
+            >>> def model(y):
+            ...     sd = pyro.sample("sd", dist.HalfCauchy(1.0))
+            ...     pyro.sample("y", dist.Normal(pyro.sample("mu", dist.Normal(0.0, 1.0)), sd), obs=y)
+            >>> guide = AutoNaMIGuide(model)
+            >>> _ = guide(torch.tensor(1.0))
+            >>> guide.rules
+            sd: learned, reads y; not exact: its prior, HalfCauchy, is of no such form
+            mu: exact, reads sd, y
+        """
+        plan = self._made()
+        return RuleNotes({name: plan.note(name) for name in plan.rules})
 
     @property
     def num_parameters(self) -> int:

@@ -115,6 +115,10 @@ class NetworkState:
         elements = elements.detach().to(self._network.like.dtype)
         self._record.innovations[name] = to_sequence(elements, dims)
 
+    def learns(self) -> bool:
+        """Whether a parameter is to get gradients: of a guide that is frozen nothing has."""
+        return any(parameter.requires_grad for parameter in self._network.parameters())
+
     def settle(self) -> None:
         """Centers the inputs that are data on those of this call, all of which must be known."""
         for group in self._network.groups:

@@ -18,7 +18,7 @@ from pyro_nami.factors.distribution import Relocated, Relocation, SiteDistributi
 from pyro_nami.factors.family import Family
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.networks.stepped import concatenated
-from pyro_nami.reading.joint_gaussian import ConjugateGroup, JointGaussian
+from pyro_nami.reading.expansion import ConjugateGroup, Expansion
 
 __all__ = ["Pass", "Term"]
 
@@ -62,7 +62,7 @@ class Pass:
         rules: Mapping[str, Any],
         families: Mapping[str, Family],
         state: NetworkState,
-        derive: Callable[[ConjugateGroup, Mapping[str, Tensor]], JointGaussian],
+        derive: Callable[[ConjugateGroup, Mapping[str, Tensor]], Expansion],
         relocation: Relocation | None,
         validate: bool,
     ) -> None:
@@ -71,10 +71,13 @@ class Pass:
         self._moved: dict[str, Family] = {}  # families whose support or count varies, as they are in this pass
         self.values: dict[str, Tensor] = {}  # of latents, as the model sees them
         self.returned: dict[str, Tensor] = {}  # as handlers outside see them
-        self.solved: dict[ConjugateGroup, JointGaussian] = {}
+        self.solved: dict[ConjugateGroup, Expansion] = {}
+        self.sizes: dict[ConjugateGroup, dict[str, int]] = {}  # elements of members, where these are other than planned
+        self.observed: set[str] = set()  # latents that this call turns out to observe
         self.ready: dict[str, Mapping[str, Any]] = {}  # latents whose site a run that derived conditionals has shown
         self.anchors: dict[str, Tensor | None] = {}  # location and scale of the prior, if the factor is relative to it
         self.freedom: dict[str, Tensor] = {}  # how much of its factor's own location each draw of a latent takes
+        self.outer = torch.Size()  # sizes of the plates around the guide, to the left of the model's own
         self._terms: dict[tuple, list[Term]] = {}
 
     def left(self) -> list[str]:
@@ -99,6 +102,10 @@ class Pass:
             features = family.element_features(elements).flatten(-2)
             self.state.add(name, features, drawn=drawn, share=self.freedom.get(name))
 
+    def is_relocated(self) -> bool:
+        """Whether values lie elsewhere outside than inside."""
+        return self._relocation is not None
+
     def outside(self, fn: TorchDistribution) -> TorchDistribution:
         """Returns a distribution as the handlers outside see it."""
         return fn if self._relocation is None else Relocated(fn, self._relocation)
@@ -116,7 +123,7 @@ class Pass:
         self.know(name, value, elements, drawn=True)
         return value
 
-    def derive(self, group: ConjugateGroup) -> JointGaussian:
+    def derive(self, group: ConjugateGroup) -> Expansion:
         """Returns the exact conditionals of a group, derived now if they were not before."""
         if group not in self.solved:
             self.solved[group] = self._derive(group, self.values)

@@ -33,7 +33,8 @@ class Options(NamedTuple):
     pooling: Any
     evidence: bool
     anchor: bool
-    conjugate: bool
+    exact: bool
+    rules: Mapping[str, str]
     refine: str | None
     init_loc_fn: Callable
     init_scale: float
@@ -53,6 +54,9 @@ class Options(NamedTuple):
             raise ValueError(f"Expected pooling to be one of {names}, or a callable; got {self.pooling!r}.")
         if self.refine not in ("auto", None):
             raise ValueError(f"Expected refine to be 'auto' or None; got {self.refine!r}.")
+        for site, rule in self.rules.items():
+            if rule not in ("exact", "learned"):
+                raise ValueError(f"Expected rules to be 'exact' or 'learned'; got {rule!r} for '{site}'.")
         for pair, given in self.index_maps.items():
             if not (isinstance(pair, tuple) and len(pair) == 2 and callable(given)):
                 raise TypeError(

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_map_only
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.conditioning import Plates
-from pyro_nami.guide.rules import Learned, Rule
+from pyro_nami.guide.rules import Learned, Rule, RuleNote
 from pyro_nami.reading.covariates import MASK
+from pyro_nami.reading.expansion import ConjugateGroup
 from pyro_nami.reading.index_maps.finder import MapPlan
-from pyro_nami.reading.joint_gaussian import ConjugateGroup
 
 __all__ = ["Covariates", "Plan", "SitePlan", "differences", "missing_site", "new_site"]
 
@@ -62,6 +62,7 @@ class Plan:
     covariates: Covariates
     map_plans: tuple[MapPlan, ...]  # how a call's index maps are found
     factory: Mapping[str, Any]  # dtype and device of the networks
+    refused: Mapping[str, str]  # latent -> why it is not drawn from an exact conditional
 
     @cached_property
     def learned(self) -> dict[str, Learned]:
@@ -98,6 +99,12 @@ class Plan:
     def event_dims(self) -> dict[str, int]:
         """Event dims of every site."""
         return {name: site.event_dim for name, site in self.sites.items()}
+
+    def note(self, name: str) -> RuleNote:
+        """Returns how a latent is drawn."""
+        kind = type(self.rules[name]).__name__.lower()
+        reads = tuple(sorted(map(str, self.inverse.parents.get(name, ())))) if kind != "prior" else ()
+        return RuleNote(kind, reads, "" if kind == "exact" else self.refused.get(name, ""))
 
     def features(self, name: str, value: Tensor) -> Tensor:
         """Returns the raw features of a site's value, ``(*batch, features)``."""
@@ -152,7 +159,7 @@ def differences(before: Plan, now: Plan) -> Iterator[str]:
     for u, v in sorted(edges[0] - edges[1]):
         yield f"Site '{v}' does not read '{u}' any more."
     for name in sorted(shared & before.groups.keys() - now.groups.keys()):
-        yield f"The conditional of '{name}' is not Gaussian any more, which the guide takes it for."
+        yield f"The conditional of '{name}' does not have the form any more that the guide takes it for."
     sizes, others = before.plates.sizes, now.plates.sizes
     for plate in sorted(before.blocks.keys() & others.keys()):
         if sizes[plate] != others[plate]:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import networkx as nx
 import torch
 from torch import Tensor, nn
 from torch.distributions import constraints
@@ -28,9 +29,9 @@ from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Plan, SitePlan
 from pyro_nami.guide.rules import Exact, Learned, Prior, Rule
 from pyro_nami.messages import warn
+from pyro_nami.reading.expansion import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
-from pyro_nami.reading.forms import find_conjugate
-from pyro_nami.reading.joint_gaussian import ConjugateGroup
+from pyro_nami.reading.forms import Finder
 from pyro_nami.reading.network import is_blocked
 
 __all__ = ["make_plan"]
@@ -45,8 +46,22 @@ def make_plan(first: FirstCall) -> Plan:
     """
     net, nodes, options = first.net, first.nodes, first.options
     latents = _latents(first)
-    inverse = invert(net, options.inverse, options.blocks)
-    order, interleaved = _sampling_order(first, inverse)
+    finder = _finder(first)
+    searched = finder is not None and options.inverse == "auto" and options.blocks is None
+    parts = finder.block() if finder and searched else []
+    # If the latents that are left come in another order than the program's, they are taken one by one.
+    for each in (parts, [*parts[:-1], *([name] for name in reversed(parts[-1]))]) if parts else ((),):
+        inverse = invert(net, options.inverse, options.blocks, each)
+        order = _learned_order(first, inverse)
+        groups = finder.groups(inverse, order) if finder else {}
+        order, interleaved = _program_order(first, inverse, order, groups)
+        if interleaved:
+            break
+    groups = {name: _with_all_read(group, inverse) for name, group in groups.items()} if interleaved else {}
+    check_names("rules", options.rules, latents, "a latent site")
+    for name in (name for name, rule in options.rules.items() if rule == "exact" and name not in groups):
+        reason = finder.refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
+        raise ValueError(f"Expected a latent with an exact conditional, as `rules` asks; got '{name}': {reason}.")
     families = {name: _family(first, name) for name in order}
     check_names("embeddings", options.embeddings, first.data, "an observed site")
     encodings = {name: families.get(name) or _features(first, name) for name in (*order, *first.data)}
@@ -55,7 +70,6 @@ def make_plan(first: FirstCall) -> Plan:
     empty = {name for name in net.sites if name not in nodes or nodes[name]["value"].numel() == 0}
     reads = plan_reads(net, inverse, order, covariates.columns, empty | first.passing)
     blocks = {name: _block(first, name, inverse) for name in order}
-    groups = _groups(first, inverse, families, blocks) if interleaved else {}
     plates = first.plates._replace(fixed=frozenset().union(*blocks.values()))
     factors = {
         name: _factor(first, name, families[name], reads[name], blocks[name], plates)
@@ -63,7 +77,7 @@ def make_plan(first: FirstCall) -> Plan:
         if name not in groups
     }
     anchored = _anchored(first, families, inverse) if options.anchor and interleaved else frozenset()
-    used = {child for group in groups.values() for child in group.children}
+    used = {child for group in groups.values() for child in group.children if child not in empty}
     used = used.union(*(nodes_of(source) for factor in factors.values() for source in factor.sources))
     emitted = {*latents, *(name for name, site in nodes.items() if is_transparent(site))}
 
@@ -95,6 +109,7 @@ def make_plan(first: FirstCall) -> Plan:
         ),
         map_plans=first.found.map_plans,
         factory=_factory(first, order),
+        refused=dict(finder.refused) if finder else {},
     )
 
 
@@ -122,8 +137,8 @@ def _latents(first: FirstCall) -> list[str]:
     return latents
 
 
-def _sampling_order(first: FirstCall, inverse: Inverse) -> tuple[list[str], bool]:
-    """Returns the latents that are not drawn from the model, in sampling order, and whether program order is one."""
+def _learned_order(first: FirstCall, inverse: Inverse) -> list[str]:
+    """Returns the latents that are not drawn from the model, in the inverse's sampling order."""
     predictive = frozenset(inverse.predictive) - first.found.hidden_randomness
     # With blocks, factors may read some of these, which then have to be factors as well.
     read = predictive
@@ -131,15 +146,25 @@ def _sampling_order(first: FirstCall, inverse: Inverse) -> tuple[list[str], bool
         learned = [name for name in inverse.order if name not in predictive]
         read = predictive.intersection(u for name in learned for u in inverse.parents[name])
         predictive -= read
-    order = [name for name in reversed(inverse.order) if name not in predictive]
+    return [name for name in reversed(inverse.order) if name not in predictive]
+
+
+def _program_order(
+    first: FirstCall, inverse: Inverse, order: list[str], groups: Mapping[str, ConjugateGroup]
+) -> tuple[list[str], bool]:
+    """Returns latents in an order in which runs of the model can draw them, and whether there is one.
+
+    That is program order, except that members of a group come together: where the first of them does, or last.
+    """
     rank = {name: i for i, name in enumerate(first.nodes)}
-    interleaved = all(
-        rank[parent] < rank[name]
-        for name in order
-        for parent in inverse.parents[name]
-        if parent not in first.net.observed
-    )
-    return sorted(order, key=rank.__getitem__) if interleaved else order, interleaved
+    observed = frozenset(first.net.observed)
+    starts = {name: min(map(rank.__getitem__, group.members)) for name, group in groups.items()}
+    for place in (lambda name: starts.get(name, rank[name]), lambda name: len(rank) if name in groups else rank[name]):
+        keys = {name: (place(name), order.index(name)) for name in order}
+        parents = {name: set(inverse.parents[name]) - observed for name in order}
+        if all(keys[parent] < keys[name] for name in order for parent in parents[name]):
+            return sorted(order, key=keys.__getitem__), True
+    return order, False
 
 
 def _family(first: FirstCall, name: str) -> Family:
@@ -248,27 +273,35 @@ def _learned(first: FirstCall, factor: Factor, family: Family, anchored: bool, p
     )
 
 
-def _groups(
-    first: FirstCall, inverse: Inverse, families: Mapping[str, Family], blocks: Mapping[str, frozenset[str]]
-) -> dict[str, ConjugateGroup]:
-    """Returns the latents that are drawn from their exact conditional; never all of them."""
-    if not (first.options.anchor and first.options.conjugate):
-        return {}
-    own = {name: first.nodes[name]["value"] for name in (*families, *first.data)}
-    found = find_conjugate(
+def _with_all_read(group: ConjugateGroup, inverse: Inverse) -> ConjugateGroup:
+    """Returns a group that needs all latents which those that it needs are drawn from, too."""
+    needed = list(group.needed)
+    for name in needed:  # which grows
+        read = set(inverse.parents.get(name, ())).difference(inverse.net.observed, group.members, needed)
+        needed += sorted(read)
+    return group._replace(needed=frozenset(needed))
+
+
+def _finder(first: FirstCall) -> Finder | None:
+    """Returns what finds exact conditionals, unless the options say that there shall be none."""
+    options = first.options
+    if not (options.anchor and options.exact) or isinstance(options.families, str):
+        return None
+    hidden = first.found.hidden_randomness
+    learned = [name for name, rule in options.rules.items() if rule == "learned"]
+    own = {name: first.nodes[name]["value"] for name in first.net.sites if name in first.nodes}
+    seen = set().union(*(nx.ancestors(first.net.graph, name) for name in first.net.observed))
+    return Finder(
         first.net,
-        inverse,
-        list(families),
         first.nodes,
-        {name: family for name, family in families.items() if not blocks[name]},
         first.frames,
-        subsampled=first.plates.subsampled,
-        excluded=first.semi_observed | first.found.hidden_randomness,
+        first.plates.nesting,
+        first.plates.subsampled,
+        excluded=first.semi_observed.union(hidden, first.passing, learned, options.families or ()),
+        predictive=set(first.net.latent) - seen,
         run=first.run,
-        draws=[own, *first.draws[:2]],
+        draws=[own, *first.draws[:6]],
     )
-    found = {name: group for name, group in found.items() if first.passing.isdisjoint(group.children)}
-    return found if len(found) < len(families) else {}
 
 
 def _anchored(first: FirstCall, families: Mapping[str, Family], inverse: Inverse) -> Collection[str]:

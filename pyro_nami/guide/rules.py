@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import pyro.distributions as dist
 import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
@@ -23,10 +22,10 @@ from pyro_nami.factors.links import relative_scale
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.one_pass import Pass, Term
 from pyro_nami.guide.parameters import expert
-from pyro_nami.reading.joint_gaussian import ConjugateGroup
+from pyro_nami.reading.expansion import ConjugateGroup
 from pyro_nami.reading.runner import changed_event_shape
 
-__all__ = ["Exact", "Learned", "Prior", "Rule", "fixed_size"]
+__all__ = ["Exact", "Learned", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]
 
 
 @dataclass(frozen=True)
@@ -84,15 +83,15 @@ class Prior(Rule):
 
 @dataclass(frozen=True)
 class Exact(Rule):
-    """q(v | rest) = N(m + g / h, 1 / h): g and h are slope and curvature of the log density at m; see `forms`."""
+    """q(v | what is before v) = p(v | what is before v, data), in closed form; see `pyro_nami.reading.forms`."""
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
     ) -> TorchDistribution:
         assert self.group is not None
-        fn = current.derive(self.group).conditional(self.name, current.values)
-        target, batch = _common(fn.batch_shape, batch_shape)
-        return dist.Normal(fn.loc.reshape(batch), fn.scale.reshape(batch), validate_args=False).expand(target)
+        fn = current.derive(self.group).conditional(self.name, current.values, len(batch_shape))
+        target = torch.broadcast_shapes(fn.batch_shape, batch_shape)
+        return fn if fn.batch_shape == target else fn.expand(target)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
         assert self.group is not None
@@ -182,6 +181,31 @@ class Learned(Rule):
         conditionals = current.state.conditionals(self.name, len(batch_shape))
         target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
         return family.autoregressive_distribution(conditionals, anchor, target, self.dims, self.sizes)
+
+
+class RuleNote(NamedTuple):
+    """How a latent is drawn, for a user to read.
+
+    Attributes:
+        rule: ``"exact"``, ``"learned"`` or ``"prior"``.
+        reads: the sites that its distribution depends on.
+        reason: why it is not drawn from an exact conditional.
+    """
+
+    rule: str
+    reads: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        reads = f", reads {', '.join(self.reads)}" if self.reads else ""
+        return self.rule + reads + (f"; not exact: {self.reason}" if self.reason else "")
+
+
+class RuleNotes(dict[str, RuleNote]):
+    """Latent -> its `RuleNote`; printed a line each."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name}: {note}" for name, note in self.items())
 
 
 def fixed_size(name: str, plate: str, size: int, now: int) -> str:

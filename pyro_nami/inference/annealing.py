@@ -142,6 +142,7 @@ def annealed_importance_sampling(
         >>> def model(y):
         ...     z = pyro.sample("z", pyro.distributions.Normal(0.0, 1.0))
         ...     pyro.sample("y", pyro.distributions.Normal(z, 1.0), obs=y)
+        >>> pyro.set_rng_seed(0)
         >>> result = annealed_importance_sampling(model, None, torch.tensor(1.0), num_chains=50, num_temperatures=20)
         >>> bool(abs(result.log_evidence - (-1.5155)) < 0.1)  # y ~ Normal(0, sqrt(2))
         True

@@ -100,10 +100,10 @@ def _readings(site: Mapping[str, Any], value: Any) -> dict[Any, Tensor]:
 
     The parameters of its distribution show small changes that its log density, a sum of large terms, may absorb.
     """
-    fn = site["fn"]
-    found: dict[Any, Any] = dict(parameters(fn))
-    with suppress(*_NO_DENSITY):
-        found["log_prob", ""] = fn.log_prob(value).detach().unsqueeze(-1)
+    fn, log_prob = site["fn"], {}
+    with suppress(*_NO_DENSITY):  # first, as it makes a distribution keep parameters of the other kind, logits or probs
+        log_prob = {("log_prob", ""): fn.log_prob(value).detach().unsqueeze(-1)}
+    found: dict[Any, Any] = {**parameters(fn), **log_prob}
     for key in ("mask", "scale"):
         if isinstance(site[key], Tensor) and site[key].dim() <= len(fn.batch_shape):
             found[key, ""] = site[key].detach().expand(fn.batch_shape).unsqueeze(-1)

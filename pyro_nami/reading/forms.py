@@ -1,108 +1,396 @@
-"""Which latents of a plate have a conditional that is known exactly, in one of the forms that the guide can draw from.
+"""Which latents have a conditional that is known exactly: told by the network, who has to be known, and by probing.
 
-There is one form, `joint_gaussian`: a latent, the latents of its plates that are drawn after it and share its children
-(with it: ``members``), and those children, which are observed, have a density that is quadratic in the members. Then
-p(member | members before it, what is drawn before, data) needs no weights, holds for any data and any number of
-instances, and is differentiable in what was drawn before. It costs derivatives of one run of the model in each call.
+There are two kinds. One latent whose prior is an exponential family that its children add to (`conjugate_forms`); and
+latents that are jointly linear and Gaussian given the rest (`joint_gaussian`), whatever their plates. Their children
+are observed. The conditionals need no weights, hold for any data and any number of instances, and are differentiable
+in what was drawn before; they cost derivatives of one run of the model in each call.
 
-`find_conjugate` tells by the network, who has to be known, and by probing, which form holds, at data drawn with the
-latents as well. Change this module to let other latents have a form, or to ask for another form.
+`Finder.block` says which latents could be drawn last such that most is exact, `Finder.groups` what is exact in a given
+inverse. Change this module to let other latents have a form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
-from torch.distributions import constraints
 
-from pyro_nami.factors.family import Family
-from pyro_nami.factors.unconstrained import NormalFamily
+from pyro_nami.factors.wrappers import innermost, layers
+from pyro_nami.graph.elimination import eliminate
 from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.inversions import nami
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.reading.first_run import allows_nan
-from pyro_nami.reading.joint_gaussian import ConjugateGroup, is_quadratic
+from pyro_nami.reading.conjugate_forms import ByStatistics, form_of
+from pyro_nami.reading.enumeration import Enumeration, num_values
+from pyro_nami.reading.expansion import (
+    TOLERANCE,
+    ConjugateGroup,
+    Expansion,
+    expanding,
+    irregular,
+    parameters_of,
+)
+from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.runner import RunModel
 
-__all__ = ["find_conjugate"]
+__all__ = ["MOST_DENSE", "Finder", "expansion_of"]
 
-_MOST_MEMBERS = 4
+MOST_DENSE = 500  # elements of a joint block that are eliminated as one vector
+# In prior standard deviations, to both sides; far, to see slow bends as well.
+_PROBED_AT = {"Gaussian": (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)}
+_OTHERS_PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
+_PROBED_DRAWS = 2  # beside the data themselves
+_MOST_TRIED = 12
+_MOST_BY_ONE = 64  # elements of a block, if the model cannot be run at several points of them at once
+_AT_ONCE = "the model cannot be run at the points that this takes"
+_FLAT = "the log density of a child does not move with it, or is curved the wrong way"
+_NOT_FINITE = "its log density, or a derivative of it, is not finite"
+_ASKED = {"Gaussian": "stay quadratic in latents with Gaussian priors"}
 
 
-def find_conjugate(
-    net: BayesNet,
-    inverse: Inverse,
-    order: Sequence[str],
-    nodes: Mapping[str, Any],
-    families: Mapping[str, Family],
-    frames: Mapping[str, frozenset[str]],
-    *,
-    subsampled: Collection[str],
-    excluded: Collection[str],
-    run: RunModel,
-    draws: Sequence[Mapping[str, Tensor]],
-) -> dict[str, ConjugateGroup]:
-    """Returns the latents that are drawn from their exact conditional, each with its group.
-
-    They are real numbers in a plate, without a mask. Their children are not sites that only a mini-batch is seen of, or
-    that may be missing, and nothing that they depend on is discrete, as enumeration gives that dims of its own.
+@dataclass(frozen=True)
+class Finder:
+    """Finds latents with exact conditionals.
 
     Args:
-        order: latents in sampling order.
+        net: the model's network.
         nodes: the sites of a run of the model, and ``frames`` the plates of each.
-        families: of the latents whose instances are no joint block.
-        draws: values of all latents, at which densities are probed; those that lack a latent are passed over.
+        nesting: number of plate dims.
+        subsampled: plates of which a call sees a part only.
+        excluded: latents that are to have no exact conditional.
+        predictive: latents without data.
+        run: runs the model with values at its latents.
+        draws: values of all sites, at which densities are probed: with data of the same draw, as far from the data
+            many a density looks quadratic. Those that lack a latent are passed over.
     """
 
-    def is_able(name: str) -> bool:
-        fn, real = nodes[name]["fn"], type(families[name]) is NormalFamily
-        real = real and fn.event_dim == 0 and fn.support is constraints.real
-        return real and bool(frames[name]) and name not in excluded and nodes[name]["mask"] is None
+    net: BayesNet
+    nodes: Mapping[str, Any]
+    frames: Mapping[str, frozenset[str]]
+    nesting: int
+    subsampled: Collection[str]
+    excluded: Collection[str]
+    predictive: Collection[Any]
+    run: RunModel
+    draws: Sequence[Mapping[str, Tensor]]
+    refused: dict[str, str] = field(default_factory=dict)  # latent -> why its conditional is not exact, as last found
+    tested: dict[frozenset, bool] = field(default_factory=dict)  # members, with levels -> whether all points fit a run
 
-    def is_data(name: str) -> bool:
-        above = [parent for parent in net.graph.predecessors(name) if parent in able]
-        whole = all(frames[name].intersection(subsampled) <= frames[parent] for parent in above)
-        return whole and not allows_nan(nodes[name])
+    # ---- in a given inverse
 
-    able = set(filter(is_able, families))
-    data = set(filter(is_data, nodes.keys() & set(net.observed)))
-    counted = {name for name in order if nodes[name]["fn"].has_enumerate_support}
-    found: dict[str, ConjugateGroup] = {}
-    for members, children in _candidates(net, inverse, order, counted):
-        first = members[0]
-        alike = all(name in able and frames[name] == frames[first] for name in members)
-        if first in found or not alike or not children <= data:
-            continue
-        group = ConjugateGroup(tuple(sorted(members, key=order.index)), tuple(sorted(children)))
-        drawn = order[: order.index(first)]
-        # With data of the same draw: far from the data many a density looks quadratic.
-        given = children.union(drawn)
-        probed = [{name: draw[name] for name in given & draw.keys()} for draw in draws if draw.keys() >= set(drawn)]
-        if all(is_quadratic(group, run, values) for values in probed):
-            found.update(dict.fromkeys(group.members, group))
-    return found
+    def groups(self, inverse: Inverse, order: Sequence[str]) -> dict[str, ConjugateGroup]:
+        """Returns the latents that are drawn from their exact conditional, each with its group.
 
+        Args:
+            inverse: what each latent may read.
+            order: latents in sampling order.
+        """
+        found: dict[str, ConjugateGroup] = {}
+        exact = self._dependencies(inverse)
+        for i, name in enumerate(order):
+            members = self._members(name, order[i:]) if name not in found else []
+            group = self._group(sorted(members, key=order.index), inverse) if members else None
+            if group is None:
+                continue
+            unread = set().union(*(exact[member].difference(inverse.parents[member]) for member in group.members))
+            if unread:
+                self.refused[name] = f"the inverse does not let it read '{min(unread, key=str)}'"
+            elif exact_group := self._tested(group):
+                found.update(dict.fromkeys(group.members, exact_group))
+        return found
 
-def _candidates(
-    net: BayesNet, inverse: Inverse, order: Sequence[str], counted: Collection[str]
-) -> Iterator[tuple[list[str], set[str]]]:
-    """Yields members, and children, whose conditional the network allows: their factor reads what it takes to know."""
-    graph, observed = net.graph, set(net.observed)
-    predictive = set(inverse.predictive).difference(order)  # which integrate to 1
-    for i, name in enumerate(order):
-        drawn = observed.union(order[:i])
+    def _dependencies(self, inverse: Inverse) -> dict[Any, set]:
+        """Returns what the posterior's conditional of each latent depends on, in the order of an inverse."""
+        sites = {name: site for name, site in self.net.sites.items() if name not in self.predictive}
+        edges = [edge for edge in self.net.edges if sites.keys() >= set(edge)]
+        net = BayesNet(sites, edges, self.net.plate_sizes, self.net.nesting)
+        hidden = [name for name in net.latent if sites[name].marginalized]
+        order = [*hidden, *(name for name in inverse.order if name in sites)]
+        return {name: set(parents) for name, parents in eliminate(net, order).parents.items()}
+
+    def _members(self, name: str, left: Sequence[str]) -> list[str]:
+        """Returns the latents whose conditionals hang together with one's, of those not drawn before; or none."""
         members = [name]
-        children: set[str] = set()
-        needed: set[str] = set()
         for member in members:  # which grows
-            below = set(graph.successors(member))
-            children |= below & observed
-            near = below.union(graph.predecessors(member), *map(graph.predecessors, below & observed)) - predictive
-            needed |= near & drawn
-            members += sorted(near - drawn - set(members), key=str)
-            if len(members) > _MOST_MEMBERS:
+            if not self._is_able(member):
+                if member != name:
+                    self.refused.setdefault(name, f"its data depend on '{member}', which is drawn later")
+                return []
+            near = self._children(member).union(*map(self._parents, [member, *self._data(member)]))
+            before = self._children(member).difference(self.net.observed, left)
+            if before:
+                self.refused.setdefault(name, f"'{min(before)}', which depends on it, is drawn before it")
+                return []
+            members += sorted(near.intersection(left).difference(members), key=left.index)
+        return members
+
+    # ---- for any inverse
+
+    def block(self) -> list[list[str]]:
+        """Returns blocks of all latents, to be eliminated one after another, such that most are exact; or none."""
+        shown = [name for name in self.net.latent if name in self.nodes and not self.net.sites[name].marginalized]
+        latents = [name for name in self.nodes if name in shown and self._is_able(name)]
+        block = self._closed([name for name in latents if self._is_normal(name)])
+        if block and not self._is_block(block):
+            able, block = block, []
+            # Latents of the same plates come together where there are many, as each trial takes runs of the model.
+            alike = [[name for name in able if self.frames[name] == self.frames[first]] for first in able]
+            for names in reversed(alike if len(able) > _MOST_TRIED else [[name] for name in able]):
+                trial = self._closed([each for each in able if each in {*names, *block}])
+                if len(trial) > len(block) and self._is_block(trial):
+                    block = trial
+        taken, single = {child for name in block for child in self._data(name)}, []
+        for name in latents:
+            data, alone = self._data(name), not self._is_normal(name) and self._children(name) == self._data(name)
+            if alone and data.isdisjoint(taken) and self._is_block([name]):
+                single.append(name)
+                taken |= data
+        depths = dict(zip(block, self._levels(block)[0]))
+        return self._parts([*_by_depth(depths), single]) if block or single else []
+
+    def _parts(self, first: Sequence[Sequence[str]]) -> list[list[str]]:
+        """Returns blocks of all latents: those without data, some that come first, and the rest."""
+        taken = set(self.predictive).union(*first)
+        barren = [name for name in self.net.latent if name in self.predictive]
+        rest = [name for name in self.net.latent if name not in taken]
+        shown = [[name for name in part if not self.net.sites[name].marginalized] for part in (barren, *first, rest)]
+        return [part for part in shown if part]
+
+    def _closed(self, names: Sequence[str]) -> list[str]:
+        """Returns latents without those that a latent outside of them depends on."""
+        kept = list(names)
+        while True:
+            bad = {name: self._children(name).difference(self._data(name), kept) for name in kept}
+            bad = {name: outside for name, outside in bad.items() if outside}
+            if not bad:
+                return self._small_enough(kept)
+            for name, outside in bad.items():
+                self.refused[name] = f"'{min(outside)}' depends on it, which has no such conditional"
+            kept = [name for name in kept if name not in bad]
+
+    def _small_enough(self, names: list[str]) -> list[str]:
+        """Returns latents without the largest ones that would make the dense vector too long."""
+        while names:
+            depths, lifted = self._levels(names)
+            sizes = {name: self._elements(name, False) for name, depth in zip(names, depths) if depth >= lifted}
+            if sum(sizes.values()) <= MOST_DENSE:
+                return names
+            largest = max(sizes, key=sizes.__getitem__)
+            self.refused[largest] = f"a joint block of {sum(sizes.values())} elements has more than {MOST_DENSE}"
+            names = self._closed([name for name in names if name != largest])
+        return names
+
+    def _is_block(self, names: Sequence[str]) -> bool:
+        group = self._group(names)
+        return group is not None and self._tested(group) is not None
+
+    # ---- what the network says
+
+    def _is_able(self, name: str) -> bool:
+        """Whether a latent's prior and data are such that its conditional may have a form."""
+        if name in self.predictive or name not in self.nodes:
+            return False
+        reason = next(self._obstacles(name), None)
+        if reason is not None:
+            self.refused[name] = reason
+        return reason is None
+
+    def _obstacles(self, name: str) -> Iterator[str]:
+        """Yields what the network and the site itself say against an exact conditional."""
+        site, data = self.nodes[name], self._data(name)
+        if name in self.excluded:
+            yield "the options, or its role in the model, exclude it"
+        moving = isinstance(innermost(site["fn"]), dist.Uniform) and not self._parents(name) <= set(self.net.observed)
+        if moving or not self._is_normal(name) and self._form(name) is None:
+            yield f"its prior, {type(innermost(site['fn'])).__name__}, is of no such form"
+        if site["mask"] is not None or any(isinstance(layer, MaskedDistribution) for layer in layers(site["fn"])):
+            yield "it is masked"
+        needed = set().union(self._parents(name), *map(self._parents, data)).difference(self.net.observed, [name])
+        for each in sorted(filter(self._is_counted, needed), key=str):
+            yield f"its density reads '{each}', which is discrete"
+        for child in sorted(self._children(name), key=str):
+            if child not in self.frames or child not in self.nodes:
+                yield f"'{child}' depends on it, which is no site with a density"
+            elif num_values(site["fn"]) and not self.frames[name] <= self.frames[child]:
+                yield f"'{child}' reads several of its instances"
+            elif not self.frames[child].intersection(self.subsampled) <= self.frames[name]:
+                yield f"a call sees a part only of '{child}', which depends on it"
+
+    def _is_counted(self, name: Any) -> bool:
+        return name not in self.nodes or self.nodes[name]["fn"].has_enumerate_support
+
+    def _is_normal(self, name: str) -> bool:
+        return type(innermost(self.nodes[name]["fn"])) in (dist.Normal, dist.MultivariateNormal)
+
+    def _form(self, name: str) -> str | None:
+        fn = self.nodes[name]["fn"]
+        return "enumeration" if num_values(fn) else form_of(fn)
+
+    def _parents(self, name: Any) -> set:
+        return set(self.net.graph.predecessors(name))
+
+    def _children(self, name: Any) -> set:
+        return set(self.net.graph.successors(name)).difference(self.predictive)
+
+    def _data(self, name: Any) -> set:
+        return self._children(name).intersection(self.net.observed)
+
+    def _group(self, names: Sequence[str], inverse: Inverse | None = None) -> ConjugateGroup | None:
+        """Returns latents as a group; None if no form is one of such latents."""
+        if not all(map(self._is_able, names)):
+            return None
+        children = set().union(*map(self._data, names))
+        if not children:
+            return None
+        needed = set().union(*map(self._parents, [*names, *children])).difference(names, self.net.observed)
+        group = ConjugateGroup(tuple(names), tuple(sorted(children)), needed=frozenset(needed))
+        if not all(map(self._is_normal, names)):
+            form = self._form(names[0]) if len(names) == 1 else None
+            if form == "enumeration":
+                group = group._replace(elements=(num_values(self.nodes[names[0]]["fn"]) or 0,))
+            return None if form is None else group._replace(form=form)
+        depths, lifted = self._levels(names, inverse)
+        if inverse is not None and depths != sorted(depths, reverse=True):
+            return None
+        elements = [self._elements(name, depth < lifted) for name, depth in zip(names, depths)]
+        if sum(n for n, depth in zip(elements, depths) if depth >= lifted) > MOST_DENSE:
+            return None
+        return group._replace(depths=tuple(depths), num_lifted=lifted, elements=tuple(elements), vectorized=True)
+
+    def _elements(self, name: str, lifted: bool) -> int:
+        fn = self.nodes[name]["fn"]
+        return (fn.event_shape if lifted else fn.shape()).numel()
+
+    def _levels(self, names: Sequence[str], inverse: Inverse | None = None) -> tuple[list[int], int]:
+        """Returns the level of each latent in the order of elimination, and the number of lifted levels.
+
+        Plates of lifted levels lie in each other. What a dense latent depends on is dense, and so are instances that
+        depend on each other in the inverse, by default the one that eliminates these levels first.
+        """
+        frames = {name: self.frames[name] for name in names}
+        sizes: dict[frozenset[str], int] = {}
+        for name in names:
+            sizes[frames[name]] = sizes.get(frames[name], 0) + self._elements(name, False)
+        chain: list[frozenset[str]] = []
+        for each in sorted(filter(None, sizes), key=lambda each: (-sizes[each], sorted(each))):
+            if all(each <= other or other <= each for other in chain):
+                chain.append(each)
+        chain.sort(key=len, reverse=True)
+        dense = {name for name in names if frames[name] not in chain}
+        dense |= {name for name in names if inverse is not None and inverse.joint[name]}
+        while True:
+            while more := {name for name in names if name not in dense and self._children(name) & dense}:
+                dense |= more
+            used = [each for each in chain if any(frames[name] == each and name not in dense for name in names)]
+            depths = {name: len(used) if name in dense else used.index(frames[name]) for name in names}
+            lifted = [name for name in names if name not in dense] if inverse is None else []
+            blocks = self._parts(_by_depth(depths)) if lifted else []
+            coupled = nami(self.net, direction="reverse", blocks=blocks).joint if lifted else {}
+            if not any(coupled[name] for name in lifted):
+                return [depths[name] for name in names], len(used)
+            dense |= {name for name in lifted if coupled[name]}
+
+    # ---- what probing says
+
+    def _tested(self, group: ConjugateGroup) -> ConjugateGroup | None:
+        """Returns the group as it can be derived, if its form holds at all draws: by one run, or point by point."""
+        key = frozenset(zip(group.members, group.depths or (0,)))
+        if key in self.tested:
+            return group._replace(vectorized=self.tested[key])
+        for each in (group, group._replace(vectorized=False)) if group.form == "Gaussian" else (group,):
+            if not each.vectorized and sum(each.elements) > _MOST_BY_ONE:
                 break
-        known = needed <= set(inverse.parents[name]).difference(counted)
-        if len(members) <= _MOST_MEMBERS and children and known:
-            yield members, children
+            reason = self._reason(each)
+            self.refused.update(dict.fromkeys(group.members, reason))
+            if not reason:
+                self.tested[key] = each.vectorized
+                return each
+            if not reason.startswith(_AT_ONCE):
+                break
+        return None
+
+    def _reason(self, group: ConjugateGroup) -> str:
+        """Returns why the form does not hold at some draw; empty if it does."""
+        told, flat = 0, ""
+        for draw in self.draws:
+            if draw.keys() >= group.needed and told <= _PROBED_DRAWS:
+                given = draw.keys() & {*group.children, *group.needed}
+                reason = self._flaw(group, {name: draw[name] for name in given})
+                # A draw at which numbers overflow says nothing; the first is the data themselves.
+                if reason and reason != _FLAT and (reason != _NOT_FINITE or draw is self.draws[0]):
+                    return reason
+                told, flat = told + (not reason), reason if reason == _FLAT else flat
+                reason = self._flaw_elsewhere(group, {name: draw[name] for name in given}) if told == 1 else ""
+                if reason and reason != _FLAT:
+                    return reason
+        return "" if told else flat or _NOT_FINITE
+
+    def _flaw_elsewhere(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
+        """Returns the flaw that the model has with other parameters, which may be zero as yet and will be learned."""
+        probe = expansion_of(group)(group, (1,) * self.nesting, self.nesting, False)
+        with expanding():
+            sites = self.run({**drawn, **probe.points}, probe.until)
+            densities = [probe.density(sites, name) for name in group.children]
+        own = {id(leaf) for leaf in probe.coordinates.values()}
+        parameters = [leaf for leaf in parameters_of(*densities) if id(leaf) not in own]
+        before = [parameter.detach().clone() for parameter in parameters]
+        try:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter += 0.1 * irregular(parameter.shape, parameter, 1)
+            return self._flaw(group, drawn) if parameters else ""
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(parameters, before):
+                    parameter.copy_(value)
+
+    def _flaw(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
+        """Returns in what the log density is not of the form; empty if it is.
+
+        The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
+        """
+        kind, distances = expansion_of(group), _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)
+        children = ", ".join(map(repr, group.children))
+        what = f"the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
+        here = kind(group, (1,) * self.nesting, self.nesting, False)
+        flat = False
+        others = [kind(group, (1,) * self.nesting, self.nesting, False, away=away) for away in distances]
+        try:
+            for each in (here, *others):
+                with expanding():
+                    sites = self.run({**drawn, **each.points}, each.until)
+                each.measure(sites)
+                if not (here.is_finite() if each is here else each.totals.isfinite().all()):
+                    return _NOT_FINITE
+                scales = [sites[name]["scale"] for name in group.members]
+                if any(str(scale) != str(scales[0]) for scale in scales):
+                    return "latents that hang together are scaled by themselves"
+                flat = flat or each is here and not here.reaches(sites)
+            for other, away in zip(others, distances):
+                if not here.explains(other):
+                    return f"{what}: its slopes are others {away:g} deviations away" if away else f"{_AT_ONCE}: {what}"
+            first, *rest = others
+            for other, away in zip(rest, distances[1:]):
+                gain, size = here.gain(first, other)
+                off = (other.totals.sum() - first.totals.sum() - gain).abs()
+                if not off <= TOLERANCE**2 * first.totals.sum().abs() + TOLERANCE * size:
+                    return f"{what}: it is off by {off:.2g} nats {away:g} deviations away"
+            if not here.fits(others):
+                return f"{what}: not every one of them by itself"
+            return _FLAT if flat else ""
+        except Exception as error:  # noqa: BLE001  whatever a model does at values far out
+            return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
+
+
+def _by_depth(depths: Mapping[str, int]) -> list[list[str]]:
+    return [[name for name in depths if depths[name] == depth] for depth in sorted(set(depths.values()))]
+
+
+def expansion_of(group: ConjugateGroup) -> type[Expansion]:
+    """Returns the class that derives a group's conditionals."""
+    return {"Gaussian": JointGaussian, "enumeration": Enumeration}.get(group.form, ByStatistics)

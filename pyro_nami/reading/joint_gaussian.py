@@ -1,237 +1,372 @@
-"""Latents that are jointly Gaussian given the rest: seen by probing, and drawn from their exact conditionals.
+"""Latents that are jointly linear and Gaussian given the rest, whatever their plates: eliminated exactly.
 
-As a function of the members z of a `ConjugateGroup` the log density of the members and their children is
+Of offsets x from a reference the log density of the children is c + g . x - x . H x / 2, and a member's prior says
+x_k = B (x of members drawn before) + d + S u with u ~ N(0, I). Eliminating one member after another, in terms of u,
+changes H and g of those left, and nothing cancels however small a scale is. Slopes at the reference give g; slopes at
+unit offsets give H, and the priors' locations there B.
 
-    log p(z, children | rest) = c + g . (z - z0) - (z - z0) . P (z - z0) / 2,
-
-so its gradient g and curvature P at one point z0 are all there is to know of it. Both come from a run of the model by
-automatic differentiation. `is_quadratic` tests the equation; by it `JointGaussian` eliminates the members one by one,
-instance by instance of their plates. Change this module to tell, or to eliminate, more of what is Gaussian.
+Elements are eliminated in order: first those of lifted levels, all instances at once, as these do not depend on each
+other given the rest; then one dense vector. That is a block Cholesky factorization; q(x_k | members drawn before) is
+read off on the way (`gaussian_levels`). Change this module to take H, g and B from a model in another way.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_nami.reading.runner import RunModel
+from pyro_nami.factors.joint_normal import JointNormal
+from pyro_nami.factors.wrappers import innermost
+from pyro_nami.reading.expansion import (
+    TOLERANCE,
+    Changed,
+    ConjugateGroup,
+    Expansion,
+    agree,
+    broadcast,
+    derivatives,
+    irregular,
+    trimmed,
+)
+from pyro_nami.reading.gaussian_levels import Level, solved, times
 
-__all__ = ["ConjugateGroup", "JointGaussian", "expanding", "is_quadratic", "leading_shape"]
-
-_TOLERANCE = 1e-3
-_PROBED_AT = 3.0, 300.0  # prior standard deviations from the mean, at most; far, to see slow bends as well
-
-
-class ConjugateGroup(NamedTuple):
-    """Latents that are drawn from their exact conditionals together.
-
-    Attributes:
-        members: the latents, in sampling order.
-        children: observed sites that they are parents of.
-    """
-
-    members: tuple[str, ...]
-    children: tuple[str, ...]
+__all__ = ["JointGaussian"]
 
 
-class JointGaussian:
-    """The exact conditionals of a group's members, each given those before it and with those behind integrated out.
+_NEAR = 3.0  # prior standard deviations
 
-    Eliminating the last member k leaves P_ij - P_ik P_kj / P_kk and g_i - P_ik g_k / P_kk; its own conditional is
-    Normal(z0_k + (g_k - sum_i<k P_ik (z_i - z0_i)) / P_kk, P_kk^-1/2).
 
-    A run of the model goes between its two halves: with what was drawn before at its values, the members at `points`,
-    and gradients (`expanding`); `until` names the sites that it has to reach. Then `solve` is told its sites.
+class JointGaussian(Expansion):
+    """The exact conditionals of a block, each given those before it and with those behind integrated out.
 
     Args:
-        group: the members and their children.
-        leading: sizes of the batch dims to the left of the plates, and 1 for each plate dim.
-        differentiable: whether gradients are to flow to what was drawn before.
+        group, leading, nesting, differentiable, away: as for `Expansion`; coordinates are offsets from `references`.
+        sizes: member -> number of its elements, where they are not those of the group; is kept up to date.
     """
 
-    def __init__(self, group: ConjugateGroup, leading: Sequence[int], differentiable: bool) -> None:
-        self._expansion = _Expansion(group, leading)
-        self.members, self._differentiable = group.members, differentiable
-        self.points, self.until = self._expansion.values, self._expansion.until
+    def __init__(self, group: ConjugateGroup, *args: Any, sizes: dict[str, int] | None = None, **kwargs: Any) -> None:
+        super().__init__(group, *args, **kwargs)
+        self.sizes = dict(zip(group.members, group.elements)) if sizes is None else sizes
+        self._depth = dict(zip(group.members, group.depths))
+        self._first, self._end = {}, 0  # in order of elimination, of each level the last drawn first
+        backwards = list(reversed(group.members))
+        for name in sorted(backwards, key=self._depth.__getitem__):
+            self._first[name] = self._end
+            self._end += self.sizes[name]
+        self.count = 1 + self._end if group.vectorized and self.away is None else None
+        self.references: dict[str, Tensor] = {}
+        self._units: dict[str, Tensor] = {}
+        self._steps: dict[str, Tensor] = {}  # lengths of unit offsets, which suit the priors
+        self._levels: list[Level] = []
+        self._offsets: dict[int, list[Tensor]] = {}  # level -> offsets of what was drawn of it, the last drawn first
+        self._known: dict[int, int] = {}  # level -> how many of its members these are
+
+    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        """Returns 0 and all unit offsets, those of instances that are eliminated at once together; or 0 alone."""
+        loc, step = prior.mean.detach(), prior.stddev.detach().mean()
+        self.references[name] = loc[0] if self._has_points(prior, shape) else loc
+        if self.away is not None:
+            return self.away * step * irregular(shape, loc, len(self.values))
+        held = self._held(name, shape, prior)
+        if held.numel() != self.sizes[name]:
+            self.sizes[name] = held.numel()
+            raise Changed
+        first = 1 + self._first[name]
+        unit = torch.eye(1 + self._end, dtype=loc.dtype, device=loc.device)[:, first : first + held.numel()] * step
+        unit = unit.flip(-1) if held.numel() > 1 else unit
+        lead = shape if self.count is None else shape[1:]
+        unit = unit.reshape((-1,) + (1,) * (len(lead) - len(held)) + held).expand((-1, *lead))
+        self._units[name] = unit
+        self._steps[name] = step.expand(held.numel())
+        return unit[0] if self.count is None else unit
+
+    def value(self, name: str, coordinates: Tensor) -> Tensor:
+        return self.references[name] + coordinates
+
+    # ---- elimination
 
     def solve(self, sites: Mapping[str, Any]) -> None:
-        """Eliminates the members, last ones first."""
-        whole = torch.jit.is_tracing()  # a traced tensor's shape is none that autograd can compare
-        points, _, gradient, precision = self._expansion.at(sites, self._differentiable, whole=whole)
-        # What elimination leaves below this is rounding.
-        least = [torch.finfo(row[i].dtype).eps * row[i].detach() for i, row in enumerate(precision)]
-        for k in range(len(points) - 1, 0, -1):
-            for i in range(k):
-                ratio = precision[i][k] / precision[k][k]
-                gradient[i] = gradient[i] - ratio * gradient[k]
-                for j in range(i, k):
-                    precision[i][j] = precision[i][j] - ratio * precision[j][k]
-                precision[i][i] = precision[i][i].maximum(least[i])
-        self._points, self._gradient, self._precision = points, gradient, precision
+        with derivatives():
+            self._read(sites, whole=False)
+            for i, level in enumerate(self._levels):
+                self._levels[i], update = level.eliminated(self.nesting)
+                self._levels[i + 1 :] = [later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]]
 
-    def conditional(self, name: str, values: Mapping[str, Tensor]) -> dist.Normal:
-        """Returns a member's exact conditional, of batch shape ``(*batch, *plates)``, at values of those before it."""
-        k = self.members.index(name)
-        gradient = self._gradient[k]
-        for i in range(k):
-            gradient = gradient - self._precision[i][k] * (values[self.members[i]] - self._points[i])
-        loc, scale = self._points[k] + gradient / self._precision[k][k], self._precision[k][k].rsqrt()
-        if not self._differentiable:
-            loc, scale = loc.detach(), scale.detach()
-        return dist.Normal(loc, scale, validate_args=False)
+    def _read(self, sites: Mapping[str, Any], whole: bool) -> None:
+        """Takes H and g from the run, and what priors say."""
+        slopes = self.take(sites, again=self.differentiable or self.count is None, whole=whole)
+        bases: dict[str, Any] = {name: innermost(prior) for name, prior in self.priors.items()}
+        locs = {name: base.loc for name, base in bases.items()}
+        moved = {name for name, prior in self.priors.items() if self._has_points(prior, self.shapes[name])}
+        if self.count is None:
+            moved = {name for name, loc in locs.items() if loc.requires_grad} if len(locs) > 1 else set()
+            slopes, locs = self._at_units(slopes, {name: locs[name] for name in moved}, locs)
+        self._lengths = torch.cat([self._steps[name] for name in self._first]).double()
+        for names in self._by_level():
+            begin, size = self._first[names[0]], sum(self.sizes[name] for name in names)
+            frames = sites[names[0]]["cond_indep_stack"] if self._is_lifted(names[0]) else ()
+            dims = frozenset(frame.dim for frame in frames if frame.vectorized)
+            rows = [self._differences(self._flat(name, slopes[name]), begin, sign=-1) for name in names]
+            priors = [self._whitening(name, locs[name], name in moved, begin) for name in names]
+            self._levels.append(Level(begin, size, dims, torch.cat(rows, -2), torch.cat(priors, -2)))
 
+    def _differences(self, flat: Tensor, begin: int, sign: int) -> Tensor:
+        """Returns derivatives by all offsets from ``begin`` on, and behind them the value at 0: ``(..., E, columns)``.
 
-def leading_shape(values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int) -> torch.Size:
-    """Returns the sizes of all batch dims to the left of the plates that values have, and 1 for each plate dim."""
-    plates, shape = (1,) * nesting, torch.Size((1,) * nesting)
-    for name, value in values.items():
-        batch = value.shape[: value.dim() - event_dims.get(name, 0)]
-        if len(batch) > nesting:
-            shape = torch.broadcast_shapes(shape, batch[: len(batch) - nesting] + plates)
-    return shape
+        Both times ``sign``; of ``flat`` values at 0 and all unit offsets, ``(points, ..., E)``.
+        """
+        flat = (flat if self.differentiable else flat.detach()).double()
+        steps, zero = self._lengths[begin:].reshape((-1,) + (1,) * (flat.dim() - 1)), flat[:1]
+        return sign * torch.cat([(flat[1 + begin :] - zero) / steps, zero]).movedim(0, -1)
 
+    def _whitening(self, name: str, loc: Tensor, moved: bool, begin: int) -> Tensor:
+        """Returns S^-1 (x_k - B x - d), which has the prior N(0, I): ``(*batch, *plates, E, columns)``."""
+        shape, size, base = self.shapes[name], self.sizes[name], innermost(self.priors[name])
+        own, after = self._first[name], self._first[name] + size
+        points = shape if self.count is not None else (1, *shape)
+        if moved:
+            mean = self._differences(self._flat(name, loc.expand((1 + self._end, *points[1:]))), after, sign=1)
+        else:
+            mean = self._flat(name, loc.expand(points[1:])).double().unsqueeze(-1)
+            mean = mean if self.differentiable else mean.detach()
+            mean = torch.cat([mean.new_zeros(mean.shape[:-1] + (self._end - after,)), mean], -1)
+        reference = self._flat(name, self.references[name].expand(points[1:])).double()
+        last = mean[..., -1] - reference
+        mean = torch.cat([mean[..., :-1], last.unsqueeze(-1)], -1)
+        if isinstance(base, dist.Normal):
+            scale = self._flat(name, base.scale.expand(points)[0]).double()
+            scale = (scale if self.differentiable else scale.detach()).reciprocal().unsqueeze(-1)
+            inverse = scale if size == 1 else torch.diag_embed(scale.squeeze(-1))
+            mean = mean * scale
+        else:
+            inverse = self._inverse_root(name, base, points)
+            mean = inverse @ mean
+        before = inverse.new_zeros(inverse.shape[:-1] + (own - begin,))
+        return torch.cat([before, inverse, -mean], -1)
 
-@contextmanager
-def expanding() -> Iterator[None]:
-    """Runs a model for an expansion: with gradients, and unvalidated, as its own run validates the same."""
-    with torch.inference_mode(False), torch.enable_grad(), pyro.validation_enabled(False):
-        yield
+    def _inverse_root(self, name: str, base: Any, points: Sequence[int]) -> Tensor:
+        """Returns the inverse of the scale of a multivariate Normal, upper triangular as elements are in flat order."""
+        root = base.scale_tril.double() if self.differentiable else base.scale_tril.detach().double()
+        eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
+        inverse = torch.linalg.solve_triangular(root, eye, upper=False)
+        inverse = inverse.expand((*points, root.shape[-1]))[0]
+        if not self._is_lifted(name):  # of all instances, one below the other
+            cut = inverse.dim() - 2 - self.nesting
+            inverse = inverse.reshape(inverse.shape[:cut] + (-1,) + inverse.shape[-2:])
+            many = torch.eye(inverse.shape[cut], dtype=root.dtype, device=root.device)
+            inverse = many[:, None, :, None] * inverse.unsqueeze(-2)
+            size = self.sizes[name]
+            inverse = inverse.reshape(inverse.shape[:cut] + (1,) * self.nesting + (size, size))
+        return inverse.flip(-1, -2)
 
+    def _at_units(
+        self, slopes: Mapping[str, Tensor], moved: Mapping[str, Tensor], locs: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns slopes, and locations of priors, at 0 and all unit offsets, given those at 0.
 
-def is_quadratic(group: ConjugateGroup, run: RunModel, drawn: Mapping[str, Tensor]) -> bool:
-    """Whether density and gradient some deviations away are what gradient and curvature at the means say.
+        All of them are linear in the offsets, so derivatives at 0 tell, where the model cannot be run at all at once.
+        """
+        leaves, names = list(self.coordinates.values()), list(self.coordinates)
+        weights = {name: torch.ones_like(loc, requires_grad=True) for name, loc in moved.items()}
+        totals = [(loc * weights[name]).sum() for name, loc in moved.items()]
+        total = torch.stack(totals).sum() if totals else torch.zeros(())
+        backward = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True) if totals else ()
+        bent: dict[str, list[Tensor]] = {name: [torch.zeros_like(slope)] for name, slope in slopes.items()}
+        gone: dict[str, list[Tensor]] = {name: [torch.zeros_like(loc)] for name, loc in moved.items()}
+        options: Any = {"create_graph": self.differentiable, "retain_graph": True, "materialize_grads": True}
+        for i in range(self._end):
+            units = {name: self._units[name][1 + i] for name in names}
+            pairs = [(slopes[name] * units[name]).sum() for name in names if slopes[name].requires_grad]
+            bends = torch.autograd.grad(torch.stack(pairs).sum(), leaves, **options) if pairs else ()
+            for name, bend in zip(names, bends or map(torch.zeros_like, leaves)):
+                bent[name].append(bend)
+            steps = [(each * units[name]).sum() for name, each in zip(names, backward) if each.requires_grad]
+            found = torch.autograd.grad(torch.stack(steps).sum(), list(weights.values()), **options) if steps else ()
+            for name, step in zip(moved, found or map(torch.zeros_like, moved.values())):
+                gone[name].append(step)
+        def stacked(starts: Mapping[str, Tensor], changes: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+            return {
+                name: torch.stack([self._whole(name, start + change) for change in changes[name]])
+                for name, start in starts.items()
+            }
 
-    The density as well, since what the model detaches, or compares, has no gradient; and members and children apart, as
-    the members' own density may be so large that nothing is seen of that of the children. ``drawn`` has values of what
-    is drawn before the members, and of the children; ``run`` is told the sites that it has to reach, too.
-    """
+        return stacked(slopes, bent), {**locs, **stacked(moved, gone)}
 
-    def about(away: float) -> Callable[..., _Quadratic]:
-        expansion = _Expansion(group, away=away)
-        with expanding():
-            sites = run({**drawn, **expansion.values}, expansion.until)
-        return functools.partial(expansion.at, sites)
+    def _whole(self, name: str, value: Tensor) -> Tensor:
+        """Returns values of a member with all batch dims."""
+        return value.expand(self.values[name].shape).reshape(self.shapes[name])
 
-    try:
-        near = about(0.0)
-        if not all((row[i] > 0).all() for i, row in enumerate(near().precision)):
-            return False
-        far = [about(away) for away in _PROBED_AT]
-        for parts in (group.members, group.children):
-            here = near(parts=parts)
-            if not all(_agree(here, there(parts=parts)) for there in far):
+    # ---- conditionals
+
+    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+        size, event_shape = self.sizes[name], self.priors[name].event_shape
+        level = next(each for each in self._levels if 0 <= self._first[name] - each.start < each.size)
+        first = self._first[name] - level.start
+        rows = level.prior[..., first : first + size, :]
+        upper, error = rows[..., first : first + size], -rows[..., -1]
+        known = self._drawn(level, values, until=name)
+        if known is not None:
+            error = error - times(rows[..., first + size : level.size], known)
+        for later in self._levels[self._levels.index(level) + 1 :]:
+            whole = self._drawn(later, values)
+            begin = later.start - level.start
+            error = error - times(rows[..., begin : begin + later.size], whole)
+        reference = self._flat(name, self.references[name])
+        like = reference.dtype
+        loc = reference + solved(upper, error).to(like)
+        if size == 1:
+            shape = trimmed(loc.shape[:-1], dims) + event_shape  # of size 1
+            scale = upper[..., 0].reciprocal().to(like).expand(loc.shape)
+            normal = dist.Normal(loc.reshape(shape), scale.reshape(shape), validate_args=False)
+            return normal.to_event(len(event_shape))
+        held = self._held(name, self.shapes[name])
+        plates = len(held) - len(event_shape)
+        loc, lower = loc.flip(-1), upper.flip(-1, -2).to(like)
+        lead, rows_lead = loc.shape[: loc.dim() - 1 - plates], lower.shape[: lower.dim() - 2 - plates]
+        lead = trimmed(lead, None if dims is None else max(0, dims - plates))
+        held = held[max(0, plates - dims) :] if dims is not None and not lead else held
+        rows_lead = rows_lead[max(0, len(rows_lead) - len(lead)) :]
+        return JointNormal(
+            loc.reshape(lead + loc.shape[-1:]), lower.reshape(rows_lead + lower.shape[-2:]), held, len(event_shape)
+        )
+
+    def _drawn(self, level: Level, values: Mapping[str, Tensor], until: str = "") -> Any:
+        """Returns offsets of a level's members that are drawn before one, ``(*batch, *plates, elements)``; or None."""
+        names = [name for name in self.group.members if 0 <= self._first[name] - level.start < level.size]
+        stop = names.index(until) if until else len(names)
+        found = self._offsets.setdefault(level.start, [])
+        for name in names[self._known.get(level.start, 0) : stop]:
+            own = self._flat(name, values[name] - self.references[name]).double()
+            found[:] = [torch.cat([own, *found], -1)]
+        self._known[level.start] = max(self._known.get(level.start, 0), stop)
+        if not found:
+            return None
+        size = sum(self.sizes[name] for name in names[:stop])
+        return found[0][..., found[0].shape[-1] - size :] if size else None
+
+    # ---- probing
+
+    def measure(self, sites: Mapping[str, Any]) -> None:
+        if self.away is None:
+            with derivatives():
+                self._read(sites, whole=True)
+        else:
+            super().measure(sites)
+
+    def is_finite(self) -> bool:
+        return all(bool(each.isfinite().all()) for level in self._levels for each in (level.rows, level.prior))
+
+    def reaches(self, sites: Mapping[str, Any]) -> bool:
+        """Whether each child's log density moves at all, and that of no element is curved the wrong way."""
+        for level in self._levels:
+            own = [each[..., : level.size].diagonal(dim1=-2, dim2=-1) for each in (level.rows, level.prior)]
+            if not (own[0] > -own[1].square()).all():
+                return False
+        return all(self._curves(sites, child) for child in self.group.children)
+
+    def _curves(self, sites: Mapping[str, Any], child: str) -> bool:
+        if self.count is not None:
+            there = self.density(sites, child)
+            if there.dim() <= len(self.leading):
+                raise RuntimeError(f"'{child}' has no dim of the points.")
+            return bool((there != there[:1]).any())
+        slopes = self.take(sites, again=True, whole=True, parts=[child])
+        moving = [slope for slope in slopes.values() if slope.requires_grad]
+        along = [irregular(slope.shape, slope, i) for i, slope in enumerate(moving)]
+        leaves = list(self.coordinates.values())
+        bends = torch.autograd.grad(moving, leaves, along, retain_graph=True, materialize_grads=True) if moving else ()
+        return any(bool((bend != 0).any()) for bend in bends)
+
+    def explains(self, far: JointGaussian) -> bool:
+        names = self._by_level()
+        steps = [torch.cat([self._moved(name, far) for name in each], -1) for each in names]
+        for i, (each, level) in enumerate(zip(names, self._levels)):
+            found = torch.cat([self._flat(name, far.slopes[name]).double() for name in each], -1)
+            terms = [times(level.columns(other), step) for other, step in zip(self._levels[i:], steps[i:])]
+            terms += [other.summed(level, step) for other, step in zip(self._levels[:i], steps[:i])]
+            if not agree(found, -level.rows[..., -1], [-term for term in terms], torch.float32):
+                return False
+            # Where data are precise, what is small beside their pull may be large beside what they leave open.
+            own = [each[..., : level.size].diagonal(dim1=-2, dim2=-1) for each in (level.rows, level.prior)]
+            precision = (own[0] + own[1].square()).clamp(min=0)
+            rounding = 100 * torch.finfo(far.values[each[0]].dtype).eps * sum(term.abs() for term in terms)
+            off = (found + level.rows[..., -1] + sum(terms)).abs()
+            if abs(far.away or 0.0) <= _NEAR and not (off <= 0.05 * precision.sqrt() + rounding).all():
+                return False
+            # The priors' noise at these values is what their rows say of the offsets.
+            noise = [self._noise(name, far) for name in each]
+            terms = [times(level.columns(other, prior=True), step) for other, step in zip(self._levels[i:], steps[i:])]
+            if not agree(torch.cat(noise, -1), level.prior[..., -1], terms, torch.float32):
                 return False
         return True
-    except (NotImplementedError, RuntimeError, ValueError):
-        return False  # no gradient, no mean, or a density that is not that of one instance each
 
+    def _noise(self, name: str, far: JointGaussian) -> Tensor:
+        """Returns S^-1 (z - loc) of a member at another point, by its prior there."""
+        prior: Any = innermost(far.priors[name])
+        error = far.values[name].detach() - prior.loc.detach()
+        if isinstance(prior, dist.Normal):
+            error = error / prior.scale.detach()
+        else:
+            root = prior.scale_tril.detach()
+            error = torch.linalg.solve_triangular(root, error.unsqueeze(-1), upper=False).squeeze(-1)
+        return self._flat(name, error).double()
 
-class _Quadratic(NamedTuple):
-    """Points ``(*batch, *plates)`` of all members, and the log density, its gradient and negative curvature there."""
+    def _moved(self, name: str, far: JointGaussian) -> Tensor:
+        return self._flat(name, far.values[name].detach() - self.references[name]).double()
 
-    points: list[Tensor]
-    total: Tensor | None
-    gradient: list[Tensor]
-    precision: list[list[Tensor]]
+    def fits(self, others: Sequence[JointGaussian]) -> bool:
+        """Whether each child's log density by itself is quadratic along a line: what one hides, others show."""
+        by = {other.away or 0.0: other.totals.double() for other in others}
+        far, zero = max(by), by[0.0]
+        slope, bend = (by[far] - by[-far]) / 2 / far, ((by[far] + by[-far]) / 2 - zero) / far**2
+        rounding = 100 * torch.finfo(others[0].totals.dtype).eps * zero.abs()
+        for away, found in by.items():
+            size = slope.abs() * abs(away) + bend.abs() * away**2
+            if not ((found - zero - slope * away - bend * away**2).abs() <= TOLERANCE * size + rounding).all():
+                return False
+        return True
 
+    def gain(self, near: JointGaussian, far: JointGaussian) -> tuple[Tensor, Tensor]:
+        """Returns (g0 + g1) . (x1 - x0) / 2, which a quadratic gains, but not where autograd does not see slopes."""
+        terms, sizes = [], []
+        for name in self._first:
+            step = (far.values[name] - near.values[name]).detach()
+            terms.append((step * (near.slopes[name] + far.slopes[name])).sum() / 2)
+            sizes.append((step.abs() * (near.slopes[name].abs() + far.slopes[name].abs())).sum())
+        return torch.stack(terms).sum(), torch.stack(sizes).sum()
 
-def _agree(here: _Quadratic, there: _Quadratic) -> bool:
-    """Whether the density of some sites is quadratic, and no constant, as far as two points tell."""
-    assert here.total is not None and there.total is not None
-    steps = [b.detach() - a.detach() for a, b in zip(here.points, there.points)]
-    if all((each == 0).all() for row in here.precision for each in row):
-        return False  # weights that are zero as yet
-    gain, slack = there.total - here.total, _TOLERANCE**2 * here.total.abs()
-    fits = torch.ones_like(gain, dtype=torch.bool)
-    for i, row in enumerate(here.precision):
-        bends = [each.detach() * step for each, step in zip(row, steps)]
-        before, after = here.gradient[i].detach(), there.gradient[i].detach()
-        bend = torch.stack([each.abs() for each in bends]).sum(0)
-        size = bend + before.abs()
-        rounding = 100 * torch.finfo(size.dtype).eps * size.max()
-        off = (after - before + sum(bends)).abs()
-        fits = fits & (off <= _TOLERANCE * (bend + _TOLERANCE * bend.max()) + rounding).all()
-        gain = gain - (steps[i] * (before - sum(bends) / 2)).sum()
-        slack = slack + _TOLERANCE * (steps[i].abs() * size).sum()
-    return bool(fits & (gain.abs() <= slack))  # one look, as a device has to be waited for
+    # ---- shapes
 
+    def _has_points(self, prior: Any, shape: Sequence[int]) -> bool:
+        """Whether a prior moves with other members, and so has the dim of the points."""
+        dims = len(shape) - len(prior.event_shape)
+        return self.count is not None and len(prior.batch_shape) == dims and prior.batch_shape[0] == self.count
 
-class _Expansion:
-    """The expansion of a log density about the members' prior means, or points some deviations ``away``.
+    def _held(self, name: str, shape: Sequence[int], prior: Any = None) -> torch.Size:
+        """Returns those dims of a member's values that its elements lie along."""
+        prior = self.priors[name] if prior is None else prior
+        dims = len(prior.event_shape) + (0 if self._is_lifted(name) else self.nesting)
+        return torch.Size(shape[len(shape) - dims :])
 
-    Attributes:
-        values: member -> a function of its prior that makes its point.
-        until: the sites whose density it is.
-    """
+    def _is_lifted(self, name: str) -> bool:
+        return self._depth[name] < self.group.num_lifted
 
-    def __init__(self, group: ConjugateGroup, leading: Sequence[int] = (), away: float = 0.0) -> None:
-        self._group, self._leading, self._away = group, leading, away
-        self._points: dict[str, Tensor] = {}
-        self.values = {name: functools.partial(self._point, name) for name in group.members}
-        self.until = (*group.members, *group.children)
+    def _by_level(self) -> list[list[str]]:
+        return [list(names) for _, names in itertools.groupby(self._first, self._depth.__getitem__)]
 
-    def _point(self, name: str, prior: Any) -> Tensor:
-        value = prior.mean.detach()
-        if self._away:
-            order = torch.arange(value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
-            value = value + self._away * prior.stddev.detach() * (1 + 2.4 * order + len(self._points)).sin()
-        shape = torch.broadcast_shapes(self._leading, prior.batch_shape)
-        self._points[name] = value.expand(shape).clone().requires_grad_()
-        return self._points[name]
+    def _flat(self, name: str, value: Tensor) -> Tensor:
+        """Returns values with elements along the last dim, ``(*batch, *plates, E)``, size 1 in plates that E counts.
 
-    def at(
-        self, sites: Mapping[str, Any], differentiable: bool = False, parts: Sequence[str] = (), whole: bool = True
-    ) -> _Quadratic:
-        """Returns it, given the sites of a run of the model with gradients.
-
-        ``parts`` are the sites whose density it is, by default all. If it is known to be quadratic, ``whole=False``
-        leaves out its value there, and takes less time.
+        The last comes first, as it is eliminated first.
         """
-        group = self._group
-        # On this thread, since a trace does not see what others do, as a GPU's would.
-        with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-            scale = sites[group.members[0]]["scale"]
-            values = [self._points[name] for name in group.members]
-            names = parts or self.until
-            terms = [_term(sites[name], scale, masked=name in group.children, whole=whole) for name in names]
-            if parts:  # which need not depend on all values
-                terms += [(0 * value.square().sum(), None) for value in values]
-            outputs, cotangents = zip(*(term for term in terms if term[0].requires_grad))
-            gradient = list(torch.autograd.grad(outputs, values, cotangents, create_graph=True))
-            precision: list[list[Tensor]] = []
-            for i, row in enumerate(gradient):  # symmetric: what is below the diagonal is known
-                above = torch.autograd.grad(
-                    row.sum(), values[i:], create_graph=differentiable, retain_graph=True, materialize_grads=True
-                )
-                precision.append([*(known[i] for known in precision), *(-part for part in above)])
-        total = torch.stack([output.detach() for output, _ in terms]).sum() if whole else None
-        return _Quadratic(values, total, gradient, precision)
-
-
-def _term(site: Mapping[str, Any], scale: Any, masked: bool, whole: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns an output and its cotangent, of which the gradient of a site's log density is the product.
-
-    That is the log density, summed, or if it need not be ``whole`` the error of a Normal, which takes half the time.
-    Scales count relative to that of the latent. Latents count where they are masked too, so that they have a
-    conditional there, which no density counts.
-    """
-    fn, value, mask, own = site["fn"], site["value"], site["mask"] if masked else None, site["scale"]
-    same = own is scale or not isinstance(own, Tensor) and not isinstance(scale, Tensor) and own == scale
-    normal = not whole and type(fn) is dist.Normal
-    output = value - fn.loc if normal else fn.log_prob(value)
-    if mask is not None:
-        output = torch.where(torch.as_tensor(mask), output, torch.zeros_like(output))
-    if not normal:
-        return (output if same else output * (own / scale)).sum(), None
-    # A scale that is the same for all is one number.
-    spread = fn.scale[tuple(slice(0, 1 if step == 0 else None) for step in fn.scale.stride())]
-    weight = -spread.square().reciprocal()
-    cotangent = output * (weight if same else weight * (own / scale))
-    return output.expand(cotangent.shape), cotangent
+        shape = self.shapes[name]
+        value = value.expand(broadcast(value.shape, shape if self.count is None else shape[1:]))
+        held = self._held(name, shape)
+        batch = value.shape[: value.dim() - len(held)]
+        value = value.reshape(batch + (() if self._is_lifted(name) else (1,) * self.nesting) + (held.numel(),))
+        return value.flip(-1) if held.numel() > 1 else value

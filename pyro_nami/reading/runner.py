@@ -111,8 +111,10 @@ class Runner(Messenger):
                 msg["stop"] = False
         elif name in self.values:
             value = self.values[name]
-            value = value(msg["fn"]) if callable(value) else value
-            msg["value"] = _expanded(name, value, msg["fn"]) if self.broadcast else value
+            if not callable(value):
+                msg["value"] = _expanded(name, value, msg["fn"]) if self.broadcast else value
+            elif not msg["is_observed"]:
+                msg["value"] = value(msg["fn"])
         elif self.simulated and msg["is_observed"] and not is_fixed(msg):
             msg["is_observed"], msg["value"] = False, None
 

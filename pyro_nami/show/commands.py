@@ -8,14 +8,21 @@ from __future__ import annotations
 __all__ = ["main"]
 
 import argparse
+import contextlib
+import io
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import torch
+from pyro import poutine
 
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.inversions import DIRECTIONS, INVERSIONS, nami_steps
 from pyro_nami.graph.verification import verify_inverse
 from pyro_nami.guide.inversion import invert, with_hidden_evidence, with_latent_blocks
+from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.reading.interventions import is_blocked
 from pyro_nami.show.model_file import Failure, Found, find, told
 from pyro_nami.show.report import COMMENTS, Report, inverse_report, network_report, verdict_report
@@ -50,6 +57,9 @@ invert and verify add:
                     the plates of which all instances are read
   levels            lists of latents that can be sampled together
   num_edges, num_grounded_edges    plates counted once; between instances
+invert adds:
+  rules             latent -> rule ("exact", "learned" or "prior"), reads, and the reason why it is not exact; of a
+                    guide with these options, if one can be made
 invert --steps adds:
   steps             in order of elimination: site, frontier, parents, joint, fill (pairs), cost, predictive
 verify adds:
@@ -172,16 +182,36 @@ def _inspect(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
 
 def _invert(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
     inverse, blocks = _inverse(options, found)
-    steps = nami_steps(inverse.net, direction=options.inverse, blocks=blocks) if options.steps else None
-    return inverse_report(options.inverse, inverse, steps), 0
+    guide = _guide(options, found, blocks)
+    if guide is None or options.inverse != "auto":
+        steps = nami_steps(inverse.net, direction=options.inverse, blocks=blocks) if options.steps else None
+    else:  # which may prefer another order, in which more is exact
+        inverse = guide.inverse
+        one_by_one = [[name] for name in inverse.order]
+        steps = nami_steps(inverse.net, direction="reverse", blocks=one_by_one) if options.steps else None
+    return inverse_report(options.inverse, inverse, steps, None if guide is None else guide.rules), 0
 
 
 def _verify(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
-    inverse, _ = _inverse(options, found)
+    inverse, blocks = _inverse(options, found)
+    guide = _guide(options, found, blocks) if options.inverse == "auto" else None
+    inverse = inverse if guide is None else guide.inverse
     verdict = verify_inverse(inverse.net, inverse)
     well = verdict.minimal if options.minimal else bool(verdict)
     title = f"{options.target}, inverse {options.inverse}"
     return verdict_report(title, options.inverse, inverse, verdict), 0 if well else 1
+
+
+def _guide(options: argparse.Namespace, found: Found, blocks: list[list[str]] | None) -> AutoNaMIGuide | None:
+    """A guide with these options after its first call; None if it cannot be called, as some networks alone can be."""
+    guide = AutoNaMIGuide(found.model, inverse=options.inverse, blocks=blocks, observed=_names(options.observed))
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), poutine.block(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            guide(*found.args, **found.kwargs)
+    except Exception:  # noqa: BLE001  whatever a model does in runs that its network did not need
+        return None
+    return guide
 
 
 def _inverse(options: argparse.Namespace, found: Found) -> tuple[Inverse, list[list[str]] | None]:

@@ -34,9 +34,11 @@ class Failure(Exception):
 
 
 class Found(NamedTuple):
-    """A model, what was extracted from it, and the warnings that this gave, a line each."""
+    """A model with arguments, what was extracted from it, and the warnings that this gave, a line each."""
 
     model: Callable
+    args: tuple
+    kwargs: Mapping[str, Any]
     extraction: Extraction
     warnings: tuple[str, ...]
 
@@ -89,7 +91,8 @@ def find(
                 ) from error
     if not extraction.bayesnet.sites:
         raise Failure(f"Expected a model with sample sites; got {target!r}, which has none.")
-    return Found(model, extraction, tuple(dict.fromkeys(_line(warning.message) for warning in caught)))
+    told_once = tuple(dict.fromkeys(_line(warning.message) for warning in caught))
+    return Found(model, arguments, named, extraction, told_once)
 
 
 def told(error: BaseException, path: Path | None = None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 __all__ = ["COMMENTS", "Report", "inverse_report", "network_report", "verdict_report"]
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pyro_nami.graph.inverse import Inverse
@@ -55,8 +55,10 @@ def network_report(extraction: Extraction) -> Report:
     return Report(_network_object(net) | notes, _network_lines(extraction), net)
 
 
-def inverse_report(name: str, inverse: Inverse, steps: Sequence[Step] | None) -> Report:
-    """The inverse of this name, its levels, and the steps of its elimination where they are asked for.
+def inverse_report(
+    name: str, inverse: Inverse, steps: Sequence[Step] | None, rules: Mapping[str, Any] | None = None
+) -> Report:
+    """The inverse of this name, its levels, a guide's rules if told, and the steps of its elimination if asked for.
 
     Example:
         >>> from pyro_nami.graph.inversions import nami
@@ -66,7 +68,9 @@ def inverse_report(name: str, inverse: Inverse, steps: Sequence[Step] | None) ->
         Sampled in turn: z
     """
     taken = {} if steps is None else {"steps": list(map(_step_object, steps))}
-    return Report(_inverse_object(name, inverse) | taken, _inverse_lines(inverse, steps or ()), inverse)
+    known = {} if rules is None else {"rules": {site: note._asdict() for site, note in rules.items()}}
+    lines = _inverse_lines(inverse, steps or (), rules or {})
+    return Report(_inverse_object(name, inverse) | known | taken, lines, inverse)
 
 
 def verdict_report(title: str, name: str, inverse: Inverse, verdict: Verification) -> Report:
@@ -95,9 +99,12 @@ def _network_lines(extraction: Extraction) -> Iterator[str]:
             yield f"{what}: {_labels(name for name in net.sites if name in names)}"
 
 
-def _inverse_lines(inverse: Inverse, steps: Sequence[Step]) -> Iterator[str]:
+def _inverse_lines(inverse: Inverse, steps: Sequence[Step], rules: Mapping[str, Any]) -> Iterator[str]:
     yield str(inverse)
     yield f"Sampled in turn: {'; '.join(map(_labels, inverse.levels))}"
+    if rules:
+        yield "Drawn by:"
+    yield from (f"  {site}: {note}" for site, note in rules.items())
     if steps:
         yield "Eliminated in turn:"
     for number, step in enumerate(steps, 1):

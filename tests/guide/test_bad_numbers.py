@@ -88,7 +88,7 @@ def test_trains(name):
         svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
         losses += [svi.step(*args) for _ in range(8)]
     assert torch.tensor(losses).isfinite().all()
-    assert sum(losses[-5:]) < 5 * abs(losses[0]) + 5
+    assert sum(losses[-5:]) < 5 * abs(losses[0]) * (1 + 1e-5) + 5  # to the rounding of float32
     draws = Predictive(model, guide=guide, num_samples=3)(*args)
     assert all(draws[name].float().isfinite().all() for name in guide(*args))
 

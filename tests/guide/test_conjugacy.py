@@ -21,11 +21,16 @@ pytestmark = pytest.mark.usefixtures("double", "own_parameters")
 COUNTY = torch.tensor([0, 0, 0, 1, 1, 2, 4, 4, 4, 4])
 FLOOR = torch.tensor([0.0, 1.0, 1.0, 0.0, 2.0, 1.0, 0.5, 1.5, 0.0, 1.0], dtype=torch.float64)
 Y = torch.tensor([0.3, -1.2, 4.0], dtype=torch.float64)
+LEARNED_MEAN = {"mu": "learned"}
+BOTH = pytest.mark.parametrize("rules, conjugate", [(LEARNED_MEAN, ("z",)), ({}, ("mu", "z"))], ids=["local", "all"])
 
 
-def made(model, *args, conjugate=("z",), inverse="reverse", **kwargs):
-    """Returns a guide that was called once, whose exact conditionals are those of ``conjugate``."""
-    guide = AutoNaMIGuide(model, inverse=inverse)
+def made(model, *args, conjugate=("z",), inverse="reverse", learned=("mu",), **kwargs):
+    """Returns a guide that was called once, whose exact conditionals are those of ``conjugate``.
+
+    By default its global mean is learned, such that the locals' conditionals are those given any value of it.
+    """
+    guide = AutoNaMIGuide(model, inverse=inverse, rules=dict.fromkeys(learned, "learned"))
     guide(*args, **kwargs)
     assert guide.conjugate == conjugate
     return guide
@@ -71,7 +76,7 @@ def data(seed=0, county=COUNTY):
 
 
 def made_of_slopes(**kwargs):
-    return made(slopes, *data(), conjugate=("alpha", "beta"), **kwargs)
+    return made(slopes, *data(), conjugate=("alpha", "beta"), learned=(), **kwargs)
 
 
 def drawn(guide, *args, shape=(), **kwargs):
@@ -186,12 +191,14 @@ def test_subsampled_groups_bring_their_own_rows_at_their_own_scale():
     assert torch.allclose(fn.scale.flatten(), torch.full((2,), precision**-0.5))
 
 
-def test_data_sets_side_by_side_are_separate():
+@BOTH
+def test_data_sets_side_by_side_are_separate(rules, conjugate):
     """Also where they come as an argument of the model, whose plate does not tell of them."""
     y = torch.randn(3, 4)
-    guide = amortized(functools.partial(local_normals, rows=4, likelihood=noise(0.5)), inverse="reverse")
+    model = functools.partial(local_normals, rows=4, likelihood=noise(0.5))
+    guide = amortized(model, inverse="reverse", rules=rules)
     guide(y[0])
-    assert guide.conjugate == ("z",)
+    assert guide.conjugate == conjugate
     values = {"mu": torch.randn(3, 1), "z": torch.randn(3, 4)}
     one_by_one = [guide.log_prob({name: v[i].squeeze() for name, v in values.items()}, y[i]) for i in range(3)]
     assert torch.allclose(guide.log_prob(values, y), torch.stack(one_by_one))
@@ -199,12 +206,13 @@ def test_data_sets_side_by_side_are_separate():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_elbo_is_the_plain_one():
+@BOTH
+def test_a_compiled_elbo_is_the_plain_one(rules, conjugate):
     model, y, losses = below(noise(0.5)), torch.randn(3, 4), []
     with pyro.settings.context(module_local_params=False):
         for objective in (Trace_ELBO, JitTrace_ELBO):
             pyro.clear_param_store()
-            guide = made(model, y)
+            guide = made(model, y, conjugate=conjugate, learned=rules)
             elbo = objective(num_particles=5, vectorize_particles=True, max_plate_nesting=2)
             svi = SVI(model, guide, Adam({"lr": 0.0}), elbo)
             svi.step(y)  # which compiles
@@ -214,10 +222,11 @@ def test_a_compiled_elbo_is_the_plain_one():
     assert losses[0] == pytest.approx(losses[1])
 
 
-def test_data_that_the_model_samples_itself():
-    guide = AutoNaMIGuide(rows, inverse="reverse", observed=["y"])
+@BOTH
+def test_data_that_the_model_samples_itself(rules, conjugate):
+    guide = AutoNaMIGuide(rows, inverse="reverse", observed=["y"], rules=rules)
     guide(observations={"y": torch.randn(3)})
-    assert guide.conjugate == ("z",)
+    assert guide.conjugate == conjugate
     check_rows(poutine.trace(guide).get_trace(observations={"y": Y}), Y)
 
 
@@ -239,7 +248,7 @@ def test_in_inference_mode_where_a_drawn_number_multiplies_a_member():
             z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.5))
             pyro.sample("y", dist.Normal(slope * z + slope, 0.5), obs=y)
 
-    guide = made(model, Y)
+    guide = made(model, Y, learned=())
     with torch.inference_mode():
         trace = poutine.trace(guide).get_trace(Y)
         values = {name: trace.nodes[name]["value"] for name in ("slope", "z")}
@@ -263,16 +272,18 @@ def has_a_block_with_gradients(y):
     rows(y, draw=sample_with_gradients, mean=lambda z: 2 * z + 1)
 
 
+@BOTH
 @pytest.mark.parametrize("model", [adds_to_a_view, has_a_block_with_gradients])
-def test_models_that_mind_the_mode_of_gradients(model):
-    guide = made(model, Y, inverse="auto")
+def test_models_that_mind_the_mode_of_gradients(model, rules, conjugate):
+    guide = made(model, Y, conjugate=conjugate, inverse="auto", learned=rules)
     with torch.no_grad():
         trace = poutine.trace(guide).get_trace(Y)
     check_rows(trace, Y - 1)
     assert not trace.nodes["z"]["fn"].mean.requires_grad
 
 
-def test_an_earlier_member_that_a_call_observes():
+@pytest.mark.parametrize("learned", [("mu",), ()])
+def test_an_earlier_member_that_a_call_observes(learned):
     def model(y, a=None):
         mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 2.0))
         with pyro.plate("rows", len(y)):
@@ -281,11 +292,14 @@ def test_an_earlier_member_that_a_call_observes():
             pyro.sample("y", dist.Normal(a + b, 0.5), obs=y)
 
     a = torch.tensor([3.0, -3.0, 0.0])
-    fn = poutine.trace(made(model, Y, conjugate=("a", "b"), inverse="auto")).get_trace(Y, a=a).nodes["b"]["fn"]
+    conjugate = ("a", "b") if learned else ("mu", "a", "b")
+    guide = made(model, Y, conjugate=conjugate, inverse="auto", learned=learned)
+    fn = poutine.trace(guide).get_trace(Y, a=a).nodes["b"]["fn"]
     torch.testing.assert_close(fn.mean.detach(), (a + (Y - a) / 0.25) / 5)
 
 
-def test_predictive_children_do_not_matter():
+@BOTH
+def test_predictive_children_do_not_matter(rules, conjugate):
     def model(y):
         def draw(name, prior):
             z = pyro.sample(name, prior)
@@ -297,15 +311,17 @@ def test_predictive_children_do_not_matter():
         rows(y, draw)
         pyro.sample("count", dist.Poisson(drawn[0].square().sum()))
 
-    guide = made(model, Y, inverse="auto")
+    guide = made(model, Y, conjugate=conjugate, inverse="auto", learned=rules)
     assert guide.inverse.predictive == {"new", "count"}
     trace = poutine.trace(guide).get_trace(Y)
     check_rows(trace, Y)
     torch.testing.assert_close(trace.nodes["new"]["fn"].mean, 2 * trace.nodes["z"]["value"])
 
 
-def test_scales_of_more_dims_than_the_likelihood_has():
-    guide = made(lambda y, power: rows(y, power=power), Y, torch.ones(()), inverse="auto")
+@BOTH
+def test_scales_of_more_dims_than_the_likelihood_has(rules, conjugate):
+    model = lambda y, power: rows(y, power=power)  # noqa: E731
+    guide = made(model, Y, torch.ones(()), conjugate=conjugate, inverse="auto", learned=rules)
     trace = poutine.trace(guide).get_trace(Y, torch.tensor([[0.5], [1.0]]))
     check_rows(trace, Y, 1.5)  # summed, as the log density is
 
@@ -397,7 +413,7 @@ exact_likelihood = noise()
     ],
 )
 def test_other_likelihoods_and_priors_keep_their_networks(likelihood, prior):
-    guide = made(below(likelihood, lambda mu: prior(mu, 1.0)), torch.ones(3, 4), conjugate=())
+    guide = made(below(likelihood, lambda mu: prior(mu, 1.0)), torch.ones(3, 4), conjugate=(), learned=())
     assert "z" in guide.network.factors
 
 
@@ -417,14 +433,24 @@ def test_what_looks_quadratic_at_first_is_seen_through(likelihood, offset):
     y = offset + torch.randn(3, 4)
     y = (y > offset).to(y) if isinstance(likelihood(y), dist.Bernoulli) else y
     for sd in (1.0, 0.05):
-        made(below(likelihood, lambda mu, sd=sd: dist.Normal(mu, sd)), y, conjugate=())
+        made(below(likelihood, lambda mu, sd=sd: dist.Normal(mu, sd)), y, conjugate=(), learned=())
 
 
 @pytest.mark.parametrize(
-    "options", [{"conjugate": False}, {"anchor": False}, {"inverse": "mean_field"}, {"families": {"z": "flow"}}]
+    "options",
+    [
+        {"exact": False},
+        {"anchor": False},
+        {"inverse": "mean_field"},
+        {"families": {"z": "flow"}},
+        {"families": "normal"},
+        {"rules": {"z": "learned"}},
+    ],
+    ids=str,
 )
 def test_options_that_exclude_them(options):
     model = below(exact_likelihood)
+    made(model, torch.ones(3, 4), conjugate=("mu", "z"), learned=())
     made(model, torch.ones(3, 4))
     guide = AutoNaMIGuide(model, **{"inverse": "reverse", **options})
     guide(torch.ones(3, 4))
@@ -432,7 +458,7 @@ def test_options_that_exclude_them(options):
 
 
 def test_rows_that_are_subsampled_are_not_taken_for_the_data():
-    made(below(exact_likelihood, chosen_rows=5), torch.randn(30, 4), conjugate=())
+    made(below(exact_likelihood, chosen_rows=5), torch.randn(30, 4), conjugate=(), learned=())
 
 
 # ---- data that this call does not bring
@@ -453,16 +479,17 @@ def regression(x, y=None, setting=None):
 X = 1 + FLOOR  # a row that is multiplied by 0 could read any county
 
 
-def test_new_rows_are_predicted_from_the_arguments_of_the_data():
+@pytest.mark.parametrize("rules, conjugate", [(LEARNED_MEAN, ("alpha",)), ({}, ("mu", "alpha"))], ids=["local", "all"])
+def test_new_rows_are_predicted_from_the_arguments_of_the_data(rules, conjugate):
     y = torch.randn(10)
-    guide = trained(regression, X, y, save_data=True)
-    assert guide.conjugate == ("alpha",)
+    guide = trained(regression, X, y, save_data=True, rules=rules)
+    assert guide.conjugate == conjugate
     values = {name: value.detach() for name, value in guide(X, y).items()}
     expected = guide.log_prob(values, X, y)
     for new in (X[:3], X.flip(0)):
         assert torch.equal(guide.log_prob(values, new), expected)
     assert Predictive(regression, guide=guide, num_samples=4, parallel=True)(X[:3])["y"].shape == (4, 3)
-    other = amortized(regression, inverse="reverse")
+    other = amortized(regression, inverse="reverse", rules=rules)
     other(X, torch.randn(10))
     other.load_state_dict(through_file(guide.state_dict()))
     assert torch.equal(other.log_prob(values, X[:3]), expected)
@@ -475,21 +502,22 @@ def test_arguments_that_no_state_holds_are_asked_for():
     other = AutoNaMIGuide(regression, inverse="reverse")
     other(X, y)
     other.load_state_dict(guide.state_dict())
-    with pytest.raises(ValueError, match="data for the observed site 'y'.*alpha.*conjugate=False"):
+    with pytest.raises(ValueError, match="data for the observed site 'y'.*alpha.*exact=False"):
         other(X[:3])
 
 
+@BOTH
 @pytest.mark.parametrize("use", ["compilation", "CSIS"])
-def test_a_model_that_takes_observations_has_exact_conditionals_too(use):
+def test_a_model_that_takes_observations_has_exact_conditionals_too(use, rules, conjugate):
     model = told(functools.partial(local_normals, rows=8, sd=5.0, prior=noise(2.0)))
     if use == "CSIS":
-        guide = AutoNaMIGuide(model)
+        guide = AutoNaMIGuide(model, rules=rules)
         CSIS(model, guide, Adam({"lr": 1e-3})).step(observations={"y": torch.zeros(8)})
     else:
-        guide = AutoNaMIGuide(model, observed=["y"])
+        guide = AutoNaMIGuide(model, observed=["y"], rules=rules)
         adam = functools.partial(torch.optim.Adam, lr=1e-3)
         InferenceCompilation(model, guide, adam, batch_size=20).fit(2, progress=False)
-    assert guide.conjugate == ("z",)
+    assert guide.conjugate == conjugate
     y = torch.linspace(-3.0, 3.0, 8)
     assert guide(observations={"y": y})["z"].shape == (8,)
 
@@ -502,10 +530,11 @@ def two_children(w, y=None):
     pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
 
-def test_what_a_call_brings_is_used_beside_what_it_does_not():
+@BOTH
+def test_what_a_call_brings_is_used_beside_what_it_does_not(rules, conjugate):
     w, y = torch.randn(5), torch.tensor(0.3)
-    guide = trained(two_children, w, y, refine="auto")
-    assert guide.conjugate == ("z",)
+    guide = trained(two_children, w, y, refine="auto", rules=rules)
+    assert guide.conjugate == conjugate
     trace = poutine.trace(guide).get_trace(w + 10)
     expected = (trace.nodes["mu"]["value"] + (w + 10) / 0.09) / (1 + 1 / 0.09)
     assert torch.allclose(trace.nodes["z"]["fn"].loc, expected)

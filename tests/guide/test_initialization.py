@@ -66,7 +66,7 @@ def test_locations_and_scales_are_those_of_autonormal(name, inverse, anchor):
         loc, scale = theirs._get_loc_and_scale(key)
         expected[key] = loc.detach().reshape(-1), scale.detach().reshape(-1)
     pyro.clear_param_store()
-    ours = AutoNaMIGuide(case.model, inverse=inverse, anchor=anchor, conjugate=False)
+    ours = AutoNaMIGuide(case.model, inverse=inverse, anchor=anchor, exact=False)
     ours(*args)
     draws = unconstrained_draws(ours, name, args)
     for key in case.shapes:
@@ -81,7 +81,7 @@ def test_locations_and_scales_are_those_of_autonormal(name, inverse, anchor):
 
 def test_anchored_factors_start_at_the_given_scale_at_the_initial_values():
     y, sigma = CASES["eight_schools"].arguments()
-    guide = AutoNaMIGuide(eight_schools, inverse="reverse", init_scale=0.25, conjugate=False)
+    guide = AutoNaMIGuide(eight_schools, inverse="reverse", init_scale=0.25, exact=False)
     guide(y, sigma)
     prototype = {key: guide.prototype_trace.nodes[key]["value"] for key in ("mu", "tau", "theta")}
     for key in prototype:
@@ -112,7 +112,8 @@ STRATEGIES = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_init_loc_fn_sets_the_location(strategy, anchor):
     y = torch.ones(4)
-    guide = AutoNaMIGuide(conjugate_normal, init_loc_fn=STRATEGIES[strategy], init_scale=1e-4, anchor=anchor)
+    options = {"init_loc_fn": STRATEGIES[strategy], "init_scale": 1e-4, "anchor": anchor, "exact": False}
+    guide = AutoNaMIGuide(conjugate_normal, **options)
     pyro.set_rng_seed(3)
     value = guide(y)["mu"]
     assert abs(value - guide.prototype_trace.nodes["mu"]["value"]) < 1e-2
@@ -122,14 +123,15 @@ def test_init_loc_fn_sets_the_location(strategy, anchor):
         assert abs(value) < 0.5
 
 
+@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("strategy", [init_to_sample, init_to_median(num_samples=5), init_to_uniform(radius=0.5)])
 @pytest.mark.parametrize(
     "name, inverse",
     [("constrained", "forward"), ("vectors", "reverse"), ("nested", "forward"), ("support_parents", "reverse")],
 )
-def test_strategies_that_sample_work_on_every_support(name, inverse, strategy):
+def test_strategies_that_sample_work_on_every_support(name, inverse, strategy, exact):
     case = CASES[name]
-    guide = AutoNaMIGuide(case.model, inverse=inverse, init_loc_fn=strategy)
+    guide = AutoNaMIGuide(case.model, inverse=inverse, init_loc_fn=strategy, exact=exact)
     assert all(value.isfinite().all() for value in guide(*case.arguments()).values())
 
 
@@ -148,9 +150,10 @@ def test_the_prototype_is_there_after_the_first_call():
     assert "mu" in guide.prototype_trace.nodes and "y" not in guide.prototype_trace.nodes
 
 
-def test_the_initial_density_is_finite_far_from_the_prior():
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_initial_density_is_finite_far_from_the_prior(exact):
     """Data of any scale are standardized before they are read."""
     for scale in (1e-6, 1.0, 1e6):
         pyro.clear_param_store()
-        guide, y = AutoNaMIGuide(conjugate_normal), torch.randn(5) * scale
+        guide, y = AutoNaMIGuide(conjugate_normal, exact=exact), torch.randn(5) * scale
         assert guide.log_prob({"mu": torch.tensor(0.1)}, y).isfinite()

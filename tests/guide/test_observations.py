@@ -115,7 +115,7 @@ def shifted(x, y=None):
 def test_latents_of_new_rows_come_from_the_model(rows):
     """In a call without data: those of a plate of another size, and those whose covariates are others."""
     x, y = torch.randn(6), torch.randn(6)
-    guide = ready(shifted, x, y, inverse="reverse", conjugate=False)
+    guide = ready(shifted, x, y, inverse="reverse", exact=False)
     assert not isinstance(poutine.trace(guide).get_trace(x).nodes["z"]["fn"], dist.Normal)
     new = torch.linspace(-1, 1, rows)
     trace = poutine.trace(guide).get_trace(new)

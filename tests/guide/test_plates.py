@@ -180,9 +180,10 @@ def test_a_vectorized_plate_in_a_sequential_one():
 
 
 @DIRECTIONS
-def test_coupled_instances_form_one_block(inverse):
+@pytest.mark.parametrize("exact", [True, False])
+def test_coupled_instances_form_one_block(inverse, exact):
     y = torch.tensor(2.0)
-    guide = ready(coupled_instances, y, inverse=inverse)
+    guide = ready(coupled_instances, y, inverse=inverse, exact=exact)
     assert guide.inverse.joint["z"] == {"parts"}
 
     def elements(z):
@@ -214,7 +215,7 @@ def test_known_scales_are_found_or_given_and_read(inverse, given):
 
 
 def test_covariates_can_be_turned_off():
-    guide, y, sigma, values = schools(covariates=None, conjugate=False)
+    guide, y, sigma, values = schools(covariates=None, exact=False)
     assert torch.equal(guide.log_prob(values, y, sigma), guide.log_prob(values, y, sigma * 2))
 
 

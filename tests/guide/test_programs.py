@@ -563,14 +563,15 @@ def test_data_of_a_new_site_is_not_read_and_the_guide_says_so():
         guide(a=NUMBERS, b=NUMBERS)
 
 
-def test_a_call_without_any_data_predicts_from_the_data_last_seen():
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_call_without_any_data_predicts_from_the_data_last_seen(exact):
     def model(n, y=None):
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
         if y is not None:
             with pyro.plate("data", n):
                 pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
-    guide = AutoNaMIGuide(model)
+    guide = AutoNaMIGuide(model, exact=exact)
     steps(model, guide, 8, NUMBERS, count=1, lr=1e-3)
     values = torch.zeros(1), torch.ones(1)
     seen, predicted = ([guide.log_prob({"mu": v}, 8, *y) for v in values] for y in ((NUMBERS,), ()))

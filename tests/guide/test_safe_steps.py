@@ -11,7 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import amortized, conjugate_normal, conjugate_normal_posterior, pair, steps, unobserved
+from models import amortized, conjugate_normal, conjugate_normal_posterior, learned, pair, steps, unobserved
 from pyro import poutine
 from pyro.infer import JitTrace_ELBO, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
@@ -108,7 +108,7 @@ def test_at_a_high_rate_a_bounded_latent_moves_as_auto_normals(plate):
     """The width of its prior, and what its instances have in common, must not make another rate of this one."""
     data = torch.ones((plate,) if plate else ())
     model, found = pair(dist.Beta(0.01, 0.01), dist.Bernoulli, data, plate), []
-    for kind in (AutoNormal, functools.partial(AutoNaMIGuide, conjugate=False, families="normal")):
+    for kind in (AutoNormal, functools.partial(AutoNaMIGuide, exact=False, families="normal")):
         guide = afresh(kind, model)
         train(model, guide, 0.05, 100)
         with torch.no_grad(), pyro.plate("draws", 500, dim=-2):
@@ -133,7 +133,7 @@ def test_a_latent_that_another_reads_stays_where_it_belongs(objective):
 def test_a_rate_far_from_the_best_still_finds_the_posterior(rate):
     """150 steps of 0.003 are a way of 0.45, and the log scale starts 1.7 off."""
     y = torch.tensor([0.3, 0.8, 1.9])
-    guide = AutoNaMIGuide(conjugate_normal)
+    guide = learned(conjugate_normal)
     train(conjugate_normal, guide, rate, 150, y)
     with torch.no_grad():
         found = poutine.trace(guide).get_trace(y).nodes["mu"]["fn"]
@@ -153,7 +153,7 @@ def test_a_pass_is_freed_once_it_is_trained_on():
 
 def test_a_global_factor_does_not_learn_from_data_that_never_change():
     """Its constants do; what would read the data is as it was, and gets no gradient, until the data vary."""
-    guide = AutoNaMIGuide(conjugate_normal)
+    guide = learned(conjugate_normal)
     guide(Y)
     before = {name: value.detach().clone() for name, value in guide.named_parameters()}
     train(conjugate_normal, guide, RATE, 5, Y)
@@ -164,7 +164,7 @@ def test_a_global_factor_does_not_learn_from_data_that_never_change():
 
 
 def test_networks_learn_once_the_data_vary():
-    guide = AutoNaMIGuide(conjugate_normal)
+    guide = learned(conjugate_normal)
     for y in (Y, torch.tensor([0.0, -2.0, 0.5]), torch.tensor([4.0])):
         train(conjugate_normal, guide, RATE, 1, y)
     assert (guide.get_parameter("network.networks.0.output_unconstrained")[:, :-1] != 0).any()

@@ -8,7 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CASES, CHAIN, amortized, barren, made_once, nested, scatter
+from models import CASES, CHAIN, amortized, barren, learned, made_once, nested, scatter
 from pyro import poutine
 from pyro.util import check_model_guide_match, check_site_shape
 
@@ -20,16 +20,19 @@ DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
 PAIRS = [(name, ("forward", "reverse")[i % 2], i // 2 % 2) for i, name in enumerate(CASES)]
 
 
+EXACT = pytest.mark.parametrize("exact", [True, False], ids=["exact", "networks"])
+
+
 @made_once
-def called(name, inverse):
-    guide = AutoNaMIGuide(CASES[name].model, inverse=inverse)
+def called(name, inverse, exact):
+    guide = AutoNaMIGuide(CASES[name].model, inverse=inverse, exact=exact)
     guide(*CASES[name].arguments())
     return guide
 
 
-def made(name, inverse):
+def made(name, inverse, exact=True):
     """Returns a case, its arguments, and a guide that was called once."""
-    return CASES[name], CASES[name].arguments(), called(name, inverse)
+    return CASES[name], CASES[name].arguments(), called(name, inverse, exact)
 
 
 def guide_trace(guide, *args, **kwargs):
@@ -46,11 +49,12 @@ def sampled(trace):
     }
 
 
+@EXACT
 @DIRECTIONS
 @pytest.mark.parametrize("name", CASES)
-def test_guide_and_model_match_as_elbos_demand(name, inverse):
+def test_guide_and_model_match_as_elbos_demand(name, inverse, exact):
     """The guide emits its latents and nothing else; `test_log_prob.py` holds their order and shapes to the case's."""
-    case, args, guide = made(name, inverse)
+    case, args, guide = made(name, inverse, exact)
     guide_run = guide_trace(guide, *args)
     assert set(sampled(guide_run)) == set(case.shapes)
     assert not [key for key in guide_run.observation_nodes if key in case.shapes]
@@ -65,12 +69,13 @@ def test_guide_and_model_match_as_elbos_demand(name, inverse):
     assert guide_run.log_prob_sum().isfinite() and model_run.log_prob_sum().isfinite()
 
 
+@EXACT
 @pytest.mark.parametrize("name, inverse, two", PAIRS)
-def test_plates_around_the_guide_add_batch_dims_on_the_left(name, inverse, two):
+def test_plates_around_the_guide_add_batch_dims_on_the_left(name, inverse, two, exact):
     """At the first call, so that no parameter may take the outer plates in (contract 3, Trace_ELBO)."""
     outer = (3, 7) if two else (7,)
-    case, args, plain = made(name, inverse)
-    guide = AutoNaMIGuide(case.model, inverse=inverse)
+    case, args, plain = made(name, inverse, exact)
+    guide = AutoNaMIGuide(case.model, inverse=inverse, exact=exact)
     with poutine.trace() as tracer, ExitStack() as stack:
         for i, size in enumerate(reversed(outer)):
             stack.enter_context(pyro.plate(f"outer_{i}", size, dim=-1 - case.nesting - i))
@@ -88,6 +93,7 @@ def test_plates_around_the_guide_add_batch_dims_on_the_left(name, inverse, two):
     ]
 
 
+@EXACT
 @pytest.mark.parametrize(
     "name, inverse",
     [
@@ -98,9 +104,9 @@ def test_plates_around_the_guide_add_batch_dims_on_the_left(name, inverse, two):
         ("coupled_instances", "reverse"),
     ],
 )
-def test_draws_in_an_outer_plate_have_the_law_of_single_draws(name, inverse):
+def test_draws_in_an_outer_plate_have_the_law_of_single_draws(name, inverse, exact):
     """Averages over 4,000 draws agree within 6 standard errors of a mean."""
-    case, args, guide = made(name, inverse)
+    case, args, guide = made(name, inverse, exact)
     scatter(guide, 0.2)
     with torch.no_grad():
         with pyro.plate("outer", 4000, dim=-1 - case.nesting):
@@ -115,10 +121,11 @@ def test_draws_in_an_outer_plate_have_the_law_of_single_draws(name, inverse):
         assert not torch.equal(batch[key], again[key])
 
 
+@EXACT
 @DIRECTIONS
-def test_the_first_call_draws_what_any_call_draws(inverse):
+def test_the_first_call_draws_what_any_call_draws(inverse, exact):
     """Set-up leaves the random number generator alone."""
-    guide, y = AutoNaMIGuide(CHAIN, inverse=inverse), torch.tensor(1.0)
+    guide, y = AutoNaMIGuide(CHAIN, inverse=inverse, exact=exact), torch.tensor(1.0)
     pyro.set_rng_seed(5)
     first = guide(y)
     pyro.set_rng_seed(5)
@@ -136,10 +143,11 @@ def test_call_returns_values_sorted_by_name():
     assert len(values[1]) == 2 and all(torch.equal(values[1][i], values[0][name]) for i, name in enumerate("wz"))
 
 
+@EXACT
 @DIRECTIONS
-def test_a_conditioned_guide_has_the_density_of_the_given_value(inverse):
+def test_a_conditioned_guide_has_the_density_of_the_given_value(inverse, exact):
     """Auxiliary latent plus Delta would give minus infinity here (contract 1.1)."""
-    _, (y,), guide = made("chain", inverse)
+    _, (y,), guide = made("chain", inverse, exact)
     scatter(guide)
     given = torch.tensor(0.3)
     trace = guide_trace(poutine.condition(guide, {"b": given}), y)
@@ -149,9 +157,11 @@ def test_a_conditioned_guide_has_the_density_of_the_given_value(inverse):
     assert torch.allclose(trace.log_prob_sum(), guide.log_prob(values, y), atol=1e-5)
 
 
-def test_what_a_factor_reads_moves_it_and_the_rest_does_not():
-    """Sampling order c, b, a with parents {y}, {c}, {b}: a's factor sees b alone."""
-    _, (y,), guide = made("chain", "forward")
+@EXACT
+@DIRECTIONS
+def test_what_a_factor_reads_moves_it_and_the_rest_does_not(inverse, exact):
+    """Sampling order c, b, a with parents {y}, {c}, {b}, in the forward inverse: a's factor sees b alone."""
+    _, (y,), guide = made("chain", inverse, exact)
     scatter(guide)
     base = {name: torch.tensor(0.5) for name in "abc"}
 
@@ -171,7 +181,9 @@ def test_discrete_draws_have_no_gradient_and_continuous_ones_do(inverse):
     _, args, guide = made("discrete_locals", inverse)
     trace = guide_trace(guide, *args)
     assert trace.nodes["p"]["value"].requires_grad and trace.nodes["p"]["fn"].has_rsample
-    assert not trace.nodes["k"]["value"].requires_grad and not trace.nodes["k"]["fn"].has_rsample
+    fn = trace.nodes["k"]["fn"]
+    # A conditional that is exact needs no score: its draws do not change log p - log q.
+    assert not trace.nodes["k"]["value"].requires_grad and fn.has_rsample == ("k" in guide.conjugate)
 
 
 def test_barren_latents_come_from_the_models_own_conditional():
@@ -198,7 +210,7 @@ def test_a_masked_guide_still_samples(inverse):
 
 def test_a_guide_first_called_without_gradients_is_trainable():
     """SVI.evaluate_loss may come first, under no_grad."""
-    guide, args = AutoNaMIGuide(nested), CASES["nested"].arguments()
+    guide, args = learned(nested), CASES["nested"].arguments()
     with torch.no_grad():
         guide(*args)
     assert all(parameter.requires_grad for parameter in guide.parameters())
@@ -208,7 +220,7 @@ def test_a_guide_first_called_without_gradients_is_trainable():
 @pytest.mark.parametrize("name, inverse, shared", [pair for pair in PAIRS if CASES[pair[0]].reparametrized])
 def test_gradient_reaches_every_parameter(name, inverse, shared):
     case = CASES[name]
-    guide = amortized(case.model, inverse=inverse, shared=bool(shared))
+    guide = amortized(case.model, inverse=inverse, shared=bool(shared), exact=False)
     args = case.arguments()
     guide(*args)
     scatter(guide)

@@ -17,6 +17,7 @@ from models import (
     CHAIN,
     conjugate_normal,
     eight_schools,
+    learned,
     local_normals,
     nested,
     pooled,
@@ -34,6 +35,7 @@ from pyro_nami import AutoNaMIGuide
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("own_parameters")]
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
+EXACT = pytest.mark.parametrize("exact", [True, False], ids=["exact", "networks"])
 CATALOGUE = pytest.mark.parametrize(
     "name, inverse",
     [
@@ -46,7 +48,7 @@ ZEROS = {name: torch.zeros(()) for name in "abc"}
 
 
 def trained(model, *args, **options):
-    guide = AutoNaMIGuide(model, **options)
+    guide = learned(model, **options)
     steps(model, guide, *args, count=1, lr=1e-3)
     scatter(guide)
     return guide
@@ -54,7 +56,7 @@ def trained(model, *args, **options):
 
 def loaded(state, model, *args, strict=True, **options):
     """Returns a guide with the state of another, after a call if there are arguments for one."""
-    other = AutoNaMIGuide(model, **options)
+    other = learned(model, **options)
     if args:
         other(*args)
     result = other.load_state_dict(state, strict=strict)
@@ -85,14 +87,15 @@ def through_pickle(value):
 # ---- state dicts
 
 
+@EXACT
 @CATALOGUE
 @pytest.mark.parametrize("called", [True, False])
-def test_a_state_dict_loads_into_a_called_guide_and_before_the_first_call(name, inverse, called):
+def test_a_state_dict_loads_into_a_called_guide_and_before_the_first_call(name, inverse, called, exact):
     """Every guide of Pyro's raises "Unexpected key(s)" at the latter (contract 2)."""
     case = CASES[name]
-    guide = trained(case.model, *case.arguments(), inverse=inverse)
+    guide = trained(case.model, *case.arguments(), inverse=inverse, exact=exact)
     args = case.arguments() if called else ()
-    other = loaded(through_file(guide.state_dict()), case.model, *args, inverse=inverse)
+    other = loaded(through_file(guide.state_dict()), case.model, *args, inverse=inverse, exact=exact)
     assert draw_the_same(guide, other, case)
 
 
@@ -116,17 +119,19 @@ def tensors_of(state):
     return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
 
 
-def test_a_state_dict_holds_no_data_unless_asked_to():
+@EXACT
+def test_a_state_dict_holds_no_data_unless_asked_to(exact):
     x, y = torch.randn(6, 2), torch.randn(6)
     for save_data in (False, True):
-        state = trained(regression, x, y, save_data=save_data).state_dict()
+        pyro.clear_param_store()
+        state = trained(regression, x, y, save_data=save_data, exact=exact).state_dict()
         held = [part for part in tensors_of(state) if part.shape == y.shape and torch.equal(part, y)]
         assert bool(held) == save_data
-    many = trained(regression, torch.randn(5000, 2), torch.randn(5000))
+    many = trained(regression, torch.randn(5000, 2), torch.randn(5000), exact=exact)
     assert all(part.numel() < 5000 for part in tensors_of(many.state_dict()))
-    guide = trained(regression, x, y, observed=["y"])
+    guide = trained(regression, x, y, observed=["y"], exact=exact)
     assert guide(x)["w"].shape == (2,)  # in the same process the data last seen are there
-    other = loaded(guide.state_dict(), regression, observed=["y"])
+    other = loaded(guide.state_dict(), regression, observed=["y"], exact=exact)
     with pytest.raises(ValueError, match="data for the observed site 'y'.*save_data=True"):
         other(x)
 
@@ -145,10 +150,11 @@ def test_a_loaded_guide_tells_the_data_that_it_was_trained_on_from_others():
     assert (guide.log_prob(values, changed) - guide.log_prob(values, y)).abs() > 0.1
 
 
-def test_the_data_last_seen_belong_to_the_state_where_asked_for():
+@EXACT
+def test_the_data_last_seen_belong_to_the_state_where_asked_for(exact):
     x, y = torch.randn(6, 2), torch.randn(6)
-    guide = trained(regression, x, y, save_data=True)
-    other = loaded(through_file(guide.state_dict()), regression, x, torch.zeros(6))
+    guide = trained(regression, x, y, save_data=True, exact=exact)
+    other = loaded(through_file(guide.state_dict()), regression, x, torch.zeros(6), exact=exact)
     values = {"w": torch.randn(2), "s": torch.tensor(1.0)}
     assert torch.equal(other.log_prob(values, x), guide.log_prob(values, x))
     assert torch.equal(other.log_prob(values, x), guide.log_prob(values, x, y))
@@ -177,7 +183,7 @@ def test_parameters_in_the_store_are_saved_and_loaded(tmp_path):
     pyro.get_param_store().save(tmp_path / "params")
     pyro.clear_param_store()
     pyro.get_param_store().set_state(torch.load(tmp_path / "params", weights_only=False))
-    other = AutoNaMIGuide(conjugate_normal)
+    other = learned(conjugate_normal)
     other(torch.ones(4))
     assert torch.equal(other.log_prob(values, torch.ones(4)), expected)
 
@@ -185,36 +191,38 @@ def test_parameters_in_the_store_are_saved_and_loaded(tmp_path):
 def test_parameters_in_the_store_are_kept_by_a_second_guide():
     """Two guides of one class share names in the store, as Pyro's do: clear it, or use module_local_params."""
     first = trained(CHAIN, Y, refine=None)
-    second = AutoNaMIGuide(CHAIN, refine=None)
+    second = learned(CHAIN, refine=None)
     second(Y)
     assert [name for name, _ in first.named_parameters()] == [name for name, _ in second.named_parameters()]
     assert torch.equal(first.log_prob(ZEROS, Y), second.log_prob(ZEROS, Y))
 
 
 def test_parameters_of_another_guide_in_the_store_are_named():
-    AutoNaMIGuide(CHAIN)(Y)
+    learned(CHAIN)(Y)
     with pytest.raises(ValueError, match="clear_param_store"):
-        AutoNaMIGuide(CASES["vectors"].model)(*CASES["vectors"].arguments())
+        learned(CASES["vectors"].model)(*CASES["vectors"].arguments())
 
 
 # ---- pickles and copies
 
 
+@EXACT
 @DIRECTIONS
-def test_torch_save_of_a_whole_guide(inverse):
+def test_torch_save_of_a_whole_guide(inverse, exact):
     case = CASES["eight_schools"]
-    guide = trained(eight_schools, *case.arguments(), inverse=inverse)
+    guide = trained(eight_schools, *case.arguments(), inverse=inverse, exact=exact)
     other = through_file(guide, weights_only=False)
     assert draw_the_same(guide, other, case)
     ours, theirs = ({name: p.shape for name, p in one.named_parameters()} for one in (guide, other))
     assert ours == theirs
 
 
-def test_a_guide_without_its_model_is_bound_again():
+@EXACT
+def test_a_guide_without_its_model_is_bound_again(exact):
     def local():
         CHAIN(Y)
 
-    guide = trained(local)
+    guide = trained(local, exact=exact)
     other = through_pickle(guide)
     guide()
     with pytest.raises(RuntimeError, match="bind"):
@@ -228,7 +236,7 @@ def test_a_guide_without_its_model_is_bound_again():
 def test_copies_leave_the_original_working_and_are_independent(how, called):
     """The base class drops the original's model (contract 2)."""
     args = CASES["nested"].arguments()
-    guide = AutoNaMIGuide(nested)
+    guide = learned(nested)
     if called:
         guide(*args)
         scatter(guide)
@@ -267,11 +275,12 @@ class Model(PyroModule):
             return pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
 
 
+@EXACT
 @DIRECTIONS
-def test_a_module_as_model_is_no_part_of_the_guide_with_parameters_in_the_store(inverse):
+def test_a_module_as_model_is_no_part_of_the_guide_with_parameters_in_the_store(inverse, exact):
     """Site names with dots, and the model's own parameters stay the model's (tests/infer/test_autoguide.py:969)."""
     model, x, y = Model(), torch.randn(5, 2), torch.randn(5)
-    guide = AutoNaMIGuide(model, inverse=inverse)
+    guide = AutoNaMIGuide(model, inverse=inverse, exact=exact)
     bias = model.bias.detach().clone()
     steps(model, guide, x, y)
     assert list(guide(x, y)) == ["linear.weight"]
@@ -285,10 +294,11 @@ def test_a_module_as_model_is_no_part_of_the_guide_with_parameters_in_the_store(
 # ---- dtypes, modes
 
 
+@EXACT
 @CATALOGUE
-def test_a_guide_can_be_moved_to_double(name, inverse):
+def test_a_guide_can_be_moved_to_double(name, inverse, exact):
     case = CASES[name]
-    guide = AutoNaMIGuide(case.model, inverse=inverse)
+    guide = AutoNaMIGuide(case.model, inverse=inverse, exact=exact)
     guide(*case.arguments())
     assert all(parameter.dtype == torch.float32 for parameter in guide.parameters())
     guide.to(torch.float64)
@@ -310,29 +320,32 @@ def of_the_dtype_of_its_data(y):
         pyro.sample("y", dist.Normal(z, 1.0), obs=y)
 
 
-@pytest.mark.parametrize("conjugate", [True, False])
-def test_a_guide_of_float64_data_can_be_moved_to_float(conjugate):
+@EXACT
+def test_a_guide_of_float64_data_can_be_moved_to_float(exact):
     y = torch.randn(6, dtype=torch.float64)
-    guide = trained(of_the_dtype_of_its_data, y, conjugate=conjugate).float()
+    guide = trained(of_the_dtype_of_its_data, y, exact=exact).float()
     assert all(value.dtype == torch.float32 for value in guide(y.float()).values())
     steps(of_the_dtype_of_its_data, guide, y.float(), count=1)
 
 
+@EXACT
 @DIRECTIONS
-def test_the_dtype_follows_the_models_against_the_default(inverse):
-    guide = AutoNaMIGuide(of_the_dtype_of_its_data, inverse=inverse)
+def test_the_dtype_follows_the_models_against_the_default(inverse, exact):
+    guide = AutoNaMIGuide(of_the_dtype_of_its_data, inverse=inverse, exact=exact)
     all_are_double(guide, torch.randn(3, dtype=torch.float64))
 
 
-def test_integer_data_are_read():
+@EXACT
+def test_integer_data_are_read(exact):
     model = pooled(dist.Gamma(2.0, 1.0), dist.Poisson)
-    guide = AutoNaMIGuide(model)
+    guide = AutoNaMIGuide(model, exact=exact)
     steps(model, guide, torch.tensor([1, 4, 2]), count=1)
     assert all(parameter.dtype == torch.float32 for parameter in guide.parameters())
 
 
-def test_evaluation_mode_and_frozen_parameters():
-    guide = trained(CHAIN, Y)
+@EXACT
+def test_evaluation_mode_and_frozen_parameters(exact):
+    guide = trained(CHAIN, Y, exact=exact)
     guide.eval()
     guide.requires_grad_(False)
     assert not poutine.trace(guide).get_trace(Y).log_prob_sum().requires_grad
@@ -341,10 +354,11 @@ def test_evaluation_mode_and_frozen_parameters():
     assert poutine.trace(guide).get_trace(Y).log_prob_sum().requires_grad
 
 
+@EXACT
 @DIRECTIONS
-def test_a_guide_is_traced_saved_and_loaded_as_torch_script(inverse):
+def test_a_guide_is_traced_saved_and_loaded_as_torch_script(inverse, exact):
     """tests/infer/test_autoguide.py:461[jit]: the data are constants of the traced guide."""
-    guide = trained(lambda: CHAIN(Y), inverse=inverse)
+    guide = trained(lambda: CHAIN(Y), inverse=inverse, exact=exact)
     pyro.set_rng_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

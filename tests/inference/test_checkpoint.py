@@ -9,11 +9,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CHAIN, COLLIDER, drawn_normal, pair
+from models import CHAIN, COLLIDER, drawn_normal, learned, pair
 from scripts import run_session
 from torch.utils.data import DataLoader
 
-from pyro_nami import AutoNaMIGuide
 from pyro_nami.inference import checkpoint as module
 from pyro_nami.inference.checkpoint import (
     check_structure,
@@ -40,7 +39,7 @@ def new(model=CHAIN, *, optim=Adam, guide=None, **options):
     """A session from the start: as after a new start of the program, whatever was trained before."""
     pyro.clear_param_store()
     pyro.set_rng_seed(11)
-    guide = AutoNaMIGuide(model) if guide is None else guide
+    guide = learned(model) if guide is None else guide
     return InferenceCompilation(model, guide, optim, batch_size=10, **options)
 
 
@@ -65,7 +64,7 @@ def moved(x):
 
 def new_observed(model):
     """A session of a model that samples its data."""
-    return new(model, guide=AutoNaMIGuide(model, observed=["y"]), observed=["y"])
+    return new(model, guide=learned(model, observed=["y"]), observed=["y"])
 
 
 def fit(compilation, steps, path=None, **options):
@@ -139,7 +138,7 @@ def arguments(step):  # that draw on every generator
 
 def train(checkpoint, tracker=None):
     pyro.set_rng_seed(0)
-    guide = AutoNaMIGuide(model, observed=["y"], hidden_features=(8,))
+    guide = AutoNaMIGuide(model, observed=["y"], hidden_features=(8,), exact=False)
     compilation = InferenceCompilation(
         model, guide, functools.partial(torch.optim.Adam, lr=0.01), batch_size=10, clip_norm=10.0,
         observed=["y"],
@@ -301,12 +300,13 @@ SITES_DIFFER = "site 'a': here .*site 'e': here e: latent.*; there absent"
         (COLLIDER, {}, SITES_DIFFER),
         (CHAIN, {"inverse": "mean_field"}, r"site 'a': here .*in the inverse a \| y; there"),
         (CHAIN, {"hidden_features": (7,)}, r"parameter '.*': here shape .*; there shape"),
+        (CHAIN, {"exact": True}, r"site 'a': here .*in the inverse a \| y; there"),
     ],
-    ids=["model", "inverse", "widths"],
+    ids=["model", "inverse", "widths", "exact"],
 )
 def test_another_structure_is_refused_by_name(model, options, match, tmp_path):
     fit(new(), 2, tmp_path / "c")
-    compilation = new(model, guide=AutoNaMIGuide(model, **options))
+    compilation = new(model, guide=learned(model, **options))
     compilation.step(*ZERO)
     before = state_of(compilation)
     with pytest.raises(ValueError, match=f"another model or guide. They differ at {match}"):

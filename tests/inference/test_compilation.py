@@ -14,6 +14,7 @@ from models import (
     conjugate_normal,
     conjugate_normal_posterior,
     drawn_normal,
+    learned,
     learned_scale,
     pair,
     scatter,
@@ -42,7 +43,7 @@ def by_if(y=None):
 
 
 def compiled(model=CHAIN, args=ZERO, steps=0, *, guide=None, optim=Adam, batch_size=20, **options):
-    guide = AutoNaMIGuide(model, observed=["y"]) if guide is None else guide
+    guide = learned(model, observed=["y"]) if guide is None else guide
     compilation = InferenceCompilation(model, guide, optim, batch_size=batch_size, observed=["y"], **options)
     if steps:
         compilation.fit(steps, args, progress=False)
@@ -62,7 +63,7 @@ def test_training_reaches_the_expected_conditional_entropy():
     comparison serve the exact posterior too, so their error is that of the KL divergence, about 0.002 nats."""
     optim, steps = functools.partial(torch.optim.Adam, lr=0.05), 500
     scheduler = functools.partial(schedulers.OneCycleLR, max_lr=0.05, total_steps=steps)
-    guide = AutoNaMIGuide(COLLIDER, hidden_features=())
+    guide = learned(COLLIDER, hidden_features=())
     compilation = InferenceCompilation(
         COLLIDER, guide, optim, batch_size=200, scheduler=scheduler, clip_norm=20.0
     )
@@ -84,7 +85,7 @@ def test_training_reaches_the_expected_conditional_entropy():
 
 @pytest.mark.usefixtures("double")
 def test_a_guide_trained_over_sizes_is_right_at_each():
-    guide = AutoNaMIGuide(drawn_normal, observed=["y"], hidden_features=())
+    guide = learned(drawn_normal, observed=["y"], hidden_features=())
     compilation = compiled(drawn_normal, guide=guide, batch_size=100)
 
     def arguments(step):
@@ -158,8 +159,9 @@ def test_the_gradient_is_clipped():
 
 
 @pytest.mark.usefixtures("double")
-def test_replayed_guides_have_the_same_loss_as_dense_ones():
-    y, guide = torch.zeros(6), AutoNaMIGuide(conjugate_normal)
+@pytest.mark.parametrize("exact", [True, False])
+def test_replayed_guides_have_the_same_loss_as_dense_ones(exact):
+    y, guide = torch.zeros(6), AutoNaMIGuide(conjugate_normal, exact=exact)
     guide(y)
     scatter(guide, 0.1)
     draws = Simulator(conjugate_normal, (y,)).draw(9)
@@ -218,10 +220,11 @@ def test_a_guide_may_say_itself_what_it_conditions_on():
     assert math.isfinite(compilation.step()) and compilation._trainer.simulator.observed == ("y",)
 
 
-def test_observations_among_the_arguments_are_those_of_the_model_alone():
+@pytest.mark.parametrize("exact", [True, False])
+def test_observations_among_the_arguments_are_those_of_the_model_alone(exact):
     """The guide gets the simulated ones."""
     model = told(conjugate_normal)
-    compilation = InferenceCompilation(model, AutoNaMIGuide(model), Adam, batch_size=5)
+    compilation = InferenceCompilation(model, AutoNaMIGuide(model, exact=exact), Adam, batch_size=5)
     assert math.isfinite(compilation.step(observations={"y": torch.zeros(6)}))
 
 

@@ -12,6 +12,7 @@ from models import (
     conjugate_normal,
     conjugate_normal_evidence,
     conjugate_normal_posterior,
+    learned,
     scatter,
     told,
 )
@@ -42,7 +43,7 @@ def weights(guide):
 @pytest.mark.usefixtures("double")
 def test_the_loss_is_the_same_in_three_ways():
     """At equal parameters, each within five standard errors of the mean over 20,000 simulations."""
-    guide = AutoNaMIGuide(CHAIN)
+    guide = learned(CHAIN)
     compilation = InferenceCompilation(CHAIN, guide, Adam, batch_size=5000)
     compilation.evaluate_loss(*ZERO, num=1)
     scatter(guide, 0.1)
@@ -64,7 +65,7 @@ def test_the_loss_is_the_same_in_three_ways():
 @pytest.mark.usefixtures("double")
 def test_the_gradient_of_csis_is_that_of_compilation():
     """On the very same simulations."""
-    guide, draws = AutoNaMIGuide(CHAIN), Simulator(CHAIN, ZERO).draw(6)
+    guide, draws = learned(CHAIN), Simulator(CHAIN, ZERO).draw(6)
     CompilationLoss(guide)(draws, ZERO, {})
     scatter(guide, 0.1)
     CompilationLoss(guide)(draws, ZERO, {}).mean().backward()
@@ -91,7 +92,7 @@ def free(y=None):
 
 def test_csis_trains_and_samples():
     model = told(free)
-    guide = AutoNaMIGuide(model, observed=["y"])
+    guide = learned(model, observed=["y"])
     csis = CSIS(model, guide, pyro.optim.Adam({"lr": 0.05}), num_inference_samples=40, training_batch_size=5)
     compilation = InferenceCompilation(model, guide, Adam, batch_size=100)
     before = compilation.evaluate_loss(num=2000)
@@ -107,7 +108,7 @@ def test_csis_trains_and_samples():
 @pytest.mark.parametrize("insomnia", [0.0, 0.5, 1.0])
 def test_wake_sleep_trains(insomnia):
     y = torch.linspace(0.0, 2.0, 6)
-    guide = AutoNaMIGuide(free)
+    guide = learned(free)
     objective = wake_sleep(insomnia=insomnia, num_sleep_particles=50, max_plate_nesting=1)
     svi = SVI(free, guide, pyro.optim.Adam({"lr": 0.02}), objective)
     svi.step(y)
@@ -120,7 +121,7 @@ def test_wake_sleep_trains(insomnia):
 
 @pytest.mark.usefixtures("double")
 def test_importance_sampling_with_a_compiled_guide():
-    guide, y = AutoNaMIGuide(free, observed=["y"], hidden_features=()), torch.linspace(0.0, 2.0, 6)
+    guide, y = learned(free, observed=["y"], hidden_features=()), torch.linspace(0.0, 2.0, 6)
     compilation = InferenceCompilation(free, guide, Adam, batch_size=100)
     compilation.fit(150, (torch.zeros(6),), progress=False)
     exact = conjugate_normal_evidence(y)
@@ -163,12 +164,13 @@ class Proposal:
 
 
 @pytest.mark.usefixtures("double")
-def test_a_particle_filter_takes_a_compiled_proposal():
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_particle_filter_takes_a_compiled_proposal(exact):
     """The particles' mean against the Kalman filter's, within five standard errors at the ESS that resampling keeps."""
     model = Step()
-    guide = AutoNaMIGuide(model.transition, observed=["z_before", "y"], hidden_features=())
+    guide = AutoNaMIGuide(model.transition, observed=["z_before", "y"], hidden_features=(), exact=exact)
     compilation = InferenceCompilation(model.transition, guide, Adam, batch_size=100, observed=guide.observed)
-    compilation.fit(200, progress=False)
+    compilation.fit(5 if exact else 200, progress=False)
     smc = SMCFilter(model, Proposal(guide), num_particles=2000, max_plate_nesting=0)
     smc.init()
     mean, variance = 0.0, 0.0

@@ -182,7 +182,8 @@ def test_inspect_prints_the_network(run, schools):
 @pytest.mark.parametrize("command", ["inspect", "invert"])
 def test_drawings_are_those_of_render(run, schools, command, format):
     code, out, _ = run(command, *SCHOOLS, "--format", format)
-    drawn = render(schools if command == "inspect" else nami(schools), format)
+    inverse = nami(schools, direction="reverse", blocks=EXACT_FIRST)
+    drawn = render(schools if command == "inspect" else inverse, format)
     assert code == 0 and out == f"{drawn}\n"
 
 
@@ -203,18 +204,23 @@ def test_json_holds_support_parents_nesting_and_index_maps(found):
     assert told["nesting"] == {"rows": ["groups"]} and told["sites"][1]["support_parents"] == ["hi"]
 
 
+EXACT_FIRST = [["theta"], ["mu"], ["tau"]]  # what is exact given the rest is eliminated before it
 INVERSE = [
     "Inverse: latents 3, edges 6 (16 between instances), levels 3",  # 3 + 1 + 3 + 3 * 3
-    "  mu | y over schools",
-    "  tau | mu, y over schools",
+    "  tau | y over schools",
+    "  mu | tau, y over schools",
     "  theta[schools] | mu, tau, y",
-    "Sampled in turn: mu; tau; theta",
+    "Sampled in turn: tau; mu; theta",
+    "Drawn by:",
+    "  mu: exact, reads tau, y",
+    "  tau: learned, reads y; not exact: its prior, HalfCauchy, is of no such form",
+    "  theta: exact, reads mu, tau, y",
 ]
 STEPS = [
     "Eliminated in turn:",
     "  1. theta among theta: reads mu, tau, y; fill-in mu - y, tau - y, cost 6",
-    "  2. tau among mu, tau: reads mu, y; fill-in y - y, cost 3",
-    "  3. mu among mu: reads y",
+    "  2. mu among mu: reads tau, y; fill-in y - y, cost 3",
+    "  3. tau among tau: reads y",
 ]
 UNFAITHFUL = ("verify", "tree", "--inverse", "stuhlmueller")
 COUNTEREXAMPLE = [
@@ -308,7 +314,7 @@ def test_a_dependence_across_instances_is_named(run):
 
 
 def test_json_of_an_elimination_has_its_steps(found, schools):
-    steps = nami_steps(schools, direction="auto")
+    steps = nami_steps(schools, direction="reverse", blocks=EXACT_FIRST)
     for step, told in zip(steps, found("invert", *SCHOOLS, "--steps")["steps"], strict=True):
         assert told["site"] == step.site and told["frontier"] == list(step.frontier)
         assert told["parents"] == list(step.parents) and told["cost"] == step.cost

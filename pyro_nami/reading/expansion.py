@@ -1,0 +1,340 @@
+"""The slopes of a log density as a function of some latents: what exact conditionals are derived from.
+
+They come from a run of the model by automatic differentiation, and are differentiable in what was drawn before. The run
+goes between the two halves of an `Expansion`: with what was drawn before at its values, the members at `points`, and
+gradients (`expanding`). Change this module to take slopes of other terms, or in a cheaper way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
+from torch import Tensor
+from torch.distributions import TransformedDistribution
+
+from pyro_nami.factors.wrappers import base_of, layers
+
+__all__ = [
+    "TOLERANCE",
+    "Changed",
+    "ConjugateGroup",
+    "Expansion",
+    "agree",
+    "broadcast",
+    "derivatives",
+    "expanding",
+    "irregular",
+    "leading_shape",
+    "parameters_of",
+    "trimmed",
+]
+
+
+TOLERANCE = 1e-3  # relative, of what probing takes for the same
+
+
+class ConjugateGroup(NamedTuple):
+    """Latents that are drawn from their exact conditionals together.
+
+    Attributes:
+        members: the latents, in sampling order.
+        children: sites that they are parents of: observed, or latents drawn before.
+        form: of the conditionals: a name in `conjugate_forms.FORMS`, or "Gaussian" for a joint block.
+        depths: of a joint block, the level of each member: those of levels below ``num_lifted`` are eliminated instance
+            by instance of their plates, which are the same in a level; the others are elements of one vector.
+        num_lifted: number of such levels.
+        elements: number of elements of each member, of one instance or of the vector, at the guide's first call.
+        needed: latents drawn before that the density reads.
+        vectorized: whether the model runs at several points of the members at once.
+    """
+
+    members: tuple[str, ...]
+    children: tuple[str, ...]
+    form: str = "Gaussian"
+    depths: tuple[int, ...] = ()
+    num_lifted: int = 0
+    elements: tuple[int, ...] = ()
+    needed: frozenset[str] = frozenset()
+    vectorized: bool = False
+
+    def without(self, lacking: Collection[str], observed: Collection[str] = ()) -> ConjugateGroup:
+        """Returns the group without sites that a call lacks; members that it observes are children."""
+        kept = [i for i, name in enumerate(self.members) if name not in lacking and name not in observed]
+        fields = ("members", "depths", "elements")
+        parts: dict[str, Any] = {
+            field: tuple(getattr(self, field)[i] for i in kept) for field in fields if getattr(self, field)
+        }
+        children = (*self.children, *(name for name in self.members if name in observed))
+        return self._replace(children=tuple(name for name in children if name not in lacking), **parts)
+
+
+class Changed(Exception):
+    """Ends an expansion that a run has shown to be made for another model: sizes, or what is observed, are others."""
+
+
+class Expansion:
+    """The log density of a group's children about some point, as a function of coordinates of the members.
+
+    Args:
+        group: the members and their children.
+        leading: sizes of the batch dims to the left of the plates, and 1 for each plate dim.
+        nesting: number of plate dims.
+        differentiable: whether gradients are to flow to what was drawn before.
+        away: if given, all there is is one point, this far out in prior deviations.
+
+    Attributes:
+        points: member -> a function of its prior that makes its value.
+        until: the sites that the run has to reach.
+        priors, coordinates, values: of each member, once the run has met it.
+        count: number of points, along a dim of their own to the left of all others; None without such a dim.
+    """
+
+    def __init__(
+        self,
+        group: ConjugateGroup,
+        leading: Sequence[int],
+        nesting: int,
+        differentiable: bool,
+        away: float | None = None,
+    ) -> None:
+        self.group, self.nesting, self.away, self.differentiable = group, nesting, away, differentiable
+        self.points = {name: functools.partial(self.choose, name) for name in group.members}
+        self.until = (*group.members, *group.children)
+        self.priors: dict[str, Any] = {}
+        self.coordinates: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
+        self.shapes: dict[str, torch.Size] = {}  # of values, with all batch dims
+        self.count: int | None = None
+        self.leading = torch.Size(leading)
+
+    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        """Returns a member's coordinates, ``(*batch, *plates, *event)``; points lie along the first dim if counted."""
+        raise NotImplementedError
+
+    def value(self, name: str, coordinates: Tensor) -> Tensor:
+        """Returns a member's value at its coordinates."""
+        return coordinates
+
+    def solve(self, sites: Mapping[str, Any]) -> None:
+        """Derives the conditionals from the sites of the run."""
+        raise NotImplementedError
+
+    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+        """Returns a member's exact conditional, of batch shape ``(*batch, *plates)``, at values of those before it.
+
+        Where these are more than ``dims``, leading dims of size 1 are left out.
+        """
+        raise NotImplementedError
+
+    def is_finite(self) -> bool:
+        """Whether what was solved is a number."""
+        raise NotImplementedError
+
+    def reaches(self, sites: Mapping[str, Any]) -> bool:
+        """Whether each child says something of the members, and the conditional is a proper one."""
+        raise NotImplementedError
+
+    def explains(self, far: Any) -> bool:
+        """Whether what was solved says slopes and values that were measured at another point, to a thousandth."""
+        raise NotImplementedError
+
+    def fits(self, others: Any) -> bool:
+        """Whether each child by itself is of the form, by its log density at several points along a line."""
+        raise NotImplementedError
+
+    def gain(self, near: Any, far: Any) -> tuple[Tensor, Tensor]:
+        """Returns what the log density gains between two points by what was solved, and the size of its terms."""
+        raise NotImplementedError
+
+    def measure(self, sites: Mapping[str, Any]) -> None:
+        """Takes slopes, and the log densities of the children, of a form that is not known to hold yet."""
+        self.slopes = {name: each.detach() for name, each in self.take(sites, whole=True).items()}
+        self.totals = torch.stack([self._total(sites, name) for name in self.group.children])
+
+    def take(
+        self, sites: Mapping[str, Any], *, again: bool = False, whole: bool = False, parts: Sequence[str] = ()
+    ) -> dict[str, Tensor]:
+        """Returns the slopes in the members' coordinates.
+
+        Args:
+            sites: of the run.
+            again: whether they are to be differentiated themselves.
+            whole: whether the form is not known to hold yet.
+            parts: the children whose log density it is; by default all.
+        """
+        whole = whole or torch.jit.is_tracing()  # a traced tensor's shape is none that autograd can compare
+        with derivatives():
+            # Of sites that a call lacks there are no data.
+            terms = [self._term(sites, name, whole) for name in parts or self.group.children if name in sites]
+            terms = [term for term in terms if term[0].requires_grad]
+            if not terms:
+                return {name: torch.zeros_like(leaf) for name, leaf in self.coordinates.items()}
+            slopes = torch.autograd.grad(
+                [output for output, _ in terms],
+                list(self.coordinates.values()),
+                [cotangent for _, cotangent in terms],
+                create_graph=again,
+                retain_graph=again or whole,
+                materialize_grads=True,
+            )
+        return dict(zip(self.coordinates, slopes))
+
+    def choose(self, name: str, prior: Any) -> Tensor:
+        """Returns a member's values at the points, given its prior."""
+        leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
+        batch, event = broadcast(leading, prior.batch_shape), prior.event_shape
+        if len(batch) > len(leading):
+            raise RuntimeError(f"'{name}' has more batch dims than its plates and the dims of the points.")
+        # With one point a model sees the dims that it is used to.
+        alone = self.count is None and leading.numel() == 1
+        self.priors[name], self.shapes[name] = prior, batch + event
+        start = self.start(name, prior, batch + event)
+        start = start.reshape(prior.batch_shape + event) if alone else start
+        self.coordinates[name] = start.clone().requires_grad_()
+        self.values[name] = self.value(name, self.coordinates[name])
+        return self.values[name]
+
+    def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
+        """Returns a site's log density as far as its mask counts it, at its scale relative to that of the members."""
+        site, weight = sites[name], self._weight(sites, name)
+        log_prob, mask = site["fn"].log_prob(_without_gaps(site)), site["mask"]
+        if mask is not None:
+            log_prob = torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
+        return log_prob if weight is None else log_prob * weight
+
+    def _total(self, sites: Mapping[str, Any], name: str) -> Tensor:
+        """Returns a site's log density, summed; minus infinity where its value is outside of its support."""
+        fn, value = sites[name]["fn"], _without_gaps(sites[name])
+        with suppress(NotImplementedError):
+            if not value.isnan().any() and not _is_supported(fn, value):
+                return torch.tensor(-torch.inf, dtype=torch.get_default_dtype(), device=value.device)
+        return self.density(sites, name).detach().sum()
+
+    def _term(self, sites: Mapping[str, Any], name: str, whole: bool) -> tuple[Tensor, Tensor | None]:
+        """Returns an output and its cotangent, of which the slope of a site's log density is the product.
+
+        That is the log density, summed; or a Normal's location and weighted error, which takes half the time, if that
+        need not be the ``whole`` of it: its scale does not depend on the members.
+        """
+        site = sites[name]
+        fn, value, mask, weight = site["fn"], _without_gaps(site), site["mask"], self._weight(sites, name)
+        if whole or type(fn) is not dist.Normal:
+            return self.density(sites, name).sum(), None
+        # A scale that is the same for all is one number.
+        spread = fn.scale[tuple(slice(0, 1 if step == 0 else None) for step in fn.scale.stride())]
+        precision = spread.square().reciprocal()
+        cotangent = (value - fn.loc) * (precision if weight is None else precision * weight)
+        if mask is not None:
+            cotangent = torch.where(torch.as_tensor(mask), cotangent, torch.zeros_like(cotangent))
+        return fn.loc.expand(cotangent.shape), cotangent
+
+    def _weight(self, sites: Mapping[str, Any], name: str) -> Any:
+        """Returns the scale of a site relative to that of the members; None if it is the same."""
+        own, scale = sites[name]["scale"], sites[self.group.members[0]]["scale"]
+        if own is scale or not isinstance(own, Tensor) and not isinstance(scale, Tensor) and own == scale:
+            return None
+        return self._narrowed(own) / self._narrowed(scale)
+
+    def _narrowed(self, scale: Any) -> Any:
+        """Returns a scale without the dims that it alone has, along which it counts a density several times."""
+        extra = scale.dim() - len(self.leading) if isinstance(scale, Tensor) else 0
+        return scale.sum(tuple(range(extra))) if extra > 0 else scale
+
+
+def _is_supported(fn: Any, value: Tensor) -> bool:
+    """Whether a value is in the support, for transformed distributions that of the base."""
+    if not fn.support.check(value).all():
+        return False
+    if isinstance(fn, TransformedDistribution):
+        for transform in reversed(fn.transforms):
+            value = transform.inv(value)
+    below = base_of(fn)
+    return below is None or _is_supported(below, value)
+
+
+def parameters_of(*tensors: Tensor) -> list[Tensor]:
+    """Returns the leaves with gradients that tensors were computed from."""
+    seen: set[Any] = set()
+    found: list[Tensor] = []
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        nodes += [parent for parent, _ in node.next_functions]
+    return found
+
+
+def agree(found: Tensor, start: Tensor, terms: Sequence[Tensor], dtype: torch.dtype | None = None) -> bool:
+    """Whether something moved from ``start`` by the sum of some terms, as far as rounding and a thousandth allow."""
+    size = torch.stack(torch.broadcast_tensors(*[term.abs() for term in terms])).sum(0)
+    rounding = 100 * torch.finfo(dtype or size.dtype).eps * (size + start.abs()).max()
+    off = (found - start - sum(terms)).abs()
+    return bool((off <= TOLERANCE * (size + TOLERANCE * size.max()) + rounding).all())
+
+
+def broadcast(shape: torch.Size, other: torch.Size) -> torch.Size:
+    """Returns the shape that both broadcast to, if they do; `torch.broadcast_shapes` takes a model's site as long."""
+    if len(shape) < len(other):
+        shape, other = other, shape
+    cut = len(shape) - len(other)
+    return shape[:cut] + torch.Size(b if a == 1 else a for a, b in zip(shape[cut:], other))
+
+
+def trimmed(shape: torch.Size, dims: int | None) -> torch.Size:
+    """Returns a shape without leading ones beyond a number of dims."""
+    while dims is not None and len(shape) > dims and shape[0] == 1:
+        shape = shape[1:]
+    return shape
+
+
+def irregular(shape: torch.Size, like: Tensor, phase: int) -> Tensor:
+    """Returns numbers between -1 and 1 in which nothing repeats."""
+    order = torch.arange(shape.numel(), dtype=like.dtype, device=like.device).reshape(shape)
+    return (1 + 2.4 * order + phase).sin()
+
+
+def _without_gaps(site: Mapping[str, Any]) -> Tensor:
+    """Returns a site's value, with any number in place of NaN that a mask hides: a gradient would not be hidden."""
+    fn, value = site["fn"], site["value"]
+    if site["mask"] is None and not any(isinstance(layer, MaskedDistribution) for layer in layers(fn)):
+        return value
+    try:
+        stand_in = fn.mean.detach().nan_to_num()
+    except NotImplementedError:
+        stand_in = value.nan_to_num()
+    return torch.where(value.isnan(), stand_in, value)
+
+
+def leading_shape(values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int) -> torch.Size:
+    """Returns the sizes of all batch dims to the left of the plates that values have, and 1 for each plate dim."""
+    plates, shape = (1,) * nesting, torch.Size((1,) * nesting)
+    for name, value in values.items():
+        batch = value.shape[: value.dim() - event_dims.get(name, 0)]
+        if len(batch) > nesting:
+            shape = broadcast(shape, batch[: len(batch) - nesting] + plates)
+    return shape
+
+
+@contextmanager
+def derivatives() -> Iterator[None]:
+    """Takes derivatives on this thread, since a trace does not see what others do, as a GPU's would."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+@contextmanager
+def expanding() -> Iterator[None]:
+    """Runs a model for an expansion: with gradients, and unvalidated, as its own run validates the same."""
+    with torch.inference_mode(False), torch.enable_grad(), pyro.validation_enabled(False):
+        yield

@@ -1,0 +1,96 @@
+"""Block Gaussian elimination, level by level: the linear algebra of `joint_gaussian`.
+
+Change this module to eliminate in another way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Level", "solved", "times"]
+
+
+class Level(NamedTuple):
+    """Elements that are eliminated at once, x, and those left behind them, r.
+
+    Attributes:
+        start, size: which elements x are.
+        dims: plate dims, negative, that these are repeated along.
+        rows: [H_x, H_xr, -g], ``(*batch, *plates, size, elements from start on + 1)``.
+        prior: [Q_x, Q_r, q] with Q_x x + Q_r r + q = u ~ N(0, I); of the posterior once the level is eliminated.
+    """
+
+    start: int
+    size: int
+    dims: frozenset[int]
+    rows: Tensor
+    prior: Tensor
+
+    def columns(self, level: Level, prior: bool = False) -> Tensor:
+        """Returns the columns of a later level, or of this one."""
+        first = level.start - self.start
+        return (self.prior if prior else self.rows)[..., first : first + level.size]
+
+    def summed(self, level: Level, step: Tensor) -> Tensor:
+        """Returns what steps of this one, ``(*batch, *plates, size)``, add to the slopes of a later level."""
+        term = (self.columns(level) * step.unsqueeze(-1)).sum(-2)
+        dims = [dim - 1 for dim in self.dims - level.dims]
+        return term.sum(dims, keepdim=True) if dims else term
+
+    def eliminated(self, nesting: int) -> tuple[Level, tuple[Tensor, Tensor]]:
+        """Returns the level with its posterior, and two factors whose product is what it adds to the rows left.
+
+        With x = M r + S u by the prior, where r ends in a 1: C = H_x M + H_xr, P = I + S^T H_x S = L L^T and
+        T = L^-1 S^T the posterior is L^T (Q_x x + Q_r r) + T C r ~ N(0, I), and the rows left get
+        M^T C + H_xr^T M - (T C)^T (T C).
+        """
+        own, rest = self.rows[..., : self.size], self.rows[..., self.size :]
+        whitening, others = self.prior[..., : self.size], self.prior[..., self.size :]
+        if self.size == 1:
+            root = whitening.reciprocal()
+            mean = -root * others
+            moved = own * mean + rest
+            lower = (1 + root * own * root).clamp(min=torch.finfo(own.dtype).eps).sqrt()
+            gain = root / lower * moved
+        else:
+            eye = torch.eye(self.size, dtype=own.dtype, device=own.device)
+            root = torch.linalg.solve_triangular(whitening, eye, upper=True)
+            mean = -root @ others
+            moved = own @ mean + rest
+            precision = eye + root.mT @ own @ root
+            # What is below this is rounding.
+            ridge = 4 * torch.finfo(own.dtype).eps * precision.detach().diagonal(dim1=-2, dim2=-1).abs()
+            lower, _ = torch.linalg.cholesky_ex(precision + torch.diag_embed(ridge))
+            gain = torch.linalg.solve_triangular(lower, root.mT @ moved, upper=False)
+        posterior = lower.mT @ whitening if self.size > 1 else lower * whitening
+        after = (lower.mT @ others if self.size > 1 else lower * others) + gain
+        left = torch.cat([mean, rest, -gain], -2), torch.cat([moved, mean, gain], -2)
+        return self._replace(prior=torch.cat([posterior, after], -1)), left
+
+    def updated(self, factors: tuple[Tensor, Tensor], level: Level, nesting: int) -> Level:
+        """Returns the level with what elimination of a deeper one adds to its rows."""
+        first = self.start - level.start - level.size
+        rows, columns = factors[0][..., first : first + self.size], factors[1][..., first:]
+        summed = [dim - 2 for dim in level.dims - self.dims]
+        if not self.dims and summed:
+            cut = rows.dim() - 2 - nesting
+            rows, columns = rows.flatten(cut, -2), columns.flatten(cut, -2)
+            product = (rows.mT @ columns).reshape(rows.shape[:cut] + (1,) * nesting + (self.size, columns.shape[-1]))
+        else:
+            product = rows.mT @ columns
+            product = product.sum(summed, keepdim=True) if summed else product
+        return self._replace(rows=self.rows + product)
+
+
+def times(matrix: Tensor, x: Tensor) -> Tensor:
+    return (matrix * x.unsqueeze(-2)).sum(-1)
+
+
+def solved(upper: Tensor, x: Tensor) -> Tensor:
+    """Returns U^-1 x."""
+    if x.shape[-1] == 1:
+        return x / upper[..., 0]
+    return torch.linalg.solve_triangular(upper, x.unsqueeze(-1), upper=True).squeeze(-1)
