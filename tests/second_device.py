@@ -13,11 +13,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CHECK = ROOT.parent / "shared" / "second_device" / "check_device.py"
-# The check knows a room by its old name.
+# The check knows a room, and an option, by their old names.
 START = """
 import runpy, sys
 import pyro_nami.inference
 sys.modules["pyro_nami.infer"] = pyro_nami.inference
+start = pyro_nami.AutoNaMIGuide.__init__
+def translated(self, model, conjugate=True, **options):
+    start(self, model, **{"exact": conjugate, **options})
+pyro_nami.AutoNaMIGuide.__init__ = translated
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -113,7 +113,8 @@ class JointGaussian(Expansion):
             dims = frozenset(frame.dim for frame in frames if frame.vectorized)
             rows = [self._differences(self._flat(name, slopes[name]), begin, sign=-1) for name in names]
             priors = [self._whitening(name, locs[name], name in moved, begin) for name in names]
-            self._levels.append(Level(begin, size, dims, torch.cat(rows, -2), torch.cat(priors, -2)))
+            both = (each[0] if len(each) == 1 else torch.cat(each, -2) for each in (rows, priors))
+            self._levels.append(Level(begin, size, dims, *both))
 
     def _differences(self, flat: Tensor, begin: int, sign: int) -> Tensor:
         """Returns derivatives by all offsets from ``begin`` on, and behind them the value at 0: ``(..., E, columns)``.
@@ -129,15 +130,14 @@ class JointGaussian(Expansion):
         shape, size, base = self.shapes[name], self.sizes[name], innermost(self.priors[name])
         own, after = self._first[name], self._first[name] + size
         points = shape if self.count is not None else (1, *shape)
+        loc = loc - self.references[name]
         if moved:
             mean = self._differences(self._flat(name, loc.expand((1 + self._end, *points[1:]))), after, sign=1)
         else:
             mean = self._flat(name, loc.expand(points[1:])).double().unsqueeze(-1)
             mean = mean if self.differentiable else mean.detach()
-            mean = torch.cat([mean.new_zeros(mean.shape[:-1] + (self._end - after,)), mean], -1)
-        reference = self._flat(name, self.references[name].expand(points[1:])).double()
-        last = mean[..., -1] - reference
-        mean = torch.cat([mean[..., :-1], last.unsqueeze(-1)], -1)
+            still = self._end - after
+            mean = torch.cat([mean.new_zeros(mean.shape[:-1] + (still,)), mean], -1) if still else mean
         if isinstance(base, dist.Normal):
             scale = self._flat(name, base.scale.expand(points)[0]).double()
             scale = (scale if self.differentiable else scale.detach()).reciprocal().unsqueeze(-1)
@@ -146,8 +146,8 @@ class JointGaussian(Expansion):
         else:
             inverse = self._inverse_root(name, base, points)
             mean = inverse @ mean
-        before = inverse.new_zeros(inverse.shape[:-1] + (own - begin,))
-        return torch.cat([before, inverse, -mean], -1)
+        before = [inverse.new_zeros(inverse.shape[:-1] + (own - begin,))] if own > begin else []
+        return torch.cat([*before, inverse, -mean], -1)
 
     def _inverse_root(self, name: str, base: Any, points: Sequence[int]) -> Tensor:
         """Returns the inverse of the scale of a multivariate Normal, upper triangular as elements are in flat order."""
