@@ -29,7 +29,7 @@ from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.guide.rules import Prior
 from pyro_nami.reading.expansion import Changed, ConjugateGroup, Expansion, expanding, leading_shape
 from pyro_nami.reading.first_run import is_latent
-from pyro_nami.reading.forms import expansion_of
+from pyro_nami.reading.refutation import expansion_of
 from pyro_nami.reading.runner import AllSeen, Runner
 
 __all__ = ["densities", "draw", "know_all", "start_pass"]

@@ -46,22 +46,7 @@ def make_plan(first: FirstCall) -> Plan:
     """
     net, nodes, options = first.net, first.nodes, first.options
     latents = _latents(first)
-    finder = _finder(first)
-    searched = finder is not None and options.inverse == "auto" and options.blocks is None
-    parts = finder.block() if finder and searched else []
-    # If the latents that are left come in another order than the program's, they are taken one by one.
-    for each in (parts, [*parts[:-1], *([name] for name in reversed(parts[-1]))]) if parts else ((),):
-        inverse = invert(net, options.inverse, options.blocks, each)
-        order = _learned_order(first, inverse)
-        groups = finder.groups(inverse, order) if finder else {}
-        order, interleaved = _program_order(first, inverse, order, groups)
-        if interleaved:
-            break
-    groups = {name: _with_all_read(group, inverse) for name, group in groups.items()} if interleaved else {}
-    check_names("rules", options.rules, latents, "a latent site")
-    for name in (name for name, rule in options.rules.items() if rule == "exact" and name not in groups):
-        reason = finder.refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
-        raise ValueError(f"Expected a latent with an exact conditional, as `rules` asks; got '{name}': {reason}.")
+    inverse, order, interleaved, groups, refused = _inverted(first)
     families = {name: _family(first, name) for name in order}
     check_names("embeddings", options.embeddings, first.data, "an observed site")
     encodings = {name: families.get(name) or _features(first, name) for name in (*order, *first.data)}
@@ -109,8 +94,34 @@ def make_plan(first: FirstCall) -> Plan:
         ),
         map_plans=first.found.map_plans,
         factory=_factory(first, order),
-        refused=dict(finder.refused) if finder else {},
+        refused=refused,
     )
+
+
+def _inverted(
+    first: FirstCall,
+) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup], dict[str, str]]:
+    """Returns the inverse, its learned latents in sampling order, whether runs of the model can draw in that order, the
+    latents with exact conditionals, and why others have none.
+    """
+    options, finder = first.options, _finder(first)
+    check_names("rules", options.rules, first.net.latent, "a latent site")
+    searched = finder is not None and options.inverse == "auto" and options.blocks is None
+    parts = finder.block() if finder and searched else []
+    # If the latents that are left come in another order than the program's, they are taken one by one.
+    for each in (parts, [*parts[:-1], *([name] for name in reversed(parts[-1]))]) if parts else ((),):
+        inverse = invert(first.net, options.inverse, options.blocks, each)
+        order = _learned_order(first, inverse)
+        groups = finder.groups(inverse, order) if finder else {}
+        order, interleaved = _program_order(first, inverse, order, groups)
+        if interleaved:
+            break
+    groups = {name: _with_all_read(group, inverse) for name, group in groups.items()} if interleaved else {}
+    refused = dict(finder.refused) if finder else {}
+    for name in (name for name, rule in options.rules.items() if rule == "exact" and name not in groups):
+        reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
+        raise ValueError(f"Expected a latent with an exact conditional, as `rules` asks; got '{name}': {reason}.")
+    return inverse, order, interleaved, groups, refused
 
 
 def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> SitePlan:
@@ -292,11 +303,11 @@ def _finder(first: FirstCall) -> Finder | None:
     own = {name: first.nodes[name]["value"] for name in first.net.sites if name in first.nodes}
     seen = set().union(*(nx.ancestors(first.net.graph, name) for name in first.net.observed))
     return Finder(
-        first.net,
-        first.nodes,
-        first.frames,
-        first.plates.nesting,
-        first.plates.subsampled,
+        net=first.net,
+        nodes=first.nodes,
+        frames=first.frames,
+        nesting=first.plates.nesting,
+        subsampled=first.plates.subsampled,
         excluded=first.semi_observed.union(hidden, first.passing, learned, options.families or ()),
         predictive=set(first.net.latent) - seen,
         run=first.run,

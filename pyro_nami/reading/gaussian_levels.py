@@ -5,12 +5,13 @@ Change this module to eliminate in another way.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Level", "solved", "times"]
+__all__ = ["Level", "inverse_root", "is_quadratic", "solved", "times"]
 
 
 class Level(NamedTuple):
@@ -94,3 +95,36 @@ def solved(upper: Tensor, x: Tensor) -> Tensor:
     if x.shape[-1] == 1:
         return x / upper[..., 0]
     return torch.linalg.solve_triangular(upper, x.unsqueeze(-1), upper=True).squeeze(-1)
+
+
+def inverse_root(root: Tensor, points: Sequence[int], nesting: int | None) -> Tensor:
+    """Returns the inverse of a scale, ``(*batch, *plates, E, E)``, upper triangular as the last element comes first.
+
+    Args:
+        root: lower triangular, ``(*plates, D, D)``.
+        points: shape of the member's values, whose first dim is that of the points.
+        nesting: number of plate dims whose instances are elements as well; None if they are eliminated side by side.
+    """
+    size = root.shape[-1]
+    eye = torch.eye(size, dtype=root.dtype, device=root.device)
+    inverse = torch.linalg.solve_triangular(root, eye, upper=False).expand((*points, size))[0]
+    if nesting is not None:  # one instance below the other
+        cut = inverse.dim() - 2 - nesting
+        inverse = inverse.reshape(inverse.shape[:cut] + (-1,) + inverse.shape[-2:])
+        count = inverse.shape[cut]
+        many = torch.eye(count, dtype=root.dtype, device=root.device)[:, None, :, None]
+        inverse = (many * inverse.unsqueeze(-2)).reshape(inverse.shape[:cut] + (1,) * nesting + (count * size,) * 2)
+    return inverse.flip(-1, -2)
+
+
+def is_quadratic(found: Mapping[float, Tensor], tolerance: float) -> bool:
+    """Whether values ``(functions,)`` at places on a line, 0 and pairs about it, are those of quadratics."""
+    zero, far = found[0.0].double(), max(found)
+    up, down = found[far].double(), found[-far].double()
+    slope, bend = (up - down) / 2 / far, ((up + down) / 2 - zero) / far**2
+    rounding = 100 * torch.finfo(found[0.0].dtype).eps * zero.abs()
+    for place, value in found.items():
+        size = slope.abs() * abs(place) + bend.abs() * place**2
+        if not ((value - zero - slope * place - bend * place**2).abs() <= tolerance * size + rounding).all():
+            return False
+    return True

@@ -33,7 +33,7 @@ from pyro_nami.reading.expansion import (
     irregular,
     trimmed,
 )
-from pyro_nami.reading.gaussian_levels import Level, solved, times
+from pyro_nami.reading.gaussian_levels import Level, inverse_root, is_quadratic, solved, times
 
 __all__ = ["JointGaussian"]
 
@@ -100,8 +100,7 @@ class JointGaussian(Expansion):
     def _read(self, sites: Mapping[str, Any], whole: bool) -> None:
         """Takes H and g from the run, and what priors say."""
         slopes = self.take(sites, again=self.differentiable or self.count is None, whole=whole)
-        bases: dict[str, Any] = {name: innermost(prior) for name, prior in self.priors.items()}
-        locs = {name: base.loc for name, base in bases.items()}
+        locs = {name: self._base(name).loc for name in self.priors}
         moved = {name for name, prior in self.priors.items() if self._has_points(prior, self.shapes[name])}
         if self.count is None:
             moved = {name for name, loc in locs.items() if loc.requires_grad} if len(locs) > 1 else set()
@@ -127,7 +126,7 @@ class JointGaussian(Expansion):
 
     def _whitening(self, name: str, loc: Tensor, moved: bool, begin: int) -> Tensor:
         """Returns S^-1 (x_k - B x - d), which has the prior N(0, I): ``(*batch, *plates, E, columns)``."""
-        shape, size, base = self.shapes[name], self.sizes[name], innermost(self.priors[name])
+        shape, size, base = self.shapes[name], self.sizes[name], self._base(name)
         own, after = self._first[name], self._first[name] + size
         points = shape if self.count is not None else (1, *shape)
         loc = loc - self.references[name]
@@ -144,25 +143,14 @@ class JointGaussian(Expansion):
             inverse = scale if size == 1 else torch.diag_embed(scale.squeeze(-1))
             mean = mean * scale
         else:
-            inverse = self._inverse_root(name, base, points)
+            root = base.scale_tril.double() if self.differentiable else base.scale_tril.detach().double()
+            inverse = inverse_root(root, points, None if self._is_lifted(name) else self.nesting)
             mean = inverse @ mean
         before = [inverse.new_zeros(inverse.shape[:-1] + (own - begin,))] if own > begin else []
         return torch.cat([*before, inverse, -mean], -1)
 
-    def _inverse_root(self, name: str, base: Any, points: Sequence[int]) -> Tensor:
-        """Returns the inverse of the scale of a multivariate Normal, upper triangular as elements are in flat order."""
-        root = base.scale_tril.double() if self.differentiable else base.scale_tril.detach().double()
-        eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
-        inverse = torch.linalg.solve_triangular(root, eye, upper=False)
-        inverse = inverse.expand((*points, root.shape[-1]))[0]
-        if not self._is_lifted(name):  # of all instances, one below the other
-            cut = inverse.dim() - 2 - self.nesting
-            inverse = inverse.reshape(inverse.shape[:cut] + (-1,) + inverse.shape[-2:])
-            many = torch.eye(inverse.shape[cut], dtype=root.dtype, device=root.device)
-            inverse = many[:, None, :, None] * inverse.unsqueeze(-2)
-            size = self.sizes[name]
-            inverse = inverse.reshape(inverse.shape[:cut] + (1,) * self.nesting + (size, size))
-        return inverse.flip(-1, -2)
+    def _base(self, name: str) -> Any:
+        return innermost(self.priors[name])
 
     def _at_units(
         self, slopes: Mapping[str, Tensor], moved: Mapping[str, Tensor], locs: Mapping[str, Tensor]
@@ -307,7 +295,7 @@ class JointGaussian(Expansion):
 
     def _noise(self, name: str, far: JointGaussian) -> Tensor:
         """Returns S^-1 (z - loc) of a member at another point, by its prior there."""
-        prior: Any = innermost(far.priors[name])
+        prior = far._base(name)
         error = far.values[name].detach() - prior.loc.detach()
         if isinstance(prior, dist.Normal):
             error = error / prior.scale.detach()
@@ -321,23 +309,13 @@ class JointGaussian(Expansion):
 
     def fits(self, others: Sequence[JointGaussian]) -> bool:
         """Whether each child's log density by itself is quadratic along a line: what one hides, others show."""
-        by = {other.away or 0.0: other.totals.double() for other in others}
-        far, zero = max(by), by[0.0]
-        slope, bend = (by[far] - by[-far]) / 2 / far, ((by[far] + by[-far]) / 2 - zero) / far**2
-        rounding = 100 * torch.finfo(others[0].totals.dtype).eps * zero.abs()
-        for away, found in by.items():
-            size = slope.abs() * abs(away) + bend.abs() * away**2
-            if not ((found - zero - slope * away - bend * away**2).abs() <= TOLERANCE * size + rounding).all():
-                return False
-        return True
+        return is_quadratic({other.away or 0.0: other.totals for other in others}, TOLERANCE)
 
     def gain(self, near: JointGaussian, far: JointGaussian) -> tuple[Tensor, Tensor]:
         """Returns (g0 + g1) . (x1 - x0) / 2, which a quadratic gains, but not where autograd does not see slopes."""
-        terms, sizes = [], []
-        for name in self._first:
-            step = (far.values[name] - near.values[name]).detach()
-            terms.append((step * (near.slopes[name] + far.slopes[name])).sum() / 2)
-            sizes.append((step.abs() * (near.slopes[name].abs() + far.slopes[name].abs())).sum())
+        steps = {name: (far.values[name] - near.values[name]).detach() for name in self._first}
+        terms = [(step * (near.slopes[name] + far.slopes[name]) / 2).sum() for name, step in steps.items()]
+        sizes = [(step * each.slopes[name]).abs().sum() for name, step in steps.items() for each in (near, far)]
         return torch.stack(terms).sum(), torch.stack(sizes).sum()
 
     # ---- shapes

@@ -1,0 +1,153 @@
+"""Whether a group's log density has the form that is taken for it: refuted, if not, by probing the model.
+
+Change this module to look at further points, or for further flaws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pyro_nami.reading.conjugate_forms import ByStatistics
+from pyro_nami.reading.enumeration import Enumeration
+from pyro_nami.reading.expansion import (
+    TOLERANCE,
+    ConjugateGroup,
+    Expansion,
+    expanding,
+    irregular,
+    parameters_of,
+)
+from pyro_nami.reading.joint_gaussian import JointGaussian
+from pyro_nami.reading.runner import RunModel
+
+__all__ = ["Refutation", "expansion_of"]
+
+# In prior standard deviations, to both sides; far, to see slow bends as well.
+_PROBED_AT = {"Gaussian": (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)}
+_OTHERS_PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
+_PROBED_DRAWS = 2  # beside the data themselves
+_MOST_BY_ONE = 64  # elements of a block, if the model cannot be run at several points of them at once
+_AT_ONCE = "the model cannot be run at the points that this takes"
+_FLAT = "the log density of a child does not move with it, or is curved the wrong way"
+_NOT_FINITE = "its log density, or a derivative of it, is not finite"
+_ASKED = {"Gaussian": "stay quadratic in latents with Gaussian priors"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refutation:
+    """Tests the forms of groups.
+
+    Args:
+        nesting: number of plate dims.
+        run: runs the model with values at its latents.
+        draws: values of all sites, at which densities are probed: with data of the same draw, as far from the data
+            many a density looks quadratic. Those that lack a latent are passed over.
+
+    Attributes:
+        refused: latent -> why its conditional is not exact, as last found.
+        tested: members of groups that hold, with levels -> whether all points fit a run.
+    """
+
+    nesting: int
+    run: RunModel
+    draws: Sequence[Mapping[str, Tensor]]
+    refused: dict[str, str] = field(default_factory=dict)
+    tested: dict[frozenset, bool] = field(default_factory=dict)
+
+    def holding(self, group: ConjugateGroup) -> ConjugateGroup | None:
+        """Returns the group as it can be derived, if its form holds at all draws: by one run, or point by point."""
+        key = frozenset(zip(group.members, group.depths or (0,)))
+        if key in self.tested:
+            return group._replace(vectorized=self.tested[key])
+        for each in (group, group._replace(vectorized=False)) if group.form == "Gaussian" else (group,):
+            if not each.vectorized and sum(each.elements) > _MOST_BY_ONE:
+                break
+            reason = self._reason(each)
+            self.refused.update(dict.fromkeys(group.members, reason))
+            if not reason:
+                self.tested[key] = each.vectorized
+                return each
+            if not reason.startswith(_AT_ONCE):
+                break
+        return None
+
+    def _reason(self, group: ConjugateGroup) -> str:
+        """Returns why the form does not hold at some draw; empty if it does."""
+        told, flat = 0, ""
+        for draw in self.draws:
+            if draw.keys() >= group.needed and told <= _PROBED_DRAWS:
+                given = draw.keys() & {*group.children, *group.needed}
+                reason = self._flaw(group, {name: draw[name] for name in given})
+                # A draw at which numbers overflow says nothing; the first is the data themselves.
+                if reason and reason != _FLAT and (reason != _NOT_FINITE or draw is self.draws[0]):
+                    return reason
+                told, flat = told + (not reason), reason if reason == _FLAT else flat
+                reason = self._flaw_elsewhere(group, {name: draw[name] for name in given}) if told == 1 else ""
+                if reason and reason != _FLAT:
+                    return reason
+        return "" if told else flat or _NOT_FINITE
+
+    def _flaw_elsewhere(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
+        """Returns the flaw that the model has with other parameters, which may be zero as yet and will be learned."""
+        probe = expansion_of(group)(group, (1,) * self.nesting, self.nesting, False)
+        with expanding():
+            sites = self.run({**drawn, **probe.points}, probe.until)
+            densities = [probe.density(sites, name) for name in group.children]
+        own = {id(leaf) for leaf in probe.coordinates.values()}
+        parameters = [leaf for leaf in parameters_of(*densities) if id(leaf) not in own]
+        before = [parameter.detach().clone() for parameter in parameters]
+        try:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter += 0.1 * irregular(parameter.shape, parameter, 1)
+            return self._flaw(group, drawn) if parameters else ""
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(parameters, before):
+                    parameter.copy_(value)
+
+    def _flaw(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
+        """Returns in what the log density is not of the form; empty if it is.
+
+        The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
+        """
+        kind, distances = expansion_of(group), _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)
+        children = ", ".join(map(repr, group.children))
+        what = f"the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
+        here = kind(group, (1,) * self.nesting, self.nesting, False)
+        flat = False
+        others = [kind(group, (1,) * self.nesting, self.nesting, False, away=away) for away in distances]
+        try:
+            for each in (here, *others):
+                with expanding():
+                    sites = self.run({**drawn, **each.points}, each.until)
+                each.measure(sites)
+                if not (here.is_finite() if each is here else each.totals.isfinite().all()):
+                    return _NOT_FINITE
+                scales = [sites[name]["scale"] for name in group.members]
+                if any(str(scale) != str(scales[0]) for scale in scales):
+                    return "latents that hang together are scaled by themselves"
+                flat = flat or each is here and not here.reaches(sites)
+            for other, away in zip(others, distances):
+                if not here.explains(other):
+                    return f"{what}: its slopes are others {away:g} deviations away" if away else f"{_AT_ONCE}: {what}"
+            first, *rest = others
+            for other, away in zip(rest, distances[1:]):
+                gain, size = here.gain(first, other)
+                off = (other.totals.sum() - first.totals.sum() - gain).abs()
+                if not off <= TOLERANCE**2 * first.totals.sum().abs() + TOLERANCE * size:
+                    return f"{what}: it is off by {off:.2g} nats {away:g} deviations away"
+            if not here.fits(others):
+                return f"{what}: not every one of them by itself"
+            return _FLAT if flat else ""
+        except Exception as error:  # noqa: BLE001  whatever a model does at values far out
+            return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
+
+
+def expansion_of(group: ConjugateGroup) -> type[Expansion]:
+    """Returns the class that derives a group's conditionals."""
+    return {"Gaussian": JointGaussian, "enumeration": Enumeration}.get(group.form, ByStatistics)
