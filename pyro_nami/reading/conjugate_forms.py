@@ -7,7 +7,7 @@ a form, add a row to `FORMS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
@@ -148,7 +148,7 @@ class ByStatistics(Expansion):
 
     def _read(self, slopes: Mapping[str, Tensor]) -> None:
         """Solves e1 T1' + e2 T2' = l' and e1 T1'' + e2 T2'' = l'', the latter along one direction in a simplex."""
-        leaf, slope = self.coordinates[self._name], slopes[self._name]
+        leaf, slope = self.values[self._name], slopes[self._name]
         z, along = leaf.detach(), torch.ones_like(leaf)
         if innermost(self.priors[self._name]).event_shape:
             along[..., -1] = 1.0 - leaf.shape[-1]
@@ -192,7 +192,7 @@ class ByStatistics(Expansion):
         return all(bool((slope[self._name] != 0).any()) for slope in slopes)
 
     def explains(self, far: ByStatistics) -> bool:
-        z = far.coordinates[self._name].detach()
+        z = far.values[self._name].detach()
         if self._form.kind is dist.Dirichlet:  # of a sum that is one nothing can be learned
             mean = self.natural[1].mean(-1, keepdim=True)
             size = self.natural[0].abs().amax(-1, keepdim=True) + mean.abs()
@@ -201,11 +201,7 @@ class ByStatistics(Expansion):
         terms = [e * slope for e, slope in zip(self.natural, self._form.slopes(z))]
         return agree(z * far.slopes[self._name], torch.zeros_like(z), terms)
 
-    def fits(self, others: Sequence[ByStatistics]) -> bool:
-        """What several children add up to is tested as a whole."""
-        return True
-
     def gain(self, near: ByStatistics, far: ByStatistics) -> tuple[Tensor, Tensor]:
-        starts, ends = (self._form.statistics(each.coordinates[self._name].detach()) for each in (near, far))
+        starts, ends = (self._form.statistics(each.values[self._name].detach()) for each in (near, far))
         terms = [e * (end - start) for e, start, end in zip(self.natural, starts, ends)]
         return sum(terms).sum(), sum(term.abs() for term in terms).sum()  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ other discrete types be enumerated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions.kl import register_kl
 
 from pyro_nami.factors.wrappers import innermost
-from pyro_nami.reading.expansion import Expansion, broadcast, irregular, trimmed
+from pyro_nami.reading.expansion import Expansion, irregular, trimmed
 
 __all__ = ["MOST_VALUES", "Enumeration", "num_values"]
 
@@ -83,19 +83,15 @@ class Enumeration(Expansion):
         (self._name,) = self.group.members
         self.count = self.group.elements[0] if self.away is None else None
 
-    def choose(self, name: str, prior: Any) -> Tensor:
-        leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
-        batch = broadcast(leading, prior.batch_shape)
-        self.priors[name], base = prior, innermost(prior)
-        values = base.enumerate_support(expand=False).reshape((self.group.elements[0],) + base.event_shape)
+    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        """Returns all values; or for each instance one."""
+        event, batch = prior.event_shape, shape[: len(shape) - len(prior.event_shape)]
+        values = innermost(prior).enumerate_support(expand=False).reshape((self.group.elements[0],) + event)
         if self.away is None:
-            values = values.reshape((-1,) + (1,) * (len(batch) - 1) + base.event_shape).expand(batch + base.event_shape)
-        else:
-            like = torch.empty(0, dtype=torch.get_default_dtype(), device=values.device)
-            self._which = (irregular(batch, like, int(self.away)).abs() * len(values)).long().clamp(max=len(values) - 1)
-            values = values[self._which]
-        self.values[name] = values
-        return values
+            return values.reshape((-1,) + (1,) * (len(batch) - 1) + event).expand(shape)
+        like = torch.empty(0, dtype=torch.get_default_dtype(), device=values.device)
+        self._which = (irregular(batch, like, int(self.away)).abs() * len(values)).long().clamp(max=len(values) - 1)
+        return values[self._which]
 
     def solve(self, sites: Mapping[str, Any]) -> None:
         prior, own = self.priors[self._name], sites[self._name]
@@ -132,14 +128,7 @@ class Enumeration(Expansion):
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         return bool(self._logits.isfinite().any(-1).all())
 
-    def fits(self, others: Sequence[Enumeration]) -> bool:
-        """Of one density each, there is nothing to fit."""
-        return True
-
-    def explains(self, far: Enumeration) -> bool:
-        """Densities alone are compared: a discrete latent has no slopes."""
-        return True
-
     def gain(self, near: Enumeration, far: Enumeration) -> tuple[Tensor, Tensor]:
+        """Of a discrete latent densities alone are compared, as it has no slopes."""
         chosen = [self._logits.gather(-1, each._which.unsqueeze(-1)).squeeze(-1) for each in (near, far)]
         return (chosen[1] - chosen[0]).sum(), (chosen[1] - chosen[0]).abs().sum()

@@ -33,9 +33,9 @@ __all__ = [
     "irregular",
     "leading_shape",
     "parameters_of",
+    "same_scale",
     "trimmed",
 ]
-
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
 
@@ -45,7 +45,7 @@ class ConjugateGroup(NamedTuple):
 
     Attributes:
         members: the latents, in sampling order.
-        children: sites that they are parents of: observed, or latents drawn before.
+        children: observed sites that they are parents of.
         form: of the conditionals: a name in `conjugate_forms.FORMS`, or "Gaussian" for a joint block.
         depths: of a joint block, the level of each member: those of levels below ``num_lifted`` are eliminated instance
             by instance of their plates, which are the same in a level; the others are elements of one vector.
@@ -80,7 +80,7 @@ class Changed(Exception):
 
 
 class Expansion:
-    """The log density of a group's children about some point, as a function of coordinates of the members.
+    """The log density of a group's children about some point, as a function of the members.
 
     Args:
         group: the members and their children.
@@ -92,7 +92,8 @@ class Expansion:
     Attributes:
         points: member -> a function of its prior that makes its value.
         until: the sites that the run has to reach.
-        priors, coordinates, values: of each member, once the run has met it.
+        priors, values: of each member, once the run has met it.
+        shapes: of the values, with all batch dims.
         count: number of points, along a dim of their own to the left of all others; None without such a dim.
     """
 
@@ -108,19 +109,14 @@ class Expansion:
         self.points = {name: functools.partial(self.choose, name) for name in group.members}
         self.until = (*group.members, *group.children)
         self.priors: dict[str, Any] = {}
-        self.coordinates: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
-        self.shapes: dict[str, torch.Size] = {}  # of values, with all batch dims
+        self.shapes: dict[str, torch.Size] = {}
         self.count: int | None = None
         self.leading = torch.Size(leading)
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
-        """Returns a member's coordinates, ``(*batch, *plates, *event)``; points lie along the first dim if counted."""
+        """Returns a member's values, ``(*batch, *plates, *event)``; points lie along the first dim if counted."""
         raise NotImplementedError
-
-    def value(self, name: str, coordinates: Tensor) -> Tensor:
-        """Returns a member's value at its coordinates."""
-        return coordinates
 
     def solve(self, sites: Mapping[str, Any]) -> None:
         """Derives the conditionals from the sites of the run."""
@@ -143,11 +139,11 @@ class Expansion:
 
     def explains(self, far: Any) -> bool:
         """Whether what was solved says slopes and values that were measured at another point, to a thousandth."""
-        raise NotImplementedError
+        return True
 
     def fits(self, others: Any) -> bool:
         """Whether each child by itself is of the form, by its log density at several points along a line."""
-        raise NotImplementedError
+        return True
 
     def gain(self, near: Any, far: Any) -> tuple[Tensor, Tensor]:
         """Returns what the log density gains between two points by what was solved, and the size of its terms."""
@@ -161,7 +157,7 @@ class Expansion:
     def take(
         self, sites: Mapping[str, Any], *, again: bool = False, whole: bool = False, parts: Sequence[str] = ()
     ) -> dict[str, Tensor]:
-        """Returns the slopes in the members' coordinates.
+        """Returns the slopes by the members' values.
 
         Args:
             sites: of the run.
@@ -175,16 +171,16 @@ class Expansion:
             terms = [self._term(sites, name, whole) for name in parts or self.group.children if name in sites]
             terms = [term for term in terms if term[0].requires_grad]
             if not terms:
-                return {name: torch.zeros_like(leaf) for name, leaf in self.coordinates.items()}
+                return {name: torch.zeros_like(leaf) for name, leaf in self.values.items()}
             slopes = torch.autograd.grad(
                 [output for output, _ in terms],
-                list(self.coordinates.values()),
+                list(self.values.values()),
                 [cotangent for _, cotangent in terms],
                 create_graph=again,
                 retain_graph=again or whole,
                 materialize_grads=True,
             )
-        return dict(zip(self.coordinates, slopes))
+        return dict(zip(self.values, slopes))
 
     def choose(self, name: str, prior: Any) -> Tensor:
         """Returns a member's values at the points, given its prior."""
@@ -192,13 +188,11 @@ class Expansion:
         batch, event = broadcast(leading, prior.batch_shape), prior.event_shape
         if len(batch) > len(leading):
             raise RuntimeError(f"'{name}' has more batch dims than its plates and the dims of the points.")
-        # With one point a model sees the dims that it is used to.
-        alone = self.count is None and leading.numel() == 1
         self.priors[name], self.shapes[name] = prior, batch + event
-        start = self.start(name, prior, batch + event)
-        start = start.reshape(prior.batch_shape + event) if alone else start
-        self.coordinates[name] = start.clone().requires_grad_()
-        self.values[name] = self.value(name, self.coordinates[name])
+        value = self.start(name, prior, batch + event)
+        if self.count is None and leading.numel() == 1:  # with one point a model sees the dims that it is used to
+            value = value.reshape(prior.batch_shape + event)
+        self.values[name] = value.clone().requires_grad_(value.is_floating_point())
         return self.values[name]
 
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
@@ -246,6 +240,12 @@ class Expansion:
         """Returns a scale without the dims that it alone has, along which it counts a density several times."""
         extra = scale.dim() - len(self.leading) if isinstance(scale, Tensor) else 0
         return scale.sum(tuple(range(extra))) if extra > 0 else scale
+
+
+def same_scale(a: Any, b: Any) -> bool:
+    """Whether two sites' scales are the same numbers."""
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    return a.shape == b.shape and bool((a == b).all())
 
 
 def _is_supported(fn: Any, value: Tensor) -> bool:

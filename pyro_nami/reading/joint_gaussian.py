@@ -37,7 +37,6 @@ from pyro_nami.reading.gaussian_levels import Level, inverse_root, is_quadratic,
 
 __all__ = ["JointGaussian"]
 
-
 _NEAR = 3.0  # prior standard deviations
 
 
@@ -45,7 +44,7 @@ class JointGaussian(Expansion):
     """The exact conditionals of a block, each given those before it and with those behind integrated out.
 
     Args:
-        group, leading, nesting, differentiable, away: as for `Expansion`; coordinates are offsets from `references`.
+        group, leading, nesting, differentiable, away: as for `Expansion`.
         sizes: member -> number of its elements, where they are not those of the group; is kept up to date.
     """
 
@@ -59,19 +58,18 @@ class JointGaussian(Expansion):
             self._first[name] = self._end
             self._end += self.sizes[name]
         self.count = 1 + self._end if group.vectorized and self.away is None else None
-        self.references: dict[str, Tensor] = {}
+        self.references: dict[str, Tensor] = {}  # values that offsets are from
         self._units: dict[str, Tensor] = {}
         self._steps: dict[str, Tensor] = {}  # lengths of unit offsets, which suit the priors
         self._levels: list[Level] = []
-        self._offsets: dict[int, list[Tensor]] = {}  # level -> offsets of what was drawn of it, the last drawn first
-        self._known: dict[int, int] = {}  # level -> how many of its members these are
+        self._offsets: dict[int, tuple[int, Tensor | None]] = {}  # level -> number of members drawn, and their offsets
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
-        """Returns 0 and all unit offsets, those of instances that are eliminated at once together; or 0 alone."""
+        """Returns the reference and all unit offsets from it, those of a lifted level's instances together."""
         loc, step = prior.mean.detach(), prior.stddev.detach().mean()
-        self.references[name] = loc[0] if self._has_points(prior, shape) else loc
+        reference = self.references[name] = loc[0] if self._has_points(prior, shape) else loc
         if self.away is not None:
-            return self.away * step * irregular(shape, loc, len(self.values))
+            return reference + self.away * step * irregular(shape, loc, len(self.values))
         held = self._held(name, shape, prior)
         if held.numel() != self.sizes[name]:
             self.sizes[name] = held.numel()
@@ -83,10 +81,7 @@ class JointGaussian(Expansion):
         unit = unit.reshape((-1,) + (1,) * (len(lead) - len(held)) + held).expand((-1, *lead))
         self._units[name] = unit
         self._steps[name] = step.expand(held.numel())
-        return unit[0] if self.count is None else unit
-
-    def value(self, name: str, coordinates: Tensor) -> Tensor:
-        return self.references[name] + coordinates
+        return reference + (unit[0] if self.count is None else unit)
 
     # ---- elimination
 
@@ -159,7 +154,7 @@ class JointGaussian(Expansion):
 
         All of them are linear in the offsets, so derivatives at 0 tell, where the model cannot be run at all at once.
         """
-        leaves, names = list(self.coordinates.values()), list(self.coordinates)
+        leaves, names = list(self.values.values()), list(self.values)
         weights = {name: torch.ones_like(loc, requires_grad=True) for name, loc in moved.items()}
         totals = [(loc * weights[name]).sum() for name, loc in moved.items()]
         total = torch.stack(totals).sum() if totals else torch.zeros(())
@@ -177,6 +172,7 @@ class JointGaussian(Expansion):
             found = torch.autograd.grad(torch.stack(steps).sum(), list(weights.values()), **options) if steps else ()
             for name, step in zip(moved, found or map(torch.zeros_like, moved.values())):
                 gone[name].append(step)
+
         def stacked(starts: Mapping[str, Tensor], changes: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
             return {
                 name: torch.stack([self._whole(name, start + change) for change in changes[name]])
@@ -227,15 +223,17 @@ class JointGaussian(Expansion):
         """Returns offsets of a level's members that are drawn before one, ``(*batch, *plates, elements)``; or None."""
         names = [name for name in self.group.members if 0 <= self._first[name] - level.start < level.size]
         stop = names.index(until) if until else len(names)
-        found = self._offsets.setdefault(level.start, [])
-        for name in names[self._known.get(level.start, 0) : stop]:
-            own = self._flat(name, values[name] - self.references[name]).double()
-            found[:] = [torch.cat([own, *found], -1)]
-        self._known[level.start] = max(self._known.get(level.start, 0), stop)
-        if not found:
-            return None
+        count, offsets = self._offsets.get(level.start, (0, None))
+        for name in names[count:stop]:
+            own = self._moved(name, values[name])
+            offsets = own if offsets is None else torch.cat([own, offsets], -1)
+        self._offsets[level.start] = max(count, stop), offsets
         size = sum(self.sizes[name] for name in names[:stop])
-        return found[0][..., found[0].shape[-1] - size :] if size else None
+        return offsets[..., offsets.shape[-1] - size :] if offsets is not None and size else None
+
+    def _moved(self, name: str, value: Tensor) -> Tensor:
+        """Returns the offset of a member's value, ``(*batch, *plates, E)``."""
+        return self._flat(name, value - self.references[name]).double()
 
     # ---- probing
 
@@ -266,13 +264,13 @@ class JointGaussian(Expansion):
         slopes = self.take(sites, again=True, whole=True, parts=[child])
         moving = [slope for slope in slopes.values() if slope.requires_grad]
         along = [irregular(slope.shape, slope, i) for i, slope in enumerate(moving)]
-        leaves = list(self.coordinates.values())
+        leaves = list(self.values.values())
         bends = torch.autograd.grad(moving, leaves, along, retain_graph=True, materialize_grads=True) if moving else ()
         return any(bool((bend != 0).any()) for bend in bends)
 
     def explains(self, far: JointGaussian) -> bool:
         names = self._by_level()
-        steps = [torch.cat([self._moved(name, far) for name in each], -1) for each in names]
+        steps = [torch.cat([self._moved(name, far.values[name].detach()) for name in each], -1) for each in names]
         for i, (each, level) in enumerate(zip(names, self._levels)):
             found = torch.cat([self._flat(name, far.slopes[name]).double() for name in each], -1)
             terms = [times(level.columns(other), step) for other, step in zip(self._levels[i:], steps[i:])]
@@ -303,9 +301,6 @@ class JointGaussian(Expansion):
             root = prior.scale_tril.detach()
             error = torch.linalg.solve_triangular(root, error.unsqueeze(-1), upper=False).squeeze(-1)
         return self._flat(name, error).double()
-
-    def _moved(self, name: str, far: JointGaussian) -> Tensor:
-        return self._flat(name, far.values[name].detach() - self.references[name]).double()
 
     def fits(self, others: Sequence[JointGaussian]) -> bool:
         """Whether each child's log density by itself is quadratic along a line: what one hides, others show."""

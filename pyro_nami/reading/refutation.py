@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from pyro_nami.reading.expansion import (
     expanding,
     irregular,
     parameters_of,
+    same_scale,
 )
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.runner import RunModel
@@ -97,7 +99,7 @@ class Refutation:
         with expanding():
             sites = self.run({**drawn, **probe.points}, probe.until)
             densities = [probe.density(sites, name) for name in group.children]
-        own = {id(leaf) for leaf in probe.coordinates.values()}
+        own = {id(leaf) for leaf in probe.values.values()}
         parameters = [leaf for leaf in parameters_of(*densities) if id(leaf) not in own]
         before = [parameter.detach().clone() for parameter in parameters]
         try:
@@ -129,8 +131,10 @@ class Refutation:
                 if not (here.is_finite() if each is here else each.totals.isfinite().all()):
                     return _NOT_FINITE
                 scales = [sites[name]["scale"] for name in group.members]
-                if any(str(scale) != str(scales[0]) for scale in scales):
+                if not all(same_scale(scale, scales[0]) for scale in scales):
                     return "latents that hang together are scaled by themselves"
+                if each is here and here.count is not None and (wide := self._wide(sites, group)):
+                    return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim"
                 flat = flat or each is here and not here.reaches(sites)
             for other, away in zip(others, distances):
                 if not here.explains(other):
@@ -146,6 +150,13 @@ class Refutation:
             return _FLAT if flat else ""
         except Exception as error:  # noqa: BLE001  whatever a model does at values far out
             return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
+
+
+    def _wide(self, sites: Mapping[str, Any], group: ConjugateGroup) -> str:
+        """Returns a site that has the dim of the points and does not depend on them, but on their shape, if one has."""
+        others = (name for name in sites if name not in group.members and name not in group.children)
+        dims = ((name, len(getattr(sites[name]["fn"], "batch_shape", ()))) for name in others)
+        return next((name for name, count in dims if count > self.nesting), "")
 
 
 def expansion_of(group: ConjugateGroup) -> type[Expansion]:

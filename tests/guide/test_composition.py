@@ -218,6 +218,20 @@ def test_a_site_that_is_reparametrized_is_predicted():
     assert draws["theta"].shape[-1] == 8
 
 
+@DIRECTIONS
+def test_a_latent_whose_shape_comes_from_an_exact_one(inverse):
+    """As those of `StableReparam` do: at several points of the exact one it would have their dim."""
+
+    def model(y):
+        z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+        u = pyro.sample("u", dist.Exponential(torch.ones((*z.shape, 3))).to_event(1))
+        pyro.sample("y", dist.Normal(z, u.sum(-1)), obs=y)
+
+    guide = AutoNaMIGuide(model, inverse=inverse)
+    assert guide(Y)["u"].shape == (3,) and guide.log_prob(guide(Y), Y).shape == ()
+    steps(model, guide, Y)
+
+
 def test_sites_without_elements_are_skipped():
     guide = AutoNaMIGuide(with_an_empty_site)
     assert guide(Y)["mu"].shape == ()
