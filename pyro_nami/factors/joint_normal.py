@@ -35,7 +35,8 @@ class JointNormal(TorchDistribution):
 
     def __init__(self, loc: Tensor, lower: Tensor, shape: torch.Size, event_dim: int) -> None:
         self.loc, self.lower, self._held = loc, lower, shape
-        lead = torch.broadcast_shapes(loc.shape[:-1], lower.shape[:-2])
+        lead = loc.shape[:-1]  # `torch.broadcast_shapes` takes as long as a draw
+        lead = lead if lead == lower.shape[:-2] else torch.broadcast_shapes(lead, lower.shape[:-2])
         full, cut = lead + shape, len(lead + shape) - event_dim
         super().__init__(full[:cut], full[cut:], validate_args=False)
 
@@ -62,7 +63,8 @@ class JointNormal(TorchDistribution):
         return (self.loc + step).reshape(shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        full = torch.broadcast_shapes(value.shape, self.batch_shape + self.event_shape)
+        full = self.batch_shape + self.event_shape
+        full = full if value.shape == full else torch.broadcast_shapes(value.shape, full)
         lead = full[: len(full) - len(self._held)]
         error = value.expand(full).reshape(lead + self.loc.shape[-1:]) - self.loc
         noise = (self.lower @ error.unsqueeze(-1)).squeeze(-1)

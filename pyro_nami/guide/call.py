@@ -37,6 +37,7 @@ class Call:
     maps: IndexMaps = field(default_factory=lambda: IndexMaps({}, {}))  # of the rows that the factors read
     familiar: bool = False  # whether the data are those that the guide has been trained on in all steps so far
     unseen: frozenset[str] = frozenset()  # latents of rows that no data covers
+    constants: dict[Any, Any] | None = None  # of exact conditionals, kept from step to step in training
     context: Call | None = None
     derived: frozenset[str] = frozenset()
 

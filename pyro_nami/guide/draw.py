@@ -8,6 +8,7 @@ model's own conditional. Change this module to draw otherwise along a run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -27,13 +28,24 @@ from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.guide.rules import Prior
-from pyro_nami.reading.expansion import Changed, ConjugateGroup, Expansion, expanding, leading_shape
+from pyro_nami.reading.expansion import (
+    Changed,
+    ConjugateGroup,
+    Expansion,
+    broadcast,
+    expanding,
+    leading_shape,
+)
 from pyro_nami.reading.first_run import is_latent
+from pyro_nami.reading.gaussian_constants import FromConstants, constants_of
+from pyro_nami.reading.isolation import untouched
+from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.refutation import expansion_of
 from pyro_nami.reading.runner import AllSeen, Runner
 
 __all__ = ["densities", "draw", "know_all", "start_pass"]
 
+_PASSES, _MOST_KEPT = 2, 16  # passes in training before constants are kept; blocks, and shapes of batches, with some
 _OF_THE_MODEL = frozenset({"enumerate", "_markov_scope", "_markov_depth"})
 
 
@@ -53,11 +65,14 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
         known = {name: value.clone() if value.is_inference() else value for name, value in values.items()}
         while True:
             expansion = _expansion(group, current, plan, call)
-            with expanding(), suppress(Changed):
-                sites = source.run({**source.held, **known, **expansion.points}, until=expansion.until)
+            with suppress(Changed):
+                with expanding():
+                    sites = source.run({**source.held, **known, **expansion.points}, until=expansion.until)
                 _check_members(expansion, sites, current)
+                if source is call:
+                    _keep_constants(expansion, current, call, known)
+                expansion.solve(sites)
                 break
-        expansion.solve(sites)
         if source is call:
             current.ready.update({name: sites[name] for name in expansion.group.members})
         return expansion
@@ -84,14 +99,34 @@ def _expansion(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, dra
     nesting = plan.plates.nesting
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
     if draws:  # what is drawn on the way will have the batch dims of plates outside
-        leading = torch.broadcast_shapes(leading, current.outer + (1,) * nesting)
+        leading = broadcast(leading, current.outer + (1,) * nesting)
     lacking = call.source(group).lacking
     group = group.without(lacking, current.observed) if lacking or current.observed else group
     options: dict[str, Any] = {}
     if group.form == "Gaussian":
         options["sizes"] = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
     differentiable = torch.is_grad_enabled() and current.state.learns()
+    kept = call.source(group).constants if differentiable and not torch.jit.is_tracing() else None
+    if kept and (constants := kept.get((group, leading))) is not None:
+        forget = functools.partial(kept.__setitem__, (group, leading), None)
+        return FromConstants(group, leading, nesting, constants, forget)
     return expansion_of(group)(group, leading, nesting, differentiable, **options)
+
+
+def _keep_constants(expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]) -> None:
+    """Keeps, in training, what steps with the same data need not derive again, and raises `Changed`; tries once."""
+    kept, key = call.constants, (expansion.group, expansion.leading)
+    if kept is None or key in kept or len(kept) >= _MOST_KEPT or current.state.passes() < _PASSES:
+        return
+    if not expansion.differentiable or torch.jit.is_tracing() or type(expansion) is not JointGaussian:
+        return
+    known, sizes = {**call.held, **values}, expansion.sizes
+    with untouched(call.model):
+        kept[key] = constants_of(
+            *key, expansion.nesting, sizes, lambda at, until: call.run({**known, **at}, until=until)
+        )
+    if kept[key] is not None:
+        raise Changed
 
 
 def _check_members(expansion: Expansion, sites: Mapping[str, Any], current: Pass) -> None:
@@ -162,9 +197,11 @@ class _DrawingRun(Runner):
         if not self._whole or group.needed.intersection(current.left()):
             return
         if self._expansion is not None:
-            self._expansion.solve(self.sites)
-            current.solved[group] = self._expansion
-            current.ready.update({name: self.sites[name] for name in self._expansion.group.members})
+            with suppress(Changed):
+                _keep_constants(self._expansion, current, self._call, current.values)
+                self._expansion.solve(self.sites)
+                current.solved[group] = self._expansion
+                current.ready.update({name: self.sites[name] for name in self._expansion.group.members})
         current.derive(group)
         known = current.values.keys() | current.observed
         left = [name for name in group.members if name in current.rules and name not in known]

@@ -25,7 +25,7 @@ from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_nami.guide.conditioning import Direct, Flattened, Plates, Pooled, Source, parts_of
+from pyro_nami.guide.conditioning import Direct, Flattened, Plates, Pooled, Source, nodes_of, parts_of
 from pyro_nami.guide.free_parameters import FreeParameters, coupling_units
 from pyro_nami.guide.group_network import GroupNetwork
 from pyro_nami.guide.groups import Factor, num_inputs, plan_steps, with_pseudo_observations
@@ -104,6 +104,8 @@ class InverseNetwork(PyroModule):
         self.groups = tuple(GroupNetwork(each, plan_steps(each, position, sizes), **options) for each in members)
         self.group_of = {factor.name: group for group in self.groups for factor in group.factors}
         self.factors = {factor.name: factor for factor in factors}
+        read = (nodes_of(source) for factor in factors for source in factor.sources)
+        self.read = frozenset().union(*read, (factor.name for factor in factors if factor.sequential))
 
         self.encoders = as_pyro_module(nn.ModuleList(encoders.values()))
         self.evidence = as_pyro_module(nn.ModuleList(sums.values()))

@@ -47,10 +47,11 @@ class Memory:
         self.marks: dict[Any, Tensor] = {}  # of those of them that a loaded guide has not seen itself, see `_mark`
         self.varied = varied  # whether data of several kinds were seen in training
         self.context: Context | None = None
+        self.constants: dict[Hashable, Any] = {}  # of exact conditionals, of the data last seen; see `draw`
         self._equal: dict[Hashable, Arguments] = {}  # observed node -> a value that is the one seen
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_equal": {}, "context": self.plain_context()}
+        return {**self.__dict__, "_equal": {}, "constants": {}, "context": self.plain_context()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         copied = memo[id(self)] = object.__new__(type(self))
@@ -73,7 +74,7 @@ class Memory:
         """Takes in the data of a call in training."""
         self.seen.update({name: value.detach() for name, value in values.items()})
         if context is not None:
-            self.context = tree_map_only(Tensor, Tensor.detach, context)
+            self.context = _detached(context)
 
     def load(self, state: Mapping[str, Any], names: Mapping[str, Any]) -> None:
         """Takes over a saved state, its keys by ``names``."""
@@ -190,6 +191,17 @@ def _mark(value: Tensor) -> Tensor:
 def _same_mark(mark: Tensor, other: Tensor) -> bool:
     off = (mark - other).abs()
     return bool((off[:2] <= _SAME * mark[0]).all() and off[2] == 0)
+
+
+def _detached(value: Any) -> Any:
+    """Returns a value with its tensors detached; `tree_map_only` takes several times as long."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if type(value) in (list, tuple):
+        return type(value)(map(_detached, value))
+    if type(value) is dict:
+        return {key: _detached(each) for key, each in value.items()}
+    return value if type(value) in (int, float, bool, str, NoneType) else tree_map_only(Tensor, Tensor.detach, value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -69,7 +69,7 @@ class NetworkState:
         self._record = TrainingRecord([], {}) if due else None
         self._sources = Sources(network.dims, maps, *network.pooling(constant))
         self._states: dict[GroupNetwork, Any] = {group: group.mlp.start() for group in network.groups}
-        self._pulls = {group: group.pulls() for group in network.groups} if learning else {}
+        self._learning, self._pulls = learning, dict[GroupNetwork, Tensor]()
         self._rows: dict[Hashable, Tensor] = {}
 
     # ---- what is known
@@ -90,15 +90,21 @@ class NetworkState:
             features = features - (pull if share is None else share * pull)
         self._sources.put(node, tempered(features))
 
+    def reads(self, node: Hashable) -> bool:
+        """Whether any factor reads a node, its own elements included."""
+        return node in self._network.read
+
     def _pull(self, factor: Factor) -> Tensor | None:
         """Returns zeros that move as a factor's standardized draw does with its biases, ``(*plates, elements)``.
 
         What others read of a draw is centered on what it usually is, so it does not move with the biases in the end.
         Gradients that take the center for fixed would have the draw pull all those that read it along with it.
         """
-        if not self._pulls or len(factor.locations) != 1:
+        if not self._learning or len(factor.locations) != 1:
             return None
         group = self._network.group_of[factor.name]
+        if group not in self._pulls:
+            self._pulls[group] = group.pulls()
         pull = group.locations(self._pulls[group], factor)
         if factor.name in self._offsets:
             offset = self._offsets[factor.name][..., factor.locations[0]]
@@ -118,6 +124,10 @@ class NetworkState:
     def learns(self) -> bool:
         """Whether a parameter is to get gradients: of a guide that is frozen nothing has."""
         return any(parameter.requires_grad for parameter in self._network.parameters())
+
+    def passes(self) -> int:
+        """Returns the number of passes that gradients have come back from."""
+        return min((group.running.passes for group in self._network.groups), default=0)
 
     def settle(self) -> None:
         """Centers the inputs that are data on those of this call, all of which must be known."""

@@ -96,7 +96,7 @@ class Pass:
     def know(self, name: str, value: Tensor, elements: Tensor | None = None, *, drawn: bool = False) -> None:
         """Takes in the value of a latent, and its elements where they are known from the draw."""
         self.values[name] = value
-        if name in self._families:
+        if name in self._families and self.state.reads(name):
             family = self.family(name)
             elements = family.layout.elements(value) if elements is None else elements
             features = family.element_features(elements).flatten(-2)

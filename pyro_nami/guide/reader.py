@@ -69,7 +69,8 @@ class CallReader:
         kind = self._looks.kind(leaves)
         look = self._looks.known(kind)
         parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
-        call = _from_observations(replace(call, indices=parts), plan, observations)
+        call = replace(call, indices=parts) if parts else call
+        call = _from_observations(call, plan, observations) if observations else call
         call = _from_arguments(call, plan, look.slots if look is not None else {})
         complete = all(name in call.values for name in plan.read)
         alone = look is not None and complete and (plan.interleaved or not draws)
@@ -85,6 +86,8 @@ class CallReader:
         if plan.map_plans:
             call = replace(call, maps=self._index_maps(call, leaves, absent))
         call = self._compared(call, observations, remember)
+        if call.familiar and remember and draws and not call.indices:
+            call = replace(call, constants=self.memory.constants)
         if absent:
             call = last_seen(call, plan, self.memory, absent, self._maps.resized(call))
         _check_sizes(call, plan)
@@ -93,6 +96,7 @@ class CallReader:
     def forget(self) -> None:
         """Forgets what was found for the arguments of earlier calls."""
         self._probed = None
+        self.memory.constants.clear()
         self._maps.forget()
 
     @property

@@ -22,7 +22,7 @@ from pyro_nami.factors.links import relative_scale
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.one_pass import Pass, Term
 from pyro_nami.guide.parameters import expert
-from pyro_nami.reading.expansion import ConjugateGroup
+from pyro_nami.reading.expansion import ConjugateGroup, broadcast
 from pyro_nami.reading.runner import changed_event_shape
 
 __all__ = ["Exact", "Learned", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]
@@ -90,7 +90,7 @@ class Exact(Rule):
     ) -> TorchDistribution:
         assert self.group is not None
         fn = current.derive(self.group).conditional(self.name, current.values, len(batch_shape))
-        target = torch.broadcast_shapes(fn.batch_shape, batch_shape)
+        target = broadcast(fn.batch_shape, batch_shape)
         return fn if fn.batch_shape == target else fn.expand(target)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:

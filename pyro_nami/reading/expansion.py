@@ -32,9 +32,11 @@ __all__ = [
     "expanding",
     "irregular",
     "leading_shape",
+    "narrowed",
     "parameters_of",
     "same_scale",
     "trimmed",
+    "without_gaps",
 ]
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
@@ -197,15 +199,15 @@ class Expansion:
 
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns a site's log density as far as its mask counts it, at its scale relative to that of the members."""
-        site, weight = sites[name], self._weight(sites, name)
-        log_prob, mask = site["fn"].log_prob(_without_gaps(site)), site["mask"]
+        site, weight = sites[name], self.weight(sites, name)
+        log_prob, mask = site["fn"].log_prob(without_gaps(site)), site["mask"]
         if mask is not None:
             log_prob = torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
         return log_prob if weight is None else log_prob * weight
 
     def _total(self, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns a site's log density, summed; minus infinity where its value is outside of its support."""
-        fn, value = sites[name]["fn"], _without_gaps(sites[name])
+        fn, value = sites[name]["fn"], without_gaps(sites[name])
         with suppress(NotImplementedError):
             if not value.isnan().any() and not _is_supported(fn, value):
                 return torch.tensor(-torch.inf, dtype=torch.get_default_dtype(), device=value.device)
@@ -218,18 +220,20 @@ class Expansion:
         need not be the ``whole`` of it: its scale does not depend on the members.
         """
         site = sites[name]
-        fn, value, mask, weight = site["fn"], _without_gaps(site), site["mask"], self._weight(sites, name)
+        fn, value, mask = site["fn"], without_gaps(site), site["mask"]
         if whole or type(fn) is not dist.Normal:
             return self.density(sites, name).sum(), None
-        # A scale that is the same for all is one number.
-        spread = fn.scale[tuple(slice(0, 1 if step == 0 else None) for step in fn.scale.stride())]
-        precision = spread.square().reciprocal()
-        cotangent = (value - fn.loc) * (precision if weight is None else precision * weight)
+        cotangent = (value - fn.loc) * self.precision(sites, name)
         if mask is not None:
             cotangent = torch.where(torch.as_tensor(mask), cotangent, torch.zeros_like(cotangent))
         return fn.loc.expand(cotangent.shape), cotangent
 
-    def _weight(self, sites: Mapping[str, Any], name: str) -> Any:
+    def precision(self, sites: Mapping[str, Any], name: str) -> Any:
+        """Returns a Normal site's precision, at its scale relative to that of the members; size 1 where it is one."""
+        precision, weight = narrowed(sites[name]["fn"].scale).square().reciprocal(), self.weight(sites, name)
+        return precision if weight is None else precision * weight
+
+    def weight(self, sites: Mapping[str, Any], name: str) -> Any:
         """Returns the scale of a site relative to that of the members; None if it is the same."""
         own, scale = sites[name]["scale"], sites[self.group.members[0]]["scale"]
         if own is scale or not isinstance(own, Tensor) and not isinstance(scale, Tensor) and own == scale:
@@ -240,6 +244,11 @@ class Expansion:
         """Returns a scale without the dims that it alone has, along which it counts a density several times."""
         extra = scale.dim() - len(self.leading) if isinstance(scale, Tensor) else 0
         return scale.sum(tuple(range(extra))) if extra > 0 else scale
+
+
+def narrowed(value: Tensor) -> Tensor:
+    """Returns a tensor with size 1 along the dims that it was expanded to."""
+    return value[tuple(slice(0, 1 if step == 0 else None) for step in value.stride())]
 
 
 def same_scale(a: Any, b: Any) -> bool:
@@ -304,7 +313,7 @@ def irregular(shape: torch.Size, like: Tensor, phase: int) -> Tensor:
     return (1 + 2.4 * order + phase).sin()
 
 
-def _without_gaps(site: Mapping[str, Any]) -> Tensor:
+def without_gaps(site: Mapping[str, Any]) -> Tensor:
     """Returns a site's value, with any number in place of NaN that a mask hides: a gradient would not be hidden."""
     fn, value = site["fn"], site["value"]
     if site["mask"] is None and not any(isinstance(layer, MaskedDistribution) for layer in layers(fn)):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Level", "inverse_root", "is_quadratic", "solved", "times"]
+__all__ = ["Level", "in_noise", "inverse_root", "is_quadratic", "solved", "times"]
 
 
 class Level(NamedTuple):
@@ -71,19 +71,65 @@ class Level(NamedTuple):
         left = torch.cat([mean, rest, -gain], -2), torch.cat([moved, mean, gain], -2)
         return self._replace(prior=torch.cat([posterior, after], -1)), left
 
+    def spread(self, level: Level, matrix: Tensor) -> Tensor:
+        """Returns the columns of a later level times a matrix, at the place of that one's columns and those behind."""
+        return torch.nn.functional.pad(self.columns(level) @ matrix, (level.start - self.start, 0))
+
+    def without_noise(self, scale: Tensor) -> tuple[Tensor, Level]:
+        """Returns W and G of the level's posterior W e + G r ~ N(0, I), where its rows are by e ~ N(0, S^2).
+
+        G is a level behind this one; G^T G is what elimination takes from the rows left. ``scale`` is the diagonal of
+        S, ``(*batch, *plates, size or 1, 1)``.
+        """
+        own, rest = self.rows[..., : self.size], self.rows[..., self.size :]
+        precision = scale * own * scale.mT
+        if self.size == 1:
+            lower = (1 + precision).clamp(min=torch.finfo(own.dtype).eps).sqrt()
+            whitening, gain = lower / scale, scale / lower * rest
+        else:
+            eye = torch.eye(self.size, dtype=own.dtype, device=own.device)
+            ridge = 4 * torch.finfo(own.dtype).eps * (1 + precision.detach().diagonal(dim1=-2, dim2=-1).abs())
+            lower, _ = torch.linalg.cholesky_ex(precision + (eye + torch.diag_embed(ridge)))
+            whitening, gain = lower.mT / scale.mT, torch.linalg.solve_triangular(lower, scale * rest, upper=False)
+        return whitening, self._replace(start=self.start + self.size, rows=gain)
+
+    def reduced(self, gain: Level, nesting: int) -> Level:
+        """Returns the level without what elimination of a deeper one by its noise takes from its rows."""
+        columns = gain.rows[..., self.start - gain.start :]
+        return self._replace(rows=self.rows - self._product(columns[..., : self.size], columns, gain, nesting))
+
     def updated(self, factors: tuple[Tensor, Tensor], level: Level, nesting: int) -> Level:
         """Returns the level with what elimination of a deeper one adds to its rows."""
         first = self.start - level.start - level.size
         rows, columns = factors[0][..., first : first + self.size], factors[1][..., first:]
+        return self._replace(rows=self.rows + self._product(rows, columns, level, nesting))
+
+    def _product(self, rows: Tensor, columns: Tensor, level: Level, nesting: int) -> Tensor:
+        """Returns the product of two factors of a deeper level, summed along plates that it alone has."""
         summed = [dim - 2 for dim in level.dims - self.dims]
         if not self.dims and summed:
             cut = rows.dim() - 2 - nesting
             rows, columns = rows.flatten(cut, -2), columns.flatten(cut, -2)
-            product = (rows.mT @ columns).reshape(rows.shape[:cut] + (1,) * nesting + (self.size, columns.shape[-1]))
-        else:
-            product = rows.mT @ columns
-            product = product.sum(summed, keepdim=True) if summed else product
-        return self._replace(rows=self.rows + product)
+            return (rows.mT @ columns).reshape(rows.shape[:cut] + (1,) * nesting + (self.size, columns.shape[-1]))
+        product = rows * columns if rows.shape[-2:] == (1, 1) else rows.mT @ columns
+        return product.sum(summed, keepdim=True) if summed else product
+
+
+def in_noise(levels: Sequence[Level], i: int, nesting: int) -> list[Level]:
+    """Returns levels with their rows by the noise e of the prior of the i-th in place of its x = M r + U e."""
+    level = levels[i]
+    own, rest = level.rows[..., : level.size], level.rows[..., level.size :]
+    eye = torch.eye(level.size, dtype=own.dtype, device=own.device)
+    root = torch.linalg.solve_triangular(level.prior[..., : level.size], eye, upper=True)
+    mean = -root @ level.prior[..., level.size :]
+    before = [
+        each._replace(rows=each.rows + each.spread(level, torch.cat([root - eye, mean], -1))) for each in levels[:i]
+    ]
+    moved = own @ mean + rest
+    here = level._replace(rows=torch.cat([root.mT @ own @ root, root.mT @ moved], -1))
+    mean = mean.expand_as(moved)
+    factors = torch.cat([mean, rest], -2), torch.cat([moved, mean], -2)
+    return [*before, here, *(each.updated(factors, level, nesting) for each in levels[i + 1 :])]
 
 
 def times(matrix: Tensor, x: Tensor) -> Tensor:
