@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ["Inverse", "check_partition", "sampled"]
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,8 @@ class Inverse:
             the other shared plates the two are aligned; plates that the latent lacks are always read across.
         joint: for latents that have any, the plates over which instances form one block, autoregressive inside.
         predictive: the latents whose factor is the model's own conditional.
+        exact: the latents that were eliminated first as their conditionals are known exactly, in elimination order; it
+            says why the order is what it is, and takes no part in comparisons.
 
     Raises:
         ValueError: the order is not one of all latents (marginalized ones aside), or a latent reads a site that is
@@ -48,6 +50,7 @@ class Inverse:
     parents: Mapping[Any, Mapping[Any, Plates]]
     joint: Mapping[Any, Plates] = field(default_factory=dict)
     predictive: Plates = NO_PLATES
+    exact: tuple[Any, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         order = tuple(self.order)
@@ -121,7 +124,7 @@ class Inverse:
             if u not in parents[v]:
                 parents[v][u] = self.joint[v] & self.net.plates[u]
                 gained.add(v)
-        return Inverse(self.net, self.order, parents, self.joint, self.predictive - gained)
+        return replace(self, parents=parents, predictive=self.predictive - gained)
 
     def ground(self) -> Inverse:
         """The inverse of ``net.ground()``: one factor an instance, the instances of a joint block in index order."""
@@ -176,7 +179,7 @@ class Inverse:
 
     def __reduce__(self) -> tuple[Any, ...]:
         parents = {v: dict(reads) for v, reads in self.parents.items()}
-        return Inverse, (self.net, self.order, parents, dict(self.joint), self.predictive)
+        return Inverse, (self.net, self.order, parents, dict(self.joint), self.predictive, self.exact)
 
     def __str__(self) -> str:
         grounded = f" ({self.num_grounded_edges} between instances)" if self.net.plate_sizes else ""
@@ -189,6 +192,8 @@ class Inverse:
             text += f"\n  {site_label(self.net, v)}" + (f" | {', '.join(reads)}" if reads else "")
             text += f"; jointly over {plate_list(self.net, self.joint[v])}" if self.joint[v] else ""
             text += "; from the model" if v in self.predictive else ""
+        if self.exact:
+            text += f"\nEliminated first, as these have exact conditionals: {', '.join(map(label, self.exact))}"
         return text
 
     def pooled(self, v: Hashable, u: Hashable) -> Plates:

@@ -99,6 +99,7 @@ class AutoNaMIGuide(LazyGuide):
         Inverse: latents 2, edges 3, levels 2
           a | x
           b | a, x
+        Eliminated first, as these have exact conditionals: b, a
     """
 
     def __init__(

@@ -210,6 +210,11 @@ class NetworkState:
             self._record.inputs.append((group, first, last, x.detach()))
         return group.running(x, first, last)
 
+    def tells(self, name: str) -> bool:
+        """Whether something is to be told of a latent: once, for all passes of these networks."""
+        told, self._network.told = self._network.told, self._network.told | {name}
+        return name not in told
+
     def non_finite_parameter(self) -> str | None:
         """Returns the name of a parameter that is not finite, None if all are."""
         for name, value in self._network.named_parameters():

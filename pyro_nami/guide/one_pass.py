@@ -17,6 +17,7 @@ from torch.distributions import Distribution
 from pyro_nami.factors.distribution import Relocated, Relocation, SiteDistribution
 from pyro_nami.factors.family import Family
 from pyro_nami.guide.network_state import NetworkState
+from pyro_nami.messages import warn
 from pyro_nami.networks.stepped import concatenated
 from pyro_nami.reading.expansion import ConjugateGroup, Expansion
 
@@ -143,9 +144,19 @@ class Pass:
             yield terms[0].family.elements(params, anchor).log_prob(elements).sum(-1)
 
     def check(self) -> None:
-        """Raises where a draw has NaN; looks at all of them at once, as a device has to be waited for each time."""
+        """Raises where a draw has NaN, and warns where a prior stood in for an exact conditional.
+
+        It looks at all of them at once, as a device has to be waited for each time.
+        """
         sums = [value.detach().sum() for value in self.returned.values()] if self.validate else []
-        if not sums or not math.isnan(torch.stack(sums).sum().item()):
+        if not sums:
+            return
+        finite = {name: each for solved in self.solved.values() for name, each in solved.finite.items()}
+        whole = [torch.stack([each.all() for each in finite.values()]).all()] if finite else []
+        total, *whole = torch.stack([torch.stack(sums).sum(), *whole]).tolist()
+        if not all(whole):
+            self._warn(finite)
+        if not math.isnan(total):
             return
         for name, total in zip(self.returned, sums):
             if math.isnan(total.item()):
@@ -155,4 +166,15 @@ class Pass:
                     + (f", and neither is the guide's parameter '{bad}'" if bad else "")
                     + ". The last gradient was not finite, or its step too large: lower the learning rate, clip "
                     "gradients, or look for a log density of the model that is infinite."
+                )
+
+    def _warn(self, finite: Mapping[str, Tensor]) -> None:
+        """Warns once of each latent that is drawn from its prior where its exact conditional is not finite."""
+        for name, each in finite.items():
+            count = each.numel() - int(each.sum())
+            if count and self.state.tells(name):
+                warn(
+                    f"The exact conditional of '{name}' is not finite at {count} of its {each.numel()} instances, so "
+                    "its prior stands in for it there. Look for infinite data and for scales near zero, and mask rows "
+                    f"that are to say nothing; rules={{'{name}': 'learned'}} does without the exact conditional."
                 )

@@ -5,6 +5,7 @@ To serve latents by another rule, say in `make_plan` when it applies; the rule i
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -98,9 +99,7 @@ def make_plan(first: FirstCall) -> Plan:
     )
 
 
-def _inverted(
-    first: FirstCall,
-) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup], dict[str, str]]:
+def _inverted(first: FirstCall) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup], dict[str, str]]:
     """Returns the inverse, its learned latents in sampling order, whether runs of the model can draw in that order, the
     latents with exact conditionals, and why others have none.
     """
@@ -115,6 +114,7 @@ def _inverted(
         groups = finder.groups(inverse, order) if finder else {}
         order, interleaved = _program_order(first, inverse, order, groups)
         if interleaved:
+            inverse = dataclasses.replace(inverse, exact=tuple(v for v in inverse.order if each and v in groups))
             break
     groups = {name: _with_all_read(group, inverse) for name, group in groups.items()} if interleaved else {}
     refused = dict(finder.refused) if finder else {}

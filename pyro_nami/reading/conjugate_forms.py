@@ -162,7 +162,10 @@ class ByStatistics(Expansion):
             det = first[0] * second[1] - first[1] * second[0]
             e1 = (slope * second[1] - first[1] * bend) / det
             e2 = (first[0] * bend - slope * second[0]) / det
+        finite = self.finite[self._name] = e1.isfinite() & e2.isfinite()
+        e1, e2 = (torch.where(finite, each, 0.0) for each in (e1, e2))
         self.natural = (e1, e2) if self.differentiable else (e1.detach(), e2.detach())
+
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         prior = self.priors[name]
         parameters = self._form.parameters(innermost(prior), *self.natural)
@@ -177,9 +180,6 @@ class ByStatistics(Expansion):
             self._read(self.take(sites, again=True, whole=True))
         else:
             super().measure(sites)
-
-    def is_finite(self) -> bool:
-        return all(bool(each.isfinite().all()) for each in self.natural)
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         """Whether each child's log density moves at all, and the conditional is a proper one."""

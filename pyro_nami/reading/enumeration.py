@@ -96,14 +96,16 @@ class Enumeration(Expansion):
     def solve(self, sites: Mapping[str, Any]) -> None:
         prior, own = self.priors[self._name], sites[self._name]
         dims = {frame.dim for frame in own["cond_indep_stack"] if frame.vectorized}
-        logits = prior.log_prob(self.values[self._name])
+        logits = prior_logits = prior.log_prob(self.values[self._name])
         for name in filter(sites.__contains__, self.group.children):
             term = self.density(sites, name)
             frames = sites[name]["cond_indep_stack"]
             summed = [frame.dim for frame in frames if frame.vectorized and frame.dim not in dims]
             logits = logits + (term.sum(summed, keepdim=True) if summed else term)
-        logits = logits.movedim(0, -1) if self.differentiable else logits.detach().movedim(0, -1)
-        self._logits = logits.log_softmax(-1)
+        logits = logits.log_softmax(0)
+        finite = self.finite[self._name] = ~logits.isnan().any(0)
+        logits = torch.where(finite, logits, prior_logits).movedim(0, -1)
+        self._logits = logits if self.differentiable else logits.detach()
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         kind = _KINDS[type(innermost(self.priors[name]))]
@@ -121,9 +123,6 @@ class Enumeration(Expansion):
         own = sites[self._name]
         terms = [self._total(sites, name) for name in self.group.children]
         self.totals = torch.stack([self.priors[self._name].log_prob(own["value"]).detach().sum(), *terms])
-
-    def is_finite(self) -> bool:
-        return not bool(self._logits.isnan().any())
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         return bool(self._logits.isfinite().any(-1).all())

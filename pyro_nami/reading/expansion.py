@@ -96,6 +96,8 @@ class Expansion:
         until: the sites that the run has to reach.
         priors, values: of each member, once the run has met it.
         shapes: of the values, with all batch dims.
+        finite: where what was solved of each member is a number; elsewhere its data say nothing, which leaves its
+            prior, given what is drawn before.
         count: number of points, along a dim of their own to the left of all others; None without such a dim.
     """
 
@@ -113,6 +115,7 @@ class Expansion:
         self.priors: dict[str, Any] = {}
         self.values: dict[str, Tensor] = {}
         self.shapes: dict[str, torch.Size] = {}
+        self.finite: dict[str, Tensor] = {}
         self.count: int | None = None
         self.leading = torch.Size(leading)
 
@@ -132,8 +135,8 @@ class Expansion:
         raise NotImplementedError
 
     def is_finite(self) -> bool:
-        """Whether what was solved is a number."""
-        raise NotImplementedError
+        """Whether all that was solved is a number."""
+        return all(bool(each.all()) for each in self.finite.values())
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         """Whether each child says something of the members, and the conditional is a proper one."""

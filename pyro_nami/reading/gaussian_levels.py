@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Level", "in_noise", "inverse_root", "is_quadratic", "solved", "times"]
+__all__ = ["Level", "in_noise", "inverse_root", "is_quadratic", "solved", "times", "without_gaps"]
 
 
 class Level(NamedTuple):
@@ -130,6 +131,19 @@ def in_noise(levels: Sequence[Level], i: int, nesting: int) -> list[Level]:
     mean = mean.expand_as(moved)
     factors = torch.cat([mean, rest], -2), torch.cat([moved, mean], -2)
     return [*before, here, *(each.updated(factors, level, nesting) for each in levels[i + 1 :])]
+
+
+def without_gaps(levels: Sequence[Level]) -> tuple[list[Level], list[Tensor]]:
+    """Returns levels without evidence on elements whose rows are not finite, and for each level which rows are.
+
+    Columns go with rows, so that what is left is a density's as before. Masks are ``(*batch, *plates, size)``.
+    """
+    finite, left = [level.rows.isfinite().all(-1) for level in levels], []
+    for i, (level, own) in enumerate(zip(levels, finite)):
+        columns = torch.cat([each.expand(own.shape[:-1] + each.shape[-1:]) for each in finite[i:]], -1)
+        both = own.unsqueeze(-1) & F.pad(columns, (0, 1), value=True).unsqueeze(-2)
+        left.append(level._replace(rows=torch.where(both, level.rows, 0.0)))
+    return left, finite
 
 
 def times(matrix: Tensor, x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from pyro_nami.reading.expansion import (
     irregular,
     trimmed,
 )
-from pyro_nami.reading.gaussian_levels import Level, inverse_root, is_quadratic, solved, times
+from pyro_nami.reading.gaussian_levels import Level, inverse_root, is_quadratic, solved, times, without_gaps
 
 __all__ = ["JointGaussian"]
 
@@ -109,6 +109,9 @@ class JointGaussian(Expansion):
             priors = [self._whitening(name, locs[name], name in moved, begin) for name in names]
             both = (each[0] if len(each) == 1 else torch.cat(each, -2) for each in (rows, priors))
             self._levels.append(Level(begin, size, dims, *both))
+        self._levels, finite = without_gaps(self._levels)
+        for names, each in zip(self._by_level(), finite):
+            self.finite.update(zip(names, each.split([self.sizes[name] for name in names], -1)))
 
     def _differences(self, flat: Tensor, begin: int, sign: int) -> Tensor:
         """Returns derivatives by all offsets from ``begin`` on, and behind them the value at 0: ``(..., E, columns)``.
@@ -245,7 +248,7 @@ class JointGaussian(Expansion):
             super().measure(sites)
 
     def is_finite(self) -> bool:
-        return all(bool(each.isfinite().all()) for level in self._levels for each in (level.rows, level.prior))
+        return super().is_finite() and all(bool(level.prior.isfinite().all()) for level in self._levels)
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         """Whether each child's log density moves at all, and that of no element is curved the wrong way."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from models import local_normals, pooled, varying_intercept
+from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.optim import Adam
 
@@ -102,3 +104,108 @@ def test_nan_in_the_data_names_the_site():
 def test_pyro_refuses_what_is_empty(args):
     with pytest.raises(ZeroDivisionError):
         AutoNaMIGuide(regression)(*args)
+
+
+# ---- exact conditionals that are not finite at some instances
+
+
+def slopes(x, y, s=None):
+    m = pyro.sample("m", dist.Normal(0.0, 2.0))
+    s = pyro.sample("s", dist.HalfNormal(1.0)) if s is None else s
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Normal(m, 1.0))
+        mean = torch.where(x > 0, z * x.log(), 0.0)  # at 0, a number whose gradient is none
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def exposures(x, y):
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Gamma(2.0, 1.0))
+        pyro.sample("y", dist.Poisson(z * x), obs=y)
+
+
+def switches(x, y):
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(0.3))
+        pyro.sample("y", dist.Normal(z, x), obs=y)
+
+
+def replayed(guide, *args, **values):
+    """The distributions of a guide's sites in a run with some of its latents at values, one for each particle."""
+    with pyro.plate("particles", 3, dim=-2):
+        trace = poutine.trace(guide).get_trace(*args)
+        for name, value in values.items():
+            trace.nodes[name]["value"] = value
+        return {
+            name: site["fn"]
+            for name, site in poutine.trace(poutine.replay(guide, trace)).get_trace(*args).nodes.items()
+            if site["type"] == "sample"
+        }
+
+
+SPREAD, M = torch.tensor([[0.5], [1.0], [2.0]]), torch.full((3, 1), 0.7)
+BAD = {  # of row 1, after a first call at numbers that are fine
+    "an infinite observation": (slopes, Y[:4], 1, math.inf, {"s": SPREAD, "m": M}, dist.Normal(0.7, 1.0)),
+    "a gradient that is NaN": (functools.partial(slopes, s=0.5), Y[:4], 0, 0.0, {"m": M}, dist.Normal(0.7, 1.0)),
+    "an infinite exposure": (exposures, torch.tensor([3.0, 0, 1, 5]), 0, math.inf, {}, dist.Gamma(2.0, 1.0)),
+    "an impossible value": (switches, Y[:4], 1, math.inf, {}, dist.Bernoulli(0.3)),
+}
+
+
+@pytest.mark.parametrize("model, y, which, number, values, prior", BAD.values(), ids=list(BAD))
+def test_a_row_whose_conditional_is_not_finite_has_its_prior(model, y, which, number, values, prior):
+    """The other rows, and what they share, are what they are without it."""
+    good = (1 + X[:4, 0].abs(), y)
+    bad = [each.clone() for each in good]
+    bad[which][1] = number
+    guide, other = AutoNaMIGuide(model), AutoNaMIGuide(model)
+    guide(*good)
+    with pytest.warns(UserWarning, match="conditional of 'z' is not finite at [13] of its (4|12) instances.*mask"):
+        found = replayed(guide, *bad, **values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was said
+        replayed(guide, *bad, **values)
+    left = torch.tensor([0, 2, 3])
+    fine = replayed(other, *(each[left] for each in good), **values)
+    at = torch.tensor(1.0)
+    assert torch.allclose(found["z"].log_prob(at)[..., 1], prior.log_prob(at).expand(found["z"].batch_shape[:-1]))
+    assert torch.allclose(found["z"].log_prob(at)[..., left], fine["z"].log_prob(at))
+    if "m" in found:
+        assert torch.allclose(found["m"].log_prob(at), fine["m"].log_prob(at))
+
+
+def test_a_particle_whose_conditional_is_not_finite_has_its_prior():
+    """Precision overflows in one of three; the others are what they are without it."""
+    guide = AutoNaMIGuide(slopes)
+    x, y = 1 + X[:4, 0].abs(), Y[:4]
+    fine = replayed(guide, x, y, s=SPREAD, m=torch.zeros(3, 1))
+    with pytest.warns(UserWarning, match="'z' is not finite at 4 of its 12 instances"):
+        found = replayed(guide, x, y, s=torch.tensor([[0.5], [1e-30], [2.0]]), m=torch.zeros(3, 1))
+    kept, at = torch.tensor([0, 2]), torch.ones(4)
+    for name, prior in {"m": dist.Normal(0.0, 2.0), "z": dist.Normal(0.0, 1.0)}.items():
+        log_prob = found[name].log_prob(at[:1] if name == "m" else at)
+        assert torch.allclose(log_prob[kept], fine[name].log_prob(at[:1] if name == "m" else at)[kept])
+        assert torch.allclose(log_prob[1], prior.log_prob(at[:1]))
+
+
+def test_effects_that_share_a_bad_row_have_their_priors_and_the_rest_stays_proper():
+    """A row of group 0 is infinite: nothing is known of that group's effect, nor of the slope that all rows share."""
+
+    def groups(group, x, y):
+        b = pyro.sample("b", dist.Normal(0.0, 2.0))
+        with pyro.plate("groups", 3):
+            a = pyro.sample("a", dist.Normal(0.0, 3.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(a[..., group] + b * x, 0.5), obs=y)
+
+    guide, group, y = AutoNaMIGuide(groups), torch.tensor([0, 1, 2, 0, 1]), Y[:5].clone()
+    guide(group, X[:5, 0], y)
+    y[3] = math.inf
+    with pytest.warns(UserWarning, match="'[ab]' is not finite"):
+        trace = poutine.trace(guide).get_trace(group, X[:5, 0], y)
+    b, a = (trace.nodes[name]["fn"] for name in "ba")
+    assert torch.allclose(b.log_prob(Y[0]), dist.Normal(0.0, 2.0).log_prob(Y[0]))
+    assert torch.allclose(a.log_prob(Y[0])[0], dist.Normal(0.0, 3.0).log_prob(Y[0]))
+    # The other groups have a row or two each, as if the slope were at its mean: their evidence is in their rows alone.
+    counts = torch.tensor([2.0, 1.0])
+    assert torch.allclose(a.stddev[1:], (1 / 9 + counts / 0.25).rsqrt())

@@ -50,6 +50,14 @@ def test_a_line_for_each_latent_in_model_order():
     ]
 
 
+def test_the_inverse_says_what_went_first_as_it_is_exact():
+    line = "Eliminated first, as these have exact conditionals: "
+    assert str(made(model, Y).inverse).splitlines()[-1] == line + "z, mu"
+    assert str(made(model, Y, rules={"mu": "learned"}).inverse).splitlines()[-1] == line + "z"
+    for options in ({"inverse": "reverse"}, {"exact": False}, {"rules": {"mu": "learned", "z": "learned"}}):
+        assert line not in str(made(model, Y, **options).inverse)
+
+
 def test_exact_rules_are_the_conjugate_latents_and_only_they_have_no_reason():
     guide = made(model, Y)
     assert tuple(name for name, note in guide.rules.items() if note.rule == "exact") == guide.conjugate
