@@ -1,8 +1,9 @@
 """What a learning rate costs: eight schools and radon by SVI at rates far below and above the usual one.
 
 The loss is the exact log evidence minus the ELBO, in nats, after the same number of steps at every rate: 2,500 (eight
-schools) or 3,000 (radon, `examples/radon.py`) steps of ClippedAdam, whose rate decays to 1% of the first, 16 particles
-each. Eight schools have their evidence by quadrature, radon by importance sampling of three variances. Run with::
+schools) or 3,000 (radon, `examples/mixed_models.py`) steps of ClippedAdam, whose rate decays to 1% of the first, 16
+particles each. Eight schools have their evidence by quadrature, radon by importance sampling of three variances.
+Run with::
 
     python benchmarks/rates.py [--smoke] [--seeds N] [--only NAME]
 """
@@ -28,8 +29,8 @@ from svi_step import EFFECTS, ERRORS, eight_schools
 from pyro_nami import AutoNaMIGuide
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
+import mixed_models  # noqa: E402
 import quickstart  # noqa: E402
-import radon  # noqa: E402
 from references import exact_posterior  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "rates.json"
@@ -52,14 +53,14 @@ class Case(NamedTuple):
 def cases(smoke: bool) -> dict[str, Case]:
     """The two models; their evidence is computed here, by fewer proposals in a smoke run."""
     schools = torch.tensor(ERRORS), torch.tensor(EFFECTS)
-    houses = radon.read_data()
+    houses = mixed_models.read_radon()
     pyro.set_rng_seed(0)
-    evidence = exact_posterior(radon.linear_model(*houses), 1, 200 if smoke else 20_000).log_evidence
+    evidence = exact_posterior(mixed_models.linear_radon(*houses), 1, 200 if smoke else 20_000).log_evidence
     found = {
         "eight_schools": Case(
             eight_schools, schools, quickstart.Exact().log_evidence, 2_500, (0.003, 0.01, 0.03, 0.1), 0.05, 2_000, 5
         ),
-        "radon": Case(radon.model, houses, evidence, 3_000, (0.003, 0.01, 0.05), 0.1, 200, 20),
+        "radon": Case(mixed_models.radon, houses, evidence, 3_000, (0.003, 0.01, 0.05), 0.1, 200, 20),
     }
     few = {"steps": 2, "draws": 10, "estimates": 2} if smoke else {}
     return {name: case._replace(**few) for name, case in found.items()}

@@ -1,16 +1,22 @@
-"""A Gaussian mixture amortized over data sets: trained on sets of up to 200 points, run on 2,000 without retraining.
+"""A Gaussian mixture amortized over data sets, and one of Old Faithful's eruptions with exact assignments.
 
 Three components with ordered locations; which component a point is of is summed out, so all latents are continuous.
 The guide never sees real data in training: every step simulates data sets of one size, drawn log-uniformly, from the
 model itself, and maximizes the guide's log density of the latents that made them (the expected KL from posterior to
 guide). Afterwards one pass gives the posterior of any data set of any size. It is judged beside NUTS on a new data set,
-on its first 200 points and on all 2,000, ten times as many as it has ever seen. Run with::
+on its first 200 points and on all 2,000, ten times as many as it has ever seen.
 
-    python examples/mixture.py [--smoke] [--steps 12000] [--seed 0] [--device cpu] [--out out/mixture]
+With ``--faithful`` SVI fits three components to the times between 272 eruptions instead. Which component a time is of
+is a latent of its own then, which the guide draws exactly given all else. It is judged by the log predictive density of
+a point beside NUTS, and AutoNormal, with assignments summed out. Run with::
+
+    python examples/mixture.py [--faithful] [--smoke] [--steps N] [--seed 0] [--device cpu] [--out out/mixture]
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
 import json
 import math
 import time
@@ -22,8 +28,10 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions.transforms import OrderedTransform
+from pyro.infer.autoguide import AutoNormal
+from pyro.ops.indexing import Vindex
 from references import Draws, Problem, run_nuts
-from study import argument_parser, compare, draw_intervals, pyplot
+from study import argument_parser, compare, draw_intervals, fit, pyplot
 from torch import Tensor
 from tqdm import tqdm
 
@@ -186,12 +194,88 @@ def plot(found: list[tuple[int, Tensor, Draws, Draws]], path: Path) -> None:
     plt.close(figure)
 
 
+# ---- Old Faithful
+
+
+def components() -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, locations and scales of three components, in no order."""
+    weights = pyro.sample("weights", dist.Dirichlet(torch.full((COMPONENTS,), 2.0)))
+    locs = pyro.sample("locs", dist.Normal(torch.zeros(COMPONENTS), 1.5).to_event(1))
+    scales = pyro.sample("scales", dist.LogNormal(torch.full((COMPONENTS,), -1.0), 0.7).to_event(1))
+    return weights, locs, scales
+
+
+def assigned(y: Tensor) -> None:
+    """The mixture as it is told: every eruption is of one component."""
+    weights, locs, scales = components()
+    with pyro.plate("eruptions", len(y)):
+        z = pyro.sample("z", dist.Categorical(weights))
+        pyro.sample("y", dist.Normal(Vindex(locs)[..., z], Vindex(scales)[..., z]), obs=y)
+
+
+def summed(y: Tensor) -> None:
+    """The same with the components summed out."""
+    weights, locs, scales = components()
+    with pyro.plate("eruptions", len(y)):
+        pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, scales)), obs=y)
+
+
+def read_waiting() -> Tensor:
+    """Times to the next eruption, standardized, ``(272,)``."""
+    with (Path(__file__).parent / "data" / "faithful.csv").open() as file:
+        waiting = torch.tensor([float(row["waiting"]) for row in csv.DictReader(file)])
+    return (waiting - waiting.mean()) / waiting.std()
+
+
+def faithful(arguments: argparse.Namespace) -> None:
+    """Prints the mean over points of the log of the mean density over draws, in nats, for NUTS and for the guides."""
+    y = read_waiting()
+    problem = Problem(summed, (y,), SITES, dense=True)
+    nuts, numbers = run_nuts(problem, arguments.out, seed=arguments.seed, smoke=arguments.smoke)
+    judged = {"NUTS": density(nuts, y.double()).mean(0).log().mean().item()}
+    draws = {}
+    steps, chunks = (3, 2) if arguments.smoke else (arguments.steps or 3000, 10)
+    for rate in (0.003, 0.01, 0.03):
+        for seed in (arguments.seed, arguments.seed + 1):
+            for make, told in ((AutoNaMIGuide, assigned), (AutoNormal, summed)):
+                name = f"{make.__name__}, rate {rate}, seed {seed}"
+                options: dict[str, Any] = {"steps": steps, "seed": seed, "chunks": chunks, "learning_rate": rate}
+                guide, row = fit(problem._replace(model=told), name, make, **options)
+                judged[name] = density(row.draws, y.double()).mean(0).log().mean().item()
+                draws.setdefault(make.__name__, row.draws)
+                if len(judged) == 2:
+                    print(guide.rules)
+    print("\nNUTS: " + ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
+    print(f"\n{'':<40}{'log predictive density of a point':>36}{'less NUTS':>12}")
+    for name, value in judged.items():
+        print(f"{name:<40}{value:>36.4f}{value - judged['NUTS']:>12.4f}")
+    (arguments.out / "results.json").write_text(json.dumps(judged, indent=1) + "\n")
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axis.hist(y, bins=40, density=True, color="lightgray")
+    grid = torch.linspace(-2.5, 2.5, 301).double()
+    for (name, each), color in zip({"NUTS": nuts, **draws}.items(), ("black", "tab:blue", "tab:orange")):
+        low, middle, high = density(each, grid).quantile(torch.tensor([0.05, 0.5, 0.95]).double(), 0)
+        axis.plot(grid, middle, color=color, label=f"{name}, median and 90% band")
+        axis.fill_between(grid, low, high, color=color, alpha=0.2, linewidth=0)
+    axis.set(title="Old Faithful: density of the time to the next eruption", xlabel="standardized")
+    axis.legend(frameon=False)
+    figure.savefig(arguments.out / "faithful.png", dpi=130)
+    plt.close(figure)
+    print(f"\nWritten to {arguments.out}: results.json, faithful.png and the draws of NUTS")
+
+
 def main() -> None:
-    """Trains on simulations, then prints tables and writes plots for two sizes of one data set."""
-    arguments = argument_parser(__doc__, "out/mixture", steps=12000).parse_args()
-    steps, count, sets = (3, 50, 4) if arguments.smoke else (arguments.steps, 5000, 200)
+    """Trains on simulations, then prints tables and writes plots for two sizes of one data set; or Old Faithful."""
+    parser = argument_parser(__doc__, "out/mixture")
+    parser.set_defaults(steps=None)
+    parser.add_argument("--faithful", action="store_true", help="Old Faithful, with exact assignments")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.faithful:
+        return faithful(arguments)
+    steps, count, sets = (3, 50, 4) if arguments.smoke else (arguments.steps or 12000, 5000, 200)
 
     pyro.set_rng_seed(arguments.seed)
     data = poutine.condition(model, TRUTH)(size=TEST_SIZES[-1])

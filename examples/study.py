@@ -1,6 +1,7 @@
-"""What ``radon.py`` and ``crossed.py`` do with a model: train all guides alike, and judge them against two references.
+"""What ``mixed_models.py`` does with each model: train all guides alike, and judge them against references.
 
-An example brings a `Problem` and its `LinearModel`; the references are in ``references.py``. `study` does the rest.
+An example brings a `Problem` and its `LinearModel` or `GeneralizedModel`; the references are in ``references.py``.
+`study` does the rest.
 """
 
 from __future__ import annotations
@@ -15,10 +16,17 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro.infer import SVI, Predictive, Trace_ELBO
-from pyro.infer.autoguide import AutoGaussian, AutoGuide, AutoMultivariateNormal, AutoNormal, AutoStructured
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import (
+    AutoGaussian,
+    AutoGuide,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+    AutoStructured,
+)
 from pyro.optim import CosineAnnealingLR
-from references import Draws, LinearModel, Problem, exact_posterior, run_nuts
+from references import Draws, GeneralizedModel, LinearModel, Problem, exact_draws, run_nuts
 from torch import Tensor
 from torch.optim import Adam
 from tqdm import tqdm
@@ -30,9 +38,11 @@ MakeGuide = Callable[[Callable], AutoGuide]
 GUIDES: dict[str, MakeGuide] = {
     "AutoNormal": AutoNormal,
     "AutoMultivariateNormal": AutoMultivariateNormal,
+    "AutoLowRankMultivariateNormal": AutoLowRankMultivariateNormal,
     "AutoGaussian": AutoGaussian,
     "AutoStructured": AutoStructured,
     "AutoNaMIGuide": AutoNaMIGuide,
+    "AutoNaMIGuide, exact=False": lambda model: AutoNaMIGuide(model, exact=False),
 }
 
 
@@ -79,10 +89,8 @@ def fit(
     with torch.no_grad():
         for _ in range(chunks):
             losses.append(-elbo(500).loss(problem.model, guide, *problem.arguments))
-            sampler = Predictive(
-                problem.model, guide=guide, num_samples=500, return_sites=problem.sites, parallel=True
-            )
-            parts.append(sampler(*problem.arguments))
+            with pyro.plate("draws", 500, dim=-2):  # Predictive(parallel=True) takes no vectors outside plates
+                parts.append(guide(*problem.arguments))
     draws = {
         site: torch.cat([part[site].squeeze().double().cpu() for part in parts]) for site in problem.sites
     }
@@ -128,6 +136,22 @@ def print_table(problem: Problem, rows: Mapping[str, Row], against: str, evidenc
             line += f"{off:>8.2f}{f'{low:.2f} - {high:.2f}':>13}{within:>9.1%}"
             results[name][kind] = {"mean off": off, "sd ratios": [low, high], "within": within}
         print(line)
+    return results
+
+
+def print_globals(problem: Problem, rows: Mapping[str, Row]) -> dict[str, Any]:
+    """Prints posterior means and sds of every global number, and returns them: row -> name -> (mean, sd)."""
+    results: dict[str, Any] = {}
+    for name, row in rows.items():
+        results[name] = {}
+        for site in problem.common:
+            flat = row.draws[site].reshape(len(row.draws[site]), -1)
+            names = [site] if flat.shape[-1] == 1 else [f"{site}[{k}]" for k in range(flat.shape[-1])]
+            results[name].update(zip(names, zip(flat.mean(0).tolist(), flat.std(0).tolist())))
+    print("\nPosterior mean (sd)\n\n" + " " * 31 + "".join(f"{site:>16}" for site in results["exact draws"]))
+    for name, marginals in results.items():
+        cells = [f"{mean:.3f} ({sd:.3f})" for mean, sd in marginals.values()]
+        print(f"{name:<31}" + "".join(f"{cell:>16}" for cell in cells))
     return results
 
 
@@ -201,37 +225,35 @@ def argument_parser(description: str | None, out: str, steps: int = 3000) -> arg
 
 
 def study(
-    problem: Problem,
-    linear: LinearModel,
-    arguments: argparse.Namespace,
-    guides: Mapping[str, MakeGuide] = GUIDES,
+    problem: Problem, model: LinearModel | GeneralizedModel, arguments: argparse.Namespace, out: Path
 ) -> dict[str, Row]:
     """Computes the references, trains the guides, and reports; returns the rows of all by name."""
-    steps, chunks, proposals = (3, 2, 500) if arguments.smoke else (arguments.steps, 40, 20_000)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    nuts, found = run_nuts(problem, arguments.out, seed=arguments.seed, smoke=arguments.smoke)
-    pyro.set_rng_seed(arguments.seed)
-    exact = exact_posterior(linear, 500 * chunks, proposals)
-    rows = {
-        "exact draws": Row(exact.log_evidence, exact.error, 0.0, exact.draws),
-        "NUTS": Row(math.nan, 0.0, found["seconds"], nuts),
-    }
+    steps, chunks = (3, 2) if arguments.smoke else (arguments.steps, 40)
+    out.mkdir(parents=True, exist_ok=True)
+    exact = exact_draws(problem, model, out, seed=arguments.seed, smoke=arguments.smoke)
+    rows = {"exact draws": Row(exact.log_evidence, exact.error, 0.0, exact.draws)}
+    found: dict[str, float] = {}
+    if arguments.nuts:
+        draws, found = run_nuts(problem, out, seed=arguments.seed, smoke=arguments.smoke)
+        rows["NUTS"] = Row(math.nan, 0.0, found["seconds"], draws)
+    against = list(rows)
     with torch.device(arguments.device):
         moved = problem.convert(lambda part: part.to(arguments.device))
-        for name, make in guides.items():
-            guide, rows[name] = fit(moved, name, make, steps=steps, seed=arguments.seed, chunks=chunks)
+        settings: dict[str, Any] = {"steps": steps, "seed": arguments.seed, "chunks": chunks}
+        for name in arguments.guides:
+            make = GUIDES[name]
+            guide, rows[name] = fit(moved, name, make, learning_rate=arguments.rate, **settings)
             if make is AutoNaMIGuide:
                 print(guide.inverse)
-    print("\nNUTS: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+                print(guide.rules)
+    if found:
+        print("\nNUTS: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
     print(
-        f"Exact log evidence: {exact.log_evidence:.3f} +- {exact.error:.3f} nats ({exact.share:.0%} effective)"
+        f"\nExact log evidence: {exact.log_evidence:.3f} +- {exact.error:.3f} nats ({exact.share:.0%} effective)"
     )
-    tables = {name: print_table(problem, rows, name, exact.log_evidence) for name in ("exact draws", "NUTS")}
-    print("\nPosterior mean (sd)\n\n" + " " * 31 + "".join(f"{site:>16}" for site in problem.common))
-    for name, row in rows.items():
-        marginals = [f"{row.draws[site].mean():.3f} ({row.draws[site].std():.3f})" for site in problem.common]
-        print(f"{name:<31}" + "".join(f"{cell:>16}" for cell in marginals))
-    results = {"NUTS": found, "against": tables}
-    (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    plot_errors(problem, rows, "exact draws", arguments.out / "errors.png")
+    tables = {name: print_table(problem, rows, name, exact.log_evidence) for name in against}
+    evidence = {"log evidence": exact.log_evidence, "its error": exact.error, "effective share": exact.share}
+    results = {"NUTS": found, "exact": evidence, "against": tables, "globals": print_globals(problem, rows)}
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot_errors(problem, rows, "exact draws", out / "errors.png")
     return rows

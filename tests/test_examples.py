@@ -9,8 +9,9 @@ import math
 import pytest
 import scripts
 import torch
+from scipy import integrate, special, stats
 from scripts import ROOT
-from torch.distributions import MultivariateNormal
+from torch.distributions import MultivariateNormal, Normal, Poisson
 
 
 def run(script: str, *arguments: str, own_process: bool = False) -> str:
@@ -41,27 +42,40 @@ def test_quickstart_prints_network_inverse_and_table_and_writes_plots(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "options", "plots", "latents"),
+    ("name", "options", "lines"),
     [
-        ("radon", [], ["errors.png", "counties.png"], ["alpha[counties] |", "sigma |"]),
-        ("crossed", [], ["errors.png", "effects.png"], ["a[plates] |", "b[samples] |"]),
-        (
-            "crossed",
-            ["--sparse", "30", "8", "90"],
-            ["errors.png", "effects.png"],
-            ["a[plates] |", "b[samples] |"],
-        ),
-        ("mixture", [], ["mixture.png"], ["locs |", "weights |"]),
+        ("radon", ["--nuts"], ["alpha[counties] |", "sigma |", "NUTS"]),
+        ("penicillin", [], ["a[plates] |", "b[samples] |"]),
+        ("sparse", ["--sparse", "30", "8", "90"], ["a[plates] |", "b[samples] |"]),
+        ("seeds", ["--nuts"], ["effect[plates] |", "of_both |", "NUTS"]),
+        ("epilepsy", ["--rate", "0.03"], ["own[patients] |", "beta[5]"]),
     ],
-    ids=["radon", "penicillin", "sparse", "mixture"],
 )
-def test_example_prints_inverse_and_tables_and_writes_plots(tmp_path, script, options, plots, latents):
+def test_mixed_models_print_inverse_and_tables_and_write_plots(tmp_path, name, options, lines):
     pytest.importorskip("matplotlib")
-    printed = run(f"examples/{script}.py", "--smoke", "--out", str(tmp_path), *options)
-    for text in ("NUTS", "AutoNaMIGuide", "sd ratio", *latents):
+    printed = run("examples/mixed_models.py", name, "--smoke", "--out", str(tmp_path), *options)
+    for text in ("exact draws", "AutoLowRankMultivariateNormal", "AutoNaMIGuide", "sd ratio", *lines):
         assert text in printed
-    for name in plots:
-        assert (tmp_path / name).stat().st_size > 10_000
+    for plot in ("errors.png", "effects.png"):
+        assert (tmp_path / name / plot).stat().st_size > 10_000
+    assert json.loads((tmp_path / name / "results.json").read_text())["globals"]["AutoNormal"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "plot", "lines"),
+    [
+        ([], "mixture.png", ["locs |", "weights |", "sd ratio"]),
+        (["--faithful"], "faithful.png", ["z: exact, reads locs, scales, weights, y", "AutoNormal, rate 0.03, seed 1"]),
+    ],
+    ids=["amortized", "faithful"],
+)
+def test_mixture_prints_inverse_or_rules_and_tables_and_writes_plot(tmp_path, options, plot, lines):
+    pytest.importorskip("matplotlib")
+    printed = run("examples/mixture.py", "--smoke", "--out", str(tmp_path), *options)
+    for text in ("NUTS", "AutoNaMIGuide", *lines):
+        assert text in printed
+    assert (tmp_path / plot).stat().st_size > 10_000
     assert json.loads((tmp_path / "results.json").read_text())
 
 
@@ -83,7 +97,7 @@ def example(monkeypatch):
 
 
 def test_radon_data_is_posteriordbs(example):
-    county, floor, y = example("radon").read_data()
+    county, floor, y = example("mixed_models").read_radon()
     assert len(y) == 919 and county.unique().tolist() == list(range(85)) and floor.sum() == 153
     assert county.bincount().max() == 116 and county.bincount().min() == 1
     assert torch.allclose(y[:3], torch.tensor([0.0953101798, 0.8329091229, 1.0986122887]))
@@ -91,7 +105,7 @@ def test_radon_data_is_posteriordbs(example):
 
 def test_penicillin_data_has_the_published_variance_components(example):
     """By REML, as in the tests of Metida.jl; a balanced design has them in closed form."""
-    _, _, (plates, samples), y = example("crossed").read_data()
+    _, _, (plates, samples), y = example("mixed_models").read_penicillin()
     table = y.double().reshape(plates, samples)
     rows, columns = table.mean(1), table.mean(0)
     rest = (table - rows[:, None] - columns + table.mean()).square().sum() / ((plates - 1) * (samples - 1))
@@ -102,10 +116,10 @@ def test_penicillin_data_has_the_published_variance_components(example):
 
 
 def test_radon_evidence_given_sds_is_the_normal_density_of_the_data(example):
-    radon = example("radon")
-    county, floor, y = radon.read_data()
+    examples = example("mixed_models")
+    county, floor, y = examples.read_radon()
     sds = torch.tensor([[0.3, 0.2, 0.7], [1.0, 0.05, 0.9]]).double()
-    found = radon.linear_model(county, floor, y).log_likelihood(sds)
+    found = examples.linear_radon(county, floor, y).log_likelihood(sds)
     same, slope = (county[:, None] == county).double(), (floor[:, None] * floor).double()
     for (tau_a, tau_b, sigma), value in zip(sds, found):
         cov = 100 * (1 + slope) + same * (tau_a**2 + tau_b**2 * slope) + sigma**2 * torch.eye(len(y))
@@ -114,10 +128,10 @@ def test_radon_evidence_given_sds_is_the_normal_density_of_the_data(example):
 
 
 def test_crossed_evidence_given_sds_is_the_normal_density_of_the_data(example):
-    crossed = example("crossed")
-    for first, second, sizes, y in (crossed.read_data(), crossed.simulate(30, 8, 90)):
+    examples = example("mixed_models")
+    for first, second, sizes, y in (examples.read_penicillin(), examples.simulate(30, 8, 90)):
         sds = torch.tensor([[0.8, 2.0, 0.5]]).double()
-        found = crossed.linear_model(first, second, sizes, y).log_likelihood(sds)
+        found = examples.linear_crossed(first, second, sizes, y).log_likelihood(sds)
         cov = (
             25.0
             + 0.64 * (first[:, None] == first)
@@ -129,11 +143,11 @@ def test_crossed_evidence_given_sds_is_the_normal_density_of_the_data(example):
 
 
 def test_exact_draws_of_radon_given_sds_have_the_moments_of_conditioning_on_the_data(example):
-    radon = example("radon")
-    county, floor, y = radon.read_data()
+    examples = example("mixed_models")
+    county, floor, y = examples.read_radon()
     tau_a, tau_b, sigma, count = 0.3, 0.2, 0.7, 4000
     torch.manual_seed(0)
-    draws = radon.linear_model(county, floor, y).sample(
+    draws = examples.linear_radon(county, floor, y).sample(
         torch.tensor([[tau_a, tau_b, sigma]]).double().expand(count, 3)
     )
     same, floor = (county[:, None] == county).double(), floor.double()
@@ -147,6 +161,62 @@ def test_exact_draws_of_radon_given_sds_have_the_moments_of_conditioning_on_the_
         mean, variance = cov @ precision @ y.double(), 100 + tau**2 - ((cov @ precision) * cov).sum(-1)
         assert ((draws[site].mean(0) - mean) / (variance / count).sqrt()).abs().max() < 4.5
         assert (draws[site].var(0) / variance - 1).abs().max() < 4.5 * math.sqrt(2 / count)
+
+
+def test_seeds_and_epilepsy_data_have_the_known_sums(example):
+    """Counts of BUGS, and of MASS since its correction of one visit; its centered logs."""
+    seed, extract, total, germinated = example("mixed_models").read_seeds()
+    assert (total.sum(), germinated.sum()) == (831, 424)
+    assert [germinated[(seed == i) & (extract == j)].sum() for i in (0, 1) for j in (0, 1)] == [99, 201, 49, 75]
+    design, patient, seizures = example("mixed_models").read_epilepsy()
+    assert seizures.sum() == 1950 and seizures[patient == 7].tolist() == [40, 20, 23, 12]
+    assert torch.allclose(design[[0, 192], 1], torch.tensor([-0.7563538, 1.8630308]), atol=1e-6)
+    assert torch.allclose(design[[0, 192], 4], torch.tensor([0.1142037, -0.2287411]), atol=1e-6)
+    assert torch.allclose(design[:4, 5], torch.tensor([-0.25, -0.25, -0.25, 0.75]))
+
+
+def test_seeds_evidence_given_globals_is_an_integral_over_each_plates_effect(example):
+    examples = example("mixed_models")
+    data = examples.read_seeds()
+    values = torch.tensor([[-0.5, 0.1, 1.3, -0.8, 0.3], [-1.5, 1.0, 0.5, 0.3, 1.2]]).double()
+    found = examples.generalized_seeds(*data).log_likelihood(values)
+
+    def integrand(z: float, at: float, sigma: float, total: float, germinated: float) -> float:
+        return stats.norm.pdf(z) * stats.binom.pmf(germinated, total, special.expit(at + sigma * z))
+
+    for (a, b, c, d, sigma), value in zip(values.tolist(), found):
+        expected = 0.0
+        for seed, extract, *counts in zip(*(column.tolist() for column in data)):
+            at = a + b * seed + c * extract + d * seed * extract
+            expected += math.log(integrate.quad(integrand, -8, 8, (at, sigma, *counts), epsabs=0.0)[0])
+        assert abs(value - expected) < 5e-5  # what lies beyond 6 sds of a mode
+
+
+def test_epilepsy_evidence_and_draws_given_globals_are_those_of_a_patients_dense_grid(example):
+    """Patient 49, the one with most seizures, by sums over 400 values of its effect and 800 of each visit's."""
+    examples = example("mixed_models")
+    design, patient, seizures = examples.read_epilepsy()
+    rows = patient == 48
+    values = torch.tensor([1.6, 0.9, -0.95, 0.35, 0.48, -0.1, 0.5, 0.36]).double()
+    only = examples.generalized_epilepsy(design[rows], torch.zeros(4).long(), seizures[rows])
+    tau, sigma = values[6:]
+    own, visit = torch.linspace(-4, 4, 400).double(), torch.linspace(-3, 3, 800).double()
+    rate = (design[rows].double() @ values[:6])[:, None, None] + own[:, None] + visit
+    inner = Poisson(rate.exp()).log_prob(seizures[rows, None, None].double()) + Normal(0.0, sigma).log_prob(visit)
+    joint = Normal(0.0, tau).log_prob(own) + (inner.logsumexp(-1) + math.log(6 / 799)).sum(0)
+    assert abs(only.log_likelihood(values[None])[0] - joint.logsumexp(0) - math.log(8 / 399)) < 1e-3
+    weights = joint.softmax(0)
+    mean = weights @ own
+    variance = weights @ (own - mean).square()
+    torch.manual_seed(0)
+    draws = only.sample(values.expand(4000, -1))
+    assert (draws["own"].mean() - mean).abs() < 4.5 * (variance / 4000).sqrt()
+    assert (draws["own"].var() / variance - 1).abs() < 4.5 * math.sqrt(2 / 4000)
+    given = inner.softmax(-1)  # of each visit's effect, for each value of the patient's
+    means = ((given @ visit) * weights).sum(-1)
+    variances = ((given @ visit.square()) * weights).sum(-1) - means.square()
+    assert ((draws["visit"].mean(0) - means).abs() < 4.5 * (variances / 4000).sqrt()).all()
+    assert ((draws["visit"].var(0) / variances - 1).abs() < 4.5 * math.sqrt(2 / 4000)).all()
 
 
 @pytest.mark.slow
