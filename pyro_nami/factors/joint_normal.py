@@ -10,11 +10,13 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-__all__ = ["JointNormal"]
+from pyro_nami.factors.elements import Elements
+
+__all__ = ["JointNormal", "joint_normal"]
 
 
 class JointNormal(TorchDistribution):
-    """L (x - loc) = e with e ~ N(0, I): x is a vector whose elements a site's batch or event dims show.
+    """L (x - loc) = e: x is a vector whose elements a site's batch or event dims show, and e ~ N(0, I) by default.
 
     The log density of an instance is that of its own rows of e, so the sum over instances is that of x.
 
@@ -23,6 +25,7 @@ class JointNormal(TorchDistribution):
         lower: L, lower triangular with a positive diagonal, ``(*lead, E, E)``.
         shape: the shape in which a site holds the elements, ``(*instances, *event)``, of E elements in all.
         event_dim: how many dims of it are the event's.
+        elements: of e, ``(*lead, E)``, where these are not standard Normal variables.
 
     Example:
         >>> two = JointNormal(torch.zeros(2), torch.eye(2), torch.Size([2]), 0)
@@ -33,10 +36,13 @@ class JointNormal(TorchDistribution):
     arg_constraints: dict[str, Any] = {}
     has_rsample = True
 
-    def __init__(self, loc: Tensor, lower: Tensor, shape: torch.Size, event_dim: int) -> None:
-        self.loc, self.lower, self._held = loc, lower, shape
+    def __init__(
+        self, loc: Tensor, lower: Tensor, shape: torch.Size, event_dim: int, elements: Elements | None = None
+    ) -> None:
+        self.loc, self.lower, self._held, self._elements = loc, lower, shape, elements
         lead = loc.shape[:-1]  # `torch.broadcast_shapes` takes as long as a draw
-        lead = lead if lead == lower.shape[:-2] else torch.broadcast_shapes(lead, lower.shape[:-2])
+        others = [lower.shape[:-2], *([] if elements is None else [elements.shape[:-1]])]
+        lead = lead if all(lead == other for other in others) else torch.broadcast_shapes(lead, *others)
         full, cut = lead + shape, len(lead + shape) - event_dim
         super().__init__(full[:cut], full[cut:], validate_args=False)
 
@@ -53,14 +59,31 @@ class JointNormal(TorchDistribution):
         shape = torch.Size(batch_shape)
         cut = len(shape) - (len(self._held) - self.event_dim)
         loc = self.loc.expand(shape[:cut] + self.loc.shape[-1:])
-        return JointNormal(loc, self.lower, self._held, self.event_dim)
+        return JointNormal(loc, self.lower, self._held, self.event_dim, self._elements)
+
+    def with_elements(self, elements: Elements) -> JointNormal:
+        """Returns the distribution with other elements of e."""
+        return JointNormal(self.loc, self.lower, self._held, self.event_dim, elements)
+
+    def vectors(self, elements: Tensor) -> Tensor:
+        """Returns what the event's elements of each instance have, ``(*batch, n, k)``, as vectors ``(*lead, E, k)``."""
+        plates = len(self._held) - self.event_dim
+        lead = elements.shape[: elements.dim() - 2 - plates] + self._held[:plates]
+        return elements.expand(lead + elements.shape[-2:]).flatten(-2 - plates, -2) if plates else elements
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         shape = self._extended_shape(sample_shape)
         lead = shape[: len(shape) - len(self._held)]
-        noise = torch.randn(lead + self.loc.shape[-1:], dtype=self.loc.dtype, device=self.loc.device)
-        step = torch.linalg.solve_triangular(self.lower, noise.unsqueeze(-1), upper=False).squeeze(-1)
-        return (self.loc + step).reshape(shape)
+        size = lead + self.loc.shape[-1:]
+        if self._elements is None:
+            noise = torch.randn(size, dtype=self.loc.dtype, device=self.loc.device)
+        else:
+            noise = self._elements.draw(size)
+        return self.at(noise).reshape(shape)
+
+    def at(self, noise: Tensor) -> Tensor:
+        """Returns the vector that e stands for, ``(*lead, E)``."""
+        return self.loc + torch.linalg.solve_triangular(self.lower, noise.unsqueeze(-1), upper=False).squeeze(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
         full = self.batch_shape + self.event_shape
@@ -68,6 +91,18 @@ class JointNormal(TorchDistribution):
         lead = full[: len(full) - len(self._held)]
         error = value.expand(full).reshape(lead + self.loc.shape[-1:]) - self.loc
         noise = (self.lower @ error.unsqueeze(-1)).squeeze(-1)
-        log_prob = self.lower.diagonal(dim1=-2, dim2=-1).log() - noise.square() / 2 - math.log(2 * math.pi) / 2
+        if self._elements is None:
+            log_prob = -noise.square() / 2 - math.log(2 * math.pi) / 2
+        else:
+            log_prob = self._elements.log_prob(noise)
+        log_prob = log_prob + self.lower.diagonal(dim1=-2, dim2=-1).log()
         log_prob = log_prob.expand(noise.shape).reshape(full)
         return log_prob.sum(tuple(range(-self.event_dim, 0))) if self.event_dim else log_prob
+
+
+def joint_normal(fn: Any) -> JointNormal:
+    """Returns a Normal with one element as a `JointNormal`; one of these as it is."""
+    if isinstance(fn, JointNormal):
+        return fn
+    loc, scale = (each.reshape(fn.batch_shape + (1,)) for each in (fn.mean, fn.stddev))
+    return JointNormal(loc, scale.reciprocal().unsqueeze(-1), fn.event_shape, fn.event_dim)

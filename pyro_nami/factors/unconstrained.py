@@ -27,7 +27,7 @@ from pyro_nami.factors.normals import (
 )
 
 __all__ = [
-    "BUILT_IN", "FlowFamily", "MixtureFamily", "NormalFamily", "RelaxedFamily", "SinhArcsinhFamily",
+    "BUILT_IN", "CorrectionFamily", "FlowFamily", "MixtureFamily", "NormalFamily", "RelaxedFamily", "SinhArcsinhFamily",
     "flow", "mixture", "relaxed",
 ]
 
@@ -139,6 +139,18 @@ class SinhArcsinhFamily(NormalFamily):
     bent = SinhArcsinhElements
     num_params = 4
     alike = ()
+
+
+class CorrectionFamily(SinhArcsinhFamily):
+    """What is near a standard Normal variable, and it at first. Parameters: as of `SinhArcsinhFamily`."""
+
+    locations = ()
+    takes_evidence = False
+    alike = ()
+
+    def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
+        elements = self.layout.elements(value)
+        return super().initial(torch.zeros_like(value), 1.0).expand(elements.shape + (self.num_params,))
 
 
 class RelaxedFamily(Family):

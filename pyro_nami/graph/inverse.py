@@ -193,7 +193,7 @@ class Inverse:
             text += f"; jointly over {plate_list(self.net, self.joint[v])}" if self.joint[v] else ""
             text += "; from the model" if v in self.predictive else ""
         if self.exact:
-            text += f"\nEliminated first, as these have exact conditionals: {', '.join(map(label, self.exact))}"
+            text += f"\nEliminated first, as the model gives their conditionals: {', '.join(map(label, self.exact))}"
         return text
 
     def pooled(self, v: Hashable, u: Hashable) -> Plates:

@@ -24,28 +24,17 @@ from torch.distributions import Distribution
 
 from pyro_nami.factors.distribution import Relocation
 from pyro_nami.guide.call import Call
+from pyro_nami.guide.deriving import check_members, derive, expansion_in, keep_constants
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.guide.rules import Prior
-from pyro_nami.reading.expansion import (
-    Changed,
-    ConjugateGroup,
-    Expansion,
-    broadcast,
-    expanding,
-    leading_shape,
-)
+from pyro_nami.reading.expansion import Changed, ConjugateGroup, Expansion
 from pyro_nami.reading.first_run import is_latent
-from pyro_nami.reading.gaussian_constants import FromConstants, constants_of
-from pyro_nami.reading.isolation import untouched
-from pyro_nami.reading.joint_gaussian import JointGaussian
-from pyro_nami.reading.refutation import expansion_of
 from pyro_nami.reading.runner import AllSeen, Runner
 
 __all__ = ["densities", "draw", "know_all", "start_pass"]
 
-_PASSES, _MOST_KEPT = 2, 16  # passes in training before constants are kept; blocks, and shapes of batches, with some
 _OF_THE_MODEL = frozenset({"enumerate", "_markov_scope", "_markov_depth"})
 
 
@@ -58,26 +47,7 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     rules = {name: rule for name, rule in plan.rules.items() if name not in call.lacking}
     rules |= {name: Prior(name) for name in (*(rules.keys() & call.unseen), *call.new)}
     validate = is_validation_enabled() and not torch.jit.is_tracing()
-
-    def derive(group: ConjugateGroup, values: Mapping[str, Tensor]) -> Expansion:
-        source = call.source(group)
-        values = {name: value for name, value in values.items() if name not in group.members}
-        known = {name: value.clone() if value.is_inference() else value for name, value in values.items()}
-        while True:
-            expansion = _expansion(group, current, plan, call)
-            with suppress(Changed):
-                with expanding():
-                    sites = source.run({**source.held, **known, **expansion.points}, until=expansion.until)
-                _check_members(expansion, sites, current)
-                if source is call:
-                    _keep_constants(expansion, current, call, known)
-                expansion.solve(sites)
-                break
-        if source is call:
-            current.ready.update({name: sites[name] for name in expansion.group.members})
-        return expansion
-
-    current = Pass(rules, plan.families, state, derive, _relocation(plan), validate)
+    current = Pass(rules, plan.families, state, functools.partial(derive, plan, call), _relocation(plan), validate)
     current.outer = _outer(plan.plates.nesting)
     return current
 
@@ -89,52 +59,6 @@ def _outer(nesting: int) -> torch.Size:
     plates: list[Any] = [frame for frame in get_plates() if frame.vectorized]
     sizes = {-frame.dim: frame.size for frame in plates}
     return torch.Size(sizes.get(dim, 1) for dim in range(max(sizes, default=0), nesting, -1))
-
-
-def _expansion(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, draws: bool = False) -> Expansion:
-    """Returns the expansion of a group at values of what is before it; it needs a run of the model.
-
-    ``draws`` says that some of these are drawn in that run.
-    """
-    nesting = plan.plates.nesting
-    leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
-    if draws:  # what is drawn on the way will have the batch dims of plates outside
-        leading = broadcast(leading, current.outer + (1,) * nesting)
-    lacking = call.source(group).lacking
-    group = group.without(lacking, current.observed) if lacking or current.observed else group
-    options: dict[str, Any] = {}
-    if group.form == "Gaussian":
-        options["sizes"] = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
-    differentiable = torch.is_grad_enabled() and current.state.learns()
-    kept = call.source(group).constants if differentiable and not torch.jit.is_tracing() else None
-    if kept and (constants := kept.get((group, leading))) is not None:
-        forget = functools.partial(kept.__setitem__, (group, leading), None)
-        return FromConstants(group, leading, nesting, constants, forget)
-    return expansion_of(group)(group, leading, nesting, differentiable, **options)
-
-
-def _keep_constants(expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]) -> None:
-    """Keeps, in training, what steps with the same data need not derive again, and raises `Changed`; tries once."""
-    kept, key = call.constants, (expansion.group, expansion.leading)
-    if kept is None or key in kept or len(kept) >= _MOST_KEPT or current.state.passes() < _PASSES:
-        return
-    if not expansion.differentiable or torch.jit.is_tracing() or type(expansion) is not JointGaussian:
-        return
-    known, sizes = {**call.held, **values}, expansion.sizes
-    with untouched(call.model):
-        kept[key] = constants_of(
-            *key, expansion.nesting, sizes, lambda at, until: call.run({**known, **at}, until=until)
-        )
-    if kept[key] is not None:
-        raise Changed
-
-
-def _check_members(expansion: Expansion, sites: Mapping[str, Any], current: Pass) -> None:
-    """Raises `Changed` where members turn out to be observed in a run."""
-    observed = [name for name in expansion.group.members if name in sites and sites[name]["is_observed"]]
-    if observed:
-        current.observed.update(observed)
-        raise Changed
 
 
 def draw(current: Pass, plan: Plan, call: Call) -> None:
@@ -186,7 +110,7 @@ class _DrawingRun(Runner):
         with suppress(Changed):
             self.run(self._call.model, self._call.args, self._call.kwargs)
             if self._expansion is not None:
-                _check_members(self._expansion, self.sites, self._current)
+                check_members(self._expansion, self.sites, self._current)
             self._whole = True
         return self._group is not None
 
@@ -198,7 +122,7 @@ class _DrawingRun(Runner):
             return
         if self._expansion is not None:
             with suppress(Changed):
-                _keep_constants(self._expansion, current, self._call, current.values)
+                keep_constants(self._expansion, current, self._call, current.values)
                 self._expansion.solve(self.sites)
                 current.solved[group] = self._expansion
                 current.ready.update({name: self.sites[name] for name in self._expansion.group.members})
@@ -256,11 +180,11 @@ class _DrawingRun(Runner):
         waiting = group.needed.intersection(current.rules).difference(current.values, self.values)
         passed = not current.values.keys().isdisjoint(group.members)
         moved = bool(waiting) and current.is_relocated()  # where what is drawn lies is not known before
-        alone = passed or moved or self._call.source(group) is not self._call
+        alone = passed or moved or self._call.source(group) is not self._call or group.form in ("Newton", "quadrature")
         if not waiting and (alone or not (self._gradients and torch.is_grad_enabled())):
             raise AllSeen
         if not alone and self._gradients and torch.is_grad_enabled():
-            self._expansion = _expansion(group, current, self._plan, self._call, draws=bool(waiting))
+            self._expansion = expansion_in(group, current, self._plan, self._call, draws=bool(waiting))
         self.missing = {*(self._expansion.until if self._expansion else ()), *waiting}
 
     def _postprocess_message(self, msg: Any) -> None:

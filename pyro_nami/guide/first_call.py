@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import pyro
 from pyro import poutine
-from torch import Tensor
+from torch import Tensor, nn
 
+from pyro_nami.factors.registry import features_of
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.conditioning import Plates
 from pyro_nami.guide.inversion import with_hidden_evidence, with_latent_blocks
@@ -21,7 +22,7 @@ from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.network import Extraction, extract, is_blocked
 from pyro_nami.reading.runner import Runner, prior_draws
 
-__all__ = ["PRIOR_DRAWS", "FirstCall", "first_call", "first_instance"]
+__all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call", "first_instance"]
 
 PRIOR_DRAWS = 16
 
@@ -143,3 +144,29 @@ def _plates(stacks: Collection[list], net: BayesNet, subsampled: Collection[str]
         dims={name: frame.dim for name, frame in frames.items()},
         sizes={name: frame.size for name, frame in frames.items()},
     )
+
+
+def data_features(first: FirstCall, name: str) -> Any:
+    """Returns what gives the features of an observed site."""
+    site, embeddings = first.nodes[name], first.options.embeddings
+    if name in embeddings:
+        return _Embedding(embeddings[name], site["fn"].event_dim)
+    features = features_of(name, site["fn"], site["value"])
+    if features.marks_nan and site["value"].isnan().all():
+        raise ValueError(
+            f"Expected at least one value of site '{name}' at the guide's first call, which shows what depends on "
+            "it; got NaN only. Make the first call with data that has some."
+        )
+    return features
+
+
+class _Embedding(NamedTuple):
+    """Features of an observed site by a module of the user's."""
+
+    module: nn.Module
+    event_dim: int
+
+    def features(self, value: Tensor) -> Tensor:
+        """Returns ``(*batch, 1, features)``; the module sees the batch as its only leading dim."""
+        cut = value.dim() - self.event_dim
+        return self.module(value.reshape((-1,) + value.shape[cut:])).reshape(value.shape[:cut] + (1, -1))

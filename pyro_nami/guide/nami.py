@@ -99,7 +99,7 @@ class AutoNaMIGuide(LazyGuide):
         Inverse: latents 2, edges 3, levels 2
           a | x
           b | a, x
-        Eliminated first, as these have exact conditionals: b, a
+        Eliminated first, as the model gives their conditionals: b, a
     """
 
     def __init__(
@@ -162,7 +162,8 @@ class AutoNaMIGuide(LazyGuide):
     @property
     def conjugate(self) -> tuple[str, ...]:
         """The latents that are drawn from their exact conditional."""
-        return tuple(self._made().groups)
+        plan = self._made()
+        return tuple(name for name in plan.groups if plan.note(name).rule == "exact")
 
     @property
     def rules(self) -> RuleNotes:

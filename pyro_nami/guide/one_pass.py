@@ -20,6 +20,7 @@ from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.messages import warn
 from pyro_nami.networks.stepped import concatenated
 from pyro_nami.reading.expansion import ConjugateGroup, Expansion
+from pyro_nami.reading.newton import Newton
 
 __all__ = ["Pass", "Term"]
 
@@ -46,7 +47,7 @@ class Pass:
         rules: latent -> its rule in this call (`pyro_nami.guide.rules`), in program order.
         families: latent -> what gives its features, of latents that others read.
         state: the networks' state, with everything observed known.
-        derive: derives the exact conditionals of a group at values of what is drawn before it.
+        derive: derives the exact conditionals of a group in a pass, at what is drawn before it.
         relocation: where batch dims lie outside; None where they lie as inside.
         validate: whether values are to be checked.
 
@@ -63,7 +64,7 @@ class Pass:
         rules: Mapping[str, Any],
         families: Mapping[str, Family],
         state: NetworkState,
-        derive: Callable[[ConjugateGroup, Mapping[str, Tensor]], Expansion],
+        derive: Callable[[Pass, ConjugateGroup], Expansion],
         relocation: Relocation | None,
         validate: bool,
     ) -> None:
@@ -73,6 +74,7 @@ class Pass:
         self.values: dict[str, Tensor] = {}  # of latents, as the model sees them
         self.returned: dict[str, Tensor] = {}  # as handlers outside see them
         self.solved: dict[ConjugateGroup, Expansion] = {}
+        self.near: dict[ConjugateGroup, Newton] = {}  # latest Normals about modes, from which others are found
         self.sizes: dict[ConjugateGroup, dict[str, int]] = {}  # elements of members, where these are other than planned
         self.observed: set[str] = set()  # latents that this call turns out to observe
         self.ready: dict[str, Mapping[str, Any]] = {}  # latents whose site a run that derived conditionals has shown
@@ -127,7 +129,7 @@ class Pass:
     def derive(self, group: ConjugateGroup) -> Expansion:
         """Returns the exact conditionals of a group, derived now if they were not before."""
         if group not in self.solved:
-            self.solved[group] = self._derive(group, self.values)
+            self.solved[group] = self._derive(self, group)
         return self.solved[group]
 
     def add(self, term: Term) -> None:

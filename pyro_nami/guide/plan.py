@@ -102,7 +102,9 @@ class Plan:
 
     def note(self, name: str) -> RuleNote:
         """Returns how a latent is drawn."""
-        kind = type(self.rules[name]).__name__.lower()
+        rule = self.rules[name]
+        tabulated = rule.group is not None and rule.group.form == "quadrature"
+        kind = "quadrature" if tabulated else type(rule).__name__.lower()
         reads = tuple(sorted(map(str, self.inverse.parents.get(name, ())))) if kind != "prior" else ()
         return RuleNote(kind, reads, "" if kind == "exact" else self.refused.get(name, ""))
 

@@ -8,27 +8,26 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import networkx as nx
 import torch
-from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_nami.factors.bijections import peel_support, support_of
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.registry import features_of, make_family
-from pyro_nami.factors.unconstrained import NormalFamily
+from pyro_nami.factors.registry import make_family
+from pyro_nami.factors.unconstrained import CorrectionFamily, NormalFamily
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.columns import find_covariates
 from pyro_nami.guide.conditioning import Plates, Read, covariates_of, nodes_of, plan_sources
-from pyro_nami.guide.first_call import FirstCall, first_instance
+from pyro_nami.guide.first_call import FirstCall, data_features, first_instance
 from pyro_nami.guide.free_parameters import MOST_COUPLED
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inversion import invert, plan_reads
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Plan, SitePlan
-from pyro_nami.guide.rules import Exact, Learned, Prior, Rule
+from pyro_nami.guide.rules import Exact, Learned, Newton, Prior, Rule
 from pyro_nami.messages import warn
 from pyro_nami.reading.expansion import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
@@ -48,19 +47,20 @@ def make_plan(first: FirstCall) -> Plan:
     net, nodes, options = first.net, first.nodes, first.options
     latents = _latents(first)
     inverse, order, interleaved, groups, refused = _inverted(first)
-    families = {name: _family(first, name) for name in order}
+    near = {name for name, group in groups.items() if group.form == "Newton"}
+    families = {name: _family(first, name, near) for name in order}
     check_names("embeddings", options.embeddings, first.data, "an observed site")
-    encodings = {name: families.get(name) or _features(first, name) for name in (*order, *first.data)}
+    encodings = {name: families.get(name) or data_features(first, name) for name in (*order, *first.data)}
     covariates = find_covariates(first)
     # A ``pyro.factor`` couples what it reads, but holds no value; and of a part no data set can be told.
     empty = {name for name in net.sites if name not in nodes or nodes[name]["value"].numel() == 0}
     reads = plan_reads(net, inverse, order, covariates.columns, empty | first.passing)
-    blocks = {name: _block(first, name, inverse) for name in order}
+    blocks = {name: _block(first, name, inverse) if name not in near else frozenset() for name in order}
     plates = first.plates._replace(fixed=frozenset().union(*blocks.values()))
     factors = {
         name: _factor(first, name, families[name], reads[name], blocks[name], plates)
         for name in order
-        if name not in groups
+        if name not in groups or name in near
     }
     anchored = _anchored(first, families, inverse) if options.anchor and interleaved else frozenset()
     used = {child for group in groups.values() for child in group.children if child not in empty}
@@ -68,6 +68,8 @@ def make_plan(first: FirstCall) -> Plan:
     emitted = {*latents, *(name for name, site in nodes.items() if is_transparent(site))}
 
     def rule(name: str) -> Rule:
+        if name in near:
+            return Newton(name, groups[name], factor=factors[name], family=families[name])
         if name in groups:
             return Exact(name, groups[name])
         if name in factors:
@@ -118,7 +120,8 @@ def _inverted(first: FirstCall) -> tuple[Inverse, list[str], bool, dict[str, Con
             break
     groups = {name: _with_all_read(group, inverse) for name, group in groups.items()} if interleaved else {}
     refused = dict(finder.refused) if finder else {}
-    for name in (name for name, rule in options.rules.items() if rule == "exact" and name not in groups):
+    exact = {name for name, group in groups.items() if group.form != "Newton"}
+    for name in (name for name, rule in options.rules.items() if rule == "exact" and name not in exact):
         reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
         raise ValueError(f"Expected a latent with an exact conditional, as `rules` asks; got '{name}': {reason}.")
     return inverse, order, interleaved, groups, refused
@@ -178,37 +181,14 @@ def _program_order(
     return order, False
 
 
-def _family(first: FirstCall, name: str) -> Family:
+def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:
     site, spec = first.nodes[name], first.options.families
+    if name in near:
+        return CorrectionFamily(name, site["fn"], site["value"])
     if isinstance(spec, Mapping):
         check_names("families", spec, first.net.latent, "a latent site")
         spec = spec.get(name)
     return make_family(spec, name, site["fn"], site["value"], first.options.within)
-
-
-def _features(first: FirstCall, name: str) -> Any:
-    site, embeddings = first.nodes[name], first.options.embeddings
-    if name in embeddings:
-        return _Embedding(embeddings[name], site["fn"].event_dim)
-    features = features_of(name, site["fn"], site["value"])
-    if features.marks_nan and site["value"].isnan().all():
-        raise ValueError(
-            f"Expected at least one value of site '{name}' at the guide's first call, which shows what depends on "
-            "it; got NaN only. Make the first call with data that has some."
-        )
-    return features
-
-
-class _Embedding(NamedTuple):
-    """Features of an observed site by a module of the user's."""
-
-    module: nn.Module
-    event_dim: int
-
-    def features(self, value: Tensor) -> Tensor:
-        """Returns ``(*batch, 1, features)``; the module sees the batch as its only leading dim."""
-        cut = value.dim() - self.event_dim
-        return self.module(value.reshape((-1,) + value.shape[cut:])).reshape(value.shape[:cut] + (1, -1))
 
 
 def _block(first: FirstCall, name: str, inverse: Inverse) -> frozenset[str]:
@@ -243,7 +223,8 @@ def _factor(
         node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
         for node, read in reads.items()
     }
-    autoregressive = first.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
+    within = first.options.within if not isinstance(family, CorrectionFamily) else "independent"
+    autoregressive = within == "autoregressive" and (bool(joint) or family.autoregressive)
     sequential = elements > 1 and autoregressive
     linear = sequential and not first.options.simulated and type(family) is NormalFamily
     if linear and elements > MOST_COUPLED:
@@ -333,6 +314,7 @@ def _anchored(first: FirstCall, families: Mapping[str, Family], inverse: Inverse
         name
         for name, family in families.items()
         if name not in first.found.hidden_randomness
+        and not isinstance(family, CorrectionFamily)
         and known(name)
         and family.anchor(first.nodes[name]["fn"]) is not None
     }

@@ -18,6 +18,7 @@ from torch.distributions import Distribution
 
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.joint import to_instances
+from pyro_nami.factors.joint_normal import joint_normal
 from pyro_nami.factors.links import relative_scale
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.one_pass import Pass, Term
@@ -25,7 +26,7 @@ from pyro_nami.guide.parameters import expert
 from pyro_nami.reading.expansion import ConjugateGroup, broadcast
 from pyro_nami.reading.runner import changed_event_shape
 
-__all__ = ["Exact", "Learned", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]
+__all__ = ["Exact", "Learned", "Newton", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]
 
 
 @dataclass(frozen=True)
@@ -183,11 +184,37 @@ class Learned(Rule):
         return family.autoregressive_distribution(conditionals, anchor, target, self.dims, self.sizes)
 
 
+@dataclass(frozen=True)
+class Newton(Learned):
+    """q(v | what is before v) = Normal about the mode, see `pyro_nami.reading.newton`, bent by what networks give."""
+
+    def distribution(
+        self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
+    ) -> TorchDistribution:
+        fn = self._near(current, len(batch_shape))
+        target = torch.broadcast_shapes(fn.batch_shape, batch_shape)
+        return fn if fn.batch_shape == target else fn.expand(target)
+
+    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
+        return _masked(self._near(current).log_prob(value), site["mask"])
+
+    def note(self, current: Pass, elements: Tensor) -> None:
+        pass
+
+    def _near(self, current: Pass, dims: int | None = None) -> TorchDistribution:
+        assert self.group is not None
+        fn = joint_normal(current.derive(self.group).conditional(self.name, current.values, dims))
+        params = current.state.params(self.name)
+        while dims is not None and params.dim() - 2 > dims and params.shape[0] == 1:
+            params = params[0]
+        return fn.with_elements(self.family.elements(fn.vectors(params)))
+
+
 class RuleNote(NamedTuple):
     """How a latent is drawn, for a user to read.
 
     Attributes:
-        rule: ``"exact"``, ``"learned"`` or ``"prior"``.
+        rule: ``"exact"``, ``"quadrature"``, ``"newton"``, ``"learned"`` or ``"prior"``.
         reads: the sites that its distribution depends on.
         reason: why it is not drawn from an exact conditional.
     """

@@ -22,21 +22,9 @@ from torch.distributions import TransformedDistribution
 from pyro_nami.factors.wrappers import base_of, layers
 
 __all__ = [
-    "TOLERANCE",
-    "Changed",
-    "ConjugateGroup",
-    "Expansion",
-    "agree",
-    "broadcast",
-    "derivatives",
-    "expanding",
-    "irregular",
-    "leading_shape",
-    "narrowed",
-    "parameters_of",
-    "same_scale",
-    "trimmed",
-    "without_gaps",
+    "TOLERANCE", "Changed", "ConjugateGroup", "Expansion",
+    "agree", "broadcast", "derivatives", "expanding", "irregular", "leading_shape", "narrowed", "parameters_of",
+    "same_scale", "trimmed", "without_gaps",
 ]
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
@@ -48,7 +36,8 @@ class ConjugateGroup(NamedTuple):
     Attributes:
         members: the latents, in sampling order.
         children: observed sites that they are parents of.
-        form: of the conditionals: a name in `conjugate_forms.FORMS`, or "Gaussian" for a joint block.
+        form: of the conditionals: a name in `conjugate_forms.FORMS`, "enumeration", "Gaussian" for a joint block,
+            "Newton" for one whose density is concave, or "quadrature" for one with one or two elements of that kind.
         depths: of a joint block, the level of each member: those of levels below ``num_lifted`` are eliminated instance
             by instance of their plates, which are the same in a level; the others are elements of one vector.
         num_lifted: number of such levels.
@@ -123,8 +112,8 @@ class Expansion:
         """Returns a member's values, ``(*batch, *plates, *event)``; points lie along the first dim if counted."""
         raise NotImplementedError
 
-    def solve(self, sites: Mapping[str, Any]) -> None:
-        """Derives the conditionals from the sites of the run."""
+    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+        """Derives the conditionals from the sites of the run; or returns what is to be solved in place of this."""
         raise NotImplementedError
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:

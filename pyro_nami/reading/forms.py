@@ -29,6 +29,7 @@ from pyro_nami.reading.expansion import (
     ConjugateGroup,
 )
 from pyro_nami.reading.refutation import Refutation
+from pyro_nami.reading.tabulated import MOST_TABULATED
 
 __all__ = ["MOST_DENSE", "Finder"]
 
@@ -76,8 +77,27 @@ class Finder(Refutation):
             if unread:
                 self.refused[name] = f"the inverse does not let it read '{min(unread, key=str)}'"
             elif exact_group := self.holding(group):
-                found.update(dict.fromkeys(group.members, exact_group))
+                found.update({name: self._own(exact_group, name) for name in group.members})
         return found
+
+    def _own(self, group: ConjugateGroup, name: str) -> ConjugateGroup:
+        """Returns the group that a member's conditional is derived in.
+
+        By Newton's method this is done anew at each level, given what is drawn before; by quadrature for each member.
+        """
+        if group.form != "Newton":
+            return group
+
+        def rest(before: Collection[str]) -> ConjugateGroup:
+            return group.without(before)._replace(needed=group.needed.union(before))
+
+        place = group.members.index(name)
+        own = rest(group.members[:place])
+        small = set(own.elements) == {1} and len(own.members) <= MOST_TABULATED
+        if small and (tabulated := self.holding(own._replace(form="quadrature"))):
+            return tabulated
+        levels = zip(group.members, group.depths)
+        return rest([other for other, depth in levels if depth > group.depths[place]])
 
     def _dependencies(self, inverse: Inverse) -> dict[Any, set]:
         """Returns what the posterior's conditional of each latent depends on, in the order of an inverse."""

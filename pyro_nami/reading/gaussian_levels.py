@@ -6,13 +6,13 @@ Change this module to eliminate in another way.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Level", "in_noise", "inverse_root", "is_quadratic", "solved", "times", "without_gaps"]
+__all__ = ["Level", "along_units", "in_noise", "inverse_root", "is_quadratic", "solved", "times", "without_gaps"]
 
 
 class Level(NamedTuple):
@@ -144,6 +144,18 @@ def without_gaps(levels: Sequence[Level]) -> tuple[list[Level], list[Tensor]]:
         both = own.unsqueeze(-1) & F.pad(columns, (0, 1), value=True).unsqueeze(-2)
         left.append(level._replace(rows=torch.where(both, level.rows, 0.0)))
     return left, finite
+
+
+def along_units(
+    parts: Mapping[str, Tensor], units: Mapping[str, Tensor], inputs: Sequence[Tensor], graph: bool
+) -> Sequence[Tensor]:
+    """Returns derivatives of parts along units, ``(units, ...)``, by each input; graph: of which more may be taken."""
+    moving = {name: part for name, part in parts.items() if part.requires_grad}
+    if not moving:
+        return [torch.zeros_like(leaf) for leaf in inputs]
+    along = [units[name].reshape(-1, *part.shape) for name, part in moving.items()]
+    options: Any = {"create_graph": graph, "retain_graph": True, "materialize_grads": True, "is_grads_batched": True}
+    return torch.autograd.grad([*moving.values()], inputs, along, **options)
 
 
 def times(matrix: Tensor, x: Tensor) -> Tensor:

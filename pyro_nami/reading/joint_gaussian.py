@@ -33,7 +33,15 @@ from pyro_nami.reading.expansion import (
     irregular,
     trimmed,
 )
-from pyro_nami.reading.gaussian_levels import Level, inverse_root, is_quadratic, solved, times, without_gaps
+from pyro_nami.reading.gaussian_levels import (
+    Level,
+    along_units,
+    inverse_root,
+    is_quadratic,
+    solved,
+    times,
+    without_gaps,
+)
 
 __all__ = ["JointGaussian"]
 
@@ -67,7 +75,8 @@ class JointGaussian(Expansion):
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         """Returns the reference and all unit offsets from it, those of a lifted level's instances together."""
         loc, step = prior.mean.detach(), prior.stddev.detach().mean()
-        reference = self.references[name] = loc[0] if self._has_points(prior, shape) else loc
+        loc = loc[0] if self._has_points(prior, shape) else loc
+        reference = self.references[name] = self.reference(name, loc, step)
         if self.away is not None:
             return reference + self.away * step * irregular(shape, loc, len(self.values))
         held = self._held(name, shape, prior)
@@ -83,14 +92,19 @@ class JointGaussian(Expansion):
         self._steps[name] = step.expand(held.numel())
         return reference + (unit[0] if self.count is None else unit)
 
+    def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
+        """Returns what a member's offsets are from, given its prior's location and some deviation."""
+        return loc
+
     # ---- elimination
 
-    def solve(self, sites: Mapping[str, Any]) -> None:
+    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         with derivatives():
             self._read(sites, whole=False)
             for i, level in enumerate(self._levels):
                 self._levels[i], update = level.eliminated(self.nesting)
                 self._levels[i + 1 :] = [later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]]
+        return None
 
     def _read(self, sites: Mapping[str, Any], whole: bool) -> None:
         """Takes H and g from the run, and what priors say."""
@@ -162,30 +176,19 @@ class JointGaussian(Expansion):
         totals = [(loc * weights[name]).sum() for name, loc in moved.items()]
         total = torch.stack(totals).sum() if totals else torch.zeros(())
         backward = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True) if totals else ()
-        bent: dict[str, list[Tensor]] = {name: [torch.zeros_like(slope)] for name, slope in slopes.items()}
-        gone: dict[str, list[Tensor]] = {name: [torch.zeros_like(loc)] for name, loc in moved.items()}
-        options: Any = {"create_graph": self.differentiable, "retain_graph": True, "materialize_grads": True}
-        for i in range(self._end):
-            units = {name: self._units[name][1 + i] for name in names}
-            pairs = [(slopes[name] * units[name]).sum() for name in names if slopes[name].requires_grad]
-            bends = torch.autograd.grad(torch.stack(pairs).sum(), leaves, **options) if pairs else ()
-            for name, bend in zip(names, bends or map(torch.zeros_like, leaves)):
-                bent[name].append(bend)
-            steps = [(each * units[name]).sum() for name, each in zip(names, backward) if each.requires_grad]
-            found = torch.autograd.grad(torch.stack(steps).sum(), list(weights.values()), **options) if steps else ()
-            for name, step in zip(moved, found or map(torch.zeros_like, moved.values())):
-                gone[name].append(step)
 
-        def stacked(starts: Mapping[str, Tensor], changes: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-            return {
-                name: torch.stack([self._whole(name, start + change) for change in changes[name]])
-                for name, start in starts.items()
+        def stacked(starts: Mapping[str, Tensor], changes: Sequence[Tensor]) -> dict[str, Tensor]:
+            whole = {
+                name: (start + change).expand(1 + self._end, *start.shape)
+                for (name, start), change in zip(starts.items(), changes)
             }
+            return {name: torch.stack([self._whole(name, each) for each in parts]) for name, parts in whole.items()}
 
-        return stacked(slopes, bent), {**locs, **stacked(moved, gone)}
+        graph, weighed = self.differentiable, list(weights.values())
+        gone = along_units(dict(zip(names, backward)), self._units, weighed, graph) if totals else ()
+        return stacked(slopes, along_units(slopes, self._units, leaves, graph)), {**locs, **stacked(moved, gone)}
 
     def _whole(self, name: str, value: Tensor) -> Tensor:
-        """Returns values of a member with all batch dims."""
         return value.expand(self.values[name].shape).reshape(self.shapes[name])
 
     # ---- conditionals
@@ -272,8 +275,7 @@ class JointGaussian(Expansion):
         return any(bool((bend != 0).any()) for bend in bends)
 
     def explains(self, far: JointGaussian) -> bool:
-        names = self._by_level()
-        steps = [torch.cat([self._moved(name, far.values[name].detach()) for name in each], -1) for each in names]
+        names, steps = self._by_level(), self._steps_to(far)
         for i, (each, level) in enumerate(zip(names, self._levels)):
             found = torch.cat([self._flat(name, far.slopes[name]).double() for name in each], -1)
             terms = [times(level.columns(other), step) for other, step in zip(self._levels[i:], steps[i:])]
@@ -287,12 +289,22 @@ class JointGaussian(Expansion):
             off = (found + level.rows[..., -1] + sum(terms)).abs()
             if abs(far.away or 0.0) <= _NEAR and not (off <= 0.05 * precision.sqrt() + rounding).all():
                 return False
-            # The priors' noise at these values is what their rows say of the offsets.
+        return self.explains_priors(far)
+
+    def explains_priors(self, far: JointGaussian) -> bool:
+        """Whether the priors' noise at another point is what their rows say of the offsets."""
+        steps = self._steps_to(far)
+        for i, (each, level) in enumerate(zip(self._by_level(), self._levels)):
             noise = [self._noise(name, far) for name in each]
             terms = [times(level.columns(other, prior=True), step) for other, step in zip(self._levels[i:], steps[i:])]
             if not agree(torch.cat(noise, -1), level.prior[..., -1], terms, torch.float32):
                 return False
         return True
+
+    def _steps_to(self, far: JointGaussian) -> list[Tensor]:
+        """Returns the offsets of another point, by level."""
+        values = {name: value.detach() for name, value in far.values.items()}
+        return [torch.cat([self._moved(name, values[name]) for name in each], -1) for each in self._by_level()]
 
     def _noise(self, name: str, far: JointGaussian) -> Tensor:
         """Returns S^-1 (z - loc) of a member at another point, by its prior there."""

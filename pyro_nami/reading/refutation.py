@@ -24,13 +24,17 @@ from pyro_nami.reading.expansion import (
     same_scale,
 )
 from pyro_nami.reading.joint_gaussian import JointGaussian
+from pyro_nami.reading.newton import Newton, is_concave
 from pyro_nami.reading.runner import RunModel
+from pyro_nami.reading.tabulated import Tabulated
 
 __all__ = ["Refutation", "expansion_of"]
 
 # In prior standard deviations, to both sides; far, to see slow bends as well.
 _PROBED_AT = {"Gaussian": (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)}
 _OTHERS_PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
+_LINE = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)  # about the mode, in deviations of the Normals there
+_MOST_TABLE = 2e7  # points times rows of data
 _PROBED_DRAWS = 2  # beside the data themselves
 _MOST_BY_ONE = 64  # elements of a block, if the model cannot be run at several points of them at once
 _AT_ONCE = "the model cannot be run at the points that this takes"
@@ -51,31 +55,37 @@ class Refutation:
 
     Attributes:
         refused: latent -> why its conditional is not exact, as last found.
-        tested: members of groups that hold, with levels -> whether all points fit a run.
+        tested: form and members of groups, with levels -> the form that holds, and whether all points fit a run.
     """
 
     nesting: int
     run: RunModel
     draws: Sequence[Mapping[str, Tensor]]
     refused: dict[str, str] = field(default_factory=dict)
-    tested: dict[frozenset, bool] = field(default_factory=dict)
+    tested: dict[tuple[str, frozenset], tuple[str, bool]] = field(default_factory=dict)
 
     def holding(self, group: ConjugateGroup) -> ConjugateGroup | None:
         """Returns the group as it can be derived, if its form holds at all draws: by one run, or point by point."""
-        key = frozenset(zip(group.members, group.depths or (0,)))
-        if key in self.tested:
-            return group._replace(vectorized=self.tested[key])
-        for each in (group, group._replace(vectorized=False)) if group.form == "Gaussian" else (group,):
-            if not each.vectorized and sum(each.elements) > _MOST_BY_ONE:
+        key = group.form, frozenset(zip(group.members, group.depths or (0,)))
+        if key not in self.tested:
+            self.tested[key] = self._found(group)
+        form, vectorized = self.tested[key]
+        return group._replace(form=form, vectorized=vectorized) if form else None
+
+    def _found(self, group: ConjugateGroup) -> tuple[str, bool]:
+        """Returns the form that holds, and whether all points fit a run; no form if none does."""
+        for each in (group, group._replace(vectorized=False)) if group.vectorized else (group,):
+            if group.form == "Gaussian" and not each.vectorized and sum(each.elements) > _MOST_BY_ONE:
                 break
             reason = self._reason(each)
-            self.refused.update(dict.fromkeys(group.members, reason))
+            if group.form != "quadrature":
+                self.refused.update(dict.fromkeys(group.members, reason))
             if not reason:
-                self.tested[key] = each.vectorized
-                return each
+                return each.form, each.vectorized
             if not reason.startswith(_AT_ONCE):
                 break
-        return None
+        near = group._replace(form="Newton", vectorized=False)
+        return (near.form, False) if group.form == "Gaussian" and not self._reason(near) else ("", False)
 
     def _reason(self, group: ConjugateGroup) -> str:
         """Returns why the form does not hold at some draw; empty if it does."""
@@ -117,6 +127,8 @@ class Refutation:
 
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
         """
+        if group.form in ("Newton", "quadrature"):
+            return self._flaw_about_mode(group, drawn)
         kind, distances = expansion_of(group), _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)
         children = ", ".join(map(repr, group.children))
         what = f"the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
@@ -151,6 +163,49 @@ class Refutation:
         except Exception as error:  # noqa: BLE001  whatever a model does at values far out
             return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
 
+    def _flaw_about_mode(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
+        """Returns what speaks against Newton's method, or quadrature behind it; empty if nothing does."""
+
+        def run(expansion: Expansion) -> Mapping[str, Any]:
+            with expanding():
+                return self.run({**drawn, **expansion.points}, expansion.until)
+
+        near: Any = Newton(group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False)
+        try:
+            while (following := near.solve(sites := run(near))) is not None:
+                near = following
+            if not near.has_converged():  # as numbers are too large
+                return _NOT_FINITE
+            if group.form == "quadrature":
+                grid = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
+                rows = max(sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites)
+                if grid.count * rows > _MOST_TABLE:
+                    return "a grid for all rows of data is too large"
+                rounding = sum(float(each.sum()) for each in near.rounding(sites))
+                grid.solve(sites := run(grid))
+                if wide := self._wide(sites, group):
+                    return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim"
+                one = near.moved_to(grid.third())
+                alone = one.joint_slopes(run(one))
+                return grid.flaw(sites, alone, rounding) if grid.is_finite() else _NOT_FINITE
+            here = near.mode()
+            here.measure(sites := run(here))
+            if not here.is_finite():
+                return _NOT_FINITE
+            scales = [sites[name]["scale"] for name in group.members]
+            if not all(same_scale(scale, scales[0]) for scale in scales):
+                return "latents that hang together are scaled by themselves"
+            if not here.reaches(sites):
+                return _FLAT
+            line, errors = {0.0: here.densities(sites)}, here.rounding(sites)
+            for place in _LINE:
+                far = near.line(place)
+                line[place] = far.densities(run(far))
+                if not here.explains_priors(far):
+                    return "the prior of one is not linear in the others"
+            return "" if is_concave(line, errors) else "the log density of a child is not concave"
+        except Exception as error:  # noqa: BLE001  whatever a model does at such values
+            return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
 
     def _wide(self, sites: Mapping[str, Any], group: ConjugateGroup) -> str:
         """Returns a site that has the dim of the points and does not depend on them, but on their shape, if one has."""
@@ -161,4 +216,5 @@ class Refutation:
 
 def expansion_of(group: ConjugateGroup) -> type[Expansion]:
     """Returns the class that derives a group's conditionals."""
-    return {"Gaussian": JointGaussian, "enumeration": Enumeration}.get(group.form, ByStatistics)
+    kinds = {"Gaussian": JointGaussian, "Newton": Newton, "quadrature": Newton, "enumeration": Enumeration}
+    return kinds.get(group.form, ByStatistics)

@@ -10,7 +10,7 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 
 from pyro_nami import AutoNaMIGuide
-from pyro_nami.guide import draw
+from pyro_nami.guide import deriving
 
 pytestmark = pytest.mark.usefixtures("double", "own_parameters")
 GROUP = torch.tensor([0, 1, 2, 0, 1, 2, 2, 2, 1, 0, 0, 1])
@@ -151,7 +151,7 @@ def steps(model, monkeypatch, *, afresh, particles=1, change=None):
     found, kept = [], []
     with monkeypatch.context() as patch:
         if afresh:
-            patch.setattr(draw, "constants_of", lambda *args: None)
+            patch.setattr(deriving, "constants_of", lambda *args: None)
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         guide = AutoNaMIGuide(model)
@@ -256,7 +256,7 @@ def test_constants_are_forgotten_with_the_rest_and_are_not_saved(monkeypatch):
     assert [each is not None for each in memory.constants.values()] == [True]
     assert memory.__getstate__()["constants"] == {}
     with torch.no_grad():  # what is kept is not used, as its results are others by rounding
-        monkeypatch.setattr(draw, "FromConstants", None)
+        monkeypatch.setattr(deriving, "FromConstants", None)
         guide(data)
     guide.load_state_dict(guide.state_dict())
     assert memory.constants == {}

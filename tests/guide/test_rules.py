@@ -51,7 +51,7 @@ def test_a_line_for_each_latent_in_model_order():
 
 
 def test_the_inverse_says_what_went_first_as_it_is_exact():
-    line = "Eliminated first, as these have exact conditionals: "
+    line = "Eliminated first, as the model gives their conditionals: "
     assert str(made(model, Y).inverse).splitlines()[-1] == line + "z, mu"
     assert str(made(model, Y, rules={"mu": "learned"}).inverse).splitlines()[-1] == line + "z"
     for options in ({"inverse": "reverse"}, {"exact": False}, {"rules": {"mu": "learned", "z": "learned"}}):

@@ -210,7 +210,7 @@ INVERSE = [
     "  tau | y over schools",
     "  mu | tau, y over schools",
     "  theta[schools] | mu, tau, y",
-    "Eliminated first, as these have exact conditionals: theta, mu",
+    "Eliminated first, as the model gives their conditionals: theta, mu",
     "Sampled in turn: tau; mu; theta",
     "Drawn by:",
     "  mu: exact, reads tau, y",

@@ -1,0 +1,112 @@
+"""Deriving the conditionals of latents in a call: by runs of the model, each at points that are found by the last.
+
+What steps with the same data need not find again is kept. Change this module when more is to be kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_nami.guide.call import Call
+from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.plan import Plan
+from pyro_nami.reading.expansion import (
+    Changed,
+    ConjugateGroup,
+    Expansion,
+    broadcast,
+    expanding,
+    leading_shape,
+)
+from pyro_nami.reading.gaussian_constants import FromConstants, constants_of
+from pyro_nami.reading.isolation import untouched
+from pyro_nami.reading.joint_gaussian import JointGaussian
+from pyro_nami.reading.newton import Newton
+from pyro_nami.reading.refutation import expansion_of
+
+__all__ = ["check_members", "derive", "expansion_in", "keep_constants"]
+
+_PASSES, _MOST_KEPT = 2, 16  # passes in training before constants are kept; blocks, and shapes of batches, with some
+
+
+def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Expansion:
+    """Returns the exact conditionals of a group at what is drawn before it, by runs of the model of their own."""
+    source, kept = call.source(group), call.source(group).constants
+    values = {name: value for name, value in current.values.items() if name not in group.members}
+    known = {name: value.clone() if value.is_inference() else value for name, value in values.items()}
+    following: Expansion | None = None
+    while True:
+        with suppress(Changed):
+            following = expansion_in(group, current, plan, call)
+            while following is not None:
+                expansion = following
+                with expanding():
+                    sites = source.run({**source.held, **known, **expansion.points}, until=expansion.until)
+                check_members(expansion, sites, current)
+                if source is call:
+                    keep_constants(expansion, current, call, known)
+                following = expansion.solve(sites)
+                if isinstance(expansion, Newton):
+                    current.near[group] = expansion
+            break
+    if group in current.near and kept is not None:
+        kept[group, expansion.leading] = {name: at.detach() for name, at in current.near[group].references.items()}
+    if source is call:
+        current.ready.update({name: sites[name] for name in expansion.group.members})
+    return expansion
+
+
+def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, draws: bool = False) -> Expansion:
+    """Returns the expansion of a group at values of what is before it; it needs a run of the model.
+
+    ``draws`` says that some of these are drawn in that run.
+    """
+    nesting = plan.plates.nesting
+    leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
+    if draws:  # what is drawn on the way will have the batch dims of plates outside
+        leading = broadcast(leading, current.outer + (1,) * nesting)
+    lacking = call.source(group).lacking
+    group = group.without(lacking, current.observed) if lacking or current.observed else group
+    options: dict[str, Any] = {}
+    if group.form in ("Gaussian", "Newton", "quadrature"):
+        options["sizes"] = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
+    differentiable = torch.is_grad_enabled() and current.state.learns()
+    kept = (call.source(group).constants if differentiable and not torch.jit.is_tracing() else None) or {}
+    constants = kept.get((group, leading))
+    if group.form in ("Newton", "quadrature"):
+        wider = [each for each in current.near.values() if set(group.members) <= set(each.group.members)]
+        options["at"] = wider[-1].means(current.values, group.members) if wider else constants  # where to start
+    elif constants is not None:
+        forget = functools.partial(kept.__setitem__, (group, leading), None)
+        return FromConstants(group, leading, nesting, constants, forget)
+    return expansion_of(group)(group, leading, nesting, differentiable, **options)
+
+
+def keep_constants(expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]) -> None:
+    """Keeps, in training, what steps with the same data need not derive again, and raises `Changed`; tries once."""
+    kept, key = call.constants, (expansion.group, expansion.leading)
+    if kept is None or key in kept or len(kept) >= _MOST_KEPT or current.state.passes() < _PASSES:
+        return
+    if not expansion.differentiable or torch.jit.is_tracing() or type(expansion) is not JointGaussian:
+        return
+    known, sizes = {**call.held, **values}, expansion.sizes
+    with untouched(call.model):
+        kept[key] = constants_of(
+            *key, expansion.nesting, sizes, lambda at, until: call.run({**known, **at}, until=until)
+        )
+    if kept[key] is not None:
+        raise Changed
+
+
+def check_members(expansion: Expansion, sites: Mapping[str, Any], current: Pass) -> None:
+    """Raises `Changed` where members turn out to be observed in a run."""
+    observed = [name for name in expansion.group.members if name in sites and sites[name]["is_observed"]]
+    if observed:
+        current.observed.update(observed)
+        raise Changed

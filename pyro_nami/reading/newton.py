@@ -1,0 +1,209 @@
+"""Latents with Gaussian priors and children whose log density is concave: Normals about its mode, by Newton's method.
+
+From one point after another `joint_gaussian` takes the log density to second order, which gives Normals whose mean is
+the next point. A step is cut where the log density falls again on its way. Normals at the mode are near the exact
+conditionals; of latents with one element a grid about it gives these themselves (`tabulated`).
+
+The mode is differentiable in what was drawn before, as one more step from it is, and so is the curvature, which is
+taken there once more. Change this module to find modes in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_nami.factors.joint_normal import joint_normal
+from pyro_nami.reading.expansion import TOLERANCE, ConjugateGroup, Expansion, irregular, without_gaps
+from pyro_nami.reading.joint_gaussian import JointGaussian
+from pyro_nami.reading.tabulated import Tabulated
+
+__all__ = ["Newton", "is_concave"]
+
+_MOST_RUNS = 200
+_CLOSE = 0.03  # nats, times the root of the rounding error: a step that gains as little is the last
+_NEAR = 0.05  # nats: the same where a grid follows
+_ASIDE = 1e-2  # prior deviations from the mean to the first point
+_SHORTEST, _LONGEST = 0.1, 0.7  # to what part a step is cut
+
+
+class Step(NamedTuple):
+    """From where a point was reached: in which direction, with which slope of the log density, and how far.
+
+    The last two are of each set of instances that are solved by themselves.
+    """
+
+    start: Mapping[str, Tensor]
+    along: Mapping[str, Tensor]
+    slope: Tensor
+    length: Tensor
+
+
+class Newton(JointGaussian):
+    """Normals about the mode of a block, each given those before it and with those behind integrated out.
+
+    Args:
+        group, leading, nesting, differentiable, away: as for `Expansion`.
+        sizes: as for `JointGaussian`.
+        at: values of the members to start from; by default near the means of their priors.
+
+    References:
+        Rue, Martino and Chopin 2009, Approximate Bayesian inference for latent Gaussian models.
+    """
+
+    def __init__(
+        self, group: ConjugateGroup, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(group, *args, **kwargs)
+        self._args, self._kwargs = args, kwargs
+        self._at: Mapping[str, Tensor] = {name: value.detach() for name, value in (at or {}).items()}
+        self._step: Step | None = None  # that led here
+        self._runs, self._is_last = 1, False
+        self._order = list(reversed(self._first))  # of drawing
+
+    def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
+        if name in self._at:
+            return self._at[name]
+        # Not at the mean itself: at logits of 0 some densities have no curvature by their implementation.
+        return loc + _ASIDE * step * irregular(loc.shape, loc, len(self.values))
+
+    # ---- steps
+
+    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+        if self._is_last:
+            return super().solve(sites)
+        frames = sites[self._order[0]]["cond_indep_stack"] if all(map(self._is_lifted, self._order)) else ()
+        self._apart = {frame.dim for frame in frames if frame.vectorized}  # dims of instances that are by themselves
+        differentiable, self.differentiable = self.differentiable, False
+        slopes = self.joint_slopes(sites)
+        if (shorter := self._shorter(slopes)) is not None:
+            return shorter
+        super().solve(sites)
+        means = self.means()
+        along = {name: mean - self.references[name] for name, mean in means.items()}
+        slope = self._along(slopes, along)
+        if self._runs < _MOST_RUNS and bool((slope > 2 * self._enough()).any()):
+            return self._reached(Step(dict(self.references), along, slope, torch.ones_like(slope)))
+        if self.group.form == "quadrature":
+            return Tabulated(self.group, *self._args[:2], differentiable, near=self)
+        if not differentiable:
+            return None
+        self.differentiable = True
+        self._levels.clear()
+        super().solve(sites)
+        last = self.moved_to({})
+        last._at, last._is_last = self.means(), True  # with their gradients
+        return last
+
+    def _enough(self) -> float:
+        """Returns what the last step may gain, in nats."""
+        if self.group.form == "quadrature":
+            return _NEAR
+        return _CLOSE * torch.finfo(next(iter(self.references.values())).dtype).eps ** 0.5
+
+    def means(
+        self, values: Mapping[str, Tensor] | None = None, names: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Returns the means of members, by default of all, each given values of those before it: others' are means."""
+        found = {name: value.detach() for name, value in (values or {}).items()}
+        names = self.group.members if names is None else names
+        self._offsets.clear()
+        for name in self._order:
+            if name in names or name not in found:
+                found[name] = self.conditional(name, found).mean
+        self._offsets.clear()
+        return {name: found[name] for name in names}
+
+    def moved_to(self, at: Mapping[str, Tensor]) -> Newton:
+        """Returns the expansion about another point."""
+        other = type(self)(self.group, *self._args, **self._kwargs, at=at)
+        other._runs = self._runs + 1
+        return other
+
+    def _reached(self, step: Step) -> Newton:
+        """Returns the expansion about the point that a step leads to."""
+        lengths = {name: self._beside(name, step.length) for name in step.start}
+        other = self.moved_to({name: start + lengths[name] * step.along[name] for name, start in step.start.items()})
+        other._step = step
+        return other
+
+    def _shorter(self, slopes: Mapping[str, Tensor]) -> Newton | None:
+        """Returns the expansion about a point on the way to this one, if the log density falls again before it."""
+        if self._step is None or self._runs >= _MOST_RUNS:
+            return None
+        before, now = self._step.slope, self._along(slopes, self._step.along)
+        over = ~(now >= -before / 2 - self._enough())
+        # The slope falls all the way, so its zero is near that of the chord; what overflows is no number.
+        cut = (before / (before - now)).nan_to_num(0.0).clamp(_SHORTEST, _LONGEST)
+        length = torch.where(over, self._step.length * cut, self._step.length)
+        return self._reached(self._step._replace(length=length)) if over.any() else None
+
+    def joint_slopes(self, sites: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns the slopes of the joint log density, members' own included, ``(*batch, *plates, *event)``."""
+        slopes = self.take(sites, again=True, whole=True, parts=[*self.group.members, *self.group.children])
+        return {name: self._whole(name, slope.detach()) for name, slope in slopes.items()}
+
+    def _along(self, slopes: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:
+        """Returns the slope along a direction, of each set of instances that are solved by themselves."""
+        total: Any = 0.0
+        for name, step in direction.items():
+            product, events = (slopes[name] * step).double(), len(self.priors[name].event_shape)
+            product = product.sum(tuple(range(-events, 0))) if events else product
+            plates = [dim for dim in range(-self.nesting, 0) if dim not in self._apart]
+            total = total + (product.sum(plates, keepdim=True) if plates else product)
+        return total
+
+    def _beside(self, name: str, length: Tensor) -> Tensor:
+        """Returns numbers of sets of instances as they belong to a member's values."""
+        return length.to(self.references[name]).reshape(length.shape + (1,) * len(self.priors[name].event_shape))
+
+    def _read(self, sites: Mapping[str, Any], whole: bool) -> None:
+        super()._read(sites, whole=True)
+
+    # ---- probing
+
+    def mode(self) -> Newton:
+        """Returns the expansion about the mode, of one that is solved."""
+        return self.moved_to(self.means())
+
+    def line(self, place: float) -> Newton:
+        """Returns the expansion about a point some deviations from the mode, on a line, of one that is solved."""
+        found: dict[str, Tensor] = {}
+        self._offsets.clear()
+        for i, name in enumerate(self._order):
+            fn = joint_normal(self.conditional(name, found))
+            found[name] = fn.at(place * irregular(fn.loc.shape, fn.loc, i)).reshape(fn.batch_shape + fn.event_shape)
+        self._offsets.clear()
+        return self.moved_to(found)
+
+    def has_converged(self) -> bool:
+        return self._runs < _MOST_RUNS
+
+    def densities(self, sites: Mapping[str, Any]) -> list[Tensor]:
+        """Returns the log densities of the children, row by row."""
+        return [self.density(sites, name).detach() for name in self.group.children if name in sites]
+
+    def rounding(self, sites: Mapping[str, Any]) -> list[Tensor]:
+        """Returns how far rounding may take these: constants that cancel in a count's are as large as log(count!)."""
+        found = []
+        for name in (name for name in self.group.children if name in sites):
+            value, events = without_gaps(sites[name]).detach().abs(), len(sites[name]["fn"].event_shape)
+            value = value.double().nan_to_num().flatten(-events).amax(-1) if events else value.double().nan_to_num()
+            found.append(1e3 * torch.finfo(self.densities(sites)[0].dtype).eps * (10 + value * value.log1p()))
+        return found
+
+
+def is_concave(line: Mapping[float, Sequence[Tensor]], rounding: Sequence[Tensor]) -> bool:
+    """Whether functions of a place on a line are concave, given what each is at some places, where that is finite."""
+    places = sorted(line)
+    for first, middle, last in zip(places, places[1:], places[2:]):
+        share = (middle - first) / (last - first)
+        for low, here, high, error in zip(line[first], line[middle], line[last], rounding):
+            off = TOLERANCE * (high - low).abs() + 10 * torch.finfo(here.dtype).eps * here.abs() + error
+            bent = here < low + share * (high - low) - off
+            if (bent & low.isfinite() & high.isfinite()).any():
+                return False
+    return True

@@ -1,0 +1,218 @@
+"""A latent's conditional by quadrature: from slopes of the log density on a grid about the mode.
+
+A standard Normal variable is mapped to quantiles of the density, which are known at the grid's points. The error falls
+with the fourth power of the grid's step. A latent that is drawn later is integrated out on a grid of its own, at every
+point of the first. Change this module for other grids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_nami.factors.knots import KnotTransform
+from pyro_nami.reading.expansion import Expansion, agree, trimmed
+
+__all__ = ["MOST_TABULATED", "Tabulated"]
+
+MOST_TABULATED = 2  # members
+_POINTS, _WIDTH = (33, 17), 6.0  # points of the grid of one member, and of each of two; its half, in deviations
+_SMALLEST = 1e-9  # probability of a tail, up to which quantiles are told
+_STEEPEST = 1e9  # slope, for those that overflow
+_ERROR = 1e-2  # of a log density, in nats and relative, that integration over the grid may have
+
+
+class Tabulated(Expansion):
+    """The conditional of the first member, with a second one integrated out; both have one element an instance.
+
+    Args:
+        group, leading, nesting, differentiable: as for `Expansion`.
+        near: has `conditional`, of Normals that are near the conditionals.
+        finer: what part of the usual step the grid has.
+
+    Attributes:
+        places: member -> its values at all points, ``(points, *batch, *plates)``.
+    """
+
+    def __init__(self, *args: Any, near: Any, finer: int = 1) -> None:
+        super().__init__(*args)
+        first, *second = self.group.members
+        self._size: int = finer * (_POINTS[len(second)] - 1) + 1
+        self._middle = self._size // 2
+        fn = near.conditional(first, {})
+        ones = (1,) * fn.event_dim
+        self._center, self._scale = (each.reshape(fn.batch_shape) for each in (fn.mean, fn.stddev))
+        place = self._center + self._scale * _grid(self._size, self._center)
+        self.places = {first: place}
+        for name in second:
+            fn = near.conditional(name, {first: place.reshape(place.shape + ones)})
+            center, self._inner = (each.reshape(fn.batch_shape) for each in (fn.mean, fn.stddev))
+            self._slide = (center[-1:] - center[:1]) / (2 * _WIDTH)  # by a deviation of the first
+            inner = center.unsqueeze(1) + self._inner.unsqueeze(1) * _grid(self._size, center[0])
+            outer = place.unsqueeze(1).expand(-1, self._size, *place.shape[1:])
+            self.places = {first: outer.flatten(0, 1), name: inner.flatten(0, 1)}
+        self.count = self._size ** len(self.places)
+        self._third = self.count // 3
+
+    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        place = self.places[name]
+        return place.reshape(place.shape + (1,) * len(prior.event_shape)).expand(shape)
+
+    def solve(self, sites: Mapping[str, Any]) -> None:
+        slopes = self.joint_slopes(sites, again=self.differentiable)
+        with torch.set_grad_enabled(self.differentiable):
+            slope, inner = self._lines(slopes)
+            if inner is not None:
+                mass = _Mass(inner.movedim(1, -1))
+                gained = mass.total().log() - mass.log_density[..., self._middle]
+                slope = slope + _slope(gained.sum_to_size(slope.shape))
+            # A slope that is no number says nothing of its instance, as for the Normals that are near.
+            self.finite = {self.group.members[0]: ~slope.isnan().any(0)}
+            slope = torch.where(self.finite[self.group.members[0]], slope, -_grid(self._size, slope[0]))
+            self._knots = _Mass(slope.movedim(0, -1)).quantiles()
+
+    def _lines(self, slopes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Returns slopes by deviations: along the first grid, at the means of the second member, and along the second.
+
+        Shapes are ``(points, *batch, *plates)`` and ``(points, points, *batch, *plates)``.
+        """
+        first, *second = (slopes[name].double().clamp(-_STEEPEST, _STEEPEST) for name in self.group.members)
+        if not second:
+            return first * self._scale, None
+        outer, inner = (each.unflatten(0, (self._size, -1)) for each in (first, *second))
+        outer, middle = outer[:, self._middle], inner[:, self._middle]
+        along = outer * self._scale + (middle * self._slide).sum_to_size(outer.shape)
+        return along, inner * self._inner.unsqueeze(1)
+
+    def joint_slopes(self, sites: Mapping[str, Any], again: bool = False) -> dict[str, Tensor]:
+        """Returns the slopes of the joint log density at all points, ``(points, *batch, *plates)``."""
+        slopes = self.take(sites, again=again, whole=True, parts=[*self.group.members, *self.group.children])
+        events = {name: len(self.priors[name].event_shape) for name in slopes}
+        slopes = {name: slope.reshape(slope.shape[: slope.dim() - events[name]]) for name, slope in slopes.items()}
+        return slopes if again else {name: slope.detach() for name, slope in slopes.items()}
+
+    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+        at, slopes = self._knots
+        grid = _grid(self._size, at[..., 0]).movedim(0, -1)
+        center, scale = (each.unsqueeze(-1) for each in (self._center, self._scale))
+        events = (1,) * len(self.priors[name].event_shape)
+        batch = trimmed(at.shape[:-1], dims)
+        knots = (each.to(center).expand(at.shape) for each in (at, center + scale * grid, scale * slopes))
+        bend = KnotTransform(*(each.reshape(batch + events + at.shape[-1:]) for each in knots))
+        normal = dist.Normal(center.new_zeros(batch + events), center.new_ones(batch + events), validate_args=False)
+        return dist.TransformedDistribution(normal, [bend], validate_args=False).to_event(len(events))
+
+    def is_finite(self) -> bool:
+        return super().is_finite() and all(bool(each.isfinite().all()) for each in self._knots)
+
+
+    def third(self) -> dict[str, Tensor]:
+        """Returns the members' values at one of the points."""
+        events = {name: (1,) * len(prior.event_shape) for name, prior in self.priors.items()}
+        return {name: place[self._third].reshape(place.shape[1:] + events[name]) for name, place in self.places.items()}
+
+    def flaw(self, sites: Mapping[str, Any], alone: Mapping[str, Tensor], rounding: float) -> str:
+        """Returns what speaks against it: slopes that a run at a point by itself does not have, or that miss something.
+
+        Args:
+            sites: of the run at all points.
+            alone: slopes at the values of `third`, in a run by itself.
+            rounding: by how much all log densities together may be off, in nats.
+        """
+        slopes = self.joint_slopes(sites)
+        for name, slope in alone.items():
+            found = slopes[name][self._third].reshape(slope.shape)
+            if not agree(found, slope, [torch.zeros_like(slope)], torch.float32):
+                return "a run at many points has other slopes than a run at one of them"
+        parts = [*self.group.members, *(name for name in self.group.children if name in sites)]
+        each = [self.density(sites, name).detach().double() for name in parts]
+        if any(part.dim() <= len(self.leading) for part in each):
+            return "a child has no dim of the points"
+        totals = torch.stack([part.flatten(1).sum(-1) for part in each]).sum(0)
+        along, inner = self._lines(slopes)
+        lines = [(totals, along)]
+        if inner is not None:
+            totals = totals.unflatten(0, (self._size, -1))
+            lines = [(totals[:, self._middle], along), (totals[self._middle], inner[self._middle])]
+        size = torch.stack([part.abs().flatten(1).sum(-1).mean() for part in each]).sum()
+        rounding += 1000 * torch.finfo(self._center.dtype).eps * float(size)
+        for total, line in lines:
+            log_density = _Mass(line.flatten(1).movedim(0, -1)).log_density
+            moved = log_density - log_density[..., self._middle : self._middle + 1]
+            off, size = (total - total[self._middle] - moved.sum(0)).abs(), moved.abs().sum(0)
+            if not (off <= _ERROR * (1 + size) + rounding).all():
+                return "slopes of the log density do not add up to it"
+        return ""
+
+
+class _Mass:
+    """A density on a grid, of which slopes are known, ``(*batch, points)``, in units of its greatest value there.
+
+    Attributes:
+        log_density: ``(*batch, points)``, relative to the first point.
+    """
+
+    def __init__(self, slope: Tensor) -> None:
+        self.step = step = 2 * _WIDTH / (slope.shape[-1] - 1)
+        self.slope = slope
+        padded = torch.cat([_before(slope), slope, _before(slope.flip(-1))], -1)
+        rise = 13 * (slope[..., :-1] + slope[..., 1:]) - padded[..., :-3] - padded[..., 3:]
+        self.log_density = torch.cat([torch.zeros_like(slope[..., :1]), (rise * (step / 24)).cumsum(-1)], -1)
+        self.top = self.log_density.detach().amax(-1, keepdim=True)
+        self.density = density = (self.log_density - self.top).exp()
+        bend = density * slope
+        mass = (density[..., :-1] + density[..., 1:]) / 2 + (bend[..., :-1] - bend[..., 1:]) * (step / 12)
+        self.between = (mass * step).clamp(min=0)
+        # Beyond the grid the log density goes on as a straight line.
+        self.before = density[..., :1] / slope[..., :1].clamp(min=1 / _WIDTH)
+        self.behind = density[..., -1:] / (-slope[..., -1:]).clamp(min=1 / _WIDTH)
+
+    def total(self) -> Tensor:
+        """Returns the integral of the density that ``log_density`` is the logarithm of, ``(*batch,)``."""
+        parts = self.before + self.between.sum(-1, keepdim=True) + self.behind
+        return (parts * self.top.exp()).squeeze(-1)
+
+    def quantiles(self) -> tuple[Tensor, Tensor]:
+        """Returns standard Normal quantiles at the grid's points, and the slopes of points by these."""
+        lower = torch.cat([self.before, self.between], -1).cumsum(-1)
+        upper = torch.cat([self.between, self.behind], -1).flip(-1).cumsum(-1).flip(-1)
+        total = lower + upper
+        tail = torch.minimum(lower, upper) / total
+        size = -torch.special.ndtri(tail.clamp(min=_SMALLEST))
+        at = torch.where(lower < upper, -size, size)
+        tiny = torch.finfo(total.dtype).tiny
+        slopes = total * (-at * at / 2).exp() / (math.sqrt(2 * math.pi) * self.density.clamp(min=tiny))
+        # Where tails are too small the map goes on as a straight line.
+        known, grid = (tail > _SMALLEST).long(), _grid(at.shape[-1], at[..., 0]).movedim(0, -1).expand(at.shape)
+        index = torch.arange(at.shape[-1], device=at.device)
+        first, last = known.argmax(-1, keepdim=True), len(index) - 1 - known.flip(-1).argmax(-1, keepdim=True)
+        for edge, beyond in ((first, index < first), (last, index > last)):
+            start, place, slope = (each.gather(-1, edge) for each in (at, grid, slopes))
+            at = torch.where(beyond, start + (grid - place) / slope, at)
+            slopes = torch.where(beyond, slope, slopes)
+        return at, slopes
+
+
+def _grid(size: int, like: Tensor) -> Tensor:
+    """Returns the grid along a first dim, before those of ``like``."""
+    grid = torch.linspace(-_WIDTH, _WIDTH, size, dtype=like.dtype, device=like.device)
+    return grid.reshape((-1,) + (1,) * like.dim())
+
+
+def _before(values: Tensor) -> Tensor:
+    """Returns what a cubic through the first four values along the last dim has one step before them."""
+    return 4 * values[..., :1] - 6 * values[..., 1:2] + 4 * values[..., 2:3] - values[..., 3:4]
+
+
+def _slope(values: Tensor) -> Tensor:
+    """Returns the slope of values on a grid along the first dim."""
+    step = 2 * _WIDTH / (len(values) - 1)
+    inner = (values[:-4] - values[4:] + 8 * (values[3:-1] - values[1:-3])) / (12 * step)
+    start = (values[1:3] - values[:2]) / step
+    end = (values[-2:] - values[-3:-1]) / step
+    return torch.cat([start, inner, end])

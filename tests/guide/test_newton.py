@@ -1,0 +1,272 @@
+"""Normals about the mode of a concave density: against the dense Hessian at a mode that plain Newton steps find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from torch import Tensor
+from torch.autograd.functional import hessian
+
+from pyro_nami import AutoNaMIGuide, InferenceCompilation, importance_sample, verify_inverse
+
+pytestmark = pytest.mark.usefixtures("double", "own_parameters")
+
+GENERATOR = torch.Generator().manual_seed(2)
+X = torch.randn(24, 3, generator=GENERATOR, dtype=torch.float64)
+GROUP, OTHER = torch.arange(24) % 5, (torch.arange(24) * 7) % 4
+COUNTS = torch.poisson((X @ torch.tensor([0.5, -0.3, 0.2], dtype=torch.float64) + 1).exp(), GENERATOR)
+BITS = (X[:, 0] + 0.5 * torch.randn(24, generator=GENERATOR, dtype=torch.float64) > 0).double()
+
+
+def spread(name="s"):
+    return pyro.sample(name, dist.HalfNormal(torch.tensor(1.0)))
+
+
+def normal(name, scale, **options):
+    return pyro.sample(name, dist.Normal(torch.tensor(0.0), scale), **options)
+
+
+def weights(name="w", size=3, scale=2.0):
+    return pyro.sample(name, dist.Normal(torch.zeros(size), scale).to_event(1))
+
+
+def flat(scale, size):
+    return lambda v: dist.Normal(0.0, scale).log_prob(v).sum()
+
+
+class Design(NamedTuple):
+    """A model of y given s, and its joint log density as a function of one vector.
+
+    Attributes:
+        first: the first latent that is drawn, and its size: the vector's first elements.
+        size: of the vector.
+    """
+
+    model: Callable
+    y: Tensor
+    first: tuple[str, int]
+    size: int
+    joint: Callable[[Tensor, Tensor], Tensor]  # vector, s
+
+
+def regression(y):
+    s, w, a = spread(), weights(), normal("a", 2.0)
+    with pyro.plate("groups", 5):
+        b = normal("b", s)
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Poisson(((w * X).sum(-1) + a + b[..., GROUP]).exp()), obs=y)
+
+
+def regression_joint(v, s):
+    w, a, b = v.split([3, 1, 5])
+    prior = dist.Normal(0.0, 2.0).log_prob(v[:4]).sum() + dist.Normal(0.0, s).log_prob(b).sum()
+    return prior + dist.Poisson((X @ w + a + b[GROUP]).exp()).log_prob(COUNTS).sum()
+
+
+def slopes(y):
+    """Vectors of two effects for each group."""
+    s, m = spread(), weights("m", 2, 1.0)
+    with pyro.plate("groups", 5):
+        b = pyro.sample("b", dist.Normal(m.expand(m.shape[:-1] + (2,)), s.unsqueeze(-1)).to_event(1))
+    with pyro.plate("rows", len(y)):
+        eta = b[..., GROUP, 0] + b[..., GROUP, 1] * X[:, 0]
+        pyro.sample("y", dist.Bernoulli(logits=eta), obs=y)
+
+
+def slopes_joint(v, s):
+    m, b = v[:2], v[2:].reshape(5, 2)
+    prior = dist.Normal(0.0, 1.0).log_prob(m).sum() + dist.Normal(m, s).log_prob(b).sum()
+    return prior + dist.Bernoulli(logits=b[GROUP, 0] + b[GROUP, 1] * X[:, 0]).log_prob(BITS).sum()
+
+
+def crossed(y):
+    s, w = spread(), weights()
+    with pyro.plate("groups", 5):
+        b = normal("b", s)
+    with pyro.plate("others", 4):
+        c = normal("c", 1.0)
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=(w * X).sum(-1) + b[..., GROUP] + c[..., OTHER]), obs=y)
+
+
+def crossed_joint(v, s):
+    w, b, c = v.split([3, 5, 4])
+    prior = dist.Normal(0.0, 2.0).log_prob(w).sum() + dist.Normal(0.0, s).log_prob(b).sum()
+    prior = prior + dist.Normal(0.0, 1.0).log_prob(c).sum()
+    return prior + dist.Bernoulli(logits=X @ w + b[GROUP] + c[OTHER]).log_prob(BITS).sum()
+
+
+def walk(y):
+    s, z = spread(), normal("z0", 1.0)
+    for t in range(len(y)):
+        z = pyro.sample(f"z{t}", dist.Normal(0.9 * z, s)) if t else z
+        pyro.sample(f"y{t}", dist.Poisson(z.exp()), obs=y[t])
+
+
+def walk_joint(v, s):
+    prior = dist.Normal(0.0, 1.0).log_prob(v[0]) + dist.Normal(0.9 * v[:-1], s).log_prob(v[1:]).sum()
+    return prior + dist.Poisson(v.exp()).log_prob(COUNTS[:6]).sum()
+
+
+DESIGNS = {
+    "regression": Design(regression, COUNTS, ("w", 3), 9, regression_joint),
+    "vectors": Design(slopes, BITS, ("m", 2), 12, slopes_joint),
+    "crossed": Design(crossed, BITS, ("w", 3), 12, crossed_joint),
+    "autoregression": Design(walk, COUNTS[:6], ("z0", 1), 6, walk_joint),
+}
+
+
+def mode(design: Design, s: Tensor) -> tuple[Tensor, Tensor]:
+    """The mode of the joint log density, and the covariance that its Hessian there says."""
+    v = torch.zeros(design.size)
+
+    def joint(v):
+        return design.joint(v, s)
+
+    for _ in range(60):
+        v = v.requires_grad_()
+        (slope,) = torch.autograd.grad(joint(v), v)
+        step = torch.linalg.solve(hessian(joint, v), slope)
+        while not joint(v - step) >= joint(v):
+            if step.abs().max() < 1e-12:
+                break
+            step = step / 2
+        v = (v - step).detach()
+    return v, torch.linalg.inv(-hessian(joint, v))
+
+
+def made(model, *args, **options):
+    guide = AutoNaMIGuide(model, **options)
+    guide(*args)
+    return guide
+
+
+def conditional(guide, name, *args, **given):
+    return poutine.trace(poutine.condition(guide, given)).get_trace(*args).nodes[name]["fn"]
+
+
+def moments(fn) -> tuple[Tensor, Tensor]:
+    return fn.loc, torch.linalg.inv(fn.lower.mT @ fn.lower)
+
+
+@pytest.mark.parametrize("s", [0.4, 1.5])
+@pytest.mark.parametrize("design", DESIGNS.values(), ids=list(DESIGNS))
+def test_the_first_latent_is_normal_about_the_mode(design, s):
+    guide, (name, size) = made(design.model, design.y), design.first
+    assert guide.rules[name].rule == "newton"
+    loc, covariance = moments(conditional(guide, name, design.y, s=torch.tensor(s)))
+    center, whole = mode(design, torch.tensor(s))
+    torch.testing.assert_close(loc.reshape(-1), center[:size], rtol=0, atol=1e-6)
+    torch.testing.assert_close(covariance.reshape(size, size), whole[:size, :size], rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("design", DESIGNS.values(), ids=list(DESIGNS))
+def test_mode_and_curvature_follow_what_was_drawn(design):
+    guide, (name, size) = made(design.model, design.y), design.first
+    s, step = torch.tensor(0.7, requires_grad=True), 1e-4
+    loc, covariance = moments(conditional(guide, name, design.y, s=s))
+    above, below = (mode(design, torch.tensor(0.7 + sign * step)) for sign in (1, -1))
+    for i in range(size):
+        (slope,) = torch.autograd.grad(loc.reshape(-1)[i], s, retain_graph=True)
+        torch.testing.assert_close(slope, (above[0] - below[0])[i] / 2 / step, rtol=1e-3, atol=1e-5)
+        (slope,) = torch.autograd.grad(covariance.reshape(size, size)[i, i], s, retain_graph=True)
+        torch.testing.assert_close(slope, (above[1] - below[1])[i, i] / 2 / step, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("design", DESIGNS.values(), ids=list(DESIGNS))
+def test_guides_are_faithful_and_their_density_is_that_of_their_draws(design):
+    guide = made(design.model, design.y)
+    verify_inverse(guide.bayesnet, guide.inverse)
+    trace = poutine.trace(guide).get_trace(design.y)
+    values = {name: site["value"] for name, site in trace.nodes.items() if name in guide.rules}
+    torch.testing.assert_close(guide.log_prob(values, design.y).sum(), trace.log_prob_sum(), rtol=1e-4, atol=1e-3)
+
+
+def test_particles_have_modes_of_their_own():
+    design, scales = DESIGNS["regression"], torch.tensor([0.4, 1.5])
+    guide = made(design.model, design.y)
+    with pyro.plate("particles", 2, dim=-2):
+        loc, _ = moments(conditional(guide, "w", design.y, s=scales.unsqueeze(-1)))
+    expected = torch.stack([mode(design, s)[0][:3] for s in scales])
+    torch.testing.assert_close(loc.reshape(2, 3), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [10.0, 100.0, 1000.0])
+def test_large_counts_under_vague_priors(scale):
+    y = torch.poisson((X @ torch.tensor([2.0, -1.0, 1.0]) + 5).exp())
+
+    def model(y):
+        w = weights("w", 4, scale)
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Poisson(((w[..., :3] * X).sum(-1) + w[..., 3]).exp()), obs=y)
+
+    guide = made(model, y)
+    assert guide.rules["w"].rule == "newton"
+    loc = conditional(guide, "w", y).loc.reshape(-1).detach()
+    slope = torch.cat([X, torch.ones(24, 1)], -1).mT @ (y - (X @ loc[:3] + loc[3]).exp()) - loc / scale**2
+    assert (slope.abs() < 1e-4 * y.sum()).all()
+
+
+def test_what_data_cannot_tell_apart_is_as_wide_as_the_prior():
+    def model(y):
+        w = weights("w", 2, 3.0)
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=(w[..., 0] + w[..., 1]).unsqueeze(-1) * X[:, 0]), obs=y)
+
+    _, covariance = moments(conditional(made(model, BITS), "w", BITS))
+    apart = torch.tensor([1.0, -1.0]) / 2**0.5
+    torch.testing.assert_close(apart @ covariance.reshape(2, 2) @ apart, torch.tensor(9.0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"exact": False}, {"rules": {"w": "learned"}}])
+def test_options_turn_it_off(options):
+    assert made(regression, COUNTS, **options).rules["w"].rule == "learned"
+
+
+def test_a_user_who_asks_for_exact_is_told_that_it_is_not():
+    with pytest.raises(ValueError, match="'w'"):
+        made(regression, COUNTS, rules={"w": "exact"})
+
+
+def test_training_starts_far_ahead_and_stays_there(rate=0.1):
+    """The evidence is importance sampling's; AutoNormal ends where it is after as many steps."""
+    found = {}
+    for kind in (AutoNormal, AutoNaMIGuide):
+        pyro.set_rng_seed(0)
+        guide = kind(regression)
+        svi = SVI(regression, guide, pyro.optim.Adam({"lr": rate}), Trace_ELBO())
+        for _ in range(60):
+            svi.step(COUNTS)
+        with torch.no_grad():
+            found[kind] = -sum(Trace_ELBO().loss(regression, guide, COUNTS) for _ in range(200)) / 200
+    evidence = float(importance_sample(regression, guide, COUNTS, num_samples=2_000).log_evidence)
+    assert found[AutoNaMIGuide] > evidence - 0.3
+    assert found[AutoNaMIGuide] > found[AutoNormal] + 0.3
+
+
+def test_compiled_guides_have_it_too():
+    def model(size, y=None):
+        w = weights("w", 2, 1.0)
+        with pyro.plate("rows", size):
+            pyro.sample("y", dist.Bernoulli(logits=(w.unsqueeze(-2) * X[:size, :2]).sum(-1)), obs=y)
+
+    guide = AutoNaMIGuide(model, observed=["y"])
+    compiled = InferenceCompilation(model, guide, pyro.optim.Adam({"lr": 1e-3}), batch_size=4)
+    losses = [compiled.step(size) for size in (10, 20, 10)]
+    assert guide.rules["w"].rule == "newton"
+    assert all(map(torch.isfinite, map(torch.as_tensor, losses)))
+    fn = poutine.trace(guide).get_trace(20, observations={"y": BITS[:20]}).nodes["w"]["fn"]
+
+    def joint(w):
+        return dist.Normal(0.0, 1.0).log_prob(w).sum() + dist.Bernoulli(logits=X[:20, :2] @ w).log_prob(BITS[:20]).sum()
+
+    design = Design(model, BITS[:20], ("w", 2), 2, lambda w, s: joint(w))
+    torch.testing.assert_close(fn.loc.reshape(-1), mode(design, torch.ones(()))[0], rtol=0, atol=1e-6)
