@@ -153,9 +153,14 @@ def along_units(
     moving = {name: part for name, part in parts.items() if part.requires_grad}
     if not moving:
         return [torch.zeros_like(leaf) for leaf in inputs]
+    options: Any = {"create_graph": graph, "retain_graph": True, "materialize_grads": True}
+    if torch.jit.is_tracing():  # a traced tensor's shape is none that autograd can compare
+        count = len(next(iter(units.values())))
+        totals = [sum((part * units[name][i]).sum() for name, part in moving.items()) for i in range(count)]
+        each = [torch.autograd.grad(total, inputs, **options) for total in totals]
+        return [torch.stack(found) for found in zip(*each)]
     along = [units[name].reshape(-1, *part.shape) for name, part in moving.items()]
-    options: Any = {"create_graph": graph, "retain_graph": True, "materialize_grads": True, "is_grads_batched": True}
-    return torch.autograd.grad([*moving.values()], inputs, along, **options)
+    return torch.autograd.grad([*moving.values()], inputs, along, is_grads_batched=True, **options)
 
 
 def times(matrix: Tensor, x: Tensor) -> Tensor:

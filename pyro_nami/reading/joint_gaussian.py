@@ -178,11 +178,11 @@ class JointGaussian(Expansion):
         backward = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True) if totals else ()
 
         def stacked(starts: Mapping[str, Tensor], changes: Sequence[Tensor]) -> dict[str, Tensor]:
-            whole = {
-                name: (start + change).expand(1 + self._end, *start.shape)
-                for (name, start), change in zip(starts.items(), changes)
-            }
-            return {name: torch.stack([self._whole(name, each) for each in parts]) for name, parts in whole.items()}
+            found = {}
+            for (name, start), change in zip(starts.items(), changes):
+                steps = change if change.dim() > start.dim() else [change] * (1 + self._end)  # all zeros
+                found[name] = torch.stack([self._whole(name, start + step) for step in steps])
+            return found
 
         graph, weighed = self.differentiable, list(weights.values())
         gone = along_units(dict(zip(names, backward)), self._units, weighed, graph) if totals else ()
