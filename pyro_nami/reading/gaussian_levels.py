@@ -156,7 +156,7 @@ def along_units(
     options: Any = {"create_graph": graph, "retain_graph": True, "materialize_grads": True}
     if torch.jit.is_tracing():  # a traced tensor's shape is none that autograd can compare
         count = len(next(iter(units.values())))
-        totals = [sum((part * units[name][i]).sum() for name, part in moving.items()) for i in range(count)]
+        totals: list[Any] = [sum((p * units[name][i]).sum() for name, p in moving.items()) for i in range(count)]
         each = [torch.autograd.grad(total, inputs, **options) for total in totals]
         return [torch.stack(found) for found in zip(*each)]
     along = [units[name].reshape(-1, *part.shape) for name, part in moving.items()]
