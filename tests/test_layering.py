@@ -16,7 +16,7 @@ ORDER = {
     "separate",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
     "index_maps.finder index_maps.nesting index_maps.given index_maps.search network expansion conjugate_forms "
-    "enumeration gaussian_levels joint_gaussian gaussian_constants tabulated newton refutation forms",
+    "enumeration gaussian_levels second_order joint_gaussian gaussian_constants tabulated newton refutation forms",
     "guide": "arguments options conditioning free_parameters parameters groups group_network inputs "
     "inversion inverse_network network_state regression one_pass rules plan shapes first_call columns "
     "planner build maps call memory reader observed deriving draw lazy nami",

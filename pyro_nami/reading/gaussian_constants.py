@@ -35,6 +35,7 @@ from pyro_nami.reading.expansion import (
 from pyro_nami.reading.gaussian_levels import Level, in_noise
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.runner import RunModel
+from pyro_nami.reading.second_order import SecondOrder
 
 __all__ = ["Constants", "FromConstants", "constants_of"]
 
@@ -133,7 +134,7 @@ class FromConstants(JointGaussian):
         return self._bases[name]
 
 
-class _OfOne(JointGaussian):
+class _OfOne(SecondOrder):
     """Derives what one child says, with a precision of 1 if that is a factor, and with priors of scale 1.
 
     At one point, by second derivatives: so the result does not depend on what was drawn, by rounding either.
@@ -174,7 +175,7 @@ def constants_of(
     """Returns the constants of a block's derivation, by two runs of the model; None where they depend on more."""
     group = group._replace(vectorized=False)
     probe = _OfOne(group, leading, nesting, True, sizes=sizes)
-    there = JointGaussian(group, leading, nesting, True, sizes=sizes)
+    there = SecondOrder(group, leading, nesting, True, sizes=sizes)
     with expanding():
         sites = run(probe.points, probe.until)
     there.shapes, points = probe.shapes, dict[str, Tensor]()
@@ -212,7 +213,7 @@ def constants_of(
 
 
 def _parts(
-    there: JointGaussian, children: dict[str, list[Level]], factors: frozenset[str], scales: frozenset[str]
+    there: SecondOrder, children: dict[str, list[Level]], factors: frozenset[str], scales: frozenset[str]
 ) -> Iterator[Part]:
     """Yields what is constant of each level, given the levels by each child."""
     count = len(next(iter(children.values())))
@@ -231,7 +232,7 @@ def _parts(
 
 
 def _marks(
-    expansion: JointGaussian, sites: Mapping[str, Any], factors: Collection[str], scales: Collection[str]
+    expansion: SecondOrder, sites: Mapping[str, Any], factors: Collection[str], scales: Collection[str]
 ) -> Iterator[tuple[Tensor, int]]:
     """Yields what constants depend on, and how many of its dims are those of plates and events."""
     nesting = expansion.nesting
@@ -257,7 +258,7 @@ def _marks(
             yield expansion.density(sites, name), nesting
 
 
-def _scales(expansion: JointGaussian, names: Mapping[str, int]) -> Tensor:
+def _scales(expansion: SecondOrder, names: Mapping[str, int]) -> Tensor:
     """Returns the priors' scales of a level, ``(*batch, *plates, E, 1)``; of size 1 where they are one number."""
     found = []
     for name, size in names.items():

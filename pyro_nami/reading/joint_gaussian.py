@@ -1,19 +1,16 @@
 """Latents that are jointly linear and Gaussian given the rest, whatever their plates: eliminated exactly.
 
-Of offsets x from a reference the log density of the children is c + g . x - x . H x / 2, and a member's prior says
-x_k = B (x of members drawn before) + d + S u with u ~ N(0, I). Eliminating one member after another, in terms of u,
-changes H and g of those left, and nothing cancels however small a scale is. Slopes at the reference give g; slopes at
-unit offsets give H, and the priors' locations there B.
+Eliminating one member after another, in terms of the noise u of their priors (`second_order`), changes H and g of those
+left, and nothing cancels however small a scale is.
 
 Elements are eliminated in order: first those of lifted levels, all instances at once, as these do not depend on each
 other given the rest; then one dense vector. That is a block Cholesky factorization; q(x_k | members drawn before) is
-read off on the way (`gaussian_levels`). Change this module to take H, g and B from a model in another way.
+read off on the way (`gaussian_levels`). Change this module to read conditionals off in another way.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -21,82 +18,23 @@ import torch
 from torch import Tensor
 
 from pyro_nami.factors.joint_normal import JointNormal
-from pyro_nami.factors.wrappers import innermost
-from pyro_nami.reading.expansion import (
-    TOLERANCE,
-    Changed,
-    ConjugateGroup,
-    Expansion,
-    agree,
-    broadcast,
-    derivatives,
-    irregular,
-    trimmed,
-)
-from pyro_nami.reading.gaussian_levels import (
-    Level,
-    along_units,
-    inverse_root,
-    is_quadratic,
-    solved,
-    times,
-    without_gaps,
-)
+from pyro_nami.reading.expansion import Expansion, derivatives, trimmed
+from pyro_nami.reading.gaussian_levels import Level, solved, times
+from pyro_nami.reading.second_order import SecondOrder
 
 __all__ = ["JointGaussian"]
 
-_NEAR = 3.0  # prior standard deviations
 
-
-class JointGaussian(Expansion):
+class JointGaussian(SecondOrder):
     """The exact conditionals of a block, each given those before it and with those behind integrated out.
 
     Args:
-        group, leading, nesting, differentiable, away: as for `Expansion`.
-        sizes: member -> number of its elements, where they are not those of the group; is kept up to date.
+        group, leading, nesting, differentiable, away, sizes: as for `SecondOrder`.
     """
 
-    def __init__(self, group: ConjugateGroup, *args: Any, sizes: dict[str, int] | None = None, **kwargs: Any) -> None:
-        super().__init__(group, *args, **kwargs)
-        self.sizes = dict(zip(group.members, group.elements)) if sizes is None else sizes
-        self._depth = dict(zip(group.members, group.depths))
-        self._first, self._end = {}, 0  # in order of elimination, of each level the last drawn first
-        backwards = list(reversed(group.members))
-        for name in sorted(backwards, key=self._depth.__getitem__):
-            self._first[name] = self._end
-            self._end += self.sizes[name]
-        self.count = 1 + self._end if group.vectorized and self.away is None else None
-        self.references: dict[str, Tensor] = {}  # values that offsets are from
-        self._units: dict[str, Tensor] = {}
-        self._steps: dict[str, Tensor] = {}  # lengths of unit offsets, which suit the priors
-        self._levels: list[Level] = []
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._offsets: dict[int, tuple[int, Tensor | None]] = {}  # level -> number of members drawn, and their offsets
-
-    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
-        """Returns the reference and all unit offsets from it, those of a lifted level's instances together."""
-        loc, step = prior.mean.detach(), prior.stddev.detach().mean()
-        loc = loc[0] if self._has_points(prior, shape) else loc
-        reference = self.references[name] = self.reference(name, loc, step)
-        if self.away is not None:
-            return reference + self.away * step * irregular(shape, loc, len(self.values))
-        held = self._held(name, shape, prior)
-        if held.numel() != self.sizes[name]:
-            self.sizes[name] = held.numel()
-            raise Changed
-        first = 1 + self._first[name]
-        unit = torch.eye(1 + self._end, dtype=loc.dtype, device=loc.device)[:, first : first + held.numel()] * step
-        unit = unit.flip(-1) if held.numel() > 1 else unit
-        lead = shape if self.count is None else shape[1:]
-        unit = unit.reshape((-1,) + (1,) * (len(lead) - len(held)) + held).expand((-1, *lead))
-        self._units[name] = unit
-        self._steps[name] = step.expand(held.numel())
-        return reference + (unit[0] if self.count is None else unit)
-
-    def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
-        """Returns what a member's offsets are from, given its prior's location and some deviation."""
-        return loc
-
-    # ---- elimination
 
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         with derivatives():
@@ -105,93 +43,6 @@ class JointGaussian(Expansion):
                 self._levels[i], update = level.eliminated(self.nesting)
                 self._levels[i + 1 :] = [later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]]
         return None
-
-    def _read(self, sites: Mapping[str, Any], whole: bool) -> None:
-        """Takes H and g from the run, and what priors say."""
-        slopes = self.take(sites, again=self.differentiable or self.count is None, whole=whole)
-        locs = {name: self._base(name).loc for name in self.priors}
-        moved = {name for name, prior in self.priors.items() if self._has_points(prior, self.shapes[name])}
-        if self.count is None:
-            moved = {name for name, loc in locs.items() if loc.requires_grad} if len(locs) > 1 else set()
-            slopes, locs = self._at_units(slopes, {name: locs[name] for name in moved}, locs)
-        self._lengths = torch.cat([self._steps[name] for name in self._first]).double()
-        for names in self._by_level():
-            begin, size = self._first[names[0]], sum(self.sizes[name] for name in names)
-            frames = sites[names[0]]["cond_indep_stack"] if self._is_lifted(names[0]) else ()
-            dims = frozenset(frame.dim for frame in frames if frame.vectorized)
-            rows = [self._differences(self._flat(name, slopes[name]), begin, sign=-1) for name in names]
-            priors = [self._whitening(name, locs[name], name in moved, begin) for name in names]
-            both = (each[0] if len(each) == 1 else torch.cat(each, -2) for each in (rows, priors))
-            self._levels.append(Level(begin, size, dims, *both))
-        self._levels, finite = without_gaps(self._levels)
-        for names, each in zip(self._by_level(), finite):
-            self.finite.update(zip(names, each.split([self.sizes[name] for name in names], -1)))
-
-    def _differences(self, flat: Tensor, begin: int, sign: int) -> Tensor:
-        """Returns derivatives by all offsets from ``begin`` on, and behind them the value at 0: ``(..., E, columns)``.
-
-        Both times ``sign``; of ``flat`` values at 0 and all unit offsets, ``(points, ..., E)``.
-        """
-        flat = (flat if self.differentiable else flat.detach()).double()
-        steps, zero = self._lengths[begin:].reshape((-1,) + (1,) * (flat.dim() - 1)), flat[:1]
-        return sign * torch.cat([(flat[1 + begin :] - zero) / steps, zero]).movedim(0, -1)
-
-    def _whitening(self, name: str, loc: Tensor, moved: bool, begin: int) -> Tensor:
-        """Returns S^-1 (x_k - B x - d), which has the prior N(0, I): ``(*batch, *plates, E, columns)``."""
-        shape, size, base = self.shapes[name], self.sizes[name], self._base(name)
-        own, after = self._first[name], self._first[name] + size
-        points = shape if self.count is not None else (1, *shape)
-        loc = loc - self.references[name]
-        if moved:
-            mean = self._differences(self._flat(name, loc.expand((1 + self._end, *points[1:]))), after, sign=1)
-        else:
-            mean = self._flat(name, loc.expand(points[1:])).double().unsqueeze(-1)
-            mean = mean if self.differentiable else mean.detach()
-            still = self._end - after
-            mean = torch.cat([mean.new_zeros(mean.shape[:-1] + (still,)), mean], -1) if still else mean
-        if isinstance(base, dist.Normal):
-            scale = self._flat(name, base.scale.expand(points)[0]).double()
-            scale = (scale if self.differentiable else scale.detach()).reciprocal().unsqueeze(-1)
-            inverse = scale if size == 1 else torch.diag_embed(scale.squeeze(-1))
-            mean = mean * scale
-        else:
-            root = base.scale_tril.double() if self.differentiable else base.scale_tril.detach().double()
-            inverse = inverse_root(root, points, None if self._is_lifted(name) else self.nesting)
-            mean = inverse @ mean
-        before = [inverse.new_zeros(inverse.shape[:-1] + (own - begin,))] if own > begin else []
-        return torch.cat([*before, inverse, -mean], -1)
-
-    def _base(self, name: str) -> Any:
-        return innermost(self.priors[name])
-
-    def _at_units(
-        self, slopes: Mapping[str, Tensor], moved: Mapping[str, Tensor], locs: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns slopes, and locations of priors, at 0 and all unit offsets, given those at 0.
-
-        All of them are linear in the offsets, so derivatives at 0 tell, where the model cannot be run at all at once.
-        """
-        leaves, names = list(self.values.values()), list(self.values)
-        weights = {name: torch.ones_like(loc, requires_grad=True) for name, loc in moved.items()}
-        totals = [(loc * weights[name]).sum() for name, loc in moved.items()]
-        total = torch.stack(totals).sum() if totals else torch.zeros(())
-        backward = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True) if totals else ()
-
-        def stacked(starts: Mapping[str, Tensor], changes: Sequence[Tensor]) -> dict[str, Tensor]:
-            found = {}
-            for (name, start), change in zip(starts.items(), changes):
-                steps = change if change.dim() > start.dim() else [change] * (1 + self._end)  # all zeros
-                found[name] = torch.stack([self._whole(name, start + step) for step in steps])
-            return found
-
-        graph, weighed = self.differentiable, list(weights.values())
-        gone = along_units(dict(zip(names, backward)), self._units, weighed, graph) if totals else ()
-        return stacked(slopes, along_units(slopes, self._units, leaves, graph)), {**locs, **stacked(moved, gone)}
-
-    def _whole(self, name: str, value: Tensor) -> Tensor:
-        return value.expand(self.values[name].shape).reshape(self.shapes[name])
-
-    # ---- conditionals
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         size, event_shape = self.sizes[name], self.priors[name].event_shape
@@ -236,125 +87,3 @@ class JointGaussian(Expansion):
         self._offsets[level.start] = max(count, stop), offsets
         size = sum(self.sizes[name] for name in names[:stop])
         return offsets[..., offsets.shape[-1] - size :] if offsets is not None and size else None
-
-    def _moved(self, name: str, value: Tensor) -> Tensor:
-        """Returns the offset of a member's value, ``(*batch, *plates, E)``."""
-        return self._flat(name, value - self.references[name]).double()
-
-    # ---- probing
-
-    def measure(self, sites: Mapping[str, Any]) -> None:
-        if self.away is None:
-            with derivatives():
-                self._read(sites, whole=True)
-        else:
-            super().measure(sites)
-
-    def is_finite(self) -> bool:
-        return super().is_finite() and all(bool(level.prior.isfinite().all()) for level in self._levels)
-
-    def reaches(self, sites: Mapping[str, Any]) -> bool:
-        """Whether each child's log density moves at all, and that of no element is curved the wrong way."""
-        for level in self._levels:
-            own = [each[..., : level.size].diagonal(dim1=-2, dim2=-1) for each in (level.rows, level.prior)]
-            if not (own[0] > -own[1].square()).all():
-                return False
-        return all(self._curves(sites, child) for child in self.group.children)
-
-    def _curves(self, sites: Mapping[str, Any], child: str) -> bool:
-        if self.count is not None:
-            there = self.density(sites, child)
-            if there.dim() <= len(self.leading):
-                raise RuntimeError(f"'{child}' has no dim of the points.")
-            return bool((there != there[:1]).any())
-        slopes = self.take(sites, again=True, whole=True, parts=[child])
-        moving = [slope for slope in slopes.values() if slope.requires_grad]
-        along = [irregular(slope.shape, slope, i) for i, slope in enumerate(moving)]
-        leaves = list(self.values.values())
-        bends = torch.autograd.grad(moving, leaves, along, retain_graph=True, materialize_grads=True) if moving else ()
-        return any(bool((bend != 0).any()) for bend in bends)
-
-    def explains(self, far: JointGaussian) -> bool:
-        names, steps = self._by_level(), self._steps_to(far)
-        for i, (each, level) in enumerate(zip(names, self._levels)):
-            found = torch.cat([self._flat(name, far.slopes[name]).double() for name in each], -1)
-            terms = [times(level.columns(other), step) for other, step in zip(self._levels[i:], steps[i:])]
-            terms += [other.summed(level, step) for other, step in zip(self._levels[:i], steps[:i])]
-            if not agree(found, -level.rows[..., -1], [-term for term in terms], torch.float32):
-                return False
-            # Where data are precise, what is small beside their pull may be large beside what they leave open.
-            own = [each[..., : level.size].diagonal(dim1=-2, dim2=-1) for each in (level.rows, level.prior)]
-            precision = (own[0] + own[1].square()).clamp(min=0)
-            rounding = 100 * torch.finfo(far.values[each[0]].dtype).eps * sum(term.abs() for term in terms)
-            off = (found + level.rows[..., -1] + sum(terms)).abs()
-            if abs(far.away or 0.0) <= _NEAR and not (off <= 0.05 * precision.sqrt() + rounding).all():
-                return False
-        return self.explains_priors(far)
-
-    def explains_priors(self, far: JointGaussian) -> bool:
-        """Whether the priors' noise at another point is what their rows say of the offsets."""
-        steps = self._steps_to(far)
-        for i, (each, level) in enumerate(zip(self._by_level(), self._levels)):
-            noise = [self._noise(name, far) for name in each]
-            terms = [times(level.columns(other, prior=True), step) for other, step in zip(self._levels[i:], steps[i:])]
-            if not agree(torch.cat(noise, -1), level.prior[..., -1], terms, torch.float32):
-                return False
-        return True
-
-    def _steps_to(self, far: JointGaussian) -> list[Tensor]:
-        """Returns the offsets of another point, by level."""
-        values = {name: value.detach() for name, value in far.values.items()}
-        return [torch.cat([self._moved(name, values[name]) for name in each], -1) for each in self._by_level()]
-
-    def _noise(self, name: str, far: JointGaussian) -> Tensor:
-        """Returns S^-1 (z - loc) of a member at another point, by its prior there."""
-        prior = far._base(name)
-        error = far.values[name].detach() - prior.loc.detach()
-        if isinstance(prior, dist.Normal):
-            error = error / prior.scale.detach()
-        else:
-            root = prior.scale_tril.detach()
-            error = torch.linalg.solve_triangular(root, error.unsqueeze(-1), upper=False).squeeze(-1)
-        return self._flat(name, error).double()
-
-    def fits(self, others: Sequence[JointGaussian]) -> bool:
-        """Whether each child's log density by itself is quadratic along a line: what one hides, others show."""
-        return is_quadratic({other.away or 0.0: other.totals for other in others}, TOLERANCE)
-
-    def gain(self, near: JointGaussian, far: JointGaussian) -> tuple[Tensor, Tensor]:
-        """Returns (g0 + g1) . (x1 - x0) / 2, which a quadratic gains, but not where autograd does not see slopes."""
-        steps = {name: (far.values[name] - near.values[name]).detach() for name in self._first}
-        terms = [(step * (near.slopes[name] + far.slopes[name]) / 2).sum() for name, step in steps.items()]
-        sizes = [(step * each.slopes[name]).abs().sum() for name, step in steps.items() for each in (near, far)]
-        return torch.stack(terms).sum(), torch.stack(sizes).sum()
-
-    # ---- shapes
-
-    def _has_points(self, prior: Any, shape: Sequence[int]) -> bool:
-        """Whether a prior moves with other members, and so has the dim of the points."""
-        dims = len(shape) - len(prior.event_shape)
-        return self.count is not None and len(prior.batch_shape) == dims and prior.batch_shape[0] == self.count
-
-    def _held(self, name: str, shape: Sequence[int], prior: Any = None) -> torch.Size:
-        """Returns those dims of a member's values that its elements lie along."""
-        prior = self.priors[name] if prior is None else prior
-        dims = len(prior.event_shape) + (0 if self._is_lifted(name) else self.nesting)
-        return torch.Size(shape[len(shape) - dims :])
-
-    def _is_lifted(self, name: str) -> bool:
-        return self._depth[name] < self.group.num_lifted
-
-    def _by_level(self) -> list[list[str]]:
-        return [list(names) for _, names in itertools.groupby(self._first, self._depth.__getitem__)]
-
-    def _flat(self, name: str, value: Tensor) -> Tensor:
-        """Returns values with elements along the last dim, ``(*batch, *plates, E)``, size 1 in plates that E counts.
-
-        The last comes first, as it is eliminated first.
-        """
-        shape = self.shapes[name]
-        value = value.expand(broadcast(value.shape, shape if self.count is None else shape[1:]))
-        held = self._held(name, shape)
-        batch = value.shape[: value.dim() - len(held)]
-        value = value.reshape(batch + (() if self._is_lifted(name) else (1,) * self.nesting) + (held.numel(),))
-        return value.flip(-1) if held.numel() > 1 else value
