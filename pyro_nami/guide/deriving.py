@@ -74,12 +74,12 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
     lacking = call.source(group).lacking
     group = group.without(lacking, current.observed) if lacking or current.observed else group
     options: dict[str, Any] = {}
-    if group.form in ("Gaussian", "Newton", "quadrature"):
+    if group.depths:
         options["sizes"] = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
     differentiable = torch.is_grad_enabled() and current.state.learns()
     kept = (call.source(group).constants if differentiable and not torch.jit.is_tracing() else None) or {}
     constants = kept.get((group, leading))
-    if group.form in ("Newton", "quadrature"):
+    if group.has_mode:
         wider = [each for each in current.near.values() if set(group.members) <= set(each.group.members)]
         options["at"] = wider[-1].means(current.values, group.members) if wider else constants  # where to start
     elif constants is not None:

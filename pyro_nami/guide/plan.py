@@ -103,7 +103,7 @@ class Plan:
     def note(self, name: str) -> RuleNote:
         """Returns how a latent is drawn."""
         rule = self.rules[name]
-        tabulated = rule.group is not None and rule.group.form == "quadrature"
+        tabulated = rule.group is not None and rule.group.is_tabulated
         kind = "quadrature" if tabulated else type(rule).__name__.lower()
         reads = tuple(sorted(map(str, self.inverse.parents.get(name, ())))) if kind != "prior" else ()
         return RuleNote(kind, reads, "" if kind == "exact" else self.refused.get(name, ""))

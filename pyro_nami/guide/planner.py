@@ -47,7 +47,7 @@ def make_plan(first: FirstCall) -> Plan:
     net, nodes, options = first.net, first.nodes, first.options
     latents = _latents(first)
     inverse, order, interleaved, groups, refused = _inverted(first)
-    near = {name for name, group in groups.items() if group.form == "Newton"}
+    near = {name for name, group in groups.items() if not group.is_exact}
     families = {name: _family(first, name, near) for name in order}
     check_names("embeddings", options.embeddings, first.data, "an observed site")
     encodings = {name: families.get(name) or data_features(first, name) for name in (*order, *first.data)}
@@ -120,7 +120,7 @@ def _inverted(first: FirstCall) -> tuple[Inverse, list[str], bool, dict[str, Con
             break
     groups = {name: _with_all_read(group, inverse) for name, group in groups.items()} if interleaved else {}
     refused = dict(finder.refused) if finder else {}
-    exact = {name for name, group in groups.items() if group.form != "Newton"}
+    exact = {name for name, group in groups.items() if group.is_exact}
     for name in (name for name, rule in options.rules.items() if rule == "exact" and name not in exact):
         reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
         raise ValueError(f"Expected a latent with an exact conditional, as `rules` asks; got '{name}': {reason}.")

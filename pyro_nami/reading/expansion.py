@@ -55,6 +55,21 @@ class ConjugateGroup(NamedTuple):
     needed: frozenset[str] = frozenset()
     vectorized: bool = False
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the conditionals are exact: Normals about a mode are near the exact ones only."""
+        return self.form != "Newton"
+
+    @property
+    def is_tabulated(self) -> bool:
+        """Whether they are found by quadrature."""
+        return self.form == "quadrature"
+
+    @property
+    def has_mode(self) -> bool:
+        """Whether they are found about a mode, which takes several runs of the model."""
+        return self.is_tabulated or not self.is_exact
+
     def without(self, lacking: Collection[str], observed: Collection[str] = ()) -> ConjugateGroup:
         """Returns the group without sites that a call lacks; members that it observes are children."""
         kept = [i for i, name in enumerate(self.members) if name not in lacking and name not in observed]

@@ -25,9 +25,7 @@ from pyro_nami.graph.inversions import nami
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.reading.conjugate_forms import form_of
 from pyro_nami.reading.enumeration import num_values
-from pyro_nami.reading.expansion import (
-    ConjugateGroup,
-)
+from pyro_nami.reading.expansion import ConjugateGroup
 from pyro_nami.reading.refutation import Refutation
 from pyro_nami.reading.tabulated import MOST_TABULATED
 
@@ -85,7 +83,7 @@ class Finder(Refutation):
 
         By Newton's method this is done anew at each level, given what is drawn before; by quadrature for each member.
         """
-        if group.form != "Newton":
+        if group.is_exact:
             return group
 
         def rest(before: Collection[str]) -> ConjugateGroup:

@@ -74,7 +74,7 @@ class Level(NamedTuple):
 
     def spread(self, level: Level, matrix: Tensor) -> Tensor:
         """Returns the columns of a later level times a matrix, at the place of that one's columns and those behind."""
-        return torch.nn.functional.pad(self.columns(level) @ matrix, (level.start - self.start, 0))
+        return F.pad(self.columns(level) @ matrix, (level.start - self.start, 0))
 
     def without_noise(self, scale: Tensor) -> tuple[Tensor, Level]:
         """Returns W and G of the level's posterior W e + G r ~ N(0, I), where its rows are by e ~ N(0, S^2).

@@ -46,8 +46,7 @@ class Newton(JointGaussian):
     """Normals about the mode of a block, each given those before it and with those behind integrated out.
 
     Args:
-        group, leading, nesting, differentiable, away: as for `Expansion`.
-        sizes: as for `JointGaussian`.
+        group, leading, nesting, differentiable, sizes: as for `JointGaussian`.
         at: values of the members to start from; by default near the means of their priors.
 
     References:
@@ -62,6 +61,7 @@ class Newton(JointGaussian):
         self._at: Mapping[str, Tensor] = {name: value.detach() for name, value in (at or {}).items()}
         self._step: Step | None = None  # that led here
         self._runs, self._is_last = 1, False
+        self._slopes: dict[str, Tensor] | None = None  # of the children, taken once
         self._order = list(reversed(self._first))  # of drawing
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Newton(JointGaussian):
         slope = self._along(slopes, along)
         if self._runs < _MOST_RUNS and bool((slope > 2 * self._enough()).any()):
             return self._reached(Step(dict(self.references), along, slope, torch.ones_like(slope)))
-        if self.group.form == "quadrature":
+        if self.group.is_tabulated:
             return Tabulated(self.group, *self._args[:2], differentiable, near=self)
         if not differentiable:
             return None
@@ -100,7 +100,7 @@ class Newton(JointGaussian):
 
     def _enough(self) -> float:
         """Returns what the last step may gain, in nats."""
-        if self.group.form == "quadrature":
+        if self.group.is_tabulated:
             return _NEAR
         return _CLOSE * torch.finfo(next(iter(self.references.values())).dtype).eps ** 0.5
 
@@ -143,8 +143,15 @@ class Newton(JointGaussian):
 
     def joint_slopes(self, sites: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns the slopes of the joint log density, members' own included, ``(*batch, *plates, *event)``."""
-        slopes = self.take(sites, again=True, whole=True, parts=[*self.group.members, *self.group.children])
-        return {name: self._whole(name, slope.detach()) for name, slope in slopes.items()}
+        own = self.take(sites, whole=True, parts=self.group.members)
+        return {name: self._whole(name, (own[name] + slope).detach()) for name, slope in self.take(sites).items()}
+
+    def take(self, sites: Mapping[str, Any], *, parts: Sequence[str] = (), **options: Any) -> dict[str, Tensor]:
+        if parts:
+            return super().take(sites, parts=parts, **options)
+        if self._slopes is None:
+            self._slopes = super().take(sites, again=True, whole=True)
+        return self._slopes
 
     def _along(self, slopes: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:
         """Returns the slope along a direction, of each set of instances that are solved by themselves."""
@@ -159,9 +166,6 @@ class Newton(JointGaussian):
     def _beside(self, name: str, length: Tensor) -> Tensor:
         """Returns numbers of sets of instances as they belong to a member's values."""
         return length.to(self.references[name]).reshape(length.shape + (1,) * len(self.priors[name].event_shape))
-
-    def _read(self, sites: Mapping[str, Any], whole: bool) -> None:
-        super()._read(sites, whole=True)
 
     # ---- probing
 

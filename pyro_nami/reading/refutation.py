@@ -5,7 +5,7 @@ Change this module to look at further points, or for further flaws.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ _MOST_BY_ONE = 64  # elements of a block, if the model cannot be run at several 
 _AT_ONCE = "the model cannot be run at the points that this takes"
 _FLAT = "the log density of a child does not move with it, or is curved the wrong way"
 _NOT_FINITE = "its log density, or a derivative of it, is not finite"
+_SCALED_APART = "latents that hang together are scaled by themselves"
 _ASKED = {"Gaussian": "stay quadratic in latents with Gaussian priors"}
 
 
@@ -78,7 +79,7 @@ class Refutation:
             if group.form == "Gaussian" and not each.vectorized and sum(each.elements) > _MOST_BY_ONE:
                 break
             reason = self._reason(each)
-            if group.form != "quadrature":
+            if not group.is_tabulated:
                 self.refused.update(dict.fromkeys(group.members, reason))
             if not reason:
                 return each.form, each.vectorized
@@ -123,95 +124,96 @@ class Refutation:
                     parameter.copy_(value)
 
     def _flaw(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
-        """Returns in what the log density is not of the form; empty if it is.
+        """Returns in what the log density is not of the form; empty if it is."""
+
+        def run(expansion: Expansion) -> Mapping[str, Any]:
+            with expanding():
+                return self.run({**drawn, **expansion.points}, expansion.until)
+
+        try:
+            return self._flaw_about_mode(group, run) if group.has_mode else self._flaw_at_points(group, run)
+        except Exception as error:  # noqa: BLE001  whatever a model does at values far out
+            return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
+
+    def _flaw_at_points(self, group: ConjugateGroup, run: Callable[[Expansion], Mapping[str, Any]]) -> str:
+        """Returns the flaw that shows far from the prior's mean.
 
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
         """
-        if group.form in ("Newton", "quadrature"):
-            return self._flaw_about_mode(group, drawn)
         kind, distances = expansion_of(group), _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)
         children = ", ".join(map(repr, group.children))
         what = f"the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
         here = kind(group, (1,) * self.nesting, self.nesting, False)
         flat = False
         others = [kind(group, (1,) * self.nesting, self.nesting, False, away=away) for away in distances]
-        try:
-            for each in (here, *others):
-                with expanding():
-                    sites = self.run({**drawn, **each.points}, each.until)
-                each.measure(sites)
-                if not (here.is_finite() if each is here else each.totals.isfinite().all()):
-                    return _NOT_FINITE
-                scales = [sites[name]["scale"] for name in group.members]
-                if not all(same_scale(scale, scales[0]) for scale in scales):
-                    return "latents that hang together are scaled by themselves"
-                if each is here and here.count is not None and (wide := self._wide(sites, group)):
-                    return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim"
-                flat = flat or each is here and not here.reaches(sites)
-            for other, away in zip(others, distances):
-                if not here.explains(other):
-                    return f"{what}: its slopes are others {away:g} deviations away" if away else f"{_AT_ONCE}: {what}"
-            first, *rest = others
-            for other, away in zip(rest, distances[1:]):
-                gain, size = here.gain(first, other)
-                off = (other.totals.sum() - first.totals.sum() - gain).abs()
-                if not off <= TOLERANCE**2 * first.totals.sum().abs() + TOLERANCE * size:
-                    return f"{what}: it is off by {off:.2g} nats {away:g} deviations away"
-            if not here.fits(others):
-                return f"{what}: not every one of them by itself"
-            return _FLAT if flat else ""
-        except Exception as error:  # noqa: BLE001  whatever a model does at values far out
-            return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
+        for each in (here, *others):
+            each.measure(sites := run(each))
+            if not (here.is_finite() if each is here else each.totals.isfinite().all()):
+                return _NOT_FINITE
+            if _is_scaled_apart(sites, group):
+                return _SCALED_APART
+            if each is here and here.count is not None and (wide := self._wide(sites, group)):
+                return wide
+            flat = flat or each is here and not here.reaches(sites)
+        for other, away in zip(others, distances):
+            if not here.explains(other):
+                return f"{what}: its slopes are others {away:g} deviations away" if away else f"{_AT_ONCE}: {what}"
+        first, *rest = others
+        for other, away in zip(rest, distances[1:]):
+            gain, size = here.gain(first, other)
+            off = (other.totals.sum() - first.totals.sum() - gain).abs()
+            if not off <= TOLERANCE**2 * first.totals.sum().abs() + TOLERANCE * size:
+                return f"{what}: it is off by {off:.2g} nats {away:g} deviations away"
+        if not here.fits(others):
+            return f"{what}: not every one of them by itself"
+        return _FLAT if flat else ""
 
-    def _flaw_about_mode(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
+    def _flaw_about_mode(self, group: ConjugateGroup, run: Callable[[Expansion], Mapping[str, Any]]) -> str:
         """Returns what speaks against Newton's method, or quadrature behind it; empty if nothing does."""
-
-        def run(expansion: Expansion) -> Mapping[str, Any]:
-            with expanding():
-                return self.run({**drawn, **expansion.points}, expansion.until)
-
         near: Any = Newton(group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False)
-        try:
-            while (following := near.solve(sites := run(near))) is not None:
-                near = following
-            if not near.has_converged():  # as numbers are too large
-                return _NOT_FINITE
-            if group.form == "quadrature":
-                grid = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
-                rows = max(sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites)
-                if grid.count * rows > _MOST_TABLE:
-                    return "a grid for all rows of data is too large"
-                rounding = sum(float(each.sum()) for each in near.rounding(sites))
-                grid.solve(sites := run(grid))
-                if wide := self._wide(sites, group):
-                    return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim"
-                one = near.moved_to(grid.third())
-                alone = one.joint_slopes(run(one))
-                return grid.flaw(sites, alone, rounding) if grid.is_finite() else _NOT_FINITE
-            here = near.mode()
-            here.measure(sites := run(here))
-            if not here.is_finite():
-                return _NOT_FINITE
-            scales = [sites[name]["scale"] for name in group.members]
-            if not all(same_scale(scale, scales[0]) for scale in scales):
-                return "latents that hang together are scaled by themselves"
-            if not here.reaches(sites):
-                return _FLAT
-            line, errors = {0.0: here.densities(sites)}, here.rounding(sites)
-            for place in _LINE:
-                far = near.line(place)
-                line[place] = far.densities(run(far))
-                if not here.explains_priors(far):
-                    return "the prior of one is not linear in the others"
-            return "" if is_concave(line, errors) else "the log density of a child is not concave"
-        except Exception as error:  # noqa: BLE001  whatever a model does at such values
-            return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
+        while (following := near.solve(sites := run(near))) is not None:
+            near = following
+        if not near.has_converged():  # as numbers are too large
+            return _NOT_FINITE
+        if group.is_tabulated:
+            grid = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
+            rows = max(sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites)
+            if grid.count * rows > _MOST_TABLE:
+                return "a grid for all rows of data is too large"
+            rounding = sum(float(each.sum()) for each in near.rounding(sites))
+            grid.solve(sites := run(grid))
+            if wide := self._wide(sites, group):
+                return wide
+            one = near.moved_to(grid.third())
+            alone = one.joint_slopes(run(one))
+            return grid.flaw(sites, alone, rounding) if grid.is_finite() else _NOT_FINITE
+        here = near.mode()
+        here.measure(sites := run(here))
+        if not here.is_finite():
+            return _NOT_FINITE
+        if _is_scaled_apart(sites, group):
+            return _SCALED_APART
+        if not here.reaches(sites):
+            return _FLAT
+        line, errors = {0.0: here.densities(sites)}, here.rounding(sites)
+        for place in _LINE:
+            far = near.line(place)
+            line[place] = far.densities(run(far))
+            if not here.explains_priors(far):
+                return "the prior of one is not linear in the others"
+        return "" if is_concave(line, errors) else "the log density of a child is not concave"
 
     def _wide(self, sites: Mapping[str, Any], group: ConjugateGroup) -> str:
-        """Returns a site that has the dim of the points and does not depend on them, but on their shape, if one has."""
+        """Returns the flaw that a site has the dim of the points by their shape, and does not depend on them."""
         others = (name for name in sites if name not in group.members and name not in group.children)
         dims = ((name, len(getattr(sites[name]["fn"], "batch_shape", ()))) for name in others)
-        return next((name for name, count in dims if count > self.nesting), "")
+        wide = next((name for name, count in dims if count > self.nesting), "")
+        return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim" if wide else ""
+
+
+def _is_scaled_apart(sites: Mapping[str, Any], group: ConjugateGroup) -> bool:
+    first, *rest = (sites[name]["scale"] for name in group.members)
+    return not all(same_scale(scale, first) for scale in rest)
 
 
 def expansion_of(group: ConjugateGroup) -> type[Expansion]:

@@ -110,7 +110,6 @@ class Tabulated(Expansion):
     def is_finite(self) -> bool:
         return super().is_finite() and all(bool(each.isfinite().all()) for each in self._knots)
 
-
     def third(self) -> dict[str, Tensor]:
         """Returns the members' values at one of the points."""
         events = {name: (1,) * len(prior.event_shape) for name, prior in self.priors.items()}
