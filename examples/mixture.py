@@ -267,8 +267,7 @@ def faithful(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Trains on simulations, then prints tables and writes plots for two sizes of one data set; or Old Faithful."""
-    parser = argument_parser(__doc__, "out/mixture")
-    parser.set_defaults(steps=None)
+    parser = argument_parser(__doc__, "out/mixture", steps=None)
     parser.add_argument("--faithful", action="store_true", help="Old Faithful, with exact assignments")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -293,14 +293,14 @@ def exact_draws(
 
     def sample() -> tuple[Draws, dict[str, float]]:
         pyro.set_rng_seed(seed)
-        draws, *found = exact_posterior(model, count, count)
+        draws, *found = exact_posterior(model, count)
         return draws, dict(zip(Exact._fields[1:], found))
 
     draws, found = _stored(folder / f"exact-{fingerprint(problem, seed, count)}.npz", sample)
     return Exact(draws, **found)
 
 
-def exact_posterior(exact: LinearModel | GeneralizedModel, count: int, proposals: int = 20_000) -> Exact:
+def exact_posterior(exact: LinearModel | GeneralizedModel, count: int) -> Exact:
     """Importance sampling of coefficients and log sds from a Student-t; the effects follow from these.
 
     The Student-t starts at the mode, with the curvature there; three rounds of draws adapt it.
@@ -318,7 +318,7 @@ def exact_posterior(exact: LinearModel | GeneralizedModel, count: int, proposals
         return exact.log_likelihood(values) + log_prior + log_sds
 
     loc, tril = _mode(log_joint, torch.cat([torch.zeros(size), -torch.ones(len(scales))]).double())
-    for number in tqdm((proposals // 10,) * 3 + (proposals,), desc="exact posterior"):
+    for number in tqdm((count // 10,) * 3 + (count,), desc="exact posterior"):
         proposal = dist.MultivariateStudentT(torch.tensor(5.0).double(), loc, tril)
         points = proposal.sample((number,))
         log_weight = log_joint(points) - proposal.log_prob(points)
@@ -326,12 +326,12 @@ def exact_posterior(exact: LinearModel | GeneralizedModel, count: int, proposals
         loc = weights @ points
         cov = (points - loc).mT * weights @ (points - loc)
         tril = torch.linalg.cholesky(1.2 * cov + 1e-6 * torch.eye(len(loc)))
-    log_evidence = log_weight.logsumexp(0).item() - math.log(proposals)
-    share = 1 / (weights.square().sum().item() * proposals)
+    log_evidence = log_weight.logsumexp(0).item() - math.log(count)
+    share = 1 / (weights.square().sum().item() * count)
     values = natural(points)[torch.multinomial(weights, count, replacement=True)]
     sizes = {**exact.coefficients, **dict.fromkeys(exact.priors, 1)}
     known = {name: part.squeeze(-1) for name, part in zip(sizes, values.split(list(sizes.values()), -1))}
-    return Exact({**known, **exact.sample(values)}, log_evidence, math.sqrt((1 / share - 1) / proposals), share)
+    return Exact({**known, **exact.sample(values)}, log_evidence, math.sqrt((1 / share - 1) / count), share)
 
 
 def _mode(log_joint: Callable[[Tensor], Tensor], start: Tensor) -> tuple[Tensor, Tensor]:

@@ -210,7 +210,7 @@ def pyplot() -> Any:
 # ---- running
 
 
-def argument_parser(description: str | None, out: str, steps: int = 3000) -> argparse.ArgumentParser:
+def argument_parser(description: str | None, out: str, steps: int | None = 3000) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

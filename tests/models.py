@@ -20,6 +20,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.ops.indexing import Vindex
 from pyro.optim import Adam
@@ -402,6 +403,18 @@ def amortized(model: Callable, **options: Any) -> AutoNaMIGuide:
 def learned(model: Callable, **options: Any) -> AutoNaMIGuide:
     """A guide of networks for all latents, those with an exact conditional included."""
     return AutoNaMIGuide(model, **{"exact": False, **options})
+
+
+def called(model: Callable, *args: Any, **options: Any) -> AutoNaMIGuide:
+    """A guide that was called once."""
+    guide = AutoNaMIGuide(model, **options)
+    guide(*args)
+    return guide
+
+
+def conditional(guide: AutoNaMIGuide, name: str, *args: Any, **given: Any) -> Any:
+    """A guide's distribution at a site, given values of others."""
+    return poutine.trace(poutine.condition(guide, given)).get_trace(*args).nodes[name]["fn"]
 
 
 def ready(model: Callable, *args: Any, **options: Any) -> AutoNaMIGuide:

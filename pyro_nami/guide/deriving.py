@@ -40,10 +40,9 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Expa
     source, kept = call.source(group), call.source(group).constants
     values = {name: value for name, value in current.values.items() if name not in group.members}
     known = {name: value.clone() if value.is_inference() else value for name, value in values.items()}
-    following: Expansion | None = None
     while True:
         with suppress(Changed):
-            following = expansion_in(group, current, plan, call)
+            following: Expansion | None = expansion_in(group, current, plan, call)
             while following is not None:
                 expansion = following
                 with expanding():

@@ -223,8 +223,8 @@ def _factor(
         node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
         for node, read in reads.items()
     }
-    within = first.options.within if not isinstance(family, CorrectionFamily) else "independent"
-    autoregressive = within == "autoregressive" and (bool(joint) or family.autoregressive)
+    autoregressive = first.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
+    autoregressive = autoregressive and not isinstance(family, CorrectionFamily)
     sequential = elements > 1 and autoregressive
     linear = sequential and not first.options.simulated and type(family) is NormalFamily
     if linear and elements > MOST_COUPLED:

@@ -23,7 +23,7 @@ from pyro_nami.factors.links import relative_scale
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.one_pass import Pass, Term
 from pyro_nami.guide.parameters import expert
-from pyro_nami.reading.expansion import ConjugateGroup, broadcast
+from pyro_nami.reading.expansion import ConjugateGroup, broadcast, trimmed
 from pyro_nami.reading.runner import changed_event_shape
 
 __all__ = ["Exact", "Learned", "Newton", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]
@@ -91,8 +91,7 @@ class Exact(Rule):
     ) -> TorchDistribution:
         assert self.group is not None
         fn = current.derive(self.group).conditional(self.name, current.values, len(batch_shape))
-        target = broadcast(fn.batch_shape, batch_shape)
-        return fn if fn.batch_shape == target else fn.expand(target)
+        return _expanded(fn, batch_shape)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
         assert self.group is not None
@@ -191,9 +190,7 @@ class Newton(Learned):
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
     ) -> TorchDistribution:
-        fn = self._near(current, len(batch_shape))
-        target = torch.broadcast_shapes(fn.batch_shape, batch_shape)
-        return fn if fn.batch_shape == target else fn.expand(target)
+        return _expanded(self._near(current, len(batch_shape)), batch_shape)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
         return _masked(self._near(current).log_prob(value), site["mask"])
@@ -205,9 +202,13 @@ class Newton(Learned):
         assert self.group is not None
         fn = joint_normal(current.derive(self.group).conditional(self.name, current.values, dims))
         params = current.state.params(self.name)
-        while dims is not None and params.dim() - 2 > dims and params.shape[0] == 1:
-            params = params[0]
+        params = params.reshape(trimmed(params.shape, None if dims is None else dims + 2))
         return fn.with_elements(self.family.elements(fn.vectors(params)))
+
+
+def _expanded(fn: TorchDistribution, batch_shape: torch.Size) -> TorchDistribution:
+    target = broadcast(fn.batch_shape, batch_shape)
+    return fn if fn.batch_shape == target else fn.expand(target)
 
 
 class RuleNote(NamedTuple):

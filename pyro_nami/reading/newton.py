@@ -188,12 +188,12 @@ class Newton(JointGaussian):
 
     def densities(self, sites: Mapping[str, Any]) -> list[Tensor]:
         """Returns the log densities of the children, row by row."""
-        return [self.density(sites, name).detach() for name in self.group.children if name in sites]
+        return [self.density(sites, name).detach() for name in self.group.children]
 
     def rounding(self, sites: Mapping[str, Any]) -> list[Tensor]:
         """Returns how far rounding may take these: constants that cancel in a count's are as large as log(count!)."""
         found = []
-        for name in (name for name in self.group.children if name in sites):
+        for name in self.group.children:
             value, events = without_gaps(sites[name]).detach().abs(), len(sites[name]["fn"].event_shape)
             value = value.double().nan_to_num().flatten(-events).amax(-1) if events else value.double().nan_to_num()
             found.append(1e3 * torch.finfo(self.densities(sites)[0].dtype).eps * (10 + value * value.log1p()))

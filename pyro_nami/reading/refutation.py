@@ -177,7 +177,7 @@ class Refutation:
             return _NOT_FINITE
         if group.is_tabulated:
             grid = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
-            rows = max(sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites)
+            rows = max(sites[name]["fn"].batch_shape.numel() for name in group.children)
             if grid.count * rows > _MOST_TABLE:
                 return "a grid for all rows of data is too large"
             rounding = sum(float(each.sum()) for each in near.rounding(sites))

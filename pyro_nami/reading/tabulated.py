@@ -128,8 +128,7 @@ class Tabulated(Expansion):
             found = slopes[name][self._third].reshape(slope.shape)
             if not agree(found, slope, [torch.zeros_like(slope)], torch.float32):
                 return "a run at many points has other slopes than a run at one of them"
-        parts = [*self.group.members, *(name for name in self.group.children if name in sites)]
-        each = [self.density(sites, name).detach().double() for name in parts]
+        each = [self.density(sites, name).detach().double() for name in (*self.group.members, *self.group.children)]
         if any(part.dim() <= len(self.leading) for part in each):
             return "a child has no dim of the points"
         totals = torch.stack([part.flatten(1).sum(-1) for part in each]).sum(0)

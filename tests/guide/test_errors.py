@@ -9,6 +9,7 @@ import torch
 from models import (
     CASES,
     CHAIN,
+    called,
     conjugate_normal,
     coupled_instances,
     eight_schools,
@@ -26,12 +27,6 @@ from pyro_nami.graph import mean_field
 from pyro_nami.reading.network import extract_bayesnet
 
 Y = torch.tensor(1.0)
-
-
-def called(model, *args, **options):
-    guide = AutoNaMIGuide(model, **options)
-    guide(*args)
-    return guide
 
 
 # ---- options

@@ -16,6 +16,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import called
 from pyro import poutine
 
 from pyro_nami import AutoNaMIGuide, verify_inverse
@@ -234,12 +235,6 @@ def of(designs: Mapping[Callable, Any]) -> Any:
     return pytest.mark.parametrize("model", list(designs), ids=lambda model: model.__name__)
 
 
-def made(model: Callable, *args: Any, **options: Any) -> AutoNaMIGuide:
-    guide = AutoNaMIGuide(model, **options)
-    guide(*args)
-    return guide
-
-
 def drawn(guide: Any, *args: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in guide(*args).items()}
 
@@ -279,7 +274,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, size: float = 1.0)
 
 @pytest.mark.parametrize("model", [*DESIGNS, *NOT_VECTORIZED], ids=lambda model: model.__name__)
 def test_a_design_is_exact_at_any_data(model):
-    guide = made(model)
+    guide = called(model)
     assert set(guide.conjugate) == set({**DESIGNS, **NOT_VECTORIZED}[model].split())
     assert verify_inverse(guide.bayesnet, guide.inverse)
     for y in (Y, 3.0 - 2.0 * Y):
@@ -292,7 +287,7 @@ def test_a_design_is_exact_at_any_data(model):
 
 @of(DESIGNS)
 def test_particles_are_exact_each(model):
-    guide, nesting = made(model), NESTING.get(model, 1)
+    guide, nesting = called(model), NESTING.get(model, 1)
     with pyro.plate("particles", 3, dim=-1 - nesting):
         nodes = poutine.trace(guide).get_trace(2.0 * Y).nodes
     shapes = {name: value.shape for name, value in drawn(guide, 2.0 * Y).items()}
@@ -304,7 +299,7 @@ def test_particles_are_exact_each(model):
 
 @pytest.mark.parametrize("model", [schools, varying_slopes, plain_index], ids=lambda model: model.__name__)
 def test_gradients_reach_what_was_drawn_before(model):
-    guide = made(model)
+    guide = called(model)
     values = drawn(guide)
     before = [value.requires_grad_() for name, value in values.items() if name not in guide.conjugate]
     found, expected = density(guide, values), dense_of_scales(model, guide.conjugate, values)
@@ -332,7 +327,7 @@ def dense_of_scales(
     "model", [schools, nested_plates, rows_and_columns, masked], ids=lambda m: m.__name__
 )
 def test_the_number_of_groups_may_change(model):
-    guide = made(model, Y)
+    guide = called(model, Y)
     for y in (Y[:8], Y[:4], Y):
         values = drawn(guide, y)
         assert_close(density(guide, values, y), dense(model, guide.conjugate, values, y))
@@ -350,7 +345,7 @@ def sized(group, sizes, y):
 
 
 def test_the_number_of_groups_of_a_dense_plate_may_change():
-    guide = made(sized, (GROUP, OTHER), (3, 4), Y)
+    guide = called(sized, (GROUP, OTHER), (3, 4), Y)
     for args in (
         ((OTHER, GROUP), (5, 7), Y),
         ((GROUP[:5], OTHER[:5]), (3, 4), Y[:5]),
@@ -363,10 +358,10 @@ def test_the_number_of_groups_of_a_dense_plate_may_change():
 
 def test_a_dense_block_that_is_too_large_is_learned(monkeypatch):
     monkeypatch.setattr(forms, "MOST_DENSE", 6)
-    guide = made(crossed)  # the smaller of two crossed plates, and the mean, would be 4 elements
+    guide = called(crossed)  # the smaller of two crossed plates, and the mean, would be 4 elements
     assert set(guide.conjugate) == {"mu", "a", "b"}
     monkeypatch.setattr(forms, "MOST_DENSE", 3)
-    guide = made(crossed)
+    guide = called(crossed)
     assert "a" not in guide.conjugate
     assert "a joint block of 4 elements has more than 3" in guide.rules["a"].reason
     values = drawn(guide)
@@ -381,7 +376,7 @@ def wide_vector(y, size):
 
 @pytest.mark.parametrize("size, exact", [(500, True), (501, False)])
 def test_the_limit_is_500_elements(size, exact):
-    guide = made(wide_vector, Y[0], size)
+    guide = called(wide_vector, Y[0], size)
     assert (guide.conjugate == ("w",)) == exact
     assert exact or "501 elements has more than 500" in guide.rules["w"].reason
 
@@ -548,7 +543,7 @@ def _within(plates: list[Any], sample: Callable) -> torch.Tensor:
 )
 def test_random_models_are_exact(seed):
     program = Program(seed)
-    guide = made(program.model, program.data)
+    guide = called(program.model, program.data)
     assert set(guide.conjugate) == program.exact()
     assert verify_inverse(guide.bayesnet, guide.inverse)
     if not guide.conjugate:

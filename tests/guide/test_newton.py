@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import called, conditional
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
@@ -143,16 +144,6 @@ def mode(design: Design, s: Tensor) -> tuple[Tensor, Tensor]:
     return v, torch.linalg.inv(-hessian(joint, v))
 
 
-def made(model, *args, **options):
-    guide = AutoNaMIGuide(model, **options)
-    guide(*args)
-    return guide
-
-
-def conditional(guide, name, *args, **given):
-    return poutine.trace(poutine.condition(guide, given)).get_trace(*args).nodes[name]["fn"]
-
-
 def moments(fn) -> tuple[Tensor, Tensor]:
     return fn.loc, torch.linalg.inv(fn.lower.mT @ fn.lower)
 
@@ -160,7 +151,7 @@ def moments(fn) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("s", [0.4, 1.5])
 @pytest.mark.parametrize("design", DESIGNS.values(), ids=list(DESIGNS))
 def test_the_first_latent_is_normal_about_the_mode(design, s):
-    guide, (name, size) = made(design.model, design.y), design.first
+    guide, (name, size) = called(design.model, design.y), design.first
     assert guide.rules[name].rule == "newton"
     loc, covariance = moments(conditional(guide, name, design.y, s=torch.tensor(s)))
     center, whole = mode(design, torch.tensor(s))
@@ -170,7 +161,7 @@ def test_the_first_latent_is_normal_about_the_mode(design, s):
 
 @pytest.mark.parametrize("design", DESIGNS.values(), ids=list(DESIGNS))
 def test_mode_and_curvature_follow_what_was_drawn(design):
-    guide, (name, size) = made(design.model, design.y), design.first
+    guide, (name, size) = called(design.model, design.y), design.first
     s, step = torch.tensor(0.7, requires_grad=True), 1e-4
     loc, covariance = moments(conditional(guide, name, design.y, s=s))
     above, below = (mode(design, torch.tensor(0.7 + sign * step)) for sign in (1, -1))
@@ -183,7 +174,7 @@ def test_mode_and_curvature_follow_what_was_drawn(design):
 
 @pytest.mark.parametrize("design", DESIGNS.values(), ids=list(DESIGNS))
 def test_guides_are_faithful_and_their_density_is_that_of_their_draws(design):
-    guide = made(design.model, design.y)
+    guide = called(design.model, design.y)
     verify_inverse(guide.bayesnet, guide.inverse)
     trace = poutine.trace(guide).get_trace(design.y)
     values = {name: site["value"] for name, site in trace.nodes.items() if name in guide.rules}
@@ -192,7 +183,7 @@ def test_guides_are_faithful_and_their_density_is_that_of_their_draws(design):
 
 def test_particles_have_modes_of_their_own():
     design, scales = DESIGNS["regression"], torch.tensor([0.4, 1.5])
-    guide = made(design.model, design.y)
+    guide = called(design.model, design.y)
     with pyro.plate("particles", 2, dim=-2):
         loc, _ = moments(conditional(guide, "w", design.y, s=scales.unsqueeze(-1)))
     expected = torch.stack([mode(design, s)[0][:3] for s in scales])
@@ -208,7 +199,7 @@ def test_large_counts_under_vague_priors(scale):
         with pyro.plate("rows", len(y)):
             pyro.sample("y", dist.Poisson(((w[..., :3] * X).sum(-1) + w[..., 3]).exp()), obs=y)
 
-    guide = made(model, y)
+    guide = called(model, y)
     assert guide.rules["w"].rule == "newton"
     loc = conditional(guide, "w", y).loc.reshape(-1).detach()
     slope = torch.cat([X, torch.ones(24, 1)], -1).mT @ (y - (X @ loc[:3] + loc[3]).exp()) - loc / scale**2
@@ -221,19 +212,19 @@ def test_what_data_cannot_tell_apart_is_as_wide_as_the_prior():
         with pyro.plate("rows", len(y)):
             pyro.sample("y", dist.Bernoulli(logits=(w[..., 0] + w[..., 1]).unsqueeze(-1) * X[:, 0]), obs=y)
 
-    _, covariance = moments(conditional(made(model, BITS), "w", BITS))
+    _, covariance = moments(conditional(called(model, BITS), "w", BITS))
     apart = torch.tensor([1.0, -1.0]) / 2**0.5
     torch.testing.assert_close(apart @ covariance.reshape(2, 2) @ apart, torch.tensor(9.0), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("options", [{"exact": False}, {"rules": {"w": "learned"}}])
 def test_options_turn_it_off(options):
-    assert made(regression, COUNTS, **options).rules["w"].rule == "learned"
+    assert called(regression, COUNTS, **options).rules["w"].rule == "learned"
 
 
 def test_a_user_who_asks_for_exact_is_told_that_it_is_not():
     with pytest.raises(ValueError, match="'w'"):
-        made(regression, COUNTS, rules={"w": "exact"})
+        called(regression, COUNTS, rules={"w": "exact"})
 
 
 def test_training_starts_far_ahead_and_stays_there(rate=0.1):

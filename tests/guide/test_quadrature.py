@@ -8,11 +8,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import called, conditional
 from pyro import poutine
 from torch import Tensor
 from torch.special import log_ndtr
 
-from pyro_nami import AutoNaMIGuide
 from pyro_nami.factors.knots import KnotTransform
 
 pytestmark = pytest.mark.usefixtures("double", "own_parameters")
@@ -56,17 +56,6 @@ def groups(y, group=GROUP):
         pyro.sample("y", dist.Poisson((a + b[..., group]).exp()), obs=y)
 
 
-def made(model, *args, **options):
-    guide = AutoNaMIGuide(model, **options)
-    guide(*args)
-    return guide
-
-
-def conditional(guide, name, *args, **given):
-    """The guide's distribution at a site, given values of others."""
-    return poutine.trace(poutine.condition(guide, given)).get_trace(*args).nodes[name]["fn"]
-
-
 def divergence(log_joint: Tensor, log_prob: Tensor) -> Tensor:
     """KL(p || q) of densities on the grid, along the first dim; nats."""
     step = GRID[1] - GRID[0]
@@ -78,7 +67,7 @@ def divergence(log_joint: Tensor, log_prob: Tensor) -> Tensor:
 @pytest.mark.parametrize("s", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("like, y", LIKELIHOODS.values(), ids=list(LIKELIHOODS))
 def test_rows_have_the_conditionals_that_sums_give(like, y, s):
-    guide = made(effects(like), y)
+    guide = called(effects(like), y)
     assert guide.rules["z"].rule == "quadrature"
     for data in (y, y.flip(0).repeat(2)):  # and of another size
         fn = conditional(guide, "z", data, s=torch.tensor(s))
@@ -99,7 +88,7 @@ def log_rest(a: Tensor, y: Tensor, s: Tensor) -> Tensor:
 
 def test_a_latent_drawn_later_is_integrated_out():
     y, s = torch.tensor([0.0, 2, 5, 1, 0, 3, 9, 1]), torch.tensor(0.8)
-    guide = made(groups, y)
+    guide = called(groups, y)
     assert [guide.rules[name].rule for name in "ab"] == ["quadrature"] * 2
     fn, place = conditional(guide, "a", y, s=s), GRID[::10]
     log_p = log_rest(place, y, s)
@@ -114,7 +103,7 @@ def test_a_latent_drawn_later_is_integrated_out():
 
 def test_particles_are_as_one_by_one():
     y, scales = COUNTS, torch.tensor([0.5, 1.0, 2.0])
-    guide = made(effects(LIKELIHOODS["Poisson"][0]), y)
+    guide = called(effects(LIKELIHOODS["Poisson"][0]), y)
     with pyro.plate("particles", 3, dim=-2):
         together = conditional(guide, "z", y, s=scales.unsqueeze(-1)).log_prob(torch.ones(3, 4))
     alone = [conditional(guide, "z", y, s=s).log_prob(torch.ones(4)) for s in scales]
@@ -124,7 +113,7 @@ def test_particles_are_as_one_by_one():
 
 def test_draws_follow_the_density():
     y = COUNTS
-    guide = made(effects(LIKELIHOODS["Poisson"][0]), y)
+    guide = called(effects(LIKELIHOODS["Poisson"][0]), y)
     pyro.set_rng_seed(1)
     draws = conditional(guide, "z", y, s=torch.tensor(1.5)).sample((20_000,))
     z = GRID.unsqueeze(-1).expand(-1, 4)
@@ -137,7 +126,7 @@ def test_draws_follow_the_density():
 
 def test_gradients_are_those_of_the_density():
     y, s = COUNTS, torch.tensor(1.2, requires_grad=True)
-    guide, value = made(effects(LIKELIHOODS["Poisson"][0]), y), torch.tensor([-1.0, 1.2, 0.0, 2.5])
+    guide, value = called(effects(LIKELIHOODS["Poisson"][0]), y), torch.tensor([-1.0, 1.2, 0.0, 2.5])
 
     def log_prob(s):
         return conditional(guide, "z", y, s=s).log_prob(value).sum()
@@ -163,7 +152,7 @@ def test_rows_that_a_mask_hides_keep_their_prior():
 
     y = torch.tensor([3.0, torch.nan, 0.0])
     with pyro.validation_enabled(False):
-        fn = conditional(made(model, y), "z", y, s=torch.tensor(1.0))
+        fn = conditional(called(model, y), "z", y, s=torch.tensor(1.0))
         value = torch.tensor([1.0, 0.7, -2.0])
         torch.testing.assert_close(fn.log_prob(value)[1], dist.Normal(0.0, 1.0).log_prob(value[1]), atol=1e-3, rtol=0)
 
@@ -175,7 +164,7 @@ def test_a_row_whose_slopes_are_no_numbers_keeps_its_prior():
             z = pyro.sample("z", dist.Normal(torch.tensor(0.3), s))
             pyro.sample("y", dist.Poisson(exposure * z.exp()), obs=y)
 
-    guide = made(model, torch.ones(4), COUNTS)
+    guide = called(model, torch.ones(4), COUNTS)
     exposure, value = torch.tensor([1.0, torch.nan, 1.0, 1.0]), torch.tensor([1.0, 0.7, 0.0, 2.0])
     with pyro.validation_enabled(False):
         found = conditional(guide, "z", exposure, COUNTS, s=torch.tensor(1.0)).log_prob(value)
@@ -197,7 +186,7 @@ def test_a_row_whose_slopes_are_no_numbers_keeps_its_prior():
     ids=["heavy tails", "square", "wave", "two modes"],
 )
 def test_what_is_not_concave_is_learned(likelihood):
-    guide = made(effects(likelihood), torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    guide = called(effects(likelihood), torch.tensor([1.0, 0.0, 1.0, 1.0]))
     assert guide.rules["z"].rule == "learned"
 
 

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import called
 
 from pyro_nami import AutoNaMIGuide
 
@@ -32,14 +33,8 @@ def pair(prior, likelihood, y=Y):
     return pair_model
 
 
-def made(model, *args, **options):
-    guide = AutoNaMIGuide(model, **options)
-    guide(*args)
-    return guide
-
-
 def test_a_line_for_each_latent_in_model_order():
-    guide = made(model, Y)
+    guide = called(model, Y)
     assert list(guide.rules) == ["sd", "mu", "z", "new"]
     assert [note.rule for note in guide.rules.values()] == ["learned", "exact", "exact", "prior"]
     assert repr(guide.rules).splitlines() == [
@@ -52,14 +47,14 @@ def test_a_line_for_each_latent_in_model_order():
 
 def test_the_inverse_says_what_went_first_as_it_is_exact():
     line = "Eliminated first, as the model gives their conditionals: "
-    assert str(made(model, Y).inverse).splitlines()[-1] == line + "z, mu"
-    assert str(made(model, Y, rules={"mu": "learned"}).inverse).splitlines()[-1] == line + "z"
+    assert str(called(model, Y).inverse).splitlines()[-1] == line + "z, mu"
+    assert str(called(model, Y, rules={"mu": "learned"}).inverse).splitlines()[-1] == line + "z"
     for options in ({"inverse": "reverse"}, {"exact": False}, {"rules": {"mu": "learned", "z": "learned"}}):
-        assert line not in str(made(model, Y, **options).inverse)
+        assert line not in str(called(model, Y, **options).inverse)
 
 
 def test_exact_rules_are_the_conjugate_latents_and_only_they_have_no_reason():
-    guide = made(model, Y)
+    guide = called(model, Y)
     assert tuple(name for name, note in guide.rules.items() if note.rule == "exact") == guide.conjugate
     assert all(not note.reason for note in guide.rules.values() if note.rule == "exact")
     assert all(note.reason for note in guide.rules.values() if note.rule == "learned")
@@ -67,14 +62,14 @@ def test_exact_rules_are_the_conjugate_latents_and_only_they_have_no_reason():
 
 @pytest.mark.parametrize("name", ["mu", "z"])
 def test_a_latent_that_shall_be_learned_is(name):
-    guide = made(model, Y, rules={name: "learned"})
+    guide = called(model, Y, rules={name: "learned"})
     assert guide.rules[name].rule == "learned"
     assert name in guide.network.factors and name not in guide.conjugate
     assert guide.rules[name].reason == "the options, or its role in the model, exclude it"
 
 
 def test_exact_is_no_change_where_a_latent_is_exact():
-    assert made(model, Y, rules={"mu": "exact", "z": "exact"}).conjugate == ("mu", "z")
+    assert called(model, Y, rules={"mu": "exact", "z": "exact"}).conjugate == ("mu", "z")
 
 
 REASONS = {
@@ -99,9 +94,9 @@ REASONS = {
 
 @pytest.mark.parametrize("prior, likelihood, reason", REASONS.values(), ids=list(REASONS))
 def test_the_reason_is_told_and_raised(prior, likelihood, reason):
-    assert reason in made(pair(prior, likelihood)).rules["z"].reason
+    assert reason in called(pair(prior, likelihood)).rules["z"].reason
     with pytest.raises(ValueError, match=f"Expected a latent with an exact conditional.*got 'z'.*{reason}"):
-        made(pair(prior, likelihood), rules={"z": "exact"})
+        called(pair(prior, likelihood), rules={"z": "exact"})
 
 
 def test_the_reason_names_another_site_that_is_at_fault():
@@ -111,7 +106,7 @@ def test_the_reason_names_another_site_that_is_at_fault():
         pyro.sample("y", dist.Normal(z, 1 + 9 * far), obs=y)
 
     with pytest.raises(ValueError, match="got 'z': its density reads 'far', which is discrete"):
-        made(outlier, Y[0], rules={"z": "exact"})
+        called(outlier, Y[0], rules={"z": "exact"})
 
 
 def test_a_subsampled_child_is_the_reason():
@@ -121,7 +116,7 @@ def test_a_subsampled_child_is_the_reason():
             pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])
 
     with pytest.raises(ValueError, match="got 'mu': a call sees a part only of 'y'"):
-        made(minibatch, Y, rules={"mu": "exact"})
+        called(minibatch, Y, rules={"mu": "exact"})
 
 
 @pytest.mark.parametrize(
@@ -131,16 +126,16 @@ def test_a_subsampled_child_is_the_reason():
 )
 def test_options_that_exclude_it_contradict_exact(options):
     with pytest.raises(ValueError, match="got 'z': the options"):
-        made(model, Y, rules={"z": "exact"}, **options)
+        called(model, Y, rules={"z": "exact"}, **options)
 
 
 def test_learned_excludes_what_it_names_only():
-    assert made(model, Y, rules={"z": "learned"}, inverse="reverse").rules["mu"].rule == "learned"
-    assert made(model, Y, rules={"mu": "learned"}, inverse="reverse").conjugate == ("z",)
+    assert called(model, Y, rules={"z": "learned"}, inverse="reverse").rules["mu"].rule == "learned"
+    assert called(model, Y, rules={"mu": "learned"}, inverse="reverse").conjugate == ("z",)
 
 
 def test_without_exact_conditionals_there_are_none():
-    guide = made(model, Y, exact=False)
+    guide = called(model, Y, exact=False)
     assert guide.conjugate == ()
     assert [note.rule for note in guide.rules.values()] == ["learned", "learned", "learned", "prior"]
     assert set(guide.network.factors) == {"sd", "mu", "z"}
@@ -149,7 +144,7 @@ def test_without_exact_conditionals_there_are_none():
 @pytest.mark.parametrize("name", ["nothing", "y"])
 def test_rules_of_other_sites_are_refused(name):
     with pytest.raises(ValueError, match=rf"keys of `rules` to be a latent site each, .*'sd'.*got '{name}'"):
-        made(model, Y, rules={name: "learned"})
+        called(model, Y, rules={name: "learned"})
 
 
 @pytest.mark.parametrize("rule", ["prior", "Exact", None, True])
