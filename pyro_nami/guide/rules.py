@@ -1,8 +1,8 @@
 """Rules: how one latent gets its distribution in a pass, given what is known so far.
 
-`Prior` is the model's own conditional, `Exact` one that is derived from the model in closed form, `Learned` one whose
-parameters networks give. Code outside never asks which rule it has. To add a rule, write a subclass of `Rule` here and
-say in `planner` which latents it serves.
+`Prior` is the model's own conditional, `Exact` one that is derived from the model, `Learned` one whose parameters
+networks give, and `Newton` a Normal about a mode that these bend. Code outside never asks which rule it has. To add a
+rule, write a subclass of `Rule` here and say in `planner` which latents it serves.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Prior(Rule):
 
 @dataclass(frozen=True)
 class Exact(Rule):
-    """q(v | what is before v) = p(v | what is before v, data), in closed form; see `pyro_nami.reading.forms`."""
+    """q(v | what is before v) = p(v | what is before v, data); see `pyro_nami.reading.forms`."""
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None

@@ -1,9 +1,11 @@
-"""Which latents have a conditional that is known exactly: told by the network, who has to be known, and by probing.
+"""Which latents have a conditional that the model gives: told by the network, who has to be known, and by probing.
 
-There are two kinds. One latent whose prior is an exponential family that its children add to (`conjugate_forms`); and
-latents that are jointly linear and Gaussian given the rest (`joint_gaussian`), whatever their plates. Their children
-are observed. The conditionals need no weights, hold for any data and any number of instances, and are differentiable
-in what was drawn before; they cost derivatives of one run of the model in each call.
+Exact are those of one latent whose prior is an exponential family that its children add to (`conjugate_forms`), or that
+takes a few values (`enumeration`); and of latents that are jointly linear and Gaussian given the rest, whatever their
+plates (`joint_gaussian`). Where Normal priors meet other concave densities, those of one or two latents with one
+element are told by quadrature (`tabulated`), and others are near Normals about the mode (`newton`). All children are
+observed. The conditionals hold for any data and any number of instances, and are differentiable in what was drawn
+before; they cost derivatives of a run of the model in each call, or of a few about a mode.
 
 `Finder.block` says which latents could be drawn last such that most is exact, `Finder.groups` what is exact in a given
 inverse. Change this module to let other latents have a form.
