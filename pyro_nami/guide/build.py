@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
@@ -14,11 +15,15 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_nami.factors.joint import to_sequence
+from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.conditioning import covariates_of
+from pyro_nami.guide.deriving import derive, flaw_of_tables
 from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inverse_network import InverseNetwork
+from pyro_nami.guide.network_state import NetworkState
+from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.parameters import initial_expert, initial_rows
 from pyro_nami.guide.plan import Plan
@@ -43,7 +48,17 @@ def assemble(
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         first = first_call(model, args, kwargs, options, subsampled)
         plan = make_plan(first)
-        return plan, _network(first, plan), first.prototype
+        network = _network(first, plan)
+        # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
+        held = {name: first.draws[0][name] for name in options.observed if name in first.draws[0]}
+        values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
+        call = Call(model, args, kwargs, values=values, held=held)
+        state = NetworkState(network, call.maps)
+        current = Pass(plan.rules, plan.families, state, functools.partial(derive, plan, call), None, validate=False)
+        if flaw := flaw_of_tables(plan, call, current):
+            plan = make_plan(first, flaw)
+            network = _network(first, plan)
+        return plan, network, first.prototype
 
 
 def _network(first: FirstCall, plan: Plan) -> InverseNetwork:

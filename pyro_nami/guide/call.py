@@ -38,6 +38,7 @@ class Call:
     familiar: bool = False  # whether the data are those that the guide has been trained on in all steps so far
     unseen: frozenset[str] = frozenset()  # latents of rows that no data covers
     constants: dict[Any, Any] | None = None  # of exact conditionals, kept from step to step in training
+    tables: dict[Any, Any] = field(default_factory=dict)  # what was found of latents that come first, with its data
     context: Call | None = None
     derived: frozenset[str] = frozenset()
 

@@ -29,7 +29,7 @@ from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.guide.rules import Prior
-from pyro_nami.reading.expansion import Changed, ConjugateGroup, Expansion
+from pyro_nami.reading.expansion import Changed, ConjugateGroup, Expansion, plate_shape
 from pyro_nami.reading.first_run import is_latent
 from pyro_nami.reading.runner import AllSeen, Runner
 
@@ -210,8 +210,7 @@ def _draw_at(current: Pass, name: str, site: Mapping[str, Any], prior: Distribut
     """Draws a latent at its site of a run of the model that is over: in the site's plates, at its mask and scale."""
     shape = site["fn"].batch_shape
     if current.rules[name].group is not None:  # at points of an expansion the site has further dims
-        frames = {-frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.vectorized}
-        shape = torch.Size(frames.get(dim, 1) for dim in range(max(frames, default=0), 0, -1))
+        shape = plate_shape(site)
     fn = current.rules[name].distribution(current, shape, prior)
     with _At(site):
         current.take(name, pyro.sample(name, current.outside(fn)), fn)

@@ -48,10 +48,11 @@ class Memory:
         self.varied = varied  # whether data of several kinds were seen in training
         self.context: Context | None = None
         self.constants: dict[Hashable, Any] = {}  # of exact conditionals, of the data last seen; see `draw`
+        self.tables: dict[Hashable, Any] = {}  # of latents that come first, of one call's data
         self._equal: dict[Hashable, Arguments] = {}  # observed node -> a value that is the one seen
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_equal": {}, "constants": {}, "context": self.plain_context()}
+        return {**self.__dict__, "_equal": {}, "constants": {}, "tables": {}, "context": self.plain_context()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         copied = memo[id(self)] = object.__new__(type(self))

@@ -83,6 +83,12 @@ class Pass:
         self.outer = torch.Size()  # sizes of the plates around the guide, to the left of the model's own
         self._terms: dict[tuple, list[Term]] = {}
 
+    def beside(self, rules: Mapping[str, Any], derive: Callable, values: Mapping[str, Tensor]) -> Pass:
+        """Returns another pass, by other rules, in which values of some latents are known."""
+        other = Pass(rules, self._families, self.state, derive, None, validate=False)
+        other.values.update(values)
+        return other
+
     def left(self) -> list[str]:
         """Returns the latents without a value yet, in program order."""
         return [name for name in self.rules if name not in self.values]

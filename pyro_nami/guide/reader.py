@@ -88,6 +88,7 @@ class CallReader:
         call = self._compared(call, observations, remember)
         if call.familiar and remember and draws and not call.indices:
             call = replace(call, constants=self.memory.constants)
+        call = replace(call, tables=self.memory.tables)
         if absent:
             call = last_seen(call, plan, self.memory, absent, self._maps.resized(call))
         _check_sizes(call, plan)
@@ -97,6 +98,7 @@ class CallReader:
         """Forgets what was found for the arguments of earlier calls."""
         self._probed = None
         self.memory.constants.clear()
+        self.memory.tables.clear()
         self._maps.forget()
 
     @property

@@ -23,8 +23,8 @@ from pyro_nami.factors.wrappers import base_of, layers
 
 __all__ = [
     "TOLERANCE", "Changed", "ConjugateGroup", "Expansion",
-    "agree", "broadcast", "derivatives", "expanding", "irregular", "leading_shape", "narrowed", "parameters_of",
-    "same_scale", "trimmed", "without_gaps",
+    "agree", "broadcast", "derivatives", "expanding", "irregular", "leading_shape", "log_density_of", "narrowed",
+    "parameters_of", "plate_shape", "same_scale", "trimmed", "without_gaps",
 ]
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
@@ -37,7 +37,8 @@ class ConjugateGroup(NamedTuple):
         members: the latents, in sampling order.
         children: observed sites that they are parents of.
         form: of the conditionals: a name in `conjugate_forms.FORMS`, "enumeration", "Gaussian" for a joint block,
-            "Newton" for one whose density is concave, or "quadrature" for one with one or two elements of that kind.
+            "Newton" for one whose density is concave, "quadrature" for one with one or two elements of that kind, or
+            "marginal" for what comes first, with all others integrated out.
         depths: of a joint block, the level of each member: those of levels below ``num_lifted`` are eliminated instance
             by instance of their plates, which are the same in a level; the others are elements of one vector.
         num_lifted: number of such levels.
@@ -63,7 +64,7 @@ class ConjugateGroup(NamedTuple):
     @property
     def is_tabulated(self) -> bool:
         """Whether they are found by quadrature."""
-        return self.form == "quadrature"
+        return self.form in ("quadrature", "marginal")
 
     @property
     def has_mode(self) -> bool:
@@ -206,10 +207,7 @@ class Expansion:
 
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns a site's log density as far as its mask counts it, at its scale relative to that of the members."""
-        site, weight = sites[name], self.weight(sites, name)
-        log_prob, mask = site["fn"].log_prob(without_gaps(site)), site["mask"]
-        if mask is not None:
-            log_prob = torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
+        log_prob, weight = log_density_of(sites[name]), self.weight(sites, name)
         return log_prob if weight is None else log_prob * weight
 
     def _total(self, sites: Mapping[str, Any], name: str) -> Tensor:
@@ -251,6 +249,18 @@ class Expansion:
         """Returns a scale without the dims that it alone has, along which it counts a density several times."""
         extra = scale.dim() - len(self.leading) if isinstance(scale, Tensor) else 0
         return scale.sum(tuple(range(extra))) if extra > 0 else scale
+
+
+def log_density_of(site: Mapping[str, Any]) -> Tensor:
+    """Returns a site's log density as far as its mask counts it, ``(*batch, *plates)``."""
+    log_prob, mask = site["fn"].log_prob(without_gaps(site)), site["mask"]
+    return log_prob if mask is None else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
+
+
+def plate_shape(site: Mapping[str, Any]) -> torch.Size:
+    """Returns the sizes of the plates around a site, 1 where there is none."""
+    frames = {-frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.vectorized}
+    return torch.Size(frames.get(dim, 1) for dim in range(max(frames, default=0), 0, -1))
 
 
 def narrowed(value: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ point of the first. Change this module for other grids.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from pyro_nami.factors.knots import KnotTransform
 from pyro_nami.reading.expansion import Expansion, agree, trimmed
+from pyro_nami.reading.grids import HALF, Mass, grid_like, slope_of
 
 __all__ = ["MOST_TABULATED", "Tabulated"]
 
 MOST_TABULATED = 2  # members
-_POINTS, _WIDTH = (33, 17), 6.0  # points of the grid of one member, and of each of two; its half, in deviations
-_SMALLEST = 1e-9  # probability of a tail, up to which quantiles are told
+_POINTS = 33, 17  # of the grid of one member, and of each of two
 _STEEPEST = 1e9  # slope, for those that overflow
 _ERROR = 1e-2  # of a log density, in nats and relative, that integration over the grid may have
 
@@ -47,13 +46,13 @@ class Tabulated(Expansion):
         fn = near.conditional(first, {})
         ones = (1,) * fn.event_dim
         self._center, self._scale = (each.reshape(fn.batch_shape) for each in (fn.mean, fn.stddev))
-        place = self._center + self._scale * _grid(self._size, self._center)
+        place = self._center + self._scale * grid_like(self._size, self._center)
         self.places = {first: place}
         for name in second:
             fn = near.conditional(name, {first: place.reshape(place.shape + ones)})
             center, self._inner = (each.reshape(fn.batch_shape) for each in (fn.mean, fn.stddev))
-            self._slide = (center[-1:] - center[:1]) / (2 * _WIDTH)  # by a deviation of the first
-            inner = center.unsqueeze(1) + self._inner.unsqueeze(1) * _grid(self._size, center[0])
+            self._slide = (center[-1:] - center[:1]) / (2 * HALF)  # by a deviation of the first
+            inner = center.unsqueeze(1) + self._inner.unsqueeze(1) * grid_like(self._size, center[0])
             outer = place.unsqueeze(1).expand(-1, self._size, *place.shape[1:])
             self.places = {first: outer.flatten(0, 1), name: inner.flatten(0, 1)}
         self.count = self._size ** len(self.places)
@@ -68,13 +67,13 @@ class Tabulated(Expansion):
         with torch.set_grad_enabled(self.differentiable):
             slope, inner = self._lines(slopes)
             if inner is not None:
-                mass = _Mass(inner.movedim(1, -1))
+                mass = Mass(inner.movedim(1, -1))
                 gained = mass.total().log() - mass.log_density[..., self._middle]
-                slope = slope + _slope(gained.sum_to_size(slope.shape))
+                slope = slope + slope_of(gained.sum_to_size(slope.shape))
             # A slope that is no number says nothing of its instance, as for the Normals that are near.
             self.finite = {self.group.members[0]: ~slope.isnan().any(0)}
-            slope = torch.where(self.finite[self.group.members[0]], slope, -_grid(self._size, slope[0]))
-            self._knots = _Mass(slope.movedim(0, -1)).quantiles()
+            slope = torch.where(self.finite[self.group.members[0]], slope, -grid_like(self._size, slope[0]))
+            self._knots = Mass(slope.movedim(0, -1)).quantiles()
 
     def _lines(self, slopes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Returns slopes by deviations: along the first grid, at the means of the second member, and along the second.
@@ -98,7 +97,7 @@ class Tabulated(Expansion):
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         at, slopes = self._knots
-        grid = _grid(self._size, at[..., 0]).movedim(0, -1)
+        grid = grid_like(self._size, at[..., 0]).movedim(0, -1)
         center, scale = (each.unsqueeze(-1) for each in (self._center, self._scale))
         events = (1,) * len(self.priors[name].event_shape)
         batch = trimmed(at.shape[:-1], dims)
@@ -140,77 +139,9 @@ class Tabulated(Expansion):
         size = torch.stack([part.abs().flatten(1).sum(-1).mean() for part in each]).sum()
         rounding += 1000 * torch.finfo(self._center.dtype).eps * float(size)
         for total, line in lines:
-            log_density = _Mass(line.flatten(1).movedim(0, -1)).log_density
+            log_density = Mass(line.flatten(1).movedim(0, -1)).log_density
             moved = log_density - log_density[..., self._middle : self._middle + 1]
             off, size = (total - total[self._middle] - moved.sum(0)).abs(), moved.abs().sum(0)
             if not (off <= _ERROR * (1 + size) + rounding).all():
                 return "slopes of the log density do not add up to it"
         return ""
-
-
-class _Mass:
-    """A density on a grid, of which slopes are known, ``(*batch, points)``, in units of its greatest value there.
-
-    Attributes:
-        log_density: ``(*batch, points)``, relative to the first point.
-    """
-
-    def __init__(self, slope: Tensor) -> None:
-        self.step = step = 2 * _WIDTH / (slope.shape[-1] - 1)
-        self.slope = slope
-        padded = torch.cat([_before(slope), slope, _before(slope.flip(-1))], -1)
-        rise = 13 * (slope[..., :-1] + slope[..., 1:]) - padded[..., :-3] - padded[..., 3:]
-        self.log_density = torch.cat([torch.zeros_like(slope[..., :1]), (rise * (step / 24)).cumsum(-1)], -1)
-        self.top = self.log_density.detach().amax(-1, keepdim=True)
-        self.density = density = (self.log_density - self.top).exp()
-        bend = density * slope
-        mass = (density[..., :-1] + density[..., 1:]) / 2 + (bend[..., :-1] - bend[..., 1:]) * (step / 12)
-        self.between = (mass * step).clamp(min=0)
-        # Beyond the grid the log density goes on as a straight line.
-        self.before = density[..., :1] / slope[..., :1].clamp(min=1 / _WIDTH)
-        self.behind = density[..., -1:] / (-slope[..., -1:]).clamp(min=1 / _WIDTH)
-
-    def total(self) -> Tensor:
-        """Returns the integral of the density that ``log_density`` is the logarithm of, ``(*batch,)``."""
-        parts = self.before + self.between.sum(-1, keepdim=True) + self.behind
-        return (parts * self.top.exp()).squeeze(-1)
-
-    def quantiles(self) -> tuple[Tensor, Tensor]:
-        """Returns standard Normal quantiles at the grid's points, and the slopes of points by these."""
-        lower = torch.cat([self.before, self.between], -1).cumsum(-1)
-        upper = torch.cat([self.between, self.behind], -1).flip(-1).cumsum(-1).flip(-1)
-        total = lower + upper
-        tail = torch.minimum(lower, upper) / total
-        size = -torch.special.ndtri(tail.clamp(min=_SMALLEST))
-        at = torch.where(lower < upper, -size, size)
-        tiny = torch.finfo(total.dtype).tiny
-        slopes = total * (-at * at / 2).exp() / (math.sqrt(2 * math.pi) * self.density.clamp(min=tiny))
-        # Where tails are too small the map goes on as a straight line.
-        known, grid = (tail > _SMALLEST).long(), _grid(at.shape[-1], at[..., 0]).movedim(0, -1).expand(at.shape)
-        index = torch.arange(at.shape[-1], device=at.device)
-        first, last = known.argmax(-1, keepdim=True), len(index) - 1 - known.flip(-1).argmax(-1, keepdim=True)
-        for edge, beyond in ((first, index < first), (last, index > last)):
-            start, place, slope = (each.gather(-1, edge) for each in (at, grid, slopes))
-            at = torch.where(beyond, start + (grid - place) / slope, at)
-            slopes = torch.where(beyond, slope, slopes)
-        return at, slopes
-
-
-def _grid(size: int, like: Tensor) -> Tensor:
-    """Returns the grid along a first dim, before those of ``like``."""
-    grid = torch.linspace(-_WIDTH, _WIDTH, size, dtype=like.dtype, device=like.device)
-    return grid.reshape((-1,) + (1,) * like.dim())
-
-
-def _before(values: Tensor) -> Tensor:
-    """Returns what a cubic through the first four values along the last dim has one step before them."""
-    return 4 * values[..., :1] - 6 * values[..., 1:2] + 4 * values[..., 2:3] - values[..., 3:4]
-
-
-def _slope(values: Tensor) -> Tensor:
-    """Returns the slope of values on a grid along the first dim."""
-    step = 2 * _WIDTH / (len(values) - 1)
-    inner = (values[:-4] - values[4:] + 8 * (values[3:-1] - values[1:-3])) / (12 * step)
-    start = (values[1:3] - values[:2]) / step
-    end = (values[-2:] - values[-3:-1]) / step
-    return torch.cat([start, inner, end])

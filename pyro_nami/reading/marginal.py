@@ -1,0 +1,214 @@
+"""Latents that come first, each given those before it and with all others integrated out: by quadrature.
+
+Where the other latents' conditionals are exact, log p(v, data) = log p(v, z, data) - log q(z | v, data) at any z, which
+is the log density of a few latents v on a grid. The grid is found by itself: from the spread of the prior, it is moved,
+cut and stretched to where the log density is near its greatest value. Change this module for other grids.
+
+References:
+    Rue, Martino and Chopin 2009, Approximate Bayesian inference for latent Gaussian models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_nami.factors.distribution import SiteDistribution
+from pyro_nami.factors.elements import OwnElements
+from pyro_nami.factors.knots import KnotTransform
+from pyro_nami.reading.expansion import ConjugateGroup, trimmed
+from pyro_nami.reading.grids import HALF, Mass, slope_of
+
+__all__ = ["MOST_MARGINAL", "Marginal", "points_of"]
+
+MOST_MARGINAL = 2  # members
+_POINTS = (33, 21)  # a side, of one member and of two
+_DEPTH = 12.0  # nats below the greatest log density, to which the grid reaches
+_FLOOR = 100.0  # nats below it, from where it is taken for constant
+_MOST_GRIDS = 40
+_COVERED = 0.5  # of a side, at least, that is less than ``_DEPTH`` deep
+
+
+def points_of(group: ConjugateGroup) -> int:
+    """Returns the number of points of a grid."""
+    return int(_POINTS[len(group.members) - 1] ** len(group.members))
+
+
+class Box(NamedTuple):
+    """Where the points of a grid lie, in unconstrained space: ``(*batch)`` each, for each member.
+
+    The second one's middle moves by ``slide`` with the first, from the first one's middle.
+    """
+
+    middle: Sequence[Tensor]
+    half: Sequence[Tensor]
+    slide: Tensor
+
+    def places(self, grids: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the members' values at places between -1 and 1 that broadcast with the batch."""
+        first, *second = (middle + half * grid for middle, half, grid in zip(self.middle, self.half, grids))
+        return [first, *(place + self.slide * (first - self.middle[0]) for place in second)]
+
+
+class Marginal:
+    """The conditionals of one or two latents with one element and no plates, and all other latents integrated out.
+
+    Args:
+        group: the members.
+        layouts: member -> how its value is laid out in unconstrained space.
+        like: a tensor of the members' type, on their device.
+        middle, half: of a first box.
+        log_density: from values of the members, ``(points, *batch, *event)`` each, to the log density in nats of these
+            and the data, ``(points, *batch)``.
+
+    Attributes:
+        finite: member -> whether there is a finite log density, ``(*batch)``.
+
+    Raises:
+        ValueError: where the log density does not fall to all sides.
+    """
+
+    differentiable = False
+
+    def __init__(
+        self,
+        group: ConjugateGroup,
+        layouts: Mapping[str, Any],
+        like: Tensor,
+        middle: Sequence[Tensor],
+        half: Sequence[Tensor],
+        log_density: Callable[[Mapping[str, Tensor]], Tensor],
+    ) -> None:
+        self.group, self._layouts, self._like, self._log_density = group, layouts, like, log_density
+        count = len(group.members)
+        self._size, self._ndims = _POINTS[count - 1], middle[0].dim()
+        grid = torch.linspace(-1, 1, self._size, dtype=torch.float64, device=middle[0].device)
+        self._grids = [grid.reshape((-1,) + (1,) * (count - 1 - i + self._ndims)) for i in range(count)]
+        self.box = Box([each.double() for each in middle], [each.double() for each in half], middle[0].double() * 0)
+        for _ in range(_MOST_GRIDS):
+            self._table = self._tabulated()
+            following = self._moved()
+            if following is None:
+                break
+            self.box = following
+        else:
+            raise ValueError(f"the log density of {', '.join(map(repr, group.members))} does not fall to all sides")
+        line = self._table if count == 1 else self._table.logsumexp(1)
+        self._knots = self._quantiles(line)
+
+    def _tabulated(self) -> Tensor:
+        """Returns the log density at all points, ``(points, *batch)`` or ``(points, points, *batch)``, in doubles."""
+        places = torch.broadcast_tensors(*self.box.places(self._grids))
+        sides = len(self.group.members)
+        elements = [place.flatten(0, sides - 1).unsqueeze(-1) for place in places]
+        table = self.log_prob(dict(zip(self.group.members, elements)))
+        table = table.reshape(places[0].shape).nan_to_num(nan=-torch.inf)
+        top = table.amax(tuple(range(sides)), keepdim=True)
+        self.finite = dict.fromkeys(self.group.members, top.isfinite().reshape(top.shape[sides:]))
+        # A density that is no number anywhere says nothing: the first box stands for the prior.
+        instead = -2 * _DEPTH * torch.stack(torch.broadcast_tensors(*self._grids)).square().sum(0)
+        return torch.where(top.isfinite(), table.clamp(min=top - _FLOOR), instead)
+
+    def log_prob(self, elements: Mapping[str, Tensor]) -> Tensor:
+        """Returns the log density in nats of elements in unconstrained space, ``(points, *batch, 1)`` each."""
+        at = {name: self._layouts[name].value(each.to(self._like)) for name, each in elements.items()}
+        total = self._log_density(at)
+        for name, each in elements.items():
+            log_abs_det = self._layouts[name].log_abs_det(each, at[name].double())
+            total = total if log_abs_det is None else total + log_abs_det
+        return total
+
+    def _moved(self) -> Box | None:
+        """Returns the next box, None if this one fits."""
+        sides, table = len(self.group.members), self._table
+        axes = tuple(range(sides))
+        kept = table > table.amax(axes, keepdim=True) - _DEPTH
+        step, settled = 2 / (self._size - 1), True
+        low, high = [], []
+        for axis, grid in enumerate(self._grids):
+            other = tuple(i for i in axes if i != axis)
+            line, grid = (kept.any(other) if other else kept), grid.reshape((-1,) + (1,) * self._ndims)
+            low.append(torch.where(line, grid, torch.inf).amin(0) - torch.where(line[0], 1.0, step))
+            high.append(torch.where(line, grid, -torch.inf).amax(0) + torch.where(line[-1], 1.0, step))
+            inside = ~line[0] & ~line[-1] & (line.sum(0) >= _COVERED * self._size)
+            settled = settled and bool(inside.all())
+        middle, half, slide = [*self.box.middle], [*self.box.half], self.box.slide
+        if sides == 2:
+            slide, narrower = self._slide()
+            settled = settled and not bool(narrower.any())
+            if settled:
+                return None
+            # What of the second one's place the first does not tell, at points that are kept.
+            first, second = (half * grid for half, grid in zip(self.box.half, self._grids))
+            rest = second + (self.box.slide - slide) * first
+            margins = [torch.where(bound.abs() > 1.5, half[1], step * half[1]) for bound in (low[1], high[1])]
+            low[1] = torch.where(kept, rest, torch.inf).amin(axes) - margins[0]
+            high[1] = torch.where(kept, rest, -torch.inf).amax(axes) + margins[1]
+            shift = half[0] * (low[0] + high[0]) / 2
+            middle[1] = middle[1] + slide * shift + (low[1] + high[1]) / 2
+            half[1] = (high[1] - low[1]) / 2
+        elif settled:
+            return None
+        middle[0] = middle[0] + half[0] * (low[0] + high[0]) / 2
+        half[0] = half[0] * (high[0] - low[0]) / 2
+        return Box(middle, half, slide)
+
+    def _slide(self) -> tuple[Tensor, Tensor]:
+        """Returns by how much the second moves with the first, and whether a grid that does so is much narrower."""
+        weights = self._table.flatten(0, 1).softmax(0).reshape(self._table.shape)
+        first, second = self.box.places(self._grids)
+        mean = [(weights * place).sum((0, 1)) for place in (first, second)]
+        off = first - mean[0]
+        variance = (weights * off.square()).sum((0, 1))
+        step = 2 * self.box.half[0] / (self._size - 1)
+        told = variance > 0.5 * step.square()
+        slide = (weights * off * (second - mean[1])).sum((0, 1)) / variance.clamp(min=torch.finfo(off.dtype).tiny)
+        slide = torch.where(told, slide, self.box.slide)
+        return slide, (slide - self.box.slide).abs() * self.box.half[0] > 0.25 * self.box.half[1]
+
+    def _quantiles(self, line: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns standard Normal quantiles at the points of a line, and slopes by these, ``(*batch, points)``."""
+        return Mass(slope_of(line).movedim(0, -1), line.movedim(0, -1)).quantiles()
+
+    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> SiteDistribution:
+        """Returns a member's conditional, as `Expansion.conditional` does."""
+        if name == self.group.members[0]:
+            (at, slopes), middle, half = self._knots, self.box.middle[0], self.box.half[0]
+        else:
+            first = self._layouts[self.group.members[0]].elements(values[self.group.members[0]]).squeeze(-1)
+            off = first.detach().double() - self.box.middle[0]
+            at, slopes = self._quantiles(self._row(off / self.box.half[0]))
+            middle, half = self.box.middle[1] + self.box.slide * off, self.box.half[1]
+        grid = torch.linspace(-1, 1, self._size, dtype=at.dtype, device=at.device)
+        places = middle.unsqueeze(-1) + half.unsqueeze(-1) * grid
+        batch = trimmed(at.shape[:-1], dims)
+        knots = (each.expand(at.shape).reshape(batch + (1,) + at.shape[-1:]) for each in (
+            at, places, slopes * half.unsqueeze(-1) / HALF
+        ))
+        bend = KnotTransform(*(each.to(self._like) for each in knots))
+        zeros = self._like.new_zeros(batch + (1,))
+        normal = dist.Normal(zeros, zeros + 1, validate_args=False)
+        return SiteDistribution(
+            OwnElements(dist.TransformedDistribution(normal, [bend], validate_args=False)), self._layouts[name]
+        )
+
+    def _row(self, place: Tensor) -> Tensor:
+        """Returns the log density along the second side, at places of the first between -1 and 1, by cubics."""
+        at = (place.clamp(-1, 1) + 1) / 2 * (self._size - 1)
+        start = at.floor().clamp(1, self._size - 3)
+        t = at - start
+        weights = (
+            -t * (t - 1) * (t - 2) / 6,
+            (t + 1) * (t - 1) * (t - 2) / 2,
+            -(t + 1) * t * (t - 2) / 2,
+            (t + 1) * t * (t - 1) / 6,
+        )
+        more = (1,) * (at.dim() - self._ndims)
+        shape = torch.broadcast_shapes(at.shape, self._table.shape[2:])
+        table = self._table.reshape(self._table.shape[:2] + more + self._table.shape[2:]).expand((-1, -1) + shape)
+        index = start.long().expand(shape)[None, None].expand((1, self._size) + shape)
+        return sum(w * table.gather(0, index + k).squeeze(0) for k, w in enumerate(weights, -1))
