@@ -83,7 +83,7 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
         options["at"] = wider[-1].means(current.values, group.members) if wider else constants  # where to start
     elif constants is not None:
         forget = functools.partial(kept.__setitem__, (group, leading), None)
-        return FromConstants(group, leading, nesting, constants, forget)
+        return FromConstants(group, leading, nesting, constants=constants, forget=forget)
     return expansion_of(group)(group, leading, nesting, differentiable, **options)
 
 

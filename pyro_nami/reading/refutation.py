@@ -14,15 +14,7 @@ from torch import Tensor
 
 from pyro_nami.reading.conjugate_forms import ByStatistics
 from pyro_nami.reading.enumeration import Enumeration
-from pyro_nami.reading.expansion import (
-    TOLERANCE,
-    ConjugateGroup,
-    Expansion,
-    expanding,
-    irregular,
-    parameters_of,
-    same_scale,
-)
+from pyro_nami.reading.expansion import TOLERANCE, ConjugateGroup, Expansion, expanding, irregular
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.newton import Newton, is_concave
 from pyro_nami.reading.runner import RunModel
@@ -111,7 +103,7 @@ class Refutation:
             sites = self.run({**drawn, **probe.points}, probe.until)
             densities = [probe.density(sites, name) for name in group.children]
         own = {id(leaf) for leaf in probe.values.values()}
-        parameters = [leaf for leaf in parameters_of(*densities) if id(leaf) not in own]
+        parameters = [leaf for leaf in _parameters_of(*densities) if id(leaf) not in own]
         before = [parameter.detach().clone() for parameter in parameters]
         try:
             with torch.no_grad():
@@ -211,9 +203,25 @@ class Refutation:
         return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim" if wide else ""
 
 
+def _parameters_of(*tensors: Tensor) -> list[Tensor]:
+    """Returns the leaves with gradients that tensors were computed from."""
+    seen: set[Any] = set()
+    found: list[Tensor] = []
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        nodes += [parent for parent, _ in node.next_functions]
+    return found
+
+
 def _is_scaled_apart(sites: Mapping[str, Any], group: ConjugateGroup) -> bool:
-    first, *rest = (sites[name]["scale"] for name in group.members)
-    return not all(same_scale(scale, first) for scale in rest)
+    first, *rest = (torch.as_tensor(sites[name]["scale"]) for name in group.members)
+    return not all(scale.shape == first.shape and bool((scale == first).all()) for scale in rest)
 
 
 def expansion_of(group: ConjugateGroup) -> type[Expansion]:
