@@ -27,7 +27,6 @@ from pyro_nami.reading.expansion import (
     expanding,
     leading_shape,
     log_density_of,
-    parameters_of,
     plate_shape,
 )
 from pyro_nami.reading.gaussian_constants import FromConstants, constants_of
@@ -35,7 +34,7 @@ from pyro_nami.reading.isolation import forked_rng, untouched
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.marginal import Marginal, points_of
 from pyro_nami.reading.newton import Newton
-from pyro_nami.reading.refutation import expansion_of
+from pyro_nami.reading.refutation import expansion_of, parameters_of
 
 __all__ = ["check_members", "derive", "expansion_in", "flaw_of_tables", "keep_constants"]
 
@@ -190,7 +189,7 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
         options["at"] = wider[-1].means(current.values, group.members) if wider else constants  # where to start
     elif constants is not None:
         forget = functools.partial(kept.__setitem__, (group, leading), None)
-        return FromConstants(group, leading, nesting, constants, forget)
+        return FromConstants(group, leading, nesting, constants=constants, forget=forget)
     return expansion_of(group)(group, leading, nesting, differentiable, **options)
 
 

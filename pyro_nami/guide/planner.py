@@ -29,7 +29,7 @@ from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Plan, SitePlan
 from pyro_nami.guide.rules import Exact, Learned, Newton, Prior, Rule
 from pyro_nami.messages import warn
-from pyro_nami.reading.expansion import ConjugateGroup, same_scale
+from pyro_nami.reading.expansion import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
 from pyro_nami.reading.forms import Finder
 from pyro_nami.reading.marginal import MOST_MARGINAL
@@ -159,7 +159,7 @@ def _first_ones(
         return None
     for name in (*order, *first.data):
         site = nodes[name]
-        if not same_scale(site["scale"], 1.0) or (name in order and site["mask"] is not None):
+        if bool((torch.as_tensor(site["scale"]) != 1).any()) or (name in order and site["mask"] is not None):
             return None
     return ConjugateGroup(tuple(rest), tuple(first.data), form="marginal")
 

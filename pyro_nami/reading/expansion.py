@@ -24,7 +24,7 @@ from pyro_nami.factors.wrappers import base_of, layers
 __all__ = [
     "TOLERANCE", "Changed", "ConjugateGroup", "Expansion",
     "agree", "broadcast", "derivatives", "expanding", "irregular", "leading_shape", "log_density_of", "narrowed",
-    "parameters_of", "plate_shape", "same_scale", "trimmed", "without_gaps",
+    "plate_shape", "trimmed", "without_gaps",
 ]
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
@@ -268,12 +268,6 @@ def narrowed(value: Tensor) -> Tensor:
     return value[tuple(slice(0, 1 if step == 0 else None) for step in value.stride())]
 
 
-def same_scale(a: Any, b: Any) -> bool:
-    """Whether two sites' scales are the same numbers."""
-    a, b = torch.as_tensor(a), torch.as_tensor(b)
-    return a.shape == b.shape and bool((a == b).all())
-
-
 def _is_supported(fn: Any, value: Tensor) -> bool:
     """Whether a value is in the support, for transformed distributions that of the base."""
     if not fn.support.check(value).all():
@@ -283,22 +277,6 @@ def _is_supported(fn: Any, value: Tensor) -> bool:
             value = transform.inv(value)
     below = base_of(fn)
     return below is None or _is_supported(below, value)
-
-
-def parameters_of(*tensors: Tensor) -> list[Tensor]:
-    """Returns the leaves with gradients that tensors were computed from."""
-    seen: set[Any] = set()
-    found: list[Tensor] = []
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        nodes += [parent for parent, _ in node.next_functions]
-    return found
 
 
 def agree(found: Tensor, start: Tensor, terms: Sequence[Tensor], dtype: torch.dtype | None = None) -> bool:

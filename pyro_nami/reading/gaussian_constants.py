@@ -84,17 +84,13 @@ class FromConstants(JointGaussian):
     """A `JointGaussian` by its constants; `Changed`, behind a call of ``forget``, where they turn out to be others.
 
     Its results differ from those derived afresh by rounding.
+
+    Args:
+        group, leading, nesting: as for `Expansion`.
     """
 
-    def __init__(
-        self,
-        group: ConjugateGroup,
-        leading: Sequence[int],
-        nesting: int,
-        constants: Constants,
-        forget: Callable[[], None],
-    ) -> None:
-        super().__init__(group, leading, nesting, differentiable=True, sizes=constants.sizes)
+    def __init__(self, *args: Any, constants: Constants, forget: Callable[[], None]) -> None:
+        super().__init__(*args, differentiable=True, sizes=constants.sizes)
         self.count, self._constants, self._forget = None, constants, forget
         self.shapes, self.references = constants.shapes, constants.references
         self._bases: dict[str, Any] = {}
