@@ -26,8 +26,8 @@ from pyro_nami.reading.grids import HALF, Mass, slope_of
 __all__ = ["MOST_MARGINAL", "Marginal", "points_of"]
 
 MOST_MARGINAL = 2  # members
-_POINTS = (33, 21)  # a side, of one member and of two
-_DEPTH = 12.0  # nats below the greatest log density, to which the grid reaches
+_POINTS = (33, 31)  # a side, of one member and of two
+_DEPTH = 8.0  # nats below the greatest log density, to which the grid reaches
 _FLOOR = 100.0  # nats below it, from where it is taken for constant
 _MOST_GRIDS = 40
 _COVERED = 0.5  # of a side, at least, that is less than ``_DEPTH`` deep
