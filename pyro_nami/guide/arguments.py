@@ -21,7 +21,7 @@ _MANY_LOOKS, _MOST_LOOKS = 8, 64  # at calls whose arguments differ in numbers o
 
 
 class Arguments:
-    """The arguments of one call, as they were then.
+    """The arguments of one call, as they were then; where they are ``kept``, tensors that are equal are the same.
 
     Example:
         >>> x = torch.zeros(2)
@@ -30,13 +30,15 @@ class Arguments:
         (True, False)
     """
 
-    def __init__(self, leaves: Sequence[Any] = ()) -> None:
+    def __init__(self, leaves: Sequence[Any] = (), kept: bool = False) -> None:
         self._leaves = [(leaf, _stamp(leaf)) for leaf in leaves]
+        self._kept = [leaf.detach().clone() if kept and isinstance(leaf, Tensor) else None for leaf in leaves]
 
     def are(self, leaves: Sequence[Any]) -> bool:
         """Whether the arguments of a later call are the same ones, unchanged; never in a trace, which is for others."""
         return not torch.jit.is_tracing() and len(leaves) == len(self._leaves) and all(
-            _same(old, stamp, new) for (old, stamp), new in zip(self._leaves, leaves)
+            _same(old, stamp, new) or _equal(kept, new)
+            for (old, stamp), kept, new in zip(self._leaves, self._kept, leaves)
         )
 
 
@@ -117,3 +119,9 @@ def _same(old: Any, stamp: Any, new: Any) -> bool:
         return old is new or bool(old == new)
     except Exception:  # whatever the comparison of a user's own objects raises
         return False
+
+
+def _equal(kept: Tensor | None, new: Any) -> bool:
+    if kept is None or not isinstance(new, Tensor) or (kept.shape, kept.dtype) != (new.shape, new.dtype):
+        return False
+    return kept.device == new.device and bool(((kept == new) | (kept != kept) & (new != new)).all())

@@ -77,9 +77,9 @@ def _marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> A
     """Returns the conditionals of what comes first, found anew where a call's data or arguments are others."""
     source = call.source(group)
     leaves = tree_leaves([source.args, source.kwargs, source.values, source.held])
-    known, found = call.tables.get(group, (Arguments([None]), None))
-    if not known.are(leaves):
-        known, found = Arguments(leaves), _tabulated(plan, source, current, group)
+    known, found = call.tables.get(group, (None, None))
+    if known is None or not known.are(leaves):
+        known, found = Arguments(leaves, kept=True), _tabulated(plan, source, current, group)
         call.tables[group] = known, found
     return found
 

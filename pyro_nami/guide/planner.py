@@ -144,11 +144,12 @@ def _first_ones(
 ) -> ConjugateGroup | None:
     """Returns the latents that come first, if all others have exact conditionals given them, and they are few."""
     rest, nodes, options = [name for name in order if name not in groups], first.nodes, first.options
+    hidden = first.found.hidden_randomness
     known = {*first.net.observed, *rest}
     searched = options.inverse == "auto" and options.blocks is None and options.rules.keys().isdisjoint(rest)
     if not searched or not groups or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
         return None
-    if not all(group.is_exact for group in groups.values()) or first.plates.subsampled or first.passing:
+    if not all(group.is_exact for group in groups.values()) or first.plates.subsampled or first.passing or hidden:
         return None
     if any(name in (options.families or ()) or not known.issuperset(inverse.parents[name]) for name in rest):
         return None

@@ -124,7 +124,7 @@ class InferenceCompilation:
         progress: bool = True,
         tracker: Tracker | Callable[[str, float, int], Any] | None = None,
     ) -> History:
-        """Trains for a number of steps.
+        """Trains for a number of steps; for one, if all conditionals are derived and the guide has no weights.
 
         With validation the guide ends with the weights of the lowest validation loss, otherwise with the last ones.
         With a checkpoint that exists, training goes on from there, and on a CPU with as many processes to the same bits
@@ -193,6 +193,8 @@ def _train(
         while done < last and _patient(history, plan) and (batch := next(stream.batches, None)):
             done += 1
             log("loss", trainer.step(batch), done)
+            if trainer.nothing_to_learn():
+                break
             if held_out is not None and (done % plan.validate_every == 0 or done == last):
                 log("validation_loss", trainer.validate(held_out()), done)
             if done % plan.checkpoint_every == 0 and done < last:

@@ -71,6 +71,10 @@ class Trainer:
         self.history.losses.append(self._descend(batch._replace(draws=draws), share) if share else math.nan)
         return self.history.losses[-1]
 
+    def nothing_to_learn(self) -> bool:
+        """Whether there is nothing to learn, as all conditionals are derived from the model."""
+        return getattr(self.guide, "num_parameters", 1) == 0
+
     def validate(self, batches: Iterable[Batch]) -> float:
         """Returns the mean loss of all processes on held-out batches, and keeps the weights if it is the lowest."""
         loss, done = self.processes.mean(self.mean_loss(batches)), len(self.history.losses)
