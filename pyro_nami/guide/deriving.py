@@ -79,12 +79,14 @@ def _marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> A
     leaves = tree_leaves([source.args, source.kwargs, source.values, source.held])
     known, found = call.tables.get(group, (None, None))
     if known is None or not known.are(leaves):
-        known, found = Arguments(leaves, kept=True), _tabulated(plan, source, current, group)
+        known, found = Arguments(leaves, kept=True), _tabulated(plan, source, current, group, found)
         call.tables[group] = known, found
     return found
 
 
-def _tabulated(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Marginal:
+def _tabulated(
+    plan: Plan, call: Call, current: Pass, group: ConjugateGroup, near: Marginal | None = None
+) -> Marginal:
     """Returns the conditionals of what comes first, from runs of the model at points of a grid."""
     leading = leading_shape(call.values, plan.event_dims, plan.plates.nesting)
     layouts = {name: plan.families[name].layout for name in group.members}
@@ -98,7 +100,7 @@ def _tabulated(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> 
             middle.append(center.expand(leading))
             half.append(_SPREADS * (high - low).clamp(min=_LEAST_SPREAD).expand(leading))
         log_density = functools.partial(_log_density, plan, call, current, leading)
-        return Marginal(group, layouts, plan.initial[group.members[0]], middle, half, log_density)
+        return Marginal(group, layouts, plan.initial[group.members[0]], middle, half, log_density, near)
 
 
 def flaw_of_tables(plan: Plan, call: Call, current: Pass) -> str:
@@ -152,7 +154,7 @@ def _log_weight(plan: Plan, call: Call, current: Pass, leading: torch.Size, at: 
     for name in (name for name in plan.order if name not in passed):
         fn = inner.rules[name].distribution(inner, torch.Size(), None)
         fn = fn.expand(broadcast(fn.batch_shape, plate_shape(inner.ready[name])))
-        value = inner.values[name] = fn.sample()
+        value = inner.values[name] = fn.rsample() if fn.has_rsample else fn.sample()
         total = total - _summed(fn.log_prob(value), nesting)
     sites = call.run({**call.held, **inner.values})
     for name, site in sites.items():

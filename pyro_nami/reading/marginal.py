@@ -62,6 +62,7 @@ class Marginal:
         layouts: member -> how its value is laid out in unconstrained space.
         like: a tensor of the members' type, on their device.
         middle, half: of a first box.
+        near: what was found at other data, whose box is the first one then.
         log_density: from values of the members, ``(points, *batch, *event)`` each, to the log density in nats of these
             and the data, ``(points, *batch)``.
 
@@ -82,6 +83,7 @@ class Marginal:
         middle: Sequence[Tensor],
         half: Sequence[Tensor],
         log_density: Callable[[Mapping[str, Tensor]], Tensor],
+        near: Marginal | None = None,
     ) -> None:
         self.group, self._layouts, self._like, self._log_density = group, layouts, like, log_density
         count = len(group.members)
@@ -89,6 +91,8 @@ class Marginal:
         grid = torch.linspace(-1, 1, self._size, dtype=torch.float64, device=middle[0].device)
         self._grids = [grid.reshape((-1,) + (1,) * (count - 1 - i + self._ndims)) for i in range(count)]
         self.box = Box([each.double() for each in middle], [each.double() for each in half], middle[0].double() * 0)
+        if near is not None and near.box.middle[0].shape == middle[0].shape:
+            self.box = near.box
         for _ in range(_MOST_GRIDS):
             self._table = self._tabulated()
             following = self._moved()
@@ -106,7 +110,7 @@ class Marginal:
         sides = len(self.group.members)
         elements = [place.flatten(0, sides - 1).unsqueeze(-1) for place in places]
         table = self.log_prob(dict(zip(self.group.members, elements)))
-        table = table.reshape(places[0].shape).nan_to_num(nan=-torch.inf)
+        table = table.reshape(places[0].shape).nan_to_num(-torch.inf, -torch.inf, -torch.inf)
         top = table.amax(tuple(range(sides)), keepdim=True)
         self.finite = dict.fromkeys(self.group.members, top.isfinite().reshape(top.shape[sides:]))
         # A density that is no number anywhere says nothing: the first box stands for the prior.
