@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions import TorchDistribution
+from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
 from pyro_nami.factors.layout import Layout
+from pyro_nami.factors.path_scored import PathScored
 
 __all__ = ["Relocated", "Relocation", "SiteDistribution"]
 
 
-class SiteDistribution(TorchDistribution):
+class SiteDistribution(PathScored):
     """log q(value) = sum over elements of log q(element) - log |d value / d elements|.
 
     It has the model's support and event shape and a real density, but no registered KL divergence, on purpose:
@@ -80,6 +82,13 @@ class SiteDistribution(TorchDistribution):
         """Returns the elements of the latest draw if `value` is it; see `LatestDraw`."""
         kept = self._latest.recall(value)
         return None if kept is None else kept[0]
+
+    def is_draw(self, value: Tensor) -> bool:
+        return self.recall(value) is not None
+
+    def log_prob_of_draw(self, fixed: SiteDistribution, value: Tensor) -> Tensor:
+        fixed._latest = self._latest
+        return fixed.log_prob(value)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities in nats ``(*batch,)``; of an instance given those before it, in a joint block."""
@@ -175,6 +184,12 @@ class Relocated(TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         log_prob = self._base.log_prob(self._inside(value))
         return log_prob.reshape(self._relocation.outside(log_prob.shape))
+
+    def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
+        parts = self._base.score_parts(self._inside(x))
+        return ScoreParts(*[
+            part.reshape(self._relocation.outside(part.shape)) if isinstance(part, Tensor) else part for part in parts
+        ])
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         values = self._base.enumerate_support(expand)

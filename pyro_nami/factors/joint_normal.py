@@ -6,16 +6,16 @@ import math
 from typing import Any
 
 import torch
-from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_nami.factors.elements import Elements
+from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
+from pyro_nami.factors.path_scored import PathScored
 
 __all__ = ["JointNormal", "joint_normal"]
 
 
-class JointNormal(TorchDistribution):
+class JointNormal(PathScored):
     """L (x - loc) = e: x is a vector whose elements a site's batch or event dims show, and e ~ N(0, I) by default.
 
     The log density of an instance is that of its own rows of e, so the sum over instances is that of x.
@@ -40,6 +40,7 @@ class JointNormal(TorchDistribution):
         self, loc: Tensor, lower: Tensor, shape: torch.Size, event_dim: int, elements: Elements | None = None
     ) -> None:
         self.loc, self.lower, self._held, self._elements = loc, lower, shape, elements
+        self._latest = NO_DRAW
         lead = loc.shape[:-1]  # `torch.broadcast_shapes` takes as long as a draw
         others = [lower.shape[:-2], *([] if elements is None else [elements.shape[:-1]])]
         lead = lead if all(lead == other for other in others) else torch.broadcast_shapes(lead, *others)
@@ -59,7 +60,9 @@ class JointNormal(TorchDistribution):
         shape = torch.Size(batch_shape)
         cut = len(shape) - (len(self._held) - self.event_dim)
         loc = self.loc.expand(shape[:cut] + self.loc.shape[-1:])
-        return JointNormal(loc, self.lower, self._held, self.event_dim, self._elements)
+        wide = JointNormal(loc, self.lower, self._held, self.event_dim, self._elements)
+        wide.fixed = self.fixed
+        return wide
 
     def with_elements(self, elements: Elements) -> JointNormal:
         """Returns the distribution with other elements of e."""
@@ -79,7 +82,12 @@ class JointNormal(TorchDistribution):
             noise = torch.randn(size, dtype=self.loc.dtype, device=self.loc.device)
         else:
             noise = self._elements.draw(size)
-        return self.at(noise).reshape(shape)
+        value = self.at(noise).reshape(shape)
+        self._latest = LatestDraw.of(value)
+        return value
+
+    def is_draw(self, value: Tensor) -> bool:
+        return self._latest.recall(value) is not None
 
     def at(self, noise: Tensor) -> Tensor:
         """Returns the vector that e stands for, ``(*lead, E)``."""

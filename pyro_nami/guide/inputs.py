@@ -84,6 +84,10 @@ class Sources:
         """Makes features known, of size 1 in plates that a node lacks."""
         self._features[node] = features
 
+    def take(self, other: Sources) -> None:
+        """Makes known what other sources know."""
+        self._features.update(other._features)
+
     def value(self, source: Source) -> Tensor:
         """Returns the features that a factor reads by a source, ``(*left, *plates, features)``."""
         return self._value(source, self._encoders)

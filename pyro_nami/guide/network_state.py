@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from pyro import poutine
 from torch import Tensor
 
 from pyro_nami.factors.joint import to_sequence
@@ -59,6 +60,8 @@ class NetworkState:
         indices: Mapping[str, Tensor] | None = None,
     ) -> None:
         learning, constant = learning and not network.simulated, constant and not network.simulated
+        self._remake = functools.partial(NetworkState, network, maps, constant=constant, indices=indices)
+        self._fixed: NetworkState | None = None
         self._network, self._constant = network, constant
         self._noting = learning and not torch.jit.is_tracing()  # a compiled pass runs no Python
         if self._noting:
@@ -139,6 +142,14 @@ class NetworkState:
             group.running.settled = True
 
     # ---- parameters
+
+    def fixed(self) -> NetworkState:
+        """Returns this pass with all parameters as numbers, so that only what was drawn has gradients."""
+        if self._fixed is None:
+            with poutine.block(), torch.no_grad():
+                self._fixed = self._remake()
+            self._fixed._sources.take(self._sources)
+        return self._fixed
 
     def params(self, name: Hashable) -> Tensor:
         """Returns the parameters of a factor, ``(*batch, elements, params)``.

@@ -16,11 +16,13 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.joint import to_instances
-from pyro_nami.factors.joint_normal import joint_normal
+from pyro_nami.factors.joint_normal import JointNormal, joint_normal
 from pyro_nami.factors.links import relative_scale
 from pyro_nami.guide.groups import Factor
+from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass, Term
 from pyro_nami.guide.parameters import expert
 from pyro_nami.reading.expansion import ConjugateGroup, broadcast, trimmed
@@ -121,19 +123,27 @@ class Learned(Rule):
                 raise ValueError(fixed_size(self.name, plate, size, batch_shape[dim]))
         family = current.family(self.name, prior)
         anchor = current.anchors[self.name] = self._anchor(family, prior)
-        if factor.sequential:
-            return self._sequential(current, family, batch_shape, anchor)
-        params = self._params(current)
+        fn = self._given(current, current.state, family, batch_shape, anchor)
+        fn.fixed = lambda: self._given(current, current.state.fixed(), family, batch_shape, anchor)
+        return fn
+
+    def _given(
+        self, current: Pass, state: NetworkState, family: Family, batch_shape: torch.Size, anchor: Tensor | None
+    ) -> SiteDistribution:
+        """Returns the distribution by the networks' state, or by one whose parameters are numbers."""
+        if self.factor.sequential:
+            return self._sequential(state, family, batch_shape, anchor)
+        params = self._params(state)
         target, batch = _common(params.shape[:-2], batch_shape)
         if params.shape[:-2] != target:
             params = params.reshape(batch + params.shape[-2:]).expand(target + params.shape[-2:])
-        return self._at_once(current, family, params, anchor)
+        return self._at_once(current, state, family, params, anchor)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
         family, mask = current.family(self.name), site["mask"]
-        anchor, params = self._anchor(family, site["fn"]), self._params(current)
+        anchor, params = self._anchor(family, site["fn"]), self._params(current.state)
         if family.alike is None or mask is not None or family.varies or self.factor.coupled:
-            return _masked(self._at_once(current, family, params, anchor).log_prob(value), mask)
+            return _masked(self._at_once(current, current.state, family, params, anchor).log_prob(value), mask)
         if current.validate and not family.layout.support.check(value).all():
             raise ValueError(f"Expected values of '{self.name}' in {family.layout.support}; some are outside of it.")
         if anchor is not None and self.expert:
@@ -157,28 +167,28 @@ class Learned(Rule):
     def _anchor(self, family: Family, prior: Distribution | None) -> Tensor | None:
         return family.anchor(prior) if self.anchored and prior is not None else None
 
-    def _params(self, current: Pass) -> Tensor:
+    def _params(self, state: NetworkState) -> Tensor:
         """Returns the parameters, instance by instance where they come for all instances of a block at once."""
-        params = current.state.params(self.name)
+        params = state.params(self.name)
         return to_instances(params, self.dims, self.sizes, parts=1)
 
     def _at_once(
-        self, current: Pass, family: Family, params: Tensor, anchor: Tensor | None
-    ) -> TorchDistribution:
+        self, current: Pass, state: NetworkState, family: Family, params: Tensor, anchor: Tensor | None
+    ) -> SiteDistribution:
         """Returns the distribution of a factor that is drawn in one go."""
         if anchor is not None and self.expert:
             current.freedom[self.name] = _freedom(params, anchor)
             params = expert(params, family.num_params)
         if not self.factor.coupled:
             return family.distribution(params, anchor)
-        coupling = current.state.couplings[self.name]
+        coupling = state.couplings[self.name]
         return family.coupled_distribution(params, anchor, coupling, self.dims, self.sizes)
 
     def _sequential(
-        self, current: Pass, family: Family, batch_shape: torch.Size, anchor: Tensor | None
-    ) -> TorchDistribution:
+        self, state: NetworkState, family: Family, batch_shape: torch.Size, anchor: Tensor | None
+    ) -> SiteDistribution:
         """Returns the distribution of a factor that is drawn element by element."""
-        conditionals = current.state.conditionals(self.name, len(batch_shape))
+        conditionals = state.conditionals(self.name, len(batch_shape))
         target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
         return family.autoregressive_distribution(conditionals, anchor, target, self.dims, self.sizes)
 
@@ -190,20 +200,26 @@ class Newton(Learned):
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
     ) -> TorchDistribution:
-        return _expanded(self._near(current, len(batch_shape)), batch_shape)
+        dims = len(batch_shape)
+        near = self._near(current, dims)
+        fn = self._bent(near, current.state, dims)
+        fn.fixed = lambda: self._bent(near, current.state.fixed(), dims)
+        return _expanded(fn, batch_shape)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
-        return _masked(self._near(current).log_prob(value), site["mask"])
+        return _masked(self._bent(self._near(current), current.state).log_prob(value), site["mask"])
 
     def note(self, current: Pass, elements: Tensor) -> None:
         pass
 
-    def _near(self, current: Pass, dims: int | None = None) -> TorchDistribution:
+    def _near(self, current: Pass, dims: int | None = None) -> JointNormal:
         assert self.group is not None
-        fn = joint_normal(current.derive(self.group).conditional(self.name, current.values, dims))
-        params = current.state.params(self.name)
+        return joint_normal(current.derive(self.group).conditional(self.name, current.values, dims))
+
+    def _bent(self, near: JointNormal, state: NetworkState, dims: int | None = None) -> JointNormal:
+        params = state.params(self.name)
         params = params.reshape(trimmed(params.shape, None if dims is None else dims + 2))
-        return fn.with_elements(self.family.elements(fn.vectors(params)))
+        return near.with_elements(self.family.elements(near.vectors(params)))
 
 
 def _expanded(fn: TorchDistribution, batch_shape: torch.Size) -> TorchDistribution:
