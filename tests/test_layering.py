@@ -10,14 +10,14 @@ ROOT = Path(__file__).parent.parent
 ORDER = {
     "": "messages",
     "graph": "sites network elimination min_fill inverse inversions verification",
-    "factors": "wrappers links joint bijections layout elements knots path_scored joint_normal normals types anchors distribution "
-    "family own_type unconstrained registry",
+    "factors": "wrappers links joint bijections layout elements knots path_scored joint_normal normals types anchors "
+    "distribution family own_type unconstrained registry",
     "networks": "masks pace reductions running pooling precision_sums stepped masked "
     "separate",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
     "index_maps.finder index_maps.nesting index_maps.given index_maps.search network expansion conjugate_forms "
-    "enumeration gaussian_levels second_order joint_gaussian gaussian_constants grids tabulated newton refutation forms "
-    "marginal",
+    "enumeration gaussian_levels second_order joint_gaussian gaussian_constants grids tabulated newton refutation "
+    "forms marginal",
     "guide": "arguments options conditioning free_parameters parameters groups group_network inputs "
     "inversion inverse_network network_state regression one_pass rules plan shapes first_call columns "
     "planner call deriving build maps memory reader observed draw lazy nami",

@@ -116,7 +116,8 @@ def flaw_of_tables(plan: Plan, call: Call, current: Pass) -> str:
         return "a grid for all rows of data is too large"
     leading = leading_shape(call.values, plan.event_dims, plan.plates.nesting)
     try:
-        table, values, given = _tabulated(plan, call, current, group), dict[str, Tensor](), 0.0
+        table, values = _tabulated(plan, call, current, group), dict[str, Tensor]()
+        given = torch.zeros(())
         with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
             pyro.set_rng_seed(1)
             for name in group.members:

@@ -215,4 +215,5 @@ class Marginal:
         shape = torch.broadcast_shapes(at.shape, self._table.shape[2:])
         table = self._table.reshape(self._table.shape[:2] + more + self._table.shape[2:]).expand((-1, -1) + shape)
         index = start.long().expand(shape)[None, None].expand((1, self._size) + shape)
-        return sum(w * table.gather(0, index + k).squeeze(0) for k, w in enumerate(weights, -1))
+        rows = [w * table.gather(0, index + k).squeeze(0) for k, w in enumerate(weights, -1)]
+        return torch.stack(rows).sum(0)

@@ -62,7 +62,8 @@ def schools_density(tau, y, errors):
 def pumps_density(a, b):
     a, b = a.double().unsqueeze(-1), b.double().unsqueeze(-1)
     k, t = COUNTS.double(), TIMES.double()
-    rows = torch.lgamma(a + k) - torch.lgamma(a) - torch.lgamma(k + 1) + a * (b / (b + t)).log() + k * (t / (b + t)).log()
+    rows = torch.lgamma(a + k) - torch.lgamma(a) - torch.lgamma(k + 1)
+    rows = rows + a * (b / (b + t)).log() + k * (t / (b + t)).log()
     prior = dist.Exponential(1.0).log_prob(a) + dist.Gamma(0.1, 1.0).log_prob(b)
     return rows.sum(-1) + prior.squeeze(-1)
 
