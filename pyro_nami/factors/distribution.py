@@ -83,12 +83,8 @@ class SiteDistribution(PathScored):
         kept = self._latest.recall(value)
         return None if kept is None else kept[0]
 
-    def is_draw(self, value: Tensor) -> bool:
-        return self.recall(value) is not None
-
-    def log_prob_of_draw(self, fixed: SiteDistribution, value: Tensor) -> Tensor:
-        fixed._latest = self._latest
-        return fixed.log_prob(value)
+    def drawn(self, x: Tensor) -> Tensor | None:
+        return self.recall(x)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Returns log densities in nats ``(*batch,)``; of an instance given those before it, in a joint block."""
@@ -97,9 +93,12 @@ class SiteDistribution(PathScored):
             if self._validate_args:
                 self._validate_sample(value)
             elements = self._layout.elements(value)
-        log_probs = self._elements.log_prob(elements)
+        return self.log_prob_drawn(value, elements)
+
+    def log_prob_drawn(self, x: Tensor, drawn: Tensor) -> Tensor:
+        log_probs = self._elements.log_prob(drawn)
         log_prob = log_probs.squeeze(-1) if log_probs.shape[-1] == 1 else log_probs.sum(-1)
-        log_abs_det = self._layout.log_abs_det(elements, value)
+        log_abs_det = self._layout.log_abs_det(drawn, x)
         if log_abs_det is not None:
             log_prob = log_prob - log_abs_det
         if log_prob.shape != self._batch_shape:

@@ -86,8 +86,11 @@ class JointNormal(PathScored):
         self._latest = LatestDraw.of(value)
         return value
 
-    def is_draw(self, value: Tensor) -> bool:
-        return self._latest.recall(value) is not None
+    def drawn(self, x: Tensor) -> Tensor | None:
+        return None if self._latest.recall(x) is None else x
+
+    def log_prob_drawn(self, x: Tensor, drawn: Tensor) -> Tensor:
+        return self.log_prob(drawn)
 
     def at(self, noise: Tensor) -> Tensor:
         """Returns the vector that e stands for, ``(*lead, E)``."""

@@ -25,6 +25,7 @@ from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from pyro_nami.factors.path_scored import PathShare
 from pyro_nami.guide.conditioning import Direct, Flattened, Plates, Pooled, Source, nodes_of, parts_of
 from pyro_nami.guide.free_parameters import FreeParameters, coupling_units
 from pyro_nami.guide.group_network import GroupNetwork
@@ -105,6 +106,7 @@ class InverseNetwork(PyroModule):
         self.groups = tuple(GroupNetwork(each, plan_steps(each, position, sizes), **options) for each in members)
         self.group_of = {factor.name: group for group in self.groups for factor in group.factors}
         self.factors = {factor.name: factor for factor in factors}
+        self.path_shares = {name: PathShare() for name in self.factors}
         read = (nodes_of(source) for factor in factors for source in factor.sources)
         self.read = frozenset().union(*read, (factor.name for factor in factors if factor.sequential))
 

@@ -15,6 +15,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_nami.factors.joint import to_sequence
+from pyro_nami.factors.path_scored import PathShare
 from pyro_nami.guide.group_network import GroupNetwork
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inputs import IndexMaps, Sources, concatenate
@@ -150,6 +151,10 @@ class NetworkState:
                 self._fixed = self._remake()
             self._fixed._sources.take(self._sources)
         return self._fixed
+
+    def path_share(self, name: Hashable) -> PathShare:
+        """Returns what share of a latent's score gradients leave out."""
+        return self._network.path_shares[name]
 
     def params(self, name: Hashable) -> Tensor:
         """Returns the parameters of a factor, ``(*batch, elements, params)``.

@@ -124,7 +124,10 @@ class Learned(Rule):
         family = current.family(self.name, prior)
         anchor = current.anchors[self.name] = self._anchor(family, prior)
         fn = self._given(current, current.state, family, batch_shape, anchor)
-        fn.fixed = lambda: self._given(current, current.state.fixed(), family, batch_shape, anchor)
+        fn.fixed = (
+            lambda: self._given(current, current.state.fixed(), family, batch_shape, anchor),
+            current.state.path_share(self.name),
+        )
         return fn
 
     def _given(
@@ -203,7 +206,7 @@ class Newton(Learned):
         dims = len(batch_shape)
         near = self._near(current, dims)
         fn = self._bent(near, current.state, dims)
-        fn.fixed = lambda: self._bent(near, current.state.fixed(), dims)
+        fn.fixed = lambda: self._bent(near, current.state.fixed(), dims), current.state.path_share(self.name)
         return _expanded(fn, batch_shape)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:

@@ -7,12 +7,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import called
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.optim import Adam
 
 from pyro_nami import AutoNaMIGuide, importance_sample
-from tests.models import called
 
 EFFECTS = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
 ERRORS = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])

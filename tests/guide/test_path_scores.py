@@ -80,18 +80,19 @@ def trained(model, steps=30, rate=0.02, **options):
 def test_they_are_those_of_the_whole_score_on_average(model, options, monkeypatch):
     guide = trained(model, **options)
     differences = []
-    for seed in range(40):
+    for seed in range(80):
         both = []
         for score_parts in (PathScored.score_parts, TorchDistribution.score_parts):
             with monkeypatch.context() as patch:
                 patch.setattr(PathScored, "score_parts", score_parts)
                 pyro.set_rng_seed(seed)
-                both.append(gradients(model, guide, 250))
+                both.append(gradients(model, guide, 100))
         differences.append(both[0] - both[1])
     off = torch.stack(differences).double()
     error = off.std(0) / len(off) ** 0.5
     assert (off.std(0) > 1e-4).any(), "the two estimates are the same"
-    assert (off.mean(0).abs() <= 5 * error + 1e-5).all()
+    worst = (off.mean(0).abs() / (error + 1e-6)).max()
+    assert worst < 6.0
 
 
 def test_there_is_no_noise_where_the_guide_is_the_posterior(monkeypatch):
