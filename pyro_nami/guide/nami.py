@@ -177,7 +177,7 @@ class AutoNaMIGuide(LazyGuide):
             >>> guide = AutoNaMIGuide(model)
             >>> _ = guide(torch.tensor(1.0))
             >>> guide.rules
-            sd: learned, reads y; not exact: its prior, HalfCauchy, is of no such form
+            sd: quadrature, reads y; not exact: its prior, HalfCauchy, is of no such form
             mu: exact, reads sd, y
         """
         plan = self._made()

@@ -15,7 +15,7 @@ from torch import Tensor
 __all__ = ["check_log_weights", "smooth"]
 
 _FEWEST = 5  # draws in a tail that can be fitted
-_FLAT = 1e-3  # nats: weights that differ by less are equal
+_FLAT = 1e-3  # of the weights of all, what a tail has to exceed the others by
 
 
 def smooth(log_weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,9 +29,10 @@ def smooth(log_weights: Tensor) -> tuple[Tensor, Tensor]:
         log_weights: ``(*batch, draws)`` in nats, of any scale; -inf is a weight of zero.
 
     Returns:
-        Smoothed log weights ``(*batch, draws)`` and k-hat ``(*batch)``. Where fewer than five weights exceed the rest,
-        no tail can be fitted, and weights stay as they are: k-hat is then -inf if the largest weights are equal within
-        0.1%, as those of an exact proposal, and inf if not (with 20 draws or fewer, for example).
+        Smoothed log weights ``(*batch, draws)`` and k-hat ``(*batch)``. Weights stay as they are, and k-hat is -inf,
+        where the tail exceeds the next smaller weight by less than 0.1% of all weights, as that of a proposal that is
+        exact but for rounding. Where fewer than five weights exceed the rest by more, no tail can be fitted: k-hat is
+        inf (with 20 draws or fewer, for example).
 
     Raises:
         ValueError: NaN, inf, or a row with no weight above zero.
@@ -80,8 +81,11 @@ def _smooth_row(row: Tensor, length: int) -> tuple[Tensor, float]:
     cutoff = top[-1].clamp(min=math.log(torch.finfo(row.dtype).tiny))
     in_tail = top > cutoff  # ties with the cutoff are not in it
     tail, index = top[in_tail], index[in_tail]
+    excess = (top.exp() - cutoff.exp()).sum() / (row - largest).exp().sum()
+    if length > 0 and excess < _FLAT:
+        return row, -math.inf
     if len(tail) < _FEWEST:
-        return row, -math.inf if length > 0 and cutoff > -_FLAT else math.inf
+        return row, math.inf
     with torch.device("cpu"):  # where the rows are, whatever the default
         k, scale = fit_generalized_pareto(tail.exp() - cutoff.exp())
     if not math.isfinite(k):

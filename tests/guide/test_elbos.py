@@ -100,7 +100,7 @@ def test_compiled_objectives_run(name, elbo, vectorized, exact):
     objective = elbo(max_plate_nesting=case.nesting, ignore_jit_warnings=True, **options)
     guide, args = AutoNaMIGuide(case.model, exact=exact), case.arguments()
     losses = steps(case.model, guide, *args, count=4, lr=0.02, elbo=objective)
-    if guide.num_parameters == 0:  # minus the evidence at every draw
+    if guide.num_parameters == 0 and elbo is not infer.JitTraceMeanField_ELBO:  # minus the evidence at every draw
         expected = Trace_ELBO(max_plate_nesting=case.nesting).loss(case.model, guide, *args)
         assert exact and losses == pytest.approx([expected] * 4, rel=1e-4)
     else:
@@ -358,7 +358,7 @@ def test_mean_field_elbo_warns_of_the_order_only_where_it_differs():
 def test_particle_gradients_differ():
     """One draw a particle: with num_particles the variance falls."""
     model, args = CASES["eight_schools"].model, CASES["eight_schools"].arguments()
-    guide = AutoNaMIGuide(model)
+    guide = AutoNaMIGuide(model, exact=False)
     guide(*args)
 
     def spread(count):

@@ -195,17 +195,17 @@ def test_nan_in_later_data_names_the_site(inverse):
 
 
 @pytest.mark.parametrize(
-    "name, bad, exact, site",
+    "name, bad, options, site",
     [
-        ("chain", "", False, "[abc]"),
-        ("eight_schools", "network.networks.0.output_unconstrained", False, "mu"),
-        ("eight_schools", "network.networks.0.output_unconstrained", True, "tau"),
+        ("chain", "", {"exact": False}, "[abc]"),
+        ("eight_schools", "network.networks.0.output_unconstrained", {"exact": False}, "mu"),
+        ("eight_schools", "network.networks.0.output_unconstrained", {"rules": {"tau": "learned"}}, "tau"),
     ],
 )
-def test_a_draw_with_nan_names_site_and_parameter_also_where_the_model_fails_at_it(name, bad, exact, site):
+def test_a_draw_with_nan_names_site_and_parameter_also_where_the_model_fails_at_it(name, bad, options, site):
     """What a diverged optimizer leaves behind, in all parameters or in one."""
     case = CASES[name]
-    guide = called(case.model, *case.arguments(), exact=exact)
+    guide = called(case.model, *case.arguments(), **options)
     with torch.no_grad():
         for key, parameter in guide.named_parameters():
             if bad in key:

@@ -50,7 +50,7 @@ def schools(y=Y):
 
 
 def tiny(y=Y):
-    mu, tau = normal("mu", 0.0, 5.0), pyro.sample("tau", dist.LogNormal(torch.tensor(-15.0), 0.1))
+    mu, tau = normal("mu", 0.0, 5.0), pyro.sample("tau", dist.LogNormal(torch.tensor(-6.0), 0.1))
     with pyro.plate("schools", len(y)):
         normal("y", normal("theta", mu, tau), X[: len(y)].exp(), obs=y)
 

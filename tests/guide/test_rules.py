@@ -36,9 +36,9 @@ def pair(prior, likelihood, y=Y):
 def test_a_line_for_each_latent_in_model_order():
     guide = called(model, Y)
     assert list(guide.rules) == ["sd", "mu", "z", "new"]
-    assert [note.rule for note in guide.rules.values()] == ["learned", "exact", "exact", "prior"]
+    assert [note.rule for note in guide.rules.values()] == ["quadrature", "exact", "exact", "prior"]
     assert repr(guide.rules).splitlines() == [
-        "sd: learned, reads y; not exact: its prior, HalfCauchy, is of no such form",
+        "sd: quadrature, reads y; not exact: its prior, HalfCauchy, is of no such form",
         "mu: exact, reads sd, y",
         "z: exact, reads mu, sd, y",
         "new: prior",

@@ -214,7 +214,7 @@ INVERSE = [
     "Sampled in turn: tau; mu; theta",
     "Drawn by:",
     "  mu: exact, reads tau, y",
-    "  tau: learned, reads y; not exact: its prior, HalfCauchy, is of no such form",
+    "  tau: quadrature, reads y; not exact: its prior, HalfCauchy, is of no such form",
     "  theta: exact, reads mu, tau, y",
 ]
 STEPS = [
