@@ -40,7 +40,7 @@ __all__ = ["check_members", "derive", "expansion_in", "flaw_of_tables", "keep_co
 
 _DRAWS, _SPREADS, _LEAST_SPREAD = 256, 2.0, 1e-6  # of a prior, for the first grid
 _MOST_AT_ONCE = 2e6  # points times rows of data in one run of the model
-_MOST_TABLE = 2e7  # points times rows of data
+_MOST_TABLE = 4e6  # points times rows of data
 _CHECKED, _MOST_SPREAD = 64, 0.03  # draws of a table, and by how many nats they may be off
 _PASSES, _MOST_KEPT = 2, 16  # passes in training before constants are kept; blocks, and shapes of batches, with some
 
@@ -203,7 +203,9 @@ def keep_constants(expansion: Expansion, current: Pass, call: Call, values: Mapp
         return
     if not expansion.differentiable or torch.jit.is_tracing() or type(expansion) is not JointGaussian:
         return
-    known, sizes = {**call.held, **values}, expansion.sizes
+    sizes = expansion.sizes  # what was drawn shows by its gradients what depends on it
+    drawn = {name: v.detach().requires_grad_(v.is_floating_point()) for name, v in values.items()}
+    known = {**call.held, **drawn}
     with untouched(call.model):
         kept[key] = constants_of(
             *key, expansion.nesting, sizes, lambda at, until: call.run({**known, **at}, until=until)

@@ -106,6 +106,7 @@ class InverseNetwork(PyroModule):
         self.groups = tuple(GroupNetwork(each, plan_steps(each, position, sizes), **options) for each in members)
         self.group_of = {factor.name: group for group in self.groups for factor in group.factors}
         self.factors = {factor.name: factor for factor in factors}
+        self._nodes = {f.name: frozenset().union(*map(nodes_of, f.sources)) for f in factors}
         self.path_shares = {name: PathShare() for name in self.factors}
         read = (nodes_of(source) for factor in factors for source in factor.sources)
         self.read = frozenset().union(*read, (factor.name for factor in factors if factor.sequential))
@@ -153,6 +154,10 @@ class InverseNetwork(PyroModule):
         shift, scale = (part.view(-1, factor.num_features) for part in self.standard(name))
         members = factor.num_elements // len(shift)
         return (shift, scale) if members == 1 else (shift.repeat(members, 1), scale.repeat(members, 1))
+
+    def reads(self, name: Hashable, nodes: Collection[Hashable]) -> bool:
+        """Whether a factor reads any of some nodes."""
+        return not self._nodes[name].isdisjoint(nodes)
 
     def pooling(self, constant: bool) -> tuple[Pooling, Pooling]:
         """Returns the encoders, and the sums of pseudo-observations, with their parameters read now.

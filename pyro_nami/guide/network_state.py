@@ -23,7 +23,9 @@ from pyro_nami.guide.inverse_network import InverseNetwork, TrainingRecord
 from pyro_nami.guide.parameters import Additions
 from pyro_nami.networks.running import tempered
 
-__all__ = ["NetworkState"]
+__all__ = ["NetworkState", "Numbers"]
+
+_MANY = 1000  # passes
 
 
 class NetworkState:
@@ -63,6 +65,7 @@ class NetworkState:
         learning, constant = learning and not network.simulated, constant and not network.simulated
         self._remake = functools.partial(NetworkState, network, maps, constant=constant, indices=indices)
         self._fixed: NetworkState | None = None
+        self._drawn: set[Hashable] = set()
         self._network, self._constant = network, constant
         self._noting = learning and not torch.jit.is_tracing()  # a compiled pass runs no Python
         if self._noting:
@@ -88,6 +91,8 @@ class NetworkState:
         ``drawn`` says whether the value was drawn in this pass, ``share`` by how much it follows its factor's biases.
         """
         features = self._network.standardize(node, features)
+        if drawn:
+            self._drawn.add(node)
         factor = self._network.factors.get(node)
         pull = self._pull(factor) if drawn and factor is not None and not factor.joint else None
         if pull is not None:
@@ -130,8 +135,8 @@ class NetworkState:
         return any(parameter.requires_grad for parameter in self._network.parameters())
 
     def passes(self) -> int:
-        """Returns the number of passes that gradients have come back from."""
-        return min((group.running.passes for group in self._network.groups), default=0)
+        """Returns the number of passes that gradients have come back from; without networks there is nothing to wait for."""
+        return min((group.running.passes for group in self._network.groups), default=_MANY)
 
     def settle(self) -> None:
         """Centers the inputs that are data on those of this call, all of which must be known."""
@@ -144,8 +149,11 @@ class NetworkState:
 
     # ---- parameters
 
-    def fixed(self) -> NetworkState:
-        """Returns this pass with all parameters as numbers, so that only what was drawn has gradients."""
+    def fixed(self, name: Hashable) -> NetworkState | Numbers:
+        """Returns what gives a factor's parameters with those of networks as numbers, so that draws alone move them."""
+        factor = self._network.factors[name]
+        if not (factor.sequential or factor.coupled or self._network.reads(name, self._drawn)):
+            return Numbers(self)
         if self._fixed is None:
             with poutine.block(), torch.no_grad():
                 self._fixed = self._remake()
@@ -237,6 +245,16 @@ class NetworkState:
             if not value.isfinite().all():
                 return f"network.{name.removesuffix('_unconstrained')}"
         return None
+
+
+class Numbers(NamedTuple):
+    """The parameters of factors that read nothing that was drawn."""
+
+    state: NetworkState
+
+    def params(self, name: Hashable) -> Tensor:
+        """Returns the parameters of a factor, ``(*batch, elements, params)``, as numbers."""
+        return self.state.params(name).detach()
 
 
 class ElementConditionals(NamedTuple):

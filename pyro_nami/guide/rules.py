@@ -22,7 +22,6 @@ from pyro_nami.factors.joint import to_instances
 from pyro_nami.factors.joint_normal import JointNormal, joint_normal
 from pyro_nami.factors.links import relative_scale
 from pyro_nami.guide.groups import Factor
-from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass, Term
 from pyro_nami.guide.parameters import expert
 from pyro_nami.reading.expansion import ConjugateGroup, broadcast, trimmed
@@ -125,13 +124,13 @@ class Learned(Rule):
         anchor = current.anchors[self.name] = self._anchor(family, prior)
         fn = self._given(current, current.state, family, batch_shape, anchor)
         fn.fixed = (
-            lambda: self._given(current, current.state.fixed(), family, batch_shape, anchor),
+            lambda: self._given(current, current.state.fixed(self.name), family, batch_shape, anchor),
             current.state.path_share(self.name),
         )
         return fn
 
     def _given(
-        self, current: Pass, state: NetworkState, family: Family, batch_shape: torch.Size, anchor: Tensor | None
+        self, current: Pass, state: Any, family: Family, batch_shape: torch.Size, anchor: Tensor | None
     ) -> SiteDistribution:
         """Returns the distribution by the networks' state, or by one whose parameters are numbers."""
         if self.factor.sequential:
@@ -170,13 +169,13 @@ class Learned(Rule):
     def _anchor(self, family: Family, prior: Distribution | None) -> Tensor | None:
         return family.anchor(prior) if self.anchored and prior is not None else None
 
-    def _params(self, state: NetworkState) -> Tensor:
+    def _params(self, state: Any) -> Tensor:
         """Returns the parameters, instance by instance where they come for all instances of a block at once."""
         params = state.params(self.name)
         return to_instances(params, self.dims, self.sizes, parts=1)
 
     def _at_once(
-        self, current: Pass, state: NetworkState, family: Family, params: Tensor, anchor: Tensor | None
+        self, current: Pass, state: Any, family: Family, params: Tensor, anchor: Tensor | None
     ) -> SiteDistribution:
         """Returns the distribution of a factor that is drawn in one go."""
         if anchor is not None and self.expert:
@@ -188,7 +187,7 @@ class Learned(Rule):
         return family.coupled_distribution(params, anchor, coupling, self.dims, self.sizes)
 
     def _sequential(
-        self, state: NetworkState, family: Family, batch_shape: torch.Size, anchor: Tensor | None
+        self, state: Any, family: Family, batch_shape: torch.Size, anchor: Tensor | None
     ) -> SiteDistribution:
         """Returns the distribution of a factor that is drawn element by element."""
         conditionals = state.conditionals(self.name, len(batch_shape))
@@ -206,7 +205,7 @@ class Newton(Learned):
         dims = len(batch_shape)
         near = self._near(current, dims)
         fn = self._bent(near, current.state, dims)
-        fn.fixed = lambda: self._bent(near, current.state.fixed(), dims), current.state.path_share(self.name)
+        fn.fixed = lambda: self._bent(near, current.state.fixed(self.name), dims), current.state.path_share(self.name)
         return _expanded(fn, batch_shape)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
@@ -219,7 +218,7 @@ class Newton(Learned):
         assert self.group is not None
         return joint_normal(current.derive(self.group).conditional(self.name, current.values, dims))
 
-    def _bent(self, near: JointNormal, state: NetworkState, dims: int | None = None) -> JointNormal:
+    def _bent(self, near: JointNormal, state: Any, dims: int | None = None) -> JointNormal:
         params = state.params(self.name)
         params = params.reshape(trimmed(params.shape, None if dims is None else dims + 2))
         return near.with_elements(self.family.elements(near.vectors(params)))
