@@ -20,7 +20,7 @@ ORDER = {
     "forms marginal",
     "guide": "arguments options conditioning free_parameters parameters groups group_network inputs "
     "inversion inverse_network network_state regression one_pass rules plan shapes first_call columns "
-    "planner call deriving build maps memory reader observed draw lazy nami",
+    "call marginals planner deriving build maps memory reader observed draw lazy nami",
     "inference": "site_messages observations target checkpoint history psis processes trackers optimizers weights "
     "simulate batches losses trainer compilation tempering transitions annealing importance",
     "checking": "coordinates rank_tests plots simulations calibration misspecification diagnosis",

@@ -18,10 +18,11 @@ from pyro_nami.factors.joint import to_sequence
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.conditioning import covariates_of
-from pyro_nami.guide.deriving import derive, flaw_of_tables
+from pyro_nami.guide.deriving import derive
 from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inverse_network import InverseNetwork
+from pyro_nami.guide.marginals import flaw_of_tables
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
@@ -55,7 +56,7 @@ def assemble(
         call = Call(model, args, kwargs, values=values, held=held)
         state = NetworkState(network, call.maps)
         current = Pass(plan.rules, plan.families, state, functools.partial(derive, plan, call), None, validate=False)
-        if flaw := flaw_of_tables(plan, call, current):
+        if flaw := flaw_of_tables(plan, call, current, derive):
             plan = make_plan(first, flaw)
             network = _network(first, plan)
         return plan, network, first.prototype

@@ -135,7 +135,7 @@ class NetworkState:
         return any(parameter.requires_grad for parameter in self._network.parameters())
 
     def passes(self) -> int:
-        """Returns the number of passes that gradients have come back from; without networks there is nothing to wait for."""
+        """Returns the number of passes that gradients have come back from; many where there are no networks."""
         return min((group.running.passes for group in self._network.groups), default=_MANY)
 
     def settle(self) -> None:

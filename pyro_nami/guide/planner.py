@@ -14,7 +14,7 @@ import networkx as nx
 import torch
 from torch.distributions import constraints
 
-from pyro_nami.factors.bijections import has_tensor_bounds, peel_support, support_of
+from pyro_nami.factors.bijections import peel_support, support_of
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.registry import make_family
 from pyro_nami.factors.unconstrained import CorrectionFamily, NormalFamily
@@ -25,6 +25,7 @@ from pyro_nami.guide.first_call import FirstCall, data_features, first_instance
 from pyro_nami.guide.free_parameters import MOST_COUPLED
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inversion import invert, plan_reads
+from pyro_nami.guide.marginals import first_ones
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Plan, SitePlan
 from pyro_nami.guide.rules import Exact, Learned, Newton, Prior, Rule
@@ -32,7 +33,6 @@ from pyro_nami.messages import warn
 from pyro_nami.reading.expansion import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
 from pyro_nami.reading.forms import Finder
-from pyro_nami.reading.marginal import MOST_MARGINAL
 from pyro_nami.reading.network import is_blocked
 
 __all__ = ["make_plan"]
@@ -127,7 +127,7 @@ def _inverted(
             break
     groups = {name: _with_all_read(group, inverse) for name, group in groups.items()} if interleaved else {}
     refused = dict(finder.refused) if finder else {}
-    if finder and interleaved and (marginal := _first_ones(first, inverse, order, groups)):
+    if finder and interleaved and (marginal := first_ones(first, inverse, order, groups)):
         if flaw:
             refused.update({name: f"{refused[name]}, and {flaw}" for name in marginal.members if name in refused})
         else:
@@ -137,32 +137,6 @@ def _inverted(
         reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
         raise ValueError(f"Expected a latent with an exact conditional, as `rules` asks; got '{name}': {reason}.")
     return inverse, order, interleaved, groups, refused
-
-
-def _first_ones(
-    first: FirstCall, inverse: Inverse, order: Sequence[str], groups: Mapping[str, ConjugateGroup]
-) -> ConjugateGroup | None:
-    """Returns the latents that come first, if all others have exact conditionals given them, and they are few."""
-    rest, nodes, options = [name for name in order if name not in groups], first.nodes, first.options
-    hidden = first.found.hidden_randomness
-    known = {*first.net.observed, *rest}
-    searched = options.inverse == "auto" and options.blocks is None and options.rules.keys().isdisjoint(rest)
-    if not searched or not groups or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
-        return None
-    if not all(group.is_exact for group in groups.values()) or first.plates.subsampled or first.passing or hidden:
-        return None
-    if any(name in (options.families or ()) or not known.issuperset(inverse.parents[name]) for name in rest):
-        return None
-    if any(first.frames[name] or nodes[name]["fn"].event_shape.numel() != 1 for name in rest):
-        return None
-    supports = [support_of(nodes[name]["fn"]) for name in rest]
-    if any(support.is_discrete or has_tensor_bounds(support) for support in supports):
-        return None
-    for name in (*order, *first.data):
-        site = nodes[name]
-        if bool((torch.as_tensor(site["scale"]) != 1).any()) or (name in order and site["mask"] is not None):
-            return None
-    return ConjugateGroup(tuple(rest), tuple(first.data), form="marginal")
 
 
 def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> SitePlan:

@@ -30,6 +30,7 @@ _POINTS = (33, 31)  # a side, of one member and of two
 _DEPTH = 8.0  # nats below the greatest log density, to which the grid reaches
 _FLOOR = 100.0  # nats below it, from where it is taken for constant
 _MOST_GRIDS = 40
+_FURTHER = 4.0  # half sides: how far a grid is moved where the log density goes on rising, so that steps grow
 _COVERED = 0.5  # of a side, at least, that is less than ``_DEPTH`` deep
 
 
@@ -136,8 +137,8 @@ class Marginal:
         for axis, grid in enumerate(self._grids):
             other = tuple(i for i in axes if i != axis)
             line, grid = (kept.any(other) if other else kept), grid.reshape((-1,) + (1,) * self._ndims)
-            low.append(torch.where(line, grid, torch.inf).amin(0) - torch.where(line[0], 1.0, step))
-            high.append(torch.where(line, grid, -torch.inf).amax(0) + torch.where(line[-1], 1.0, step))
+            low.append(torch.where(line, grid, torch.inf).amin(0) - torch.where(line[0], _FURTHER, step))
+            high.append(torch.where(line, grid, -torch.inf).amax(0) + torch.where(line[-1], _FURTHER, step))
             inside = ~line[0] & ~line[-1] & (line.sum(0) >= _COVERED * self._size)
             settled = settled and bool(inside.all())
         middle, half, slide = [*self.box.middle], [*self.box.half], self.box.slide
@@ -149,7 +150,7 @@ class Marginal:
             # What of the second one's place the first does not tell, at points that are kept.
             first, second = (half * grid for half, grid in zip(self.box.half, self._grids))
             rest = second + (self.box.slide - slide) * first
-            margins = [torch.where(bound.abs() > 1.5, half[1], step * half[1]) for bound in (low[1], high[1])]
+            margins = [torch.where(bound.abs() > 1.5, _FURTHER, step) * half[1] for bound in (low[1], high[1])]
             low[1] = torch.where(kept, rest, torch.inf).amin(axes) - margins[0]
             high[1] = torch.where(kept, rest, -torch.inf).amax(axes) + margins[1]
             shift = half[0] * (low[0] + high[0]) / 2

@@ -164,6 +164,14 @@ def test_other_data_other_sizes_and_batches_of_data_sets():
         assert float(together[i]) == pytest.approx(float(alone), abs=1e-2)
 
 
+def test_data_that_are_far_from_the_last_ones():
+    guide = AutoNaMIGuide(schools, observed=["y"])
+    for scale in (1.0, 1e-4, 1e4, 1e-2):
+        y, errors = EFFECTS.double() * scale, ERRORS.double() * scale
+        found = importance_sample(schools, guide, None, errors, num_samples=200, observations={"y": y})
+        assert float(found.log_weights.double().std()) < 2e-2
+
+
 def test_data_are_looked_at_once_for_as_long_as_they_are_equal():
     runs = 0
 

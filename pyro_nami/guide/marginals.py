@@ -1,0 +1,168 @@
+"""Latents that come first, found by quadrature in a call: which these are, their log density, and whether it is right.
+
+Change this module when other latents are to be found so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import pyro
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_nami.factors.bijections import has_tensor_bounds, support_of
+from pyro_nami.graph.inverse import Inverse
+from pyro_nami.guide.arguments import Arguments
+from pyro_nami.guide.call import Call
+from pyro_nami.guide.first_call import FirstCall
+from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.plan import Plan
+from pyro_nami.reading.expansion import ConjugateGroup, broadcast, leading_shape, log_density_of, plate_shape
+from pyro_nami.reading.isolation import forked_rng
+from pyro_nami.reading.marginal import MOST_MARGINAL, Marginal, points_of
+from pyro_nami.reading.refutation import parameters_of
+
+__all__ = ["first_ones", "flaw_of_tables", "marginal"]
+
+_DRAWS, _SPREADS, _LEAST_SPREAD = 256, 2.0, 1e-6  # of a prior, for the first grid
+_MOST_AT_ONCE = 2e6  # points times rows of data in one run of the model
+_MOST_TABLE = 4e6  # points times rows of data
+_CHECKED, _MOST_SPREAD = 64, 0.03  # draws of a table, and by how many nats they may be off
+
+
+def first_ones(
+    first: FirstCall, inverse: Inverse, order: Sequence[str], groups: Mapping[str, ConjugateGroup]
+) -> ConjugateGroup | None:
+    """Returns the latents that come first, if all others have exact conditionals given them, and they are few."""
+    rest, nodes, options = [name for name in order if name not in groups], first.nodes, first.options
+    hidden = first.found.hidden_randomness
+    known = {*first.net.observed, *rest}
+    searched = options.inverse == "auto" and options.blocks is None and options.rules.keys().isdisjoint(rest)
+    if not searched or not groups or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
+        return None
+    if not all(group.is_exact for group in groups.values()) or first.plates.subsampled or first.passing or hidden:
+        return None
+    if any(name in (options.families or ()) or not known.issuperset(inverse.parents[name]) for name in rest):
+        return None
+    if any(first.frames[name] or nodes[name]["fn"].event_shape.numel() != 1 for name in rest):
+        return None
+    supports = [support_of(nodes[name]["fn"]) for name in rest]
+    if any(support.is_discrete or has_tensor_bounds(support) for support in supports):
+        return None
+    for name in (*order, *first.data):
+        site = nodes[name]
+        if bool((torch.as_tensor(site["scale"]) != 1).any()) or (name in order and site["mask"] is not None):
+            return None
+    return ConjugateGroup(tuple(rest), tuple(first.data), form="marginal")
+
+
+def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, derive: Callable) -> Marginal:
+    """Returns the conditionals of what comes first, found anew where a call's data or arguments are others.
+
+    ``derive`` is `pyro_nami.guide.deriving.derive`.
+    """
+    source = call.source(group)
+    leaves = tree_leaves([source.args, source.kwargs, source.values, source.held])
+    known, found = call.tables.get(group, (None, None))
+    if known is None or not known.are(leaves):
+        known, found = Arguments(leaves, kept=True), _Joint.of(plan, source, current, derive).table(group, found)
+        call.tables[group] = known, found
+    return found
+
+
+def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> str:
+    """Returns what speaks against the latents that come first being found by quadrature; empty if nothing does.
+
+    Draws by it have to have the log density that it says, all others drawn given them, up to a constant.
+    """
+    group = next((group for group in plan.groups.values() if group.form == "marginal"), None)
+    if group is None:
+        return ""
+    joint = _Joint.of(plan, call, current, derive)
+    if points_of(group) * joint.rows() > _MOST_TABLE:
+        return "a grid for all rows of data is too large"
+    try:
+        table, values, given = joint.table(group), dict[str, Tensor](), torch.zeros(())
+        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+            pyro.set_rng_seed(1)
+            for name in group.members:
+                fn = table.conditional(name, values).expand((_CHECKED, *joint.leading))
+                values[name] = fn.sample()
+                given = given + fn.log_prob(values[name]).double()
+            spread = float((joint.log_density(values) - given).std(0).max())
+        with torch.enable_grad():
+            sites = call.run({**call.held, **{name: value[:1] for name, value in values.items()}})
+            densities = [log_density_of(sites[name]) for name in (*plan.order, *plan.read) if name in sites]
+        if parameters_of(*densities):
+            return "the model has parameters, which are still to be learned"
+        return "" if spread < _MOST_SPREAD else f"by quadrature it would be off by {spread:.2g} nats"
+    except Exception as error:  # noqa: BLE001  whatever a model does at values far out
+        return f"quadrature fails with {type(error).__name__}: {error}"
+
+
+class _Joint(NamedTuple):
+    """The log density of a call's latents and data, all but a few latents integrated out."""
+
+    plan: Plan
+    call: Call
+    current: Pass
+    derive: Callable
+    leading: torch.Size  # sizes of the data's batch dims, and 1 for each plate dim
+
+    @classmethod
+    def of(cls, plan: Plan, call: Call, current: Pass, derive: Callable) -> _Joint:
+        """Returns that of a call's data."""
+        leading = leading_shape(call.values, plan.event_dims, plan.plates.nesting)
+        return cls(plan, call, current, functools.partial(derive, plan, call), leading)
+
+    def rows(self) -> int:
+        """Returns the number of values of the site that has most."""
+        return max((value.numel() for value in self.call.values.values()), default=1)
+
+    def table(self, group: ConjugateGroup, near: Marginal | None = None) -> Marginal:
+        """Returns the conditionals of a group, from runs of the model at points of a grid."""
+        layouts = {name: self.plan.families[name].layout for name in group.members}
+        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+            pyro.set_rng_seed(0)
+            sites = self.call.run(self.call.held, until=group.members)
+            middle, half = [], []
+            for name in group.members:  # the spread of the prior
+                draws = layouts[name].elements(sites[name]["fn"].sample((_DRAWS,))).flatten().double()
+                low, center, high = draws.quantile(draws.new_tensor([0.16, 0.5, 0.84]))
+                middle.append(center.expand(self.leading))
+                half.append(_SPREADS * (high - low).clamp(min=_LEAST_SPREAD).expand(self.leading))
+            like = self.plan.initial[group.members[0]]
+            return Marginal(group, layouts, like, middle, half, self.log_density, near)
+
+    def log_density(self, at: Mapping[str, Tensor]) -> Tensor:
+        """Returns the log density in nats at values ``(points, *leading, *event)``, ``(points, *leading)``."""
+        count = max(1, int(_MOST_AT_ONCE / self.rows()))
+        parts = zip(*(value.split(count) for value in at.values()))
+        return torch.cat([self._log_weights(dict(zip(at, part))) for part in parts])
+
+    def _log_weights(self, at: Mapping[str, Tensor]) -> Tensor:
+        """Returns log p(values, others, data) - log q(others), of others that are drawn given the values."""
+        inner, nesting = self.current.beside(self.plan.rules, self.derive, at), self.plan.plates.nesting
+        passed = {*at, *self.call.lacking, *self.call.unseen, *self.call.held}
+        terms = []
+        for name in (name for name in self.plan.order if name not in passed):
+            fn = inner.rules[name].distribution(inner, torch.Size(), None)
+            fn = fn.expand(broadcast(fn.batch_shape, plate_shape(inner.ready[name])))
+            value = inner.values[name] = fn.rsample() if fn.has_rsample else fn.sample()
+            terms.append(-_summed(fn.log_prob(value), nesting))
+        sites = self.call.run({**self.call.held, **inner.values})
+        known = inner.values.keys() | set(self.plan.bayesnet.observed)
+        terms += [_summed(log_density_of(site), nesting) for name, site in sites.items() if name in known]
+        total = torch.stack(torch.broadcast_tensors(*terms)).sum(0)
+        batch = self.leading[: len(self.leading) - nesting]
+        return total.expand((len(next(iter(at.values()))), *batch)).reshape((-1, *self.leading))
+
+
+def _summed(log_prob: Tensor, nesting: int) -> Tensor:
+    """Returns log densities summed over plates, in doubles, as ``(*batch)``."""
+    dims = tuple(range(-min(nesting, log_prob.dim()), 0))
+    return log_prob.double().sum(dims) if dims else log_prob.double()
