@@ -62,7 +62,7 @@ def new(processes, batch_size, seed=0, optim=None, **options):
         spies.append(Spy(loss))
         return DistributedDataParallel(spies[0]) if processes > 1 else spies[0]
 
-    guide = AutoNaMIGuide(COLLIDER, init_scale=1.0, hidden_features=options.pop("hidden_features", ()))
+    guide = AutoNaMIGuide(COLLIDER, exact=False, init_scale=1.0, hidden_features=options.pop("hidden_features", ()))
     optim = optim or functools.partial(torch.optim.Adam, lr=0.05)
     compilation = InferenceCompilation(COLLIDER, guide, optim, batch_size=batch_size, wrap=wrap, **options)
     compilation.spies = spies
