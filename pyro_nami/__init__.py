@@ -17,7 +17,7 @@ Glossary, one word per concept:
 """
 
 from pyro_nami.checking import calibrate, diagnose, misspecification
-from pyro_nami.factors import Family, flow, mixture, register_family, relaxed
+from pyro_nami.factors import Family, NoisyOr, flow, mixture, register_family, relaxed
 from pyro_nami.graph import (
     BayesNet,
     Inverse,
@@ -46,6 +46,7 @@ __all__ = [
     "Family",
     "InferenceCompilation",
     "Inverse",
+    "NoisyOr",
     "Site",
     "Verification",
     "WeightedSamples",
