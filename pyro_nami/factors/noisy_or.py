@@ -110,7 +110,7 @@ class NoisyOr(TorchDistribution):
         if self._validate_args:
             self._validate_sample(value)
         present, possible = value != 0, self.rates >= torch.finfo(self.rates.dtype).tiny
-        log_present = _log1mexp(self.rates.where(present & possible, 1.0))
+        log_present = _log1mexp(self.rates.where(possible, 1.0))
         return torch.where(present, log_present.where(possible, -math.inf), -self.rates).sum(-1)
 
     def _validate_sample(self, value: Tensor) -> None:

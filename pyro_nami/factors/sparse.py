@@ -6,6 +6,7 @@ in each argument and each other's derivatives. Change this module when torch's o
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def sparse_linear(z: Tensor, matrix: Tensor) -> Tensor:
         tensor([6., 1.])
     """
     batch = z.shape[:-1]
-    columns = z.reshape(batch.numel(), z.shape[-1]).T
+    columns = z.reshape(math.prod(batch), z.shape[-1]).T
     product = _Product.apply(*entries(matrix), columns, matrix.shape[0])
     return product.T.reshape(*batch, matrix.shape[0])
 
