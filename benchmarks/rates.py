@@ -55,7 +55,7 @@ def cases(smoke: bool) -> dict[str, Case]:
     schools = torch.tensor(ERRORS), torch.tensor(EFFECTS)
     houses = mixed_models.read_radon()
     pyro.set_rng_seed(0)
-    evidence = exact_posterior(mixed_models.linear_radon(*houses), 1).log_evidence
+    evidence = exact_posterior(mixed_models.linear_radon(*houses), 200 if smoke else 20_000).log_evidence
     found = {
         "eight_schools": Case(
             eight_schools, schools, quickstart.Exact().log_evidence, 2_500, (0.003, 0.01, 0.03, 0.1), 0.05, 2_000, 5

@@ -17,7 +17,16 @@ Glossary, one word per concept:
 """
 
 from pyro_nami.checking import calibrate, diagnose, misspecification
-from pyro_nami.factors import Family, flow, mixture, register_family, relaxed
+from pyro_nami.factors import (
+    Bound,
+    Family,
+    NoisyOr,
+    flow,
+    mixture,
+    register_bound,
+    register_family,
+    relaxed,
+)
 from pyro_nami.graph import (
     BayesNet,
     Inverse,
@@ -43,9 +52,11 @@ from pyro_nami.show.render import render
 __all__ = [
     "AutoNaMIGuide",
     "BayesNet",
+    "Bound",
     "Family",
     "InferenceCompilation",
     "Inverse",
+    "NoisyOr",
     "Site",
     "Verification",
     "WeightedSamples",
@@ -61,6 +72,7 @@ __all__ = [
     "mixture",
     "nami",
     "nami_steps",
+    "register_bound",
     "register_family",
     "relaxed",
     "render",

@@ -1,0 +1,164 @@
+"""Bounds on the log density of a child that are linear or quadratic in its predictor, which is linear in the latents.
+
+With such a bound in place of a likelihood, latents have conditionals in closed form: Bernoulli ones under a noisy-OR,
+Normal ones under a logistic regression. Change this module when a type of child gets a bound; a user's own comes by
+`register_bound`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
+from torch import Tensor
+from torch.distributions import Bernoulli, Distribution
+from torch.nn.functional import logsigmoid
+
+from pyro_nami.factors.noisy_or import NoisyOr
+from pyro_nami.factors.wrappers import innermost, layers, through_wrappers
+
+__all__ = ["Bound", "JaakkolaJordan", "NoisyOrDual", "bound_for", "register_bound"]
+
+
+class Bound(ABC):
+    """A bound log p(value | s) <= or >= constant + linear s + quadratic s^2, in nats, for each element of a child.
+
+    The predictor s, ``(*batch, *event)``, is a linear function of the child's parents. The variational parameters
+    xi >= 0, one for each element, may be any: at each the bound is true. To add one,
+
+    - say how to get s from a distribution of the type, below its wrappers (`leaf_predictor`);
+    - say what the bound is (`coefficients`), on which `side`, and where it is tightest (`tightest`);
+    - name it: ``register_bound(YourDistribution, YourBound())``.
+
+    Attributes:
+        side: ``"lower"`` or ``"upper"``.
+    """
+
+    side: str
+
+    @abstractmethod
+    def leaf_predictor(self, leaf: Any) -> Tensor:
+        """Returns s ``(*batch, *event)`` of a distribution of the registered type."""
+
+    @abstractmethod
+    def coefficients(self, value: Tensor, xi: Tensor) -> tuple[Tensor | float, Tensor | float, Tensor | float]:
+        """Returns constant, linear and quadratic coefficients, each of the shape of `value` and `xi`, or a number."""
+
+    @abstractmethod
+    def tightest(self, value: Tensor, mean: Tensor, square: Tensor) -> Tensor:
+        """Returns the xi at which the expected bound is tightest, given E s and E s^2; all ``(*batch, *event)``."""
+
+    def predictor(self, fn: Distribution) -> Tensor:
+        """Returns s of a distribution in any wrappers, ``(*fn.batch_shape, *fn.event_shape)``."""
+        return through_wrappers(fn, self.leaf_predictor)
+
+    def log_bound(self, fn: Distribution, value: Tensor, xi: Tensor) -> Tensor:
+        """Returns the bound on ``fn.log_prob(value)`` in nats, ``(*batch,)``; as that, it is zero where `fn` masks.
+
+        Args:
+            fn: a distribution of the registered type, in any wrappers.
+            value, xi: ``(*batch, *event)``.
+        """
+        s, (constant, linear, quadratic) = self.predictor(fn), self.coefficients(value, xi)
+        bound = constant + linear * s + quadratic * s.square()
+        for layer in layers(fn):
+            if isinstance(layer, MaskedDistribution):
+                mask = torch.as_tensor(layer._mask, device=s.device)
+                bound = bound.where(mask.reshape(mask.shape + (1,) * layer.event_dim), 0.0)
+        event_dim = len(fn.event_shape)
+        return bound.flatten(bound.dim() - event_dim).sum(-1) if event_dim else bound
+
+
+class NoisyOrDual(Bound):
+    """The upper bound of a noisy-OR by its conjugate dual; s are the rates, and xi is psi, its slope.
+
+    log(1 - exp(-s)) <= psi s - g(psi), g(psi) = (psi + 1) log(psi + 1) - psi log psi, with equality at
+    psi = 1 / (exp(s) - 1). Where x = 0, log p is -s whatever psi. A psi below the smallest normal number counts as it.
+
+    References:
+        Jaakkola & Jordan 1999, Variational Probabilistic Inference and the QMR-DT Network; Yan, Ailem & Sha 2019,
+        Amortized Inference of Variational Bounds for Learning Noisy-OR, equations 7 and 8.
+
+    Example:
+        >>> fn = NoisyOr(torch.zeros(1, 1), torch.tensor([0.5]), torch.zeros(1))
+        >>> one, s = torch.ones(1), fn.rates
+        >>> fn.log_prob(one), NoisyOrDual().log_bound(fn, one, NoisyOrDual().tightest(one, s, s**2))
+        (tensor(-0.9328), tensor(-0.9328))
+    """
+
+    side = "upper"
+
+    def leaf_predictor(self, leaf: NoisyOr) -> Tensor:
+        return leaf.rates
+
+    def coefficients(self, value: Tensor, xi: Tensor) -> tuple[Tensor, Tensor, float]:
+        psi, present = xi.clamp(min=torch.finfo(xi.dtype).tiny), value != 0
+        dual = psi.log1p() - psi * logsigmoid(psi.log())  # log(psi + 1) - log psi is -logsigmoid(log psi)
+        return torch.where(present, -dual, 0.0), torch.where(present, psi, -1.0), 0.0
+
+    def tightest(self, value: Tensor, mean: Tensor, square: Tensor) -> Tensor:
+        s = mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5)  # so that the slope is finite as well
+        return torch.exp(-s) / -torch.expm1(-s)
+
+
+class JaakkolaJordan(Bound):
+    """The lower bound of a Bernoulli in its logits s, quadratic, with equality at s = xi and s = -xi.
+
+    log p(x | s) >= log sigmoid(xi) + (x - 1/2) s - xi / 2 - lambda(xi) (s^2 - xi^2),
+    lambda(xi) = tanh(xi / 2) / (4 xi).
+
+    References:
+        Jaakkola & Jordan 2000, Bayesian Parameter Estimation via Variational Methods, equations 6 and 7.
+
+    Example:
+        >>> fn, one = Bernoulli(logits=torch.tensor(2.0)), torch.tensor(1.0)
+        >>> fn.log_prob(one), JaakkolaJordan().log_bound(fn, one, torch.tensor(2.0))
+        (tensor(-0.1269), tensor(-0.1269))
+    """
+
+    side = "lower"
+
+    def leaf_predictor(self, leaf: Bernoulli) -> Tensor:
+        return leaf.logits
+
+    def coefficients(self, value: Tensor, xi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        constant = logsigmoid(xi) - 0.5 * xi + 0.25 * xi * torch.tanh(0.5 * xi)
+        near, square = xi.abs() < 1e-2, xi.square()
+        series = 1 / 8 - square / 96 + square.square() / 960  # the next term is below 1e-16
+        far = xi.where(~near, 1.0)
+        return constant, value - 0.5, -torch.where(near, series, torch.tanh(0.5 * far) / (4 * far))
+
+    def tightest(self, value: Tensor, mean: Tensor, square: Tensor) -> Tensor:
+        return square.clamp(min=torch.finfo(square.dtype).tiny).sqrt()
+
+
+def register_bound(distribution_type: type[Distribution], bound: Bound) -> None:
+    """Gives a type of distribution, and those derived from it, a bound; it replaces an earlier one.
+
+    Raises:
+        TypeError: for a type that is no distribution, or a bound that is not a `Bound` (an instance, not a class).
+        ValueError: for a side other than ``"lower"`` and ``"upper"``.
+    """
+    if not (isinstance(distribution_type, type) and issubclass(distribution_type, Distribution)):
+        raise TypeError(f"Expected a type of distribution; got {distribution_type!r}. Give its class.")
+    if not isinstance(bound, Bound):
+        raise TypeError(f"Expected a Bound; got {bound!r}. Subclass pyro_nami.Bound, and give an instance.")
+    side = getattr(bound, "side", None)
+    if side not in ("lower", "upper"):
+        raise ValueError(f'Expected side "lower" or "upper"; got {side!r}. Set it in {type(bound).__name__}.')
+    _BOUNDS[distribution_type] = bound
+
+
+def bound_for(fn: Distribution) -> Bound | None:
+    """Returns the bound of a distribution, found below its wrappers; None if its type has none.
+
+    Example:
+        >>> type(bound_for(Bernoulli(logits=torch.zeros(3)))).__name__
+        'JaakkolaJordan'
+    """
+    return next((_BOUNDS[kind] for kind in type(innermost(fn)).__mro__ if kind in _BOUNDS), None)
+
+
+_BOUNDS: dict[type, Bound] = {NoisyOr: NoisyOrDual(), Bernoulli: JaakkolaJordan()}
