@@ -82,8 +82,7 @@ class PathScored(TorchDistribution):
         gradients: list[Tensor] = []
         own.register_hook(gradients.append)
         drawn.register_hook(lambda whole: share.note(whole - gradients[0], gradients.pop()) if gradients else None)
-        path, whole = make().log_prob_drawn(x, own), self.log_prob_drawn(x.detach(), drawn.detach())
-        log_prob = path + (1 - share.now()) * (whole - whole.detach())
+        log_prob = torch.lerp(self.log_prob_drawn(x, own), make().log_prob_drawn(x, own), share.now().to(own))
         if log_prob.shape != self.batch_shape:
             log_prob = log_prob.expand(torch.broadcast_shapes(log_prob.shape, self.batch_shape))
         return ScoreParts(log_prob, 0, log_prob)  # type: ignore[arg-type]  # as Pyro's own
