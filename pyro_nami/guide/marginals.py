@@ -69,7 +69,11 @@ def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, deriv
     leaves = tree_leaves([source.args, source.kwargs, source.values, source.held])
     known, found = call.tables.get(group, (None, None))
     if known is None or not known.are(leaves):
-        known, found = Arguments(leaves, kept=True), _Joint.of(plan, source, current, derive).table(group, found)
+        try:
+            known, found = Arguments(leaves, kept=True), _Joint.of(plan, source, current, derive).table(group, found)
+        except ValueError as error:
+            learned = dict.fromkeys(group.members, "learned")
+            raise ValueError(f"At these data {error}. A guide with rules={learned} takes them.") from error
         call.tables[group] = known, found
     return found
 
