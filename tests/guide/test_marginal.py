@@ -228,6 +228,19 @@ def test_data_are_looked_at_once_for_as_long_as_they_are_equal():
     assert abs(float(first - second)) > 0.1
 
 
+def test_what_a_model_reads_beside_its_arguments_may_change():
+    errors = ERRORS.clone()
+
+    def model(y):
+        return schools(y, errors)
+
+    guide = called(model, EFFECTS)
+    for factor in (0.1, 10.0):
+        errors.mul_(factor)
+        _, sd = spread(model, guide, EFFECTS, num=300)
+        assert guide.rules["tau"].rule == "quadrature" and sd < 2e-2
+
+
 def test_copies_and_predictions_have_the_same_posterior():
     guide = called(schools, EFFECTS, ERRORS)
     pyro.set_rng_seed(0)
