@@ -22,6 +22,7 @@ from pyro_nami.factors.elements import OwnElements
 from pyro_nami.factors.knots import KnotTransform
 from pyro_nami.reading.expansion import ConjugateGroup, trimmed
 from pyro_nami.reading.grids import HALF, Mass, slope_of
+from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.modes import Peaks, climbed
 
 __all__ = ["MOST_MARGINAL", "Marginal", "points_of"]
@@ -101,7 +102,8 @@ class Marginal:
         self.box = Box([each.double() for each in middle], [each.double() for each in half], middle[0].double() * 0)
         self._peaks, widened = Peaks(), 0
         if near is not None and near.box.middle[0].shape == middle[0].shape:
-            self._tabulated()
+            with forked_rng():  # what is drawn on the near box's grid is then the same at the same data
+                self._tabulated()
             self.box = near.box
         for _ in range(_MOST_GRIDS):
             self._table = self._tabulated()
