@@ -42,6 +42,7 @@ class PathShare:
 
     def note(self, other: Tensor, own: Tensor) -> None:
         """Takes in gradients by a draw: of all other terms, and of its own density."""
+        other, own = other.detach(), own.detach()
         product, square = (other * own).sum(), own.square().sum()
         finite = (product + square).isfinite()
         self._product, self._square = (

@@ -67,10 +67,15 @@ def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, deriv
     """
     source = call.source(group)
     leaves = tree_leaves([source.args, source.kwargs, source.values, source.held])
-    known, found = call.tables.get(group, (None, None))
-    if known is None or not known.are(leaves):
-        known, found = Arguments(leaves, kept=True), _Joint.of(plan, source, current, derive).table(group, found)
-        call.tables[group] = known, found
+    known, found, seen = call.tables.get(group, (None, None, None))
+    joint = _Joint.of(plan, source, current, derive)
+    if known is None or not known.are(leaves) or joint.differs(seen):
+        try:
+            known, found = Arguments(leaves, kept=True), joint.table(group, found)
+        except ValueError as error:
+            learned = dict.fromkeys(group.members, "learned")
+            raise ValueError(f"At these data {error}. A guide with rules={learned} takes them.") from error
+        call.tables[group] = known, found, joint.seen(group, found)
     return found
 
 
@@ -137,6 +142,22 @@ class _Joint(NamedTuple):
                 half.append(_SPREADS * (high - low).clamp(min=_LEAST_SPREAD).expand(self.leading))
             like = self.plan.initial[group.members[0]]
             return Marginal(group, layouts, like, middle, half, self.log_density, near)
+
+    def seen(self, group: ConjugateGroup, table: Marginal) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns two draws by a table, and the log density there: a model may read what no argument shows."""
+        values = dict[str, Tensor]()
+        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+            for name in group.members:
+                values[name] = table.conditional(name, values).expand((2, *self.leading)).sample()
+            return values, self.log_density(values)
+
+    def differs(self, seen: tuple[dict[str, Tensor], Tensor]) -> bool:
+        """Whether the log density is another one than it was, by more than the noise of single precision."""
+        values, before = seen
+        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+            now = self.log_density(values)
+        same = torch.isclose(now, before, rtol=1e-4, atol=_MOST_SPREAD, equal_nan=True)
+        return not bool(same.all())
 
     def log_density(self, at: Mapping[str, Tensor]) -> Tensor:
         """Returns the log density in nats at values ``(points, *leading, *event)``, ``(points, *leading)``."""

@@ -22,6 +22,8 @@ from pyro_nami.factors.elements import OwnElements
 from pyro_nami.factors.knots import KnotTransform
 from pyro_nami.reading.expansion import ConjugateGroup, trimmed
 from pyro_nami.reading.grids import HALF, Mass, slope_of
+from pyro_nami.reading.isolation import forked_rng
+from pyro_nami.reading.modes import Peaks, climbed
 
 __all__ = ["MOST_MARGINAL", "Marginal", "points_of"]
 
@@ -29,7 +31,7 @@ MOST_MARGINAL = 2  # members
 _POINTS = (33, 31)  # a side, of one member and of two
 _DEPTH = 8.0  # nats below the greatest log density, to which the grid reaches
 _FLOOR = 100.0  # nats below it, from where it is taken for constant
-_MOST_GRIDS = 40
+_MOST_GRIDS, _MOST_WIDENED = 40, 2
 _FURTHER = 4.0  # half sides: how far a grid is moved where the log density goes on rising, so that steps grow
 _COVERED = 0.5  # of a side, at least, that is less than ``_DEPTH`` deep
 
@@ -53,6 +55,12 @@ class Box(NamedTuple):
         """Returns the members' values at places between -1 and 1 that broadcast with the batch."""
         first, *second = (middle + half * grid for middle, half, grid in zip(self.middle, self.half, grids))
         return [first, *(place + self.slide * (first - self.middle[0]) for place in second)]
+
+    def grids(self, places: Tensor) -> Tensor:
+        """Returns where values ``(members, points, *batch)`` lie: between -1 and 1 in the box."""
+        off = [place - middle for place, middle in zip(places, self.middle)]
+        off[1:] = [each - self.slide * off[0] for each in off[1:]]
+        return torch.stack([each / half for each, half in zip(off, self.half)])
 
 
 class Marginal:
@@ -87,21 +95,28 @@ class Marginal:
         near: Marginal | None = None,
     ) -> None:
         self.group, self._layouts, self._like, self._log_density = group, layouts, like, log_density
-        count = len(group.members)
+        names, count = ", ".join(map(repr, group.members)), len(group.members)
         self._size, self._ndims = _POINTS[count - 1], middle[0].dim()
         grid = torch.linspace(-1, 1, self._size, dtype=torch.float64, device=middle[0].device)
         self._grids = [grid.reshape((-1,) + (1,) * (count - 1 - i + self._ndims)) for i in range(count)]
         self.box = Box([each.double() for each in middle], [each.double() for each in half], middle[0].double() * 0)
+        self._peaks, widened = Peaks(), 0
         if near is not None and near.box.middle[0].shape == middle[0].shape:
+            with forked_rng():  # what is drawn on the near box's grid is then the same at the same data
+                self._tabulated()
             self.box = near.box
         for _ in range(_MOST_GRIDS):
             self._table = self._tabulated()
             following = self._moved()
             if following is None:
-                break
+                following, widened = self._widened(), widened + 1
+                if following is None:
+                    break
+            if widened > _MOST_WIDENED:
+                raise ValueError(f"the log density of {names} has modes that are too narrow for one grid")
             self.box = following
         else:
-            raise ValueError(f"the log density of {', '.join(map(repr, group.members))} does not fall to all sides")
+            raise ValueError(f"the log density of {names} does not fall to all sides, or has modes far apart")
         line = self._table if count == 1 else self._table.logsumexp(1)
         self._knots = self._quantiles(line)
 
@@ -109,9 +124,10 @@ class Marginal:
         """Returns the log density at all points, ``(points, *batch)`` or ``(points, points, *batch)``, in doubles."""
         places = torch.broadcast_tensors(*self.box.places(self._grids))
         sides = len(self.group.members)
-        elements = [place.flatten(0, sides - 1).unsqueeze(-1) for place in places]
-        table = self.log_prob(dict(zip(self.group.members, elements)))
+        table = self._log_prob_of(torch.stack(places).flatten(1, sides))
         table = table.reshape(places[0].shape).nan_to_num(-torch.inf, -torch.inf, -torch.inf)
+        steps = torch.stack(torch.broadcast_tensors(*self.box.half)) * 2 / (self._size - 1)
+        self._peaks.note(table, torch.stack(places), steps.reshape((sides, *table.shape[sides:])))
         top = table.amax(tuple(range(sides)), keepdim=True)
         self.finite = dict.fromkeys(self.group.members, top.isfinite().reshape(top.shape[sides:]))
         # A density that is no number anywhere says nothing: the first box stands for the prior.
@@ -161,6 +177,33 @@ class Marginal:
         middle[0] = middle[0] + half[0] * (low[0] + high[0]) / 2
         half[0] = half[0] * (high[0] - low[0]) / 2
         return Box(middle, half, slide)
+
+    def _widened(self) -> Box | None:
+        """Returns a box that has room for modes outside of this one, None if there are none."""
+        places, reach = self._peaks.places, self._peaks.reach
+        near = reach.clone()
+        near[1:] += self.box.slide.abs() * reach[0]
+        near = torch.stack([each / half for each, half in zip(near, self.box.half)])
+        apart = ((self.box.grids(places).abs() - near) > 1).any(0) & self._peaks.values.isfinite()
+        some = apart.flatten(1).any(1) if apart.dim() > 1 else apart
+        if not bool(some.any()):
+            return None
+        places, values = climbed(self._log_prob_of, places[:, some], reach[:, some])
+        grids, sides = self.box.grids(places), len(places)
+        apart = apart[some] & (grids.abs() > 1).any(0) & (values > self._table.amax(tuple(range(sides))) - _DEPTH)
+        if not bool(apart.any()):
+            return None
+        low = torch.where(apart, grids, -1.0).amin(1).clamp(max=-1.0)
+        high = torch.where(apart, grids, 1.0).amax(1).clamp(min=1.0)
+        room = (high - low) / 8
+        shift = [half * (above + below) / 2 for half, above, below in zip(self.box.half, high, low)]
+        middle = [each + moved for each, moved in zip(self.box.middle, shift)]
+        middle[1:] = [each + self.box.slide * shift[0] for each in middle[1:]]
+        half = [each * (width / 2 + more) for each, width, more in zip(self.box.half, high - low, room)]
+        return Box(middle, half, self.box.slide)
+
+    def _log_prob_of(self, places: Tensor) -> Tensor:
+        return self.log_prob({name: place.unsqueeze(-1) for name, place in zip(self.group.members, places)})
 
     def _slide(self) -> tuple[Tensor, Tensor]:
         """Returns by how much the second moves with the first, and whether a grid that does so is much narrower."""

@@ -126,6 +126,39 @@ def test_all_modes_are_found(y):
     assert abs(positive - 0.5) < 0.07
 
 
+def told(y, about):
+    """As `squared`, where a second observation may tell the two places apart."""
+    root = pyro.sample("root", dist.Normal(0.0, 3.0))
+    z = pyro.sample("z", dist.Normal(root**2, 0.5))
+    pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+    pyro.sample("about", dist.Normal(root, 0.3), obs=about)
+
+
+def narrow(y):
+    root = pyro.sample("root", dist.Normal(0.0, 3.0))
+    z = pyro.sample("z", dist.Normal(root**2, 0.02))
+    pyro.sample("y", dist.Normal(z, 0.02), obs=y)
+
+
+@pytest.mark.parametrize("y", [4.0, 20.0])
+def test_modes_that_one_grid_does_not_hold_are_not_left_out(y):
+    assert "modes" in called(narrow, torch.tensor(y, dtype=torch.float64)).rules["root"].reason
+
+
+def test_modes_that_the_last_data_did_not_have_are_found():
+    at = [torch.tensor(value, dtype=torch.float64) for value in (4.0, 2.0, 0.0, 16.0)]
+    guide = called(told, at[0], at[1])
+    assert guide.rules["root"].rule == "quadrature"
+    u = torch.linspace(-12.0, 12.0, 40001, dtype=torch.float64)
+    dense = dist.Normal(0.0, 3.0).log_prob(u) + dist.Normal(u**2, 0.5**0.5).log_prob(at[0])
+    dense = dense + dist.Normal(u, 0.3).log_prob(at[2])
+    found, sd = spread(told, guide, at[0], at[2], num=300)
+    assert found == pytest.approx(float(dense.logsumexp(0) + (u[1] - u[0]).log()), abs=5e-3) and sd < 5e-3
+    guide(at[0], at[1])
+    with pytest.raises(ValueError, match="modes .* 'learned'"):
+        guide(at[3], at[2])
+
+
 @pytest.mark.parametrize(("scale", "shift"), [(1e-3, 0.0), (1e3, 0.0), (1.0, 300.0)])
 def test_data_far_from_the_prior(scale, shift):
     y = (EFFECTS * scale + shift).double()
@@ -193,6 +226,19 @@ def test_data_are_looked_at_once_for_as_long_as_they_are_equal():
     written.mul_(5.0)
     second = poutine.trace(guide).get_trace(written, ERRORS).nodes["tau"]["fn"].log_prob(torch.tensor(3.0))
     assert abs(float(first - second)) > 0.1
+
+
+def test_what_a_model_reads_beside_its_arguments_may_change():
+    errors = ERRORS.clone()
+
+    def model(y):
+        return schools(y, errors)
+
+    guide = called(model, EFFECTS)
+    for factor in (0.1, 10.0):
+        errors.mul_(factor)
+        _, sd = spread(model, guide, EFFECTS, num=300)
+        assert guide.rules["tau"].rule == "quadrature" and sd < 2e-2
 
 
 def test_copies_and_predictions_have_the_same_posterior():

@@ -146,3 +146,21 @@ def test_only_own_draws_are_scored_so():
         parts = fn.score_parts(value)
         assert parts.score_function == 0 and torch.allclose(parts.log_prob, fn.log_prob(value), atol=1e-5)
         assert torch.equal(moved(parts.entropy_term), moved(fn.log_prob(value))) == same
+
+
+def test_gradients_with_a_graph_of_their_own_leave_none_behind():
+    pyro.clear_param_store()
+    guide = AutoNaMIGuide(local, exact=False)
+    guide(DATA)
+    optimizer = torch.optim.SGD(guide.parameters(), 0.01)
+    for _ in range(3):  # what is kept of one step's graph would be gone through at the next, after steps in place
+        loss = Trace_ELBO().differentiable_loss(local, guide, DATA)
+        parameters = [p for p in guide.parameters() if p.requires_grad]
+        options = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
+        for parameter, found in zip(parameters, torch.autograd.grad(loss, parameters, **options)):
+            parameter.grad = found.detach()
+        optimizer.step()
+    assert all(value.isfinite().all() for value in guide.parameters())
+    share, ones = PathShare(), torch.ones(2, requires_grad=True)
+    share.note(-ones, ones / 2)
+    assert float(share.now()) == 1.0 and not share.now().requires_grad
