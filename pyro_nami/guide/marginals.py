@@ -21,6 +21,7 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
+from pyro_nami.messages import warn
 from pyro_nami.reading.expansion import ConjugateGroup, broadcast, leading_shape, log_density_of, plate_shape
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.marginal import MOST_MARGINAL, Marginal, points_of
@@ -67,6 +68,12 @@ def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, deriv
     """
     source = call.source(group)
     leaves = tree_leaves([source.args, source.kwargs, source.values, source.held])
+    first = group.members[0]
+    if torch.jit.is_tracing() and current.state.tells(f"{first}, compiled"):
+        warn(
+            f"A compiled objective keeps moving the grid of '{first}' as for these data, which fails at others of "
+            f"another size. Where data change, make the guide with rules={{'{first}': 'learned'}}."
+        )
     known, found, seen = call.tables.get(group, (None, None, None))
     joint = _Joint.of(plan, source, current, derive)
     if known is None or not known.are(leaves) or joint.differs(seen):
