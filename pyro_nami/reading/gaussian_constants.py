@@ -105,10 +105,11 @@ class FromConstants(JointGaussian):
 
     def solve(self, sites: Mapping[str, Any]) -> None:
         constants, left = self._constants, []
-        if not _same(constants.marks, [mark for mark, _ in _marks(self, sites, constants.factors, constants.scales)]):
+        weights = {name: self.precision(sites, name).double()[..., None, None] for name in constants.factors}
+        marks = [mark for mark, _ in _marks(self, sites, constants.factors, constants.scales)]
+        if not _same(constants.marks, marks) or not all(bool(each.isfinite().all()) for each in weights.values()):
             self._forget()
             raise Changed
-        weights = {name: self.precision(sites, name).double()[..., None, None] for name in constants.factors}
         for part in constants.parts:
             rows = [weights[name] * unit for name, unit in part.units.items()]
             rows = rows if part.rows is None else [part.rows, *rows]

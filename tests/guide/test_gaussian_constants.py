@@ -11,7 +11,7 @@ from pyro.infer import Trace_ELBO
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.factors.path_scored import PathShare
-from pyro_nami.guide import deriving, planner
+from pyro_nami.guide import deriving, marginals
 
 pytestmark = pytest.mark.usefixtures("double", "own_parameters")
 GROUP = torch.tensor([0, 1, 2, 0, 1, 2, 2, 2, 1, 0, 0, 1])
@@ -25,7 +25,7 @@ SEEN = torch.arange(12) % 4 > 0
 @pytest.fixture(autouse=True)
 def scales_are_learned(monkeypatch):
     """As those are of which there are more, so that blocks are derived in every step."""
-    monkeypatch.setattr(planner, "MOST_MARGINAL", 0)
+    monkeypatch.setattr(marginals, "MOST_MARGINAL", 0)
 
 
 def normal(name, loc=0.0, scale=1.0, **kwargs):
