@@ -97,9 +97,7 @@ def keep_constants(expansion: Expansion, current: Pass, call: Call, values: Mapp
         return
     if not expansion.differentiable or torch.jit.is_tracing() or type(expansion) is not JointGaussian:
         return
-    sizes = expansion.sizes  # what was drawn shows by its gradients what depends on it
-    drawn = {name: v.detach().requires_grad_(v.is_floating_point()) for name, v in values.items()}
-    known = {**call.held, **drawn}
+    known, sizes = {**call.held, **values}, expansion.sizes
     with untouched(call.model):
         kept[key] = constants_of(
             *key, expansion.nesting, sizes, lambda at, until: call.run({**known, **at}, until=until)

@@ -25,8 +25,6 @@ from pyro_nami.networks.running import tempered
 
 __all__ = ["NetworkState", "Numbers"]
 
-_MANY = 1000  # passes
-
 
 class NetworkState:
     """One pass through the networks, in the order in which values come to be known; used once.
@@ -135,8 +133,8 @@ class NetworkState:
         return any(parameter.requires_grad for parameter in self._network.parameters())
 
     def passes(self) -> int:
-        """Returns the number of passes that gradients have come back from; many where there are no networks."""
-        return min((group.running.passes for group in self._network.groups), default=_MANY)
+        """Returns the number of passes that gradients have come back from."""
+        return min((group.running.passes for group in self._network.groups), default=0)
 
     def settle(self) -> None:
         """Centers the inputs that are data on those of this call, all of which must be known."""
