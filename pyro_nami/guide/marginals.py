@@ -156,13 +156,14 @@ class _Joint(NamedTuple):
         with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
             for name in group.members:
                 values[name] = table.conditional(name, values).expand((2, *self.leading)).sample()
-            return values, self.log_density(values)
+            values = self._with_others(values)[0]
+            return values, self._log_density_at(values)
 
     def differs(self, seen: tuple[dict[str, Tensor], Tensor]) -> bool:
         """Whether the log density is another one than it was, by more than the noise of single precision."""
         values, before = seen
         with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
-            now = self.log_density(values)
+            now = self._log_density_at(values)
         same = torch.isclose(now, before, rtol=1e-4, atol=_MOST_SPREAD, equal_nan=True)
         return not bool(same.all())
 
@@ -174,20 +175,30 @@ class _Joint(NamedTuple):
 
     def _log_weights(self, at: Mapping[str, Tensor]) -> Tensor:
         """Returns log p(values, others, data) - log q(others), of others that are drawn given the values."""
-        inner, nesting = self.current.beside(self.plan.rules, self.derive, at), self.plan.plates.nesting
+        values, log_q = self._with_others(at)
+        total = self._log_density_at(values) - log_q
+        batch = self.leading[: len(self.leading) - self.plan.plates.nesting]
+        return total.expand((len(next(iter(at.values()))), *batch)).reshape((-1, *self.leading))
+
+    def _with_others(self, at: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns values with those of all others, drawn given them, and the log density of these."""
+        inner = self.current.beside(self.plan.rules, self.derive, at)
         passed = {*at, *self.call.lacking, *self.call.unseen, *self.call.held}
-        terms = []
+        terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
         for name in (name for name in self.plan.order if name not in passed):
             fn = inner.rules[name].distribution(inner, torch.Size(), None)
             fn = fn.expand(broadcast(fn.batch_shape, plate_shape(inner.ready[name])))
             value = inner.values[name] = fn.rsample() if fn.has_rsample else fn.sample()
-            terms.append(-_summed(fn.log_prob(value), nesting))
-        sites = self.call.run({**self.call.held, **inner.values})
-        known = inner.values.keys() | set(self.plan.bayesnet.observed)
-        terms += [_summed(log_density_of(site), nesting) for name, site in sites.items() if name in known]
-        total = torch.stack(torch.broadcast_tensors(*terms)).sum(0)
-        batch = self.leading[: len(self.leading) - nesting]
-        return total.expand((len(next(iter(at.values()))), *batch)).reshape((-1, *self.leading))
+            terms.append(_summed(fn.log_prob(value), self.plan.plates.nesting))
+        return inner.values, torch.stack(torch.broadcast_tensors(*terms)).sum(0)
+
+    def _log_density_at(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the log density in nats of latents and data, ``(points, *batch)``, by a run of the model."""
+        sites = self.call.run({**self.call.held, **values})
+        known = values.keys() | set(self.plan.bayesnet.observed)
+        nesting = self.plan.plates.nesting
+        terms = [_summed(log_density_of(site), nesting) for name, site in sites.items() if name in known]
+        return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
 
 def _summed(log_prob: Tensor, nesting: int) -> Tensor:
