@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch.distributions import Transform, constraints
 
-__all__ = ["KnotTransform"]
+__all__ = ["KnotTransform", "bent_normal"]
 
 
 class KnotTransform(Transform):
@@ -63,3 +64,9 @@ class KnotTransform(Transform):
             [each.expand(shape + (-1,)).gather(-1, first + i).squeeze(-1) for i in (0, 1)] for each in self._knots
         )
         return [(left, right - left), (low, high - low), (slopes[0], slopes[1])]
+
+
+def bent_normal(x: Tensor, y: Tensor, slopes: Tensor) -> dist.TransformedDistribution:
+    """Returns standard Normal variables ``(*batch)`` after a `KnotTransform`."""
+    normal = dist.Normal(y.new_zeros(y.shape[:-1]), y.new_ones(y.shape[:-1]), validate_args=False)
+    return dist.TransformedDistribution(normal, [KnotTransform(x, y, slopes)], validate_args=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -76,13 +76,17 @@ def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, deriv
         )
     known, found, seen = call.tables.get(group, (None, None, None))
     joint = _Joint.of(plan, source, current, derive)
-    if known is None or not known.are(leaves) or joint.differs(seen):
+    same = known is not None and known.are(leaves)
+    sites = joint.sites_if_same(seen) if same else None
+    if sites is None:
         try:
             known, found = Arguments(leaves, kept=True), joint.table(group, found)
         except ValueError as error:
             learned = dict.fromkeys(group.members, "learned")
             raise ValueError(f"At these data {error}. A guide with rules={learned} takes them.") from error
         call.tables[group] = known, found, joint.seen(group, found)
+    elif source is call:
+        current.ready.update({name: sites[name] for name in group.members})
     return found
 
 
@@ -157,15 +161,16 @@ class _Joint(NamedTuple):
             for name in group.members:
                 values[name] = table.conditional(name, values).expand((2, *self.leading)).sample()
             values = self._with_others(values)[0]
-            return values, self._log_density_at(values)
+            return values, self._log_density_of(self._sites(values), values)
 
-    def differs(self, seen: tuple[dict[str, Tensor], Tensor]) -> bool:
-        """Whether the log density is another one than it was, by more than the noise of single precision."""
+    def sites_if_same(self, seen: tuple[dict[str, Tensor], Tensor]) -> dict[str, Any] | None:
+        """Returns the sites of a run at these draws; None if the log density is another by more than rounding."""
         values, before = seen
         with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
-            now = self._log_density_at(values)
+            sites = self._sites(values)
+            now = self._log_density_of(sites, values)
         same = torch.isclose(now, before, rtol=1e-4, atol=_MOST_SPREAD, equal_nan=True)
-        return not bool(same.all())
+        return sites if bool(same.all()) else None
 
     def log_density(self, at: Mapping[str, Tensor]) -> Tensor:
         """Returns the log density in nats at values ``(points, *leading, *event)``, ``(points, *leading)``."""
@@ -176,7 +181,7 @@ class _Joint(NamedTuple):
     def _log_weights(self, at: Mapping[str, Tensor]) -> Tensor:
         """Returns log p(values, others, data) - log q(others), of others that are drawn given the values."""
         values, log_q = self._with_others(at)
-        total = self._log_density_at(values) - log_q
+        total = self._log_density_of(self._sites(values), values) - log_q
         batch = self.leading[: len(self.leading) - self.plan.plates.nesting]
         return total.expand((len(next(iter(at.values()))), *batch)).reshape((-1, *self.leading))
 
@@ -192,12 +197,13 @@ class _Joint(NamedTuple):
             terms.append(_summed(fn.log_prob(value), self.plan.plates.nesting))
         return inner.values, torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
-    def _log_density_at(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns the log density in nats of latents and data, ``(points, *batch)``, by a run of the model."""
-        sites = self.call.run({**self.call.held, **values})
+    def _sites(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+        return self.call.run({**self.call.held, **values})
+
+    def _log_density_of(self, sites: Mapping[str, Any], values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the log density in nats of values and data, ``(points, *batch)``, at the sites of their run."""
         known = values.keys() | set(self.plan.bayesnet.observed)
-        nesting = self.plan.plates.nesting
-        terms = [_summed(log_density_of(site), nesting) for name, site in sites.items() if name in known]
+        terms = [_summed(log_density_of(sites[name]), self.plan.plates.nesting) for name in sites if name in known]
         return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
 

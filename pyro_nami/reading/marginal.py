@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import pyro.distributions as dist
 import torch
 from torch import Tensor
 
 from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.elements import OwnElements
-from pyro_nami.factors.knots import KnotTransform
+from pyro_nami.factors.knots import bent_normal
 from pyro_nami.reading.expansion import ConjugateGroup, trimmed
 from pyro_nami.reading.grids import HALF, Mass, slope_of
 from pyro_nami.reading.isolation import forked_rng
@@ -82,8 +81,6 @@ class Marginal:
         ValueError: where the log density does not fall to all sides.
     """
 
-    differentiable = False
-
     def __init__(
         self,
         group: ConjugateGroup,
@@ -124,7 +121,7 @@ class Marginal:
         """Returns the log density at all points, ``(points, *batch)`` or ``(points, points, *batch)``, in doubles."""
         places = torch.broadcast_tensors(*self.box.places(self._grids))
         sides = len(self.group.members)
-        table = self._log_prob_of(torch.stack(places).flatten(1, sides))
+        table = self._log_prob(torch.stack(places).flatten(1, sides))
         table = table.reshape(places[0].shape).nan_to_num(-torch.inf, -torch.inf, -torch.inf)
         steps = torch.stack(torch.broadcast_tensors(*self.box.half)) * 2 / (self._size - 1)
         self._peaks.note(table, torch.stack(places), steps.reshape((sides, *table.shape[sides:])))
@@ -134,49 +131,35 @@ class Marginal:
         instead = -2 * _DEPTH * torch.stack(torch.broadcast_tensors(*self._grids)).square().sum(0)
         return torch.where(top.isfinite(), table.clamp(min=top - _FLOOR), instead)
 
-    def log_prob(self, elements: Mapping[str, Tensor]) -> Tensor:
-        """Returns the log density in nats of elements in unconstrained space, ``(points, *batch, 1)`` each."""
-        at = {name: self._layouts[name].value(each.to(self._like)) for name, each in elements.items()}
-        total = self._log_density(at)
-        for name, each in elements.items():
-            log_abs_det = self._layouts[name].log_abs_det(each, at[name].double())
+    def _log_prob(self, places: Tensor) -> Tensor:
+        """Returns the log density in nats at places in unconstrained space ``(members, points, *batch)``."""
+        layouts = [self._layouts[name] for name in self.group.members]
+        elements = places.unsqueeze(-1)
+        at = [layout.value(each.to(self._like)) for layout, each in zip(layouts, elements)]
+        total = self._log_density(dict(zip(self.group.members, at)))
+        for layout, each, value in zip(layouts, elements, at):
+            log_abs_det = layout.log_abs_det(each, value.double())
             total = total if log_abs_det is None else total + log_abs_det
         return total
 
     def _moved(self) -> Box | None:
         """Returns the next box, None if this one fits."""
-        sides, table = len(self.group.members), self._table
-        axes = tuple(range(sides))
+        box, table, axes = self.box, self._table, tuple(range(len(self.group.members)))
         kept = table > table.amax(axes, keepdim=True) - _DEPTH
-        step, settled = 2 / (self._size - 1), True
-        low, high = [], []
+        slide, fits = self._slide() if len(axes) == 2 else (box.slide, True)
+        middle, half, shift, step = [], [], torch.zeros_like(slide), 2 / (self._size - 1)
         for axis, grid in enumerate(self._grids):
-            other = tuple(i for i in axes if i != axis)
-            line, grid = (kept.any(other) if other else kept), grid.reshape((-1,) + (1,) * self._ndims)
-            low.append(torch.where(line, grid, torch.inf).amin(0) - torch.where(line[0], _FURTHER, step))
-            high.append(torch.where(line, grid, -torch.inf).amax(0) + torch.where(line[-1], _FURTHER, step))
-            inside = ~line[0] & ~line[-1] & (line.sum(0) >= _COVERED * self._size)
-            settled = settled and bool(inside.all())
-        middle, half, slide = [*self.box.middle], [*self.box.half], self.box.slide
-        if sides == 2:
-            slide, narrower = self._slide()
-            settled = settled and not bool(narrower.any())
-            if settled:
-                return None
             # What of the second one's place the first does not tell, at points that are kept.
-            first, second = (half * grid for half, grid in zip(self.box.half, self._grids))
-            rest = second + (self.box.slide - slide) * first
-            margins = [torch.where(bound.abs() > 1.5, _FURTHER, step) * half[1] for bound in (low[1], high[1])]
-            low[1] = torch.where(kept, rest, torch.inf).amin(axes) - margins[0]
-            high[1] = torch.where(kept, rest, -torch.inf).amax(axes) + margins[1]
-            shift = half[0] * (low[0] + high[0]) / 2
-            middle[1] = middle[1] + slide * shift + (low[1] + high[1]) / 2
-            half[1] = (high[1] - low[1]) / 2
-        elif settled:
-            return None
-        middle[0] = middle[0] + half[0] * (low[0] + high[0]) / 2
-        half[0] = half[0] * (high[0] - low[0]) / 2
-        return Box(middle, half, slide)
+            off = box.half[axis] * grid + (axis * (box.slide - slide) * box.half[0] * self._grids[0])
+            line = kept.any(1 - axis) if len(axes) == 2 else kept
+            fits = fits and bool((~line[0] & ~line[-1] & (line.sum(0) >= _COVERED * self._size)).all())
+            below, above = (torch.where(edge, _FURTHER, step) * box.half[axis] for edge in (line[0], line[-1]))
+            low = torch.where(kept, off, torch.inf).amin(axes) - below
+            high = torch.where(kept, off, -torch.inf).amax(axes) + above
+            middle.append(box.middle[axis] + slide * shift + (low + high) / 2)
+            half.append((high - low) / 2)
+            shift = (low + high) / 2
+        return None if fits else Box(middle, half, slide)
 
     def _widened(self) -> Box | None:
         """Returns a box that has room for modes outside of this one, None if there are none."""
@@ -188,7 +171,7 @@ class Marginal:
         some = apart.flatten(1).any(1) if apart.dim() > 1 else apart
         if not bool(some.any()):
             return None
-        places, values = climbed(self._log_prob_of, places[:, some], reach[:, some])
+        places, values = climbed(self._log_prob, places[:, some], reach[:, some])
         grids, sides = self.box.grids(places), len(places)
         apart = apart[some] & (grids.abs() > 1).any(0) & (values > self._table.amax(tuple(range(sides))) - _DEPTH)
         if not bool(apart.any()):
@@ -202,11 +185,8 @@ class Marginal:
         half = [each * (width / 2 + more) for each, width, more in zip(self.box.half, high - low, room)]
         return Box(middle, half, self.box.slide)
 
-    def _log_prob_of(self, places: Tensor) -> Tensor:
-        return self.log_prob({name: place.unsqueeze(-1) for name, place in zip(self.group.members, places)})
-
-    def _slide(self) -> tuple[Tensor, Tensor]:
-        """Returns by how much the second moves with the first, and whether a grid that does so is much narrower."""
+    def _slide(self) -> tuple[Tensor, bool]:
+        """Returns by how much the second moves with the first, and whether no grid that does so is much narrower."""
         weights = self._table.flatten(0, 1).softmax(0).reshape(self._table.shape)
         first, second = self.box.places(self._grids)
         mean = [(weights * place).sum((0, 1)) for place in (first, second)]
@@ -216,7 +196,8 @@ class Marginal:
         told = variance > 0.5 * step.square()
         slide = (weights * off * (second - mean[1])).sum((0, 1)) / variance.clamp(min=torch.finfo(off.dtype).tiny)
         slide = torch.where(told, slide, self.box.slide)
-        return slide, (slide - self.box.slide).abs() * self.box.half[0] > 0.25 * self.box.half[1]
+        narrower = (slide - self.box.slide).abs() * self.box.half[0] > 0.25 * self.box.half[1]
+        return slide, not bool(narrower.any())
 
     def _quantiles(self, line: Tensor) -> tuple[Tensor, Tensor]:
         """Returns standard Normal quantiles at the points of a line, and slopes by these, ``(*batch, points)``."""
@@ -237,12 +218,7 @@ class Marginal:
         knots = (each.expand(at.shape).reshape(batch + (1,) + at.shape[-1:]) for each in (
             at, places, slopes * half.unsqueeze(-1) / HALF
         ))
-        bend = KnotTransform(*(each.to(self._like) for each in knots))
-        zeros = self._like.new_zeros(batch + (1,))
-        normal = dist.Normal(zeros, zeros + 1, validate_args=False)
-        return SiteDistribution(
-            OwnElements(dist.TransformedDistribution(normal, [bend], validate_args=False)), self._layouts[name]
-        )
+        return SiteDistribution(OwnElements(bent_normal(*(each.to(self._like) for each in knots))), self._layouts[name])
 
     def _row(self, place: Tensor) -> Tensor:
         """Returns the log density along the second side, at places of the first between -1 and 1, by cubics."""

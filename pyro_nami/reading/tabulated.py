@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_nami.factors.knots import KnotTransform
+from pyro_nami.factors.knots import bent_normal
 from pyro_nami.reading.expansion import Expansion, agree, trimmed
 from pyro_nami.reading.grids import HALF, Mass, grid_like, slope_of
 
@@ -102,9 +101,7 @@ class Tabulated(Expansion):
         events = (1,) * len(self.priors[name].event_shape)
         batch = trimmed(at.shape[:-1], dims)
         knots = (each.to(center).expand(at.shape) for each in (at, center + scale * grid, scale * slopes))
-        bend = KnotTransform(*(each.reshape(batch + events + at.shape[-1:]) for each in knots))
-        normal = dist.Normal(center.new_zeros(batch + events), center.new_ones(batch + events), validate_args=False)
-        return dist.TransformedDistribution(normal, [bend], validate_args=False).to_event(len(events))
+        return bent_normal(*(each.reshape(batch + events + at.shape[-1:]) for each in knots)).to_event(len(events))
 
     def is_finite(self) -> bool:
         return super().is_finite() and all(bool(each.isfinite().all()) for each in self._knots)
