@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 from pyro_nami.factors.noisy_or import NoisyOr
 from pyro_nami.factors.wrappers import innermost, layers, through_wrappers
 
-__all__ = ["Bound", "JaakkolaJordan", "NoisyOrDual", "bound_for", "register_bound"]
+__all__ = ["Bound", "JaakkolaJordan", "NoisyOrDual", "bound_for", "log_prob_or_bound", "register_bound"]
 
 
 class Bound(ABC):
@@ -159,6 +159,18 @@ def bound_for(fn: Distribution) -> Bound | None:
         'JaakkolaJordan'
     """
     return next((_BOUNDS[kind] for kind in type(innermost(fn)).__mro__ if kind in _BOUNDS), None)
+
+
+def log_prob_or_bound(fn: Distribution, value: Tensor, xi: Tensor | None = None) -> Tensor:
+    """Returns the bound on a log density in nats where its type has one, else the log density itself, ``(*batch,)``.
+
+    `xi` are the bound's parameters, ``(*batch, elements)``; 1 by default.
+    """
+    bound = bound_for(fn)
+    if bound is None:
+        return fn.log_prob(value)
+    xi = torch.ones_like(value) if xi is None else xi.reshape(xi.shape[:-1] + fn.event_shape)
+    return bound.log_bound(fn, value, xi)
 
 
 _BOUNDS: dict[type, Bound] = {NoisyOr: NoisyOrDual(), Bernoulli: JaakkolaJordan()}

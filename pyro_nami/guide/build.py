@@ -14,6 +14,7 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
+from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.joint import to_sequence
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
@@ -72,14 +73,14 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         )
 
     network = InverseNetwork(
-        [rule.factor for rule in plan.learned.values()],
+        [*plan.bounds.values(), *(rule.factor for rule in plan.learned.values())],
         _standard(first, plan),
         plan.plates,
         hidden_features=options.hidden_features,
         shared=options.shared,
         make_encoder=encoder,
         adding=[name for name, rule in plan.learned.items() if options.evidence and rule.family.takes_evidence],
-        latents=plan.order,
+        latents=_positions(plan),
         simulated=options.simulated,
         skip=options.skip,
         activation=options.activation or torch.tanh,
@@ -90,8 +91,30 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
             factor = network.factors[name]
             network.group_of[name].set_units(factor, options.init_scale, _anchor_scale(first, rule))
         network.set_offsets(_offset_plates(first, network))
-    network.set_initial({name: _initial(first, rule, network) for name, rule in plan.learned.items()})
+    initial = {name: _initial(first, rule, network) for name, rule in plan.learned.items()}
+    network.set_initial({**initial, **{f.name: _initial_bound(first, child) for child, f in plan.bounds.items()}})
     return network
+
+
+def _positions(plan: Plan) -> list[Hashable]:
+    """Returns latents in sampling order, and before those of a group what networks give for their children's bounds."""
+    found: list[Hashable] = []
+    for name in plan.order:
+        children = plan.groups[name].children if name in plan.groups else ()
+        bounds = [plan.bounds[child].name for child in children if child in plan.bounds]
+        found += [*(each for each in bounds if each not in found), name]
+    return found
+
+
+def _initial_bound(first: FirstCall, child: str) -> Tensor:
+    """Returns raw parameters ``(elements, 1)`` of a child's bound at which it is tightest over the prior."""
+    runs = [first.run({n: v for n, v in draw.items() if n in first.net.latent})[child] for draw in first.draws]
+    value, bound = runs[0]["value"], bound_for(runs[0]["fn"])
+    assert bound is not None
+    s = torch.stack([bound.predictor(site["fn"]) for site in runs])
+    xi = bound.tightest(value, s.mean(0), s.square().mean(0))
+    xi = xi.expand(value.shape).reshape(-1, runs[0]["fn"].event_shape.numel()).clamp(1e-3, 1e3).log().mean(0).exp()
+    return xi.expm1().log().unsqueeze(-1)
 
 
 def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor:
@@ -127,7 +150,8 @@ def _offset_plates(first: FirstCall, network: InverseNetwork) -> dict[str, dict[
     """Returns factor -> its plates, with dims and full sizes, of those that get offsets."""
     found = {}
     for name, factor in network.factors.items():
-        frames = [frame for frame in first.nodes[name]["cond_indep_stack"] if frame.name in factor.batch]
+        site = first.nodes[name if name in first.nodes else name[1]]  # of a bound's parameters, that of the child
+        frames = [frame for frame in site["cond_indep_stack"] if frame.name in factor.batch]
         plates = {frame.name: (frame.dim, frame.full_size or frame.size) for frame in frames if frame.vectorized}
         if plates and math.prod(size for _, size in plates.values()) <= _MOST_OFFSETS:
             found[name] = plates

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.marginals import marginal
@@ -87,7 +88,11 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
     elif constants is not None:
         forget = functools.partial(kept.__setitem__, (group, leading), None)
         return FromConstants(group, leading, nesting, constants=constants, forget=forget)
-    return expansion_of(group)(group, leading, nesting, differentiable, **options)
+    expansion = expansion_of(group)(group, leading, nesting, differentiable, **options)
+    for child in group.children if group.bound == "bounded" else ():
+        if child in plan.bounds:
+            expansion.xi[child] = softplus(current.state.params(plan.bounds[child].name).squeeze(-1))
+    return expansion
 
 
 def keep_constants(expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]) -> None:
@@ -96,6 +101,8 @@ def keep_constants(expansion: Expansion, current: Pass, call: Call, values: Mapp
     if kept is None or key in kept or len(kept) >= _MOST_KEPT or current.state.passes() < _PASSES:
         return
     if not expansion.differentiable or torch.jit.is_tracing() or type(expansion) is not JointGaussian:
+        return
+    if expansion.xi:  # which change from step to step
         return
     known, sizes = {**call.held, **values}, expansion.sizes
     with untouched(call.model):

@@ -180,7 +180,7 @@ class _DrawingRun(Runner):
         waiting = group.needed.intersection(current.rules).difference(current.values, self.values)
         passed = not current.values.keys().isdisjoint(group.members)
         moved = bool(waiting) and current.is_relocated()  # where what is drawn lies is not known before
-        alone = passed or moved or self._call.source(group) is not self._call or group.has_mode
+        alone = passed or moved or self._call.source(group) is not self._call or group.iterates
         if not waiting and (alone or not (self._gradients and torch.is_grad_enabled())):
             raise AllSeen
         if not alone and self._gradients and torch.is_grad_enabled():

@@ -14,6 +14,8 @@ from pyro_nami.networks.pooling import ENCODERS
 
 __all__ = ["Options", "check_names"]
 
+RULES = ("exact", "learned", "bounded", "bound")
+
 
 class Options(NamedTuple):
     """The options of a guide, as `AutoNaMIGuide` documents them, and whether it is trained on simulations."""
@@ -55,8 +57,9 @@ class Options(NamedTuple):
         if self.refine not in ("auto", None):
             raise ValueError(f"Expected refine to be 'auto' or None; got {self.refine!r}.")
         for site, rule in self.rules.items():
-            if rule not in ("exact", "learned"):
-                raise ValueError(f"Expected rules to be 'exact' or 'learned'; got {rule!r} for '{site}'.")
+            if rule not in RULES:
+                names = ", ".join(map(repr, RULES))
+                raise ValueError(f"Expected rules to be one of {names}; got {rule!r} for '{site}'.")
         for pair, given in self.index_maps.items():
             if not (isinstance(pair, tuple) and len(pair) == 2 and callable(given)):
                 raise TypeError(

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.conditioning import Plates
+from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.rules import Learned, Rule, RuleNote
 from pyro_nami.reading.covariates import MASK
 from pyro_nami.reading.expansion import ConjugateGroup
@@ -63,6 +64,7 @@ class Plan:
     map_plans: tuple[MapPlan, ...]  # how a call's index maps are found
     factory: Mapping[str, Any]  # dtype and device of the networks
     refused: Mapping[str, str]  # latent -> why it is not drawn from an exact conditional
+    bounds: Mapping[str, Factor]  # observed site -> what networks give for its bound
 
     @cached_property
     def learned(self) -> dict[str, Learned]:
@@ -103,8 +105,9 @@ class Plan:
     def note(self, name: str) -> RuleNote:
         """Returns how a latent is drawn."""
         rule = self.rules[name]
-        tabulated = rule.group is not None and rule.group.is_tabulated
-        kind = "quadrature" if tabulated else type(rule).__name__.lower()
+        kind = type(rule).__name__.lower()
+        if rule.group is not None:
+            kind = rule.group.bound or ("quadrature" if rule.group.is_tabulated else kind)
         reads = tuple(sorted(map(str, self.inverse.parents.get(name, ())))) if kind != "prior" else ()
         return RuleNote(kind, reads, "" if kind == "exact" else self.refused.get(name, ""))
 

@@ -14,6 +14,7 @@ import networkx as nx
 import torch
 from torch.distributions import constraints
 
+from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.bijections import peel_support, support_of
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.registry import make_family
@@ -28,7 +29,7 @@ from pyro_nami.guide.inversion import invert, plan_reads
 from pyro_nami.guide.marginals import first_ones
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Plan, SitePlan
-from pyro_nami.guide.rules import Exact, Learned, Newton, Prior, Rule
+from pyro_nami.guide.rules import Bounded, Exact, Learned, Newton, Prior, Rule
 from pyro_nami.messages import warn
 from pyro_nami.reading.expansion import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
@@ -52,15 +53,17 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
     net, nodes, options = first.net, first.nodes, first.options
     latents = _latents(first)
     inverse, order, interleaved, groups, refused = _inverted(first, flaw)
-    near = {name for name, group in groups.items() if not group.is_exact}
-    families = {name: _family(first, name, near) for name in order}
+    # By a bound that networks give no correction a conditional is what the bound says.
+    near = {name for name, group in groups.items() if group.form == "Newton" or _is_corrected(first, group)}
+    bent = {name for name in near if groups[name].form != "Bernoulli"}
+    families = {name: _family(first, name, bent) for name in order}
     check_names("embeddings", options.embeddings, first.data, "an observed site")
     encodings = {name: families.get(name) or data_features(first, name) for name in (*order, *first.data)}
     covariates = find_covariates(first)
     # A ``pyro.factor`` couples what it reads, but holds no value; and of a part no data set can be told.
     empty = {name for name in net.sites if name not in nodes or nodes[name]["value"].numel() == 0}
     reads = plan_reads(net, inverse, order, covariates.columns, empty | first.passing)
-    blocks = {name: _block(first, name, inverse) if name not in near else frozenset() for name in order}
+    blocks = {name: _block(first, name, inverse) if name not in bent else frozenset() for name in order}
     plates = first.plates._replace(fixed=frozenset().union(*blocks.values()))
     factors = {
         name: _factor(first, name, families[name], reads[name], blocks[name], plates)
@@ -73,8 +76,11 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
     emitted = {*latents, *(name for name, site in nodes.items() if is_transparent(site))}
 
     def rule(name: str) -> Rule:
-        if name in near:
+        if name in bent:
             return Newton(name, groups[name], factor=factors[name], family=families[name])
+        if name in near:
+            learned = _learned(first, factors[name], families[name], True, plates)
+            return Bounded(**{**vars(learned), "group": groups[name], "reads_prior": False})
         if name in groups:
             return Exact(name, groups[name])
         if name in factors:
@@ -103,7 +109,36 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
         map_plans=first.found.map_plans,
         factory=_factory(first, order),
         refused=refused,
+        bounds=_bounds(first, groups, reads, plates),
     )
+
+
+def _bounds(
+    first: FirstCall, groups: Mapping[str, ConjugateGroup], reads: Mapping[str, Mapping[Any, Read]], plates: Plates
+) -> dict[str, Factor]:
+    """Returns child -> the place in the networks of its bound's parameters, one an element.
+
+    They read what all latents read whose conditionals are by that bound.
+    """
+    found = {}
+    for group in groups.values():
+        for child in group.children if group.bound == "bounded" else ():
+            fn = first.nodes[child]["fn"]
+            members = [name for name in group.members if first.net.graph.has_edge(name, child)]
+            nodes = set.intersection(*(set(reads[name]) for name in members)) - set(group.members)
+            if bound_for(fn) is None:
+                continue
+            batch = plates.closure(first.frames[child])
+            frames = {node: first.frames[node if node in first.frames else node[1]] for node in nodes}
+            sources = plan_sources(batch, {node: Read() for node in nodes}, frames, plates)
+            found[child] = Factor(("bound", child), batch, (), fn.event_shape.numel(), 1, 1, False, sources)
+    return found
+
+
+def _is_corrected(first: FirstCall, group: ConjugateGroup) -> bool:
+    """Whether networks correct conditionals by a bound: where the inverse lets latents depend on each other."""
+    options = first.options
+    return group.bound == "bounded" and options.inverse != "mean_field" and options.within == "autoregressive"
 
 
 def _inverted(
@@ -133,6 +168,11 @@ def _inverted(
         else:
             groups.update(dict.fromkeys(marginal.members, marginal))
     exact = {name for name, group in groups.items() if group.is_exact}
+    bounded = {name for name, group in groups.items() if group.bound}
+    for name, rule in options.rules.items():
+        if rule in ("bounded", "bound") and name not in bounded:
+            reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
+            raise ValueError(f"Expected a latent whose children have bounds, as `rules` asks; got '{name}': {reason}.")
     for name in (name for name, rule in options.rules.items() if rule == "exact" and name not in exact):
         reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
         raise ValueError(f"Expected a latent with an exact conditional, as `rules` asks; got '{name}': {reason}.")
@@ -293,6 +333,7 @@ def _finder(first: FirstCall) -> Finder | None:
         return None
     hidden = first.found.hidden_randomness
     learned = [name for name, rule in options.rules.items() if rule == "learned"]
+    bounds = {name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")}
     own = {name: first.nodes[name]["value"] for name in first.net.sites if name in first.nodes}
     seen = set().union(*(nx.ancestors(first.net.graph, name) for name in first.net.observed))
     return Finder(
@@ -303,6 +344,7 @@ def _finder(first: FirstCall) -> Finder | None:
         subsampled=first.plates.subsampled,
         excluded=first.semi_observed.union(hidden, first.passing, learned, options.families or ()),
         predictive=set(first.net.latent) - seen,
+        bounds=bounds,
         run=first.run,
         draws=[own, *first.draws[:6]],
     )

@@ -1,7 +1,8 @@
 """Rules: how one latent gets its distribution in a pass, given what is known so far.
 
-`Prior` is the model's own conditional, `Exact` one that is derived from the model, `Learned` one whose parameters
-networks give, and `Newton` a Normal about a mode that these bend. Code outside never asks which rule it has. To add a
+`Prior` is the model's own conditional, `Exact` one that is derived from the model, or from a bound, `Learned` one whose
+parameters networks give, `Newton` a Normal about a mode that these bend, and `Bounded` one by a bound that they
+correct. Code outside never asks which rule it has. To add a
 rule, write a subclass of `Rule` here and say in `planner` which latents it serves.
 """
 
@@ -27,7 +28,7 @@ from pyro_nami.guide.parameters import expert
 from pyro_nami.reading.expansion import ConjugateGroup, broadcast, trimmed
 from pyro_nami.reading.runner import changed_event_shape
 
-__all__ = ["Exact", "Learned", "Newton", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]
+__all__ = ["Bounded", "Exact", "Learned", "Newton", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,23 @@ class Newton(Learned):
         return near.with_elements(self.family.elements(near.vectors(params)))
 
 
+@dataclass(frozen=True)
+class Bounded(Learned):
+    """q(v | what v reads) = the conditional by a bound, see `pyro_nami.reading.bounded`, plus what networks give."""
+
+    def distribution(
+        self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
+    ) -> TorchDistribution:
+        return super().distribution(current, batch_shape, self._near(current, len(batch_shape)))
+
+    def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
+        return super().log_prob(current, value, {**site, "fn": self._near(current)})
+
+    def _near(self, current: Pass, dims: int | None = None) -> TorchDistribution:
+        assert self.group is not None
+        return current.derive(self.group).conditional(self.name, current.values, dims)
+
+
 def _expanded(fn: TorchDistribution, batch_shape: torch.Size) -> TorchDistribution:
     target = broadcast(fn.batch_shape, batch_shape)
     return fn if fn.batch_shape == target else fn.expand(target)
@@ -233,7 +251,7 @@ class RuleNote(NamedTuple):
     """How a latent is drawn, for a user to read.
 
     Attributes:
-        rule: ``"exact"``, ``"quadrature"``, ``"newton"``, ``"learned"`` or ``"prior"``.
+        rule: ``"exact"``, ``"quadrature"``, ``"newton"``, ``"bounded"``, ``"bound"``, ``"learned"`` or ``"prior"``.
         reads: the sites that its distribution depends on.
         reason: why it is not drawn from an exact conditional.
     """

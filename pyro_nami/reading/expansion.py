@@ -19,6 +19,7 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 from torch.distributions import TransformedDistribution
 
+from pyro_nami.factors.bounds import log_prob_or_bound
 from pyro_nami.factors.wrappers import base_of, layers
 
 __all__ = [
@@ -37,8 +38,10 @@ class ConjugateGroup(NamedTuple):
         members: the latents, in sampling order.
         children: observed sites that they are parents of.
         form: of the conditionals: a name in `conjugate_forms.FORMS`, "enumeration", "Gaussian" for a joint block,
-            "Newton" for one whose density is concave, "quadrature" for one with one or two elements of that kind, or
-            "marginal" for what comes first, with all others integrated out.
+            "Newton" for one whose density is concave, "quadrature" for one with one or two elements of that kind,
+            "marginal" for what comes first, with all others integrated out, or "Bernoulli" for binary ones by bounds.
+        bound: what stands for the likelihood of children that have one: "" for nothing, "bounded" for a bound (see
+            `pyro_nami.factors.bounds`) whose parameters networks give, "bound" for the tightest.
         depths: of a joint block, the level of each member: those of levels below ``num_lifted`` are eliminated instance
             by instance of their plates, which are the same in a level; the others are elements of one vector.
         num_lifted: number of such levels.
@@ -55,11 +58,12 @@ class ConjugateGroup(NamedTuple):
     elements: tuple[int, ...] = ()
     needed: frozenset[str] = frozenset()
     vectorized: bool = False
+    bound: str = ""
 
     @property
     def is_exact(self) -> bool:
-        """Whether the conditionals are exact: Normals about a mode are near the exact ones only."""
-        return self.form != "Newton"
+        """Whether the conditionals are exact: Normals about a mode, and those by a bound, are not."""
+        return self.form != "Newton" and not self.bound
 
     @property
     def is_tabulated(self) -> bool:
@@ -69,7 +73,12 @@ class ConjugateGroup(NamedTuple):
     @property
     def has_mode(self) -> bool:
         """Whether they are found about a mode, which takes several runs of the model."""
-        return self.is_tabulated or not self.is_exact
+        return self.is_tabulated or self.form == "Newton"
+
+    @property
+    def iterates(self) -> bool:
+        """Whether they take several runs of the model."""
+        return self.has_mode or self.bound == "bound"
 
     def without(self, lacking: Collection[str], observed: Collection[str] = ()) -> ConjugateGroup:
         """Returns the group without sites that a call lacks; members that it observes are children."""
@@ -123,6 +132,7 @@ class Expansion:
         self.finite: dict[str, Tensor] = {}
         self.count: int | None = None
         self.leading = torch.Size(leading)
+        self.xi: dict[str, Tensor] = {}  # parameters of the bounds of children, 1 where none are given
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         """Returns a member's values, ``(*batch, *plates, *event)``; points lie along the first dim if counted."""
@@ -207,7 +217,9 @@ class Expansion:
 
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns a site's log density as far as its mask counts it, at its scale relative to that of the members."""
-        log_prob, weight = log_density_of(sites[name]), self.weight(sites, name)
+        weight = self.weight(sites, name)
+        bound = functools.partial(log_prob_or_bound, xi=self.xi.get(name)) if self.group.bound else None
+        log_prob = log_density_of(sites[name], bound)
         return log_prob if weight is None else log_prob * weight
 
     def _total(self, sites: Mapping[str, Any], name: str) -> Tensor:
@@ -251,9 +263,10 @@ class Expansion:
         return scale.sum(tuple(range(extra))) if extra > 0 else scale
 
 
-def log_density_of(site: Mapping[str, Any]) -> Tensor:
-    """Returns a site's log density as far as its mask counts it, ``(*batch, *plates)``."""
-    log_prob, mask = site["fn"].log_prob(without_gaps(site)), site["mask"]
+def log_density_of(site: Mapping[str, Any], log_prob_of: Callable[[Any, Tensor], Tensor] | None = None) -> Tensor:
+    """Returns a site's log density, or what takes its place, as far as its mask counts it, ``(*batch, *plates)``."""
+    fn, value, mask = site["fn"], without_gaps(site), site["mask"]
+    log_prob = log_prob_of(fn, value) if log_prob_of else fn.log_prob(value)
     return log_prob if mask is None else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
 
 

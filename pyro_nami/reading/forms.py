@@ -14,12 +14,13 @@ inverse. Change this module to let other latents have a form.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyro.distributions as dist
 from pyro.distributions.torch_distribution import MaskedDistribution
 
+from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.wrappers import innermost, layers
 from pyro_nami.graph.elimination import eliminate
 from pyro_nami.graph.inverse import Inverse
@@ -47,6 +48,7 @@ class Finder(Refutation):
         subsampled: plates of which a call sees a part only.
         excluded: latents that are to have no exact conditional.
         predictive: latents without data.
+        bounds: latents whose conditionals are to be by bounds -> "bounded" or "bound", see `ConjugateGroup`.
         nesting, run, draws: as for `Refutation`.
     """
 
@@ -56,6 +58,7 @@ class Finder(Refutation):
     subsampled: Collection[str]
     excluded: Collection[str]
     predictive: Collection[Any]
+    bounds: Mapping[str, str] = field(default_factory=dict)
 
     # ---- in a given inverse
 
@@ -73,7 +76,9 @@ class Finder(Refutation):
             group = self._group(sorted(members, key=order.index), inverse) if members else None
             if group is None:
                 continue
-            unread = set().union(*(exact[member].difference(inverse.parents[member]) for member in group.members))
+            # By a bound, binary latents do not depend on each other.
+            apart = set(group.members) if group.form == "Bernoulli" else set()
+            unread = set().union(*(exact[each].difference(inverse.parents[each], apart) for each in group.members))
             if unread:
                 self.refused[name] = f"the inverse does not let it read '{min(unread, key=str)}'"
             elif exact_group := self.holding(group):
@@ -85,7 +90,7 @@ class Finder(Refutation):
 
         By Newton's method this is done anew at each level, given what is drawn before; by quadrature for each member.
         """
-        if group.is_exact:
+        if not group.has_mode:
             return group
 
         def rest(before: Collection[str]) -> ConjugateGroup:
@@ -206,12 +211,20 @@ class Finder(Refutation):
         if site["mask"] is not None or any(isinstance(layer, MaskedDistribution) for layer in layers(site["fn"])):
             yield "it is masked"
         needed = set().union(self._parents(name), *map(self._parents, data)).difference(self.net.observed, [name])
+        bounded = self._form(name) == "Bernoulli"
+        if self.bounds.get(name) == "bound" and not bounded:
+            yield "a fixed point is found of bounds on binary latents only; 'bounded' learns the parameters of others"
         for each in sorted(filter(self._is_counted, needed), key=str):
-            yield f"its density reads '{each}', which is discrete"
+            if not (bounded and each in self.nodes and self._form(each) == "Bernoulli"):
+                yield f"its density reads '{each}', which is discrete"
+        for child in sorted(data, key=str) if bounded else ():
+            fn = self.nodes[child]["fn"]
+            if bound_for(fn) is None:
+                yield f"'{child}' has no bound; pyro_nami.register_bound gives {type(innermost(fn)).__name__} one"
         for child in sorted(self._children(name), key=str):
             if child not in self.frames or child not in self.nodes:
                 yield f"'{child}' depends on it, which is no site with a density"
-            elif num_values(site["fn"]) and not self.frames[name] <= self.frames[child]:
+            elif self._form(name) == "enumeration" and not self.frames[name] <= self.frames[child]:
                 yield f"'{child}' reads several of its instances"
             elif not self.frames[child].intersection(self.subsampled) <= self.frames[name]:
                 yield f"a call sees a part only of '{child}', which depends on it"
@@ -224,7 +237,16 @@ class Finder(Refutation):
 
     def _form(self, name: str) -> str | None:
         fn = self.nodes[name]["fn"]
+        if isinstance(innermost(fn), dist.Bernoulli) and (name in self.bounds or self._is_bounded(name)):
+            return "Bernoulli"
         return "enumeration" if num_values(fn) else form_of(fn)
+
+    def _is_bounded(self, name: str) -> bool:
+        """Whether a binary latent is one of many that its children read, and all these have bounds."""
+        children = self._children(name)
+        several = not num_values(self.nodes[name]["fn"])
+        several = several or any(not self.frames[name] <= self.frames.get(child, frozenset()) for child in children)
+        return several and all(child in self.nodes and bound_for(self.nodes[child]["fn"]) for child in children)
 
     def _parents(self, name: Any) -> set:
         return set(self.net.graph.predecessors(name))
@@ -244,8 +266,10 @@ class Finder(Refutation):
             return None
         needed = set().union(*map(self._parents, [*names, *children])).difference(names, self.net.observed)
         group = ConjugateGroup(tuple(names), tuple(sorted(children)), needed=frozenset(needed))
+        group = group._replace(bound=self._bound(names))
         if not all(map(self._is_normal, names)):
-            form = self._form(names[0]) if len(names) == 1 else None
+            forms = set(map(self._form, names))
+            form = self._form(names[0]) if len(names) == 1 or forms == {"Bernoulli"} else None
             if form == "enumeration":
                 group = group._replace(elements=(num_values(self.nodes[names[0]]["fn"]) or 0,))
             return None if form is None else group._replace(form=form)
@@ -256,6 +280,11 @@ class Finder(Refutation):
         if sum(n for n, depth in zip(elements, depths) if depth >= lifted) > MOST_DENSE:
             return None
         return group._replace(depths=tuple(depths), num_lifted=lifted, elements=tuple(elements), vectorized=True)
+
+    def _bound(self, names: Sequence[str]) -> str:
+        """Returns what stands for likelihoods in conditionals of some latents; "" if these take the likelihood itself."""
+        asked = {self.bounds[name] for name in names if name in self.bounds}
+        return min(asked, default="bounded" if self._form(names[0]) == "Bernoulli" else "")
 
     def _elements(self, name: str, lifted: bool) -> int:
         fn = self.nodes[name]["fn"]

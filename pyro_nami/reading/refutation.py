@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_nami.reading.bounded import LinearBernoulli
 from pyro_nami.reading.conjugate_forms import ByStatistics
 from pyro_nami.reading.enumeration import Enumeration
 from pyro_nami.reading.expansion import TOLERANCE, ConjugateGroup, Expansion, expanding, irregular
@@ -77,8 +78,8 @@ class Refutation:
                 return each.form, each.vectorized
             if not reason.startswith(_AT_ONCE):
                 break
-        near = group._replace(form="Newton", vectorized=False)
-        return (near.form, False) if group.form == "Gaussian" and not self._reason(near) else ("", False)
+        near, takes = group._replace(form="Newton", vectorized=False), group.form == "Gaussian" and not group.bound
+        return (near.form, False) if takes and not self._reason(near) else ("", False)
 
     def _reason(self, group: ConjugateGroup) -> str:
         """Returns why the form does not hold at some draw; empty if it does."""
@@ -134,7 +135,8 @@ class Refutation:
         """
         kind, distances = expansion_of(group), _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)
         children = ", ".join(map(repr, group.children))
-        what = f"the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
+        of = "a bound on " if group.bound else ""
+        what = f"{of}the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
         here = kind(group, (1,) * self.nesting, self.nesting, False)
         flat = False
         others = [kind(group, (1,) * self.nesting, self.nesting, False, away=away) for away in distances]
@@ -227,4 +229,4 @@ def _is_scaled_apart(sites: Mapping[str, Any], group: ConjugateGroup) -> bool:
 def expansion_of(group: ConjugateGroup) -> type[Expansion]:
     """Returns the class that derives a group's conditionals."""
     kinds = {"Gaussian": JointGaussian, "Newton": Newton, "quadrature": Newton, "enumeration": Enumeration}
-    return kinds.get(group.form, ByStatistics)
+    return {**kinds, "Bernoulli": LinearBernoulli}.get(group.form, ByStatistics)
