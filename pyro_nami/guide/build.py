@@ -14,8 +14,8 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
-from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.joint import to_sequence
+from pyro_nami.guide.bound_factors import initial_bound
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.conditioning import covariates_of
@@ -91,8 +91,9 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
             factor = network.factors[name]
             network.group_of[name].set_units(factor, options.init_scale, _anchor_scale(first, rule))
         network.set_offsets(_offset_plates(first, network))
-    initial = {name: _initial(first, rule, network) for name, rule in plan.learned.items()}
-    network.set_initial({**initial, **{f.name: _initial_bound(first, child) for child, f in plan.bounds.items()}})
+    initial: dict[Hashable, Tensor] = {f.name: initial_bound(first, child) for child, f in plan.bounds.items()}
+    initial |= {name: _initial(first, rule, network) for name, rule in plan.learned.items()}
+    network.set_initial(initial)
     return network
 
 
@@ -104,17 +105,6 @@ def _positions(plan: Plan) -> list[Hashable]:
         bounds = [plan.bounds[child].name for child in children if child in plan.bounds]
         found += [*(each for each in bounds if each not in found), name]
     return found
-
-
-def _initial_bound(first: FirstCall, child: str) -> Tensor:
-    """Returns raw parameters ``(elements, 1)`` of a child's bound at which it is tightest over the prior."""
-    runs = [first.run({n: v for n, v in draw.items() if n in first.net.latent})[child] for draw in first.draws]
-    value, bound = runs[0]["value"], bound_for(runs[0]["fn"])
-    assert bound is not None
-    s = torch.stack([bound.predictor(site["fn"]) for site in runs])
-    xi = bound.tightest(value, s.mean(0), s.square().mean(0))
-    xi = xi.expand(value.shape).reshape(-1, runs[0]["fn"].event_shape.numel()).clamp(1e-3, 1e3).log().mean(0).exp()
-    return xi.expm1().log().unsqueeze(-1)
 
 
 def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor:

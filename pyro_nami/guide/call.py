@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_nami.guide.inputs import IndexMaps
-from pyro_nami.reading.expansion import ConjugateGroup
+from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.runner import Runner
 
 __all__ = ["Call"]

@@ -18,14 +18,8 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.marginals import marginal
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
-from pyro_nami.reading.expansion import (
-    Changed,
-    ConjugateGroup,
-    Expansion,
-    broadcast,
-    expanding,
-    leading_shape,
-)
+from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.reading.expansion import Changed, Expansion, broadcast, expanding, leading_shape
 from pyro_nami.reading.gaussian_constants import FromConstants, constants_of
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.joint_gaussian import JointGaussian

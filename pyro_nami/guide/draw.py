@@ -29,7 +29,8 @@ from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.guide.rules import Prior
-from pyro_nami.reading.expansion import Changed, ConjugateGroup, Expansion, plate_shape
+from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.reading.expansion import Changed, Expansion, plate_shape
 from pyro_nami.reading.first_run import is_latent
 from pyro_nami.reading.runner import AllSeen, Runner
 

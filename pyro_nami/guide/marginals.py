@@ -22,7 +22,8 @@ from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
 from pyro_nami.messages import warn
-from pyro_nami.reading.expansion import ConjugateGroup, broadcast, leading_shape, log_density_of, plate_shape
+from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.reading.expansion import broadcast, leading_shape, log_density_of, plate_shape
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.marginal import MOST_MARGINAL, Marginal, points_of
 from pyro_nami.reading.refutation import parameters_of

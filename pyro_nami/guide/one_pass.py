@@ -19,7 +19,8 @@ from pyro_nami.factors.family import Family
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.messages import warn
 from pyro_nami.networks.stepped import concatenated
-from pyro_nami.reading.expansion import ConjugateGroup, Expansion
+from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.reading.expansion import Expansion
 from pyro_nami.reading.newton import Newton
 
 __all__ = ["Pass", "Term"]

@@ -16,8 +16,8 @@ from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.conditioning import Plates
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.rules import Learned, Rule, RuleNote
+from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.covariates import MASK
-from pyro_nami.reading.expansion import ConjugateGroup
 from pyro_nami.reading.index_maps.finder import MapPlan
 
 __all__ = ["Covariates", "Plan", "SitePlan", "differences", "missing_site", "new_site"]

@@ -14,12 +14,12 @@ import networkx as nx
 import torch
 from torch.distributions import constraints
 
-from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.bijections import peel_support, support_of
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.registry import make_family
 from pyro_nami.factors.unconstrained import CorrectionFamily, NormalFamily
 from pyro_nami.graph.inverse import Inverse
+from pyro_nami.guide.bound_factors import bound_factors, is_corrected
 from pyro_nami.guide.columns import find_covariates
 from pyro_nami.guide.conditioning import Plates, Read, covariates_of, nodes_of, plan_sources
 from pyro_nami.guide.first_call import FirstCall, data_features, first_instance
@@ -31,7 +31,7 @@ from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Plan, SitePlan
 from pyro_nami.guide.rules import Bounded, Exact, Learned, Newton, Prior, Rule
 from pyro_nami.messages import warn
-from pyro_nami.reading.expansion import ConjugateGroup
+from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
 from pyro_nami.reading.forms import Finder
 from pyro_nami.reading.network import is_blocked
@@ -53,8 +53,7 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
     net, nodes, options = first.net, first.nodes, first.options
     latents = _latents(first)
     inverse, order, interleaved, groups, refused = _inverted(first, flaw)
-    # By a bound that networks give no correction a conditional is what the bound says.
-    near = {name for name, group in groups.items() if group.form == "Newton" or _is_corrected(first, group)}
+    near = {name for name, group in groups.items() if group.form == "Newton" or is_corrected(first, group)}
     bent = {name for name in near if groups[name].form != "Bernoulli"}
     families = {name: _family(first, name, bent) for name in order}
     check_names("embeddings", options.embeddings, first.data, "an observed site")
@@ -72,7 +71,9 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
     }
     anchored = _anchored(first, families, inverse) if options.anchor and interleaved else frozenset()
     used = {child for group in groups.values() for child in group.children if child not in empty}
-    used = used.union(*(nodes_of(source) for factor in factors.values() for source in factor.sources))
+    bounds = bound_factors(first, groups, reads, plates)
+    served = (*factors.values(), *bounds.values())
+    used = used.union(*(nodes_of(source) for factor in served for source in factor.sources))
     emitted = {*latents, *(name for name, site in nodes.items() if is_transparent(site))}
 
     def rule(name: str) -> Rule:
@@ -109,36 +110,8 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
         map_plans=first.found.map_plans,
         factory=_factory(first, order),
         refused=refused,
-        bounds=_bounds(first, groups, reads, plates),
+        bounds=bounds,
     )
-
-
-def _bounds(
-    first: FirstCall, groups: Mapping[str, ConjugateGroup], reads: Mapping[str, Mapping[Any, Read]], plates: Plates
-) -> dict[str, Factor]:
-    """Returns child -> the place in the networks of its bound's parameters, one an element.
-
-    They read what all latents read whose conditionals are by that bound.
-    """
-    found = {}
-    for group in groups.values():
-        for child in group.children if group.bound == "bounded" else ():
-            fn = first.nodes[child]["fn"]
-            members = [name for name in group.members if first.net.graph.has_edge(name, child)]
-            nodes = set.intersection(*(set(reads[name]) for name in members)) - set(group.members)
-            if bound_for(fn) is None:
-                continue
-            batch = plates.closure(first.frames[child])
-            frames = {node: first.frames[node if node in first.frames else node[1]] for node in nodes}
-            sources = plan_sources(batch, {node: Read() for node in nodes}, frames, plates)
-            found[child] = Factor(("bound", child), batch, (), fn.event_shape.numel(), 1, 1, False, sources)
-    return found
-
-
-def _is_corrected(first: FirstCall, group: ConjugateGroup) -> bool:
-    """Whether networks correct conditionals by a bound: where the inverse lets latents depend on each other."""
-    options = first.options
-    return group.bound == "bounded" and options.inverse != "mean_field" and options.within == "autoregressive"
 
 
 def _inverted(
@@ -169,13 +142,11 @@ def _inverted(
             groups.update(dict.fromkeys(marginal.members, marginal))
     exact = {name for name, group in groups.items() if group.is_exact}
     bounded = {name for name, group in groups.items() if group.bound}
-    for name, rule in options.rules.items():
-        if rule in ("bounded", "bound") and name not in bounded:
-            reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
-            raise ValueError(f"Expected a latent whose children have bounds, as `rules` asks; got '{name}': {reason}.")
-    for name in (name for name, rule in options.rules.items() if rule == "exact" and name not in exact):
+    found = {"exact": exact, "bounded": bounded, "bound": bounded}
+    for name in (name for name, rule in options.rules.items() if name not in found.get(rule, (name,))):
         reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
-        raise ValueError(f"Expected a latent with an exact conditional, as `rules` asks; got '{name}': {reason}.")
+        what = "a latent with an exact conditional" if options.rules[name] == "exact" else "a latent under a bound"
+        raise ValueError(f"Expected {what}, as `rules` asks; got '{name}': {reason}.")
     return inverse, order, interleaved, groups, refused
 
 
@@ -333,7 +304,6 @@ def _finder(first: FirstCall) -> Finder | None:
         return None
     hidden = first.found.hidden_randomness
     learned = [name for name, rule in options.rules.items() if rule == "learned"]
-    bounds = {name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")}
     own = {name: first.nodes[name]["value"] for name in first.net.sites if name in first.nodes}
     seen = set().union(*(nx.ancestors(first.net.graph, name) for name in first.net.observed))
     return Finder(
@@ -344,7 +314,7 @@ def _finder(first: FirstCall) -> Finder | None:
         subsampled=first.plates.subsampled,
         excluded=first.semi_observed.union(hidden, first.passing, learned, options.families or ()),
         predictive=set(first.net.latent) - seen,
-        bounds=bounds,
+        bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
         run=first.run,
         draws=[own, *first.draws[:6]],
     )

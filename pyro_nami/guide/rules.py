@@ -25,7 +25,8 @@ from pyro_nami.factors.links import relative_scale
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.one_pass import Pass, Term
 from pyro_nami.guide.parameters import expert
-from pyro_nami.reading.expansion import ConjugateGroup, broadcast, trimmed
+from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.reading.expansion import broadcast, trimmed
 from pyro_nami.reading.runner import changed_event_shape
 
 __all__ = ["Bounded", "Exact", "Learned", "Newton", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]

@@ -21,7 +21,7 @@ from pyro_nami.reading.expansion import Expansion, agree, broadcast, irregular, 
 
 __all__ = ["LinearBernoulli"]
 
-_MOST_ROUNDS, _STILL = 100, 1e-4  # of a fixed point, and how little a mean moves in the last
+_MOST_ROUNDS, _STILL = 200, 1e-4  # of a fixed point, and how little a mean moves in the last
 
 
 class LinearBernoulli(Expansion):
@@ -41,6 +41,7 @@ class LinearBernoulli(Expansion):
         self._args, self._kwargs, self._at, self._rounds = args, kwargs, at or {}, 1
         self._logits: dict[str, Tensor] = {}
         self._slopes: dict[str, Tensor] = {}
+        self._steps: dict[str, tuple[Tensor, Tensor]] = {}  # member -> part of the last gap gone, and that gap
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         if name in self._at:
@@ -56,20 +57,31 @@ class LinearBernoulli(Expansion):
         self._solve(sites)
         if self.group.bound != "bound" or self._rounds >= _MOST_ROUNDS:
             return None
-        means = {name: logits.detach().sigmoid() for name, logits in self._logits.items()}
-        before = {name: self.values[name].detach().expand(mean.shape) for name, mean in means.items()}
-        if max(float((means[name] - before[name]).abs().max()) for name in means) < _STILL:
+        gaps = {name: logits.detach().sigmoid() - self.values[name].detach() for name, logits in self._logits.items()}
+        if max(float(gap.abs().max()) for gap in gaps.values()) < _STILL:
             return None
-        # The more is explained the less a bound asks for, so whole steps would swing to and fro.
-        following = type(self)(*self._args, at={n: (mean + before[n]) / 2 for n, mean in means.items()}, **self._kwargs)
-        following._rounds = self._rounds + 1
+        return self._moved(gaps)
+
+    def _moved(self, gaps: Mapping[str, Tensor]) -> LinearBernoulli:
+        """Returns the expansion a part of the way nearer to the means that the bound here gives.
+
+        The more is explained the less a bound asks for: where whole steps swing to and fro, they are halved.
+        """
+        at, steps = {}, {}
+        for name, gap in gaps.items():
+            step, before = self._steps.get(name, (torch.ones_like(gap), gap))
+            step = torch.where(gap * before < 0, 0.5 * step, (1.2 * step).clamp(max=1.0))
+            steps[name], at[name] = (step, gap), self.values[name].detach() + step * gap
+        following = type(self)(*self._args, at=at, **self._kwargs)
+        following._rounds, following._steps = self._rounds + 1, steps
         return following
 
     def _solve(self, sites: Mapping[str, Any]) -> None:
         slopes = self.take(sites, again=self.differentiable, whole=True)
         for name, slope in slopes.items():
             shape = self.shapes[name]
-            logits = innermost(self.priors[name]).logits.expand(broadcast(slope.shape, shape))
+            prior: Any = innermost(self.priors[name])
+            logits = prior.logits.expand(broadcast(slope.shape, shape))
             finite = self.finite[name] = slope.isfinite()
             slope = torch.where(finite, slope, torch.zeros_like(slope))
             logits = (logits + slope).reshape(shape)

@@ -27,8 +27,8 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.inversions import nami
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.reading.conjugate_forms import form_of
+from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.enumeration import num_values
-from pyro_nami.reading.expansion import ConjugateGroup
 from pyro_nami.reading.refutation import Refutation
 from pyro_nami.reading.tabulated import MOST_TABULATED
 
@@ -282,7 +282,7 @@ class Finder(Refutation):
         return group._replace(depths=tuple(depths), num_lifted=lifted, elements=tuple(elements), vectorized=True)
 
     def _bound(self, names: Sequence[str]) -> str:
-        """Returns what stands for likelihoods in conditionals of some latents; "" if these take the likelihood itself."""
+        """Returns what stands for likelihoods in the conditionals of some latents; "" for these themselves."""
         asked = {self.bounds[name] for name in names if name in self.bounds}
         return min(asked, default="bounded" if self._form(names[0]) == "Bernoulli" else "")
 

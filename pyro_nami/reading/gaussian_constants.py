@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from pyro_nami.factors.wrappers import innermost
+from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import (
     Changed,
-    ConjugateGroup,
     broadcast,
     derivatives,
     expanding,

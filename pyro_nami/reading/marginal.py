@@ -19,7 +19,8 @@ from torch import Tensor
 from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.elements import OwnElements
 from pyro_nami.factors.knots import bent_normal
-from pyro_nami.reading.expansion import ConjugateGroup, trimmed
+from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.reading.expansion import trimmed
 from pyro_nami.reading.grids import HALF, Mass, slope_of
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.modes import Peaks, climbed

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from pyro_nami.factors.joint_normal import joint_normal
-from pyro_nami.reading.expansion import TOLERANCE, ConjugateGroup, Expansion, irregular, without_gaps
+from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.reading.expansion import TOLERANCE, Expansion, irregular, without_gaps
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.tabulated import Tabulated
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from pyro_nami.reading.bounded import LinearBernoulli
 from pyro_nami.reading.conjugate_forms import ByStatistics
+from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.enumeration import Enumeration
-from pyro_nami.reading.expansion import TOLERANCE, ConjugateGroup, Expansion, expanding, irregular
+from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding, irregular
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.newton import Newton, is_concave
 from pyro_nami.reading.runner import RunModel

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from pyro_nami.factors.wrappers import innermost
+from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import (
     TOLERANCE,
     Changed,
-    ConjugateGroup,
     Expansion,
     agree,
     broadcast,

@@ -149,7 +149,7 @@ def test_rules_of_other_sites_are_refused(name):
 
 @pytest.mark.parametrize("rule", ["prior", "Exact", None, True])
 def test_other_rules_are_refused_before_the_first_call(rule):
-    with pytest.raises(ValueError, match=f"rules to be 'exact' or 'learned'; got {rule!r} for 'z'"):
+    with pytest.raises(ValueError, match=f"one of .* 'bound'; got {rule!r} for 'z'"):
         AutoNaMIGuide(model, rules={"z": rule})
 
 
