@@ -10,8 +10,8 @@ ROOT = Path(__file__).parent.parent
 ORDER = {
     "": "messages",
     "graph": "sites network elimination min_fill inverse inversions verification",
-    "factors": "wrappers links sparse noisy_or bounds joint bijections layout elements knots path_scored joint_normal "
-    "normals types anchors distribution family own_type unconstrained registry",
+    "factors": "wrappers links sparse noisy_or bounds joint bijections layout gumbel_softmax elements knots "
+    "path_scored joint_normal normals types anchors distribution family own_type unconstrained registry",
     "networks": "masks pace reductions running pooling precision_sums stepped masked "
     "separate",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
