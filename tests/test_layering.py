@@ -22,7 +22,7 @@ ORDER = {
     "inversion inverse_network network_state regression one_pass rules plan shapes first_call columns "
     "call marginals planner deriving build maps memory reader observed draw lazy nami",
     "inference": "site_messages observations target checkpoint history psis processes trackers optimizers weights "
-    "simulate batches losses trainer compilation tempering transitions annealing importance",
+    "simulate batches losses relaxation trainer compilation tempering transitions annealing importance",
     "checking": "coordinates rank_tests plots simulations calibration misspecification diagnosis",
     "show": "render report model_file commands",
 }
