@@ -41,7 +41,9 @@ from pyro_nami.graph import (
 )
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference import (
+    ExponentialDecay,
     InferenceCompilation,
+    RelaxedELBO,
     WeightedSamples,
     annealed_importance_sampling,
     importance_sample,
@@ -53,10 +55,12 @@ __all__ = [
     "AutoNaMIGuide",
     "BayesNet",
     "Bound",
+    "ExponentialDecay",
     "Family",
     "InferenceCompilation",
     "Inverse",
     "NoisyOr",
+    "RelaxedELBO",
     "Site",
     "Verification",
     "WeightedSamples",

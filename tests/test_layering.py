@@ -10,8 +10,8 @@ ROOT = Path(__file__).parent.parent
 ORDER = {
     "": "messages",
     "graph": "sites network elimination min_fill inverse inversions verification",
-    "factors": "wrappers links sparse noisy_or bounds joint bijections layout elements knots path_scored joint_normal "
-    "normals types anchors distribution family own_type unconstrained registry",
+    "factors": "wrappers links sparse noisy_or bounds joint bijections layout gumbel_softmax elements knots "
+    "path_scored joint_normal normals types anchors distribution family own_type unconstrained registry",
     "networks": "masks pace reductions running pooling precision_sums stepped masked "
     "separate",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
@@ -22,7 +22,7 @@ ORDER = {
     "inversion inverse_network network_state regression one_pass rules plan shapes first_call columns "
     "bound_factors call marginals planner deriving build maps memory reader observed draw lazy nami",
     "inference": "site_messages observations target checkpoint history psis processes trackers optimizers weights "
-    "simulate batches losses trainer compilation tempering transitions annealing importance",
+    "simulate batches losses relaxation trainer compilation tempering transitions annealing importance",
     "checking": "coordinates rank_tests plots simulations calibration misspecification diagnosis",
     "show": "render report model_file commands",
 }

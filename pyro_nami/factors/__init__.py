@@ -4,7 +4,8 @@
 a `layout` cuts a value into elements, whose densities are in `elements`, `normals` and `sequential`; a `distribution`
 is made of both. A `family` says of which: those of `unconstrained` space or of the model's `own_type`, chosen by the
 `registry`. `noisy_or` is a distribution for models, on `sparse` weights; `bounds` on its
-density and others' are of closed form. Nothing here holds parameters: the guide's networks give them.
+density and others' are of closed form; `gumbel_softmax` relaxes the draws of binary and one-hot types. Nothing here
+holds parameters: the guide's networks give them.
 """
 
 from pyro_nami.factors.bounds import Bound, register_bound

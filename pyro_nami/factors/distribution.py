@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
+from pyro_nami.factors.gumbel_softmax import gumbel_softmax
 from pyro_nami.factors.layout import Layout
 from pyro_nami.factors.path_scored import PathScored
 
@@ -43,7 +44,7 @@ class SiteDistribution(PathScored):
     arg_constraints: dict[str, constraints.Constraint] = {}
 
     def __init__(self, elements: Elements, layout: Layout) -> None:
-        self._elements, self._layout, self._latest = elements, layout, NO_DRAW
+        self._elements, self._layout, self._latest, self._support = elements, layout, NO_DRAW, layout.support
         batch_shape = elements.shape[:-1]
         if layout.batch_shape:
             batch_shape = torch.broadcast_shapes(batch_shape, layout.batch_shape)
@@ -51,7 +52,7 @@ class SiteDistribution(PathScored):
 
     @constraints.dependent_property
     def support(self) -> constraints.Constraint:
-        return self._layout.support
+        return self._support
 
     @property
     def has_rsample(self) -> bool:  # type: ignore[override]
@@ -65,6 +66,16 @@ class SiteDistribution(PathScored):
         wide = copy.copy(self)
         wide._batch_shape, wide._latest = torch.broadcast_shapes(tuple(batch_shape), self._batch_shape), NO_DRAW
         return wide
+
+    def relaxed(self, temperature: float) -> SiteDistribution | None:
+        """Returns this with relaxed draws if its value is binary or one-hot, else None; see `gumbel_softmax`."""
+        if not self._layout.is_indicator:
+            return None
+        new = copy.copy(self)
+        new._elements, new._latest = self._elements.relaxed(temperature), NO_DRAW
+        new._support = constraints.independent(constraints.unit_interval, len(self._event_shape))
+        new.fixed = None  # at a relaxed draw the mean of the score is not zero
+        return new
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         """Returns a reparameterized draw ``(*sample_shape, *batch, *event)``."""
@@ -204,3 +215,14 @@ class Relocated(TorchDistribution):
         """Returns a value as the base knows it; for the latest draw, that draw itself."""
         kept = self._latest.recall(value)
         return self._relocation.value_inside(value, len(self.event_shape)) if kept is None else kept[0]
+
+
+@gumbel_softmax.register(SiteDistribution)
+def _relaxed(fn: SiteDistribution, temperature: float) -> SiteDistribution | None:
+    return fn.relaxed(temperature)
+
+
+@gumbel_softmax.register(Relocated)
+def _relaxed_inside(fn: Relocated, temperature: float) -> Relocated | None:
+    base = gumbel_softmax(fn._base, temperature)
+    return None if base is None else Relocated(base, fn._relocation)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pyro_nami.factors.bijections import interior, support_of
+from pyro_nami.factors.gumbel_softmax import gumbel_noise, gumbel_softmax, logistic_noise
 
 __all__ = [
     "NO_DRAW", "Elements", "ExpRelaxedElements", "LatestDraw", "LogisticElements", "OwnElements",
@@ -66,6 +67,10 @@ class Elements(ABC):
         """Returns all values ``(values, *ones, *element)``."""
         raise NotImplementedError(f"{type(self).__name__} cannot list its values")
 
+    def relaxed(self, temperature: float) -> Elements:
+        """Returns these with draws by the Gumbel-softmax, reparameterized; see `gumbel_softmax`."""
+        raise NotImplementedError(f"Expected elements that can be relaxed; {type(self).__name__} has no such method")
+
 
 class OwnElements(Elements):
     """Elements of any torch distribution of batch shape ``(*batch, E)``."""
@@ -87,6 +92,9 @@ class OwnElements(Elements):
     def enumerate_support(self) -> Tensor:
         return self.distribution.enumerate_support(expand=False)
 
+    def relaxed(self, temperature: float) -> OwnElements:
+        return OwnElements(gumbel_softmax(self.distribution, temperature))
+
 
 class LogisticElements(Elements):
     """The logit of a relaxed Bernoulli variable: x = (logits + logistic noise) / temperature, both ``(*batch, E)``.
@@ -101,8 +109,7 @@ class LogisticElements(Elements):
         self.shape = torch.broadcast_shapes(logits.shape, temperature.shape)
 
     def draw(self, shape: torch.Size) -> Tensor:
-        uniform = _open_uniform(shape, self.logits)
-        return (self.logits + uniform.log() - (-uniform).log1p()) / self.temperature
+        return (self.logits + logistic_noise(shape, self.logits)) / self.temperature
 
     def log_prob(self, x: Tensor) -> Tensor:
         gap = self.logits - self.temperature * x
@@ -128,18 +135,13 @@ class ExpRelaxedElements(Elements):
         self.shape = torch.broadcast_shapes(logits.shape[:-1], temperature.shape)
 
     def draw(self, shape: torch.Size) -> Tensor:
-        uniform = _open_uniform(shape + self.logits.shape[-1:], self.logits)
-        return ((self.logits - (-uniform.log()).log()) / self.temperature.unsqueeze(-1)).log_softmax(-1)
+        noisy = self.logits + gumbel_noise(shape + self.logits.shape[-1:], self.logits)
+        return (noisy / self.temperature.unsqueeze(-1)).log_softmax(-1)
 
     def log_prob(self, x: Tensor) -> Tensor:
         classes = x.shape[-1]
         score = (self.logits - self.temperature.unsqueeze(-1) * x).log_softmax(-1)
         return (score - x).sum(-1) + math.lgamma(classes) + (classes - 1) * self.temperature.log()
-
-
-def _open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
-    finfo = torch.finfo(like.dtype)
-    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp(finfo.tiny, 1 - finfo.eps)
 
 
 class StableKumaraswamy(dist.Kumaraswamy):

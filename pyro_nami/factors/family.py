@@ -185,13 +185,19 @@ class SequentialElements(Elements):
         self._family, self._conditionals, self._anchor = family, conditionals, anchor
         self.shape, self.has_rsample = batch_shape + (family.num_elements,), family.has_rsample
         self._dims, self._sizes, self._latest = dims, sizes, NO_DRAW
+        self._temperature: float | None = None  # at which every element is drawn, and read by those after it
+
+    def relaxed(self, temperature: float) -> SequentialElements:
+        new = copy.copy(self)
+        new._temperature, new.has_rsample, new._latest = temperature, True, NO_DRAW
+        return new
 
     def log_prob(self, x: Tensor) -> Tensor:
         (params,) = self._latest.recall(x) or (None,)
         if params is None:
             features = to_sequence(self._family.element_features(x), self._dims, 1)
             params = to_instances(self._conditionals.all(features), self._dims, self._sizes, 1)
-        return self._family.elements(params, self._anchor).log_prob(x)
+        return self._elements(params, self._anchor).log_prob(x)
 
     def draw(self, shape: torch.Size) -> Tensor:
         anchor, (*batch, count) = self._anchor, shape
@@ -210,9 +216,13 @@ class SequentialElements(Elements):
         all_params, elements = [params], []
         for index in range(count):
             here = None if anchor is None else anchor[..., index : index + 1, :]
-            element = self._family.elements(params.unsqueeze(-2), here).draw(shape + (1,))
+            element = self._elements(params.unsqueeze(-2), here).draw(shape + (1,))
             elements.append(element)
             if index + 1 < count:
                 params, advance = advance(self._family.element_features(element).squeeze(-2))
                 all_params.append(params)
         return torch.cat(elements, len(shape)), torch.stack(torch.broadcast_tensors(*all_params), -2)
+
+    def _elements(self, params: Tensor, anchor: Tensor | None) -> Elements:
+        elements = self._family.elements(params, anchor)
+        return elements if self._temperature is None else elements.relaxed(self._temperature)

@@ -62,6 +62,12 @@ class Layout:
         self.num_features = num_classes or max(entries - (not self.support.is_discrete), 1)  # f, read of an element
         self.marks_nan = False  # whether one of these says that it is NaN
 
+    @property
+    def is_indicator(self) -> bool:
+        """Whether values are binary or one-hot."""
+        support = getattr(self.support, "base_constraint", self.support)
+        return isinstance(support, _INDICATORS)  # by type, as a copied guide has a copy of its supports
+
     def at(self, support: Constraint, batch_shape: torch.Size) -> Layout:
         """Returns this layout on a support of the same kind whose bounds vary over ``batch_shape``."""
         moved = copy.copy(self)
@@ -101,7 +107,7 @@ class Layout:
             elements = bijection_to(support).inv(interior(support, elements))
         else:
             elements = elements.to(self.dtype)
-            if not isinstance(support, _INDICATORS):  # by type, as a copied guide has a copy of its supports
+            if not self.is_indicator:
                 elements = elements.sign() * elements.abs().log1p()
         return _finite(elements if self.element_shape else elements.unsqueeze(-1))
 

@@ -13,7 +13,7 @@ from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDi
 from torch import Tensor
 from torch.distributions import Distribution
 
-__all__ = ["base_of", "innermost", "layers", "named_layers", "through_wrappers", "without"]
+__all__ = ["base_of", "innermost", "layers", "named_layers", "rewrapped", "through_wrappers", "without"]
 
 _WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
 
@@ -59,3 +59,17 @@ def through_wrappers(distribution: Distribution, function: Callable[[Distributio
     if isinstance(distribution, ExpandedDistribution):
         return tensor.expand(torch.Size(distribution.batch_shape) + tensor.shape[len(base.batch_shape) :])
     return tensor
+
+
+def rewrapped(distribution: Any, function: Callable[[Any], Any]) -> Any:
+    """Returns `function` of the innermost distribution in the same wrappers; None where it returns None."""
+    if not isinstance(distribution, _WRAPPERS):
+        return function(distribution)
+    base = rewrapped(base_of(distribution), function)
+    if base is None:
+        return None
+    if isinstance(distribution, ExpandedDistribution):
+        return base.expand(distribution.batch_shape)
+    if isinstance(distribution, MaskedDistribution):
+        return base.mask(distribution._mask)
+    return base.to_event(distribution.reinterpreted_batch_ndims)

@@ -1,0 +1,120 @@
+"""Binary and one-hot types drawn by the Gumbel-softmax: reparametrized, near 0 and 1, scored by their own density.
+
+The density is that of the discrete type, linear in the value, so that a bound at relaxed draws is the discrete bound's
+own extension to them; that of the relaxed variable itself (the concrete density) occurs nowhere here. Change this
+module to let draws of another type be relaxed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributions as td
+from pyro import distributions as dist
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_nami.factors.wrappers import innermost, rewrapped
+
+__all__ = ["gumbel_noise", "gumbel_softmax", "logistic_noise"]
+
+
+@functools.singledispatch
+def gumbel_softmax(fn: Any, temperature: float) -> Any:
+    """Returns a distribution with draws relaxed and its density linear in them; None where its type has none such.
+
+    ``gumbel_softmax.register(Kind)`` adds a type: a function of a distribution of it and of the temperature.
+
+    Args:
+        fn: a Bernoulli or one-hot Categorical distribution, below any masks, event dims and expansions.
+        temperature: positive; draws near 0 are those of ``fn``.
+
+    References:
+        Jang, Gu and Poole 2017, Categorical Reparameterization with Gumbel-Softmax, with the bound of its section 3.
+
+    Example:
+        >>> fn = gumbel_softmax(dist.Bernoulli(torch.tensor([0.5, 0.8])).to_event(1), 0.5)
+        >>> fn.has_rsample, fn.log_prob(torch.tensor([0.0, 0.25])).exp()  # 0.5 * 0.8^0.25 * 0.2^0.75
+        (True, tensor(0.1414))
+        >>> gumbel_softmax(dist.Categorical(torch.ones(3)), 0.5) is None
+        True
+    """
+    inner = innermost(fn)
+    return None if inner is fn else rewrapped(fn, lambda leaf: gumbel_softmax(leaf, temperature))
+
+
+class _Relaxed:
+    """What the relaxed types have in common; KL divergences are those of the discrete types, by inheritance."""
+
+    has_rsample = True
+    temperature: float
+
+    @classmethod
+    def of(cls, fn: Any, temperature: float) -> Any:
+        """Returns the relaxed type with the parameters of a discrete distribution."""
+        new: Any = cls(logits=fn.logits, validate_args=False)  # type: ignore[call-arg]
+        new.temperature, new._validate_args = temperature, fn._validate_args
+        return new
+
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Any:
+        new = type(self).__new__(type(self)) if _instance is None else _instance
+        new.temperature = self.temperature
+        return super().expand(torch.Size(batch_shape), _instance=new)  # type: ignore[misc]
+
+    def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        with torch.no_grad():
+            return self.rsample(sample_shape)  # type: ignore[attr-defined, no-any-return]
+
+
+class _Bernoulli(_Relaxed, dist.Bernoulli):
+    support = constraints.unit_interval
+
+    def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        logits = self.logits
+        noisy = logits + logistic_noise(self._extended_shape(torch.Size(sample_shape)), logits)
+        return _open((noisy / self.temperature).sigmoid())
+
+
+class _OneHotCategorical(_Relaxed, dist.OneHotCategorical):
+    support = constraints.independent(constraints.unit_interval, 1)  # type: ignore[assignment]
+
+    def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        logits = self.logits
+        noisy = logits + gumbel_noise(self._extended_shape(torch.Size(sample_shape)), logits)
+        z = _open((noisy / self.temperature).softmax(-1))
+        return z.where(logits > -math.inf, 0.0)  # an impossible class is left out
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
+        logits = self.logits
+        return (value * logits.masked_fill((value == 0) & logits.isneginf(), 0.0)).sum(-1)
+
+
+gumbel_softmax.register(td.Bernoulli, _Bernoulli.of)
+gumbel_softmax.register(td.OneHotCategorical, _OneHotCategorical.of)
+
+
+def logistic_noise(shape: torch.Size, like: Tensor) -> Tensor:
+    """Returns standard logistic noise of a shape, finite, of the dtype and device of ``like``."""
+    uniform = _open_uniform(shape, like)
+    return uniform.log() - (-uniform).log1p()
+
+
+def gumbel_noise(shape: torch.Size, like: Tensor) -> Tensor:
+    """Returns standard Gumbel noise of a shape, finite, of the dtype and device of ``like``."""
+    return -(-_open_uniform(shape, like).log()).log()
+
+
+def _open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
+    return _open(torch.rand(shape, dtype=like.dtype, device=like.device))
+
+
+def _open(unit: Tensor) -> Tensor:
+    """Returns numbers of the unit interval off its ends."""
+    finfo = torch.finfo(unit.dtype)
+    return unit.clamp(finfo.tiny, 1 - finfo.eps)
