@@ -69,4 +69,5 @@ def initial_bound(first: FirstCall, child: str) -> Tensor:
         )
     s = torch.stack([bound.predictor(site["fn"]) for site in runs])
     xi = bound.tightest(value, s.mean(0), s.square().mean(0)).expand(value.shape)
-    return xi.reshape(-1, event.numel()).clamp(*_RANGE).log().mean(0).exp().expm1().log().unsqueeze(-1)
+    xi = xi.reshape(-1, event.numel()).clamp(*_RANGE).log().mean(0).exp()
+    return (xi + (-torch.expm1(-xi)).log()).unsqueeze(-1)
