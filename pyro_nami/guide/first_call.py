@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import pyro
+import torch
 from pyro import poutine
 from torch import Tensor, nn
 
@@ -61,6 +62,16 @@ class FirstCall(NamedTuple):
     def run(self, values: Mapping[str, Any], until: Collection[str] | None = None) -> dict[str, Any]:
         """Returns the sites of a run of the model at chosen values of its latents."""
         return Runner(values, broadcast=True, until=until).run(self.model, self.args, self.kwargs)
+
+    def factory(self, latents: Collection[str]) -> dict[str, Any]:
+        """Returns dtype and device of the networks: of the first continuous value of the model, float32 at least."""
+        values = [self.nodes[name]["value"] for name in (*latents, *self.data)]
+        like = next((value for value in values if value.is_floating_point()), None)
+        dtype = torch.get_default_dtype() if like is None else like.dtype
+        return {
+            "dtype": torch.float32 if dtype.itemsize < 4 else dtype,
+            "device": values[0].device if values else None,
+        }
 
 
 def first_call(

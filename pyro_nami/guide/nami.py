@@ -70,8 +70,10 @@ class AutoNaMIGuide(LazyGuide):
         exact: whether latents are drawn from their exact conditional where it has a closed form:
             `pyro_nami.reading.forms` derives it from the model. They have no weights and no first step. With
             ``inverse="auto"``, latents are ordered such that most of them have one. With ``anchor=True`` only.
-        rules: latent -> ``"learned"`` for networks in place of its exact conditional, or ``"exact"`` to be told if it
-            has none.
+        rules: latent -> ``"learned"`` for networks in place of its exact conditional; ``"exact"`` to be told if it has
+            none; ``"bounded"`` for its conditional by a bound on its children's likelihood (`pyro_nami.Bound`), whose
+            parameters networks give, the default for binary vectors under a `NoisyOr`; ``"bound"`` for that of the
+            tightest bound, without networks. Where the inverse is no mean field, networks correct a bounded one.
         refine: ``"auto"``: where the guide is trained on the same data in every step, what these say is left to
             constants, those of each instance of a plate included (see `pyro_nami.guide.free_parameters`); networks
             read the latents alone, and data only once they vary. None: they read the data from the first step on.

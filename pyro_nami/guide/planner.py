@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import networkx as nx
-import torch
 from torch.distributions import constraints
 
 from pyro_nami.factors.bijections import peel_support, support_of
@@ -108,7 +107,7 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
             columns={name: found for name, found in covariates.columns.items() if {name, covariates_of(name)} & used}
         ),
         map_plans=first.found.map_plans,
-        factory=_factory(first, order),
+        factory=first.factory(order),
         refused=refused,
         bounds=bounds,
     )
@@ -341,15 +340,4 @@ def _anchored(first: FirstCall, families: Mapping[str, Family], inverse: Inverse
         and not isinstance(family, CorrectionFamily)
         and known(name)
         and family.anchor(first.nodes[name]["fn"]) is not None
-    }
-
-
-def _factory(first: FirstCall, order: Sequence[str]) -> dict[str, Any]:
-    """Returns dtype and device of the networks: of the first continuous value of the model, float32 at least."""
-    values = [first.nodes[name]["value"] for name in (*order, *first.data)]
-    like = next((value for value in values if value.is_floating_point()), None)
-    dtype = torch.get_default_dtype() if like is None else like.dtype
-    return {
-        "dtype": torch.float32 if dtype.itemsize < 4 else dtype,
-        "device": values[0].device if values else None,
     }
