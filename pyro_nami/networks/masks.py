@@ -31,8 +31,11 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+_ROWS = 1024  # of a wide matrix that are looked at in one go
 
 
 class Steps(NamedTuple):
@@ -73,8 +76,9 @@ def distinct_labels(dependency: Tensor) -> Tensor:
 
     They are ordered by their last column, so by the step at which they are complete; ties keep the order of rows.
     """
-    rows = {tuple(row): None for row in dependency.tolist() if any(row)}
-    labels = torch.tensor(list(rows), dtype=torch.bool, device="cpu").reshape(len(rows), dependency.shape[1])
+    packed = np.packbits(dependency.numpy(force=True), axis=1)
+    rows = {row.tobytes(): i for i, row in reversed([*enumerate(packed)]) if row.any()}
+    labels = dependency.cpu()[sorted(rows.values())]
     return labels[torch.tensor(_last_columns(labels), dtype=torch.long, device="cpu").argsort(stable=True)]
 
 
@@ -119,7 +123,8 @@ def layer_masks(dependency: Tensor, hidden_features: Sequence[int]) -> LayerMask
     units = [allot_labels(labels, width) for width in hidden_features]
     hidden = [labels[each] for each in units[:1]]
     hidden += [nested[above][:, below] for below, above in pairwise(units)]
-    output = _contained(labels, dependency)[:, units[-1]] if units else dependency
+    rows = (_contained(labels, part)[:, units[-1]] for part in dependency.split(_ROWS)) if units else ()
+    output = torch.cat([*rows]) if units else dependency
     return LayerMasks(tuple(hidden), output, tuple(tuple(last[unit] for unit in each.tolist()) for each in units))
 
 
@@ -131,13 +136,14 @@ def jacobian_support(masks: Sequence[Tensor]) -> Tensor:
     """
     reached = masks[0].float()
     for mask in masks[1:]:
-        reached = (mask.float() @ reached).clamp(max=1.0)
+        reached = torch.cat([(part.float() @ reached).clamp(max=1.0) for part in mask.split(_ROWS)])
     return reached > 0
 
 
 def check_width(dependency: Tensor, masks: Sequence[Tensor]) -> None:
     """Raises ``ValueError`` unless every dependency has a path through a stack of masks."""
-    missing = int((dependency & ~jacobian_support(masks)).sum())
+    parts = zip(dependency.split(_ROWS), masks[-1].split(_ROWS))
+    missing = sum(int((rows & ~jacobian_support([*masks[:-1], part])).sum()) for rows, part in parts)
     if missing:
         widths = [len(mask) for mask in masks[:-1]]
         enough = int(_irreducible(distinct_labels(dependency)).sum())
