@@ -23,8 +23,7 @@ import pyro
 import torch
 from tqdm import tqdm
 
-RESULTS = Path(__file__).parent / "results"
-PARTS = Path("out/paper")
+HERE = Path(__file__).parent
 
 Cell = Mapping[str, Any]
 
@@ -106,8 +105,12 @@ def parse(
     doc: str | None,
     seeds: tuple[int, int, int],
     extra: Callable[[argparse.ArgumentParser], None] | None = None,
+    folder: Path = HERE,
 ) -> Options:
-    """Reads the options that all scripts take; ``seeds`` are their numbers in smoke, default and paper."""
+    """Reads the options that all scripts take; ``seeds`` are their numbers in smoke, default and paper.
+
+    Results go to ``results`` in the scripts' ``folder``, and what an interrupted run goes on from to ``out``.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     setting = parser.add_mutually_exclusive_group()
     setting.add_argument(
@@ -128,13 +131,13 @@ def parse(
     for name, value in (("seeds", number), ("jobs", jobs)):
         if value is not None and value < 1:
             parser.error(f"Expected --{name} of at least 1; got {value}.")
-    parts = (out or PARTS) / chosen
+    parts = (out or Path("out") / folder.name) / chosen
     return Options(
         setting=chosen,
         device=device,
         seeds=number or dict(zip(("smoke", "default", "paper"), seeds))[chosen],
         jobs=jobs or (1 if smoke or device != "cpu" else os.cpu_count() or 1),
-        results=out or (RESULTS if chosen == "default" else parts / "results"),
+        results=out or (folder if chosen == "default" else parts) / "results",
         parts=parts,
         extra=given,
     )
