@@ -58,7 +58,8 @@ def initial_bound(first: FirstCall, child: str) -> Tensor:
     It warns of data that the model cannot give at any of some draws of its latents.
     """
     latents = [name for name in first.net.latent if name in first.nodes]
-    runs = [first.run({name: draw[name] for name in latents if name in draw})[child] for draw in first.draws]
+    draws = [{name: draw[name] for name in latents if name in draw} for draw in first.draws]
+    runs = [first.run(draw)[child] for draw in draws] or [first.nodes[child]]
     value, bound, event = runs[0]["value"], bound_for(runs[0]["fn"]), runs[0]["fn"].event_shape
     assert bound is not None
     if all(bool((site["fn"].log_prob(value) == -torch.inf).any()) for site in runs):

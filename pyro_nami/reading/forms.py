@@ -3,7 +3,8 @@
 Exact are those of one latent whose prior is an exponential family that its children add to (`conjugate_forms`), or that
 takes a few values (`enumeration`); and of latents that are jointly linear and Gaussian given the rest, whatever their
 plates (`joint_gaussian`). Where Normal priors meet other concave densities, those of one or two latents with one
-element are told by quadrature (`tabulated`), and others are near Normals about the mode (`newton`). All children are
+element are told by quadrature (`tabulated`), and others are near Normals about the mode (`newton`). Binary latents by
+the dozen, and on demand Normal ones, have conditionals by bounds on their children (`bounded`). All children are
 observed. The conditionals hold for any data and any number of instances, and are differentiable in what was drawn
 before; they cost derivatives of a run of the model in each call, or of a few about a mode.
 
