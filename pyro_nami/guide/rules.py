@@ -1,8 +1,9 @@
 """Rules: how one latent gets its distribution in a pass, given what is known so far.
 
 `Prior` is the model's own conditional, `Exact` one that is derived from the model, or from a bound, `Learned` one whose
-parameters networks give, `Newton` a Normal about a mode that these bend, and `Bounded` one by a bound that they correct.
-Code outside never asks which rule it has. To add a rule, write a subclass of `Rule` here and say in `planner` which latents it serves.
+parameters networks give, `Newton` a Normal about a mode that these bend, and `Bounded` one by a bound that they
+correct. Code outside never asks which rule it has. To add a rule, write a subclass of `Rule` here and say in `planner`
+which latents it serves.
 """
 
 from __future__ import annotations
