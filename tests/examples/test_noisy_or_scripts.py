@@ -13,6 +13,7 @@ pytest.importorskip("matplotlib")
 
 sys.path.append(str(ROOT / "examples" / "noisy_or"))
 
+import logistic  # noqa: E402
 import measures  # noqa: E402
 import systems  # noqa: E402
 import worlds  # noqa: E402
@@ -81,6 +82,27 @@ def test_topics_have_words_of_the_titles_and_are_ordered_by_pmi(finished, tmp_pa
 def test_topics_without_titles_are_told(tmp_path):
     done = run("examples/noisy_or/topics.py", "--smoke", "--data", str(tmp_path / "absent"))
     assert done.code == 1 and "none there" in done.errors and "Traceback" not in done.errors
+
+
+def test_logistic_compares_guides_with_the_exact_evidence(finished):
+    _, results = finished("logistic")
+    assert len(results["rows"]) == len(logistic.MODELS) * len(logistic.SYSTEMS)
+    for row in results["rows"]:
+        (found,) = row["runs"]
+        assert found["gap"] > -5 * found["error of the gap"]
+        rule = row["system"] in ("bound and correction", "bound", "Newton")
+        assert (found["gap"] < 1) == rule  # after 3 steps only what the model's form gives is near
+
+
+def test_evidence_of_logistic_models_is_that_of_draws_and_of_all_data_is_one():
+    torch.manual_seed(0)
+    weights, bias = 2 * torch.randn(3, 2), torch.randn(3)
+    x = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)
+    found = logistic.log_evidence(weights, bias, x).exp()
+    torch.testing.assert_close(found.sum(), torch.tensor(1.0).double(), rtol=1e-8, atol=0)
+    ones = torch.sigmoid(torch.randn(100_000, 2) @ weights.T + bias)
+    draws = torch.where(x[:, None] == 1, ones, 1 - ones).prod(-1)
+    assert ((draws.mean(1) - found).abs() < 4.5 * draws.std(1) / 100_000**0.5).all()
 
 
 def test_the_loss_is_that_of_the_sum_over_states_in_any_parts():
