@@ -27,7 +27,7 @@ __all__ = ["GroupNetwork"]
 _COMPILED, _TRAINED = Base(32.0, 64.0, 8.0), Base(1.0, 8.0, 0.25, paced=True)
 _SHAPE_UNIT = 0.1  # of rows that are no locations: how scales move with other latents matters less, and is noisier
 _LEAST_SCALE, _LEAST_POOLED_SCALE = 1e-6, 0.1  # of an input, in units of its spread at the first call
-_MOST_DIRECT = 2e7  # weights from inputs to rows; beyond, hidden units alone carry them
+_MOST_DIRECT = 2e7  # weights from inputs to rows; beyond, hidden units alone carry them to factors drawn in one go
 _COPIES, _MOST_MEMORY = 6, 5e8  # weights, mask, masked weights, gradient and two of the optimizer's; bytes
 
 
@@ -66,8 +66,9 @@ class GroupNetwork:
             self._first_rows[name], count = count, count + rows
 
         splits = [sum(column.last - column.first for column in step.columns) for step in steps]
-        options["skip"] = options["skip"] and (count * sum(splits) < _MOST_DIRECT or not hidden_features)
-        direct = sum(splits) if options["skip"] or not hidden_features else 0
+        one = not any(factor.sequential or factor.coupled for factor in factors) and bool(hidden_features)
+        options["skip"] = options["skip"] and not (one and count * sum(splits) > _MOST_DIRECT)
+        direct = sum(splits) if options["skip"] or not one else 0
         _check_memory(factors, count, direct + sum(hidden_features[-1:]) + 1, factory)
         self.reads, alike = dependency(factors, columns)  # which columns each row reads
         options |= {"input_splits": splits, "output_splits": [sum(step.rows.values()) for step in steps]}
