@@ -67,7 +67,7 @@ class GroupNetwork:
 
         splits = [sum(column.last - column.first for column in step.columns) for step in steps]
         one = not any(factor.sequential or factor.coupled for factor in factors) and bool(hidden_features)
-        options["skip"] = options["skip"] and not (one and count * sum(splits) > _MOST_DIRECT)
+        options["skip"] = options.get("skip", True) and not (one and count * sum(splits) > _MOST_DIRECT)
         direct = sum(splits) if options["skip"] or not one else 0
         _check_memory(factors, count, direct + sum(hidden_features[-1:]) + 1, factory)
         self.reads, alike = dependency(factors, columns)  # which columns each row reads
