@@ -235,7 +235,7 @@ def test_a_guide_of_a_noisy_or_trains_to_near_the_exact_evidence(within):
             z = pyro.sample("z", dist.Bernoulli(logits=prior).to_event(1))
             pyro.sample("x", NoisyOr(weights, leak, z), obs=x)
 
-    guide = AutoNaMIGuide(model, within=within)
+    guide = AutoNaMIGuide(model, within=within, rules={"z": "learned"})
     elbo = Trace_ELBO(num_particles=10, vectorize_particles=True, max_plate_nesting=1)
     elbo = RelaxedELBO(elbo, ExponentialDecay.over(0.5, 0.2, steps // 2))
     svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.06, "lrd": 0.01 ** (1 / steps)}), elbo)
