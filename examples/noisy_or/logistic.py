@@ -165,13 +165,13 @@ def draw(file: Path, rows: list[dict[str, Any]]) -> None:
             own = [row for row in rows if (row["model"], row["system"]) == (model, system)]
             gaps = [[max(run["gap"], LEAST) for run in row["runs"]] for row in own]
             axis.plot([row["rate"] for row in own], gaps, "o-", color=f"C{place}", markersize=4)
-            axis.set(title=model, xscale="log", yscale="log", xlabel="rate", ylabel=f"gap, nats a {of}")
+            axis.set(title=f"{model}, a line a seed", xscale="log", yscale="log", xlabel="rate")
+            axis.set_ylabel(f"gap, nats a {of} (less than {LEAST} as {LEAST})")
             axis.set_xticks(RATES, [str(rate) for rate in RATES])
             axis.minorticks_off()
             at, least = MODELS.index(model) + place / 6, min(row["ms a step"] for row in own)
             axes[2].bar(at, least, 0.15, color=f"C{place}", label=system if model == MODELS[0] else "")
-    axes[2].set_xticks([1 / 3, 4 / 3], MODELS)
-    axes[2].set(ylabel="ms a step, least of runs")
+    axes[2].set(xticks=[1 / 3, 4 / 3], xticklabels=MODELS, ylabel="ms a step, least of runs")
     axes[2].legend(frameon=False, fontsize=8)
     figure.savefig(file, dpi=130)
     plt.close(figure)
