@@ -54,6 +54,16 @@ class Bound(ABC):
         """Returns s of a distribution in any wrappers, ``(*fn.batch_shape, *fn.event_shape)``."""
         return through_wrappers(fn, self.leaf_predictor)
 
+    def log_density(self, value: Tensor, s: Tensor) -> Tensor:
+        """Returns what is bounded, in nats for each element: the bound where it is tight, whose slope is right, too."""
+        at = s.detach()
+        constant, linear, quadratic = self.coefficients(value, self.tightest(value, at, at.square()))
+        return constant + linear * s + quadratic * s.square()
+
+    def log_prob_at(self, fn: Distribution, value: Tensor, s: Tensor) -> Tensor:
+        """Returns what ``fn.log_prob(value)`` would be in nats if its predictor were s ``(*batch, *event)``."""
+        return _summed(fn, self.log_density(value, s))
+
     def log_bound(self, fn: Distribution, value: Tensor, xi: Tensor) -> Tensor:
         """Returns the bound on ``fn.log_prob(value)`` in nats, ``(*batch,)``; as that, it is zero where `fn` masks.
 
@@ -62,13 +72,7 @@ class Bound(ABC):
             value, xi: ``(*batch, *event)``.
         """
         s, (constant, linear, quadratic) = self.predictor(fn), self.coefficients(value, xi)
-        bound = constant + linear * s + quadratic * s.square()
-        for layer in layers(fn):
-            if isinstance(layer, MaskedDistribution):
-                mask = torch.as_tensor(layer._mask, device=s.device)
-                bound = bound.where(mask.reshape(mask.shape + (1,) * layer.event_dim), 0.0)
-        event_dim = len(fn.event_shape)
-        return bound.flatten(bound.dim() - event_dim).sum(-1) if event_dim else bound
+        return _summed(fn, constant + linear * s + quadratic * s.square())
 
 
 class NoisyOrDual(Bound):
@@ -97,6 +101,10 @@ class NoisyOrDual(Bound):
         psi, present = xi.clamp(min=torch.finfo(xi.dtype).tiny), value != 0
         dual = psi.log1p() - psi * logsigmoid(psi.log())  # log(psi + 1) - log psi is -logsigmoid(log psi)
         return torch.where(present, -dual, 0.0), torch.where(present, psi, -1.0), 0.0
+
+    def log_density(self, value: Tensor, s: Tensor) -> Tensor:
+        present = torch.expm1(-s.clamp(min=torch.finfo(s.dtype).tiny ** 0.5)).neg().log()
+        return torch.where(value != 0, present, -s)
 
     def tightest(self, value: Tensor, mean: Tensor, square: Tensor) -> Tensor:
         s = mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5)  # so that the slope is finite as well
@@ -171,6 +179,16 @@ def log_prob_or_bound(fn: Distribution, value: Tensor, xi: Tensor | None = None)
         return fn.log_prob(value)
     xi = torch.ones_like(value) if xi is None else xi.reshape(xi.shape[:-1] + fn.event_shape)
     return bound.log_bound(fn, value, xi)
+
+
+def _summed(fn: Distribution, density: Tensor) -> Tensor:
+    """Returns a density of elements summed over the event, zero where `fn` masks."""
+    for layer in layers(fn):
+        if isinstance(layer, MaskedDistribution):
+            mask = torch.as_tensor(layer._mask, device=density.device)
+            density = density.where(mask.reshape(mask.shape + (1,) * layer.event_dim), 0.0)
+    event_dim = len(fn.event_shape)
+    return density.flatten(density.dim() - event_dim).sum(-1) if event_dim else density
 
 
 _BOUNDS: dict[type, Bound] = {NoisyOr: NoisyOrDual(), Bernoulli: JaakkolaJordan()}

@@ -17,11 +17,15 @@ from pyro_nami.guide.conditioning import Plates, Read, plan_sources
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.groups import Factor
 from pyro_nami.messages import warn
+from pyro_nami.reading.bounded import LinearBernoulli
 from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding
+from pyro_nami.reading.in_turn import InTurn, Order
 
-__all__ = ["bound_factors", "initial_bound", "is_corrected"]
+__all__ = ["bound_factors", "in_turn", "initial_bound", "is_corrected"]
 
 _RANGE = 1e-3, 1e3  # of xi at first
+_MOST_PAIRS = 2e4  # of a latent's and a datum's elements, of one instance, for latents to be drawn in turn
 
 
 def bound_factors(
@@ -50,6 +54,40 @@ def is_corrected(first: FirstCall, group: ConjugateGroup) -> bool:
     """Whether networks correct conditionals by a bound: where the inverse lets latents depend on each other."""
     options = first.options
     return group.bound == "bounded" and options.inverse != "mean_field" and options.within == "autoregressive"
+
+
+def in_turn(first: FirstCall, group: ConjugateGroup, factors: Mapping[str, Factor]) -> ConjugateGroup:
+    """Returns a group with binary members drawn in turn, if all that takes holds: else as it is.
+
+    Conditionals have to be corrected, instances to be told apart where children tell them apart, elements and data to
+    be few enough, and the model to run at all unit vectors at once, with predictors linear in them.
+    """
+    if group.form != "Bernoulli" or not is_corrected(first, group):
+        return group
+    frames, own = first.frames, [factors[name] for name in group.members]
+    apart = all(
+        frames[factor.name] - set(factor.joint) <= frames[child] and frames[child].isdisjoint(factor.joint)
+        for factor in own
+        for child in group.children
+    )
+    events = sum(first.nodes[child]["fn"].event_shape.numel() for child in group.children)
+    if not apart or events * sum(factor.num_elements for factor in own) > _MOST_PAIRS:
+        return group
+    dims, sizes = first.plates.dims, first.plates.sizes
+    orders = {
+        factor.name: Order(factor.num_elements, [dims[p] for p in factor.joint], [sizes[p] for p in factor.joint])
+        for factor in own
+    }
+    nesting, draw = first.plates.nesting, first.draws[0]
+    bounded: Expansion = LinearBernoulli(group, (1,) * nesting, nesting, False, orders=orders)
+    try:
+        with expanding():
+            units = bounded.solve(first.run({**draw, **bounded.points}, bounded.until))
+            assert isinstance(units, InTurn)
+            units.solve(first.run({**draw, **units.points}, units.until))
+        return group._replace(vectorized=units.error() < TOLERANCE)
+    except Exception:  # noqa: BLE001  whatever a model does at several points
+        return group
 
 
 def initial_bound(first: FirstCall, child: str) -> Tensor:

@@ -82,6 +82,9 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
     elif constants is not None:
         forget = functools.partial(kept.__setitem__, (group, leading), None)
         return FromConstants(group, leading, nesting, constants=constants, forget=forget)
+    if group.in_turn:
+        rules: Any = plan.rules
+        options["orders"] = {name: rules[name].order for name in group.members}
     expansion = expansion_of(group)(group, leading, nesting, differentiable, **options)
     for child in group.children if group.bound == "bounded" else ():
         if child in plan.bounds:

@@ -18,7 +18,7 @@ from pyro_nami.factors.family import Family
 from pyro_nami.factors.registry import make_family
 from pyro_nami.factors.unconstrained import CorrectionFamily, NormalFamily
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.guide.bound_factors import bound_factors, is_corrected
+from pyro_nami.guide.bound_factors import bound_factors, in_turn, is_corrected
 from pyro_nami.guide.columns import find_covariates
 from pyro_nami.guide.conditioning import Plates, Read, covariates_of, nodes_of, plan_sources
 from pyro_nami.guide.first_call import FirstCall, data_features, first_instance
@@ -68,6 +68,7 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
         for name in order
         if name not in groups or name in near
     }
+    groups = {name: in_turn(first, group, factors) for name, group in groups.items()}
     anchored = _anchored(first, families, inverse) if options.anchor and interleaved else frozenset()
     used = {child for group in groups.values() for child in group.children if child not in empty}
     bounds = bound_factors(first, groups, reads, plates)
@@ -80,7 +81,9 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
             return Newton(name, groups[name], factor=factors[name], family=families[name])
         if name in near:
             learned = _learned(first, factors[name], families[name], True, plates)
-            return Bounded(**{**vars(learned), "group": groups[name], "reads_prior": False})
+            before = frozenset(groups[name].members).intersection(reads[name]) - {name}
+            given = {"group": groups[name], "reads_prior": False, "before": tuple(sorted(before))}
+            return Bounded(**{**vars(learned), **given})
         if name in groups:
             return Exact(name, groups[name])
         if name in factors:

@@ -27,6 +27,7 @@ from pyro_nami.guide.one_pass import Pass, Term
 from pyro_nami.guide.parameters import expert
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import broadcast, trimmed
+from pyro_nami.reading.in_turn import ConditionalsInTurn, InTurn, Order
 from pyro_nami.reading.runner import changed_event_shape
 
 __all__ = ["Bounded", "Exact", "Learned", "Newton", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]
@@ -136,7 +137,9 @@ class Learned(Rule):
     ) -> SiteDistribution:
         """Returns the distribution by the networks' state, or by one whose parameters are numbers."""
         if self.factor.sequential:
-            return self._sequential(state, family, batch_shape, anchor)
+            conditionals = self._conditionals(current, state, len(batch_shape))
+            target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
+            return family.autoregressive_distribution(conditionals, anchor, target, self.dims, self.sizes)
         params = self._params(state)
         target, batch = _common(params.shape[:-2], batch_shape)
         if params.shape[:-2] != target:
@@ -188,13 +191,9 @@ class Learned(Rule):
         coupling = state.couplings[self.name]
         return family.coupled_distribution(params, anchor, coupling, self.dims, self.sizes)
 
-    def _sequential(
-        self, state: Any, family: Family, batch_shape: torch.Size, anchor: Tensor | None
-    ) -> SiteDistribution:
-        """Returns the distribution of a factor that is drawn element by element."""
-        conditionals = state.conditionals(self.name, len(batch_shape))
-        target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
-        return family.autoregressive_distribution(conditionals, anchor, target, self.dims, self.sizes)
+    def _conditionals(self, current: Pass, state: Any, dims: int) -> Any:
+        """Returns what gives the parameters of a factor that is drawn element by element."""
+        return state.conditionals(self.name, dims)
 
 
 @dataclass(frozen=True)
@@ -228,19 +227,42 @@ class Newton(Learned):
 
 @dataclass(frozen=True)
 class Bounded(Learned):
-    """q(v | what v reads) = the conditional by a bound, see `pyro_nami.reading.bounded`, plus what networks give."""
+    """q(v | what v reads) = the conditional by a bound, see `pyro_nami.reading.bounded`, plus what networks give.
+
+    Where elements are drawn in turn, bounds give way to what is drawn before; see `pyro_nami.reading.in_turn`.
+    """
+
+    before: tuple[str, ...] = ()  # latents of the group that are drawn before it, and that it reads
+
+    @property
+    def order(self) -> Order:
+        """How the elements come in sequence."""
+        return Order(self.factor.num_elements, self.dims, self.sizes)
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
     ) -> TorchDistribution:
-        return super().distribution(current, batch_shape, self._near(current, len(batch_shape)))
+        solved, dims = self._solved(current), len(batch_shape)
+        in_turn = isinstance(solved, InTurn) and self.factor.sequential
+        near = solved.prior(self.name, dims) if in_turn else solved.conditional(self.name, self._known(current), dims)
+        return super().distribution(current, batch_shape, near)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
-        return super().log_prob(current, value, {**site, "fn": self._near(current)})
+        near = self._solved(current).conditional(self.name, {**self._known(current), self.name: value})
+        return super().log_prob(current, value, {**site, "fn": near})
 
-    def _near(self, current: Pass, dims: int | None = None) -> TorchDistribution:
+    def _conditionals(self, current: Pass, state: Any, dims: int) -> Any:
+        conditionals, solved = super()._conditionals(current, state, dims), self._solved(current)
+        if not isinstance(solved, InTurn):
+            return conditionals
+        return ConditionalsInTurn(conditionals, solved.turns(self.name, self._known(current)), dims)
+
+    def _solved(self, current: Pass) -> Any:
         assert self.group is not None
-        return current.derive(self.group).conditional(self.name, current.values, dims)
+        return current.derive(self.group)
+
+    def _known(self, current: Pass) -> dict[str, Tensor]:
+        return {name: current.values[name] for name in self.before}
 
 
 def _expanded(fn: TorchDistribution, batch_shape: torch.Size) -> TorchDistribution:

@@ -18,6 +18,7 @@ from torch import Tensor
 from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.reading.expansion import Expansion, agree, broadcast, irregular, trimmed, without_gaps
+from pyro_nami.reading.in_turn import InTurn, Order
 
 __all__ = ["LinearBernoulli"]
 
@@ -30,14 +31,22 @@ class LinearBernoulli(Expansion):
     Args:
         group, leading, nesting, differentiable, away: as for `Expansion`.
         at: member -> value to expand about; by default the prior's mean.
+        orders: member -> the order of its elements, if these are to be drawn in turn.
 
     References:
         Jaakkola & Jordan 1999, Variational Probabilistic Inference and the QMR-DT Network; Yan, Ailem & Sha 2019,
         Amortized Inference of Variational Bounds for Learning Noisy-OR, equation 13.
     """
 
-    def __init__(self, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        at: Mapping[str, Tensor] | None = None,
+        orders: Mapping[str, Order] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._orders, self.prior_logits = orders, dict[str, Tensor]()
         self._args, self._kwargs, self._at, self._rounds = args, kwargs, at or {}, 1
         self._logits: dict[str, Tensor] = {}
         self._slopes: dict[str, Tensor] = {}
@@ -55,6 +64,8 @@ class LinearBernoulli(Expansion):
         if self.group.bound == "bound":
             self.xi = {name: self._tightest(sites[name]) for name in self.group.children if name in sites}
         self._solve(sites)
+        if self._orders:
+            return InTurn(self, sites, self._orders)
         if self.group.bound != "bound" or self._rounds >= _MOST_ROUNDS:
             return None
         gaps = {name: logits.detach().sigmoid() - self.values[name].detach() for name, logits in self._logits.items()}
@@ -82,6 +93,7 @@ class LinearBernoulli(Expansion):
             shape = self.shapes[name]
             prior: Any = innermost(self.priors[name])
             logits = prior.logits.expand(broadcast(slope.shape, shape))
+            self.prior_logits[name] = logits.reshape(shape)
             finite = self.finite[name] = slope.isfinite()
             slope = torch.where(finite, slope, torch.zeros_like(slope))
             logits = (logits + slope).reshape(shape)
@@ -89,7 +101,15 @@ class LinearBernoulli(Expansion):
             self._slopes[name] = slope.detach()
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
-        events, logits = len(self.priors[name].event_shape), self._logits[name]
+        return self.bernoulli(name, self._logits[name], dims)
+
+    def probabilities(self, name: str) -> Tensor:
+        """Returns the probabilities of a member, ``(*batch, *plates, *event)``."""
+        return self._logits[name].sigmoid()
+
+    def bernoulli(self, name: str, logits: Tensor, dims: int | None = None) -> Any:
+        """Returns a member's distribution by logits ``(*batch, *plates, *event)``, without ones beyond ``dims``."""
+        events = len(self.priors[name].event_shape)
         cut = logits.dim() - events
         logits = logits.reshape(trimmed(logits.shape[:cut], dims) + logits.shape[cut:])
         return dist.Bernoulli(logits=logits, validate_args=False).to_event(events)

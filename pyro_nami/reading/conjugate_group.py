@@ -24,7 +24,8 @@ class ConjugateGroup(NamedTuple):
         num_lifted: number of such levels.
         elements: number of elements of each member, of one instance or of the vector, at the guide's first call.
         needed: latents drawn before that the density reads.
-        vectorized: whether the model runs at several points of the members at once.
+        vectorized: whether the model runs at several points of the members at once; those that a bound serves are then
+            drawn in turn.
     """
 
     members: tuple[str, ...]
@@ -55,7 +56,12 @@ class ConjugateGroup(NamedTuple):
     @property
     def iterates(self) -> bool:
         """Whether they take several runs of the model."""
-        return self.has_mode or self.bound == "bound"
+        return self.has_mode or self.bound == "bound" or self.in_turn
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether they are binary, and those that come later are explained away by those before."""
+        return self.form == "Bernoulli" and self.vectorized
 
     def without(self, lacking: Collection[str], observed: Collection[str] = ()) -> ConjugateGroup:
         """Returns the group without sites that a call lacks; members that it observes are children."""

@@ -1,0 +1,218 @@
+"""Conditionals of binary latents that are drawn in turn: one that is drawn explains away what others are asked for.
+
+By a bound every latent has a probability q (`pyro_nami.reading.bounded`). In turn a latent has the model's own log odds
+given all others, those drawn before at their values and those to come at q. As the predictors of the children are
+linear in the latents, one run of the model at zero and at all unit vectors says everything. Change this module to let
+those to come count otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_nami.factors.bounds import Bound, bound_for
+from pyro_nami.factors.joint import to_instances, to_sequence
+from pyro_nami.reading.expansion import Expansion, log_density_of, trimmed
+
+__all__ = ["ConditionalsInTurn", "InTurn", "Order", "Turns"]
+
+
+class Order(NamedTuple):
+    """How the elements of a latent come in sequence, those of all instances of some plates."""
+
+    num_elements: int
+    dims: Sequence[int]  # of these plates, negative batch dims
+    sizes: Sequence[int]
+
+
+class Part(NamedTuple):
+    """What one child says of the elements of a latent, in turn.
+
+    Attributes:
+        density: its log density at predictors ``(*, *batch, *event)``, ``(*, *batch)`` over the latent's plates.
+        rest: of the predictor, what is not of the element and those before it, ``(elements, *batch, *event)``.
+        added: what each element adds if it is 1, of that shape.
+        event_dim: of the child.
+    """
+
+    density: Callable[[Tensor], Tensor]
+    rest: Tensor
+    added: Tensor
+    event_dim: int
+
+    def gain(self, before: Tensor, index: Any = slice(None)) -> Tensor:
+        """Returns log odds of elements ``index``, ``(*, *batch)``, given what those before add to the predictor."""
+        without = self.rest[index] + before
+        return self.density(without + self.added[index]) - self.density(without)
+
+    def of(self, element: Tensor, index: Any = slice(None)) -> Tensor:
+        """Returns what elements ``index`` add to the predictor at their values ``(*, *batch)``."""
+        return self.added[index] * element.reshape(element.shape + (1,) * self.event_dim)
+
+
+class Turns(tuple[Part, ...]):
+    """All parts of what a latent's elements, in turn, are drawn by."""
+
+    def next(self, index: int, before: Sequence[Tensor | float], element: Tensor | None = None) -> tuple[Tensor, list]:
+        """Returns what children add to the log odds of an element ``(*batch,)``, in nats.
+
+        Args:
+            index: of the element.
+            before: what this function returned second for the element before; nothing for the first.
+            element: that one's value, ``(*batch,)``.
+        """
+        if element is None:
+            totals: list[Any] = [0.0 for _ in self]
+        else:
+            totals = [total + part.of(element, index - 1) for total, part in zip(before, self)]
+        gains = [part.gain(total, index) for total, part in zip(totals, self)]
+        return functools.reduce(torch.add, gains), totals
+
+    def all(self, elements: Tensor) -> Tensor:
+        """Returns what children add to all log odds ``(*batch, elements)`` at values of that shape, in one pass."""
+        elements, gains = elements.movedim(-1, 0), []
+        for part in self:
+            outer = (1,) * (elements.dim() + part.event_dim - part.rest.dim())  # batch dims that values alone have
+            rest, added = (each.reshape(each.shape[:1] + outer + each.shape[1:]) for each in (part.rest, part.added))
+            wide = part._replace(rest=rest, added=added)
+            before = wide.of(elements)
+            gains.append(wide.gain(torch.cat([torch.zeros_like(before[:1]), before[:-1].cumsum(0)])))
+        return functools.reduce(torch.add, gains).movedim(0, -1)
+
+
+class InTurn(Expansion):
+    """The conditionals of binary latents under bounds, each given those that are drawn before it.
+
+    Args:
+        bounded: the conditionals by the bounds alone, solved.
+        sites: of the run that these were solved by.
+        orders: member -> the order of its elements.
+    """
+
+    def __init__(self, bounded: Any, sites: Mapping[str, Any], orders: Mapping[str, Order]) -> None:
+        super().__init__(bounded.group, bounded.leading, bounded.nesting, bounded.differentiable)
+        self._bounded, self._orders, self.finite = bounded, orders, bounded.finite
+        self._sites = sites
+        stops = list(itertools.accumulate(order.num_elements for order in orders.values()))
+        self._places = {name: slice(stop - orders[name].num_elements, stop) for name, stop in zip(orders, stops)}
+        self.count = 1 + stops[-1]
+
+    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        order, place, event = self._orders[name], self._places[name], prior.event_shape
+        n, batch_dim = order.num_elements, len(shape) - 1 - len(event)
+        unit = torch.eye(n, dtype=prior.mean.dtype, device=prior.mean.device).reshape(n, *(1,) * batch_dim, n)
+        unit = to_instances(unit, order.dims, order.sizes)
+        unit = unit.reshape(unit.shape[:-1] + event)
+        value = unit.new_zeros(shape)
+        value[1 + place.start : 1 + place.stop] = unit
+        return value
+
+    def solve(self, sites: Mapping[str, Any]) -> None:
+        self._zero, self._added = {}, {}
+        for name in (name for name in self.group.children if name in sites):
+            s = _bound_of(sites[name]).predictor(sites[name]["fn"])
+            s = s if self.differentiable else s.detach()
+            self._zero[name], self._added[name] = s[0], s[1:] - s[0]
+
+    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+        """Returns a member's distribution, without leading ones beyond ``dims``.
+
+        Args:
+            name: of the member.
+            values: of members that are drawn before it; and its own, where it has several elements, each of which is
+                given those before it.
+        """
+        order, event = self._orders[name], self.priors[name].event_shape
+        own = values[name] if name in values else self._bounded.probabilities(name)
+        gains = self.turns(name, values).all(to_sequence(_flat(own, len(event)), order.dims))
+        gains = to_instances(gains, order.dims, order.sizes)
+        gains = gains.reshape(gains.shape[:-1] + event)
+        return self._bounded.bernoulli(name, self._bounded.prior_logits[name] + gains, dims)
+
+    def prior(self, name: str, dims: int | None = None) -> Any:
+        """Returns a member's distribution without what its children say, of batch shape ``(*batch, *plates)``."""
+        return self._bounded.bernoulli(name, self._bounded.prior_logits[name], dims)
+
+    def turns(self, name: str, before: Mapping[str, Tensor]) -> Turns:
+        """Returns what children add to the log odds of a member's elements, given values of members before it."""
+        return Turns(self._part(name, child, before) for child in self._zero)
+
+    def error(self) -> float:
+        """Returns how far off the predictors at the prior's means are, relative to the largest."""
+        errors = []
+        for child, zero in self._zero.items():
+            found = _bound_of(self._sites[child]).predictor(self._sites[child]["fn"])
+            values = {name: self._bounded.values[name] for name in self._orders}
+            adds = sum(self._adds(name, child, values).sum(0) for name in self._orders)
+            errors.append((zero + adds - found).abs().max() / found.abs().max())
+        return float(torch.stack(errors).max())
+
+    def _adds(self, name: str, child: str, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns what a member's elements add to a predictor, at their values or else at their probabilities."""
+        value, event_dim = values.get(name), len(self.priors[name].event_shape)
+        value = self._bounded.probabilities(name) if value is None else value
+        elements = to_sequence(_flat(value, event_dim), self._orders[name].dims).movedim(-1, 0)
+        event = (1,) * len(self._sites[child]["fn"].event_shape)
+        return self._added[child][self._places[name]] * elements.reshape(elements.shape + event)
+
+    def _part(self, name: str, child: str, before: Mapping[str, Tensor]) -> Part:
+        """Returns what a child says of a member's elements."""
+        others = [self._adds(other, child, before).sum(0) for other in self._orders if other != name]
+        adds = self._adds(name, child, {})
+        to_come = torch.cat([adds[1:].flip(0).cumsum(0).flip(0), torch.zeros_like(adds[:1])])
+        plates = [{f.dim for f in self._sites[each]["cond_indep_stack"] if f.vectorized} for each in (child, name)]
+        density = functools.partial(self._density, child, sorted(plates[0] - plates[1]))
+        rest = sum(others, start=self._zero[child]) + to_come
+        return Part(density, rest, self._added[child][self._places[name]], len(self._sites[child]["fn"].event_shape))
+
+    def _density(self, child: str, summed: list[int], s: Tensor) -> Tensor:
+        """Returns a child's log density at predictors ``(*, *batch, *event)``, summed over some of its plates."""
+        bound, weight = _bound_of(self._sites[child]), self.weight(self._sites, child)
+        log_prob = log_density_of(self._sites[child], lambda fn, value: bound.log_prob_at(fn, value, s))
+        log_prob = log_prob if weight is None else log_prob * weight
+        return log_prob.sum(summed, keepdim=True) if summed else log_prob
+
+
+class ConditionalsInTurn(NamedTuple):
+    """The parameters that networks give for elements that are drawn in sequence, and what children add to the first.
+
+    It is what `pyro_nami.factors.family.SequentialElements` asks for its ``conditionals``.
+    """
+
+    conditionals: Any
+    turns: Turns
+    dims: int  # batch dims of the site
+
+    def first(self) -> tuple[Tensor, Callable]:
+        """Returns the parameters ``(*batch, params)`` of element 0, and the function that goes on from there."""
+        params, advance = self.conditionals.first()
+        return self._moved(params, advance, 0, ())
+
+    def all(self, features: Tensor) -> Tensor:
+        """Returns the parameters ``(*batch, elements, params)`` at ``features`` ``(*batch, elements, features)``."""
+        gains = self.turns.all(features[..., 0])
+        return self.conditionals.all(features) + gains.unsqueeze(-1)
+
+    def _moved(self, params: Tensor, advance: Callable, index: int, *given: Any) -> tuple[Tensor, Callable]:
+        gain, before = self.turns.next(index, *given)
+        gain = gain.reshape(trimmed(gain.shape, self.dims)).unsqueeze(-1)
+        return params + gain, functools.partial(self._next, advance, index + 1, before)
+
+    def _next(self, advance: Callable, index: int, before: Any, features: Tensor) -> tuple[Tensor, Callable]:
+        return self._moved(*advance(features), index, before, features[..., 0])
+
+
+def _flat(value: Tensor, event_dim: int) -> Tensor:
+    return value.flatten(value.dim() - event_dim) if event_dim else value.unsqueeze(-1)
+
+
+def _bound_of(site: Mapping[str, Any]) -> Bound:
+    bound = bound_for(site["fn"])
+    assert bound is not None
+    return bound
