@@ -16,8 +16,8 @@ ORDER = {
     "separate",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
     "index_maps.finder index_maps.nesting index_maps.given index_maps.search network conjugate_group expansion "
-    "conjugate_forms in_turn bounded enumeration gaussian_levels second_order joint_gaussian gaussian_constants grids modes "
-    "tabulated newton refutation forms marginal",
+    "conjugate_forms in_turn bounded enumeration gaussian_levels second_order joint_gaussian gaussian_constants grids "
+    "modes tabulated newton refutation forms marginal",
     "guide": "arguments options conditioning free_parameters parameters groups group_network inputs "
     "inversion inverse_network network_state regression one_pass rules plan shapes first_call columns "
     "bound_factors call marginals planner deriving build maps memory reader observed draw lazy nami",

@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 
 from pyro_nami.factors.bounds import Bound, bound_for
 from pyro_nami.factors.joint import to_instances, to_sequence
+from pyro_nami.factors.wrappers import layers
 from pyro_nami.reading.expansion import Expansion, log_density_of, trimmed
 
 __all__ = ["ConditionalsInTurn", "InTurn", "Order", "Turns"]
@@ -35,21 +37,29 @@ class Part(NamedTuple):
     """What one child says of the elements of a latent, in turn.
 
     Attributes:
-        density: its log density at predictors ``(*, *batch, *event)``, ``(*, *batch)`` over the latent's plates.
+        density: its log density at predictors ``(*, *batch, *event)``, ``(*, *batch)`` over the latent's plates; or of
+            some entries of the event, second argument, at predictors of these.
         rest: of the predictor, what is not of the element and those before it, ``(elements, *batch, *event)``.
         added: what each element adds if it is 1, of that shape.
         event_dim: of the child.
+        entries: for each element those of the event that it adds to; None where these are most.
     """
 
-    density: Callable[[Tensor], Tensor]
+    density: Callable[..., Tensor]
     rest: Tensor
     added: Tensor
     event_dim: int
+    entries: Sequence[Tensor] | None
 
     def gain(self, before: Tensor, index: Any = slice(None)) -> Tensor:
         """Returns log odds of elements ``index``, ``(*, *batch)``, given what those before add to the predictor."""
-        without = self.rest[index] + before
-        return self.density(without + self.added[index]) - self.density(without)
+        without, added, entries = self.rest[index], self.added[index], None
+        if self.entries is not None and isinstance(index, int):
+            entries = self.entries[index]
+            without, added = without[..., entries], added[..., entries]
+            before = before[..., entries] if before.dim() else before
+        without = without + before
+        return self.density(without + added, entries) - self.density(without, entries)
 
     def of(self, element: Tensor, index: Any = slice(None)) -> Tensor:
         """Returns what elements ``index`` add to the predictor at their values ``(*, *batch)``."""
@@ -59,7 +69,7 @@ class Part(NamedTuple):
 class Turns(tuple[Part, ...]):
     """All parts of what a latent's elements, in turn, are drawn by."""
 
-    def next(self, index: int, before: Sequence[Tensor | float], element: Tensor | None = None) -> tuple[Tensor, list]:
+    def next(self, index: int, before: Sequence[Tensor], element: Tensor | None = None) -> tuple[Tensor, list]:
         """Returns what children add to the log odds of an element ``(*batch,)``, in nats.
 
         Args:
@@ -68,7 +78,7 @@ class Turns(tuple[Part, ...]):
             element: that one's value, ``(*batch,)``.
         """
         if element is None:
-            totals: list[Any] = [0.0 for _ in self]
+            totals: list[Any] = [part.rest.new_zeros(()) for part in self]
         else:
             totals = [total + part.of(element, index - 1) for total, part in zip(before, self)]
         gains = [part.gain(total, index) for total, part in zip(totals, self)]
@@ -114,11 +124,14 @@ class InTurn(Expansion):
         return value
 
     def solve(self, sites: Mapping[str, Any]) -> None:
-        self._zero, self._added = {}, {}
+        self._zero: dict[str, Tensor] = {}
+        self._added: dict[str, Tensor] = {}
+        self._entries: dict[str, list[Tensor] | None] = {}
         for name in (name for name in self.group.children if name in sites):
             s = _bound_of(sites[name]).predictor(sites[name]["fn"])
             s = s if self.differentiable else s.detach()
             self._zero[name], self._added[name] = s[0], s[1:] - s[0]
+            self._entries[name] = _entries(self._added[name], self._sites[name]["fn"])
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         """Returns a member's distribution, without leading ones beyond ``dims``.
@@ -169,12 +182,20 @@ class InTurn(Expansion):
         plates = [{f.dim for f in self._sites[each]["cond_indep_stack"] if f.vectorized} for each in (child, name)]
         density = functools.partial(self._density, child, sorted(plates[0] - plates[1]))
         rest = sum(others, start=self._zero[child]) + to_come
-        return Part(density, rest, self._added[child][self._places[name]], len(self._sites[child]["fn"].event_shape))
+        own, entries = self._places[name], self._entries[child]
+        event_dim = len(self._sites[child]["fn"].event_shape)
+        return Part(density, rest, self._added[child][own], event_dim, entries[own] if entries else None)
 
-    def _density(self, child: str, summed: list[int], s: Tensor) -> Tensor:
+    def _density(self, child: str, summed: list[int], s: Tensor, entries: Tensor | None) -> Tensor:
         """Returns a child's log density at predictors ``(*, *batch, *event)``, summed over some of its plates."""
         bound, weight = _bound_of(self._sites[child]), self.weight(self._sites, child)
-        log_prob = log_density_of(self._sites[child], lambda fn, value: bound.log_prob_at(fn, value, s))
+
+        def log_prob_of(fn: Any, value: Tensor) -> Tensor:
+            if entries is None:
+                return bound.log_prob_at(fn, value, s)
+            return bound.log_density(value[..., entries], s).sum(-1)
+
+        log_prob = log_density_of(self._sites[child], log_prob_of)
         log_prob = log_prob if weight is None else log_prob * weight
         return log_prob.sum(summed, keepdim=True) if summed else log_prob
 
@@ -206,6 +227,16 @@ class ConditionalsInTurn(NamedTuple):
 
     def _next(self, advance: Callable, index: int, before: Any, features: Tensor) -> tuple[Tensor, Callable]:
         return self._moved(*advance(features), index, before, features[..., 0])
+
+
+def _entries(added: Tensor, fn: Any) -> list[Tensor] | None:
+    """Returns which entries of an event, a vector, each element adds to, if these are few; None otherwise."""
+    if len(fn.event_shape) != 1 or any(isinstance(layer, MaskedDistribution) for layer in layers(fn)):
+        return None
+    if torch.jit.is_tracing():  # which would take them for constants
+        return None
+    some = (added.detach() != 0).flatten(1, -2).any(1) if added.dim() > 2 else added.detach() != 0
+    return None if 2 * int(some.sum()) > some.numel() else [each.nonzero().squeeze(-1) for each in some]
 
 
 def _flat(value: Tensor, event_dim: int) -> Tensor:

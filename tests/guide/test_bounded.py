@@ -88,6 +88,19 @@ def test_a_faithful_guide_starts_at_the_models_conditionals_in_turn():
     torch.testing.assert_close(found, torch.stack(by_state), rtol=1e-6, atol=1e-6)
 
 
+def test_draws_under_few_weights_have_the_density_of_all():
+    """Where a latent adds to few data its turn looks at these alone; densities of given values look at all."""
+    few = W * (torch.arange(D)[:, None] % K == torch.arange(K))
+    guide = called(model, X, few)
+    trace = poutine.trace(guide).get_trace(X, few)
+    z = trace.nodes["z"]["value"]
+    expected = guide.log_prob({"z": z.clone()}, X, few)
+    torch.testing.assert_close(trace.log_prob_sum(), expected, rtol=1e-6, atol=1e-6)
+    psi = psi_of(guide)
+    odds = dist.Bernoulli(logits=log_odds_in_turn(psi, z, X, few)).to_event(1)
+    torch.testing.assert_close(expected, odds.log_prob(z).sum(), rtol=1e-6, atol=1e-6)
+
+
 def test_the_last_latent_has_its_exact_conditional_at_first():
     q = conditional(called(model, X), "z", X)
     pairs = [torch.cat([STATES[::2, :-1], torch.full((8, 1), value, dtype=torch.float64)], -1) for value in (1.0, 0.0)]
