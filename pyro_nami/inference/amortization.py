@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyro_nami.inference.annealing import annealed_importance_sampling
 from pyro_nami.inference.iterative import AutoIterativeGuide
+from pyro_nami.inference.refining import Refinement
 
 __all__ = ["AmortizationGap", "OPTIMIZERS", "amortization_gap", "optimize_directly"]
 
@@ -90,7 +91,7 @@ def optimize_directly(
     optimizer: str = "Adam",
     samples: int = 1,
     **kwargs: Any,
-) -> list[Any]:
+) -> list[Refinement]:
     """Optimizes the parameters that learned steps refine by gradients, from the guide's own estimate on.
 
     Args:
