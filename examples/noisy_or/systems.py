@@ -105,15 +105,19 @@ def fit(
     chosen: Setting,
     steps: int,
     tell: Callable[[float], None] = lambda share: None,
+    guide: AutoNaMIGuide | None = None,
 ) -> AutoNaMIGuide:
     """Returns the guide of a system, trained on ``x`` ``(points, observed)`` with what the model learns.
 
     Args:
         tell: is called with the share of the steps that are done.
+        guide: one to train further, in place of a new one.
     """
-    with torch.device(x.device):
-        guide = AutoNaMIGuide(model, hidden_features=chosen.hidden, refine=None, **SYSTEMS[system])
-        guide(_batch(x))
+    pyro.clear_param_store()  # where a guide that was trained before would lend a new one its weights
+    if guide is None:
+        with torch.device(x.device):
+            guide = AutoNaMIGuide(model, hidden_features=chosen.hidden, refine=None, **SYSTEMS[system])
+            guide(_batch(x))
     if system == "CDI":
         return guide
     parameters = [*guide.parameters(), *model.parameters()]
