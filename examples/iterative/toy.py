@@ -98,7 +98,10 @@ def measure(options: Options) -> dict[str, Any]:
     low, high = places.min(0).values - 0.5, places.max(0).values + 0.5
     axes = [torch.linspace(float(a), float(b), count) for a, b in zip(low, high)]
     surface = [
-        [elbos(guide, call, [{"z": torch.stack([torch.stack([a, b]), end[0, :, 1]], -1)[None]}], draws)[0] for a in axes[0]]
+        [
+            elbos(guide, call, [{"z": torch.stack([torch.stack([a, b]), end[0, :, 1]], -1)[None]}], draws)[0]
+            for a in axes[0]
+        ]
         for b in axes[1]
     ]
     return {
@@ -144,7 +147,9 @@ def main() -> None:
     rows = []
     for name, way in found["ways"].items():
         within = next((i for i, elbo in enumerate(way["ELBO"]) if elbo > best - 0.1), None)
-        rows.append([name, f"{way['ELBO'][0]:.2f}", f"{way['ELBO'][-1]:.2f}", "never" if within is None else within])
+        rows.append(
+            [name, f"{way['ELBO'][0]:.2f}", f"{way['ELBO'][-1]:.2f}", "never" if within is None else within]
+        )
     print_table(["", "ELBO at first", "in the end", "steps to within 0.1 of the best"], rows)
     draw(write_results(NAME, {**found, "claims": []}, options), found)
 

@@ -30,29 +30,17 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import torch
+from models import DEFAULT, HERE, MODELS, Setting, read, setting
 from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE.parent / "paper"), str(HERE.parent / "noisy_or")]
+sys.path.append(str(HERE.parent / "paper"))
 
-from experiment import (  # noqa: E402
-    Cell,
-    Options,
-    Run,
-    mean_and_error,
-    parse,
-    print_table,
-    run_cells,
-    write_results,
-)
-from images import halved, read_images  # noqa: E402
-from worlds import titles  # noqa: E402
+from experiment import Cell, Run, mean_and_error, parse, print_table, run_cells, write_results  # noqa: E402
 
 from pyro_nami import AutoIterativeGuide, AutoNaMIGuide, IterativeELBO  # noqa: E402
 from pyro_nami.inference import optimize_directly  # noqa: E402
@@ -70,100 +58,6 @@ RATES = {
     "RMSProp": (0.01, 0.03, 0.1),
     "Adam": (0.01, 0.03, 0.1, 0.3),
 }
-
-
-class Setting(NamedTuple):
-    """How large and how long. ``beyond``: times the trained number of steps that are taken at most."""
-
-    latents: int
-    units: int
-    steps: int
-    batch: int
-    rate: float
-    test: int
-    draws: int
-    optimizer_steps: int
-    beyond: int = 5
-
-
-SMOKE = Setting(4, 8, 3, 8, 2e-4, 4, 5, 3)
-DEFAULT = Setting(16, 128, 1500, 64, 1e-3, 200, 500, 300)
-LARGE = Setting(64, 512, 200_000, 64, 2e-4, 10_000, 5000, 1000)
-
-
-# ---- models
-
-
-def layers(*widths: int) -> nn.Sequential:
-    """Returns a network with ELU units between linear layers."""
-    pairs = list(zip(widths, widths[1:]))
-    parts = [[nn.Linear(*pair), nn.ELU()] for pair in pairs[:-1]]
-    return nn.Sequential(*(layer for part in parts for layer in part), nn.Linear(*pairs[-1]))
-
-
-class Single(nn.Module):
-    """One level of latents; pixels."""
-
-    def __init__(self, chosen: Setting, observed: int) -> None:
-        super().__init__()
-        self.latents, self.net = chosen.latents, layers(chosen.latents, chosen.units, chosen.units, observed)
-
-    def observe(self, z: Tensor, x: Tensor) -> None:
-        pyro.sample("x", dist.Bernoulli(logits=self.net(z)).to_event(1), obs=x)
-
-    def forward(self, x: Tensor) -> None:
-        pyro.module("decoder", self)
-        with pyro.plate("data", len(x)):
-            z = pyro.sample("z", dist.Normal(x.new_zeros(self.latents), 1.0).to_event(1))
-            self.observe(z, x)
-
-
-class Text(Single):
-    """One level of latents; counts of words."""
-
-    def observe(self, z: Tensor, x: Tensor) -> None:
-        words = dist.Multinomial(total_count=1, logits=self.net(z), validate_args=False)
-        pyro.sample("x", words, obs=x)  # whose density counts the words that there are
-
-
-class Hierarchical(nn.Module):
-    """Two levels of latents; pixels."""
-
-    def __init__(self, chosen: Setting, observed: int) -> None:
-        super().__init__()
-        low, top = chosen.latents, max(1, chosen.latents // 2)
-        self.top, self.prior = top, layers(top, low, 2 * low)
-        self.net = layers(low, chosen.units, chosen.units, observed)
-
-    def forward(self, x: Tensor) -> None:
-        pyro.module("decoder", self)
-        with pyro.plate("data", len(x)):
-            top = pyro.sample("top", dist.Normal(x.new_zeros(self.top), 1.0).to_event(1))
-            mean, raw = self.prior(top).chunk(2, -1)
-            low = pyro.sample("low", dist.Normal(mean, nn.functional.softplus(raw) + 1e-3).to_event(1))
-            pyro.sample("x", dist.Bernoulli(logits=self.net(low)).to_event(1), obs=x)
-
-
-MODELS: dict[str, Any] = {"single": Single, "hierarchical": Hierarchical, "text": Text}
-
-
-def setting(options: Options) -> Setting:
-    found: Setting = options.choose(SMOKE, DEFAULT, LARGE)
-    steps = options.extra["steps"]
-    return found if steps is None else found._replace(steps=steps)
-
-
-def read(options: Options, kind: str) -> tuple[Tensor, Tensor, str]:
-    """Returns data for training and testing, and what they are called."""
-    if kind == "text":
-        x = titles(options.extra["titles"]).x
-        x = x[x.sum(1) > 0]
-        x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
-        return x[:-1000], x[-1000:], "titles of NeurIPS papers"
-    images = read_images(options.extra["data"])
-    if images.side == 28 and options.setting != "paper":
-        images = halved(images)
-    return images.train, images.test, images.name
 
 
 # ---- training and measures
@@ -189,7 +83,9 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
         )
         guide = AutoIterativeGuide(base, hidden_features=hidden, **SYSTEMS[cell["system"]])
         guide(train[: chosen.batch])
-    optimizer = pyro.optim.ClippedAdam({"lr": chosen.rate, "clip_norm": 5.0, "lrd": 0.1 ** (1 / chosen.steps)})
+    optimizer = pyro.optim.ClippedAdam(
+        {"lr": chosen.rate, "clip_norm": 5.0, "lrd": 0.1 ** (1 / chosen.steps)}
+    )
     svi = SVI(model, guide, optimizer, IterativeELBO(Trace_ELBO()))
     torch.manual_seed(cell["seed"] + 1000)
     batches = [torch.randint(len(train), (chosen.batch,)) for _ in range(chosen.steps)]
@@ -199,9 +95,16 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
         if step % 20 == 19:
             run.tell(step / chosen.steps)
     seconds = (time.perf_counter() - start) / chosen.steps
-    measured = {**bounds(guide, test, chosen), "ms a step": 1e3 * seconds, "words": test.sum().item() / len(test)}
+    measured = {
+        **bounds(guide, test, chosen),
+        "ms a step": 1e3 * seconds,
+        "words": test.sum().item() / len(test),
+    }
     if cell["seed"] == 0 and cell["model"] == "single" and cell["system"] == "iterative, gradients":
-        measured |= {"optimizers": optimizers(guide, test[:50], chosen), "pictures": pictures(guide, model, test[:6])}
+        measured |= {
+            "optimizers": optimizers(guide, test[:50], chosen),
+            "pictures": pictures(guide, model, test[:6]),
+        }
     return measured
 
 
@@ -232,7 +135,11 @@ def optimizers(guide: AutoIterativeGuide, x: Tensor, chosen: Setting) -> dict[st
     with torch.no_grad():
         call, estimates, _ = guide.trajectory(x, steps=10)
     found: dict[str, Any] = {
-        "learned": {"seconds": (time.perf_counter() - start) / 10, "every": 1, "curve": curve(call, estimates)}
+        "learned": {
+            "seconds": (time.perf_counter() - start) / 10,
+            "every": 1,
+            "curve": curve(call, estimates),
+        }
     }
     every = max(1, chosen.optimizer_steps // 100)
     for name, rates in RATES.items():
@@ -271,13 +178,15 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         gain, error = mean_and_error([a["-log p"] - b["-log p"] for a, b in zip(one, other)])
         holds = error is not None and gain > 2 * error
         text = f"{gain:.2f}" + (f" +- {error:.2f}" if error is not None else "")
-        results.append({
-            "claim": f"{model}: iterative is better than standard by more than two standard errors",
-            "paper": "{} and {}".format(*PAPER[model]),
-            "ours": (gain, error),
-            "holds": holds,
-            "why": text,
-        })
+        results.append(
+            {
+                "claim": f"{model}: iterative is better than standard by more than two standard errors",
+                "paper": "{} and {}".format(*PAPER[model]),
+                "ours": (gain, error),
+                "holds": holds,
+                "why": text,
+            }
+        )
     return results
 
 
@@ -293,9 +202,12 @@ def report(rows: list[dict[str, Any]]) -> None:
         elbos = [sum(run["negative ELBO"][i] for run in runs) / len(runs) for i in (0, taken, -1)]
         shown = f"{mean:.2f}" + (f" +- {error:.2f}" if error is not None else "")
         ms = min(run["ms a step"] for run in runs)
-        table.append([row["model"], row["system"], shown, perplexity, *(f"{e:.2f}" for e in elbos), f"{ms:.0f}"])
+        table.append(
+            [row["model"], row["system"], shown, perplexity, *(f"{e:.2f}" for e in elbos), f"{ms:.0f}"]
+        )
     print_table(
-        ["", "", "-log p", "perplexity", "-ELBO at first", "trained steps", "5 times these", "ms a step"], table
+        ["", "", "-log p", "perplexity", "-ELBO at first", "trained steps", "5 times these", "ms a step"],
+        table,
     )
 
 
@@ -321,11 +233,17 @@ def draw(file: Path, rows: list[dict[str, Any]]) -> None:
             axis.plot(x, found["curve"], label=name + (f", {found['rate']}" if "rate" in found else ""))
         axis.set(xscale="symlog" if not timed else "linear", xlabel="seconds" if timed else "steps")
         lowest = min(min(found["curve"]) for found in special["optimizers"].values())
-        axis.set(ylabel="negative ELBO, nats an image", ylim=(lowest - 0.5, special["optimizers"]["learned"]["curve"][0] + 2))
+        axis.set(
+            ylabel="negative ELBO, nats an image",
+            ylim=(lowest - 0.5, special["optimizers"]["learned"]["curve"][0] + 2),
+        )
     axes[1].legend(frameon=False, fontsize=7)
     images = torch.tensor(special["pictures"])
     side = math.isqrt(images.shape[-1])
-    axes[3].imshow(images.unflatten(-1, (side, side)).permute(1, 2, 0, 3).reshape(side * images.shape[1], -1), cmap="gray_r")
+    axes[3].imshow(
+        images.unflatten(-1, (side, side)).permute(1, 2, 0, 3).reshape(side * images.shape[1], -1),
+        cmap="gray_r",
+    )
     axes[3].set(title="image, and its reconstruction after 0, 1, ... steps", xticks=[], yticks=[])
     figure.savefig(file, dpi=120)
     plt.close(figure)
