@@ -41,10 +41,14 @@ from pyro_nami.graph import (
 )
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference import (
+    AmortizationGap,
+    AutoIterativeGuide,
     ExponentialDecay,
     InferenceCompilation,
+    IterativeELBO,
     RelaxedELBO,
     WeightedSamples,
+    amortization_gap,
     annealed_importance_sampling,
     importance_sample,
 )
@@ -52,6 +56,8 @@ from pyro_nami.reading.network import extract_bayesnet
 from pyro_nami.show.render import render
 
 __all__ = [
+    "AmortizationGap",
+    "AutoIterativeGuide",
     "AutoNaMIGuide",
     "BayesNet",
     "Bound",
@@ -59,11 +65,13 @@ __all__ = [
     "Family",
     "InferenceCompilation",
     "Inverse",
+    "IterativeELBO",
     "NoisyOr",
     "RelaxedELBO",
     "Site",
     "Verification",
     "WeightedSamples",
+    "amortization_gap",
     "annealed_importance_sampling",
     "calibrate",
     "diagnose",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import pyro
@@ -162,7 +162,9 @@ class LazyGuide(AutoGuide):
         }
         return {name: value[(0,) * max(more.get(name, 0), 0)] for name, value in observations.items()}
 
-    def _start(self, call: Call, *, learning: bool = False) -> NetworkState:
+    def _start(
+        self, call: Call, *, learning: bool = False, refinement: Mapping[Hashable, Tensor] | None = None
+    ) -> NetworkState:
         """Returns the networks' state with everything observed known."""
         plan = self._made()
         if not self.network.settled:
@@ -179,9 +181,24 @@ class LazyGuide(AutoGuide):
             learning=learning,
             constant=call.familiar and not varied,
             indices=call.indices,
+            refinement=refinement,
         )
         self._observed.tell(state, plan, call, self.network)
         return state
+
+    def serve_refinement(self) -> None:
+        """Prepares the guide for one that refines what it gives for any data, so that it keeps no offsets itself.
+
+        Raises:
+            ValueError: where it was called already, and keeps some.
+        """
+        if self._plan is None:
+            self._options = self._options._replace(simulated=True)
+        elif not self.network.simulated:
+            raise ValueError(
+                "Expected a guide that keeps no offsets for the data that it is trained on; got one that was called "
+                "already, with refine='auto'. Make it with refine=None, or call it later."
+            )
 
     # ---- between calls
 

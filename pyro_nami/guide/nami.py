@@ -8,7 +8,7 @@ and `network_state` gives the parameters. `lazy` does what comes before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import pyro
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.build import assemble
+from pyro_nami.guide.call import Call
 from pyro_nami.guide.draw import densities, draw, know_all, start_pass
 from pyro_nami.guide.inverse_network import as_pyro_module
 from pyro_nami.guide.lazy import LazyGuide
@@ -226,9 +227,12 @@ class AutoNaMIGuide(LazyGuide):
         Returns:
             Latent -> value, in model order.
         """
-        call = self._begin(args, kwargs)
+        return self._drawn(self._begin(args, kwargs))
+
+    def _drawn(self, call: Call, refinement: Mapping[Hashable, Tensor] | None = None) -> dict[str, Tensor]:
+        """Returns draws of every latent of a call, with parameters of its instances refined."""
         plan, learning = self._made(), self.training and torch.is_grad_enabled()
-        current = start_pass(plan, self._start(call, learning=learning), call)
+        current = start_pass(plan, self._start(call, learning=learning, refinement=refinement), call)
         try:
             with self.network.with_gradient():
                 draw(current, plan, call)

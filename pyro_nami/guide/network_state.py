@@ -37,6 +37,7 @@ class NetworkState:
         learning: whether the pass goes into averages if it is trained on.
         constant: whether the call's data are the same in every call.
         indices: subsampled plate -> its instances.
+        refinement: factor -> what is added to the parameters of this call's instances, ``(*plates, elements, params)``.
 
     Example:
         >>> from pyro_nami.guide.conditioning import Direct, Plates
@@ -59,9 +60,11 @@ class NetworkState:
         learning: bool = False,
         constant: bool = False,
         indices: Mapping[str, Tensor] | None = None,
+        refinement: Mapping[Hashable, Tensor] | None = None,
     ) -> None:
         learning, constant = learning and not network.simulated, constant and not network.simulated
-        self._remake = functools.partial(NetworkState, network, maps, constant=constant, indices=indices)
+        options: dict[str, Any] = {"constant": constant, "indices": indices, "refinement": refinement}
+        self._remake = functools.partial(NetworkState, network, maps, **options)
         self._fixed: NetworkState | None = None
         self._drawn: set[Hashable] = set()
         self._network, self._constant = network, constant
@@ -69,6 +72,8 @@ class NetworkState:
         if self._noting:
             network.quicken()
         self._offsets = network.offsets.start(indices) if constant else {}
+        for name, added in (refinement or {}).items():
+            self._offsets[name] = self._offsets[name] + added if name in self._offsets else added
         self.couplings = network.couplings.start()
         due = self._noting and network.groups and network.groups[0].running.due
         self._record = TrainingRecord([], {}) if due else None
@@ -144,6 +149,10 @@ class NetworkState:
                     x = self._sources.value(source)[..., first:last]
                     group.running.settle(x, start, start + last - first)
             group.running.settled = True
+
+    def of_data(self, group: GroupNetwork) -> list[Tensor]:
+        """Returns what the factors of a group read of data alone, ``(*plates, features)`` each."""
+        return [self._sources.value(source) for source in sorted(group.data, key=str)]
 
     # ---- parameters
 

@@ -1,27 +1,36 @@
-"""Inference with any pair of a model and a guide: compilation, weights, annealing, relaxed draws, checkpoints."""
+"""Inference with any pair of a model and a guide: compilation, weights, annealing, relaxed draws, refinement."""
 
+from pyro_nami.inference.amortization import AmortizationGap, amortization_gap, optimize_directly
 from pyro_nami.inference.annealing import AnnealedSamples, annealed_importance_sampling, sigmoid_temperatures
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample
+from pyro_nami.inference.iterative import AutoIterativeGuide, Trajectory
+from pyro_nami.inference.iterative_elbo import IterativeELBO
 from pyro_nami.inference.relaxation import ExponentialDecay, RelaxedELBO
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.trackers import TensorBoardTracker, Tracker, WandbTracker
 from pyro_nami.inference.weights import WeightedSamples
 
 __all__ = [
+    "AmortizationGap",
     "AnnealedSamples",
+    "AutoIterativeGuide",
     "ExponentialDecay",
     "History",
     "InferenceCompilation",
+    "IterativeELBO",
     "JointDraws",
     "RelaxedELBO",
     "Simulator",
     "TensorBoardTracker",
     "Tracker",
+    "Trajectory",
     "WandbTracker",
     "WeightedSamples",
+    "amortization_gap",
     "annealed_importance_sampling",
     "importance_sample",
+    "optimize_directly",
     "sigmoid_temperatures",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_nami.factors.gumbel_softmax import gumbel_softmax
 from pyro_nami.messages import warn
 
-__all__ = ["ExponentialDecay", "RelaxedELBO"]
+__all__ = ["Drawn", "ExponentialDecay", "RelaxedELBO"]
 
 _JIT = JitTrace_ELBO, JitTraceEnum_ELBO, JitTraceGraph_ELBO, JitTraceMeanField_ELBO
 
@@ -157,7 +157,7 @@ class RelaxedELBO(ELBO):
         self.step = int(state["step"])
 
     def _relaxed(self, what: str, model: Callable, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        drawn = _Drawn(self.temperature)
+        drawn = Drawn(self.temperature)
         loss = getattr(self.elbo, what)(_Scored(drawn)(model), drawn(guide), *args, **kwargs)
         self.step += torch.is_grad_enabled()
         if not drawn.any and not self._warned:
@@ -172,7 +172,7 @@ class RelaxedELBO(ELBO):
         return self.elbo._get_trace(model, guide, args, kwargs)
 
 
-class _Drawn(Messenger):
+class Drawn(Messenger):
     """Makes a guide's discrete draws relaxed ones, and holds at which sites it did in the latest run."""
 
     def __init__(self, temperature: float) -> None:
@@ -180,7 +180,7 @@ class _Drawn(Messenger):
         self.temperature, self.any = temperature, False
         self.names: set[str] = set()
 
-    def __enter__(self) -> _Drawn:
+    def __enter__(self) -> Drawn:
         self.names.clear()
         super().__enter__()
         return self
@@ -198,7 +198,7 @@ class _Drawn(Messenger):
 class _Scored(Messenger):
     """Lets a model score the relaxed draws of a guide by densities that are linear in them."""
 
-    def __init__(self, drawn: _Drawn) -> None:
+    def __init__(self, drawn: Drawn) -> None:
         super().__init__()
         self._drawn = drawn
 

@@ -1,0 +1,286 @@
+"""`AutoIterativeGuide`: a guide whose estimates are refined by learned steps, for the instances of each call.
+
+Change this module when a step is to read something else; networks and encodings are in `refining`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor, nn
+
+from pyro_nami.guide.call import Call
+from pyro_nami.guide.inverse_network import as_pyro_module
+from pyro_nami.guide.nami import AutoNaMIGuide
+from pyro_nami.inference.estimates import errors, hidden, log_weights, run_at
+from pyro_nami.inference.refining import ENCODINGS, INPUTS, UPDATES, Refined, Refinement, Updater, encoded
+from pyro_nami.messages import warn
+from pyro_nami.networks.running import tempered
+from pyro_nami.reading.isolation import forked_rng
+
+__all__ = ["AutoIterativeGuide", "Trajectory"]
+
+_PARTS = "guide.", "updaters."  # of a state
+
+
+class Trajectory(NamedTuple):
+    """The estimates of one call, and what the networks read of each.
+
+    Attributes:
+        call: its data.
+        estimates: refinements, from zero on; one more than there are steps.
+        codes: for each step, what was read of the estimate, a tensor for each group of factors.
+    """
+
+    call: Call
+    estimates: list[Refinement]
+    codes: list[list[Tensor]]
+
+
+class AutoIterativeGuide(AutoGuide):
+    """Iterative amortized inference: an amortized guide, and learned steps that refine what it gives for an instance.
+
+    In each call the ``guide`` gives a first estimate of q for every instance of the data. Each step then draws from the
+    current q, runs the model, takes the gradient of the ELBO with respect to the parameters of that instance's q, and a
+    network, shared by all instances and steps, reads gradient, estimate and data and says what the next estimate is.
+    What is refined are the parameters of the guide's factors, whatever inverse it has: of single latents, of the
+    elements of masked autoregressive ones, and of bounds. Gradients of training do not flow through these gradients.
+
+    Use it as any guide of Pyro's. With `IterativeELBO` all steps are trained, not only the last.
+
+    Args:
+        guide: an `AutoNaMIGuide`, made with ``refine=None`` or ``observed=`` or not called yet; trained with this one.
+        steps: learned steps in a call. With 0 it is ``guide``.
+        encode: ``"gradients"``, or ``"errors"``: for latent Gaussian models, (x - mean) / variance of each site.
+        update: ``"highway"`` (gated) or ``"direct"``; see `Updater`.
+        samples: draws of a step's gradient.
+        inputs: what is read besides: ``"data"``, ``"estimate"``, both, or none.
+        hidden_features: widths of the networks that refine.
+        global_latents: whether latents that are in no plate are refined as well.
+        temperature: of relaxed draws of binary and one-hot latents in steps; None leaves these unrefined.
+
+    Raises:
+        ValueError: for options that are none, or a guide that keeps offsets of its own (``refine="auto"``).
+
+    References:
+        Marino, Yue and Mandt 2018, Iterative Amortized Inference.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> from pyro_nami import AutoNaMIGuide
+        >>> def model(x):
+        ...     with pyro.plate("n", len(x)):
+        ...         z = pyro.sample("z", dist.LogNormal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 0.1), obs=x)
+        >>> guide = AutoIterativeGuide(AutoNaMIGuide(model, exact=False), steps=2)
+        >>> guide(torch.rand(3))["z"].shape, guide.non_finite
+        (torch.Size([3]), 0)
+    """
+
+    def __init__(
+        self,
+        guide: AutoNaMIGuide,
+        *,
+        steps: int = 5,
+        encode: str = "gradients",
+        update: str = "highway",
+        samples: int = 1,
+        inputs: Sequence[str] = INPUTS,
+        hidden_features: Sequence[int] = (128, 128),
+        global_latents: bool = False,
+        temperature: float | None = None,
+    ) -> None:
+        super().__init__(guide.model)
+        for what, value, known in (("encode", encode, ENCODINGS), ("update", update, UPDATES)):
+            if value not in known:
+                raise ValueError(f"Expected {what} to be one of {', '.join(map(repr, known))}; got {value!r}.")
+        if not set(inputs) <= set(INPUTS):
+            raise ValueError(f"Expected inputs among {', '.join(map(repr, INPUTS))}; got {tuple(inputs)}.")
+        if steps < 0 or samples < 1:
+            raise ValueError(f"Expected steps of at least 0 and samples of at least 1; got {steps} and {samples}.")
+        guide.serve_refinement()
+        self.guide = guide
+        guide.master = None  # it has plates of its own
+        self.steps, self.encode, self.update, self.samples = steps, encode, update, samples
+        self.inputs, self.hidden_features = frozenset(inputs), tuple(hidden_features)
+        self.global_latents, self.temperature = global_latents, temperature
+        self.non_finite = 0  # instances and steps whose gradient was not finite, so that they kept their estimate
+        self.updaters: Any = as_pyro_module(nn.ModuleList())
+        self._held: Refinement | None = None
+        self._latest: tuple[Any, dict[str, int]] = (None, {})  # a call, and the sizes of its plates
+        self._told: set[Hashable] = set()
+
+    @property
+    def model(self) -> Callable:
+        """The model of the guide that is refined."""
+        return self.guide.model
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "master": None, "_model": (None,), "_latest": (None, {}), "_held": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.guide.master = None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state, before the first call as well."""
+        inner, own = ({key[len(of) :]: v for key, v in state_dict.items() if key.startswith(of)} for of in _PARTS)
+        for i in range(len(self.updaters), len({key.split(".")[0] for key in own})):
+            layers = sorted(key for key in own if key.startswith(f"{i}.layers.") and "weight" in key)
+            widths, out = [own[key].shape for key in layers], own[f"{i}.out.bias_unconstrained"].shape[0]
+            num_inputs = own[f"{i}.out.weight_unconstrained"].shape[1] - (widths[-1][0] if widths else 0)
+            hidden, count = [width[0] for width in widths], out // (1 + (self.update == "highway"))
+            num_inputs = num_inputs if widths else num_inputs // 2
+            self.updaters.append(as_pyro_module(Updater(num_inputs, count, hidden, self.update)))
+        self.guide.load_state_dict(inner, strict, assign)
+        return self.updaters.load_state_dict(own, strict, assign)
+
+    # ---- as a guide
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Samples every latent by the estimate after all steps, given the model's arguments."""
+        if self._held is not None:
+            return self.guide._drawn(self.guide._begin(args, kwargs), self._held)
+        trajectory = self.trajectory(*args, **kwargs)
+        return self.guide._drawn(trajectory.call, trajectory.estimates[-1])
+
+    def trajectory(self, *args: Any, steps: int | None = None, **kwargs: Any) -> Trajectory:
+        """Returns the estimates of all steps for a call, by default `steps` of them."""
+        call = self.guide._begin(args, kwargs)
+        estimates, codes = [self._zero(call)], []
+        for _ in range(self.steps if steps is None else steps):
+            codes.append(self._codes(call, estimates[-1]))
+            estimates.append(self.advance(call, estimates[-1], codes[-1]))
+        return Trajectory(call, estimates, codes)
+
+    def advance(self, call: Call, estimate: Refinement, codes: Sequence[Tensor]) -> Refinement:
+        """Returns the estimate after one more step, given what is read of gradients or errors at this one."""
+        state = self.guide._start(call)
+        following: Refinement = {}
+        for i, (part, code) in enumerate(zip(self._parts(call), codes)):
+            joined, finite = part.joined(estimate), code.isfinite().all(-1, keepdim=True)
+            read = [code.where(finite, 0.0)]
+            if "estimate" in self.inputs:
+                read.append(tempered(joined))
+            if "data" in self.inputs:
+                read += [each.expand(*part.plates, -1) for each in state.of_data(part.group)]
+            following |= part.split(self._updater(i, torch.cat(read, -1), joined).where(finite, joined))
+        return following
+
+    @contextmanager
+    def holding(self, estimate: Refinement) -> Iterator[AutoIterativeGuide]:
+        """Has the guide draw by an estimate that is given, in calls that have the same data."""
+        before, self._held = self._held, estimate
+        try:
+            yield self
+        finally:
+            self._held = before
+
+    @torch.no_grad()
+    def refine(self, *args: Any, steps: int, num_particles: int = 100, **kwargs: Any) -> Tensor:
+        """Returns the ELBO in nats after each step, ``(steps + 1,)``, of any number of steps, from 0 on.
+
+        Args:
+            *args, **kwargs: of the model.
+            steps: learned steps, more than those of training as well.
+            num_particles: draws by which each ELBO is estimated.
+        """
+        call, estimates, _ = self.trajectory(*args, steps=steps, **kwargs)
+        return torch.stack([self.elbo(call, estimate, num_particles) for estimate in estimates])
+
+    # ---- a step
+
+    def _zero(self, call: Call) -> Refinement:
+        """Returns the estimate that refines nothing."""
+        estimate: Refinement = {}
+        for part in self._parts(call):
+            factors = {factor.name: factor for factor in part.group.factors}
+            for name in part.names:
+                shape = factors[name].num_elements, factors[name].num_params
+                estimate[name] = self.guide.network.like.new_zeros(*part.plates, *shape)
+        return estimate
+
+    def _updater(self, index: int, inputs: Tensor, estimate: Tensor) -> Tensor:
+        """Returns the next estimate by a group's network, which is made at the first step."""
+        if index == len(self.updaters):
+            made = Updater(inputs.shape[-1], estimate.shape[-1], self.hidden_features, self.update).to(inputs)
+            self.updaters.append(as_pyro_module(made))
+        following: Tensor = self.updaters[index](inputs, estimate)
+        return following
+
+    def _parts(self, call: Call) -> list[Refined]:
+        """Returns what is refined, by groups of factors."""
+        plan, network = self.guide._made(), self.guide.network
+        sizes = self._sizes(call)
+        found = []
+        for group in network.groups:
+            names = tuple(factor.name for factor in group.factors if self._is_refined(factor.name))
+            batch = group.factors[0].batch
+            if names and (batch or self.global_latents) and batch <= sizes.keys():
+                plates = [1] * plan.plates.nesting
+                for plate in batch:
+                    plates[plan.plates.dims[plate]] = sizes[plate]
+                found.append(Refined(group, names, tuple(plates)))
+        return found
+
+    def _is_refined(self, name: Hashable) -> bool:
+        """Whether estimates of a factor are refined: gradients have to come through its draws."""
+        rule = self.guide._made().rules.get(name) if isinstance(name, str) else None
+        family = getattr(rule, "family", None)
+        if family is None or family.has_rsample or self.temperature is not None and family.layout.is_indicator:
+            return True
+        if name not in self._told:
+            self._told.add(name)
+            how = " (`temperature=` refines it by relaxed draws)" if family.layout.is_indicator else ""
+            warn(f"Latent '{name}' is discrete, so what the guide gives for it is not refined{how}.")
+        return False
+
+    def _sizes(self, call: Call) -> dict[str, int]:
+        """Returns the sizes of plates in a call."""
+        if self._latest[0] is not call:
+            with hidden(), forked_rng(), torch.no_grad():
+                sites = call.run(call.held)
+            frames = [f for site in sites.values() for f in site["cond_indep_stack"] if f.vectorized]
+            self._latest = call, {frame.name: frame.size for frame in frames}
+        return self._latest[1]
+
+    def _codes(self, call: Call, estimate: Refinement) -> list[Tensor]:
+        """Returns what the networks read of an estimate, ``(*plates, n)`` for each group of factors."""
+        parts = self._parts(call)
+        if not parts:
+            return []
+        if self.encode == "errors":
+            with torch.no_grad():
+                run = run_at(self.guide, call, estimate, self.samples, self.temperature)
+                found = [errors(run, part) for part in parts]
+        else:
+            leaves = {name: value.detach().requires_grad_() for name, value in estimate.items()}
+            with torch.enable_grad():
+                elbo = self.elbo(call, leaves, self.samples)
+                gradients = torch.autograd.grad(elbo, [*leaves.values()], materialize_grads=True)
+            by_name = dict(zip(leaves, gradients))
+            found = [part.joined(by_name) for part in parts]
+        self.non_finite += sum(int((~each.isfinite().all(-1)).sum()) for each in found)
+        return [encoded(each) for each in found]
+
+    def log_weights(self, call: Call, estimate: Refinement, num_particles: int = 1) -> Tensor:
+        """Returns log p(data, latents) - log q(latents) in nats at draws of q, ``(draws, instances)``.
+
+        Args:
+            call: its data, from `trajectory`.
+            estimate: by which is drawn; it may carry gradients.
+            num_particles: number of draws.
+
+        Returns:
+            Instances are those of the plate that all latents are in, one if there is none; terms outside of it are
+            shared out evenly.
+        """
+        return log_weights(run_at(self.guide, call, estimate, num_particles, self.temperature))
+
+    def elbo(self, call: Call, estimate: Refinement, num_particles: int = 1) -> Tensor:
+        """Returns the mean of `log_weights` over draws, summed over instances: the ELBO of a call in nats."""
+        return self.log_weights(call, estimate, num_particles).sum() / num_particles
