@@ -143,7 +143,8 @@ def _offset_plates(first: FirstCall, network: InverseNetwork) -> dict[str, dict[
         site = first.nodes[name if name in first.nodes else name[1]]  # of a bound's parameters, that of the child
         frames = [frame for frame in site["cond_indep_stack"] if frame.name in factor.batch]
         plates = {frame.name: (frame.dim, frame.full_size or frame.size) for frame in frames if frame.vectorized}
-        if plates and math.prod(size for _, size in plates.values()) <= _MOST_OFFSETS:
+        few = math.prod(size for _, size in plates.values()) <= _MOST_OFFSETS
+        if plates and (few or first.options.refine == "free"):
             found[name] = plates
     return found
 

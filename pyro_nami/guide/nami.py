@@ -76,8 +76,9 @@ class AutoNaMIGuide(LazyGuide):
             parameters networks give, the default for binary vectors under a `NoisyOr`; ``"bound"`` for that of the
             tightest bound, without networks. Where the inverse is no mean field, networks correct a bounded one.
         refine: ``"auto"``: where the guide is trained on the same data in every step, what these say is left to
-            constants, those of each instance of a plate included (see `pyro_nami.guide.free_parameters`); networks
-            read the latents alone, and data only once they vary. None: they read the data from the first step on.
+            constants, those of each instance of a plate included (see `pyro_nami.guide.free_parameters`), unless it
+            has more than 1e5; networks read the latents alone, and data only once they vary. ``"free"``: in larger
+            plates as well. None: networks read the data from the first step on.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step.
         init_scale: scale at the first step, in unconstrained space.

@@ -54,8 +54,8 @@ class Options(NamedTuple):
         if self.pooling not in ENCODERS and not callable(self.pooling):
             names = ", ".join(ENCODERS)
             raise ValueError(f"Expected pooling to be one of {names}, or a callable; got {self.pooling!r}.")
-        if self.refine not in ("auto", None):
-            raise ValueError(f"Expected refine to be 'auto' or None; got {self.refine!r}.")
+        if self.refine not in ("auto", "free", None):
+            raise ValueError(f"Expected refine to be 'auto', 'free' or None; got {self.refine!r}.")
         for site, rule in self.rules.items():
             if rule not in RULES:
                 names = ", ".join(map(repr, RULES))

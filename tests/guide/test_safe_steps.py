@@ -237,6 +237,16 @@ def test_a_compiled_guide_starts_at_the_regression_on_simulations(shared):
     assert compilation.evaluate_loss(num=4000) < entropy + 0.1
 
 
-def test_refine_is_auto_or_none():
-    with pytest.raises(ValueError, match="refine to be 'auto' or None; got 'free'"):
-        AutoNaMIGuide(local, refine="free")
+def test_offsets_of_large_plates_are_asked_for(monkeypatch):
+    monkeypatch.setattr("pyro_nami.guide.build._MOST_OFFSETS", 2)
+    model, y = regression(3, 4)
+    for refine, given in (("auto", False), ("free", True)):
+        pyro.clear_param_store()
+        guide = AutoNaMIGuide(model, refine=refine, exact=False)
+        guide(y)
+        assert bool([*guide.network.offsets.parameters()]) == given
+
+
+def test_refine_is_one_of_three():
+    with pytest.raises(ValueError, match="refine to be 'auto', 'free' or None; got 'on'"):
+        AutoNaMIGuide(local, refine="on")
