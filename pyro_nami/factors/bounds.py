@@ -54,6 +54,10 @@ class Bound(ABC):
         """Returns s of a distribution in any wrappers, ``(*fn.batch_shape, *fn.event_shape)``."""
         return through_wrappers(fn, self.leaf_predictor)
 
+    def relevance(self, s: Tensor) -> Tensor:
+        """Returns the probability, given s, of data at which xi makes a difference, of the shape of s."""
+        return torch.ones_like(s)
+
     def log_density(self, value: Tensor, s: Tensor) -> Tensor:
         """Returns what is bounded, in nats for each element: the bound where it is tight, whose slope is right, too."""
         at = s.detach()
@@ -101,6 +105,9 @@ class NoisyOrDual(Bound):
         psi, present = xi.clamp(min=torch.finfo(xi.dtype).tiny), value != 0
         dual = psi.log1p() - psi * logsigmoid(psi.log())  # log(psi + 1) - log psi is -logsigmoid(log psi)
         return torch.where(present, -dual, 0.0), torch.where(present, psi, -1.0), 0.0
+
+    def relevance(self, s: Tensor) -> Tensor:
+        return -torch.expm1(-s)
 
     def log_density(self, value: Tensor, s: Tensor) -> Tensor:
         present = torch.expm1(-s.clamp(min=torch.finfo(s.dtype).tiny ** 0.5)).neg().log()

@@ -93,6 +93,9 @@ def in_turn(first: FirstCall, group: ConjugateGroup, factors: Mapping[str, Facto
 def initial_bound(first: FirstCall, child: str) -> Tensor:
     """Returns raw parameters ``(elements, 1)`` of a child's bound at which it is tightest over the prior.
 
+    Of the prior's draws those count at which the parameters make a difference to what is seen: where a noisy-OR is
+    present. Others are most, and there predictors are small; parameters tight at these are too large by far.
+
     It warns of data that the model cannot give at any of some draws of its latents.
     """
     latents = [name for name in first.net.latent if name in first.nodes]
@@ -106,7 +109,9 @@ def initial_bound(first: FirstCall, child: str) -> Tensor:
             "no parent that is active leads to an element, as a leak of zero leaves it, a 1 there is impossible. Give "
             "such elements a small leak."
         )
-    s = torch.stack([bound.predictor(site["fn"]) for site in runs])
-    xi = bound.tightest(value, s.mean(0), s.square().mean(0)).expand(value.shape)
+    s = torch.cat([bound.predictor(site["fn"]).detach().reshape(-1, event.numel()) for site in runs])
+    weights = bound.relevance(s) + torch.finfo(s.dtype).tiny
+    mean, square = ((weights * each).sum(0) / weights.sum(0) for each in (s, s.square()))
+    xi = bound.tightest(value, mean.reshape(event), square.reshape(event)).expand(value.shape)
     xi = xi.reshape(-1, event.numel()).clamp(*_RANGE).log().mean(0).exp()
     return (xi + (-torch.expm1(-xi)).log()).unsqueeze(-1)

@@ -68,7 +68,7 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
     if draws:  # what is drawn on the way will have the batch dims of plates outside
         leading = broadcast(leading, current.outer + (1,) * nesting)
-    lacking = call.source(group).lacking
+    lacking, observed = call.source(group).lacking, current.observed.intersection(group.members)
     group = group.without(lacking, current.observed) if lacking or current.observed else group
     options: dict[str, Any] = {}
     if group.depths:
@@ -84,7 +84,7 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
         return FromConstants(group, leading, nesting, constants=constants, forget=forget)
     if group.in_turn:
         rules: Any = plan.rules
-        options["orders"] = {name: rules[name].order for name in group.members}
+        options |= {"orders": {name: rules[name].order for name in group.members}, "observed": observed}
     expansion = expansion_of(group)(group, leading, nesting, differentiable, **options)
     for child in group.children if group.bound == "bounded" else ():
         if child in plan.bounds:
@@ -115,4 +115,7 @@ def check_members(expansion: Expansion, sites: Mapping[str, Any], current: Pass)
     observed = [name for name in expansion.group.members if name in sites and sites[name]["is_observed"]]
     if observed:
         current.observed.update(observed)
+        for name in observed:
+            if name not in current.values:
+                current.know(name, sites[name]["value"])
         raise Changed

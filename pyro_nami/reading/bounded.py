@@ -8,7 +8,7 @@ module to find that in another way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -31,7 +31,8 @@ class LinearBernoulli(Expansion):
     Args:
         group, leading, nesting, differentiable, away: as for `Expansion`.
         at: member -> value to expand about; by default the prior's mean.
-        orders: member -> the order of its elements, if these are to be drawn in turn.
+        orders: member -> the order of its elements, if these are to be drawn in turn; ``observed``: further latents
+            that would be members, had the call no values of them.
 
     References:
         Jaakkola & Jordan 1999, Variational Probabilistic Inference and the QMR-DT Network; Yan, Ailem & Sha 2019,
@@ -43,10 +44,11 @@ class LinearBernoulli(Expansion):
         *args: Any,
         at: Mapping[str, Tensor] | None = None,
         orders: Mapping[str, Order] | None = None,
+        observed: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._orders, self.prior_logits = orders, dict[str, Tensor]()
+        self._orders, self._observed, self.prior_logits = orders, observed, dict[str, Tensor]()
         self._args, self._kwargs, self._at, self._rounds = args, kwargs, at or {}, 1
         self._logits: dict[str, Tensor] = {}
         self._slopes: dict[str, Tensor] = {}
@@ -65,7 +67,7 @@ class LinearBernoulli(Expansion):
             self.xi = {name: self._tightest(sites[name]) for name in self.group.children if name in sites}
         self._solve(sites)
         if self._orders:
-            return InTurn(self, sites, self._orders)
+            return InTurn(self, sites, self._orders, self._observed)
         if self.group.bound != "bound" or self._rounds >= _MOST_ROUNDS:
             return None
         gaps = {name: logits.detach().sigmoid() - self.values[name].detach() for name, logits in self._logits.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,15 +103,22 @@ class InTurn(Expansion):
         bounded: the conditionals by the bounds alone, solved.
         sites: of the run that these were solved by.
         orders: member -> the order of its elements.
+        observed: binary latents of the kind that the call observes, whose values get the dim of the points as well.
     """
 
-    def __init__(self, bounded: Any, sites: Mapping[str, Any], orders: Mapping[str, Order]) -> None:
+    def __init__(
+        self, bounded: Any, sites: Mapping[str, Any], orders: Mapping[str, Order], observed: Collection[str] = ()
+    ) -> None:
         super().__init__(bounded.group, bounded.leading, bounded.nesting, bounded.differentiable)
         self._bounded, self._orders, self.finite = bounded, orders, bounded.finite
         self._sites = sites
         stops = list(itertools.accumulate(order.num_elements for order in orders.values()))
         self._places = {name: slice(stop - orders[name].num_elements, stop) for name, stop in zip(orders, stops)}
         self.count = 1 + stops[-1]
+        for name in observed:
+            value, dims = sites[name]["value"], len(self.leading) + len(sites[name]["fn"].event_shape)
+            value = value.reshape((1,) * (1 + dims - value.dim()) + value.shape)
+            self.points[name] = value.expand(self.count, *value.shape[1:])
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         order, place, event = self._orders[name], self._places[name], prior.event_shape
@@ -128,7 +135,9 @@ class InTurn(Expansion):
         self._added: dict[str, Tensor] = {}
         self._entries: dict[str, list[Tensor] | None] = {}
         for name in (name for name in self.group.children if name in sites):
-            s = _bound_of(sites[name]).predictor(sites[name]["fn"])
+            s, event_dim = _bound_of(sites[name]).predictor(sites[name]["fn"]), len(sites[name]["fn"].event_shape)
+            if s.dim() <= len(self.leading) + event_dim:  # a member that this call observes depends on no other
+                continue
             s = s if self.differentiable else s.detach()
             self._zero[name], self._added[name] = s[0], s[1:] - s[0]
             self._entries[name] = _entries(self._added[name], self._sites[name]["fn"])

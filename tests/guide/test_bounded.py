@@ -263,6 +263,23 @@ def test_two_sites_are_one_block():
         torch.testing.assert_close(found, expected.log_prob(state[places]).sum(), rtol=1e-6, atol=1e-6)
 
 
+def test_a_site_that_a_call_observes_is_known_to_the_others():
+    def two(x, b=None):
+        with pyro.plate("n", len(x)):
+            a = pyro.sample("a", dist.Bernoulli(PRIOR[:2].double()).to_event(1))
+            b = pyro.sample("b", dist.Bernoulli(PRIOR[2:].double()).to_event(1), obs=b)
+            pyro.sample("x", NoisyOr(W, LEAK, torch.cat([a, b], -1)), obs=x)
+
+    guide = called(two, X)
+    b = torch.tensor([1.0, 0.0]).double().expand(N, 2)
+    assert set(guide(X, b)) == {"a"}
+    q = conditional(guide, "a", X, b)
+    one, zero = (torch.tensor([1.0, last]).double() for last in (1.0, 0.0))
+    found = q.log_prob(one.expand(N, 2)) - q.log_prob(zero.expand(N, 2))
+    gain = [NoisyOr(W, LEAK, torch.cat([a.expand(N, 2), b], -1)).log_prob(X) for a in (one, zero)]
+    torch.testing.assert_close(found, gain[0] - gain[1] + PRIOR[1].double().logit(), rtol=1e-6, atol=1e-6)
+
+
 def test_latents_in_a_plate_are_as_a_vector():
     def flat(x):
         with pyro.plate("k", K):
