@@ -34,7 +34,7 @@ from typing import Any
 
 import pyro
 import torch
-from models import DEFAULT, HERE, MODELS, Setting, read, setting
+from autoencoders import DEFAULT, HERE, MODELS, Setting, read, setting
 from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 

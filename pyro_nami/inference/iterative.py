@@ -70,7 +70,7 @@ class AutoIterativeGuide(AutoGuide):
         Marino, Yue and Mandt 2018, Iterative Amortized Inference.
 
     Example:
-        >>> import pyro.distributions as dist
+        >>> import pyro, pyro.distributions as dist
         >>> from pyro_nami import AutoNaMIGuide
         >>> def model(x):
         ...     with pyro.plate("n", len(x)):

@@ -306,7 +306,7 @@ def test_plates_that_draw_their_instances_are_named():
 
     guide, x = made(subsampled), data(6)
     assert math.isfinite(SVI(subsampled, guide, pyro.optim.Adam({"lr": 1e-3}), Trace_ELBO()).step(x))
-    with pytest.raises(NotImplementedError, match="plates that draw some: 'n'. Give the model minibatches"):
+    with pytest.raises(NotImplementedError, match="plates that draw some: 'n'. Give it minibatches"):
         IterativeELBO(Trace_ELBO()).loss_and_grads(subsampled, guide, x)
 
 
