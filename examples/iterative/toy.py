@@ -82,7 +82,7 @@ def measure(options: Options) -> dict[str, Any]:
     guide = trained(model, options.choose(3, 1500, 1500))
     x = simulated(model, 1)
     with torch.no_grad():
-        call, estimates, _ = guide.trajectory(x, steps=3 * STEPS)
+        call, estimates, *_ = guide.trajectory(x, steps=3 * STEPS)
     ways = {"learned": estimates}
     steps = options.choose(4, 300, 300)
     for name, rates in RATES.items():

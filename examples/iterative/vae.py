@@ -113,7 +113,7 @@ def bounds(guide: AutoIterativeGuide, x: Tensor, chosen: Setting) -> dict[str, A
     """Returns the importance-weighted -log p, and the negative ELBO after each step, means over data in nats."""
     elbos, importance = [], []
     for part in x.split(max(1, 20_000 // chosen.draws)):
-        call, estimates, _ = guide.trajectory(part, steps=chosen.beyond * guide.steps)
+        call, estimates, *_ = guide.trajectory(part, steps=chosen.beyond * guide.steps)
         few = [guide.log_weights(call, each, 20).mean(0) for each in estimates]
         weights = guide.log_weights(call, estimates[guide.steps], chosen.draws)
         elbos.append(torch.stack(few))
@@ -133,7 +133,7 @@ def optimizers(guide: AutoIterativeGuide, x: Tensor, chosen: Setting) -> dict[st
 
     start = time.perf_counter()
     with torch.no_grad():
-        call, estimates, _ = guide.trajectory(x, steps=10)
+        call, estimates, *_ = guide.trajectory(x, steps=10)
     found: dict[str, Any] = {
         "learned": {
             "seconds": (time.perf_counter() - start) / 10,
@@ -157,10 +157,10 @@ def optimizers(guide: AutoIterativeGuide, x: Tensor, chosen: Setting) -> dict[st
 @torch.no_grad()
 def pictures(guide: AutoIterativeGuide, model: Any, x: Tensor) -> list[Any]:
     """Returns images, and what the mean of draws makes of them after each step, ``(1 + steps + 1, images, pixels)``."""
-    _, estimates, _ = guide.trajectory(x)
+    call, estimates, *_ = guide.trajectory(x)
     rows = [x]
     for estimate in estimates:
-        with guide.holding(estimate):
+        with guide.holding(call, estimate):
             draws = [model.net(guide(x)["z"]).sigmoid() for _ in range(20)]
         rows.append(torch.stack(draws).mean(0))
     return torch.stack(rows).mul(100).round().div(100).tolist()

@@ -106,7 +106,7 @@ def optimize_directly(
         The estimate at first and after each step, for `AutoIterativeGuide.log_weights`.
     """
     with torch.no_grad():
-        call, (estimate,), _ = guide.trajectory(*args, steps=0, **kwargs)
+        call, (estimate,), *_ = guide.trajectory(*args, steps=0, **kwargs)
     leaves = {name: value.clone().requires_grad_() for name, value in estimate.items()}
     optimizing = OPTIMIZERS[optimizer]([*leaves.values()], lr=lr)
     found = [{name: value.detach().clone() for name, value in leaves.items()}]
@@ -146,15 +146,15 @@ def amortization_gap(
         num_temperatures: of annealed importance sampling from the prior, 0 for none; `num_chains` are its chains.
     """
     with torch.no_grad():
-        call, estimates, _ = guide.trajectory(*args, steps=steps, **kwargs)
-        refined = torch.stack([guide.log_weights(call, each, num_particles).mean(0) for each in estimates])
+        path = guide.trajectory(*args, steps=steps, **kwargs)
+        refined = torch.stack([guide.log_weights(path.call, each, num_particles).mean(0) for each in path.estimates])
     found = []
     for rate in rates:
-        path = optimize_directly(guide, *args, steps=optimizer_steps, lr=rate, **kwargs)
-        tail = path[-max(1, optimizer_steps // 10) :]
+        taken = optimize_directly(guide, *args, steps=optimizer_steps, lr=rate, **kwargs)
+        tail = taken[-max(1, optimizer_steps // 10) :]
         mean = {name: torch.stack([each[name] for each in tail]).mean(0) for name in tail[0]}
         with torch.no_grad():
-            found.append(guide.log_weights(call, mean, num_particles))
+            found.append(guide.log_weights(path.call, mean, num_particles))
     best = max(found, key=lambda weights: float(weights.mean(0).sum().nan_to_num(-math.inf)))
     importance = best.logsumexp(0) - math.log(num_particles)
     annealed = None

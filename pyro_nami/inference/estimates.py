@@ -67,11 +67,7 @@ def run_at(
 
 
 def log_weights(run: Run) -> Tensor:
-    """Returns log p(data, latents) - log q(latents) in nats, ``(draws, instances)``.
-
-    Instances are those of the outermost plate that all latents are in, one if there is none; terms outside of it are
-    shared out evenly.
-    """
+    """Returns log p(data, latents) - log q(latents) in nats; see `AutoIterativeGuide.log_weights`."""
     run.q.compute_log_prob()
     terms = [(-site["log_prob"], site) for site in run.q.nodes.values() if site["type"] == "sample"]
     for name, site in run.sites.items():

@@ -33,12 +33,16 @@ class Trajectory(NamedTuple):
     Attributes:
         call: its data.
         estimates: refinements, from zero on; one more than there are steps.
-        codes: for each step, what was read of the estimate, a tensor for each group of factors.
+        codes: for each step, what was read of the estimate, a tensor for each part.
+        parts: what is refined, by groups of factors.
+        data: what the networks read of the data, for each part; empty where they read none.
     """
 
     call: Call
     estimates: list[Refinement]
     codes: list[list[Tensor]]
+    parts: Sequence[Refined]
+    data: Sequence[Tensor]
 
 
 class AutoIterativeGuide(AutoGuide):
@@ -110,8 +114,7 @@ class AutoIterativeGuide(AutoGuide):
         self.global_latents, self.temperature = global_latents, temperature
         self.non_finite = 0  # instances and steps whose gradient was not finite, so that they kept their estimate
         self.updaters: Any = as_pyro_module(nn.ModuleList())
-        self._held: Refinement | None = None
-        self._latest: tuple[Any, dict[str, int]] = (None, {})  # a call, and the sizes of its plates
+        self._held: tuple[Call, Refinement] | None = None
         self._told: set[Hashable] = set()
 
     @property
@@ -120,7 +123,7 @@ class AutoIterativeGuide(AutoGuide):
         return self.guide.model
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "master": None, "_model": (None,), "_latest": (None, {}), "_held": None}
+        return {**self.__dict__, "master": None, "_model": (None,), "_held": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -130,12 +133,8 @@ class AutoIterativeGuide(AutoGuide):
         """Loads a state, before the first call as well."""
         inner, own = ({key[len(of) :]: v for key, v in state_dict.items() if key.startswith(of)} for of in _PARTS)
         for i in range(len(self.updaters), len({key.split(".")[0] for key in own})):
-            layers = sorted(key for key in own if key.startswith(f"{i}.layers.") and "weight" in key)
-            widths, out = [own[key].shape for key in layers], own[f"{i}.out.bias_unconstrained"].shape[0]
-            num_inputs = own[f"{i}.out.weight_unconstrained"].shape[1] - (widths[-1][0] if widths else 0)
-            hidden, count = [width[0] for width in widths], out // (1 + (self.update == "highway"))
-            num_inputs = num_inputs if widths else num_inputs // 2
-            self.updaters.append(as_pyro_module(Updater(num_inputs, count, hidden, self.update)))
+            shapes = {key.removeprefix(f"{i}."): value.shape for key, value in own.items() if key.startswith(f"{i}.")}
+            self.updaters.append(as_pyro_module(Updater.of_shapes(shapes, self.update)))
         self.guide.load_state_dict(inner, strict, assign)
         return self.updaters.load_state_dict(own, strict, assign)
 
@@ -144,37 +143,43 @@ class AutoIterativeGuide(AutoGuide):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Samples every latent by the estimate after all steps, given the model's arguments."""
         if self._held is not None:
-            return self.guide._drawn(self.guide._begin(args, kwargs), self._held)
+            return self.guide._drawn(*self._held)
         trajectory = self.trajectory(*args, **kwargs)
         return self.guide._drawn(trajectory.call, trajectory.estimates[-1])
 
-    def trajectory(self, *args: Any, steps: int | None = None, **kwargs: Any) -> Trajectory:
-        """Returns the estimates of all steps for a call, by default `steps` of them."""
-        call = self.guide._begin(args, kwargs)
-        estimates, codes = [self._zero(call)], []
-        for _ in range(self.steps if steps is None else steps):
-            codes.append(self._codes(call, estimates[-1]))
-            estimates.append(self.advance(call, estimates[-1], codes[-1]))
-        return Trajectory(call, estimates, codes)
+    def trajectory(self, *args: Any, steps: int | None = None, attached: bool = True, **kwargs: Any) -> Trajectory:
+        """Returns the estimates of all steps for a call.
 
-    def advance(self, call: Call, estimate: Refinement, codes: Sequence[Tensor]) -> Refinement:
-        """Returns the estimate after one more step, given what is read of gradients or errors at this one."""
-        state = self.guide._start(call)
+        Args:
+            *args, **kwargs: of the model.
+            steps: how many, by default `steps`.
+            attached: whether estimates carry gradients; what is read of the data does in any case.
+        """
+        call = self.guide._begin(args, kwargs)
+        parts = self._parts(call)
+        found = Trajectory(call, [self._zero(parts)], [], parts, self._data(call, parts))
+        with torch.set_grad_enabled(attached and torch.is_grad_enabled()):
+            for step in range(self.steps if steps is None else steps):
+                found.codes.append(self._codes(found))
+                found.estimates.append(self.advance(found, step, found.estimates[step]))
+        return found
+
+    def advance(self, trajectory: Trajectory, step: int, estimate: Refinement) -> Refinement:
+        """Returns the estimate after one more step than ``step``, from one before it and what was read there."""
         following: Refinement = {}
-        for i, (part, code) in enumerate(zip(self._parts(call), codes)):
+        for i, (part, code) in enumerate(zip(trajectory.parts, trajectory.codes[step])):
             joined, finite = part.joined(estimate), code.isfinite().all(-1, keepdim=True)
             read = [code.where(finite, 0.0)]
             if "estimate" in self.inputs:
                 read.append(tempered(joined))
-            if "data" in self.inputs:
-                read += [each.expand(*part.plates, -1) for each in state.of_data(part.group)]
+            read += trajectory.data[i : i + 1]
             following |= part.split(self._updater(i, torch.cat(read, -1), joined).where(finite, joined))
         return following
 
     @contextmanager
-    def holding(self, estimate: Refinement) -> Iterator[AutoIterativeGuide]:
-        """Has the guide draw by an estimate that is given, in calls that have the same data."""
-        before, self._held = self._held, estimate
+    def holding(self, call: Call, estimate: Refinement) -> Iterator[AutoIterativeGuide]:
+        """Has the guide draw by an estimate that is given, whatever the arguments; for a trajectory's call."""
+        before, self._held = self._held, (call, estimate)
         try:
             yield self
         finally:
@@ -189,20 +194,25 @@ class AutoIterativeGuide(AutoGuide):
             steps: learned steps, more than those of training as well.
             num_particles: draws by which each ELBO is estimated.
         """
-        call, estimates, _ = self.trajectory(*args, steps=steps, **kwargs)
-        return torch.stack([self.elbo(call, estimate, num_particles) for estimate in estimates])
+        found = self.trajectory(*args, steps=steps, **kwargs)
+        return torch.stack([self.elbo(found.call, estimate, num_particles) for estimate in found.estimates])
 
     # ---- a step
 
-    def _zero(self, call: Call) -> Refinement:
+    def _zero(self, parts: Sequence[Refined]) -> Refinement:
         """Returns the estimate that refines nothing."""
-        estimate: Refinement = {}
-        for part in self._parts(call):
-            factors = {factor.name: factor for factor in part.group.factors}
-            for name in part.names:
-                shape = factors[name].num_elements, factors[name].num_params
-                estimate[name] = self.guide.network.like.new_zeros(*part.plates, *shape)
-        return estimate
+        like = self.guide.network.like
+        return {name: like.new_zeros(shape) for part in parts for name, shape in part.shapes().items()}
+
+    def _data(self, call: Call, parts: Sequence[Refined]) -> list[Tensor]:
+        """Returns what is read of the data, ``(*plates, n)`` for each part."""
+        if "data" not in self.inputs or not parts:
+            return []
+        state, found = self.guide._start(call), []
+        for part in parts:
+            read = [each.expand(*part.plates, -1) for each in state.of_data(part.group)]
+            found.append(torch.cat(read, -1) if read else self.guide.network.like.new_zeros(*part.plates, 0))
+        return found
 
     def _updater(self, index: int, inputs: Tensor, estimate: Tensor) -> Tensor:
         """Returns the next estimate by a group's network, which is made at the first step."""
@@ -215,7 +225,9 @@ class AutoIterativeGuide(AutoGuide):
     def _parts(self, call: Call) -> list[Refined]:
         """Returns what is refined, by groups of factors."""
         plan, network = self.guide._made(), self.guide.network
-        sizes = self._sizes(call)
+        with hidden(), forked_rng(), torch.no_grad():
+            sites = call.run(call.held)
+        sizes = {f.name: f.size for site in sites.values() for f in site["cond_indep_stack"] if f.vectorized}
         found = []
         for group in network.groups:
             names = tuple(factor.name for factor in group.factors if self._is_refined(factor.name))
@@ -239,18 +251,9 @@ class AutoIterativeGuide(AutoGuide):
             warn(f"Latent '{name}' is discrete, so what the guide gives for it is not refined{how}.")
         return False
 
-    def _sizes(self, call: Call) -> dict[str, int]:
-        """Returns the sizes of plates in a call."""
-        if self._latest[0] is not call:
-            with hidden(), forked_rng(), torch.no_grad():
-                sites = call.run(call.held)
-            frames = [f for site in sites.values() for f in site["cond_indep_stack"] if f.vectorized]
-            self._latest = call, {frame.name: frame.size for frame in frames}
-        return self._latest[1]
-
-    def _codes(self, call: Call, estimate: Refinement) -> list[Tensor]:
-        """Returns what the networks read of an estimate, ``(*plates, n)`` for each group of factors."""
-        parts = self._parts(call)
+    def _codes(self, trajectory: Trajectory) -> list[Tensor]:
+        """Returns what the networks read of the latest estimate, ``(*plates, n)`` for each part."""
+        call, parts, estimate = trajectory.call, trajectory.parts, trajectory.estimates[-1]
         if not parts:
             return []
         if self.encode == "errors":
@@ -276,8 +279,8 @@ class AutoIterativeGuide(AutoGuide):
             num_particles: number of draws.
 
         Returns:
-            Instances are those of the plate that all latents are in, one if there is none; terms outside of it are
-            shared out evenly.
+            Instances are those of the outermost plate that all latents are in, one if there is none; terms outside of
+            it are shared out evenly.
         """
         return log_weights(run_at(self.guide, call, estimate, num_particles, self.temperature))
 

@@ -37,10 +37,14 @@ class Refined(NamedTuple):
 
     def split(self, joined: Tensor) -> Refinement:
         """Undoes `joined`."""
+        shapes = self.shapes()
+        parts = joined.split([elements * params for *_, elements, params in shapes.values()], -1)
+        return {name: part.unflatten(-1, shape[-2:]) for (name, shape), part in zip(shapes.items(), parts)}
+
+    def shapes(self) -> dict[Hashable, tuple[int, ...]]:
+        """Returns the shape of each factor's refinement in the call, ``(*plates, elements, params)``."""
         factors = {factor.name: factor for factor in self.group.factors}
-        shapes = [(factors[name].num_elements, factors[name].num_params) for name in self.names]
-        parts = joined.split([elements * params for elements, params in shapes], -1)
-        return {name: part.unflatten(-1, shape) for name, part, shape in zip(self.names, parts, shapes)}
+        return {n: (*self.plates, factors[n].num_elements, factors[n].num_params) for n in self.names}
 
 
 class Updater(nn.Module):
@@ -65,6 +69,15 @@ class Updater(nn.Module):
         self.out = nn.Linear(widths[-1] + num_inputs, (1 + (update == "highway")) * num_params)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
+
+    @classmethod
+    def of_shapes(cls, shapes: Mapping[str, torch.Size], update: str) -> Updater:
+        """Returns one of the shapes of a state, as a module of Pyro's has it (parameters unconstrained)."""
+        layers = sorted(key for key in shapes if key.startswith("layers.") and "weight" in key)
+        hidden = [shapes[key][0] for key in layers]
+        rows, columns = shapes["out.weight_unconstrained"]
+        num_inputs = columns - hidden[-1] if hidden else columns // 2
+        return cls(num_inputs, rows // (1 + (update == "highway")), hidden, update)
 
     def forward(self, inputs: Tensor, estimate: Tensor) -> Tensor:
         """Returns the next estimate ``(*batch, params)``, from inputs ``(*batch, inputs)``."""

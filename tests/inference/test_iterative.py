@@ -74,13 +74,13 @@ def test_steps_that_are_not_trained_change_nothing():
 def test_the_gradient_of_a_step_is_that_of_the_elbo():
     """By the closed form of the ELBO of independent Normals, through draws that are many."""
     guide, x = made(base={"within": "independent"}), data(3)
-    call, (estimate,), _ = guide.trajectory(x, steps=0)
+    call, (estimate,), *_ = guide.trajectory(x, steps=0)
     leaves = {name: value.clone().requires_grad_() for name, value in estimate.items()}
     (found,) = torch.autograd.grad(guide.elbo(call, leaves, 20_000), [*leaves.values()])
     draws = []
     for step in (0.0, 1e-3):  # of both elements' locations, with the same noise
         pyro.set_rng_seed(1)
-        with guide.holding({name: value + torch.tensor([step, 0.0]) for name, value in estimate.items()}):
+        with guide.holding(call, {name: value + torch.tensor([step, 0.0]) for name, value in estimate.items()}):
             q = poutine.trace(guide).get_trace(x).nodes["z"]["fn"]
         pyro.set_rng_seed(2)
         draws.append(q.rsample((4000,)))
@@ -172,12 +172,12 @@ def test_gradients_taken_back_step_by_step_are_those_of_the_whole(average):
 
     pyro.set_rng_seed(7)
     with torch.no_grad():
-        call, estimates, codes = guide.trajectory(x)
-    attached, losses = [estimates[0]], []
-    for code in codes:
-        attached.append(guide.advance(call, attached[-1], code))
+        whole = guide.trajectory(x)
+    attached, losses = [whole.estimates[0]], []
+    for step in range(guide.steps):
+        attached.append(guide.advance(whole, step, attached[-1]))
     for estimate in attached:
-        with guide.holding(estimate):
+        with guide.holding(whole.call, estimate):
             losses.append(Seeded().differentiable_loss(shifted, guide, x))
     loss = sum(losses) / len(losses) if average else losses[-1]
     expected = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
@@ -193,8 +193,8 @@ def test_memory_does_not_grow_with_steps(monkeypatch):
     held, most = set(), []
     advance = AutoIterativeGuide.advance
 
-    def counted(self, call, estimate, codes):
-        found = advance(self, call, estimate, codes)
+    def counted(self, *args):
+        found = advance(self, *args)
         if torch.is_grad_enabled():
             node = found["z"].grad_fn
             held.add(node)
@@ -229,7 +229,7 @@ def test_errors_are_those_of_the_formulas():
     pyro.set_rng_seed(1)
     (code,) = guide.trajectory(x, steps=1).codes[0]
     pyro.set_rng_seed(1)
-    call, (estimate,), _ = guide.trajectory(x, steps=0)
+    call, (estimate,), *_ = guide.trajectory(x, steps=0)
     z = run_at(guide.guide, call, estimate, 1, None).sites["z"]["value"]
     errors = torch.cat([z, (x - z @ W.T) / SCALE**2], -1)
     torch.testing.assert_close(code[..., 6:], errors.sign() * errors.abs().log1p())
