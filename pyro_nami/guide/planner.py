@@ -68,7 +68,8 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
         for name in order
         if name not in groups or name in near
     }
-    groups = {name: in_turn(first, group, factors) for name, group in groups.items()}
+    turned = {group: in_turn(first, group, factors) for group in dict.fromkeys(groups.values())}
+    groups = {name: turned[group] for name, group in groups.items()}
     anchored = _anchored(first, families, inverse) if options.anchor and interleaved else frozenset()
     used = {child for group in groups.values() for child in group.children if child not in empty}
     bounds = bound_factors(first, groups, reads, plates)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -209,7 +210,8 @@ class InTurn(Expansion):
         return log_prob.sum(summed, keepdim=True) if summed else log_prob
 
 
-class ConditionalsInTurn(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ConditionalsInTurn:
     """The parameters that networks give for elements that are drawn in sequence, and what children add to the first.
 
     It is what `pyro_nami.factors.family.SequentialElements` asks for its ``conditionals``.
@@ -221,8 +223,11 @@ class ConditionalsInTurn(NamedTuple):
 
     def first(self) -> tuple[Tensor, Callable]:
         """Returns the parameters ``(*batch, params)`` of element 0, and the function that goes on from there."""
-        params, advance = self.conditionals.first()
-        return self._moved(params, advance, 0, ())
+        return self._first
+
+    @functools.cached_property
+    def _first(self) -> tuple[Tensor, Callable]:
+        return self._moved(*self.conditionals.first(), 0, ())
 
     def all(self, features: Tensor) -> Tensor:
         """Returns the parameters ``(*batch, elements, params)`` at ``features`` ``(*batch, elements, features)``."""
