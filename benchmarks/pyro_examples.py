@@ -45,6 +45,7 @@ __all__ = ["EXAMPLES", "Example", "Row", "run"]
 RESULTS = Path(__file__).parent / "results" / "pyro_examples.json"
 OURS, BASELINE = "AutoNaMIGuide", "AutoNormal"
 GUIDES = (BASELINE, "AutoMultivariateNormal", OURS)
+VARIANTS: dict[str, dict] = {OURS: {}, "refine=None": {"refine": None}}  # of ours, to be asked for by ``--guides``
 RATES = (0.001, 0.01, 0.05)
 PARTICLES = 200
 SECONDS = 90
@@ -93,8 +94,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 def make_guide(name: str, model: Callable, example: Example) -> AutoGuide:
     """The guide with default settings; with the example's plates where it takes them."""
-    kind = AutoNaMIGuide if name == OURS else getattr(autoguide, name)
-    options = {}
+    kind = AutoNaMIGuide if name in VARIANTS else getattr(autoguide, name)
+    options = dict(VARIANTS.get(name, {}))
     if example.plates is not None and "create_plates" in inspect.signature(kind).parameters:
         options["create_plates"] = example.plates
     return kind(example.guided(model), **options)
