@@ -77,7 +77,7 @@ def learned_cases(smoke: bool) -> dict[str, Case]:
         ("seeds", mixed_models.seeds, mixed_models.read_seeds()),
         ("radon", mixed_models.radon, mixed_models.read_radon()),
     ):
-        found[name] = Case(model, args, 0.0, 2_000, (0.003, 0.01, 0.03), 0.05, 200, 20)
+        found[name] = Case(model, args, 0.0, 1_000, (0.003, 0.01, 0.03), 0.05, 200, 20)
     return few_steps(found, smoke)
 
 
