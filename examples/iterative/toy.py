@@ -163,11 +163,15 @@ def draw(file: Path, found: dict[str, Any]) -> None:
     left.contour(*found["axes"], surface.tolist(), levels=sorted(set(levels)), colors="lightgray")
     for name, way in found["ways"].items():
         left.plot(*zip(*way["places"]), ".-", markersize=4, linewidth=1, label=name)
-        right.plot(way["ELBO"], ".-", markersize=4, linewidth=1, label=name)
+        right.plot(
+            way["ELBO"], ".-", markersize=4, linewidth=1, zorder=3 if name == "learned" else 2, label=name
+        )
     end = found["converged"]
     right.axhline(end, color="gray", linestyle="--")
     left.set(xlabel="offset of the first mean", ylabel="offset of the second mean")
-    right.set(xlabel="steps", ylabel="ELBO, nats a datum", xscale="symlog", ylim=(end - 10, end + 1))
+    right.set(
+        xlabel="steps", ylabel="ELBO, nats a datum", xscale="symlog", xlim=(0, None), ylim=(end - 10, end + 1)
+    )
     left.legend(frameon=False, fontsize=8)
     figure.savefig(file, dpi=130)
     plt.close(figure)
