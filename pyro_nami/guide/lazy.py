@@ -30,6 +30,7 @@ from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Covariates, Plan
 from pyro_nami.guide.reader import CallReader
+from pyro_nami.guide.store_names import own_name
 from pyro_nami.reading.covariates import column_of, plain_column
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.runner import Runner, takes_observations
@@ -86,15 +87,22 @@ class LazyGuide(AutoGuide):
             self.load_state_dict(*waiting)
 
     def _check_store(self) -> None:
-        """Raises where the parameter store holds parameters of the same names that cannot be this guide's."""
+        """Gives the guide a name of its own in the parameter store, where one made before has its name there.
+
+        Raises:
+            ValueError: where the store was loaded with parameters of the same names that cannot be this guide's.
+        """
+        if pyro.settings.get("module_local_params"):
+            return
+        own_name(self)
         store = pyro.get_param_store()
         for name, value in self.network.named_parameters():
             full = f"{self._pyro_name}.network.{name.removesuffix('_unconstrained')}"
-            if full in store and store[full].shape != value.shape and not pyro.settings.get("module_local_params"):
+            if full in store and store[full].shape != value.shape:
                 raise ValueError(
                     f"Expected parameter '{full}' of shape {tuple(value.shape)}; the parameter store has one of "
-                    f"shape {tuple(store[full].shape)}, from another guide of this class. Call "
-                    "pyro.clear_param_store() first, or use pyro.settings.set(module_local_params=True)."
+                    f"shape {tuple(store[full].shape)}, from another guide. Call pyro.clear_param_store() first, or "
+                    "use pyro.settings.set(module_local_params=True)."
                 )
 
     def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, pyro.plate]:

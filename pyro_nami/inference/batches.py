@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_nami.inference.checkpoint import rng_state, set_rng_state
 from pyro_nami.inference.processes import Processes
@@ -54,7 +54,15 @@ class Simulations(NamedTuple):
         """Returns the batch of a step from values made before; see `_as_draws`."""
         return Batch(*self.arguments(step), _as_draws(values, self.simulator))
 
-    def held_out(self, given: int | Iterable[Any] | None) -> Callable[[], Iterable[Batch]] | None:
+    def batched(self, data: Any, shuffled: bool) -> Iterable[Any]:
+        """Returns the batches of all simulations at once; themselves where batches are given."""
+        if isinstance(data, TensorDataset):
+            data = data.tensors
+        elif not isinstance(data, (JointDraws, Mapping)):
+            return data
+        return _Whole(_as_draws(data, self.simulator), self.batch_size, shuffled)
+
+    def held_out(self, given: Any) -> Callable[[], Iterable[Batch]] | None:
         """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given."""
         if given is None:
             return None
@@ -63,7 +71,7 @@ class Simulations(NamedTuple):
                 pyro.set_rng_seed(_HELD_OUT_SEED)
                 batches = list(self.total(given))
             return lambda: batches
-        kept = list(given) if isinstance(given, Iterator) else given
+        kept = list(given) if isinstance(given, Iterator) else self.batched(given, shuffled=False)
         return lambda: (self.given(values, i) for i, values in enumerate(kept))
 
 
@@ -77,7 +85,7 @@ class Stream(NamedTuple):
 def stream_of(
     simulations: Simulations,
     steps: range,
-    data: Iterable[Any] | None,
+    data: Any,
     num_workers: int,
     state: Mapping[str, Any],
     processes: Processes,
@@ -88,7 +96,8 @@ def stream_of(
     """
     if data is not None:
         place = dict(state) if "epoch" in state else {}
-        return Stream(_read(simulations, steps, _epochs(data, place), processes), place)
+        batches = _epochs(simulations.batched(data, shuffled=True), place)
+        return Stream(_read(simulations, steps, batches, processes), place)
     if num_workers == 0:
         return Stream(map(simulations.fresh, steps), {})
     seed = state.get("seed") or int(torch.randint(1, 2**31, ()))
@@ -102,6 +111,19 @@ def stream_of(
         generator=torch.Generator("cpu"),  # else the loader would draw from the global one
     )
     return Stream(iter(loader), {"seed": seed})
+
+
+class _Whole:
+    """All simulations that there are, in batches: if ``shuffled``, in a new order each time and full ones alone."""
+
+    def __init__(self, draws: JointDraws, batch_size: int, shuffled: bool) -> None:
+        self.draws, self.batch_size, self.shuffled = draws, batch_size, shuffled
+
+    def __iter__(self) -> Iterator[JointDraws]:
+        num, size = self.draws.num, self.batch_size
+        order = torch.randperm(num) if self.shuffled else torch.arange(num)
+        order = order[: max(size, num - num % size)] if self.shuffled else order
+        return (self.draws.select(rows) for rows in order.split(size))
 
 
 class _Seeded:
@@ -149,14 +171,20 @@ def _epochs(data: Iterable[Any], place: dict[str, Any]) -> Iterator[Any]:
 
 
 def _as_draws(values: Any, simulator: Simulator) -> JointDraws:
-    """Returns simulations given as `JointDraws`, or as site -> values ``(draws, *plates, *event)``, after a check."""
+    """Returns simulations given as `JointDraws`, or as values ``(draws, *plates, *event)``, after a check.
+
+    Values are in a mapping from sites, or in a sequence: of all latents and then observed sites, in model order.
+    """
+    names = (*simulator.latent, *simulator.observed)
     if isinstance(values, JointDraws):
         values = {**values.latents, **values.observed}
+    elif isinstance(values, (tuple, list)) and len(values) == len(names):
+        values = dict(zip(names, values))
     if not isinstance(values, Mapping):
         raise TypeError(
-            f"Expected batches as JointDraws or mappings from sites to values; got {type(values).__name__}."
+            f"Expected simulations as JointDraws, or as tensors of {', '.join(map(repr, names))} in a mapping or in "
+            f"this order, all at once or in batches; got {type(values).__name__}."
         )
-    names = (*simulator.latent, *simulator.observed)
     for name in names:
         if not isinstance(values.get(name), Tensor):
             raise ValueError(

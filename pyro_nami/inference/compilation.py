@@ -114,9 +114,9 @@ class InferenceCompilation:
         args: Sequence[Any] | Arguments = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        data: Iterable[Any] | None = None,
+        data: Any = None,
         num_workers: int = 0,
-        validation: int | Iterable[Any] | None = None,
+        validation: Any = None,
         validate_every: int = 100,
         patience: int | None = None,
         checkpoint: str | Path | None = None,
@@ -133,11 +133,12 @@ class InferenceCompilation:
         Args:
             steps: number of steps, those before the checkpoint included.
             args, kwargs: the model's arguments; or ``args`` is a function from the step to a pair of them.
-            data: batches of simulations made before, any iterable of `JointDraws`, or of site -> values
-                ``(draws, *plates, *event)`` of latents and observed sites; read again from the start when it ends, but
+            data: simulations made before: all of them, which are shuffled into batches, as `JointDraws`, site -> values
+                ``(draws, *plates, *event)`` of latents and observed sites, or a `TensorDataset` of these in model
+                order; or any iterable of batches of these kinds, which is read again from the start when it ends, but
                 an iterator ends the training. Of many processes each reads its own, by a `DistributedSampler` say.
             num_workers: processes that simulate ahead, for models that are slow; 0: none.
-            validation: number of held-out simulations, the same in every run; or batches of them, as in ``data``.
+            validation: number of held-out simulations, the same in every run; or those given, as in ``data``.
             validate_every: steps between validations.
             patience: validations without a new lowest loss after which training ends.
             checkpoint: file to write to and to go on from.

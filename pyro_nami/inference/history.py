@@ -11,7 +11,7 @@ _MAX_SKIPPED = 0.1  # share of simulations that may be non-finite
 _JUDGED_FROM = 100  # simulations from which on that share is judged
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class History:
     """What happened in training.
 
@@ -33,6 +33,11 @@ class History:
     simulations: int = 0
     skipped: int = 0
     non_finite: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        told = self.recent() if self.losses else "nothing"
+        best = f", best at step {self.best_step}" if self.validation else ""
+        return f"History({len(self.losses)} steps, {told}{best})"
 
     @property
     def best_step(self) -> int | None:

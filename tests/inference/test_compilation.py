@@ -21,7 +21,7 @@ from models import (
     told,
 )
 from torch.optim import lr_scheduler as schedulers
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.inference.compilation import InferenceCompilation
@@ -299,6 +299,27 @@ def test_a_shuffling_loader_is_data():
     assert len(history.losses) == 6 and history.simulations == 60
 
 
+@pytest.mark.parametrize("kind", ["draws", "mapping", "tensors", "batches of tensors"])
+def test_simulations_are_given_all_at_once(kind):
+    """Shuffled into batches, so that in two epochs each is seen twice; held-out ones as they are."""
+    draws = Simulator(CHAIN, ZERO, observed=["y"]).draw(50)
+    sites = {**draws.latents, **draws.observed}
+    dataset = TensorDataset(*sites.values())
+    loader = DataLoader(dataset, batch_size=20, shuffle=True, drop_last=True)
+    given = {"draws": draws, "mapping": sites, "tensors": dataset, "batches of tensors": loader}[kind]
+    compilation, seen = compiled(), []
+    compilation.step(*ZERO)
+    step = compilation._trainer.step
+    compilation._trainer.step = lambda batch: (seen.append(batch.draws), step(batch))[1]
+    history = compilation.fit(4, ZERO, data=given, validation=given, validate_every=4, progress=False)
+    assert [each.num for each in seen] == [20] * 4 and "held out" in repr(history)
+    for epoch in (seen[:2], seen[2:]):
+        rows = torch.cat([torch.stack([part.observed["y"], part.latents["a"]], -1) for part in epoch])
+        known = torch.stack([sites["y"], sites["a"]], -1)
+        assert len(rows.unique(dim=0)) == 40 and (rows[:, None] == known).all(-1).any(-1).all()
+
+
+
 def test_workers_simulate_ahead_from_a_seed_a_step():
     """Two workers and one give the same losses; they are fresh at every step."""
     losses = []
@@ -475,7 +496,7 @@ def test_parameters_of_the_model_are_left_alone():
         ({"patience": 3}, ValueError, "validation with patience"),
         ({"validation": 0}, ValueError, "validation to"),
         ({"data": []}, ValueError, "batches of simulations in data; got none"),
-        ({"data": [3.0]}, TypeError, "JointDraws or mappings"),
+        ({"data": [3.0]}, TypeError, "JointDraws, or as tensors of"),
         ({"data": [{"a": torch.zeros(3)}]}, ValueError, "none for 'b'"),
         (
             {"data": [{name: torch.zeros(3 + (name == "y")) for name in "abcy"}]},
