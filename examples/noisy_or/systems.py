@@ -85,6 +85,17 @@ class NoisyOrModel(nn.Module):
             else:
                 self.register_buffer(name, value)
 
+    @torch.no_grad()
+    def start_at(self, x: Tensor) -> None:
+        """Starts learned weights and leak at the frequencies of points ``(points, observed)``, half of them by each.
+
+        Where much is seldom seen, latents that bring all of it about would be off for all points, and stay so.
+        """
+        rates = -0.5 * torch.log1p(-x.mean(0).clamp(1e-5, 0.99))
+        noise = torch.randn_like(self._weights).exp()
+        self._leak.copy_(rates.expm1().log())
+        self._weights.copy_((rates[:, None] * noise).expm1().log())
+
     @property
     def world(self) -> World:
         """The parameters as they are now."""
