@@ -211,6 +211,11 @@ class InverseNetwork(PyroModule):
         """Whether inputs that are data are centered already."""
         return self.simulated or all(group.running.settled for group in self.groups)
 
+    @property
+    def passes(self) -> int:
+        """The number of passes that gradients have come back from."""
+        return max((group.running.passes for group in self.groups), default=0)
+
     @torch.no_grad()  # as a hook may run with gradients on
     def learn(self, record: TrainingRecord | None, gradient: Tensor) -> None:
         """Takes in a pass, once, that a gradient has come back from; a hook of what its networks returned."""

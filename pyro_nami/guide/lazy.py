@@ -31,6 +31,7 @@ from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Covariates, Plan
 from pyro_nami.guide.reader import CallReader
 from pyro_nami.guide.store_names import own_name
+from pyro_nami.messages import warn
 from pyro_nami.reading.covariates import column_of, plain_column
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.runner import Runner, takes_observations
@@ -50,6 +51,7 @@ class LazyGuide(AutoGuide):
     _observed: ObservedFeatures
     _options: Options
     _waiting_state: tuple[dict[str, Any], bool, bool] | None
+    _told: bool = False  # that data are not those of training
     network: InverseNetwork
 
     # ---- the first call
@@ -147,7 +149,8 @@ class LazyGuide(AutoGuide):
             kwargs = {**kwargs, "observations": _first_set(observations, plan)}
         plates, remember = self._create_plates(*args, **kwargs), self.training and torch.is_grad_enabled()
         call = Call(self.model, args, kwargs)
-        return self._reader.read(call, plates, observations, remember=remember, draws=draws)
+        passes = self.network.passes
+        return self._reader.read(call, plates, observations, remember=remember, passes=passes, draws=draws)
 
     def _note_observations(
         self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
@@ -183,6 +186,14 @@ class LazyGuide(AutoGuide):
         varied = self._reader.memory.varied
         if varied and not self.network.varied:
             self.network.vary()
+        looks = call.own and not (self.training and torch.is_grad_enabled())
+        if looks and not (varied or call.familiar or self._told) and self.network.passes:
+            self._told = True
+            warn(
+                "The guide was trained on the same data in every step, and these are others: what it learned of the "
+                "former by themselves is left out, and its networks have not learned to read data. Train it on data "
+                "that differ from step to step, or on simulations by InferenceCompilation, for it to serve all."
+            )
         state = NetworkState(
             self.network,
             call.maps,
@@ -224,6 +235,8 @@ class LazyGuide(AutoGuide):
         return self._model[0]
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._plan is not None:
+            self._reader.settle(self.network.passes)
         state = self.__dict__.copy()
         state["master"] = None
         state["plates"] = {}
@@ -236,7 +249,7 @@ class LazyGuide(AutoGuide):
         memo[id(self)] = result
         for module in [self._model[0], self.create_plates]:
             memo[id(module)] = module
-        state = {**self.__dict__, "master": None, "plates": {}}
+        state = {**self.__getstate__(), "_model": self._model}
         result.__setstate__(copy.deepcopy(state, memo))
         return result
 
@@ -248,6 +261,7 @@ class LazyGuide(AutoGuide):
         state: dict[str, Any] = {"simulated": self._options.simulated}
         if self._plan is None:
             return state
+        self._reader.settle(self.network.passes)
         memory, covariates = self._reader.memory, self._plan.covariates
         state.update(references=list(covariates.references), varied=memory.varied)
         state["columns"] = {site: [plain_column(c) for c in found] for site, found in covariates.columns.items()}

@@ -49,9 +49,20 @@ class CallReader:
         self._maps = MapReader(plan, index_maps)
         self._looks = Looks()
         self._probed: tuple[Arguments, dict[str, Tensor]] | None = None
+        self._awaited: tuple[int, Call] | None = None  # passes, and a call that is training if others follow
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_awaited": None}
 
     def read(
-        self, call: Call, plates: Mapping[str, pyro.plate], observations: Any, *, remember: bool, draws: bool
+        self,
+        call: Call,
+        plates: Mapping[str, pyro.plate],
+        observations: Any,
+        *,
+        remember: bool,
+        passes: int,
+        draws: bool,
     ) -> Call:
         """Returns a call with its data; ValueError where a site has none, or is missing from the run.
 
@@ -60,6 +71,7 @@ class CallReader:
             plates: made outside the model.
             observations: values by site; those that are no observed sites are passed over.
             remember: whether to keep what the call's own arguments bring, for calls that bring none.
+            passes: those of the networks in training that gradients have come back from.
             draws: whether latents will be drawn; unless the model is run for that, it has to be run for their plates.
         """
         plan = self.plan
@@ -85,7 +97,7 @@ class CallReader:
             absent = [name for name in absent if name not in call.lacking]
         if plan.map_plans:
             call = replace(call, maps=self._index_maps(call, leaves, absent))
-        call = self._compared(call, observations, remember)
+        call = self._compared(call, observations, remember, passes)
         if call.familiar and remember and draws and not call.indices:
             call = replace(call, constants=self.memory.constants)
         call = replace(call, tables=self.memory.tables)
@@ -136,7 +148,16 @@ class CallReader:
         stale = frozenset().union(*(plan.sites[name].plates for name in absent))
         return self._maps.read(call, leaves, self.memory.seen, stale)
 
-    def _compared(self, call: Call, observations: Mapping[str, Any], remember: bool) -> Call:
+    def settle(self, passes: int) -> None:
+        """Takes in the last call's data, other than all before, if gradients have come back from it since.
+
+        A look at other data is no training on them.
+        """
+        if self._awaited is not None and passes > self._awaited[0]:
+            self._take_in(self._awaited[1], varied=True)
+        self._awaited = None
+
+    def _compared(self, call: Call, observations: Mapping[str, Any], remember: bool, passes: int) -> Call:
         """Returns a call that knows whether its data are those of training, and remembers them if they belong there.
 
         Minibatches are taken to be the data seen; data given by ``observations`` are those of one call.
@@ -147,14 +168,22 @@ class CallReader:
         values += [(name, covariates_of(name), value) for name, value in call.covariates.items()]
         data = [(n, value) for name, n, value in values if plan.plates.subsampled.isdisjoint(plan.sites[name].plates)]
         given = any(observations.get(name) is not None for name in plan.read)
+        self.settle(passes)
         familiar = not memory.varied and not given and memory.holds(data)
-        memory.varied = memory.varied or remember and not familiar
-        if remember and call.own:
+        if remember and not familiar and not memory.varied and passes:
+            self._awaited = passes, call
+        elif remember:
+            self._take_in(call, varied=not familiar)
+        return replace(call, familiar=familiar)
+
+    def _take_in(self, call: Call, varied: bool) -> None:
+        """Remembers the data of a call that belongs to training."""
+        self.memory.varied = self.memory.varied or varied
+        if call.own:
             covariates = {covariates_of(name): value for name, value in call.covariates.items()}
             context = call.args, dict(call.kwargs), dict(call.indices), dict(call.values)
             kept = {**call.own, **covariates, **self._maps.state(call.maps)}
-            memory.keep(kept, context if plan.groups else None)
-        return replace(call, familiar=familiar)
+            self.memory.keep(kept, context if self.plan.groups else None)
 
 
 def _look_at(call: Call, plan: Plan) -> Look:

@@ -188,6 +188,19 @@ def test_instances_have_offsets_of_their_own_for_the_data_that_they_were_trained
         assert torch.allclose(guide.log_prob(latents, y), before) is not reads
 
 
+def test_a_look_at_other_data_is_no_training_on_them():
+    guide, other = AutoNaMIGuide(local), torch.tensor([1.0, 3.0, 20.0])
+    train(local, guide, 0.1, 10, COUNTS)
+    latents = guide(COUNTS)
+    expected = guide.log_prob(latents, COUNTS)
+    for look in (lambda: guide(other), lambda: guide.log_prob(latents, other), lambda: guide(other + 1)):
+        look()
+        assert torch.equal(guide.log_prob(latents, COUNTS), expected)
+    train(local, guide, 0.1, 2, other)
+    guide(COUNTS)
+    assert guide.network.varied and not torch.equal(guide.log_prob(latents, COUNTS), expected)
+
+
 @pytest.mark.parametrize("make", [AutoNaMIGuide, amortized])
 def test_the_first_draws_are_auto_normals_in_both_modes(make):
     guide = make(local)
