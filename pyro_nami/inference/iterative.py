@@ -269,7 +269,10 @@ class AutoIterativeGuide(AutoGuide):
                 gradients = torch.autograd.grad(elbo, [*leaves.values()], materialize_grads=True)
             by_name = dict(zip(leaves, gradients))
             found = [part.joined(by_name) for part in parts]
-        self.non_finite += sum(int((~each.isfinite().all(-1)).sum()) for each in found)
+        lost = sum(int((~each.isfinite().all(-1)).sum()) for each in found)
+        if lost and not self.non_finite:
+            warn(f"{self.encode} are not finite for {lost} instances, which keep their estimate; see guide.non_finite.")
+        self.non_finite += lost
         return [encoded(each) for each in found]
 
     def log_weights(self, call: Call, estimate: Refinement, num_particles: int = 1) -> Tensor:
