@@ -54,7 +54,7 @@ class AutoNaMIGuide(LazyGuide):
         blocks: an ordered partition of the latents; each block is eliminated before the next (sampled after it). An
             observed site named here is semi-observed: sampled in calls that do not observe it.
         observed: sites that the model samples where no data is given, but that inference will condition on.
-        families: a family's name for all latents, or a mapping from sites to names or families.
+        families: a family or its name for all latents, or a mapping from sites to these.
         hidden_features: widths of the hidden layers of every network.
         shared: one masked network for the latents in the same plates; otherwise a small one for every latent.
         skip: whether factors also read their inputs directly, so that linear-Gaussian conditionals are exact.

@@ -303,7 +303,8 @@ def _with_all_read(group: ConjugateGroup, inverse: Inverse) -> ConjugateGroup:
 def _finder(first: FirstCall) -> Finder | None:
     """Returns what finds exact conditionals, unless the options say that there shall be none."""
     options = first.options
-    if not (options.anchor and options.exact) or isinstance(options.families, str):
+    given = options.families or {}
+    if not (options.anchor and options.exact and isinstance(given, Mapping)):
         return None
     hidden = first.found.hidden_randomness
     learned = [name for name, rule in options.rules.items() if rule == "learned"]
@@ -315,7 +316,7 @@ def _finder(first: FirstCall) -> Finder | None:
         frames=first.frames,
         nesting=first.plates.nesting,
         subsampled=first.plates.subsampled,
-        excluded=first.semi_observed.union(hidden, first.passing, learned, options.families or ()),
+        excluded=first.semi_observed.union(hidden, first.passing, learned, given),
         predictive=set(first.net.latent) - seen,
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
         run=first.run,

@@ -27,7 +27,7 @@ from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import ClippedAdam
 from torch import nn
 
-from pyro_nami import AutoNaMIGuide
+from pyro_nami import AutoNaMIGuide, mixture
 from pyro_nami.factors.unconstrained import NormalFamily
 from pyro_nami.graph import mean_field, nami, verify_inverse
 from pyro_nami.reading.network import extract_bayesnet
@@ -167,6 +167,8 @@ OPTIONS = [
     {"families": "flow"},
     {"families": "mixture"},
     {"families": "match"},
+    {"families": NormalFamily},
+    {"families": mixture(2)},
     {"families": {"tau": "flow"}},
     {"families": {"mu": NormalFamily}},
     *({"hidden_features": width, "shared": shared} for width in ((), (4,), (16, 16)) for shared in (True, False)),
@@ -180,6 +182,8 @@ def test_families_widths_and_sharing(options, inverse):
     guide = AutoNaMIGuide(eight_schools, inverse=inverse, **options)
     steps(eight_schools, guide, *case.arguments())
     assert {key: tuple(value.shape) for key, value in guide(*case.arguments()).items()} == case.shapes
+    if not isinstance(options.get("families", {}), dict):  # one for all is taken by all
+        assert {note.rule for note in guide.rules.values()} == {"learned"}
 
 
 def test_a_matching_family_reaches_a_conjugate_posterior():
