@@ -18,7 +18,7 @@ ORDER = {
     "index_maps.finder index_maps.nesting index_maps.given index_maps.search network conjugate_group expansion "
     "conjugate_forms in_turn bounded enumeration gaussian_levels second_order joint_gaussian gaussian_constants grids "
     "modes tabulated newton refutation forms marginal",
-    "guide": "arguments options conditioning free_parameters parameters groups group_network inputs "
+    "guide": "arguments options conditioning free_parameters store_names parameters groups group_network inputs "
     "inversion inverse_network network_state regression one_pass rules plan shapes first_call columns "
     "bound_factors call marginals planner deriving build maps memory reader observed draw lazy nami",
     "inference": "site_messages observations target checkpoint history psis processes trackers optimizers weights "

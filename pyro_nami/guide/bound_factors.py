@@ -22,7 +22,7 @@ from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding
 from pyro_nami.reading.in_turn import InTurn, Order
 
-__all__ = ["bound_factors", "in_turn", "initial_bound", "is_corrected"]
+__all__ = ["bound_factors", "in_turn", "initial_bounds", "is_corrected"]
 
 _RANGE = 1e-3, 1e3  # of xi at first
 _MOST_PAIRS = 2e4  # of a latent's and a datum's elements, of one instance, for latents to be drawn in turn
@@ -90,13 +90,12 @@ def in_turn(first: FirstCall, group: ConjugateGroup, factors: Mapping[str, Facto
         return group
 
 
-def initial_bound(first: FirstCall, child: str) -> Tensor:
-    """Returns raw parameters ``(elements, 1)`` of a child's bound at which it is tightest over the prior.
+def initial_bounds(first: FirstCall, child: str) -> tuple[Tensor, ...]:
+    """Returns raw parameters ``(elements, 1)`` of a child's bound at which it is tightest over the prior, two of them.
 
-    Of the prior's draws those count at which the parameters make a difference to what is seen: where a noisy-OR is
-    present. Others are most, and there predictors are small; parameters tight at these are too large by far.
-
-    It warns of data that the model cannot give at any of some draws of its latents.
+    For the first all draws of the prior count; for the second those at which the parameters make a difference to what
+    is seen: where a noisy-OR is present. Where others are most, the former are too large; where few are, the latter are
+    too sure. It warns of data that the model cannot give at any of some draws of its latents.
     """
     latents = [name for name in first.net.latent if name in first.nodes]
     draws = [{name: draw[name] for name in latents if name in draw} for draw in first.draws]
@@ -110,8 +109,10 @@ def initial_bound(first: FirstCall, child: str) -> Tensor:
             "such elements a small leak."
         )
     s = torch.cat([bound.predictor(site["fn"]).detach().reshape(-1, event.numel()) for site in runs])
-    weights = bound.relevance(s) + torch.finfo(s.dtype).tiny
-    mean, square = ((weights * each).sum(0) / weights.sum(0) for each in (s, s.square()))
-    xi = bound.tightest(value, mean.reshape(event), square.reshape(event)).expand(value.shape)
-    xi = xi.reshape(-1, event.numel()).clamp(*_RANGE).log().mean(0).exp()
-    return (xi + (-torch.expm1(-xi)).log()).unsqueeze(-1)
+    found = []
+    for weights in (torch.ones_like(s), bound.relevance(s) + torch.finfo(s.dtype).tiny):
+        mean, square = ((weights * each).sum(0) / weights.sum(0) for each in (s, s.square()))
+        xi = bound.tightest(value, mean.reshape(event), square.reshape(event)).expand(value.shape)
+        xi = xi.reshape(-1, event.numel()).clamp(*_RANGE).log().mean(0).exp()
+        found.append((xi + (-torch.expm1(-xi)).log()).unsqueeze(-1))
+    return tuple(found)

@@ -15,7 +15,7 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_nami.factors.joint import to_sequence
-from pyro_nami.guide.bound_factors import initial_bound
+from pyro_nami.guide.bound_factors import initial_bounds
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.conditioning import covariates_of
@@ -91,9 +91,10 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
             factor = network.factors[name]
             network.group_of[name].set_units(factor, options.init_scale, _anchor_scale(first, rule))
         network.set_offsets(_offset_plates(first, network))
-    initial: dict[Hashable, Tensor] = {f.name: initial_bound(first, child) for child, f in plan.bounds.items()}
-    initial |= {name: _initial(first, rule, network) for name, rule in plan.learned.items()}
-    network.set_initial(initial)
+    initial: dict[Hashable, Tensor] = {name: _initial(first, rule, network) for name, rule in plan.learned.items()}
+    bounds = {factor.name: initial_bounds(first, child) for child, factor in plan.bounds.items()}
+    network.starts = [{**initial, **dict(zip(bounds, each))} for each in zip(*bounds.values())] or [initial]
+    network.set_initial(network.starts[0])
     return network
 
 

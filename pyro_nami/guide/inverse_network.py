@@ -89,6 +89,7 @@ class InverseNetwork(PyroModule):
         super().__init__()
         self.dims, self.nesting = dict(plates.dims), plates.nesting
         self.simulated = self.varied = simulated  # whether the data vary in training
+        self.starts: list[Mapping[Hashable, Tensor]] = []  # of which a guide's first call chooses one
         self.told: frozenset[str] = frozenset()  # latents that a user was warned of
         self._stepped = False  # whether gradients have come back since the speeds were looked at
         self.register_buffer("like", torch.empty(0, **factory), persistent=False)

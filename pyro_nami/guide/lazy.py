@@ -30,13 +30,16 @@ from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Covariates, Plan
 from pyro_nami.guide.reader import CallReader
-from pyro_nami.guide.store_names import own_name
+from pyro_nami.guide.store_names import check_store, own_name
 from pyro_nami.messages import warn
 from pyro_nami.reading.covariates import column_of, plain_column
+from pyro_nami.reading.expansion import log_density_of
 from pyro_nami.reading.isolation import untouched
-from pyro_nami.reading.runner import Runner, takes_observations
+from pyro_nami.reading.runner import Runner, own_dims, takes_observations
 
 __all__ = ["LazyGuide"]
+
+_START_DRAWS = 5  # by which starts of bounds are compared
 
 
 class LazyGuide(AutoGuide):
@@ -81,31 +84,37 @@ class LazyGuide(AutoGuide):
         for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
             prototype.remove_node(name)
         self.prototype_trace = prototype
-        self._check_store()
+        own_name(self)
+        check_store(self)
+        self._choose_start(args, kwargs)
         if self.master is not None:
             self.master()._check_prototype(prototype)
         if self._waiting_state is not None:
             waiting, self._waiting_state = self._waiting_state, None
             self.load_state_dict(*waiting)
 
-    def _check_store(self) -> None:
-        """Gives the guide a name of its own in the parameter store, where one made before has its name there.
-
-        Raises:
-            ValueError: where the store was loaded with parameters of the same names that cannot be this guide's.
-        """
-        if pyro.settings.get("module_local_params"):
+    def _choose_start(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Starts bounds where the ELBO of the first call is largest; without data, where they were found first."""
+        starts, self.network.starts = self.network.starts, []
+        if len(starts) < 2 or self._options.observed:
             return
-        own_name(self)
-        store = pyro.get_param_store()
-        for name, value in self.network.named_parameters():
-            full = f"{self._pyro_name}.network.{name.removesuffix('_unconstrained')}"
-            if full in store and store[full].shape != value.shape:
-                raise ValueError(
-                    f"Expected parameter '{full}' of shape {tuple(value.shape)}; the parameter store has one of "
-                    f"shape {tuple(store[full].shape)}, from another guide. Call pyro.clear_param_store() first, or "
-                    "use pyro.settings.set(module_local_params=True)."
-                )
+        losses = []
+        with untouched(self.model), own_dims(), poutine.block(), torch.no_grad():
+            call = self._begin(args, kwargs)
+            for initial in starts:
+                self.network.set_initial(initial)
+                pyro.set_rng_seed(0)
+                losses.append(-torch.stack([self._log_weight(call) for _ in range(_START_DRAWS)]).mean())
+        best = int(torch.stack(losses).nan_to_num(torch.inf).argmin())
+        self.network.set_initial(starts[best])
+
+    def _log_weight(self, call: Call) -> Tensor:
+        """Returns log p(data, latents) - log q(latents) in nats at one draw of the latents of a call."""
+        trace = poutine.trace(self._drawn).get_trace(call)
+        values = {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+        sites = call.run({**call.held, **values}).values()
+        log_joint = sum((log_density_of(site) * site["scale"]).sum() for site in sites if not site_is_subsample(site))
+        return torch.as_tensor(log_joint - trace.log_prob_sum())
 
     def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, pyro.plate]:
         """Returns the plates that are made outside the model; all others are the model's own."""

@@ -12,6 +12,7 @@ from pyro.infer import SVI, Trace_ELBO
 from torch.nn.functional import softplus
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation, NoisyOr, verify_inverse
+from pyro_nami.guide import build
 from tests.models import called, conditional
 
 K, D, N = 4, 9, 40
@@ -73,6 +74,22 @@ def log_odds_in_turn(psi, z, x, w=W, places=range(K)):
         one[..., k], zero[..., k] = 1.0, 0.0
         found.append(NoisyOr(w, LEAK, one).log_prob(x) - NoisyOr(w, LEAK, zero).log_prob(x) + PRIOR[k].logit())
     return torch.stack(found, -1)
+
+
+@pytest.mark.parametrize("inverse", ["mean_field", "auto"])
+def test_of_several_starts_that_of_the_largest_elbo_is_taken(monkeypatch, inverse):
+    def started(*starts):
+        monkeypatch.setattr(build, "initial_bounds", lambda *_: tuple(each.expand(D, 1) for each in starts))
+        return called(model, X, inverse=inverse)
+
+    raw, elbos = torch.linspace(-4.0, 6.0, 5).double(), []
+    for each in raw:
+        guide = started(each)
+        assert torch.allclose(psi_of(guide), softplus(each).expand(D))
+        elbos.append(-Trace_ELBO(300, vectorize_particles=True, max_plate_nesting=1).loss(model, guide, X))
+    best = int(torch.tensor(elbos).argmax())
+    assert 0 < best < 4
+    torch.testing.assert_close(psi_of(started(*raw)), softplus(raw[best]).expand(D))
 
 
 def test_a_faithful_guide_starts_at_the_models_conditionals_in_turn():
