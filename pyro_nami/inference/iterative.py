@@ -151,6 +151,9 @@ class AutoIterativeGuide(AutoGuide):
     def trajectory(self, *args: Any, steps: int | None = None, attached: bool = True, **kwargs: Any) -> Trajectory:
         """Returns the estimates of all steps for a call.
 
+        Beyond those that were trained, steps are a half, a third, ... of what the networks say: these have not learned
+        to stay where they are, and the noise of gradients averages out.
+
         Args:
             *args, **kwargs: of the model.
             steps: how many, by default `steps`.
@@ -162,7 +165,12 @@ class AutoIterativeGuide(AutoGuide):
         with torch.set_grad_enabled(attached and torch.is_grad_enabled()):
             for step in range(self.steps if steps is None else steps):
                 found.codes.append(self._codes(found))
-                found.estimates.append(self.advance(found, step, found.estimates[step]))
+                estimate = found.estimates[step]
+                following = self.advance(found, step, estimate)
+                if step >= self.steps:
+                    gain = 1 / (step - self.steps + 2)
+                    following = {name: torch.lerp(estimate[name], value, gain) for name, value in following.items()}
+                found.estimates.append(following)
         return found
 
     def advance(self, trajectory: Trajectory, step: int, estimate: Refinement) -> Refinement:

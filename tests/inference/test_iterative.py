@@ -139,6 +139,17 @@ def test_particles_and_predictive_see_an_ordinary_guide():
     assert Predictive(model, guide=guide, num_samples=4, parallel=True)(x)["z"].shape[0] == 4
 
 
+def test_steps_beyond_the_trained_ones_average():
+    guide, x = made(steps=2, inputs=()), data(5)
+    random_updaters(guide, x)
+    pyro.set_rng_seed(0)
+    found = guide.trajectory(x, steps=5)
+    for step, gain in ((2, 1 / 2), (3, 1 / 3), (4, 1 / 4)):
+        whole = guide.advance(found, step, found.estimates[step])["z"]
+        before = found.estimates[step]["z"]
+        torch.testing.assert_close(found.estimates[step + 1]["z"], before + gain * (whole - before))
+
+
 # ---- training
 
 
