@@ -244,11 +244,8 @@ class LazyGuide(AutoGuide):
         return self._model[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._plan is not None:
-            self._reader.settle(self.network.passes)
-        state = self.__dict__.copy()
-        state["master"] = None
-        state["plates"] = {}
+        self._settle()
+        state = {**self.__dict__, "master": None, "plates": {}}
         state["_model"] = (self._model[0] if _picklable(self._model[0]) else None,)
         return state
 
@@ -258,7 +255,8 @@ class LazyGuide(AutoGuide):
         memo[id(self)] = result
         for module in [self._model[0], self.create_plates]:
             memo[id(module)] = module
-        state = {**self.__getstate__(), "_model": self._model}
+        self._settle()
+        state = {**self.__dict__, "master": None, "plates": {}}
         result.__setstate__(copy.deepcopy(state, memo))
         return result
 
@@ -270,7 +268,7 @@ class LazyGuide(AutoGuide):
         state: dict[str, Any] = {"simulated": self._options.simulated}
         if self._plan is None:
             return state
-        self._reader.settle(self.network.passes)
+        self._settle()
         memory, covariates = self._reader.memory, self._plan.covariates
         state.update(references=list(covariates.references), varied=memory.varied)
         state["columns"] = {site: [plain_column(c) for c in found] for site, found in covariates.columns.items()}
@@ -279,6 +277,10 @@ class LazyGuide(AutoGuide):
             state["seen"] = {_key(name): value for name, value in memory.seen.items()}
             state["context"] = memory.plain_context()
         return state
+
+    def _settle(self) -> None:
+        if self._plan is not None:
+            self._reader.settle(self.network.passes)
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         device = self._plan.factory["device"]
