@@ -42,6 +42,7 @@ from pyro_nami.graph import (
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference import (
     AmortizationGap,
+    AmortizedPosterior,
     AutoIterativeGuide,
     ExponentialDecay,
     InferenceCompilation,
@@ -49,6 +50,7 @@ from pyro_nami.inference import (
     RelaxedELBO,
     WeightedSamples,
     amortization_gap,
+    amortize,
     annealed_importance_sampling,
     importance_sample,
 )
@@ -57,6 +59,7 @@ from pyro_nami.show.render import render
 
 __all__ = [
     "AmortizationGap",
+    "AmortizedPosterior",
     "AutoIterativeGuide",
     "AutoNaMIGuide",
     "BayesNet",
@@ -72,6 +75,7 @@ __all__ = [
     "Verification",
     "WeightedSamples",
     "amortization_gap",
+    "amortize",
     "annealed_importance_sampling",
     "calibrate",
     "diagnose",

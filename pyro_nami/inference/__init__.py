@@ -7,6 +7,7 @@ from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.iterative import AutoIterativeGuide, Trajectory
 from pyro_nami.inference.iterative_elbo import IterativeELBO
+from pyro_nami.inference.posterior import AmortizedPosterior, amortize
 from pyro_nami.inference.relaxation import ExponentialDecay, RelaxedELBO
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.trackers import TensorBoardTracker, Tracker, WandbTracker
@@ -14,6 +15,7 @@ from pyro_nami.inference.weights import WeightedSamples
 
 __all__ = [
     "AmortizationGap",
+    "AmortizedPosterior",
     "AnnealedSamples",
     "AutoIterativeGuide",
     "ExponentialDecay",
@@ -29,6 +31,7 @@ __all__ = [
     "WandbTracker",
     "WeightedSamples",
     "amortization_gap",
+    "amortize",
     "annealed_importance_sampling",
     "importance_sample",
     "optimize_directly",

@@ -1,0 +1,69 @@
+"""`amortize`: posteriors of all data sets by one call, against exact ones."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from pyro_nami import AutoNaMIGuide, amortize
+from pyro_nami.inference import Simulator
+
+
+def folded():
+    """Two modes: x says how large z is, not which sign it has."""
+    z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    pyro.sample("x", dist.Normal(z.abs(), 0.2))
+
+
+def exact(z, x):
+    """log p(z given x) in nats, on a fine grid."""
+    grid = torch.linspace(-6.0, 6.0, 4001)
+
+    def joint(z):
+        return dist.Normal(0.0, 1.0).log_prob(z) + dist.Normal(z.abs(), 0.2).log_prob(x)
+
+    return joint(z) - (joint(grid[:, None]).logsumexp(0) + math.log(12.0 / 4000))
+
+
+@pytest.mark.slow
+def test_a_posterior_of_two_modes_is_learned_and_weighted():
+    simulator = Simulator(folded, observed=["x"])
+    draws, test = simulator.draw(2000), simulator.draw(2000)
+    posterior = amortize(folded, observed=["x"], simulations=draws, steps=900, progress=False)
+    z, x = test.latents["z"], test.observed["x"]
+    with torch.no_grad():
+        gap = (exact(z, x) - posterior.guide.log_prob({"z": z}, observations={"x": x})).mean()
+    assert -0.02 < gap < 0.1, gap
+    found = posterior({"x": torch.tensor(1.0)}, num_samples=2000)
+    assert found.effective_sample_size > 1000
+    negative = found.resample(2000)["z"].lt(0).float().mean()
+    assert abs(negative - 0.5) < 0.1
+
+
+def test_a_model_that_is_exact_takes_no_training():
+    def model():
+        with pyro.plate("rows", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 0.5))
+
+    posterior = amortize(model, observed=["x"], simulations=100, progress=False)
+    assert len(posterior.history.losses) == 1 and posterior.guide.rules["z"].rule == "exact"
+    x = torch.tensor([1.0, -1.0, 0.0])
+    assert abs(posterior({"x": x}, num_samples=500).effective_sample_size - 500) < 1
+
+
+def test_simulations_are_given_in_any_form_and_too_few_are_refused():
+    draws = Simulator(folded, observed=["x"]).draw(60)
+    both = TensorDataset(draws.latents["z"], draws.observed["x"])
+    for given in (draws, {**draws.latents, **draws.observed}, both):
+        posterior = amortize(folded, observed=["x"], simulations=given, steps=6, progress=False)
+        assert posterior.history.simulations <= 6 * 54
+    own = AutoNaMIGuide(folded, observed=["x"])
+    assert amortize(folded, observed=["x"], simulations=draws, steps=3, guide=own, progress=False).guide is own
+    with pytest.raises(ValueError, match="at least 20 simulations to learn from; got 5"):
+        amortize(folded, observed=["x"], simulations=5)
+    with pytest.raises(TypeError, match="all at once as JointDraws, a mapping or a TensorDataset; got list"):
+        amortize(folded, observed=["x"], simulations=[draws])
