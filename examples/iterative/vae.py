@@ -279,7 +279,8 @@ def draw(file: Path, rows: list[dict[str, Any]]) -> None:
         images.unflatten(-1, (side, side)).permute(1, 2, 0, 3).reshape(side * images.shape[1], -1),
         cmap="gray_r",
     )
-    axes[3].set(title="image, and its reconstruction after 0, 1, ... steps", xticks=[], yticks=[])
+    axes[3].set_title("image, reconstructions after 0, 1, ... steps", fontsize=9)
+    axes[3].set(xticks=[], yticks=[])
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
