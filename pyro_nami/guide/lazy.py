@@ -30,7 +30,7 @@ from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Covariates, Plan
 from pyro_nami.guide.reader import CallReader
-from pyro_nami.guide.store_names import check_store, own_name
+from pyro_nami.guide.store_names import check_store
 from pyro_nami.messages import warn
 from pyro_nami.reading.covariates import column_of, plain_column
 from pyro_nami.reading.expansion import log_density_of
@@ -84,7 +84,6 @@ class LazyGuide(AutoGuide):
         for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
             prototype.remove_node(name)
         self.prototype_trace = prototype
-        own_name(self)
         check_store(self)
         self._choose_start(args, kwargs)
         if self.master is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.inverse_network import as_pyro_module
 from pyro_nami.guide.nami import AutoNaMIGuide
-from pyro_nami.guide.store_names import own_name
+from pyro_nami.guide.store_names import check_store
 from pyro_nami.inference.estimates import errors, hidden, log_weights, run_at
 from pyro_nami.inference.refining import ENCODINGS, INPUTS, UPDATES, Refined, Refinement, Updater, encoded
 from pyro_nami.messages import warn
@@ -228,7 +228,7 @@ class AutoIterativeGuide(AutoGuide):
         if index == len(self.updaters):
             made = Updater(inputs.shape[-1], estimate.shape[-1], self.hidden_features, self.update).to(inputs)
             self.updaters.append(as_pyro_module(made))
-            own_name(self)
+            check_store(self)
         following: Tensor = self.updaters[index](inputs, estimate)
         return following
 

@@ -6,6 +6,7 @@ Change this module when what a simulator is given by default is to be larger, or
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ __all__ = ["AmortizedPosterior", "amortize"]
 
 _WARM, _CLIP = 0.03, 5.0  # share of the steps in which Adam's rate is reached; norm of gradients
 _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the loss on these is looked at
+
+
+_number = itertools.count()
 
 
 class _Setting(NamedTuple):
@@ -155,7 +159,7 @@ def _all(simulations: Any, simulator: Simulator) -> JointDraws:
 def _guide(simulator: Simulator, draws: JointDraws, setting: _Setting) -> AutoNaMIGuide:
     """Returns a guide whose learned factors can have any shape."""
     options: dict[str, Any] = {"observed": simulator.observed, "hidden_features": setting.hidden}
-    first = AutoNaMIGuide(simulator.model, **options)
+    first = _named(AutoNaMIGuide(simulator.model, **options))
     few = draws.select(torch.arange(2))
     with torch.no_grad():
         first.log_prob(few.latents, *simulator.args, **{**simulator.kwargs, "observations": few.observed})
@@ -163,7 +167,13 @@ def _guide(simulator: Simulator, draws: JointDraws, setting: _Setting) -> AutoNa
     learned = {name for name, rule in first._made().learned.items() if type(rule.family) in plain}
     learned &= {name for name, note in first.rules.items() if note.rule == "learned"}
     families = dict.fromkeys(learned, flow(setting.bins))
-    return AutoNaMIGuide(simulator.model, families=families, **options) if learned else first
+    return _named(AutoNaMIGuide(simulator.model, families=families, **options)) if learned else first
+
+
+def _named(guide: AutoNaMIGuide) -> AutoNaMIGuide:
+    """Gives a new guide a name of its own in the parameter store."""
+    guide._pyro_set_supermodule(f"amortized_{next(_number)}", guide._pyro_context)
+    return guide
 
 
 def _share(step: int, steps: int) -> float:

@@ -231,16 +231,13 @@ def test_state_copies_and_pickles():
         torch.testing.assert_close(found, guide(x)["z"])
 
 
-def test_a_second_one_in_the_store_has_networks_of_its_own():
+def test_a_second_one_in_the_store_is_told():
     x = data(5)
     with pyro.settings.context(module_local_params=False):
-        first = made()
-        random_updaters(first, x)
-        found = first.trajectory(x).estimates[-1]["z"]
+        random_updaters(made(), x)
         second = AutoIterativeGuide(AutoNaMIGuide(model, exact=False), steps=3, hidden_features=(16,))
-        second(x)
-        assert (found != 0).all() and (second.trajectory(x).estimates[-1]["z"] == 0).all()
-        assert all(next(first.updaters.parameters()) is not each for each in second.parameters())
+        with pytest.warns(UserWarning, match="another guide named 'AutoIterativeGuide'"):
+            second(x)
 
 
 # ---- errors of latent Gaussian models
