@@ -1,16 +1,16 @@
 """Names of guides in Pyro's parameter store, by which parameters are the same. Change this module to check otherwise.
 
-Pyro gives two modules of one class the same name, and the second one the first one's weights, which its own tests ask
-for. Nothing says so there; here it is said.
+Pyro gives two modules of one class the same name, and the second one the first one's weights, silently. Its own tests
+ask for that, with warnings as errors; so it is logged here.
 """
 
 from __future__ import annotations
 
+import logging
+
 import pyro
 from pyro.nn import PyroModule
 from torch.utils.weak import WeakTensorKeyDictionary
-
-from pyro_nami.messages import warn
 
 __all__ = ["check_store"]
 
@@ -20,7 +20,7 @@ _made = WeakTensorKeyDictionary()  # parameter of a module that was checked here
 def check_store(module: PyroModule) -> None:
     """Compares a new module's parameters with those of their names in the store, where these are not its own.
 
-    It warns of those of another module, which both share from now on; ones that were loaded are meant for it.
+    It logs a warning of those of another module, which both share from now on; ones that were loaded are meant for it.
 
     Raises:
         ValueError: for parameters that cannot be its own.
@@ -39,8 +39,9 @@ def check_store(module: PyroModule) -> None:
         shared = shared or other is not value and other in _made
         _made[value] = True
     if shared:
-        warn(
-            f"The parameter store holds the weights of another guide named '{module._pyro_name}', so this one starts "
-            "from them, and trains them: so Pyro has it. Call pyro.clear_param_store() before making a guide of its "
-            "own, or use pyro.settings.set(module_local_params=True)."
+        logging.getLogger("pyro_nami").warning(
+            "The parameter store holds the weights of another guide named '%s', so this one starts from them, and "
+            "trains them: so Pyro has it. Call pyro.clear_param_store() before making a guide of its own, or use "
+            "pyro.settings.set(module_local_params=True).",
+            module._pyro_name,
         )

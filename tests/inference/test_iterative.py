@@ -231,13 +231,13 @@ def test_state_copies_and_pickles():
         torch.testing.assert_close(found, guide(x)["z"])
 
 
-def test_a_second_one_in_the_store_is_told():
+def test_a_second_one_in_the_store_is_told(caplog):
     x = data(5)
     with pyro.settings.context(module_local_params=False):
         random_updaters(made(), x)
         second = AutoIterativeGuide(AutoNaMIGuide(model, exact=False), steps=3, hidden_features=(16,))
-        with pytest.warns(UserWarning, match="another guide named 'AutoIterativeGuide'"):
-            second(x)
+        second(x)
+    assert "another guide named 'AutoIterativeGuide'" in caplog.text
 
 
 # ---- errors of latent Gaussian models
