@@ -95,7 +95,8 @@ class LazyGuide(AutoGuide):
     def _choose_start(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Starts bounds where the ELBO of the first call is largest; without data, where they were found first."""
         starts, self.network.starts = self.network.starts, []
-        if len(starts) < 2 or self._options.observed:
+        stored = any(name.startswith(f"{self._pyro_name}.") for name in pyro.get_param_store()._params)
+        if len(starts) < 2 or self._options.observed or stored:  # in the store: they are started already
             return
         losses = []
         with untouched(self.model), own_dims(), poutine.block(), torch.no_grad():

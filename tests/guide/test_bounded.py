@@ -80,6 +80,7 @@ def log_odds_in_turn(psi, z, x, w=W, places=range(K)):
 def test_of_several_starts_that_of_the_largest_elbo_is_taken(monkeypatch, inverse):
     def started(*starts):
         monkeypatch.setattr(build, "initial_bounds", lambda *_: tuple(each.expand(D, 1) for each in starts))
+        pyro.clear_param_store()
         return called(model, X, inverse=inverse)
 
     raw, elbos = torch.linspace(-4.0, 6.0, 5).double(), []
@@ -90,6 +91,17 @@ def test_of_several_starts_that_of_the_largest_elbo_is_taken(monkeypatch, invers
     best = int(torch.tensor(elbos).argmax())
     assert 0 < best < 4
     torch.testing.assert_close(psi_of(started(*raw)), softplus(raw[best]).expand(D))
+
+
+def test_weights_that_are_in_the_store_are_not_started_again():
+    with pyro.settings.context(module_local_params=False):
+        first = called(model, X)
+        with torch.no_grad():
+            for value in first.parameters():
+                value.add_(0.1)
+        kept = [value.clone() for value in first.parameters()]
+        second = called(model, X)
+        assert all(map(torch.equal, second.parameters(), kept))
 
 
 def test_a_faithful_guide_starts_at_the_models_conditionals_in_turn():
