@@ -215,7 +215,7 @@ class InverseNetwork(PyroModule):
     @property
     def passes(self) -> int:
         """The number of passes that gradients have come back from."""
-        return max((group.running.passes for group in self.groups), default=0)
+        return self.groups[0].running.passes if self.groups else 0  # all groups count the same ones
 
     @torch.no_grad()  # as a hook may run with gradients on
     def learn(self, record: TrainingRecord | None, gradient: Tensor) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.replay_messenger import ReplayMessenger
 from pyro.poutine.runtime import _PYRO_STACK
@@ -33,7 +34,6 @@ from pyro_nami.guide.reader import CallReader
 from pyro_nami.guide.store_names import check_store
 from pyro_nami.messages import warn
 from pyro_nami.reading.covariates import column_of, plain_column
-from pyro_nami.reading.expansion import log_density_of
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.runner import Runner, own_dims, takes_observations
 
@@ -98,23 +98,13 @@ class LazyGuide(AutoGuide):
         stored = any(name.startswith(f"{self._pyro_name}.") for name in pyro.get_param_store()._params)
         if len(starts) < 2 or self._options.observed or stored:  # in the store: they are started already
             return
-        losses = []
-        with untouched(self.model), own_dims(), poutine.block(), torch.no_grad():
-            call = self._begin(args, kwargs)
+        elbo, losses = Trace_ELBO(_START_DRAWS), []
+        with untouched(self.model), own_dims(), poutine.block(), pyro.validation_enabled(False), torch.no_grad():
             for initial in starts:
                 self.network.set_initial(initial)
                 pyro.set_rng_seed(0)
-                losses.append(-torch.stack([self._log_weight(call) for _ in range(_START_DRAWS)]).mean())
-        best = int(torch.stack(losses).nan_to_num(torch.inf).argmin())
-        self.network.set_initial(starts[best])
-
-    def _log_weight(self, call: Call) -> Tensor:
-        """Returns log p(data, latents) - log q(latents) in nats at one draw of the latents of a call."""
-        trace = poutine.trace(self._drawn).get_trace(call)
-        values = {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
-        sites = call.run({**call.held, **values}).values()
-        log_joint = sum((log_density_of(site) * site["scale"]).sum() for site in sites if not site_is_subsample(site))
-        return torch.as_tensor(log_joint - trace.log_prob_sum())
+                losses.append(elbo.loss(self.model, self, *args, **kwargs))
+        self.network.set_initial(starts[int(torch.tensor(losses).nan_to_num(torch.inf).argmin())])
 
     def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, pyro.plate]:
         """Returns the plates that are made outside the model; all others are the model's own."""

@@ -139,7 +139,7 @@ class NetworkState:
 
     def passes(self) -> int:
         """Returns the number of passes that gradients have come back from."""
-        return min((group.running.passes for group in self._network.groups), default=0)
+        return self._network.passes
 
     def settle(self) -> None:
         """Centers the inputs that are data on those of this call, all of which must be known."""

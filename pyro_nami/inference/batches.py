@@ -17,7 +17,7 @@ from pyro_nami.inference.processes import Processes
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.reading.isolation import forked_rng
 
-__all__ = ["Arguments", "Batch", "Simulations", "Stream", "stream_of"]
+__all__ = ["Arguments", "Batch", "Simulations", "Stream", "as_draws", "stream_of"]
 
 _HELD_OUT_SEED = 1_618_033_988  # apart from the training's
 
@@ -51,16 +51,14 @@ class Simulations(NamedTuple):
             yield self.fresh(step, min(self.batch_size, num - done))
 
     def given(self, values: Any, step: int) -> Batch:
-        """Returns the batch of a step from values made before; see `_as_draws`."""
-        return Batch(*self.arguments(step), _as_draws(values, self.simulator))
+        """Returns the batch of a step from values made before; see `as_draws`."""
+        return Batch(*self.arguments(step), as_draws(values, self.simulator))
 
     def batched(self, data: Any, shuffled: bool) -> Iterable[Any]:
         """Returns the batches of all simulations at once; themselves where batches are given."""
-        if isinstance(data, TensorDataset):
-            data = data.tensors
-        elif not isinstance(data, (JointDraws, Mapping)):
+        if not isinstance(data, (JointDraws, Mapping, TensorDataset)):
             return data
-        return _Whole(_as_draws(data, self.simulator), self.batch_size, shuffled)
+        return _Whole(as_draws(data, self.simulator), self.batch_size, shuffled)
 
     def held_out(self, given: Any) -> Callable[[], Iterable[Batch]] | None:
         """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given."""
@@ -170,12 +168,14 @@ def _epochs(data: Iterable[Any], place: dict[str, Any]) -> Iterator[Any]:
             return
 
 
-def _as_draws(values: Any, simulator: Simulator) -> JointDraws:
+def as_draws(values: Any, simulator: Simulator) -> JointDraws:
     """Returns simulations given as `JointDraws`, or as values ``(draws, *plates, *event)``, after a check.
 
-    Values are in a mapping from sites, or in a sequence: of all latents and then observed sites, in model order.
+    Values are in a mapping from sites, or in a sequence or `TensorDataset`: of all latents and then observed sites, in
+    model order.
     """
     names = (*simulator.latent, *simulator.observed)
+    values = values.tensors if isinstance(values, TensorDataset) else values
     if isinstance(values, JointDraws):
         values = {**values.latents, **values.observed}
     elif isinstance(values, (tuple, list)) and len(values) == len(names):

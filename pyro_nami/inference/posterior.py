@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pyro_nami.factors.unconstrained import NormalFamily, SinhArcsinhFamily, flow
 from pyro_nami.guide.nami import AutoNaMIGuide
-from pyro_nami.inference.batches import Simulations
+from pyro_nami.inference.batches import as_draws
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample
@@ -114,17 +114,17 @@ def amortize(
         torch.Size([])
     """
     simulator = Simulator(model, args, kwargs, observed)
-    draws = _all(simulations, simulator)
+    given = simulator.draw(simulations) if isinstance(simulations, int) else as_draws(simulations, simulator)
+    draws, _ = given.finite()
     if draws.num < 20:
         raise ValueError(f"Expected at least 20 simulations to learn from; got {draws.num}.")
     held_out = max(1, round(_HELD_OUT * draws.num))
     rows = torch.arange(draws.num)
     train, validation = draws.select(rows[held_out:]), draws.select(rows[:held_out])
     steps = steps or int(min(max(60 * draws.num**0.5, 2_000), 20_000))
-    given = [(guide, _SETTINGS[-1])] if guide is not None else [(None, setting) for setting in _SETTINGS]
     found: list[tuple[float, AutoNaMIGuide, History]] = []
-    for made, setting in given:
-        made, count = made or _guide(simulator, draws, setting), max(1, round(setting.steps * steps))
+    for made, setting in _candidates(guide, simulator, draws):
+        count = max(1, round(setting.steps * steps))
         compilation = InferenceCompilation(
             model,
             made,
@@ -137,37 +137,34 @@ def amortize(
         options: dict[str, Any] = {"validate_every": max(1, count // _VALIDATIONS), "progress": progress}
         history = compilation.fit(count, args, kwargs, data=train, validation=validation, **options)
         found.append((min((loss for _, loss in history.validation), default=-math.inf), made, history))
-        if not history.validation:  # nothing to learn
-            break
     _, made, history = min(found, key=lambda each: each[0])
     return AmortizedPosterior(model, args, kwargs, made, history)
 
 
-def _all(simulations: Any, simulator: Simulator) -> JointDraws:
-    """Returns simulations as `JointDraws`: drawn, or given all at once."""
-    if isinstance(simulations, int):
-        return simulator.draw(simulations).finite()[0]
-    given = Simulations(simulator, lambda step: (simulator.args, simulator.kwargs), 1).batched(simulations, False)
-    if not isinstance(getattr(given, "draws", None), JointDraws):
-        raise TypeError(
-            "Expected simulations as a number, or all at once as JointDraws, a mapping or a TensorDataset; "
-            f"got {type(simulations).__name__}."
-        )
-    return given.draws.finite()[0]  # type: ignore[attr-defined]
+def _candidates(
+    guide: AutoNaMIGuide | None, simulator: Simulator, draws: JointDraws
+) -> list[tuple[AutoNaMIGuide, _Setting]]:
+    """Returns the guides to train: the one given; or one with each setting, where any family is too plain."""
+    if guide is not None:
+        return [(guide, _SETTINGS[-1])]
+    plain, learned = _plain(simulator, draws)
+    options: dict[str, Any] = {"observed": simulator.observed}
+    return [
+        (_named(AutoNaMIGuide(simulator.model, hidden_features=each.hidden, families=families, **options)), each)
+        for each in _SETTINGS
+        if (families := dict.fromkeys(learned, flow(each.bins)))
+    ] or [(plain, _SETTINGS[-1])]
 
 
-def _guide(simulator: Simulator, draws: JointDraws, setting: _Setting) -> AutoNaMIGuide:
-    """Returns a guide whose learned factors can have any shape."""
-    options: dict[str, Any] = {"observed": simulator.observed, "hidden_features": setting.hidden}
-    first = _named(AutoNaMIGuide(simulator.model, **options))
+def _plain(simulator: Simulator, draws: JointDraws) -> tuple[AutoNaMIGuide, list[str]]:
+    """Returns a guide that was called once, and the latents that it has to learn by families that may be too plain."""
+    guide = _named(AutoNaMIGuide(simulator.model, observed=simulator.observed))
     few = draws.select(torch.arange(2))
     with torch.no_grad():
-        first.log_prob(few.latents, *simulator.args, **{**simulator.kwargs, "observations": few.observed})
-    plain = NormalFamily, SinhArcsinhFamily
-    learned = {name for name, rule in first._made().learned.items() if type(rule.family) in plain}
-    learned &= {name for name, note in first.rules.items() if note.rule == "learned"}
-    families = dict.fromkeys(learned, flow(setting.bins))
-    return _named(AutoNaMIGuide(simulator.model, families=families, **options)) if learned else first
+        guide.log_prob(few.latents, *simulator.args, **{**simulator.kwargs, "observations": few.observed})
+    families = {name: type(rule.family) for name, rule in guide._made().learned.items()}
+    learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
+    return guide, [name for name in learned if families[name] in (NormalFamily, SinhArcsinhFamily)]
 
 
 def _named(guide: AutoNaMIGuide) -> AutoNaMIGuide:

@@ -65,5 +65,5 @@ def test_simulations_are_given_in_any_form_and_too_few_are_refused():
     assert amortize(folded, observed=["x"], simulations=draws, steps=3, guide=own, progress=False).guide is own
     with pytest.raises(ValueError, match="at least 20 simulations to learn from; got 5"):
         amortize(folded, observed=["x"], simulations=5)
-    with pytest.raises(TypeError, match="all at once as JointDraws, a mapping or a TensorDataset; got list"):
+    with pytest.raises(TypeError, match="Expected simulations as JointDraws, or as tensors of .*; got list"):
         amortize(folded, observed=["x"], simulations=[draws])
