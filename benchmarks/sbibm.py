@@ -100,8 +100,9 @@ def bernoulli_glm() -> None:
     generator = torch.Generator().manual_seed(42)
     stimulus = torch.randn(108, generator=generator)
     design = torch.stack([torch.ones(100), *(stimulus[8 - i : 108 - i] for i in range(9))], -1)
-    second = torch.eye(9) - 2 * torch.eye(9).roll(1, 1).triu() + torch.eye(9).roll(2, 1).triu()
-    precision = torch.block_diag(torch.tensor([[0.5]]), second.T @ second + 0.1 * torch.eye(9))
+    difference = torch.eye(9) - torch.ones(8).diag(-1)
+    rough = difference @ difference + (torch.arange(9) / 9).sqrt().diag()
+    precision = torch.block_diag(torch.tensor([[0.5]]), rough.T @ rough)
     theta = pyro.sample("theta", dist.MultivariateNormal(torch.zeros(10), precision_matrix=precision))
     pyro.sample("x", dist.Bernoulli(logits=theta @ design.T).to_event(1))
 

@@ -52,6 +52,7 @@ from pyro_nami.inference import (
     amortization_gap,
     amortize,
     annealed_importance_sampling,
+    from_simulator,
     importance_sample,
 )
 from pyro_nami.reading.network import extract_bayesnet
@@ -81,6 +82,7 @@ __all__ = [
     "diagnose",
     "extract_bayesnet",
     "flow",
+    "from_simulator",
     "fully_connected",
     "importance_sample",
     "mean_field",

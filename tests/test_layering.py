@@ -13,17 +13,18 @@ ORDER = {
     "factors": "wrappers links sparse noisy_or bounds joint bijections layout gumbel_softmax elements knots "
     "path_scored joint_normal normals types anchors distribution family own_type unconstrained registry",
     "networks": "masks pace reductions running pooling precision_sums stepped masked "
-    "separate",
+    "separate stack",
     "reading": "isolation provenance group_testing runner first_run draws covariates changes probe interventions "
     "index_maps.finder index_maps.nesting index_maps.given index_maps.search network conjugate_group expansion "
     "conjugate_forms in_turn bounded enumeration gaussian_levels second_order joint_gaussian gaussian_constants grids "
     "modes tabulated newton refutation forms marginal",
     "guide": "arguments options conditioning free_parameters store_names parameters groups group_network inputs "
     "inversion inverse_network network_state regression one_pass rules plan shapes first_call columns "
-    "bound_factors call marginals planner deriving build maps memory reader observed draw lazy nami",
+    "element_reads placing bound_factors call marginals planner deriving build maps memory reader observed draw lazy "
+    "nami",
     "inference": "site_messages observations target checkpoint history psis processes trackers optimizers weights "
     "simulate batches losses relaxation trainer compilation tempering transitions annealing importance refining "
-    "estimates iterative iterative_elbo amortization posterior",
+    "estimates iterative iterative_elbo amortization simulator_model posterior",
     "checking": "coordinates rank_tests plots simulations calibration misspecification diagnosis",
     "show": "render report model_file commands",
 }

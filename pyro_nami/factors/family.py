@@ -58,6 +58,7 @@ class Family(ABC):
     has_rsample: bool = True  # whether draws are reparameterized
     within: str = "autoregressive"  # or "independent": how the elements of a value depend on each other
     takes_evidence: bool = False  # whether `elements` takes (precision, precision-weighted mean) behind the parameters
+    stack: tuple[int, int] | None = None  # transforms and bins of what couples several elements; see `networks.stack`
     varies: bool = False
     alike: Sequence[str] | None = None
     default_anchor: Tensor | None = None  # what stands for an anchor that is not given
@@ -140,10 +141,8 @@ class Family(ABC):
         elements = SequentialElements(self, conditionals, anchor, batch_shape, dims, sizes)
         return SiteDistribution(elements, self.layout)
 
-    def coupled_distribution(
-        self, params: Tensor, anchor: Tensor | None, coupling: Tensor, dims: Sequence[int], sizes: Sequence[int]
-    ) -> SiteDistribution:
-        """Returns the site's distribution with linear dependencies between all elements, if the family has one."""
+    def coupled_distribution(self, params: Tensor, anchor: Tensor | None, coupling: Any) -> SiteDistribution:
+        """Returns the site's distribution with elements made of noise that a `Coupling` couples, if it can have one."""
         raise NotImplementedError
 
     def _or_default(self, anchor: Tensor | None) -> Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,68 +18,72 @@ from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.factors.links import RANGE, relative_scale
 
-__all__ = ["CoupledElements", "FlowElements", "MixtureElements", "NormalElements", "SinhArcsinhElements"]
+__all__ = ["Coupling", "FlowElements", "LinearMap", "MixtureElements", "NormalElements", "SinhArcsinhElements"]
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 _TAIL_RANGE = 8.0  # raw parameters of tails move them less than that of the scale moves it, which training needs first
 
 
-class NormalElements(Elements):
-    """x = loc + scale b(e) with e standard normal: log q(x) = log N(e) - log b'(e) - log scale.
+class LinearMap(NamedTuple):
+    """(I + L) e with L strictly lower triangular, ``(E, E)``.
 
-    Here b is the identity; subclasses bend, by `_bend` and `_straighten`.
+    Element i given those before it is Normal with the scale that it has uncoupled, so densities cost no more.
+    """
+
+    matrix: Tensor
+
+    def bend(self, noise: Tensor) -> tuple[Tensor, None]:
+        return noise + noise @ self.matrix.mT, None
+
+    def straighten(self, bent: Tensor) -> tuple[Tensor, None]:
+        rows = bent.reshape(-1, bent.shape[-1]).mT
+        solved = torch.linalg.solve_triangular(self.matrix, rows, upper=False, unitriangular=True)
+        return solved.mT.reshape(bent.shape), None
+
+
+class Coupling(NamedTuple):
+    """Noise whose elements depend on each other, over the instances of plates as well.
+
+    Its methods map elements ``(*batch, E)``, and return log slopes whose sum over all that is coupled is right, or None
+    for zero.
+
+    Attributes:
+        along: maps all that is coupled, ``(*batch, N E)``, those of the last plate slowest: a `LinearMap`, or a
+            `pyro_nami.networks.stack.StackPass`.
+        dims: negative batch dims of plates whose instances are coupled as well.
+        sizes: of these plates; N is their product.
+    """
+
+    along: Any
+    dims: Sequence[int] = ()
+    sizes: Sequence[int] = ()
+
+    def bend(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._back(*self.along.bend(to_sequence(noise, self.dims)))
+
+    def straighten(self, bent: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._back(*self.along.straighten(to_sequence(bent, self.dims)))
+
+    def _back(self, noise: Tensor, slope: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        noise = to_instances(noise, self.dims, self.sizes)
+        return noise, None if slope is None else to_instances(slope, self.dims, self.sizes)
+
+
+class NormalElements(Elements):
+    """x = loc + scale b(c(e)) with e standard normal: log q(x) = log N(e) - log c'(e) - log b'(c(e)) - log scale.
+
+    Here b is the identity; subclasses bend, by `_bend` and `_straighten`. c couples elements where that is asked for.
 
     Args:
         params, anchor: ``(*batch, E, 2)``, location and raw scale, and the prior's location and scale.
         evidence: ``(*batch, E, 2)``, a precision and a precision-weighted mean that add to those of the parameters.
+        coupling: of the elements.
 
     Example:
         >>> NormalElements(torch.tensor([[1.0, 0.0]]), anchor=torch.tensor([[10.0, 2.0]])).loc
         tensor([12.])
-    """
-
-    def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
-        location, raw = params.unbind(-1)
-        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
-        self.shape = self.loc.shape
-        self._latest = NO_DRAW
-
-    def draw(self, shape: torch.Size) -> Tensor:
-        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
-        bent, log_slope = self._bend(noise)
-        x = torch.addcmul(self.loc, self.scale, bent)
-        self._latest = LatestDraw.of(x, noise, log_slope)
-        return x
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        noise, log_slope = self._latest.recall(x) or self._straighten((x - self.loc) / self.scale)
-        if log_slope is None:
-            return -_HALF_LOG_TWO_PI - torch.add(self.log_scale, noise * noise, alpha=0.5)
-        return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
-
-    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the bent noise, and the logarithm of the slope there (None for zero)."""
-        return noise, None
-
-    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the noise that is bent so, and the logarithm of the slope there (None for zero)."""
-        return bent, None
-
-
-class CoupledElements(NormalElements):
-    """Jointly Normal elements, drawn all at once: x = loc + scale (I + L) e, with L strictly lower triangular.
-
-    Element i given those before it is Normal with ``scale_i``, so densities cost no more.
-
-    Args:
-        params, evidence, anchor: as for `NormalElements`: of each element given those before it at their locations.
-        coupling: L, ``(N E, N E)``, with the instances of plates in a row, the last plate slowest.
-        dims: negative batch dims of plates whose instances are coupled as well.
-        sizes: of these plates; N is their product.
-
-    Example:
-        >>> coupling = torch.tensor([[0.0, 0.0], [2.0, 0.0]])
-        >>> q = CoupledElements(torch.tensor([[0.0, 0.5413], [0.0, 0.5413]]), coupling=coupling)  # scales 1
+        >>> coupling = Coupling(LinearMap(torch.tensor([[0.0, 0.0], [2.0, 0.0]])))
+        >>> q = NormalElements(torch.tensor([[0.0, 0.5413], [0.0, 0.5413]]), coupling=coupling)  # scales 1
         >>> q.log_prob(torch.tensor([1.0, 2.0]))  # the second is 2 times the first, and no more
         tensor([-1.4189, -0.9189])
     """
@@ -88,23 +93,41 @@ class CoupledElements(NormalElements):
         params: Tensor,
         evidence: Tensor | None = None,
         anchor: Tensor | None = None,
-        *,
-        coupling: Tensor,
-        dims: Sequence[int] = (),
-        sizes: Sequence[int] = (),
+        coupling: Coupling | None = None,
     ) -> None:
-        super().__init__(params, evidence, anchor)
-        self.coupling, self.dims, self.sizes = coupling, dims, sizes
+        location, raw = params.unbind(-1)
+        self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
+        self.shape, self._coupling, self._latest = self.loc.shape, coupling, NO_DRAW
 
-    def _bend(self, noise: Tensor) -> tuple[Tensor, None]:
-        flat = to_sequence(noise, self.dims)
-        return to_instances(flat + flat @ self.coupling.mT, self.dims, self.sizes), None
+    def draw(self, shape: torch.Size) -> Tensor:
+        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
+        coupled, extra = (noise, None) if self._coupling is None else self._coupling.bend(noise)
+        bent, log_slope = self._bend(coupled)
+        x = torch.addcmul(self.loc, self.scale, bent)
+        self._latest = LatestDraw.of(x, noise, _sum(log_slope, extra))
+        return x
 
-    def _straighten(self, bent: Tensor) -> tuple[Tensor, None]:
-        flat = to_sequence(bent, self.dims)
-        rows = flat.reshape(-1, flat.shape[-1]).mT
-        solved = torch.linalg.solve_triangular(self.coupling, rows, upper=False, unitriangular=True)
-        return to_instances(solved.mT.reshape(flat.shape), self.dims, self.sizes), None
+    def log_prob(self, x: Tensor) -> Tensor:
+        noise, log_slope = self._latest.recall(x) or self._noise(x)
+        if log_slope is None:
+            return -_HALF_LOG_TWO_PI - torch.add(self.log_scale, noise * noise, alpha=0.5)
+        return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
+
+    def _noise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the noise of elements, and the logarithm of the slope there (None for zero)."""
+        noise, log_slope = self._straighten((x - self.loc) / self.scale)
+        if self._coupling is None:
+            return noise, log_slope
+        noise, extra = self._coupling.straighten(noise)
+        return noise, _sum(log_slope, extra)
+
+    def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the bent noise, and the logarithm of the slope there (None for zero)."""
+        return noise, None
+
+    def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the noise that is bent so, and the logarithm of the slope there (None for zero)."""
+        return bent, None
 
 
 class FlowElements(NormalElements):
@@ -120,13 +143,13 @@ class FlowElements(NormalElements):
         tensor([-0.9189])
     """
 
-    def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
+    def __init__(self, params: Tensor, *rest: Any, **options: Any) -> None:
         from zuko.transforms import MonotonicRQSTransform  # here, as importing it takes a while
 
         bins = (params.shape[-1] - 1) // 3
         params, widths, heights, derivatives = params.split([2, bins, bins, bins - 1], -1)
         self.spline = MonotonicRQSTransform(widths, heights, derivatives)
-        super().__init__(params, evidence, anchor)
+        super().__init__(params, *rest, **options)
 
     def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         return self.spline.call_and_ladj(noise)
@@ -154,10 +177,10 @@ class SinhArcsinhElements(NormalElements):
         tensor([True])
     """
 
-    def __init__(self, params: Tensor, evidence: Tensor | None = None, anchor: Tensor | None = None) -> None:
+    def __init__(self, params: Tensor, *rest: Any, **options: Any) -> None:
         left, right = (params[..., 2:] / _TAIL_RANGE).tanh().exp2().unbind(-1)
         self._mean, self._half = (left + right) / 2, (right - left) / 2
-        super().__init__(params[..., :2], evidence, anchor)
+        super().__init__(params[..., :2], *rest, **options)
 
     def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         return self._bend_at(noise.asinh())
@@ -242,6 +265,10 @@ class MixtureElements(Elements):
             + by_log_scale * (self.log_scale - self.log_scale.detach())
             + by_log_weight * (self.log_weight - self.log_weight.detach())
         ).sum(-1)
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return second if first is None else first if second is None else first + second
 
 
 def _anchored(

@@ -19,7 +19,7 @@ from pyro_nami.factors.elements import Elements, LogisticElements
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.links import raw_scale, relative_scale
 from pyro_nami.factors.normals import (
-    CoupledElements,
+    Coupling,
     FlowElements,
     MixtureElements,
     NormalElements,
@@ -69,12 +69,8 @@ class NormalFamily(Family):
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return self.bent(*self._split(params), anchor)
 
-    def coupled_distribution(
-        self, params: Tensor, anchor: Tensor | None, coupling: Tensor, dims: Sequence[int], sizes: Sequence[int]
-    ) -> SiteDistribution:
-        """Returns the site's distribution with elements that are jointly Normal; see `CoupledElements`."""
-        elements = CoupledElements(*self._split(params), anchor, coupling=coupling, dims=dims, sizes=sizes)
-        return SiteDistribution(elements, self.layout)
+    def coupled_distribution(self, params: Tensor, anchor: Tensor | None, coupling: Coupling) -> SiteDistribution:
+        return SiteDistribution(self.bent(*self._split(params), anchor, coupling), self.layout)
 
     def _split(self, params: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns own parameters, and the evidence behind them if there is any."""
@@ -120,13 +116,18 @@ class MixtureFamily(NormalFamily):
 
 
 class FlowFamily(NormalFamily):
-    """A monotone rational-quadratic spline under location and scale. Parameters: these two, then the spline's."""
+    """A monotone rational-quadratic spline under location and scale. Parameters: these two, then the spline's.
+
+    With further ``transforms`` the elements of a vector, if there are several, depend on each other by these, in place
+    of each reading those before it; see `pyro_nami.networks.stack`.
+    """
 
     bent = FlowElements
     alike = ()
 
-    def __init__(self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8) -> None:
+    def __init__(self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8, transforms: int = 0) -> None:
         self.num_params = 2 + 3 * bins - 1
+        self.stack = (transforms, bins) if transforms else None
         super().__init__(name, prior, value)
 
 
@@ -205,14 +206,19 @@ def mixture(components: int) -> Callable[[str, Distribution, Tensor], Family]:
     return functools.partial(MixtureFamily, components=components)
 
 
-def flow(bins: int) -> Callable[[str, Distribution, Tensor], Family]:
+def flow(bins: int, transforms: int = 0) -> Callable[[str, Distribution, Tensor], Family]:
     """Returns the family of splines with this many bins, for ``families={"z": flow(16)}``.
 
-    Raises ValueError for fewer than two.
+    Elements of vectors read those before them; or, with ``transforms``, noise goes through as many autoregressive
+    splines in sequence, in turn from either end, and then through each element's own. Draws take as many more steps.
+
+    Raises ValueError for fewer than two bins, or fewer than no transforms.
     """
     if bins < 2:
         raise ValueError(f"Expected at least 2 bins; got {bins}")
-    return functools.partial(FlowFamily, bins=bins)
+    if transforms < 0:
+        raise ValueError(f"Expected no or more transforms; got {transforms}")
+    return functools.partial(FlowFamily, bins=bins, transforms=transforms)
 
 
 BUILT_IN = {

@@ -4,7 +4,7 @@
 a little on every instance, as its network has to serve them all. Where the data are the same in every step, each
 instance is also trained by itself, so that the guide contains the one that has nothing else (Pyro's ``AutoNormal``).
 Other data get none of them. *Couplings* say how the elements of a vector, or the instances of a block, depend on each
-other where that is linear: one lower triangular matrix a factor, see `pyro_nami.factors.normals.CoupledElements`.
+other where that is linear: one lower triangular matrix a factor, see `pyro_nami.factors.normals.LinearMap`.
 """
 
 from __future__ import annotations

@@ -18,13 +18,14 @@ from pyro_nami.guide.groups import Factor, InputColumns, Step, dependency
 from pyro_nami.networks.masked import MaskedMLP
 from pyro_nami.networks.running import Running
 from pyro_nami.networks.separate import SeparateMLP
+from pyro_nami.networks.stack import SplineStack
 from pyro_nami.networks.stepped import Base
 
 __all__ = ["GroupNetwork"]
 
 # What weights are divided beyond: where a guide is compiled on simulations, and where it is trained on data as Pyro's
-# own guides are, at the rates that suit these.
-_COMPILED, _TRAINED = Base(32.0, 64.0, 8.0), Base(1.0, 8.0, 0.25, paced=True)
+# own guides are, at the rates that suit these. Simulations are few, and smooth functions serve others as well.
+_COMPILED, _TRAINED = Base(32.0, 64.0, 8.0, variances=(1 / 3, 1 / 3)), Base(1.0, 8.0, 0.25, paced=True)
 _SHAPE_UNIT = 0.1  # of rows that are no locations: how scales move with other latents matters less, and is noisier
 _LEAST_SCALE, _LEAST_POOLED_SCALE = 1e-6, 0.1  # of an input, in units of its spread at the first call
 _MOST_DIRECT = 2e7  # weights from inputs to rows; beyond, hidden units alone carry them to factors drawn in one go
@@ -72,7 +73,16 @@ class GroupNetwork:
         _check_memory(factors, count, direct + sum(hidden_features[-1:]) + 1, factory)
         self.reads, alike = dependency(factors, columns)  # which columns each row reads
         options |= {"input_splits": splits, "output_splits": [sum(step.rows.values()) for step in steps]}
-        options |= {"base": _COMPILED if simulated else _TRAINED, **factory}
+        base = _COMPILED if simulated else _TRAINED
+        self.stacks, self._read = {}, {}
+        for factor in factors:
+            if factor.stack is not None:
+                read = self.reads[self._first_rows[factor.name]].nonzero().flatten()
+                transforms, bins = factor.stack
+                shape: dict[str, Any] = {"transforms": transforms, "bins": bins, "hidden_features": hidden_features}
+                self.stacks[factor.name] = SplineStack(factor.num_elements, len(read), base=base, **shape, **factory)
+                self._read[factor.name] = read.to(factory.get("device"))
+        options |= {"base": base, **factory}
         if shared:
             self.mlp: Any = MaskedMLP(self.reads, hidden_features, **options)
         else:
@@ -127,6 +137,13 @@ class GroupNetwork:
         self.rows(bias, factor)[:, factor.locations] = (1 / anchor).to(bias)
         self.mlp.set_units(units, bias)
 
+    def standardize(self, x: Tensor) -> None:
+        """Takes inputs ``(*batch, columns)`` in units of these, but for those that are all zero or one."""
+        x = x.reshape(-1, x.shape[-1])
+        center, scale = x.mean(0), x.std(0)
+        left = ((x == 0) | (x == 1)).all(0) | ~(scale > _LEAST_SCALE)
+        self.running.center, self.running.scale = center.masked_fill(left, 0.0), scale.masked_fill(left, 1.0)
+
     def learn(self, innovations: Mapping[Any, Tensor]) -> None:
         """Takes draws ``(*batch, elements)`` of factors, relative to their anchors, into the units of locations."""
         share, bias, units = self.running.share, self.mlp.output_bias(), self.mlp.units.clone()
@@ -138,11 +155,21 @@ class GroupNetwork:
                 self.rows(units, factor)[:, factor.locations] = (unit.square() * (1 - share) + share * spread).sqrt()
         self.mlp.set_units(units)
 
+    @property
+    def networks(self) -> list[Any]:
+        """All its perceptrons."""
+        return [self.mlp, *(layer for stack in self.stacks.values() for layer in stack.layers)]
+
+    def context(self, x: Tensor, factor: Factor) -> Tensor:
+        """Returns what a factor reads, of columns ``x`` up to its first step at least."""
+        return x[..., self._read[factor.name]]
+
     def vary(self) -> None:
-        """Lets the network learn from data that vary: weights are divided beyond other widths from now on."""
-        self.mlp.rebase(_COMPILED)
-        for flags in (self.mlp.pace.patient, self.mlp.pace.shared):
-            flags.zero_()  # offsets go, and weights have to tell the data apart
+        """Lets the networks learn from data that vary: weights are divided beyond other widths from now on."""
+        for mlp in self.networks:
+            mlp.rebase(_COMPILED)
+            for flags in (mlp.pace.patient, mlp.pace.shared):
+                flags.zero_()  # offsets go, and weights have to tell the data apart
 
 
 def _check_memory(factors: Sequence[Factor], rows: int, columns: int, factory: Mapping[str, Any]) -> None:

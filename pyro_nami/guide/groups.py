@@ -36,8 +36,10 @@ class Factor(NamedTuple):
     sequential: bool  # whether elements are drawn one by one, given those before
     sources: tuple[Source, ...]  # what it reads
     locations: Sequence[int] = ()  # which of an element's parameters are locations, relative to the anchor; a list
-    coupled: bool = False  # whether an element is given those before it by a linear map, all at once
+    coupled: bool = False  # whether elements come all at once of noise that depends on each other
+    stack: tuple[int, int] | None = None  # by how many splines of how many bins if so; by a linear map if None
     pseudo: tuple[PseudoObservations, ...] = ()  # those of it that instances of its pooled sources are
+    parts: Mapping[Any, tuple[tuple[bool, ...], ...]] = {}  # node -> which of its elements each element reads, if few
 
     @property
     def num_rows(self) -> int:
@@ -146,6 +148,7 @@ def dependency(factors: Sequence[Factor], columns: Sequence[InputColumns]) -> tu
     Rows of pseudo-observations read no pooled features.
     """
     total = sum(column.last - column.first for column in columns)
+    sizes = {source: last for source, _, last, _ in sorted(columns, key=lambda column: column.last)}
     matrix = []
     for factor in factors:
         reads = torch.zeros(factor.num_elements, factor.num_rows, total, dtype=torch.bool)
@@ -155,6 +158,10 @@ def dependency(factors: Sequence[Factor], columns: Sequence[InputColumns]) -> tu
                 reads[:, : factor.num_params if pooled_part(source) else None, here] = True
             elif factor.sequential and source == factor.own:
                 reads[last // factor.num_features :, :, here] = True
+            if isinstance(source, Direct) and source.node in factor.parts:
+                parts = torch.tensor(factor.parts[source.node])
+                which = torch.arange(first, last) * parts.shape[1] // sizes[source]
+                reads[:, :, here] &= parts[:, which].unsqueeze(1)
         matrix.append(reads.flatten(0, 1))
     counts = [[f.num_params, f.num_rows - f.num_params] * f.num_elements for f in factors]
     rows = torch.arange(sum(map(len, matrix))).split([count for each in counts for count in each if count])

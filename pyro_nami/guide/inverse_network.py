@@ -115,9 +115,11 @@ class InverseNetwork(PyroModule):
         self.encoders = as_pyro_module(nn.ModuleList(encoders.values()))
         self.evidence = as_pyro_module(nn.ModuleList(sums.values()))
         self.networks = as_pyro_module(nn.ModuleList(group.mlp for group in self.groups))
+        stacks = [stack for group in self.groups for stack in group.stacks.values()]
+        self.stacks = as_pyro_module(nn.ModuleList(stacks))
         self.inputs = as_pyro_module(nn.ModuleList(group.running for group in self.groups))
         self.offsets = FreeParameters("offset", {}, persistent=True)
-        coupled = {f.name: coupling_units(f.num_elements, self.like) for f in factors if f.coupled}
+        coupled = {f.name: coupling_units(f.num_elements, self.like) for f in factors if f.coupled and f.stack is None}
         self.couplings = FreeParameters("coupling", coupled)
         if not factors:
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
@@ -134,7 +136,7 @@ class InverseNetwork(PyroModule):
     def num_parameters(self) -> int:
         """Number of weights that are not masked."""
         whole = [value.numel() for part in (self.encoders, self.evidence) for value in part.parameters()]
-        return sum(whole) + sum(group.mlp.num_parameters for group in self.groups)
+        return sum(whole) + sum(mlp.num_parameters for group in self.groups for mlp in group.networks)
 
     def standard(self, node: Hashable) -> tuple[Tensor, Tensor]:
         """Returns shift and scale of a node's features, ``(features,)`` each."""
@@ -235,7 +237,8 @@ class InverseNetwork(PyroModule):
         """Adapts the speeds of parameters, if the optimizer may have taken a step since; see `networks.Pace`."""
         if self._stepped:
             self._stepped = False
-            for part in (*(group.mlp for group in self.groups), self.offsets, self.couplings):
+            networks = (mlp for group in self.groups for mlp in group.networks)
+            for part in (*networks, self.offsets, self.couplings):
                 part.quicken()
 
     def vary(self) -> None:

@@ -289,17 +289,16 @@ class AutoNaMIGuide(LazyGuide):
             return total
 
     @torch.no_grad()
-    def regress(self, sites: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def regress(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
         """Starts an untrained guide at the linear regression on simulations; see `pyro_nami.guide.regression`.
 
         Args:
-            sites: site -> message of a run of the model for many draws, as for `log_prob_of_run`.
-            *args, **kwargs: the arguments of that run, and its data as ``observations=``.
+            latents, *args, **kwargs: of many draws, as for `log_prob`.
         """
         call = self._begin(args, kwargs, draws=False)
         plan, state = self._made(), self._start(call)
-        values = {name: site["value"] for name, site in sites.items() if site["type"] == "sample"}
-        values = left_of_plates(values, plan, call.held)
+        values = left_of_plates(latents, plan, call.held)
+        sites = call.run({**call.held, **values}, until=plan.rules)
         current = start_pass(plan, state, call)
         know_all(current, plan, call, values, sites)
         rules = {name: rule for name, rule in plan.learned.items() if name in values}

@@ -15,6 +15,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_nami.factors.joint import to_sequence
+from pyro_nami.factors.normals import LinearMap
 from pyro_nami.factors.path_scored import PathShare
 from pyro_nami.guide.group_network import GroupNetwork
 from pyro_nami.guide.groups import Factor
@@ -74,13 +75,15 @@ class NetworkState:
         self._offsets = network.offsets.start(indices) if constant else {}
         for name, added in (refinement or {}).items():
             self._offsets[name] = self._offsets[name] + added if name in self._offsets else added
-        self.couplings = network.couplings.start()
+        self._couplings: dict[Hashable, Any] = network.couplings.start()
+        self._stacks = {name: each.start() for group in network.groups for name, each in group.stacks.items()}
         due = self._noting and network.groups and network.groups[0].running.due
         self._record = TrainingRecord([], {}) if due else None
         self._sources = Sources(network.dims, maps, *network.pooling(constant))
         self._states: dict[GroupNetwork, Any] = {group: group.mlp.start() for group in network.groups}
         self._learning, self._pulls = learning, dict[GroupNetwork, Tensor]()
         self._rows: dict[Hashable, Tensor] = {}
+        self._read: dict[GroupNetwork, Tensor] = {}  # what a group's network has read so far, for stacks
 
     # ---- what is known
 
@@ -180,6 +183,13 @@ class NetworkState:
         self._advance(group, group.head[name] + (factor.num_elements if factor.sequential else 1))
         return self._additions(factor).params(self._rows[name].unflatten(-1, (-1, factor.num_rows)))
 
+    def coupling(self, name: Hashable) -> Any:
+        """Returns the map that couples the elements of a factor whose parameters have been asked for."""
+        if name not in self._stacks:
+            return LinearMap(self._couplings[name])
+        group = self._network.group_of[name]
+        return self._stacks[name](group.context(self._read[group], self._network.factors[name]))
+
     def conditionals(self, name: Hashable, ndims: int) -> ElementConditionals:
         """Returns what draws a sequential factor's elements one by one; ``ndims`` are the batch dims of its site."""
         factor, group = self._network.factors[name], self._network.group_of[name]
@@ -212,7 +222,10 @@ class NetworkState:
         begin = self._states[group].step
         if begin >= stop:
             return
-        rows, self._states[group] = self._states[group].advance(self.inputs(group, begin, stop), stop)
+        x = self.inputs(group, begin, stop)
+        rows, self._states[group] = self._states[group].advance(x, stop)
+        if group.stacks:
+            self._read[group] = concatenate([self._read[group], x]) if group in self._read else x
         if self._noting and rows.requires_grad:
             # Bound to no state, as a graph that holds what holds the graph is never freed.
             rows.register_hook(functools.partial(self._network.learn, self._record))

@@ -16,20 +16,20 @@ from torch.distributions import constraints
 from pyro_nami.factors.bijections import peel_support, support_of
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.registry import make_family
-from pyro_nami.factors.unconstrained import CorrectionFamily, NormalFamily
+from pyro_nami.factors.unconstrained import CorrectionFamily
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.bound_factors import bound_factors, in_turn, is_corrected
 from pyro_nami.guide.columns import find_covariates
-from pyro_nami.guide.conditioning import Plates, Read, covariates_of, nodes_of, plan_sources
+from pyro_nami.guide.conditioning import Plates, covariates_of, nodes_of
+from pyro_nami.guide.element_reads import element_reads
 from pyro_nami.guide.first_call import FirstCall, data_features, first_instance
-from pyro_nami.guide.free_parameters import MOST_COUPLED
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inversion import invert, plan_reads
 from pyro_nami.guide.marginals import first_ones
 from pyro_nami.guide.options import check_names
+from pyro_nami.guide.placing import block_of, factor_of
 from pyro_nami.guide.plan import Plan, SitePlan
 from pyro_nami.guide.rules import Bounded, Exact, Learned, Newton, Prior, Rule
-from pyro_nami.messages import warn
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
 from pyro_nami.reading.forms import Finder
@@ -61,20 +61,23 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
     # A ``pyro.factor`` couples what it reads, but holds no value; and of a part no data set can be told.
     empty = {name for name in net.sites if name not in nodes or nodes[name]["value"].numel() == 0}
     reads = plan_reads(net, inverse, order, covariates.columns, empty | first.passing)
-    blocks = {name: _block(first, name, inverse) if name not in bent else frozenset() for name in order}
+    blocks = {name: block_of(first, name, inverse) if name not in bent else frozenset() for name in order}
     plates = first.plates._replace(fixed=frozenset().union(*blocks.values()))
+    served = [name for name in order if name not in groups or name in near]
+    learned = set(served) - near
+    parts = element_reads(first, inverse, order) if first.options.simulated and learned else {}
+    parts = {name: reads for name, reads in parts.items() if name in learned}
     factors = {
-        name: _factor(first, name, families[name], reads[name], blocks[name], plates)
-        for name in order
-        if name not in groups or name in near
+        name: factor_of(first, families[name], reads[name], blocks[name], plates, parts.get(name, {}))
+        for name in served
     }
     turned = {group: in_turn(first, group, factors) for group in dict.fromkeys(groups.values())}
     groups = {name: turned[group] for name, group in groups.items()}
     anchored = _anchored(first, families, inverse) if options.anchor and interleaved else frozenset()
     used = {child for group in groups.values() for child in group.children if child not in empty}
     bounds = bound_factors(first, groups, reads, plates)
-    served = (*factors.values(), *bounds.values())
-    used = used.union(*(nodes_of(source) for factor in served for source in factor.sources))
+    networks = (*factors.values(), *bounds.values())
+    used = used.union(*(nodes_of(source) for factor in networks for source in factor.sources))
     emitted = {*latents, *(name for name, site in nodes.items() if is_transparent(site))}
 
     def rule(name: str) -> Rule:
@@ -215,61 +218,6 @@ def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:
         check_names("families", spec, first.net.latent, "a latent site")
         spec = spec.get(name)
     return make_family(spec, name, site["fn"], site["value"], first.options.within)
-
-
-def _block(first: FirstCall, name: str, inverse: Inverse) -> frozenset[str]:
-    """Returns the plates, of those that the site's tensor has dims for, whose instances form one block.
-
-    A plate that another of the site's plates determines adds nothing: instances of that one lie in it already.
-    """
-    block = frozenset(inverse.joint[name]) & first.frames[name]
-    if block and first.options.within == "independent":
-        plates = " and ".join(map(repr, sorted(block)))
-        warn(
-            f"The instances of '{name}' in plate {plates} depend on each other given the data; "
-            'within="independent" gives this up, and draws each given its own data alone.'
-        )
-        return frozenset()
-    return block
-
-
-def _factor(
-    first: FirstCall, name: str, family: Family, reads: Mapping[Any, Read], joint: frozenset[str], plates: Plates
-) -> Factor:
-    """Returns a latent's place in the networks."""
-    frames = {node: first.frames[node if node in first.frames else node[1]] for node in reads}
-    batch = plates.closure(first.frames[name] - joint)
-    flattened = plates.sort(joint)
-    elements = family.num_elements
-    for plate in flattened:
-        elements *= plates.sizes[plate]
-    # What the block couples, its members read across.
-    coupled = plates.closure(joint)
-    reads = {
-        node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
-        for node, read in reads.items()
-    }
-    autoregressive = first.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
-    autoregressive = autoregressive and not isinstance(family, CorrectionFamily)
-    sequential = elements > 1 and autoregressive
-    linear = sequential and not first.options.simulated and type(family) is NormalFamily
-    if linear and elements > MOST_COUPLED:
-        warn(
-            f"Site '{name}' has {elements} elements that depend on each other given the data; more than "
-            f"{MOST_COUPLED} are drawn independently."
-        )
-    return Factor(
-        name,
-        batch,
-        flattened,
-        elements,
-        family.num_params,
-        family.num_features,
-        sequential and not linear,
-        plan_sources(batch, reads, frames, plates, joint),
-        list(family.locations),
-        linear and elements <= MOST_COUPLED,
-    )
 
 
 def _learned(first: FirstCall, factor: Factor, family: Family, anchored: bool, plates: Plates) -> Learned:

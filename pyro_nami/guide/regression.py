@@ -36,7 +36,10 @@ def regress(
     anchor, ``(*batch, elements)``, and ``dims`` the batch dims of the plates that factors are blocks of.
     """
     for group in network.groups:
-        if not group.mlp.skip or group.mlp.is_trained():
+        if group.mlp.is_trained():
+            continue
+        group.standardize(state.inputs(group, 0, len(group.steps)))
+        if not group.mlp.skip:
             continue
         inputs = state.inputs(group, 0, len(group.steps))
         numbers = torch.arange(group.mlp.out_features)

@@ -22,6 +22,7 @@ from pyro_nami.factors.family import Family
 from pyro_nami.factors.joint import to_instances
 from pyro_nami.factors.joint_normal import JointNormal, joint_normal
 from pyro_nami.factors.links import relative_scale
+from pyro_nami.factors.normals import Coupling
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.one_pass import Pass, Term
 from pyro_nami.guide.parameters import expert
@@ -188,8 +189,8 @@ class Learned(Rule):
             params = expert(params, family.num_params)
         if not self.factor.coupled:
             return family.distribution(params, anchor)
-        coupling = state.couplings[self.name]
-        return family.coupled_distribution(params, anchor, coupling, self.dims, self.sizes)
+        coupling = Coupling(state.coupling(self.name), self.dims, self.sizes)
+        return family.coupled_distribution(params, anchor, coupling)
 
     def _conditionals(self, current: Pass, state: Any, dims: int) -> Any:
         """Returns what gives the parameters of a factor that is drawn element by element."""

@@ -10,6 +10,7 @@ from pyro_nami.inference.iterative_elbo import IterativeELBO
 from pyro_nami.inference.posterior import AmortizedPosterior, amortize
 from pyro_nami.inference.relaxation import ExponentialDecay, RelaxedELBO
 from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.simulator_model import from_simulator
 from pyro_nami.inference.trackers import TensorBoardTracker, Tracker, WandbTracker
 from pyro_nami.inference.weights import WeightedSamples
 
@@ -33,6 +34,7 @@ __all__ = [
     "amortization_gap",
     "amortize",
     "annealed_importance_sampling",
+    "from_simulator",
     "importance_sample",
     "optimize_directly",
     "sigmoid_temperatures",

@@ -17,7 +17,7 @@ from pyro_nami.inference.processes import Processes
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.reading.isolation import forked_rng
 
-__all__ = ["Arguments", "Batch", "Simulations", "Stream", "as_draws", "stream_of"]
+__all__ = ["Arguments", "Batch", "Simulations", "Stream", "are_all", "as_draws", "stream_of"]
 
 _HELD_OUT_SEED = 1_618_033_988  # apart from the training's
 
@@ -56,7 +56,7 @@ class Simulations(NamedTuple):
 
     def batched(self, data: Any, shuffled: bool) -> Iterable[Any]:
         """Returns the batches of all simulations at once; themselves where batches are given."""
-        if not isinstance(data, (JointDraws, Mapping, TensorDataset)):
+        if not are_all(data):
             return data
         return _Whole(as_draws(data, self.simulator), self.batch_size, shuffled)
 
@@ -166,6 +166,11 @@ def _epochs(data: Iterable[Any], place: dict[str, Any]) -> Iterator[Any]:
             yield values
         if batches is data or not place["position"]:
             return
+
+
+def are_all(data: Any) -> bool:
+    """Whether these are all simulations at once, rather than batches."""
+    return isinstance(data, (JointDraws, Mapping, TensorDataset))
 
 
 def as_draws(values: Any, simulator: Simulator) -> JointDraws:

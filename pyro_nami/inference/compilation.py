@@ -14,7 +14,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pyro_nami.inference.batches import Arguments, Batch, Simulations, Stream, stream_of
+from pyro_nami.inference.batches import Arguments, Batch, Simulations, Stream, are_all, as_draws, stream_of
 from pyro_nami.inference.checkpoint import load_checkpoint, rng_state, save_checkpoint, set_rng_state
 from pyro_nami.inference.history import History
 from pyro_nami.inference.observations import observed_names
@@ -154,7 +154,8 @@ class InferenceCompilation:
             _check_counts(validation=validation)
         if patience is not None and validation is None:
             raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
-        trainer, simulations = self._set_up(args if callable(args) else _constant(tuple(args), dict(kwargs or {})))
+        arguments = args if callable(args) else _constant(tuple(args), dict(kwargs or {}))
+        trainer, simulations = self._set_up(arguments, data)
         held_out = simulations.held_out(validation)
         checkpoint, place = _resume(trainer, checkpoint)
         ahead = range(len(trainer.history.losses), steps)
@@ -163,12 +164,13 @@ class InferenceCompilation:
         _train(trainer, stream, held_out, plan)
         return trainer.history
 
-    def _set_up(self, arguments: Arguments) -> tuple[Trainer, Simulations]:
+    def _set_up(self, arguments: Arguments, data: Any = None) -> tuple[Trainer, Simulations]:
         """Returns the trainer, which the first call makes with the guide's structure, and simulations at arguments."""
         args, kwargs = arguments(0)
         if self._trainer is None:
             simulator = Simulator(self.model, args, kwargs, observed_names(self._observed, self.guide))
-            self._trainer = Trainer(simulator, self.guide, self._optimization, self._wrap)
+            given = as_draws(data, simulator) if are_all(data) else None
+            self._trainer = Trainer(simulator, self.guide, self._optimization, self._wrap, given)
         return self._trainer, Simulations(self._trainer.simulator, arguments, self.batch_size)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.weights import WeightedSamples
+from pyro_nami.messages import warn
 
 __all__ = ["AmortizedPosterior", "amortize"]
 
@@ -34,17 +37,18 @@ _number = itertools.count()
 
 
 class _Setting(NamedTuple):
-    """Bins of splines, widths of hidden layers, Adam's rate, and a share of the steps."""
+    """Bins and transforms of splines, widths of hidden layers, Adam's rate, and a share of the steps."""
 
     bins: int
+    transforms: int
     hidden: tuple[int, ...]
     rate: float
     steps: float
 
 
-# What is smooth is learned from few simulations by the first, and overfitted by the second; what is narrow, or has
-# several modes, needs the second.
-_SETTINGS = _Setting(8, (64,), 3e-3, 1 / 3), _Setting(16, (128, 128), 1e-2, 1.0)
+# What is smooth is learned from few simulations by the first; what is narrow, or has several modes, needs the second.
+_SETTINGS = _Setting(8, 3, (64, 64), 3e-3, 1 / 2), _Setting(8, 3, (64, 64), 1e-2, 1.0)
+_NEAR = _Setting(8, 3, (64,), 3e-3, 1 / 6)  # where modes are derived there is little to learn, and a step takes long
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,19 @@ class AmortizedPosterior:
     def __call__(self, data: Mapping[str, Any], num_samples: int = 1000) -> WeightedSamples:
         """Returns draws of the guide with importance weights, and a warning where these are bad.
 
+        Of a model `from_simulator` all weights are one, and there is no evidence: its data have no known density.
+
         Args:
             data: observed site -> value, of one data set or of several; see `importance_sample`.
             num_samples: draws for each data set.
         """
-        return importance_sample(
-            self.model, self.guide, *self.args, num_samples=num_samples, observations=data, **self.kwargs
-        )
+        options: dict[str, Any] = {"num_samples": num_samples, "observations": data}
+        if not isinstance(self.model, SimulatorModel):
+            return importance_sample(self.model, self.guide, *self.args, **options, **self.kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of weights that say nothing
+            drawn = importance_sample(self.model.without_data(), self.guide, **options)
+        return WeightedSamples(drawn.samples, torch.zeros_like(drawn.log_weights), drawn.plates)
 
 
 def amortize(
@@ -86,10 +96,11 @@ def amortize(
 ) -> AmortizedPosterior:
     """Compiles a guide on a model's simulations, with settings for all; returns the posterior as a function of data.
 
-    Latents with exact conditionals are drawn from these. Factors that have to be learned are splines, and two guides
-    are trained: one of 8 bins, networks of 64 units, at a rate of 0.003 of Adam; and, three times as long, one of 16
-    bins and two layers of 128 units at 0.01. A tenth of the simulations is held out; the guide and the weights of the
-    lowest loss on these are kept. Rates rise, and fall by a cosine; gradients are clipped.
+    Latents with exact conditionals are drawn from these. Factors that have to be learned are splines of 8 bins, those
+    of vectors whose elements depend on each other three more in sequence, by networks of two layers of 64 units. Two
+    guides are trained: one at a rate of 0.003 of Adam; and one, twice as long, at 0.01. A tenth of the simulations is
+    held out; the guide and the weights of the lowest loss on these are kept. Rates rise, and fall by a cosine;
+    gradients are clipped. Where modes are derived, one guide is trained, a sixth as long.
 
     Args:
         model: a Pyro model.
@@ -115,9 +126,14 @@ def amortize(
     """
     simulator = Simulator(model, args, kwargs, observed)
     given = simulator.draw(simulations) if isinstance(simulations, int) else as_draws(simulations, simulator)
-    draws, _ = given.finite()
+    draws, non_finite = given.finite()
+    seen = History()
+    seen.count(given.num, given.num - draws.num, non_finite)
     if draws.num < 20:
-        raise ValueError(f"Expected at least 20 simulations to learn from; got {draws.num}.")
+        why = f", as {seen.shortfall()}" if seen.skipped else ""
+        raise ValueError(f"Expected at least 20 simulations to learn from; got {draws.num}{why}.")
+    if seen.skipped:
+        warn(f"{seen.shortfall()}; they were left out.")
     held_out = max(1, round(_HELD_OUT * draws.num))
     rows = torch.arange(draws.num)
     train, validation = draws.select(rows[held_out:]), draws.select(rows[:held_out])
@@ -152,8 +168,8 @@ def _candidates(
     return [
         (_named(AutoNaMIGuide(simulator.model, hidden_features=each.hidden, families=families, **options)), each)
         for each in _SETTINGS
-        if (families := dict.fromkeys(learned, flow(each.bins)))
-    ] or [(plain, _SETTINGS[-1])]
+        if (families := dict.fromkeys(learned, flow(each.bins, each.transforms)))
+    ] or [(plain, _NEAR)]
 
 
 def _plain(simulator: Simulator, draws: JointDraws) -> tuple[AutoNaMIGuide, list[str]]:

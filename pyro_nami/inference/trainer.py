@@ -32,6 +32,8 @@ _REGRESSED = 2000  # simulations that a guide starts from
 class Trainer:
     """Moves a guide's weights, alike in all processes, from its first call on, which is made here.
 
+    Guides start at simulations ``given``, or else at ones that are drawn for that.
+
     Attributes:
         history: what happened since the last `load`.
         best: the weights of the lowest validation loss.
@@ -43,6 +45,7 @@ class Trainer:
         guide: Callable,
         optimization: Callable[[list[Tensor]], Optimization],
         wrap: Callable[[nn.Module], nn.Module] | None,
+        given: JointDraws | None,
     ) -> None:
         if simulator.trainable:
             warn(
@@ -50,7 +53,7 @@ class Trainer:
                 "compiled for the model as it is, and they are left alone; fit them first, by SVI say."
             )
         self.simulator, self.guide, self.loss = simulator, guide, CompilationLoss(guide)
-        self.parameters = _first_call(self.loss, simulator)
+        self.parameters = _first_call(self.loss, simulator, given)
         if not self.parameters:
             raise ValueError("Expected a guide with parameters; got none.")
         self.optimization = optimization([*self.parameters.values()])
@@ -175,24 +178,25 @@ class Trainer:
         self.best = state.get("best")
 
 
-def _first_call(loss: CompilationLoss, simulator: Simulator) -> dict[str, Tensor]:
+def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws | None) -> dict[str, Tensor]:
     """Calls a guide, as lazy ones get their parameters then, and regresses it, if it can be; returns these by name."""
     guide, args, kwargs = loss.guide, simulator.args, simulator.kwargs
+    regress: Any = getattr(guide, "regress", None) if simulator.vectorized else None
+    count = _FIRST if regress is None else _REGRESSED
     with forked_rng():
-        draws, _ = simulator.draw(_FIRST).finite()
+        draws = simulator.draw(count) if given is None else given.select(torch.arange(given.num)[:count])
+    draws, _ = draws.finite()
+    few = draws.select(torch.arange(draws.num)[:_FIRST])
     with torch.no_grad(), _out_of_sight():
         if not isinstance(guide, nn.Module):
             seen = poutine.trace(guide, param_only=True)
-            site_log_probs(seen, draws, args, kwargs)
+            site_log_probs(seen, few, args, kwargs)
             nodes: Any = seen.trace.nodes
             return {name: nodes[name]["value"].unconstrained() for name in seen.trace.param_nodes}
-        loss(draws, args, kwargs)
-    regress: Any = getattr(guide, "regress", None)
-    if simulator.vectorized and regress is not None:
+        loss(few, args, kwargs)
+    if regress is not None:
         with forked_rng(), _out_of_sight():
-            draws, _ = simulator.draw(_REGRESSED, keep_sites=True).finite()
-            if draws.sites is not None:
-                regress(draws.sites, *args, **{**kwargs, "observations": draws.observed})
+            regress(draws.latents, *args, **{**kwargs, "observations": draws.observed})
     return {name: value for name, value in guide.named_parameters() if value.requires_grad}
 
 

@@ -48,6 +48,9 @@ class Base(NamedTuple):
     hidden: float = math.inf  # of hidden units, as inputs of further hidden layers
     output: float = math.inf  # of hidden units, as inputs of rows
     paced: bool = False  # whether the output layer's weights have speeds, see `Pace`
+    # Of the first weights of a unit, times its inputs, in the lowest layer and above; by default 1, as inputs are
+    # standardized, and that of He et al. 2015. Smaller ones start at smoother functions, as PyTorch does with 1/3.
+    variances: tuple[float, float] = (1.0, 2.0)
 
 
 class SteppedState(NamedTuple):
@@ -131,7 +134,7 @@ class SteppedMLP(nn.Module):
         super().__init__()
         self.steps = split_steps(dependency, input_splits, output_splits)
         self.out_features, self.in_features = dependency.shape
-        self.skip, self.activation = skip, activation
+        self.skip, self.activation, self._variances = skip, activation, base.variances
         if any(width < 1 for width in hidden_features):
             raise ValueError(f"Expected hidden_features of at least 1 each; got {list(hidden_features)}.")
         if not hidden_features and not skip:
@@ -167,8 +170,8 @@ class SteppedMLP(nn.Module):
     def reset_parameters(self) -> None:
         """Draws the hidden layers anew and sets the output layer to zero.
 
-        A unit with n unmasked inputs gets, after multiplication, normal weights of variance 1/n in the lowest layer
-        (inputs are standardized) and 2/n above (He et al. 2015), and a bias uniform within 1/sqrt(n), as PyTorch's.
+        A unit with n unmasked inputs gets, after multiplication, normal weights of variance v/n and a bias uniform
+        within 1/sqrt(n), as PyTorch's; see `Base.variances`.
         """
         with torch.no_grad():
             self.output.zero_()
@@ -177,7 +180,7 @@ class SteppedMLP(nn.Module):
                 scale = self._buffers[f"{name}_mask"].expand_as(weight)
                 kept = scale != 0
                 fan_in = (kept.sum(-1, keepdim=True) - 1).clamp(min=1).to(weight)
-                weight.normal_().mul_((fan_in / (1 if layer == 0 else 2)).rsqrt())
+                weight.normal_().mul_((fan_in / self._variances[layer > 0]).rsqrt())
                 weight[..., -1:].uniform_(-1, 1).mul_(fan_in.rsqrt())
                 weight.copy_(torch.where(kept, weight / scale, torch.zeros_like(weight)))
 

@@ -6,7 +6,7 @@ from torch.distributions import MultivariateNormal, constraints
 
 from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.layout import UnconstrainedLayout
-from pyro_nami.factors.normals import CoupledElements
+from pyro_nami.factors.normals import Coupling, LinearMap, NormalElements
 
 
 def factor(batch: tuple[int, ...], dims=(), sizes=(), elements: int = 3):
@@ -17,7 +17,7 @@ def factor(batch: tuple[int, ...], dims=(), sizes=(), elements: int = 3):
         count *= size
     coupling = torch.randn(count, count, dtype=torch.double).tril(-1)
     layout = UnconstrainedLayout(constraints.real_vector, torch.Size([elements]), params[..., 0].detach())
-    elements = CoupledElements(params, coupling=coupling, dims=dims, sizes=sizes)
+    elements = NormalElements(params, coupling=Coupling(LinearMap(coupling), dims, sizes))
     return SiteDistribution(elements, layout), coupling
 
 

@@ -1,0 +1,133 @@
+"""Which elements of vectors a factor reads: the inverse once more, with every element of a vector a site of its own.
+
+A model's vectors often hide what plates would show: that each of their elements has data of its own. What a site's
+elements are independent given its parents in, ``to_event`` says; which elements of a child move when one of a parent
+does, runs of the model tell. Elimination in the inverse's own order then says which elements of the data, and of
+latents, an element needs; others stay unread, and their noise unlearned. Change this module to see more structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Independent
+
+from pyro_nami.factors.wrappers import without
+from pyro_nami.graph.elimination import eliminate
+from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.network import BayesNet
+from pyro_nami.guide.first_call import FirstCall
+from pyro_nami.reading.changes import moved
+from pyro_nami.reading.draws import redraw
+
+__all__ = ["element_reads"]
+
+_MOST = 256  # elements in all, each of which takes a few runs
+_ORIGINS = 2  # draws that runs start from
+
+
+def element_reads(
+    first: FirstCall, inverse: Inverse, order: Collection[str]
+) -> dict[str, dict[Hashable, tuple[tuple[bool, ...], ...]]]:
+    """Returns factor -> node, itself included -> for each of its elements, which elements of the node it reads.
+
+    Left out is what reads all, and the elements of blocks; nothing is found for an inverse that elimination in its
+    order would not give. A site whose elements depend on each other in the model counts as one.
+    """
+    net = first.net
+    kept = {name: site for name, site in net.sites.items() if name in order or site.observed or site.marginalized}
+    edges = [(u, t) for u, t in net.edges if u in kept and t in kept]
+    hidden = [name for name in net.latent if net.sites[name].marginalized]
+    eliminated = [*hidden, *(name for name in inverse.order if name in order)]
+    counts = {name: _count(first.nodes.get(name)) for name in kept}
+    counts |= dict.fromkeys(counts.keys() & first.options.embeddings.keys(), 1)
+    plain = eliminate(BayesNet(kept, edges, net.plate_sizes, net.nesting), eliminated).parents
+    known = all(plain[name].keys() == inverse.parents[name].keys() for name in order)
+    if max(counts.values(), default=1) == 1 or sum(counts.values()) > _MOST or not known:
+        return {}
+    found = {edge: torch.ones(counts[edge[1]], counts[edge[0]], dtype=torch.bool) for edge in edges}
+    for name in kept:
+        children = [t for u, t in edges if u == name]
+        if any(counts[name] * counts[t] > 1 for t in children):
+            found.update({(name, t): reads for t, reads in _reads(first, name, children, counts).items()})
+    sites = [
+        replace(site, name=(name, i), support_parents=frozenset())
+        for name, site in kept.items()
+        for i in range(counts[name])
+    ]
+    pairs = [((u, j), (t, i)) for (u, t), reads in found.items() for i, j in reads.nonzero().tolist()]
+    elements = [(name, i) for name in eliminated for i in reversed(range(counts[name]))]
+    parents = eliminate(BayesNet(sites, pairs, net.plate_sizes, net.nesting), elements).parents
+    result: dict[str, dict[Hashable, tuple[tuple[bool, ...], ...]]] = {}
+    for name in order:
+        for node in () if inverse.joint[name] else (*inverse.parents[name], name):
+            own = [(name, i) for i in range(counts[name])]
+            rows = tuple(tuple((node, j) in parents[i] for j in range(counts[node])) for i in own)
+            everything = all(all(row[:i] if node == name else row) for i, row in enumerate(rows))
+            if not everything:
+                result.setdefault(name, {})[node] = rows
+    return result
+
+
+def _count(site: Mapping[str, Any] | None) -> int:
+    """Returns how many elements a site has that are independent given its parents; 1 if they are not."""
+    if site is None:
+        return 1
+    return site["fn"].event_shape.numel() if without(site["fn"], Independent).event_shape == () else 1
+
+
+def _reads(first: FirstCall, name: str, children: Sequence[str], counts: Mapping[str, int]) -> dict[str, Tensor]:
+    """Returns child -> which of its elements move with which ones of a site, a boolean ``(child's, its)``.
+
+    What no element is seen to read is changed all together once more; a child that then moves reads all.
+    """
+    reads = {t: torch.zeros(counts[t], counts[name], dtype=torch.bool) for t in children}
+    held = {*first.net.latent, *first.options.observed}
+    for draw in first.draws[:_ORIGINS]:
+        values = {u: value for u, value in draw.items() if u in held}
+        before = first.run(values)
+        if name not in before:
+            return {}
+        base = before[name]["value"]
+        other = redraw(before[name]["fn"], base)
+
+        def moves(
+            changed: Tensor, values: dict = values, before: dict = before, base: Tensor = base, other: Tensor = other
+        ) -> dict[str, Tensor]:
+            """Which elements of children move with those of the site that are ``changed``, ``(elements,)``."""
+            event = before[name]["fn"].event_shape if len(changed) > 1 else ()
+            mixed = torch.where(changed.to(base.device).reshape(event), other, base)
+            after = first.run({**values, name: mixed})
+            return {t: _moved(before[t], after.get(t), counts[t]) for t in children}
+
+        try:
+            for j, changed in enumerate(torch.eye(counts[name], dtype=torch.bool)):
+                for t, rows in moves(changed).items():
+                    reads[t][:, j] |= rows
+            for kept in torch.cat([*reads.values()]).unique(dim=0):
+                for t, rows in moves(~kept).items():
+                    if (rows & (reads[t] == kept).all(-1)).any():
+                        reads[t][:] = True
+        except (ValueError, RuntimeError, ArithmeticError):  # values that the model does not run at
+            return {}
+    return {t: rows for t, rows in reads.items() if rows.any()}  # what shows nothing, as it has no density, reads all
+
+
+def _moved(before: Any, after: Any, count: int) -> Tensor:
+    """Returns which elements of a site, ``(count,)``, differ between its messages in two runs."""
+    same = after is not None and all(_equal(before[key], after[key]) for key in ("mask", "scale"))
+    if not same:
+        return torch.ones(count, dtype=torch.bool)
+
+    def bare(site: Any) -> dict[str, Any]:
+        return {**site, "fn": without(site["fn"], Independent) if count > 1 else site["fn"], "mask": None, "scale": 1.0}
+
+    return moved(bare(before), bare(after)).reshape(-1, count).any(0).cpu()
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or bool(a == b)

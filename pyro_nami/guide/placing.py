@@ -1,0 +1,90 @@
+"""One latent's place in the networks: what its factor reads, and how its elements depend on each other.
+
+Change this module when vectors, or blocks of instances, are to be drawn otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pyro_nami.factors.family import Family
+from pyro_nami.factors.unconstrained import CorrectionFamily, NormalFamily
+from pyro_nami.graph.inverse import Inverse
+from pyro_nami.guide.conditioning import Plates, Read, plan_sources
+from pyro_nami.guide.first_call import FirstCall
+from pyro_nami.guide.free_parameters import MOST_COUPLED
+from pyro_nami.guide.groups import Factor
+from pyro_nami.messages import warn
+
+__all__ = ["block_of", "factor_of"]
+
+
+def block_of(first: FirstCall, name: str, inverse: Inverse) -> frozenset[str]:
+    """Returns the plates, of those that the site's tensor has dims for, whose instances form one block.
+
+    A plate that another of the site's plates determines adds nothing: instances of that one lie in it already.
+    """
+    block = frozenset(inverse.joint[name]) & first.frames[name]
+    if block and first.options.within == "independent":
+        plates = " and ".join(map(repr, sorted(block)))
+        warn(
+            f"The instances of '{name}' in plate {plates} depend on each other given the data; "
+            'within="independent" gives this up, and draws each given its own data alone.'
+        )
+        return frozenset()
+    return block
+
+
+def factor_of(
+    first: FirstCall,
+    family: Family,
+    reads: Mapping[Any, Read],
+    joint: frozenset[str],
+    plates: Plates,
+    parts: Mapping[Any, tuple[tuple[bool, ...], ...]],
+) -> Factor:
+    """Returns the place in the networks of the latent of a family.
+
+    Args:
+        reads: what it reads, and ``parts`` which elements of that, see `element_reads`.
+        joint: plates whose instances form one block; ``plates`` are the model's.
+    """
+    name = family.name
+    frames = {node: first.frames[node if node in first.frames else node[1]] for node in reads}
+    batch = plates.closure(first.frames[name] - joint)
+    flattened = plates.sort(joint)
+    elements = family.num_elements
+    for plate in flattened:
+        elements *= plates.sizes[plate]
+    # What the block couples, its members read across.
+    coupled = plates.closure(joint)
+    reads = {
+        node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
+        for node, read in reads.items()
+    }
+    autoregressive = first.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
+    autoregressive = autoregressive and not isinstance(family, CorrectionFamily)
+    # Splines in sequence make all elements depend on each other.
+    sequential = elements > 1 and autoregressive and any(map(any, parts.get(name, [[True]])))
+    stack = family.stack if sequential and name not in parts else None
+    linear = sequential and not first.options.simulated and type(family) is NormalFamily
+    if linear and elements > MOST_COUPLED:
+        warn(
+            f"Site '{name}' has {elements} elements that depend on each other given the data; more than "
+            f"{MOST_COUPLED} are drawn independently."
+        )
+    return Factor(
+        name,
+        batch,
+        flattened,
+        elements,
+        family.num_params,
+        family.num_features,
+        sequential and not linear and stack is None,
+        plan_sources(batch, reads, frames, plates, joint),
+        list(family.locations),
+        linear and elements <= MOST_COUPLED or stack is not None,
+        stack,
+        parts=parts,
+    )

@@ -1,0 +1,54 @@
+"""Simulators that are no Pyro models: posteriors without weights, and what they may return."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_nami import amortize, from_simulator, importance_sample
+
+PRIOR = dist.Normal(torch.zeros(2), 1.0).to_event(1)
+
+
+def noisy(theta):
+    """In numpy, which torch cannot follow."""
+    return theta.numpy() + 0.5 * np.random.randn(*theta.shape)
+
+
+def test_posteriors_are_those_of_the_simulator_and_have_no_weights():
+    pyro.set_rng_seed(0)
+    np.random.seed(0)
+    posterior = amortize(from_simulator(PRIOR, noisy), observed=["x"], simulations=4000, steps=400, progress=False)
+    found = posterior({"x": torch.tensor([[1.0, -1.0], [0.0, 2.0]])}, num_samples=4000)
+    assert (found.log_weights == 0).all()
+    torch.testing.assert_close(found.mean("theta"), torch.tensor([[0.8, -0.8], [0.0, 1.6]]), atol=0.12, rtol=0)
+    sd = found.samples["theta"].std(0)
+    torch.testing.assert_close(sd, torch.full((2, 2), 0.2**0.5), atol=0.08, rtol=0)
+
+
+def test_its_data_have_no_density_to_weight_by():
+    posterior = amortize(from_simulator(PRIOR, noisy), observed=["x"], simulations=100, steps=2, progress=False)
+    with pytest.raises(NotImplementedError, match="site 'x' is not known"):
+        importance_sample(posterior.model, posterior.guide, num_samples=10, observations={"x": torch.zeros(2)})
+
+
+def test_counts_are_numbers_and_nan_is_left_out():
+    def counts(theta):
+        x = torch.poisson(theta.exp()).long()
+        return torch.where(x > 20, -1, x)
+
+    def failing(theta):
+        return torch.where(theta > 2.0, torch.nan, theta)
+
+    assert from_simulator(PRIOR, counts)().dtype == torch.float32
+    with pytest.warns(UserWarning, match="'x'"):
+        posterior = amortize(from_simulator(PRIOR, failing), observed=["x"], simulations=200, steps=2, progress=False)
+    assert posterior({"x": torch.zeros(2)}, num_samples=10).mean("theta").isfinite().all()
+
+
+def test_data_of_another_shape_and_priors_of_many():
+    with pytest.raises(ValueError, match="for each of 2 rows"):
+        from_simulator(PRIOR, lambda theta: theta.sum())
+    with pytest.raises(ValueError, match="to_event\\(1\\)"):
+        from_simulator(dist.Normal(torch.zeros(2), 1.0), noisy)
