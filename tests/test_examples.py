@@ -89,6 +89,17 @@ def test_compiled_inference_diagnoses_weighs_and_draws(tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["passed"] is False
 
 
+@pytest.mark.slow
+def test_simulator_is_a_black_box_and_a_model(tmp_path):
+    pytest.importorskip("matplotlib")
+    printed = run("examples/simulator.py", "--smoke", "--out", str(tmp_path))
+    for text in ("black box", "Pyro model", "effective, k-hat", "log evidence on the grid"):
+        assert text in printed
+    assert (tmp_path / "simulator.png").stat().st_size > 10_000
+    rows = json.loads((tmp_path / "simulator.json").read_text())
+    assert "log evidence" in rows["Pyro model"] and "log evidence" not in rows["black box"]
+
+
 @pytest.fixture
 def example(monkeypatch):
     """Imports an example by name, as Python does when it is run."""
