@@ -1,9 +1,10 @@
 """A simulator with and without its density: where is the emitter that two stations hear?
 
 Two stations measure their distances from an emitter in the square, with noise. The stations lie on a line, so the
-posterior has two modes, mirror images of each other. The same simulator is given twice: as a black box that returns data
-(`from_simulator`), and as a Pyro model in two lines, whose draws come with weights and with the evidence. `amortize`
-compiles a guide for each from as many simulations, with its defaults. The exact posterior comes from a grid. Run with::
+posterior has two modes, mirror images of each other. The same simulator is given twice: as a black box that returns
+data (`from_simulator`), and as a Pyro model in two lines, whose draws come with weights and with the evidence.
+`amortize` compiles a guide for each from as many simulations, with its defaults. The exact posterior comes from a grid.
+Run with::
 
     python examples/simulator.py [--simulations 10000] [--smoke] [--seed 0] [--out out/simulator]
 """

@@ -12,9 +12,11 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Independent
+from torch.utils._pytree import tree_leaves
 
 from pyro_nami.factors.wrappers import without
 from pyro_nami.graph.elimination import eliminate
@@ -36,9 +38,13 @@ def element_reads(
     """Returns factor -> node, itself included -> for each of its elements, which elements of the node it reads.
 
     Left out is what reads all, and the elements of blocks; nothing is found for an inverse that elimination in its
-    order would not give. A site whose elements depend on each other in the model counts as one.
+    order would not give, or where arguments other than data, a design matrix say, may bring another structure in
+    another call. A site whose elements depend on each other in the model counts as one.
     """
-    net = first.net
+    net, data = first.net, {id(first.nodes[name]["value"]) for name in first.data}
+    leaves = tree_leaves((first.args, dict(first.kwargs)))
+    if any(isinstance(leaf, (Tensor, np.ndarray)) and id(leaf) not in data for leaf in leaves):
+        return {}
     kept = {name: site for name, site in net.sites.items() if name in order or site.observed or site.marginalized}
     edges = [(u, t) for u, t in net.edges if u in kept and t in kept]
     hidden = [name for name in net.latent if net.sites[name].marginalized]

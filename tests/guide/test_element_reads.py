@@ -97,6 +97,17 @@ def test_an_inverse_of_another_kind_is_left_alone():
     assert not any(reads(two, latents, inverse="mean_field").values())
 
 
+def test_arguments_that_may_change_keep_all():
+    def model(weights):
+        z = pyro.sample("z", dist.Laplace(torch.zeros(4), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(z @ weights.T, 1.0).to_event(1))
+
+    guide = AutoNaMIGuide(model, observed=["x"])
+    x = torch.randn(4)
+    guide.log_prob({"z": torch.zeros(4)}, torch.eye(4), observations={"x": x})
+    assert guide._made().learned["z"].factor.parts == {}
+
+
 def test_guides_trained_on_data_couple_all():
     def model():
         z = pyro.sample("z", dist.Laplace(torch.zeros(4), 1.0).to_event(1))
