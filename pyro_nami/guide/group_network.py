@@ -137,11 +137,17 @@ class GroupNetwork:
         self.rows(bias, factor)[:, factor.locations] = (1 / anchor).to(bias)
         self.mlp.set_units(units, bias)
 
-    def standardize(self, x: Tensor) -> None:
-        """Takes inputs ``(*batch, columns)`` in units of these, but for those that are all zero or one."""
+    def standardize(self, x: Tensor, moving: Collection[Any]) -> None:
+        """Takes inputs ``(*batch, columns)`` in units of these, but for those that are all zero or one.
+
+        What comes from encoders is left as it is, as their weights will move it: that of sets, and of ``moving`` nodes.
+        """
         x = x.reshape(-1, x.shape[-1])
         center, scale = x.mean(0), x.std(0)
         left = ((x == 0) | (x == 1)).all(0) | ~(scale > _LEAST_SCALE)
+        for source, first, last, start in self.columns(0, len(self.steps)):
+            if pooled_part(source) is not None or not nodes_of(source).isdisjoint(moving):
+                left[start : start + last - first] = True
         self.running.center, self.running.scale = center.masked_fill(left, 0.0), scale.masked_fill(left, 1.0)
 
     def learn(self, innovations: Mapping[Any, Tensor]) -> None:

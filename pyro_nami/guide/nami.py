@@ -303,7 +303,8 @@ class AutoNaMIGuide(LazyGuide):
         know_all(current, plan, call, values, sites)
         rules = {name: rule for name, rule in plan.learned.items() if name in values}
         targets = {name: rule.target(current, values[name], sites[name]["fn"]) for name, rule in rules.items()}
-        regress(self.network, state, targets, {name: list(rule.dims) for name, rule in rules.items()})
+        dims = {name: list(rule.dims) for name, rule in rules.items()}
+        regress(self.network, state, targets, dims, self._options.embeddings)
 
     @torch.no_grad()
     def quantiles(

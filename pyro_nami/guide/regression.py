@@ -8,7 +8,7 @@ rest of training starts there, whatever its rate. Change this module to start a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -28,17 +28,22 @@ _ROWS_PER_INPUT = 4  # below which there are too few rows to regress on
 
 @torch.no_grad()
 def regress(
-    network: InverseNetwork, state: NetworkState, targets: Mapping[Any, Tensor], dims: Mapping[Any, list[int]]
+    network: InverseNetwork,
+    state: NetworkState,
+    targets: Mapping[Any, Tensor],
+    dims: Mapping[Any, list[int]],
+    moving: Collection[Any] = (),
 ) -> None:
-    """Writes regressions of all factors whose locations are one an element.
+    """Standardizes inputs, and writes regressions of all factors whose locations are one an element.
 
     All values of a batch of simulations are known to ``state``. ``targets`` are factors' elements relative to the
-    anchor, ``(*batch, elements)``, and ``dims`` the batch dims of the plates that factors are blocks of.
+    anchor, ``(*batch, elements)``, ``dims`` the batch dims of the plates that factors are blocks of, and ``moving`` the
+    nodes whose features are learned.
     """
     for group in network.groups:
         if group.mlp.is_trained():
             continue
-        group.standardize(state.inputs(group, 0, len(group.steps)))
+        group.standardize(state.inputs(group, 0, len(group.steps)), moving)
         if not group.mlp.skip:
             continue
         inputs = state.inputs(group, 0, len(group.steps))

@@ -19,12 +19,12 @@ def noisy(theta):
 def test_posteriors_are_those_of_the_simulator_and_have_no_weights():
     pyro.set_rng_seed(0)
     np.random.seed(0)
-    posterior = amortize(from_simulator(PRIOR, noisy), observed=["x"], simulations=4000, steps=400, progress=False)
+    posterior = amortize(from_simulator(PRIOR, noisy), observed=["x"], simulations=2000, steps=200, progress=False)
     found = posterior({"x": torch.tensor([[1.0, -1.0], [0.0, 2.0]])}, num_samples=4000)
     assert (found.log_weights == 0).all()
-    torch.testing.assert_close(found.mean("theta"), torch.tensor([[0.8, -0.8], [0.0, 1.6]]), atol=0.12, rtol=0)
+    torch.testing.assert_close(found.mean("theta"), torch.tensor([[0.8, -0.8], [0.0, 1.6]]), atol=0.15, rtol=0)
     sd = found.samples["theta"].std(0)
-    torch.testing.assert_close(sd, torch.full((2, 2), 0.2**0.5), atol=0.08, rtol=0)
+    torch.testing.assert_close(sd, torch.full((2, 2), 0.2**0.5), atol=0.1, rtol=0)
 
 
 def test_its_data_have_no_density_to_weight_by():
