@@ -79,7 +79,7 @@ def searched(
 ) -> list[list[dict[str, Any]]]:
     """Returns results by condition and seed, each condition with the setting that is best for it in a search.
 
-    Of one setting there is nothing to search for.
+    Of one setting there is nothing to search for: ``extra["only"]``, where that is given.
 
     Args:
         task: returns a mapping of measures for a cell: a condition, the number of a ``setting``, and a ``seed``. Where
@@ -89,7 +89,8 @@ def searched(
     """
     places = [dict(at(condition)) for condition in conditions]
     different = [place for i, place in enumerate(places) if place not in places[:i]]
-    tries = range(options.extra["search"])
+    only = options.extra.get("only")
+    tries = range(options.extra["search"]) if only is None else [only]
     settings = {**settings, "steps": options.extra["steps"]}
     losses = torch.zeros(len(different), 1)
     if len(tries) > 1:
@@ -99,7 +100,7 @@ def searched(
         found = run_cells(f"{name}, search", task, cells, settings, options)
         losses = torch.tensor([each["valid"] for each in found]).view(len(different), -1)
     best = losses.nan_to_num(torch.inf).argmin(-1).tolist()
-    chosen = [best[different.index(place)] for place in places]
+    chosen = [tries[best[different.index(place)]] for place in places]
     final = [
         {**condition, "setting": i, "seed": seed, "search": False}
         for condition, i in zip(conditions, chosen)

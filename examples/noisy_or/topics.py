@@ -11,7 +11,8 @@ Titles are not shipped: ``--data`` is a folder with ``nips_titles.csv.gz`` (colu
 papers.csv of Kaggle's benhamner/nips-papers). Stop words and the rules by which words lose their endings are our own
 (`worlds.titles`): 1,259 words and 4.8 words a title; the paper has 1,216 and 4.5. Run with::
 
-    python examples/noisy_or/topics.py --data FOLDER [--smoke] [--search 10] [--seeds 5] [--jobs 2] [--device cpu]
+    python examples/noisy_or/topics.py --data FOLDER [--smoke] [--search 10] [--only SETTING] [--seeds 5]
+        [--jobs 2] [--device cpu]
 """
 
 from __future__ import annotations
@@ -172,6 +173,7 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, required=True, help="folder with nips_titles.csv or nips_titles.csv.gz"
     )
+    parser.add_argument("--only", type=int, help="number of a setting, in place of the search")
 
 
 def main() -> None:
@@ -192,7 +194,7 @@ def main() -> None:
     apart = -(test @ (rate.log() - torch.log1p(-rate)) + torch.log1p(-rate).sum()).mean().item()
     report(rows)
     print(f"\nwords by themselves: {apart:.2f}\n")
-    extra = {name: options.extra[name] for name in ("steps", "search")}
+    extra = {name: options.extra.get(name) for name in ("steps", "search", "only")}
     payload = {
         "settings": extra,
         "words": len(data.words),

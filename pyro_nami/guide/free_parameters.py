@@ -33,6 +33,7 @@ class FreeParameters(PyroModule):
         units: factor -> what its parameters are multiplied by; ``persistent`` says whether this belongs to the state.
         plates: factor -> the plates, with their batch dims and full sizes, whose instances each have some of their own.
         nesting: number of plate dims.
+        rest: by what steps parameters move until these agree, see `Pace`; as the optimizer moves them by default.
 
     Example:
         >>> offsets = FreeParameters("offset", {"z": torch.ones(1, 2)}, {"z": {"rows": (-1, 5)}}, nesting=1)
@@ -47,6 +48,7 @@ class FreeParameters(PyroModule):
         plates: Mapping[Any, Mapping[str, tuple[int, int]]] | None = None,
         nesting: int = 0,
         persistent: bool = False,
+        rest: float | None = None,
     ) -> None:
         super().__init__()
         self._plates = plates or {}
@@ -58,7 +60,9 @@ class FreeParameters(PyroModule):
             self.register_buffer(unit, units[factor], persistent=persistent)
             zeros = units[factor].new_zeros(*sizes, *units[factor].shape)
             setattr(self, name, PyroParam(zeros, constraints.real))
-            setattr(self, f"{name}_pace", Pace(zeros))
+            pace = Pace(zeros, rest or 0.0)
+            pace.patient.fill_(rest is not None)
+            setattr(self, f"{name}_pace", pace)
 
     def start(self, indices: Mapping[str, Tensor] | None = None) -> dict[Any, Tensor]:
         """Returns factor -> its tensor, ``(*plates, *shape of units)``; ``indices`` are those of subsampled plates."""

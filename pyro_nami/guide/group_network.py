@@ -155,10 +155,13 @@ class GroupNetwork:
         share, bias, units = self.running.share, self.mlp.output_bias(), self.mlp.units.clone()
         for factor in self.factors:
             if factor.name in innovations:
-                center, unit = (self.rows(values, factor)[:, factor.locations] for values in (bias, units))
+                parts = bias, units, self.mlp.bias_units
+                center, unit, most = (self.rows(values, factor)[:, factor.locations] for values in parts)
                 off = innovations[factor.name].unsqueeze(-1) - center
                 spread = off.reshape(-1, *unit.shape).square().mean(0)
-                self.rows(units, factor)[:, factor.locations] = (unit.square() * (1 - share) + share * spread).sqrt()
+                # No faster than a bias: draws that spread would make what spreads them faster, without end.
+                learned = (unit.square() * (1 - share) + share * spread).sqrt().minimum(most)
+                self.rows(units, factor)[:, factor.locations] = learned
         self.mlp.set_units(units)
 
     @property

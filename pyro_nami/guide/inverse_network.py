@@ -35,6 +35,8 @@ from pyro_nami.networks.precision_sums import PrecisionSums
 
 __all__ = ["InverseNetwork", "TrainingRecord", "as_pyro_module"]
 
+_COUPLING_REST = 0.01  # step of a coupling while its steps do not agree
+
 
 def as_pyro_module(module: nn.Module) -> nn.Module:
     """Turns every parameter of a module into an unconstrained PyroParam, in place, and returns the module.
@@ -120,7 +122,7 @@ class InverseNetwork(PyroModule):
         self.inputs = as_pyro_module(nn.ModuleList(group.running for group in self.groups))
         self.offsets = FreeParameters("offset", {}, persistent=True)
         coupled = {f.name: coupling_units(f.num_elements, self.like) for f in factors if f.coupled and f.stack is None}
-        self.couplings = FreeParameters("coupling", coupled)
+        self.couplings = FreeParameters("coupling", coupled, rest=None if simulated else _COUPLING_REST)
         if not factors:
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
 

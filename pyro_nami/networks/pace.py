@@ -6,6 +6,8 @@ the end. Gradients, and what an optimizer has gathered of them, stay what they a
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,8 @@ _SHARE = 0.06  # of the latest look in the averages
 _SLOWEST, _FASTEST = 0.1, 16.0
 _SHORTEST, _LONGEST = 0.002, 0.05  # step that a speed leads to, as all of these a mean of `_EVERY` signed ones
 _GROWTH = 1.25  # of a speed between two looks, at most
-_REST = 0.001  # step of a patient parameter, at most, while its steps do not agree
+_BURST = 3.0  # of its usual steps, that a patient parameter takes in one at most
+_REST = 0.001  # step of a patient parameter while its steps do not agree, if not said otherwise
 
 
 class Pace(nn.Module):
@@ -25,9 +28,10 @@ class Pace(nn.Module):
     With d and l the running means of steps and of their lengths and ``lead = 2 |d| / l - 1``, a speed tends to
     ``1 + lead^2 (0.05 / l - 1)`` where steps agree in their direction (lead > 0), to ``(0.002 / l)^-lead`` where they
     do not, within 16 and a tenth: no further than steps of 0.05, no less far than steps of 0.002. A *patient* parameter
-    goes by steps of 0.001 until they agree: weights, as at a high rate what a row reads of others is noise for long,
-    and a bias that instances *share*, each adding to it. The latter goes no further than what they leave of a step of
-    0.05: two that move alike would else take twice the optimizer's step.
+    goes by steps of ``rest`` until they agree, and by none much longer than those before: weights, as at a high rate what
+    a row reads of others is noise for long, and one draw from a heavy tail would throw them all; and a bias that
+    instances *share*, each adding to it. The latter goes no further than what they leave of a step of 0.05: two that
+    move alike would else take twice the optimizer's step.
 
     Example:
         >>> parameter = torch.zeros(1)
@@ -46,27 +50,36 @@ class Pace(nn.Module):
     _moved: Tensor
     _last: Tensor
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, rest: float = _REST) -> None:
         super().__init__()
+        self._rest = rest
         self.register_buffer("speed", torch.ones_like(like))
         for name in ("_drift", "_length", "_moved", "_last"):
             self.register_buffer(name, torch.zeros_like(like))
         for name in ("patient", "shared"):
             self.register_buffer(name, torch.zeros_like(like, dtype=torch.bool), persistent=False)
-        self._steps = 0
+        self._steps, self._version, self._changes = 0, 0, math.inf
 
     @torch.no_grad()
     def adapt(self, parameter: Tensor) -> None:
-        """Takes a parameter further along the optimizer's latest step or back, in place, and adapts its speed."""
-        if self._steps:
+        """Takes a parameter further along the optimizer's latest step or back, in place, and adapts its speed.
+
+        What has been changed in place more often than by a step before was set by somebody, and is left as it is.
+        """
+        changes, known = parameter._version - self._version, self._changes
+        self._changes = min(known, changes) if changes > 0 else known
+        if self._steps and 0 <= changes <= known:
             step = parameter - self._last
             self._moved += step
-            parameter += (step * (self.speed - 1)).clamp(-_LONGEST, _LONGEST)
+            usual = (_BURST * self.speed * self._length).clamp(min=self._rest)
+            most = torch.where(self.patient | self.shared, usual, step.abs().clamp(min=_LONGEST))
+            parameter += (step * self.speed).clamp(-most, most) - step
             if self._steps % _EVERY == 0:
                 self._look(self._moved / _EVERY)
                 self._moved.zero_()
         self._last.copy_(parameter)
         self._steps += 1
+        self._version = parameter._version
 
     def _look(self, step: Tensor) -> None:
         first = self._steps == _EVERY
@@ -75,7 +88,7 @@ class Pace(nn.Module):
         self._length.lerp_(step.abs(), share)
         length = self._length.clamp(min=1e-30)
         lead = 2 * (self._drift.abs() / length).clamp(max=1.0) - 1
-        rest = torch.where(self.patient | self.shared, (_REST / length).clamp(max=1.0), 1.0)
+        rest = torch.where(self.patient | self.shared, (self._rest / length).clamp(max=1.0), 1.0)
         fastest = torch.maximum(_LONGEST / length - self.shared.to(step), rest).clamp(max=_FASTEST)
         slowest = (_SHORTEST / length).clamp(_SLOWEST, 1.0)
         wanted = torch.lerp(rest, fastest, lead.clamp(min=0.0).square()) * slowest ** (-lead).clamp(min=0.0)

@@ -103,6 +103,27 @@ def test_a_patient_parameter_goes_by_short_steps_until_they_agree(rate, agree):
         assert moved[0] <= min(0.0025, moved[1])  # a step back undoes one forth: four come to about a third of one
 
 
+def test_one_wild_step_moves_no_patient_parameter_far_but_what_somebody_sets_stays():
+    torch.manual_seed(0)
+    pace, value = Pace(torch.zeros(2)), torch.zeros(2)
+    pace.patient[0] = True
+    pace.adapt(value)
+    for number in range(100):  # of an optimizer at a high rate, from the first step on
+        step = 0.5 * torch.randn(2) if number < 60 else 1e-4 * torch.randn(2)  # as after one huge gradient
+        value += step
+        pace.adapt(value)
+        assert value[0].abs() < 0.15
+    before = value[0].item()
+    value += 1.5
+    pace.adapt(value)
+    assert abs(value[0] - before) <= 0.1
+    with torch.inference_mode():
+        value += 0.01
+        value.copy_(torch.tensor([3.0, -3.0]))  # a state that somebody loads
+        pace.adapt(value)
+    assert value.tolist() == [3.0, -3.0]
+
+
 @pytest.mark.parametrize("step, low, high", [(0.05, 0.0, 0.0011), (0.01, 0.03, 0.041), (0.001, 0.014, 0.0161)])
 def test_a_shared_bias_goes_as_far_as_those_added_to_it_leave_of_a_step(step, low, high):
     pace, value = Pace(torch.zeros(2)), torch.zeros(2)
