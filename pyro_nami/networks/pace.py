@@ -28,8 +28,8 @@ class Pace(nn.Module):
     With d and l the running means of steps and of their lengths and ``lead = 2 |d| / l - 1``, a speed tends to
     ``1 + lead^2 (0.05 / l - 1)`` where steps agree in their direction (lead > 0), to ``(0.002 / l)^-lead`` where they
     do not, within 16 and a tenth: no further than steps of 0.05, no less far than steps of 0.002. A *patient* parameter
-    goes by steps of ``rest`` until they agree, and by none much longer than those before: weights, as at a high rate what
-    a row reads of others is noise for long, and one draw from a heavy tail would throw them all; and a bias that
+    goes by steps of ``rest`` until they agree, and by none much longer than those before: weights, as at a high rate
+    what a row reads of others is noise for long, and one draw from a heavy tail would throw them all; and a bias that
     instances *share*, each adding to it. The latter goes no further than what they leave of a step of 0.05: two that
     move alike would else take twice the optimizer's step.
 
