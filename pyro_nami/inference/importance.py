@@ -31,7 +31,7 @@ from pyro_nami.inference.weights import K_MAX, WeightedSamples
 from pyro_nami.messages import warn
 from pyro_nami.reading.runner import Runner
 
-__all__ = ["importance_sample"]
+__all__ = ["importance_sample", "warn_of_bad"]
 
 _ELEMENTS = 2**20  # of all sites' values, of one chunk by default
 
@@ -89,9 +89,14 @@ def importance_sample(
     proposal = _Proposal.of(Target(model, guide, args, kwargs), as_mapping(observations))
     size = min(num_samples, chunk_size or max(1, _ELEMENTS // proposal.elements))
     result = proposal.draw([min(size, num_samples - start) for start in range(0, num_samples, size)])
-    if (result.pareto_k > K_MAX).any():
-        warn(f"The importance weights are {result.verdict} {_ADVICE}")
+    warn_of_bad(result)
     return result
+
+
+def warn_of_bad(drawn: WeightedSamples) -> None:
+    """Warns of weights with k-hat above 0.7."""
+    if (drawn.pareto_k > K_MAX).any():
+        warn(f"The importance weights are {drawn.verdict} {_ADVICE}")
 
 
 def _check_counts(num_samples: int, chunk_size: int | None) -> None:

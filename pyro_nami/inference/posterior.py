@@ -18,20 +18,22 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pyro_nami.factors.unconstrained import NormalFamily, SinhArcsinhFamily, flow
 from pyro_nami.guide.nami import AutoNaMIGuide
+from pyro_nami.inference.annealing import annealed_importance_sampling
 from pyro_nami.inference.batches import as_draws
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.history import History
-from pyro_nami.inference.importance import importance_sample
+from pyro_nami.inference.importance import importance_sample, warn_of_bad
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel
-from pyro_nami.inference.weights import WeightedSamples
+from pyro_nami.inference.weights import K_MAX, WeightedSamples
 from pyro_nami.messages import warn
 
 __all__ = ["AmortizedPosterior", "amortize"]
 
 _WARM, _CLIP = 0.03, 5.0  # share of the steps in which Adam's rate is reached; norm of gradients
 _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the loss on these is looked at
-
+_FEW, _TEMPERATURES = 0.2, 20  # share of effective draws below which they are annealed, and by how many densities
+_CHAINS: dict[str, Any] = {"num_leapfrog_steps": 5, "resample": True}
 
 _number = itertools.count()
 
@@ -66,22 +68,39 @@ class AmortizedPosterior:
     guide: AutoNaMIGuide
     history: History
 
-    def __call__(self, data: Mapping[str, Any], num_samples: int = 1000) -> WeightedSamples:
-        """Returns draws of the guide with importance weights, and a warning where these are bad.
+    def __call__(
+        self, data: Mapping[str, Any], num_samples: int = 1000, *, num_temperatures: int | None = None
+    ) -> WeightedSamples:
+        """Returns draws with importance weights, and a warning where these are bad.
+
+        The guide's draws are weighted, or, with more than two temperatures, carried to the posterior on the way that
+        `annealed_importance_sampling` describes, with ``resample=True``.
 
         Of a model `from_simulator` all weights are one, and there is no evidence: its data have no known density.
 
         Args:
             data: observed site -> value, of one data set or of several; see `importance_sample`.
             num_samples: draws for each data set.
+            num_temperatures: 2 to leave draws where they are; by default 20 if k-hat is above 0.7 or less than a fifth
+                of the draws are effective, at any data set, and the model can be annealed.
         """
-        options: dict[str, Any] = {"num_samples": num_samples, "observations": data}
-        if not isinstance(self.model, SimulatorModel):
-            return importance_sample(self.model, self.guide, *self.args, **options, **self.kwargs)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of weights that say nothing
-            drawn = importance_sample(self.model.without_data(), self.guide, **options)
-        return WeightedSamples(drawn.samples, torch.zeros_like(drawn.log_weights), drawn.plates)
+        options: dict[str, Any] = {"observations": data, **self.kwargs}
+        if isinstance(self.model, SimulatorModel):
+            drawn = _unwarned(self.model.without_data(), self.guide, num_samples=num_samples, observations=data)
+            return WeightedSamples(drawn.samples, torch.zeros_like(drawn.log_weights), drawn.plates)
+        if num_temperatures in (None, 2):
+            drawn = _unwarned(self.model, self.guide, *self.args, num_samples=num_samples, **options)
+            good = (drawn.pareto_k <= K_MAX) & (drawn.effective_sample_size >= _FEW * num_samples)
+            if num_temperatures is None and not good.all():
+                try:
+                    return self(data, num_samples, num_temperatures=_TEMPERATURES)
+                except (NotImplementedError, ValueError):  # discrete latents, or a model that is run draw by draw
+                    pass
+        else:
+            chains = {"num_chains": num_samples, "num_temperatures": num_temperatures, **_CHAINS}
+            drawn = annealed_importance_sampling(self.model, self.guide, *self.args, **chains, **options).weighted()
+        warn_of_bad(drawn)
+        return drawn
 
 
 def amortize(
@@ -187,6 +206,13 @@ def _named(guide: AutoNaMIGuide) -> AutoNaMIGuide:
     """Gives a new guide a name of its own in the parameter store."""
     guide._pyro_set_supermodule(f"amortized_{next(_number)}", guide._pyro_context)
     return guide
+
+
+def _unwarned(*args: Any, **kwargs: Any) -> WeightedSamples:
+    """Returns what `importance_sample` does, without a warning of the weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importance_sample(*args, **kwargs)
 
 
 def _share(step: int, steps: int) -> float:

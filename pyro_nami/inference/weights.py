@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_nami.inference.psis import check_log_weights, smooth
 
-__all__ = ["K_MAX", "WeightedSamples", "log_mean", "log_mean_error"]
+__all__ = ["K_MAX", "WeightedSamples", "log_mean", "log_mean_error", "resampled"]
 
 K_GOOD, K_MAX = 0.5, 0.7  # k-hat: finite variance below the first, no usable estimate above the second
 
@@ -138,8 +138,7 @@ class WeightedSamples:
     ) -> dict[str, Tensor]:
         """Returns draws of equal weight, site -> ``(num, *data sets, *site shape)``, in random order.
 
-        By systematic resampling (Kitagawa 1996, "Monte Carlo Filter and Smoother for Non-Gaussian Nonlinear State
-        Space Models"): each draw, of all sites together, comes up its expected number of times, rounded up or down.
+        Each draw, of all sites together, comes up its expected number of times, rounded up or down; see `resampled`.
 
         Args:
             num: number of draws, with repetitions.
@@ -148,16 +147,8 @@ class WeightedSamples:
         """
         if num < 1:
             raise ValueError(f"Expected num to be at least 1; got {num}.")
-        weights = self._weights(smoothed).double().reshape(self.num_samples, -1)
-        cumulative = weights.T.cumsum(-1)
-        cumulative = (cumulative / cumulative[:, -1:]).contiguous()
-        rows = len(cumulative)
-        options: Any = {"dtype": torch.float64, "device": weights.device, "generator": generator}
-        steps = torch.arange(num, dtype=torch.float64, device=weights.device)
-        positions = (steps + torch.rand(rows, 1, **options)) / num
-        index = torch.searchsorted(cumulative, positions, right=True).clamp(max=self.num_samples - 1)
-        index = index.gather(-1, torch.rand(rows, num, **options).argsort(-1))  # a random order
-        index = index.T.reshape(num, *self.log_weights.shape[1:])
+        index = resampled(self._weights(smoothed).reshape(self.num_samples, -1), num, generator)
+        index = index.reshape(num, *self.log_weights.shape[1:])
         return {
             name: value.gather(0, _over(index, value).expand(num, *value.shape[1:]))
             for name, value in self.samples.items()
@@ -259,6 +250,22 @@ def log_mean_error(log_weights: Tensor) -> Tensor:
     if len(log_weights) == 1:
         return torch.full_like(mean, math.inf)
     return (log_weights - mean).exp().std(0) / math.sqrt(len(log_weights))
+
+
+def resampled(weights: Tensor, num: int, generator: torch.Generator | None = None) -> Tensor:
+    """Returns indices of draws ``(num, data sets)`` by their weights ``(draws, data sets)``, in random order.
+
+    By systematic resampling (Kitagawa 1996, "Monte Carlo Filter and Smoother for Non-Gaussian Nonlinear State Space
+    Models").
+    """
+    cumulative = weights.double().T.cumsum(-1)
+    cumulative = (cumulative / cumulative[:, -1:]).contiguous()
+    rows = len(cumulative)
+    options: Any = {"dtype": torch.float64, "device": weights.device, "generator": generator}
+    steps = torch.arange(num, dtype=torch.float64, device=weights.device)
+    positions = (steps + torch.rand(rows, 1, **options)) / num
+    index = torch.searchsorted(cumulative, positions, right=True).clamp(max=len(weights) - 1)
+    return index.gather(-1, torch.rand(rows, num, **options).argsort(-1)).T  # a random order
 
 
 def _over(weights: Tensor, value: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from pyro_nami.reading.expansion import TOLERANCE, Expansion, irregular, without
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.tabulated import Tabulated
 
-__all__ = ["Newton", "is_concave"]
+__all__ = ["Newton", "has_one_mode", "is_concave"]
 
 _MOST_RUNS = 200
 _CLOSE = 0.03  # nats, times the root of the rounding error: a step that gains as little is the last
@@ -184,6 +184,14 @@ class Newton(JointGaussian):
         self._offsets.clear()
         return self.moved_to(found)
 
+    def across(self, place: float) -> Newton:
+        """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved."""
+        found = {}
+        for i, (name, mean) in enumerate(self.means().items()):
+            spread = self.priors[name].stddev.detach().expand(mean.shape).nan_to_num(posinf=0.0)
+            found[name] = mean + place * spread * irregular(mean.shape, mean, i)
+        return self.moved_to(found)
+
     def has_converged(self) -> bool:
         return self._runs < _MOST_RUNS
 
@@ -199,6 +207,24 @@ class Newton(JointGaussian):
             value = value.double().nan_to_num().flatten(-events).amax(-1) if events else value.double().nan_to_num()
             found.append(1e3 * torch.finfo(self.densities(sites)[0].dtype).eps * (10 + value * value.log1p()))
         return found
+
+
+def has_one_mode(line: Mapping[float, Sequence[Tensor]], rounding: Sequence[Tensor]) -> bool:
+    """Whether functions of a place on a line do not fall and rise again, by a nat, on the way from 0 to either side.
+
+    Concave ones do not, wherever their modes are.
+    """
+    for side in (1, -1):
+        places = sorted((place for place in line if place * side >= 0), key=abs)
+        for *values, error in zip(*(line[place] for place in places), rounding):
+            top, low = values[0], torch.full_like(values[0], torch.inf)
+            for value in values[1:]:
+                off = 1 + error + TOLERANCE * (top - value).abs()
+                low = torch.where(value < top - off, torch.minimum(low, value), low)
+                if ((value > low + off) & value.isfinite()).any():
+                    return False
+                top = torch.maximum(top, value)
+    return True
 
 
 def is_concave(line: Mapping[float, Sequence[Tensor]], rounding: Sequence[Tensor]) -> bool:

@@ -18,7 +18,7 @@ from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.enumeration import Enumeration
 from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding, irregular
 from pyro_nami.reading.joint_gaussian import JointGaussian
-from pyro_nami.reading.newton import Newton, is_concave
+from pyro_nami.reading.newton import Newton, has_one_mode, is_concave
 from pyro_nami.reading.runner import RunModel
 from pyro_nami.reading.tabulated import Tabulated
 
@@ -28,6 +28,7 @@ __all__ = ["Refutation", "expansion_of", "parameters_of"]
 _PROBED_AT = {"Gaussian": (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)}
 _OTHERS_PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
 _LINE = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)  # about the mode, in deviations of the Normals there
+_ACROSS = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))  # in those of the priors
 _MOST_TABLE = 2e7  # points times rows of data
 _PROBED_DRAWS = 2  # beside the data themselves
 _MOST_BY_ONE = 64  # elements of a block, if the model cannot be run at several points of them at once
@@ -170,6 +171,14 @@ class Refutation:
             near = following
         if not near.has_converged():  # as numbers are too large
             return _NOT_FINITE
+        here = near.mode()
+        line = {0.0: here.densities(sites := run(here))}
+        errors = here.rounding(sites)
+        for place in _ACROSS:
+            far = near.across(place)
+            line[place] = far.densities(run(far))
+        if not has_one_mode(line, errors):
+            return "the log density of a child has more than one mode"
         if group.is_tabulated:
             grid = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
             rows = max(sites[name]["fn"].batch_shape.numel() for name in group.children)

@@ -222,6 +222,22 @@ def test_options_turn_it_off(options):
     assert called(regression, COUNTS, **options).rules["w"].rule == "learned"
 
 
+@pytest.mark.parametrize("width", [0.2, 0.02, 0.002])
+@pytest.mark.parametrize("fold", [torch.abs, torch.square, torch.cos])
+def test_a_density_with_modes_far_apart_is_learned_not_derived(fold, width):
+    """However narrow they are, so that about each of them the density is concave; of vectors and in plates as well."""
+
+    def model(x):
+        z = normal("z", 1.0)
+        pyro.sample("seen", dist.Normal(fold(z), width), obs=x.sum() / 2)
+        with pyro.plate("rows", 2):
+            effect = normal("effect", torch.ones(2))
+            pyro.sample("x", dist.Normal(fold(effect), width), obs=x)
+
+    guide = called(model, torch.tensor([0.7, 0.4]))
+    assert {note.rule for note in guide.rules.values()} == {"learned"}
+
+
 def test_a_user_who_asks_for_exact_is_told_that_it_is_not():
     with pytest.raises(ValueError, match="'w'"):
         called(regression, COUNTS, rules={"w": "exact"})

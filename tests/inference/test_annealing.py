@@ -320,6 +320,29 @@ def test_weights_are_unbiased_at_few_temperatures(target):
     assert abs(weights.mean() - 1) < 4 * weights.std() / len(weights) ** 0.5
 
 
+def test_resampling_keeps_chains_effective_and_the_evidence_unbiased():
+    """600 data sets alike, apart from each other; tolerances are four standard errors over these."""
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 0.03))
+
+    x, noise = torch.tensor(1.5), 0.03**2
+    exact, posterior = normal_log_prob(x.reshape(1), torch.tensor([[1 + noise]])), (x / (1 + noise), 0.03)
+    options = {"observations": {"x": x.expand(600)}, "num_chains": 60, "num_temperatures": 16}
+    plain, again = (anneal(model, None, **options, resample=resample) for resample in (False, True))
+    assert again.weighted().effective_sample_size.mean() > 30 > 2 * plain.weighted().effective_sample_size.mean()
+    evidence = (again.log_evidence - exact).exp()
+    assert abs(evidence.mean() - 1) < 4 * evidence.std() / 600**0.5 < 0.1
+    means = again.weighted().mean("z", smoothed=False)
+    assert abs(means.mean() - posterior[0]) < 4 * means.std() / 600**0.5
+    drawn = again.weighted().resample(60)["z"]
+    assert drawn.std() == pytest.approx(posterior[1], rel=0.05)
+    assert len(again.samples["z"][:, 0].unique()) > 50  # transitions have parted those drawn twice
+    with pytest.raises(ValueError, match="resample=False where chains run backwards"):
+        anneal(model, None, observations={"x": x}, posterior={"z": torch.ones(12)}, resample=True)
+
+
 def test_two_temperatures_are_importance_sampling():
     y, seen = torch.tensor([1.0, 2.0]), []
 

@@ -43,6 +43,33 @@ def test_a_posterior_of_two_modes_is_learned_and_weighted():
     assert abs(negative - 0.5) < 0.1
 
 
+def test_where_weights_are_bad_draws_are_carried_to_the_posterior():
+    def sharp():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z.abs(), 0.02))
+
+    pyro.set_rng_seed(0)
+    posterior = amortize(sharp, observed=["x"], simulations=200, steps=2, progress=False)
+    data = {"x": torch.tensor([1.5, 0.6])}
+    assert (posterior(data, num_temperatures=2).effective_sample_size < 200).any()
+    drawn = posterior(data)
+    assert (drawn.effective_sample_size > 400).all()
+    z = drawn.resample(1000)["z"]
+    assert torch.allclose(z.abs().mean(0), data["x"] / (1 + 0.02**2), atol=0.005)
+    assert torch.allclose(z.abs().std(0), torch.tensor(0.02), rtol=0.15)
+    assert (z > 0).float().mean(0).sub(0.5).abs().max() < 0.2  # the modes' shares are those of a resampling
+    evidence = dist.Normal(0.0, 1.0).log_prob(data["x"]) + math.log(2)
+    assert torch.allclose(drawn.log_evidence, evidence, atol=0.3)
+
+    def discrete():
+        z = pyro.sample("z", dist.Poisson(3.0))
+        pyro.sample("x", dist.Normal(z, 0.1))
+
+    with pytest.warns(UserWarning):
+        drawn = amortize(discrete, observed=["x"], simulations=50, steps=2, progress=False)({"x": torch.tensor(9.0)})
+    assert drawn.samples["z"].remainder(1).eq(0).all()
+
+
 def test_a_model_that_is_exact_takes_no_training():
     def model():
         with pyro.plate("rows", 3):
