@@ -6,8 +6,8 @@ that is known, and seconds; then, on data sets of the prior (20, 1,000 draws eac
 effective, of the guide's and of what the posterior gives by default; and how well a classifier tells draws from those
 of the posterior (C2ST: 0.5 if not at all; mean of 5 data sets), of the guide's and, resampled, of the default's.
 References are 1,000 draws by 200 temperatures from the prior, with resampling, which see no guide. Guides are given
-simulations, not the likelihood; weights take the likelihood, which methods for black boxes do not have. For comparison:
-sbi's maf and nsf at 10,000 simulations with their defaults, as given to us (one seed, two cores; sbi cannot be installed
+simulations, not the likelihood; weights take the likelihood, which methods for black boxes lack. For comparison:
+sbi's maf and nsf at 10,000 simulations, by their defaults, as given to us (one seed, two cores; sbi cannot be had
 on the machine that these are run on). Run with::
 
     python benchmarks/sbibm.py [--smoke] [--simulations 10000] [--seeds 1] [--only NAME ...]
