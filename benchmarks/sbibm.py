@@ -160,11 +160,11 @@ TASKS = {
 # ---- draws against draws
 
 
-def reference(model: Callable, x: Tensor, temperatures: int) -> Tensor:
+def reference(model: Callable, x: Tensor, draws: int, temperatures: int) -> Tensor:
     """Draws of the posterior ``(draws, data sets, latents)`` that no guide has seen."""
-    options: dict[str, Any] = {"num_chains": 4 * DRAWS, "num_leapfrog_steps": 10, "resample": True}
+    options: dict[str, Any] = {"num_chains": 4 * draws, "num_leapfrog_steps": 10, "resample": True}
     found = annealed_importance_sampling(model, num_temperatures=temperatures, observations={"x": x}, **options)
-    return found.weighted().resample(DRAWS)["theta"]
+    return found.weighted().resample(draws)["theta"]
 
 
 def two_sample(first: Tensor, second: Tensor, steps: int) -> float:
@@ -195,18 +195,18 @@ def run(name: str, simulations: int, seed: int, steps: int | None) -> dict[str, 
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     simulator = Simulator(task.model, observed=["x"])
-    draws, test = simulator.draw(simulations), simulator.draw(TEST)
+    given, test = simulator.draw(simulations), simulator.draw(TEST)
     start = time.perf_counter()
-    posterior = amortize(task.model, observed=["x"], simulations=draws, steps=steps, progress=False)
+    posterior = amortize(task.model, observed=["x"], simulations=given, steps=steps, progress=False)
     seconds = time.perf_counter() - start
     theta, x = test.latents["theta"], test.observed["x"]
     with torch.no_grad():
         loss = -posterior.guide.log_prob({"theta": theta}, observations={"x": x}).mean().item()
-    plain, found = (posterior({"x": x[:DATA_SETS]}, DRAWS, num_temperatures=count) for count in (2, None))
+    draws, temperatures, fit = (DRAWS, 200, 1000) if steps is None else (20, 3, 2)
+    plain, found = (posterior({"x": x[:DATA_SETS]}, draws, num_temperatures=count) for count in (2, None))
     few = x[:REFERENCES]
-    exact = reference(task.model, few, 200 if steps is None else 3)
-    fit = 1000 if steps is None else 2
-    drawn = plain.samples["theta"], found.resample(DRAWS)["theta"]
+    exact = reference(task.model, few, draws, temperatures)
+    drawn = plain.samples["theta"], found.resample(draws)["theta"]
     told = [statistics.fmean(two_sample(exact[:, i], z[:, i], fit) for i in range(len(few))) for z in drawn]
     return {
         "task": name,
@@ -214,7 +214,7 @@ def run(name: str, simulations: int, seed: int, steps: int | None) -> dict[str, 
         "seed": seed,
         "loss": loss,
         "exact": None if task.exact is None else -task.exact(theta, x).mean().item(),
-        "effective": [(each.effective_sample_size / DRAWS).median().item() for each in (plain, found)],
+        "effective": [(each.effective_sample_size / draws).median().item() for each in (plain, found)],
         "c2st": told,
         "seconds": seconds,
         "rule": posterior.guide.rules["theta"].rule,
