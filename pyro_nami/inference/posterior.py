@@ -24,7 +24,7 @@ from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample, warn_of_bad
 from pyro_nami.inference.simulate import JointDraws, Simulator
-from pyro_nami.inference.simulator_model import SimulatorModel
+from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
 from pyro_nami.inference.weights import K_MAX, WeightedSamples
 from pyro_nami.messages import warn
 
@@ -76,7 +76,8 @@ class AmortizedPosterior:
         The guide's draws are weighted, or, with more than two temperatures, carried to the posterior on the way that
         `annealed_importance_sampling` describes, with ``resample=True``.
 
-        Of a model `from_simulator` all weights are one, and there is no evidence: its data have no known density.
+        Where data have no known density all weights are one, and there is no evidence: in a model `from_simulator`, and
+        in one that conditions on a `pyro.deterministic` site or a `Delta`.
 
         Args:
             data: observed site -> value, of one data set or of several; see `importance_sample`.
@@ -143,6 +144,7 @@ def amortize(
         >>> posterior({"x": torch.tensor(1.0)}, num_samples=50).mean("z").shape  # exact: nothing had to be learned
         torch.Size([])
     """
+    model = with_drawn_data(model, args, kwargs, observed)
     simulator = Simulator(model, args, kwargs, observed)
     given = simulator.draw(simulations) if isinstance(simulations, int) else as_draws(simulations, simulator)
     draws, non_finite = given.finite()

@@ -18,6 +18,7 @@ from pyro import poutine
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
+from pyro_nami.inference.simulator_model import Simulated
 from pyro_nami.inference.site_messages import (
     check_declared,
     log_density,
@@ -138,7 +139,8 @@ class Simulator:
                 if name not in names:
                     known = ", ".join(map(repr, names))
                     raise ValueError(
-                        f"Expected names of the model's sites, {known}, in observed; got '{name}'."
+                        f"Expected names of the model's sites, {known}, in observed; got '{name}'. Of sites that are "
+                        "deterministic, or a Delta, `amortize` makes data."
                     )
             self.nesting = plate_nesting(first.values())
             self.observed = tuple(name for name in names if name in given or name in data)
@@ -226,6 +228,8 @@ class Simulator:
                     f"Expected batch dims on the left: {num} draws of site '{name}' should be of shape {expected}, but "
                     f"are of shape {tuple(shape)}, their event dims aside."
                 )
+            if isinstance(site["fn"], Simulated) and site["fn"].theta.stride(0) == 0:  # no density would show it
+                raise ValueError(f"Expected a value of site '{name}' for each of {num} draws; got one for all.")
         return sites
 
     def _check_sites(self, sites: Mapping[str, Any]) -> None:

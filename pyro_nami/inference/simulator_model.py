@@ -1,20 +1,25 @@
-"""A simulator that is no Pyro model, as one: a vector of latents with a prior, and data that can be drawn alone.
+"""Models whose data can be drawn but have no density: a simulator that is no Pyro model, and values for data.
 
 Change this module when more can be known of such a simulator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyro
 import torch
-from pyro.distributions import TorchDistribution, constraints
+from pyro import poutine
+from pyro.distributions import Delta, TorchDistribution, constraints
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Distribution
 
-__all__ = ["Simulated", "SimulatorModel", "from_simulator"]
+from pyro_nami.reading.isolation import forked_rng
+
+__all__ = ["Simulated", "SimulatorModel", "from_simulator", "with_drawn_data"]
 
 
 class Simulated(TorchDistribution):
@@ -42,32 +47,80 @@ class Simulated(TorchDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         raise NotImplementedError(
-            "Expected a density of the data; that of a simulator's site 'x' is not known, so draws cannot be weighted. "
-            "Write the simulator as a Pyro model if its steps have densities."
+            "Expected a density of the data; that of what a simulator makes is not known, so draws cannot be weighted. "
+            "Write the simulator with Pyro's distributions if its steps have densities."
         )
 
 
 class SimulatorModel:
-    """The model of `from_simulator`: sites ``theta``, and ``x`` to be observed.
+    """A model some of whose data can be drawn, but have no density.
 
-    Attributes:
-        weighted: whether the data count; without, the model is the prior alone.
+    Args:
+        model: any; where it has values at the sites of data, a `pyro.deterministic` or a `Delta`, they become draws.
+        data: site -> number of event dims.
+        weighted: whether the data count; without, the model is that of the rest.
     """
 
-    def __init__(
-        self, prior: Distribution, simulator: Callable[[Tensor], Any], shape: torch.Size, weighted: bool = True
-    ) -> None:
-        self.prior, self.simulator, self.shape, self.weighted = prior, simulator, shape, weighted
+    def __init__(self, model: Callable, data: Mapping[str, int], weighted: bool = True) -> None:
+        self.model, self.data, self.weighted = model, data, weighted
 
-    def __call__(self) -> Tensor:
-        prior: Any = self.prior
-        theta = pyro.sample("theta", prior)
-        fn = Simulated(self.simulator, theta, len(prior.event_shape), self.shape)
-        return pyro.sample("x", fn if self.weighted else fn.mask(False))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _Drawn(self.data, self.weighted):
+            return self.model(*args, **kwargs)
 
     def without_data(self) -> SimulatorModel:
         """Returns the model whose data have no density, so none is asked for."""
-        return SimulatorModel(self.prior, self.simulator, self.shape, weighted=False)
+        return SimulatorModel(self.model, self.data, weighted=False)
+
+
+class _Drawn(Messenger):
+    """Makes draws of values at some sites."""
+
+    def __init__(self, data: Mapping[str, int], weighted: bool) -> None:
+        super().__init__()
+        self.data, self.weighted = data, weighted
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] not in self.data:
+            return
+        if not isinstance(msg["fn"], Simulated):
+            value = msg["fn"]() if msg["value"] is None else msg["value"]
+            ndims = self.data[msg["name"]]
+            msg["fn"] = Simulated(_itself, value, ndims, value.shape[value.dim() - ndims :])
+            msg.update(value=None, is_observed=False, done=False)
+            msg["infer"] = {**msg["infer"], "_deterministic": False, "_drawn": True}
+        if not self.weighted:
+            msg["fn"] = msg["fn"].mask(False)
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
+
+
+def with_drawn_data(model: Callable, args: tuple, kwargs: Mapping[str, Any], observed: Sequence[str]) -> Callable:
+    """Returns a model whose values at observed sites, if deterministic or a `Delta`, are draws; others as they are."""
+    if isinstance(model, SimulatorModel) or not observed:
+        return model
+    with forked_rng(), torch.no_grad():
+        sites: Mapping[str, Any] = poutine.trace(model).get_trace(*args, **kwargs).nodes
+    data = {}
+    for name in observed:
+        site = sites.get(name, {})
+        fn = site.get("fn")
+        while hasattr(fn, "base_dist"):
+            fn = fn.base_dist
+        if isinstance(fn, Delta):
+            depth = max((-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized), default=0)
+            ndims = len(site["fn"].event_shape)  # by default a deterministic site has all dims for events
+            whole = site["infer"].get("_deterministic") and ndims == site["value"].dim()
+            data[name] = max(ndims - depth, 0) if whole else ndims
+    return SimulatorModel(model, data) if data else model
+
+
+def _black_box(prior: Distribution, simulator: Callable[[Tensor], Any], shape: torch.Size) -> Tensor:
+    """The model of `from_simulator`."""
+    theta = pyro.sample("theta", prior)  # type: ignore[arg-type]
+    return pyro.sample("x", Simulated(simulator, theta, len(prior.event_shape), shape))
 
 
 def from_simulator(prior: Distribution, simulator: Callable[[Tensor], Any]) -> SimulatorModel:
@@ -98,7 +151,7 @@ def from_simulator(prior: Distribution, simulator: Callable[[Tensor], Any]) -> S
         )
     with torch.random.fork_rng():
         shape = _simulated(simulator, prior.sample((2,))).shape[1:]
-    return SimulatorModel(prior, simulator, shape)
+    return SimulatorModel(functools.partial(_black_box, prior, simulator, shape), {"x": len(shape)})
 
 
 def _simulated(simulator: Callable[[Tensor], Any], theta: Tensor) -> Tensor:

@@ -203,6 +203,8 @@ class WeightedSamples:
         shapes = {name: tuple(value.shape[1 + len(sets) :]) for name, value in self.samples.items()}
         sites = ", ".join(f"{name} {shape}" if shape else name for name, shape in shapes.items())
         over = f" for each of {sets.numel()} data sets" if sets else ""
+        if not self.log_weights.any():
+            return f"WeightedSamples: {self.num_samples:,} draws of {sites}{over}, without weights"
         error = f" +- {_range(self.log_evidence_error)}" if not sets else ""
         size = self.effective_sample_size
         return (

@@ -151,8 +151,10 @@ def _warn(probe: Probe, found: Dependencies, finished: bool) -> None:
             "the edge was found by intervention. To be certain of every edge keep values in tensors: "
             "`torch.where` for `if`, tensors as indices, no `.item()`, `float()` or numpy in between."
         )
-    if found.hidden and not is_blocked(probe.model):
-        names = ", ".join(f"'{name}'" for name in probe.order if name in found.hidden)
+    nodes: Mapping[str, Any] = probe.trace.nodes
+    hidden = [name for name in probe.order if name in found.hidden and not nodes[name]["infer"].get("_drawn")]
+    if hidden and not is_blocked(probe.model):
+        names = ", ".join(f"'{name}'" for name in hidden)
         warn(
             f"Hidden randomness: {names} differ between runs of the model at equal values of all sites, "
             "and are taken to depend on all latents before them. Draw all random numbers by "

@@ -29,7 +29,7 @@ def test_posteriors_are_those_of_the_simulator_and_have_no_weights():
 
 def test_its_data_have_no_density_to_weight_by():
     posterior = amortize(from_simulator(PRIOR, noisy), observed=["x"], simulations=100, steps=2, progress=False)
-    with pytest.raises(NotImplementedError, match="site 'x' is not known"):
+    with pytest.raises(NotImplementedError, match="a density of the data"):
         importance_sample(posterior.model, posterior.guide, num_samples=10, observations={"x": torch.zeros(2)})
 
 
@@ -52,3 +52,40 @@ def test_data_of_another_shape_and_priors_of_many():
         from_simulator(PRIOR, lambda theta: theta.sum())
     with pytest.raises(ValueError, match="to_event\\(1\\)"):
         from_simulator(dist.Normal(torch.zeros(2), 1.0), noisy)
+
+
+def deterministic():
+    theta = pyro.sample("theta", PRIOR)
+    pyro.deterministic("x", theta + 0.5 * torch.randn_like(theta))
+
+
+def degenerate():
+    theta = pyro.sample("theta", PRIOR)
+    pyro.sample("x", dist.Delta(theta + 0.5 * torch.randn_like(theta), event_dim=1))
+
+
+def in_a_plate():
+    with pyro.plate("elements", 2):
+        theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
+        pyro.deterministic("x", theta + 0.5 * torch.randn_like(theta))
+
+
+@pytest.mark.parametrize("model", [deterministic, degenerate, in_a_plate])
+def test_values_are_data_without_a_density(model, recwarn):
+    pyro.set_rng_seed(0)
+    posterior = amortize(model, observed=["x"], simulations=2000, steps=300, progress=False)
+    found = posterior({"x": torch.tensor([[1.0, -1.0], [0.0, 2.0]])}, num_samples=4000)
+    assert "without weights" in repr(found)
+    torch.testing.assert_close(found.mean("theta"), torch.tensor([[0.8, -0.8], [0.0, 1.6]]), atol=0.15, rtol=0)
+    assert not [w for w in recwarn if "pyro_nami" in str(w.message) or "Hidden" in str(w.message)]
+
+
+def test_one_value_for_all_draws_is_no_vectorized_simulation():
+    def model():
+        theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
+        pyro.deterministic("x", torch.tensor(theta.reshape(-1)[0].item()) + 0.5 * torch.randn(()))
+
+    pyro.set_rng_seed(0)
+    with pytest.warns(UserWarning, match="one for all"):
+        posterior = amortize(model, observed=["x"], simulations=500, steps=200, progress=False)
+    assert abs(posterior({"x": torch.tensor(2.0)}, num_samples=1000).mean("theta") - 1.6) < 0.25
