@@ -17,6 +17,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_nami.factors.wrappers import layers
 from pyro_nami.reading.isolation import forked_rng
 
 __all__ = ["Simulated", "SimulatorModel", "from_simulator", "with_drawn_data"]
@@ -106,10 +107,7 @@ def with_drawn_data(model: Callable, args: tuple, kwargs: Mapping[str, Any], obs
     data = {}
     for name in observed:
         site = sites.get(name, {})
-        fn = site.get("fn")
-        while hasattr(fn, "base_dist"):
-            fn = fn.base_dist
-        if isinstance(fn, Delta):
+        if any(isinstance(layer, Delta) for layer in layers(site.get("fn"))):
             depth = max((-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized), default=0)
             ndims = len(site["fn"].event_shape)  # by default a deterministic site has all dims for events
             whole = site["infer"].get("_deterministic") and ndims == site["value"].dim()
