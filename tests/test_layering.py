@@ -23,8 +23,8 @@ ORDER = {
     "element_reads placing bound_factors call marginals planner deriving build maps memory reader observed draw lazy "
     "nami",
     "inference": "site_messages simulator_model observations target checkpoint history psis processes trackers "
-    "optimizers weights simulate batches losses relaxation trainer compilation tempering transitions annealing "
-    "importance refining estimates iterative iterative_elbo amortization posterior",
+    "optimizers weights importance simulate moves batches losses relaxation trainer compilation tempering transitions "
+    "annealing refining estimates iterative iterative_elbo amortization posterior",
     "checking": "coordinates rank_tests plots simulations calibration misspecification diagnosis",
     "show": "render report model_file commands",
 }

@@ -54,11 +54,11 @@ class Simulations(NamedTuple):
         """Returns the batch of a step from values made before; see `as_draws`."""
         return Batch(*self.arguments(step), as_draws(values, self.simulator))
 
-    def batched(self, data: Any, shuffled: bool) -> Iterable[Any]:
+    def batched(self, data: Any, epochs: _Epochs | None = None) -> Iterable[Any]:
         """Returns the batches of all simulations at once; themselves where batches are given."""
         if not are_all(data):
             return data
-        return _Whole(as_draws(data, self.simulator), self.batch_size, shuffled)
+        return _Whole(as_draws(data, self.simulator), self.batch_size, epochs)
 
     def held_out(self, given: Any) -> Callable[[], Iterable[Batch]] | None:
         """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given."""
@@ -69,7 +69,7 @@ class Simulations(NamedTuple):
                 pyro.set_rng_seed(_HELD_OUT_SEED)
                 batches = list(self.total(given))
             return lambda: batches
-        kept = list(given) if isinstance(given, Iterator) else self.batched(given, shuffled=False)
+        kept = list(given) if isinstance(given, Iterator) else self.batched(given)
         return lambda: (self.given(values, i) for i, values in enumerate(kept))
 
 
@@ -87,14 +87,16 @@ def stream_of(
     num_workers: int,
     state: Mapping[str, Any],
     processes: Processes,
+    renew: Callable[[JointDraws], JointDraws] | None = None,
 ) -> Stream:
     """Returns the batches of ``steps``: of a data set, of workers, or simulated when they are asked for.
 
-    ``state`` is that of the stream to go on with; empty: none. A data set ends when that of one process does.
+    ``state`` is that of the stream to go on with; empty: none. A data set ends when that of one process does. All
+    simulations at once may be made others by ``renew`` after each epoch.
     """
     if data is not None:
         place = dict(state) if "epoch" in state else {}
-        batches = _epochs(simulations.batched(data, shuffled=True), place)
+        batches = _epochs(simulations.batched(data, _Epochs(renew, place)), place)
         return Stream(_read(simulations, steps, batches, processes), place)
     if num_workers == 0:
         return Stream(map(simulations.fresh, steps), {})
@@ -111,17 +113,32 @@ def stream_of(
     return Stream(iter(loader), {"seed": seed})
 
 
-class _Whole:
-    """All simulations that there are, in batches: if ``shuffled``, in a new order each time and full ones alone."""
+class _Epochs(NamedTuple):
+    """What epochs of training are: what makes other simulations of all behind each, and the place in the one now."""
 
-    def __init__(self, draws: JointDraws, batch_size: int, shuffled: bool) -> None:
-        self.draws, self.batch_size, self.shuffled = draws, batch_size, shuffled
+    renew: Callable[[JointDraws], JointDraws] | None
+    place: dict[str, Any]
+
+
+class _Whole:
+    """All simulations that there are, in batches: in ``epochs`` of training, in a new order each, full ones alone."""
+
+    def __init__(self, draws: JointDraws, batch_size: int, epochs: _Epochs | None) -> None:
+        self.draws, self.batch_size, self.shuffled = draws, batch_size, epochs is not None
+        self.renew, self.place = epochs or _Epochs(None, {})
+        if "latents" in self.place:
+            self.draws = draws._replace(latents=self.place["latents"])
 
     def __iter__(self) -> Iterator[JointDraws]:
         num, size = self.draws.num, self.batch_size
         order = torch.randperm(num) if self.shuffled else torch.arange(num)
         order = order[: max(size, num - num % size)] if self.shuffled else order
-        return (self.draws.select(rows) for rows in order.split(size))
+        if self.renew is not None:
+            self.place["latents"] = self.draws.latents
+        for rows in order.split(size):
+            yield self.draws.select(rows)
+        if self.renew is not None:
+            self.draws = self.renew(self.draws)
 
 
 class _Seeded:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from pyro_nami.inference.batches import Arguments, Batch, Simulations, Stream, are_all, as_draws, stream_of
 from pyro_nami.inference.checkpoint import load_checkpoint, rng_state, save_checkpoint, set_rng_state
 from pyro_nami.inference.history import History
+from pyro_nami.inference.moves import LatentMoves
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.optimizers import optimization_of
 from pyro_nami.inference.simulate import Simulator
@@ -115,6 +116,7 @@ class InferenceCompilation:
         kwargs: Mapping[str, Any] | None = None,
         *,
         data: Any = None,
+        refresh: int = 0,
         num_workers: int = 0,
         validation: Any = None,
         validate_every: int = 100,
@@ -137,6 +139,8 @@ class InferenceCompilation:
                 ``(draws, *plates, *event)`` of latents and observed sites, or a `TensorDataset` of these in model
                 order; or any iterable of batches of these kinds, which is read again from the start when it ends, but
                 an iterator ends the training. Of many processes each reads its own, by a `DistributedSampler` say.
+            refresh: draws of the guide that latents of ``data``, given all at once, are to be exchanged for after every
+                epoch, such that they go on to be draws given their data, and are not learned by heart; see `moves`.
             num_workers: processes that simulate ahead, for models that are slow; 0: none.
             validation: number of held-out simulations, the same in every run; or those given, as in ``data``.
             validate_every: steps between validations.
@@ -154,12 +158,18 @@ class InferenceCompilation:
             _check_counts(validation=validation)
         if patience is not None and validation is None:
             raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
+        if refresh and not are_all(data):
+            raise ValueError(
+                f"Expected simulations all at once in data, with refresh={refresh}; got "
+                f"{'none' if data is None else type(data).__name__}."
+            )
         arguments = args if callable(args) else _constant(tuple(args), dict(kwargs or {}))
         trainer, simulations = self._set_up(arguments, data)
         held_out = simulations.held_out(validation)
         checkpoint, place = _resume(trainer, checkpoint)
         ahead = range(len(trainer.history.losses), steps)
-        stream = stream_of(simulations, ahead, data, num_workers, place, trainer.processes)
+        renew = LatentMoves(trainer.simulator, self.guide, refresh) if refresh else None
+        stream = stream_of(simulations, ahead, data, num_workers, place, trainer.processes, renew)
         plan = _Plan(ahead, validate_every, patience, checkpoint, checkpoint_every, callback(tracker), progress)
         _train(trainer, stream, held_out, plan)
         return trainer.history

@@ -18,7 +18,7 @@ from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from pyro_nami.inference.observations import as_mapping
-from pyro_nami.inference.site_messages import is_delta, plate_names, plate_nesting
+from pyro_nami.inference.site_messages import is_delta, plate_names, plate_nesting, with_idle_dims
 from pyro_nami.inference.target import (
     Extent,
     Target,
@@ -31,7 +31,7 @@ from pyro_nami.inference.weights import K_MAX, WeightedSamples
 from pyro_nami.messages import warn
 from pyro_nami.reading.runner import Runner
 
-__all__ = ["importance_sample", "warn_of_bad"]
+__all__ = ["Proposal", "importance_sample", "warn_of_bad"]
 
 _ELEMENTS = 2**20  # of all sites' values, of one chunk by default
 
@@ -86,7 +86,7 @@ def importance_sample(
         tensor(-2.2655)
     """
     _check_counts(num_samples, chunk_size)
-    proposal = _Proposal.of(Target(model, guide, args, kwargs), as_mapping(observations))
+    proposal = Proposal.of(Target(model, guide, args, kwargs), as_mapping(observations))
     size = min(num_samples, chunk_size or max(1, _ELEMENTS // proposal.elements))
     result = proposal.draw([min(size, num_samples - start) for start in range(0, num_samples, size)])
     warn_of_bad(result)
@@ -130,7 +130,7 @@ class _Draws(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Proposal:
+class Proposal:
     """A guide that draws what a model has; a run of both for one draw gives every site its own shape."""
 
     target: Target
@@ -138,7 +138,7 @@ class _Proposal:
     latents: tuple[str, ...]
 
     @classmethod
-    def of(cls, target: Target, observations: Mapping[str, Any]) -> _Proposal:
+    def of(cls, target: Target, observations: Mapping[str, Any]) -> Proposal:
         if observations:
             target, _ = target.observing(observations)
         single = _run(target, target.one())
@@ -158,11 +158,23 @@ class _Proposal:
         values = {name: torch.cat([chunk.values[name] for chunk in chunks]) for name in plates}
         return WeightedSamples(values, torch.cat([chunk.log_weights for chunk in chunks]), plates)
 
+    def at_once(self, num: int, *, checked: bool = True) -> tuple[_Draws, str | None]:
+        """Returns draws of one run for all, and where this differs from single runs; None if nowhere."""
+        run = _run(self.target, self.target.extent(num))
+        return self._draws(run), self._difference(run) if checked else None
+
+    def log_weights(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the log weights of given latents ``(draws, *data sets, *site shape)``, as those of draws."""
+        extent = self.target.extent(len(values[self.latents[0]]))
+        nesting, dims = self.target.nesting, len(extent.sizes)
+        values = {name: with_idle_dims(values[name], self.single.model[name], nesting, dims) for name in self.latents}
+        model = self.target.run_model(extent, Runner({**values, **extent.data}))
+        return sum(per_draw(log_densities(model), extent).values()) - self.target.guide_log_prob(extent, values)
+
     def _chunks(self, counts: Sequence[int]) -> list[_Draws]:
         """Returns chunks of draws: each at once, or all one by one where this goes wrong for the first."""
         try:
-            run = _run(self.target, self.target.extent(counts[0]))
-            first, reason = self._draws(run), self._difference(run)
+            first, reason = self.at_once(counts[0])
         except (_BadDensity, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a model does with batch dims that it was not written for

@@ -85,6 +85,7 @@ SESSIONS = {
     "Pyro's optimizer": (lambda: new(optim=pyro.optim.ClippedAdam({"lr": 0.02, "lrd": 0.9})), dict),
     "Pyro's scheduler": (lambda: new(optim=pyro.optim.ExponentialLR(dict(FALLING))), dict),
     "offline": (new, lambda: {"data": DataLoader(simulations(), batch_size=10, shuffle=True)}),
+    "refreshed": (new, lambda: {"data": Simulator(CHAIN, ZERO).draw(40), "refresh": 2}),
     "workers": (new, lambda: {"num_workers": 1}),
     "hand-written": (lambda: new(chain, guide=hand_written), dict),
     "varying arguments": (lambda: new_observed(moved), lambda: {"args": varying}),
