@@ -35,6 +35,8 @@ from pyro_nami.inference.weights import WeightedSamples, log_mean, log_mean_erro
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling", "sigmoid_temperatures"]
 
+_LEAST_CHAINS = 10  # whose standard deviations are made use of
+
 
 class AnnealedSamples(NamedTuple):
     """What annealing found, for every chain and data set. The dim of data sets is there if data were batched.
@@ -118,6 +120,7 @@ def annealed_importance_sampling(
 
     Latents move in unconstrained space; all chains and data sets share one run of the model per gradient. A step size
     serves all chains of a data set, and follows pilots, one for five chains, that do not count: weights are unbiased.
+    Chains that are resampled are their own pilots, and step sizes are relative to their standard deviations.
 
     Args:
         model: a Pyro model with continuous latents; batch dims of chains and data sets stand left of its plates.
@@ -136,7 +139,7 @@ def annealed_importance_sampling(
         chunk_size: number of data sets at a time, to bound memory; None for all.
         resample: whether to draw the chains of a data set anew by their weights, on the way, whenever fewer than half
             of them are effective (a sequential Monte Carlo sampler, Del Moral et al. 2006): far fewer temperatures do
-            then. The evidence stays unbiased; its error is that of the weights since, and too small.
+            then. The evidence is consistent; its error is that of the weights since, and too small.
         progress: whether to show a progress bar.
 
     Raises:
@@ -152,7 +155,7 @@ def annealed_importance_sampling(
         >>> bool(abs(result.log_evidence - (-1.5155)) < 0.1)  # y ~ Normal(0, sqrt(2))
         True
     """
-    counts = _chain_counts(num_chains, posterior, target_acceptance is not None)
+    counts = _chain_counts(num_chains, posterior, target_acceptance is not None and not resample)
     schedule = _schedule(num_temperatures, temperatures)[:: 1 if posterior is None else -1]
     options = _Options(schedule, *counts, num_leapfrog_steps, target_acceptance, chunk_size, resample)
     _check(options)
@@ -199,29 +202,42 @@ def _anneal(
     log_weights = acceptance = torch.zeros_like(state.value.start)
     for count, (before, now) in enumerate(zip(schedule, schedule[1:]), 1):
         log_weights = log_weights + (now - before) * state.value.ratio
+        spread: Tensor | float = 1.0
         if options.resample:
-            state, log_weights = _resampled(state, log_weights, num_chains)
-        state, probability = hamiltonian_step(path, state, now, step_size, options.num_leapfrog_steps)
+            state, log_weights = _resampled(state, log_weights)
+            spread = _spread(state.position, log_weights)
+        state, probability = hamiltonian_step(
+            path, state, now, step_size.unsqueeze(-1) * spread, options.num_leapfrog_steps
+        )
         acceptance = acceptance + probability / (len(schedule) - 1)
-        step_size = adapted(step_size, count, probability[num_chains:].mean(0), options.target_acceptance)
+        steering = probability if options.resample else probability[num_chains:]
+        step_size = adapted(step_size, count, steering.mean(0), options.target_acceptance)
         tick()
     samples = {name: value[:num_chains] for name, value in path.at(state.position).values.items()}
     return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains], step_size)
 
 
-def _resampled(state: ChainState, log_weights: Tensor, num_chains: int) -> tuple[ChainState, Tensor]:
-    """Draws chains anew by their weights, in data sets where too few are effective; pilots go on as they are."""
-    own = log_weights[:num_chains]
-    weights = own.softmax(0)
-    few = weights.square().sum(0) * num_chains > 2
+def _resampled(state: ChainState, log_weights: Tensor) -> tuple[ChainState, Tensor]:
+    """Draws chains anew by their weights, in data sets where too few are effective."""
+    weights = log_weights.softmax(0)
+    few = weights.square().sum(0) * len(weights) > 2
     if not few.any():
         return state, log_weights
-    same = torch.arange(len(log_weights), device=own.device).unsqueeze(-1).expand(log_weights.shape)
-    index = torch.cat((resampled(weights, num_chains), same[num_chains:])).where(few, same)
+    same = torch.arange(len(weights), device=weights.device).unsqueeze(-1).expand(weights.shape)
+    index = resampled(weights, len(weights)).where(few, same)
     parts = (part.gather(0, index) for part in state.value)
     position = state.position.gather(0, index.unsqueeze(-1).expand(state.position.shape))
-    mean = torch.cat((log_mean(own).expand(own.shape), log_weights[num_chains:]))
+    mean = log_mean(log_weights).expand(log_weights.shape)
     return ChainState(position, PathValue(*parts)), mean.where(few, log_weights)
+
+
+def _spread(position: Tensor, log_weights: Tensor) -> Tensor:
+    """Returns the chains' standard deviations ``(data sets, size)``; one where few chains tell little of them."""
+    if len(position) < _LEAST_CHAINS:
+        return torch.ones_like(position[0])
+    weights = log_weights.softmax(0).unsqueeze(-1)
+    away = position - (weights * position).sum(0)
+    return (weights * away.square()).sum(0).clamp(min=torch.finfo(position.dtype).eps ** 2).sqrt()
 
 
 def _joined(parts: list[AnnealedSamples], start: Start) -> AnnealedSamples:

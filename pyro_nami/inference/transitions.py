@@ -27,7 +27,7 @@ class ChainState(NamedTuple):
 def hamiltonian_step(
     path: TemperedPath, state: ChainState, temperature: float, step_size: Tensor, num_steps: int
 ) -> tuple[ChainState, Tensor]:
-    """Makes one transition with a fresh momentum of unit mass, and steps of one size a data set.
+    """Makes one transition with a fresh momentum of unit mass, and steps of sizes ``(data sets, size or 1)``.
 
     The integrator moves position first (Neal 2011, section 2.3, with the roles of position and momentum exchanged), so
     the densities that the state holds serve at every temperature, and a transition costs ``num_steps`` gradients and
@@ -40,18 +40,17 @@ def hamiltonian_step(
         >>> from types import SimpleNamespace
         >>> density = lambda z: PathValue(-z.square().sum(-1) / 2, torch.zeros(z.shape[:-1]))  # standard normal
         >>> path, z = SimpleNamespace(value=density, gradient=lambda z, temperature: -z), torch.zeros(100, 1, 1)
-        >>> state, acceptance = hamiltonian_step(path, ChainState(z, density(z)), 1.0, torch.tensor([0.1]), 10)
+        >>> state, acceptance = hamiltonian_step(path, ChainState(z, density(z)), 1.0, torch.tensor([[0.1]]), 10)
         >>> state.position.shape, bool(acceptance.min() > 0.9)
         (torch.Size([100, 1, 1]), True)
     """
-    step = step_size.unsqueeze(-1)
     momentum = torch.randn_like(state.position)
     energy = state.value.at(temperature) - momentum.square().sum(-1) / 2
-    position = state.position + step / 2 * momentum
+    position = state.position + step_size / 2 * momentum
     for i in range(num_steps):
         position = _finite(position, state.position)
-        momentum = momentum + step * path.gradient(position, temperature)
-        position = position + (step if i < num_steps - 1 else step / 2) * momentum
+        momentum = momentum + step_size * path.gradient(position, temperature)
+        position = position + (step_size if i < num_steps - 1 else step_size / 2) * momentum
     position = _finite(position, state.position)
     value = path.value(position)
     change = value.at(temperature) - momentum.square().sum(-1) / 2 - energy

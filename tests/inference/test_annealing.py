@@ -343,6 +343,25 @@ def test_resampling_keeps_chains_effective_and_the_evidence_unbiased():
         anneal(model, None, observations={"x": x}, posterior={"z": torch.ones(12)}, resample=True)
 
 
+def test_chains_that_are_resampled_move_as_far_as_each_latent_is_wide():
+    """One latent is a thousand times as narrow as the other; a guide puts the wide one where it is not."""
+
+    def model():
+        a, b = pyro.sample("a", dist.Normal(0.0, 1.0)), pyro.sample("b", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(a, 1e-3))
+        pyro.sample("y", dist.Normal(b, 1.0))
+
+    def guide():
+        pyro.sample("a", dist.Normal(1.0, 2e-3))
+        pyro.sample("b", dist.Normal(-1.0, 0.7))
+
+    observations = {"x": torch.tensor(1.0).expand(20), "y": torch.tensor(2.0)}
+    options = {"num_chains": 200, "num_temperatures": 40, "observations": observations, "resample": True}
+    drawn = anneal(model, guide, **options).weighted()
+    assert drawn.mean("b", smoothed=False).sub(1.0).abs().max() < 0.3
+    assert drawn.std("b", smoothed=False).mean() == pytest.approx(0.5**0.5, rel=0.1)
+
+
 def test_two_temperatures_are_importance_sampling():
     y, seen = torch.tensor([1.0, 2.0]), []
 
