@@ -67,24 +67,29 @@ class LatentMoves:
     @torch.no_grad()
     def __call__(self, draws: JointDraws) -> JointDraws:
         """Returns the draws with latents moved."""
+        if not self.can_move(draws):
+            return draws
         with pyro.validation_enabled(False):
-            if self._able is None:
-                self._able = self._is_able(draws.select(torch.arange(min(3, draws.num))))
-            if not self._able:
-                return draws
             one = sum(value[0].numel() for value in (*draws.latents.values(), *draws.observed.values()))
             parts = torch.arange(draws.num).split(max(1, _ELEMENTS // (self.num + 1) // one))
             moved = [self._moved(draws.select(rows)) for rows in parts]
         return draws._replace(latents={name: torch.cat([part[name] for part in moved]) for name in draws.latents})
 
+    @torch.no_grad()
+    def can_move(self, draws: JointDraws) -> bool:
+        """Whether latents of draws like these can be moved, found out once."""
+        if self._able is None:
+            with forked_rng(), pyro.validation_enabled(False):
+                self._able = self._is_able(draws.select(torch.arange(min(3, draws.num))))
+        return self._able
+
     def _is_able(self, few: JointDraws) -> bool:
         """Whether draws can be moved at once, and have the density that the model simulates."""
-        with forked_rng():
-            try:
-                proposal = self._proposal(few)
-                _, difference = proposal.at_once(2)
-            except (NotImplementedError, RuntimeError, ValueError):
-                return False
+        try:
+            proposal = self._proposal(few)
+            _, difference = proposal.at_once(2)
+        except (NotImplementedError, RuntimeError, ValueError):
+            return False
         return difference is None and all(map(_is_simulated, proposal.single.model.values()))
 
     def _proposal(self, draws: JointDraws) -> Proposal:

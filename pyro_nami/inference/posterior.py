@@ -23,6 +23,7 @@ from pyro_nami.inference.batches import as_draws
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample, warn_of_bad
+from pyro_nami.inference.moves import LatentMoves
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
 from pyro_nami.inference.weights import K_MAX, WeightedSamples
@@ -31,6 +32,7 @@ from pyro_nami.messages import warn
 __all__ = ["AmortizedPosterior", "amortize"]
 
 _WARM, _CLIP = 0.03, 5.0  # share of the steps in which Adam's rate is reached; norm of gradients
+_SIMULATIONS = 10_000
 _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the loss on these is looked at
 _FEW, _TEMPERATURES = 0.2, 20  # share of effective draws below which they are annealed, and by how many densities
 _CHAINS: dict[str, Any] = {"num_leapfrog_steps": 5, "resample": True}
@@ -39,18 +41,21 @@ _number = itertools.count()
 
 
 class _Setting(NamedTuple):
-    """Bins and transforms of splines, widths of hidden layers, Adam's rate, and a share of the steps."""
+    """Bins and transforms of splines, widths of hidden layers, Adam's rate, a share of the steps, draws to move to."""
 
     bins: int
     transforms: int
     hidden: tuple[int, ...]
     rate: float
     steps: float
+    refresh: int
 
 
-# What is smooth is learned from few simulations by the first; what is narrow, or has several modes, needs the second.
-_SETTINGS = _Setting(8, 3, (64, 64), 3e-3, 1 / 2), _Setting(8, 3, (64, 64), 1e-2, 1.0)
-_NEAR = _Setting(8, 3, (64,), 3e-3, 1 / 6)  # where modes are derived there is little to learn, and a step takes long
+# What is smooth is learned from few simulations by the first; what is narrow, or has several modes, needs the second,
+# which alone is enough where latents move, or simulations are fresh, and so are not learned by heart.
+_SETTINGS = _Setting(8, 3, (64, 64), 3e-3, 1 / 2, 0), _Setting(8, 3, (64, 64), 1e-2, 1.0, 0)
+_MOVING = _Setting(8, 3, (64, 64), 1e-2, 1.0, 4)
+_NEAR = _Setting(8, 3, (64,), 3e-3, 1 / 6, 0)  # where modes are derived there is little to learn, and a step takes long
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def amortize(
     model: Callable,
     *args: Any,
     observed: Sequence[str] = (),
-    simulations: Any = 10_000,
+    simulations: Any = _SIMULATIONS,
     steps: int | None = None,
     progress: bool = True,
     guide: AutoNaMIGuide | None = None,
@@ -117,16 +122,18 @@ def amortize(
     """Compiles a guide on a model's simulations, with settings for all; returns the posterior as a function of data.
 
     Latents with exact conditionals are drawn from these. Factors that have to be learned are splines of 8 bins, those
-    of vectors whose elements depend on each other three more in sequence, by networks of two layers of 64 units. Two
-    guides are trained: one at a rate of 0.003 of Adam; and one, twice as long, at 0.01. A tenth of the simulations is
-    held out; the guide and the weights of the lowest loss on these are kept. Rates rise, and fall by a cosine;
-    gradients are clipped. Where modes are derived, one guide is trained, a sixth as long.
+    of vectors whose elements depend on each other three more in sequence, by networks of two layers of 64 units, at a
+    rate of 0.01 of Adam. Between epochs latents of simulations move by the model's density, see `moves`, so that they
+    are not learned by heart. Where they cannot, two guides are trained: this one, and one at 0.003 for half as many
+    steps. A tenth of the simulations is held out; the guide and the weights of the lowest loss on these are kept. Rates
+    rise, and fall by a cosine; gradients are clipped. Where modes are derived, one guide is trained, a sixth as long.
 
     Args:
         model: a Pyro model.
         *args, **kwargs: of the model; data among them are resampled, so only their shapes count.
         observed: sites to condition on, beside those that the model observes itself.
-        simulations: how many to draw, or those drawn before, as ``data`` of `InferenceCompilation.fit` all at once.
+        simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once; or
+            ``"fresh"``, to draw others in each step, if the model is fast.
         steps: of the longer training; by default 60 times the square root of the number of simulations, within 2,000
             and 20,000.
         progress: whether to show a progress bar.
@@ -146,6 +153,10 @@ def amortize(
     """
     model = with_drawn_data(model, args, kwargs, observed)
     simulator = Simulator(model, args, kwargs, observed)
+    fresh = isinstance(simulations, str)
+    if fresh and simulations != "fresh":
+        raise ValueError(f"Expected simulations to be a number, 'fresh', or values; got {simulations!r}.")
+    simulations = _SIMULATIONS if fresh else simulations
     given = simulator.draw(simulations) if isinstance(simulations, int) else as_draws(simulations, simulator)
     draws, non_finite = given.finite()
     seen = History()
@@ -160,7 +171,7 @@ def amortize(
     train, validation = draws.select(rows[held_out:]), draws.select(rows[:held_out])
     steps = steps or int(min(max(60 * draws.num**0.5, 2_000), 20_000))
     found: list[tuple[float, AutoNaMIGuide, History]] = []
-    for made, setting in _candidates(guide, simulator, draws):
+    for made, setting in _candidates(guide, simulator, draws, fresh):
         count = max(1, round(setting.steps * steps))
         compilation = InferenceCompilation(
             model,
@@ -172,25 +183,31 @@ def amortize(
             clip_norm=_CLIP,
         )
         options: dict[str, Any] = {"validate_every": max(1, count // _VALIDATIONS), "progress": progress}
-        history = compilation.fit(count, args, kwargs, data=train, validation=validation, **options)
+        if not fresh:
+            options |= {"data": train, "refresh": setting.refresh}
+        history = compilation.fit(count, args, kwargs, validation=validation, **options)
         found.append((min((loss for _, loss in history.validation), default=-math.inf), made, history))
     _, made, history = min(found, key=lambda each: each[0])
     return AmortizedPosterior(model, args, kwargs, made, history)
 
 
 def _candidates(
-    guide: AutoNaMIGuide | None, simulator: Simulator, draws: JointDraws
+    guide: AutoNaMIGuide | None, simulator: Simulator, draws: JointDraws, fresh: bool
 ) -> list[tuple[AutoNaMIGuide, _Setting]]:
-    """Returns the guides to train: the one given; or one with each setting, where any family is too plain."""
+    """Returns the guides to train and how: the one given, or one or two where any family is too plain."""
     if guide is not None:
-        return [(guide, _SETTINGS[-1])]
+        return [(guide, _MOVING)]
     plain, learned = _plain(simulator, draws)
-    options: dict[str, Any] = {"observed": simulator.observed}
-    return [
-        (_named(AutoNaMIGuide(simulator.model, hidden_features=each.hidden, families=families, **options)), each)
-        for each in _SETTINGS
-        if (families := dict.fromkeys(learned, flow(each.bins, each.transforms)))
-    ] or [(plain, _NEAR)]
+    if not learned:
+        return [(plain, _NEAR)]
+    settings = (_MOVING,) if fresh or LatentMoves(simulator, plain, 1).can_move(draws) else _SETTINGS
+
+    def made(setting: _Setting) -> AutoNaMIGuide:
+        families = dict.fromkeys(learned, flow(setting.bins, setting.transforms))
+        options: dict[str, Any] = {"observed": simulator.observed, "hidden_features": setting.hidden}
+        return _named(AutoNaMIGuide(simulator.model, families=families, **options))
+
+    return [(made(setting), setting) for setting in settings]
 
 
 def _plain(simulator: Simulator, draws: JointDraws) -> tuple[AutoNaMIGuide, list[str]]:

@@ -43,6 +43,18 @@ def test_a_posterior_of_two_modes_is_learned_and_weighted():
     assert abs(negative - 0.5) < 0.1
 
 
+def test_simulations_may_be_fresh_in_each_step():
+    pyro.set_rng_seed(0)
+    posterior = amortize(folded, observed=["x"], simulations="fresh", steps=60, progress=False)
+    assert posterior.history.simulations == 60 * 190
+    z, x = (part["z"] if "z" in part else part["x"] for part in Simulator(folded, observed=["x"]).draw(2000)[:2])
+    with torch.no_grad():
+        gap = (exact(z, x) - posterior.guide.log_prob({"z": z}, observations={"x": x})).mean()
+    assert -0.05 < gap < 0.4, gap
+    with pytest.raises(ValueError, match="'fresh', or values; got 'new'"):
+        amortize(folded, observed=["x"], simulations="new")
+
+
 def test_where_weights_are_bad_draws_are_carried_to_the_posterior():
     def sharp():
         z = pyro.sample("z", dist.Normal(0.0, 1.0))
