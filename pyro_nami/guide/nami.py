@@ -14,7 +14,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide.initialization import init_to_feasible
+from pyro.infer.autoguide.initialization import init_to_uniform
 from torch import Tensor, nn
 
 from pyro_nami.graph.inverse import Inverse
@@ -80,7 +80,8 @@ class AutoNaMIGuide(LazyGuide):
             has more than 1e5; networks read the latents alone, and data only once they vary. ``"free"``: in larger
             plates as well. None: networks read the data from the first step on.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
-        init_loc_fn: one of Pyro's initialization strategies, for the location at the first step.
+        init_loc_fn: one of Pyro's initialization strategies, for the location at the first step; by default a little
+            off the origin of unconstrained space, where gradients of many models are zero for reasons of symmetry.
         init_scale: scale at the first step, in unconstrained space.
         create_plates: as in Pyro: a callable from the model's arguments to plates.
         activation: of all hidden layers; by default tanh, and silu in the encoders of sets.
@@ -127,7 +128,7 @@ class AutoNaMIGuide(LazyGuide):
         exact: bool = True,
         rules: Mapping[str, str] | None = None,
         refine: str | None = "auto",
-        init_loc_fn: Callable = init_to_feasible,
+        init_loc_fn: Callable = init_to_uniform(radius=0.2),
         init_scale: float = 0.1,
         create_plates: Callable | None = None,
         activation: Callable[[Tensor], Tensor] | None = None,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from models import CASES, conjugate_normal, eight_schools
 from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.infer.autoguide.initialization import (
     init_to_feasible,
@@ -19,6 +21,7 @@ from pyro.infer.autoguide.initialization import (
     init_to_uniform,
     init_to_value,
 )
+from pyro.optim import Adam
 from torch.distributions import biject_to
 
 from pyro_nami import AutoNaMIGuide
@@ -66,7 +69,7 @@ def test_locations_and_scales_are_those_of_autonormal(name, inverse, anchor):
         loc, scale = theirs._get_loc_and_scale(key)
         expected[key] = loc.detach().reshape(-1), scale.detach().reshape(-1)
     pyro.clear_param_store()
-    ours = AutoNaMIGuide(case.model, inverse=inverse, anchor=anchor, exact=False)
+    ours = AutoNaMIGuide(case.model, inverse=inverse, anchor=anchor, exact=False, init_loc_fn=init_to_feasible)
     ours(*args)
     draws = unconstrained_draws(ours, name, args)
     for key in case.shapes:
@@ -81,7 +84,8 @@ def test_locations_and_scales_are_those_of_autonormal(name, inverse, anchor):
 
 def test_anchored_factors_start_at_the_given_scale_at_the_initial_values():
     y, sigma = CASES["eight_schools"].arguments()
-    guide = AutoNaMIGuide(eight_schools, inverse="reverse", init_scale=0.25, exact=False)
+    options = {"init_scale": 0.25, "init_loc_fn": init_to_feasible, "exact": False}
+    guide = AutoNaMIGuide(eight_schools, inverse="reverse", **options)
     guide(y, sigma)
     prototype = {key: guide.prototype_trace.nodes[key]["value"] for key in ("mu", "tau", "theta")}
     for key in prototype:
@@ -157,3 +161,28 @@ def test_the_initial_density_is_finite_far_from_the_prior(exact):
         pyro.clear_param_store()
         guide, y = AutoNaMIGuide(conjugate_normal, exact=exact), torch.randn(5) * scale
         assert guide.log_prob({"mu": torch.tensor(0.1)}, y).isfinite()
+
+
+def test_by_default_factor_models_leave_the_origin_sooner():
+    """There loadings are zero and all is noise, and no gradient says which way to go."""
+    generator = torch.Generator().manual_seed(0)
+    loadings = torch.randn(2, 6, generator=generator) * torch.tensor([[2.0], [0.7]])
+    x = torch.randn(50, 2, generator=generator) @ loadings + 0.3 * torch.randn(50, 6, generator=generator)
+
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2, 6]).to_event(2))
+        s = pyro.sample("s", dist.HalfNormal(1.0))
+        with pyro.plate("n", 50):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+            pyro.sample("x", dist.Normal(z @ w, s).to_event(1), obs=x)
+
+    noise = []
+    for options in ({}, {"init_loc_fn": init_to_feasible}):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(1)
+        guide = AutoNaMIGuide(model, **options)
+        svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+        for _ in range(150):
+            svi.step()
+        noise.append(torch.stack([guide()["s"] for _ in range(50)]).mean())
+    assert noise[0] < noise[1] - 0.15, noise
