@@ -159,9 +159,12 @@ class Proposal:
         return WeightedSamples(values, torch.cat([chunk.log_weights for chunk in chunks]), plates)
 
     def at_once(self, num: int, *, checked: bool = True) -> tuple[_Draws, str | None]:
-        """Returns draws of one run for all, and where this differs from single runs; None if nowhere."""
+        """Returns draws of one run for all, and where this differs from single runs; None if nowhere.
+
+        If not ``checked``, nothing is, and weights may be NaN.
+        """
         run = _run(self.target, self.target.extent(num))
-        return self._draws(run), self._difference(run) if checked else None
+        return self._draws(run, checked), self._difference(run) if checked else None
 
     def log_weights(self, values: Mapping[str, Tensor]) -> Tensor:
         """Returns the log weights of given latents ``(draws, *data sets, *site shape)``, as those of draws."""
@@ -196,10 +199,10 @@ class Proposal:
         values = {name: stacked([draw.values[name] for draw in draws]) for name in self.latents}
         return _Draws(values, stacked([draw.log_weights for draw in draws]))
 
-    def _draws(self, run: _Weighed) -> _Draws:
+    def _draws(self, run: _Weighed, checked: bool = True) -> _Draws:
         log_q, log_p = (sum(per_draw(part, run.extent).values()) for part in (run.log_q, run.log_p))
         log_weights: Any = log_p - log_q
-        if not (log_weights < torch.inf).all():
+        if checked and not (log_weights < torch.inf).all():
             _check_densities(run)
         shapes = {name: run.extent.sizes + self.single.model[name]["fn"].shape() for name in self.latents}
         return _Draws({name: _whole(run.model[name]).reshape(shapes[name]) for name in shapes}, log_weights)

@@ -88,7 +88,7 @@ class LatentMoves:
         try:
             proposal = self._proposal(few)
             _, difference = proposal.at_once(2)
-        except (NotImplementedError, RuntimeError, ValueError):
+        except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
             return False
         return difference is None and all(map(_is_simulated, proposal.single.model.values()))
 
@@ -97,9 +97,14 @@ class LatentMoves:
         return Proposal.of(target, draws.observed)
 
     def _moved(self, draws: JointDraws) -> dict[str, Tensor]:
-        """Returns the latents after the move."""
-        proposal = self._proposal(draws)
-        new, _ = proposal.at_once(self.num, checked=False)
+        """Returns the latents after the move; as they were, where the model fails at one of the guide's draws."""
+        try:
+            proposal = self._proposal(draws)
+            new, _ = proposal.at_once(self.num, checked=False)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError):
+            return draws.latents
         old = {name: draws.latents[name].reshape(value[:1].shape) for name, value in new.values.items()}
         log_weights = torch.cat((proposal.log_weights(old), new.log_weights))
         log_weights = log_weights.nan_to_num(nan=-math.inf, neginf=-math.inf)

@@ -111,6 +111,24 @@ def test_a_draw_at_which_the_density_underflows_moves_or_stays():
     assert moved.latents["z"].isfinite().all()
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_draws_at_which_the_model_is_no_number_or_fails_are_not_taken(fails):
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        if fails and z.dim() and (z.abs() > 20).any():
+            raise ValueError("too far")
+        pyro.sample("x", dist.Normal(torch.where(z.abs() > 20, torch.nan, z), 1.0))
+
+    def far(observations):
+        pyro.sample("z", dist.Normal(observations["x"] / 2, 0.5 if len(observations["x"].reshape(-1)) < 10 else 50.0))
+
+    simulator = Simulator(model, observed=["x"])
+    draws = simulator.draw(200)
+    moved = LatentMoves(simulator, far, 5)(draws).latents["z"]
+    assert (moved.abs() < 20).all()
+    assert torch.equal(moved, draws.latents["z"]) == fails
+
+
 def test_guides_do_not_learn_few_latents_by_heart():
     def model():
         z = pyro.sample("z", dist.Normal(torch.zeros(4), 1.0).to_event(1))
