@@ -128,7 +128,7 @@ class AutoNaMIGuide(LazyGuide):
         exact: bool = True,
         rules: Mapping[str, str] | None = None,
         refine: str | None = "auto",
-        init_loc_fn: Callable = init_to_uniform(radius=0.2),
+        init_loc_fn: Callable = init_to_uniform(radius=0.05),
         init_scale: float = 0.1,
         create_plates: Callable | None = None,
         activation: Callable[[Tensor], Tensor] | None = None,
