@@ -158,17 +158,20 @@ class InferenceCompilation:
             _check_counts(validation=validation)
         if patience is not None and validation is None:
             raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
-        if refresh and not are_all(data):
+        if refresh and (callable(args) or not are_all(data)):
+            given = "arguments that vary" if callable(args) else "none" if data is None else type(data).__name__
             raise ValueError(
-                f"Expected simulations all at once in data, with refresh={refresh}; got "
-                f"{'none' if data is None else type(data).__name__}."
+                f"Expected simulations all at once in data, of the same arguments, with refresh={refresh}; got {given}."
             )
         arguments = args if callable(args) else _constant(tuple(args), dict(kwargs or {}))
         trainer, simulations = self._set_up(arguments, data)
         held_out = simulations.held_out(validation)
         checkpoint, place = _resume(trainer, checkpoint)
         ahead = range(len(trainer.history.losses), steps)
-        renew = LatentMoves(trainer.simulator, self.guide, refresh) if refresh else None
+        renew = None
+        if refresh:
+            own_args, own_kwargs = arguments(0)
+            renew = LatentMoves(trainer.simulator.at(*own_args, **own_kwargs), self.guide, refresh)
         stream = stream_of(simulations, ahead, data, num_workers, place, trainer.processes, renew)
         plan = _Plan(ahead, validate_every, patience, checkpoint, checkpoint_every, callback(tracker), progress)
         _train(trainer, stream, held_out, plan)

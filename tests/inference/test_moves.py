@@ -161,3 +161,5 @@ def test_only_data_given_all_at_once_are_refreshed(data):
     )
     with pytest.raises(ValueError, match="all at once"):
         compilation.fit(1, data=data, refresh=1)
+    with pytest.raises(ValueError, match="arguments that vary"):
+        compilation.fit(1, lambda step: ((), {}), data={"z": torch.zeros(2), "x": torch.zeros(2)}, refresh=1)
