@@ -29,7 +29,7 @@ from pyro_nami.reading.draws import redraw
 __all__ = ["element_reads"]
 
 _MOST = 256  # elements in all, each of which takes a few runs
-_ORIGINS = 2  # draws that runs start from
+_ORIGINS, _MORE = 2, 8  # draws that runs start from, and further ones for elements that nothing seems to read
 
 
 def element_reads(
@@ -93,7 +93,11 @@ def _reads(first: FirstCall, name: str, children: Sequence[str], counts: Mapping
     """
     reads = {t: torch.zeros(counts[t], counts[name], dtype=torch.bool) for t in children}
     held = {*first.net.latent, *first.options.observed}
-    for draw in first.draws[:_ORIGINS]:
+    for number, draw in enumerate(first.draws[: _ORIGINS + _MORE]):
+        seen = torch.cat([*reads.values()]).any(0)
+        looked = torch.arange(counts[name]) if number < _ORIGINS else (~seen).nonzero().squeeze(-1)
+        if not len(looked):
+            break
         values = {u: value for u, value in draw.items() if u in held}
         before = first.run(values)
         if name not in before:
@@ -111,8 +115,8 @@ def _reads(first: FirstCall, name: str, children: Sequence[str], counts: Mapping
             return {t: _moved(before[t], after.get(t), counts[t]) for t in children}
 
         try:
-            for j, changed in enumerate(torch.eye(counts[name], dtype=torch.bool)):
-                for t, rows in moves(changed).items():
+            for j in looked.tolist():
+                for t, rows in moves(torch.arange(counts[name]) == j).items():
                     reads[t][:, j] |= rows
             for kept in torch.cat([*reads.values()]).unique(dim=0):
                 for t, rows in moves(~kept).items():

@@ -212,6 +212,7 @@ def test_a_compiled_elbo_is_the_plain_one(rules, conjugate):
     with pyro.settings.context(module_local_params=False):
         for objective in (Trace_ELBO, JitTrace_ELBO):
             pyro.clear_param_store()
+            pyro.set_rng_seed(0)
             guide = made(model, y, conjugate=conjugate, learned=rules)
             elbo = objective(num_particles=5, vectorize_particles=True, max_plate_nesting=2)
             svi = SVI(model, guide, Adam({"lr": 0.0}), elbo)

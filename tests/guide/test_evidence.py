@@ -16,7 +16,7 @@ import torch
 from models import amortized, local_normals, minimize, noise, scatter
 from models import varying_intercept as groups
 from pyro import poutine
-from pyro.infer.autoguide import init_to_value
+from pyro.infer.autoguide import init_to_feasible, init_to_value
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("double")]
 NOISE = 0.5
@@ -264,7 +264,7 @@ def test_the_evidence_of_a_group_is_that_of_its_own_rows():
 
 def test_the_evidence_of_a_blocks_member_is_that_of_its_own_rows():
     """Member by member of the block that a crossed design makes, whose size is fixed but not the number of rows."""
-    guide = amortized(crossed, init_scale=0.5, exact=False)
+    guide = amortized(crossed, init_scale=0.5, init_loc_fn=init_to_feasible, exact=False)
     guide(torch.arange(8) % 5, 5, torch.arange(8) % 4, 4, torch.randn(8))
     (block,) = [factor for factor in guide.network.factors.values() if factor.joint]
     assert block.name == "beta" and block.num_elements == 4 and len(block.pseudo) == 1
