@@ -53,8 +53,7 @@ class _Setting(NamedTuple):
 
 # What is smooth is learned from few simulations by the first; what is narrow, or has several modes, needs the second,
 # which alone is enough where latents move, or simulations are fresh, and so are not learned by heart.
-_SETTINGS = _Setting(8, 3, (64, 64), 3e-3, 1 / 2, 0), _Setting(8, 3, (64, 64), 1e-2, 1.0, 0)
-_MOVING = _Setting(8, 3, (64, 64), 1e-2, 1.0, 4)
+_SETTINGS = _Setting(8, 3, (64, 64), 3e-3, 1 / 2, 4), _Setting(8, 3, (64, 64), 1e-2, 1.0, 4)
 _NEAR = _Setting(8, 3, (64,), 3e-3, 1 / 6, 0)  # where modes are derived there is little to learn, and a step takes long
 
 
@@ -196,11 +195,11 @@ def _candidates(
 ) -> list[tuple[AutoNaMIGuide, _Setting]]:
     """Returns the guides to train and how: the one given, or one or two where any family is too plain."""
     if guide is not None:
-        return [(guide, _MOVING)]
+        return [(guide, _SETTINGS[-1])]
     plain, learned = _plain(simulator, draws)
     if not learned:
         return [(plain, _NEAR)]
-    settings = (_MOVING,) if fresh or LatentMoves(simulator, plain, 1).can_move(draws) else _SETTINGS
+    settings = _SETTINGS[-1:] if fresh or LatentMoves(simulator, plain, 1).can_move(draws) else _SETTINGS
 
     def made(setting: _Setting) -> AutoNaMIGuide:
         families = dict.fromkeys(learned, flow(setting.bins, setting.transforms))
