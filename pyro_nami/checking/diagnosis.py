@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = ["Diagnosis", "diagnose"]
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ from pyro_nami.checking.simulations import seeded
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.observations import as_mapping, observed_names
+from pyro_nami.inference.posterior import AmortizedPosterior
 from pyro_nami.inference.simulate import Simulator
+from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.weights import K_MAX
 
 if TYPE_CHECKING:
@@ -60,7 +63,8 @@ class Diagnosis:
 
     Attributes:
         calibration: of the guide, over simulated data sets.
-        effective_sample_size, pareto_k: of importance sampling on some simulated data sets, ``(data sets,)``.
+        effective_sample_size, pareto_k: of importance sampling on some simulated data sets, ``(data sets,)``; None
+            where data have no density.
         num_samples: draws of importance sampling for each of them.
         losses, validation: of training, in nats: of every step, and pairs of steps and held-out losses; None and empty
             without a history.
@@ -68,8 +72,8 @@ class Diagnosis:
     """
 
     calibration: Calibration
-    effective_sample_size: Tensor
-    pareto_k: Tensor
+    effective_sample_size: Tensor | None
+    pareto_k: Tensor | None
     num_samples: int
     losses: Sequence[float] | None = None
     validation: Sequence[tuple[int, float]] = ()
@@ -77,8 +81,8 @@ class Diagnosis:
 
     @property
     def unreliable(self) -> float:
-        """Share of data sets for which importance sampling is unreliable: k-hat above 0.7."""
-        return float((self.pareto_k > K_MAX).double().mean())
+        """Share of data sets for which importance sampling is unreliable: k-hat above 0.7; NaN without weights."""
+        return math.nan if self.pareto_k is None else float((self.pareto_k > K_MAX).double().mean())
 
     @cached_property
     def checks(self) -> list[Check]:
@@ -101,8 +105,10 @@ class Diagnosis:
     @property
     def summary(self) -> str:
         """What was found, in a line."""
-        share = float((self.effective_sample_size / self.num_samples).median())
         verdict = f"wrong are {'; '.join(self.problems)}" if self.problems else "passed"
+        if self.effective_sample_size is None:
+            return f"Diagnosis: {verdict}. The data have no density, so draws have no weights."
+        share = float((self.effective_sample_size / self.num_samples).median())
         return f"Diagnosis: {verdict}. Median effective sample size {share:.0%} of the draws."
 
     def plot(self) -> Figure:
@@ -118,7 +124,9 @@ class Diagnosis:
         advice = "".join(f"\n- {problem}: {advice}" for problem, advice in self.problems.items())
         return "\n\n".join([self.summary + advice, *(check.text for check in self.checks)])
 
-    def _weights(self) -> Check:
+    def _weights(self) -> Check | None:
+        if self.effective_sample_size is None or self.pareto_k is None:
+            return None
         shares, k, unreliable = self.effective_sample_size / self.num_samples, self.pareto_k, self.unreliable
         text = (
             f"Importance sampling: {len(k):,} data sets, {self.num_samples:,} draws each\n"
@@ -163,7 +171,7 @@ def _data(found: Misspecification) -> Check:
 
 
 def diagnose(
-    guide: Callable,
+    guide: Callable | AmortizedPosterior,
     *args: Any,
     model: Callable | None = None,
     history: History | None = None,
@@ -181,7 +189,8 @@ def diagnose(
     ``print`` the result, or ``plot()`` it.
 
     Args:
-        guide: of the model; takes ``observations={site: value}``.
+        guide: of the model; takes ``observations={site: value}``. Or a posterior of `amortize`, which has model,
+            arguments and history with it, and is calibrated by its weighted draws (`calibrate`).
         *args, **kwargs: the model's arguments. Data among them are the real data.
         model: by default the guide's own, ``guide.model``.
         history: of training, as ``InferenceCompilation(...).history``.
@@ -195,7 +204,11 @@ def diagnose(
     Raises:
         TypeError: no model is given, and the guide has none.
     """
+    judged = guide
     model = getattr(guide, "model", None) if model is None else model
+    if isinstance(guide, AmortizedPosterior):
+        args, kwargs, history = args or guide.args, {**guide.kwargs, **kwargs}, history or guide.history
+        guide = guide.guide
     if not callable(model):
         raise TypeError("Expected a guide with a model, or model=...; got neither.")
     given = as_mapping(observations)
@@ -206,16 +219,18 @@ def diagnose(
         data = {**observed_data(simulator), **given}
         compared = compare(simulator, data) if data.keys() >= set(simulator.observed) else None
         calibration = calibrate(
-            model, guide, *args, num_datasets=num_datasets, num_draws=num_draws, observed=names, **kwargs
+            model, judged, *args, num_datasets=num_datasets, num_draws=num_draws, observed=names, **kwargs
         )
-        simulated = simulator.draw(num_weighted).finite()[0].observed  # calibrate has judged how many are not
-        weighted = importance_sample(
-            model, guide, *args, num_samples=num_samples, observations=simulated, **kwargs
-        )
+        size = k = None
+        if not isinstance(model, SimulatorModel):
+            simulated = simulator.draw(num_weighted).finite()[0].observed  # calibrate has judged how many are not
+            options = {"num_samples": num_samples, "observations": simulated, **kwargs}
+            weighted = importance_sample(model, guide, *args, **options)
+            size, k = weighted.effective_sample_size, weighted.pareto_k
     return Diagnosis(
         calibration,
-        weighted.effective_sample_size,
-        weighted.pareto_k,
+        size,
+        k,
         num_samples,
         losses=list(history.losses) if history is not None and history.losses else None,
         validation=() if history is None else tuple(history.validation),

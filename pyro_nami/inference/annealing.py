@@ -113,6 +113,7 @@ def annealed_importance_sampling(
     posterior: Mapping[str, Tensor] | None = None,
     chunk_size: int | None = None,
     resample: bool = False,
+    defensive: float = 0.0,
     progress: bool = False,
     **kwargs: Any,
 ) -> AnnealedSamples:
@@ -140,6 +141,7 @@ def annealed_importance_sampling(
         resample: whether to draw the chains of a data set anew by their weights, on the way, whenever fewer than half
             of them are effective (a sequential Monte Carlo sampler, Del Moral et al. 2006): far fewer temperatures do
             then. The evidence is consistent; its error is that of the weights since, and too small.
+        defensive: share of the chains that start from the prior, in place of the guide, as in `importance_sample`.
         progress: whether to show a progress bar.
 
     Raises:
@@ -162,7 +164,8 @@ def annealed_importance_sampling(
     if resample and posterior is not None:
         raise ValueError("Expected resample=False where chains run backwards from posterior draws; got True.")
     with _fixed(model, guide):
-        start = Start.of(Target(model, guide, args, kwargs), as_mapping(observations), posterior)
+        target = Target(model, guide, args, kwargs, prior_share=defensive)
+        start = Start.of(target, as_mapping(observations), posterior)
         return _annealed(start, options, step_size, progress)
 
 

@@ -7,18 +7,26 @@ another way of drawing; what is done with the weights is in `weights`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pyro
 import torch
+from pyro.distributions.util import scale_and_mask
 from pyro.infer.inspect import is_sample_site
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
 from pyro_nami.inference.observations import as_mapping
-from pyro_nami.inference.site_messages import is_delta, plate_names, plate_nesting, with_idle_dims
+from pyro_nami.inference.site_messages import (
+    is_delta,
+    log_density,
+    plate_names,
+    plate_nesting,
+    with_idle_dims,
+)
 from pyro_nami.inference.target import (
     Extent,
     Target,
@@ -44,6 +52,7 @@ def importance_sample(
     num_samples: int,
     observations: Mapping[str, Any] | None = None,
     chunk_size: int | None = None,
+    defensive: float = 0.0,
     **kwargs: Any,
 ) -> WeightedSamples:
     """Draws from a guide and weights the draws by log p(latents, data) - log q(latents | data).
@@ -61,14 +70,18 @@ def importance_sample(
             is a batch of them (also with all plate dims of the model, as in `JointDraws`). Sites without that dim are
             the same in all data sets. Passed on as ``observations=`` to a guide and a model that take it.
         chunk_size: draws of all data sets in memory at a time; by default about a million elements of all sites.
+        defensive: share of the draws that are the prior's, the last ones; the density of the mixture is what all are
+            weighted by, so no weight is above p(data | latents) / share, wherever the guide is too narrow, and what it
+            misses can be found (Hesterberg 1995, "Weighted average importance sampling and defensive mixture
+            distributions").
 
     Returns:
         `WeightedSamples` with `num_samples` draws of the model's latents, for each data set if there is a batch.
 
     Raises:
-        ValueError: ``num_samples`` or ``chunk_size`` below 1; observations of an unknown site or of a wrong shape; a
-            latent that only one of model and guide has; a log density that is NaN (the message names the site); a data
-            set for which all weights are zero; a guide that is a point (AutoDelta).
+        ValueError: ``num_samples`` or ``chunk_size`` below 1; ``defensive`` outside [0, 1); observations of an unknown
+            site or of a wrong shape; a latent that only one of model and guide has; a log density that is NaN (the
+            message names the site); a data set for which all weights are zero; a guide that is a point (AutoDelta).
         NotImplementedError: plates with random subsampling.
 
     Warns:
@@ -86,9 +99,12 @@ def importance_sample(
         tensor(-2.2655)
     """
     _check_counts(num_samples, chunk_size)
-    proposal = Proposal.of(Target(model, guide, args, kwargs), as_mapping(observations))
+    target = Target(model, guide, args, kwargs, prior_share=defensive)
+    ours = max(1, math.floor((1 - defensive) * num_samples))
+    target = replace(target, prior_share=1 - ours / num_samples)
+    proposal = Proposal.of(target, as_mapping(observations))
     size = min(num_samples, chunk_size or max(1, _ELEMENTS // proposal.elements))
-    result = proposal.draw([min(size, num_samples - start) for start in range(0, num_samples, size)])
+    result = proposal.draw(*(_chunks(num, size) for num in (ours, num_samples - ours)))
     warn_of_bad(result)
     return result
 
@@ -106,6 +122,10 @@ def _check_counts(num_samples: int, chunk_size: int | None) -> None:
             raise TypeError(f"Expected {name} to be an int; got {value!r}.")
         if value < 1:
             raise ValueError(f"Expected {name} to be at least 1; got {value}.")
+
+
+def _chunks(num: int, size: int) -> list[int]:
+    return [min(size, num - start) for start in range(0, num, size)]
 
 
 class _BadDensity(ValueError):
@@ -151,9 +171,9 @@ class Proposal:
         sites = [*self.single.guide.values(), *self.single.model.values()]
         return max(1, sum(site["fn"].shape().numel() for site in sites)) * (self.target.data.num or 1)
 
-    def draw(self, counts: Sequence[int]) -> WeightedSamples:
-        """Returns draws in chunks, joined."""
-        chunks = self._chunks(counts)
+    def draw(self, counts: Sequence[int], from_prior: Sequence[int] = ()) -> WeightedSamples:
+        """Returns draws of the guide, and behind them of the prior, in chunks, joined."""
+        chunks = self._chunks(counts, from_prior)
         plates = {name: plate_names(self.single.model[name]) for name in self.latents}
         values = {name: torch.cat([chunk.values[name] for chunk in chunks]) for name in plates}
         return WeightedSamples(values, torch.cat([chunk.log_weights for chunk in chunks]), plates)
@@ -172,10 +192,11 @@ class Proposal:
         nesting, dims = self.target.nesting, len(extent.sizes)
         values = {name: with_idle_dims(values[name], self.single.model[name], nesting, dims) for name in self.latents}
         model = self.target.run_model(extent, Runner({**values, **extent.data}))
-        return sum(per_draw(log_densities(model), extent).values()) - self.target.guide_log_prob(extent, values)
+        return _summed(log_densities(model), extent) - self.target.guide_log_prob(extent, values)
 
-    def _chunks(self, counts: Sequence[int]) -> list[_Draws]:
+    def _chunks(self, counts: Sequence[int], from_prior: Sequence[int]) -> list[_Draws]:
         """Returns chunks of draws: each at once, or all one by one where this goes wrong for the first."""
+        many = [(self._guide_draws, num) for num in counts[1:]] + [(self._prior_draws, num) for num in from_prior]
         try:
             first, reason = self.at_once(counts[0])
         except (_BadDensity, torch.OutOfMemoryError):
@@ -184,13 +205,13 @@ class Proposal:
             reason = in_one_line(error)
         if reason is not None:
             warn(_LOOP.format(reason))
-            return [self._one_by_one(sum(counts))]
-        return [first, *(self._draws(_run(self.target, self.target.extent(num))) for num in counts[1:])]
+            return [self._one_by_one(draw, num) for draw, num in [(self._guide_draws, counts[0]), *many]]
+        return [first, *(draw(self.target.extent(num)) for draw, num in many)]
 
-    def _one_by_one(self, count: int) -> _Draws:
+    def _one_by_one(self, draw: Callable[[Extent], _Draws], count: int) -> _Draws:
         num = self.target.data.num
         rows = [row for _ in range(count) for row in range(num or 1)]
-        draws = [self._draws(_run(self.target, self.target.one(row))) for row in rows]
+        draws = [draw(self.target.one(row)) for row in rows]
         sizes = (count,) if num is None else (count, num)
 
         def stacked(parts: list[Tensor]) -> Tensor:
@@ -199,9 +220,21 @@ class Proposal:
         values = {name: stacked([draw.values[name] for draw in draws]) for name in self.latents}
         return _Draws(values, stacked([draw.log_weights for draw in draws]))
 
+    def _guide_draws(self, extent: Extent) -> _Draws:
+        return self._draws(_run(self.target, extent))
+
+    def _prior_draws(self, extent: Extent) -> _Draws:
+        sites = self.target.run_model(extent, Runner(extent.data))
+        log_q = self.target.guide_log_prob(extent, {name: _whole(sites[name]) for name in self.latents})
+        return self._draws(_Weighed(extent, {}, sites, {"": log_q}, log_densities(sites)))
+
     def _draws(self, run: _Weighed, checked: bool = True) -> _Draws:
-        log_q, log_p = (sum(per_draw(part, run.extent).values()) for part in (run.log_q, run.log_p))
-        log_weights: Any = log_p - log_q
+        log_q, log_p = (_summed(part, run.extent) for part in (run.log_q, run.log_p))
+        if self.target.prior_share:
+            sites = {name: run.model[name] for name in self.latents}
+            prior = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
+            log_q = self.target.defended(log_q, _summed(prior, run.extent))
+        log_weights = log_p - log_q
         if checked and not (log_weights < torch.inf).all():
             _check_densities(run)
         shapes = {name: run.extent.sizes + self.single.model[name]["fn"].shape() for name in self.latents}
@@ -220,6 +253,11 @@ class Proposal:
                 if name is not None:
                     return f"the {role}'s log density of site '{name}' differs from that in a single run"
         return None
+
+
+def _summed(log_probs: Mapping[str, Tensor], extent: Extent) -> Tensor:
+    total: Any = sum(per_draw(log_probs, extent).values())
+    return total
 
 
 def _whole(site: Any) -> Tensor:

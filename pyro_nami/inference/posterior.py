@@ -35,6 +35,7 @@ _WARM, _CLIP = 0.03, 5.0  # share of the steps in which Adam's rate is reached; 
 _SIMULATIONS = 10_000
 _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the loss on these is looked at
 _FEW, _TEMPERATURES = 0.2, 20  # share of effective draws below which they are annealed, and by how many densities
+_DEFENSIVE = 0.05  # share of draws that are the prior's, where a guide had to learn
 _CHAINS: dict[str, Any] = {"num_leapfrog_steps": 5, "resample": True}
 
 _number = itertools.count()
@@ -73,12 +74,20 @@ class AmortizedPosterior:
     history: History
 
     def __call__(
-        self, data: Mapping[str, Any], num_samples: int = 1000, *, num_temperatures: int | None = None
+        self,
+        data: Mapping[str, Any],
+        num_samples: int = 1000,
+        *,
+        num_temperatures: int | None = None,
+        defensive: float | None = None,
     ) -> WeightedSamples:
         """Returns draws with importance weights, and a warning where these are bad.
 
         The guide's draws are weighted, or, with more than two temperatures, carried to the posterior on the way that
         `annealed_importance_sampling` describes, with ``resample=True``.
+
+        Where a factor was learned, one in twenty is a draw of the prior, so that modes which the guide misses show in
+        the weights.
 
         Where data have no known density all weights are one, and there is no evidence: in a model `from_simulator`, and
         in one that conditions on a `pyro.deterministic` site or a `Delta`.
@@ -88,8 +97,11 @@ class AmortizedPosterior:
             num_samples: draws for each data set.
             num_temperatures: 2 to leave draws where they are; by default 20 if k-hat is above 0.7 or less than a fifth
                 of the draws are effective, at any data set, and the model can be annealed.
+            defensive: another share of the prior's draws; 0 for the guide's alone.
         """
-        options: dict[str, Any] = {"observations": data, **self.kwargs}
+        if defensive is None:
+            defensive = _DEFENSIVE * any(note.rule == "learned" for note in self.guide.rules.values())
+        options: dict[str, Any] = {"observations": data, "defensive": defensive, **self.kwargs}
         if isinstance(self.model, SimulatorModel):
             drawn = _unwarned(self.model.without_data(), self.guide, num_samples=num_samples, observations=data)
             return WeightedSamples(drawn.samples, torch.zeros_like(drawn.log_weights), drawn.plates)
@@ -98,7 +110,7 @@ class AmortizedPosterior:
             good = (drawn.pareto_k <= K_MAX) & (drawn.effective_sample_size >= _FEW * num_samples)
             if num_temperatures is None and not good.all():
                 try:
-                    return self(data, num_samples, num_temperatures=_TEMPERATURES)
+                    return self(data, num_samples, num_temperatures=_TEMPERATURES, defensive=defensive)
                 except (NotImplementedError, ValueError):  # discrete latents, or a model that is run draw by draw
                     pass
         else:

@@ -19,6 +19,7 @@ from torch.distributions import Distribution
 
 from pyro_nami.factors.wrappers import layers
 from pyro_nami.reading.isolation import forked_rng
+from pyro_nami.reading.runner import own_dims
 
 __all__ = ["Simulated", "SimulatorModel", "from_simulator", "with_drawn_data"]
 
@@ -154,7 +155,8 @@ def from_simulator(prior: Distribution, simulator: Callable[[Tensor], Any]) -> S
 
 def _simulated(simulator: Callable[[Tensor], Any], theta: Tensor) -> Tensor:
     """Returns data ``(rows, *shape)`` of parameters ``(rows, *event)``, as floating-point numbers."""
-    x = torch.as_tensor(simulator(theta), device=theta.device)
+    with poutine.block(), own_dims():  # it may be written with Pyro
+        x = torch.as_tensor(simulator(theta), device=theta.device)
     if x.dim() == 0 or len(x) != len(theta):
         raise ValueError(
             f"Expected the simulator to return one row of data for each of {len(theta)} rows of parameters; got shape "

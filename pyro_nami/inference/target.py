@@ -7,6 +7,7 @@ and guide are to be run, or runs to be compared, in another way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,7 @@ class Target:
         args, kwargs: arguments of both.
         data: observed values in place of the model's own.
         nesting: plate dims; those of draws and of data sets stand left of them.
+        prior_share: share of the proposal's draws that are the prior's in place of the guide's.
 
     Example:
         >>> import pyro.distributions as dist
@@ -72,6 +74,11 @@ class Target:
     kwargs: Mapping[str, Any]
     data: Observations = field(default_factory=lambda: Observations({}, {}, 0))
     nesting: int = 0
+    prior_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prior_share < 1:
+            raise ValueError(f"Expected defensive to be a share of the draws, in [0, 1); got {self.prior_share}.")
 
     def observing(self, observations: Mapping[str, Any]) -> tuple[Target, dict[str, Any]]:
         """Returns the target on observed values, and the sites of the run of the model that these are checked against.
@@ -141,6 +148,12 @@ class Target:
             )
         log_probs = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
         return per_draw(log_probs, extent)
+
+    def defended(self, log_q: Tensor, log_prior: Tensor) -> Tensor:
+        """Returns the log density of the mixture of guide and prior, by those of its parts."""
+        if not self.prior_share:
+            return log_q
+        return torch.logaddexp(log_q + math.log1p(-self.prior_share), log_prior + math.log(self.prior_share))
 
     def _kwargs(self, extent: Extent, fn: Any) -> Mapping[str, Any]:
         told = extent.data and takes_observations(fn, is_guide=fn is self.guide)

@@ -126,8 +126,8 @@ class TemperedPath:
         jacobian: Any = sum(point.log_jacobian.values())
         if self.target.guide is None:
             return PathValue(prior + jacobian, likelihood)
-        guide = self.target.guide_log_prob(self.extent, point.values)
-        return PathValue(guide + jacobian, prior + likelihood - guide)
+        start = self.target.defended(self.target.guide_log_prob(self.extent, point.values), prior)
+        return PathValue(start + jacobian, prior + likelihood - start)
 
     @torch.no_grad()
     def value(self, position: Tensor) -> PathValue:
@@ -216,6 +216,12 @@ class Start:
                         f"Expected a guide whose sites give its density; it has the factor '{name}' as well."
                     )
             values = {name: site["value"] for name, site in sites.items() if _is_latent(site, {})}
+            if self.target.prior_share:
+                prior = self.target.run_model(extent, Runner(extent.data))
+                chosen = torch.rand(extent.sizes[0]) < self.target.prior_share
+                for name, value in values.items():
+                    here = chosen.to(value.device).view(-1, *[1] * (value.dim() - 1))
+                    values[name] = prior[name]["value"].where(here, value)
         for name in sorted(self.latents.keys() ^ values.keys()):
             raise ValueError(
                 f"Expected {whose} at every latent, {', '.join(map(repr, self.latents))}, and no other; got "

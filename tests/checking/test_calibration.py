@@ -32,7 +32,7 @@ from pyro_nami.checking.rank_tests import (
     holm,
     judge,
 )
-from pyro_nami.inference.simulate import Simulator
+from pyro_nami.inference import AmortizedPosterior, History, Simulator
 
 SD = 0.5  # of the data around z
 
@@ -88,6 +88,34 @@ def shapes(result):
 
 
 # ---- posteriors with known verdicts
+
+
+@pytest.mark.parametrize(("scale", "shift"), [(1.5, 0.0), (1.3, 0.4)], ids=["wide", "wide and biased"])
+def test_weighted_posteriors_are_judged_by_what_they_give(scale, shift):
+    def twice():
+        with pyro.plate("n", 2):
+            z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+            pyro.sample("y", dist.Normal(z, 1.0).to_event(1))
+
+    class Guide:
+        rules: dict = {}
+
+        def factor(self, y):
+            return dist.Normal(y / 2 + shift * 0.5**0.5, scale * 0.5**0.5).to_event(1)
+
+        def __call__(self, observations):
+            with pyro.plate("n", 2):
+                pyro.sample("z", self.factor(observations["y"]))
+
+        def log_prob(self, latents, observations):
+            return self.factor(observations["y"]).log_prob(latents["z"]).sum(-1)
+
+    options = {"observed": ["y"], "num_datasets": 500, "num_draws": 49, "seed": 0}
+    assert not calibrate(twice, Guide(), **options).passed
+    result = calibrate(twice, AmortizedPosterior(twice, (), {}, Guide(), History()), **options)
+    assert result.passed, str(result)
+    assert set(result.joint) == {JOINT_TARP, JOINT_DENSITY}
+    assert shapes(result) == {"z": (500, 2, 3)}
 
 
 @pytest.mark.parametrize(

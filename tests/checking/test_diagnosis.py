@@ -10,6 +10,7 @@ import torch
 from models import pair
 from scipy import stats
 
+from pyro_nami import amortize, from_simulator
 from pyro_nami.checking.calibration import JOINT_TARP
 from pyro_nami.checking.diagnosis import diagnose
 from pyro_nami.checking.misspecification import _Space, misspecification
@@ -73,6 +74,26 @@ def test_without_history_and_data_a_diagnosis_has_less():
     assert (result.losses, result.misspecification) == (None, None)
     assert len(result.plot().axes) == 4
     assert "Loss" not in str(result) and "The data" not in str(result)
+
+
+def test_a_posterior_brings_model_history_and_data():
+    def rows():
+        z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(z, 1.0).to_event(1))
+
+    few = {"num_datasets": 50, "num_draws": 9, "num_weighted": 10, "num_samples": 100, "seed": 0}
+    posterior = amortize(rows, observed=["x"], simulations=100, progress=False)
+    result = diagnose(posterior, observations={"x": torch.tensor([0.3, 9.0])}, **few)
+    assert list(result.problems) == ["data far outside the simulations"]
+    assert result.losses == posterior.history.losses
+    assert torch.allclose(result.effective_sample_size, torch.tensor(100.0), rtol=1e-3)  # exact
+
+    model = from_simulator(dist.Normal(torch.zeros(2), 1.0).to_event(1), lambda z: z + torch.randn_like(z))
+    posterior = amortize(model, observed=["x"], simulations=200, steps=3, progress=False)
+    result = diagnose(posterior, **few)
+    assert (result.effective_sample_size, result.pareto_k) == (None, None)
+    assert result.calibration.num_datasets == 50
+    assert "no density" in result.summary and "Importance sampling" not in str(result)
 
 
 def test_a_guide_without_a_model_is_refused():

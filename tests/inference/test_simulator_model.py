@@ -47,6 +47,15 @@ def test_counts_are_numbers_and_nan_is_left_out():
     assert posterior({"x": torch.zeros(2)}, num_samples=10).mean("theta").isfinite().all()
 
 
+def test_simulators_may_be_written_with_pyro():
+    def own(theta):
+        with pyro.plate("rows", len(theta)):
+            return pyro.sample("x", dist.Normal(pyro.sample("theta", dist.Delta(theta, event_dim=1)), 0.1).to_event(1))
+
+    posterior = amortize(from_simulator(PRIOR, own), observed=["x"], simulations=100, steps=2, progress=False)
+    assert set(posterior({"x": torch.zeros(2)}, num_samples=10).samples) == {"theta"}
+
+
 def test_data_of_another_shape_and_priors_of_many():
     with pytest.raises(ValueError, match="for each of 2 rows"):
         from_simulator(PRIOR, lambda theta: theta.sum())
