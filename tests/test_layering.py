@@ -24,7 +24,7 @@ ORDER = {
     "nami",
     "inference": "site_messages simulator_model observations target checkpoint history psis processes trackers "
     "optimizers weights importance simulate moves batches losses relaxation trainer compilation tempering transitions "
-    "annealing refining estimates iterative iterative_elbo amortization posterior",
+    "annealing refining estimates iterative iterative_elbo amortization rounds posterior",
     "checking": "coordinates rank_tests plots simulations calibration misspecification diagnosis",
     "show": "render report model_file commands",
 }

@@ -24,6 +24,7 @@ from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample, warn_of_bad
 from pyro_nami.inference.moves import LatentMoves
+from pyro_nami.inference.rounds import next_round
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
 from pyro_nami.inference.weights import K_MAX, WeightedSamples
@@ -128,6 +129,8 @@ def amortize(
     steps: int | None = None,
     progress: bool = True,
     guide: AutoNaMIGuide | None = None,
+    at: Mapping[str, Any] | None = None,
+    rounds: int = 4,
     **kwargs: Any,
 ) -> AmortizedPosterior:
     """Compiles a guide on a model's simulations, with settings for all; returns the posterior as a function of data.
@@ -149,9 +152,14 @@ def amortize(
             and 20,000.
         progress: whether to show a progress bar.
         guide: one to train in place of what is described.
+        at: data that the posterior is wanted for, and no others, where the model's data have no density: simulations
+            then come in ``rounds``, each with a guide of its own, and after the first from where the guide before has
+            its mass given these data; see `rounds`.
+        rounds: number of them, of equal numbers of simulations.
 
     Raises:
-        ValueError: fewer than 20 simulations; and as `InferenceCompilation` does.
+        ValueError: fewer than 20 simulations; ``at`` where draws have weights, or with simulations given; and as
+            `InferenceCompilation` does.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -164,6 +172,20 @@ def amortize(
     """
     model = with_drawn_data(model, args, kwargs, observed)
     simulator = Simulator(model, args, kwargs, observed)
+    if at is not None:
+        if not isinstance(model, SimulatorModel) or not isinstance(simulations, int) or guide is not None:
+            raise ValueError(
+                "Expected at= for data without a density, and simulations to be a number, without guide=. Where data "
+                "have a density, leave at= out: draws are weighted, and carried to the posterior of any data."
+            )
+        num = simulations // rounds
+        again = functools.partial(amortize, model, *args, observed=observed, steps=steps, progress=progress, **kwargs)
+        draws = simulator.draw(simulations - (rounds - 1) * num)
+        posterior = again(simulations=draws)
+        for _ in range(rounds - 1):
+            draws = next_round(simulator, posterior.guide, at, draws, num)
+            posterior = again(simulations=draws)
+        return posterior
     fresh = isinstance(simulations, str)
     if fresh and simulations != "fresh":
         raise ValueError(f"Expected simulations to be a number, 'fresh', or values; got {simulations!r}.")

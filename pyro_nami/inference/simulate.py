@@ -156,12 +156,15 @@ class Simulator:
                 "dims counted from the right, `torch.where` for `if`."
             )
 
-    def draw(self, num: int, *, keep_sites: bool = False) -> JointDraws:
+    def draw(
+        self, num: int, *, keep_sites: bool = False, latents: Mapping[str, Tensor] | None = None
+    ) -> JointDraws:
         """Returns ``num`` joint draws, without gradients; values that are not finite are in them as drawn.
 
         Args:
             num: number of draws.
             keep_sites: whether they come with their ``sites``, where one run of the model gives all of them.
+            latents: values that the model is to have, ``(num, *plates, *event)``, as in `JointDraws`.
 
         Raises:
             ValueError: naming a site whose distribution fails to be sampled (a `Categorical` with NaN for
@@ -170,10 +173,11 @@ class Simulator:
         if not (isinstance(num, int) and num > 0):
             raise ValueError(f"Expected a positive number of draws; got {num!r}.")
         if self.vectorized:
-            sites = self._batch(num)
+            sites = self._batch(num, latents)
             draws = {name: sites[name]["value"] for name in (*self.latent, *self.observed)}
         else:
-            runs = [self.sites() for _ in range(num)]
+            given = [{name: value[i] for name, value in (latents or {}).items()} for i in range(num)]
+            runs = [self._run(values=values) for values in given]
             draws = {
                 name: torch.stack(
                     [with_idle_dims(run[name]["value"], run[name], self.nesting, 0) for run in runs]
@@ -218,9 +222,9 @@ class Simulator:
                 )
         return {name: site for name, site in sites.items() if not site["infer"].get("_deterministic")}
 
-    def _batch(self, num: int) -> dict[str, Any]:
+    def _batch(self, num: int, latents: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """Returns the sites of one run for all draws."""
-        sites = self._run(self.target.extent(num))
+        sites = self._run(self.target.extent(num), latents)
         for name, site in sites.items():
             shape, expected = site["fn"].batch_shape, (num, *plate_shape(site, self.nesting))
             if shape != expected:
