@@ -219,7 +219,11 @@ class _Plan(NamedTuple):
     def pool(self, plate: str, stream: _Stream, inputs: tuple[Source, ...]) -> tuple[_Stream, Source]:
         """Returns what comes out of a stream whose instances are pooled over a plate, and the stream that it joins."""
         plates, determined = self.plates, self.plates.determined.get(plate, frozenset())
-        kept, left = stream.kept & determined, stream.pooled & determined
+        # One dim cannot be that of two plates at a time, now or when others are pooled onto theirs.
+        others = (stream.pooled | stream.kept) - determined - {plate}
+        taken = {plates.dims.get(other, other) for other in others}
+        kept = stream.kept & determined
+        left = frozenset(each for each in stream.pooled & determined if plates.dims.get(each, each) not in taken)
         onto = plates.generators(kept | left)
         if len(onto) > 1 and onto != plates.generators(kept):
             # Crossed plates: one set for each of their combinations would be a set for hardly any row.

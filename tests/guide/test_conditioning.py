@@ -53,6 +53,23 @@ def test_fixed_plates_are_flattened_and_subsampled_ones_not_read_across():
     assert plan([], {"t": "", "y": ""}, rows="gi", subsampled=frozenset("i")) == (Pooled("g", (Direct("t"),)),)
 
 
+def test_sets_are_not_kept_apart_by_two_plates_of_one_dim():
+    """Rows and columns of a matrix, and what each of them has, in plates at the right."""
+    matrix = Plates(
+        ("u", "v", "rows", "columns"),
+        determined={"rows": frozenset("u"), "columns": frozenset("v")},
+        dims={"rows": -2, "columns": -1, "u": -1, "v": -1},
+    )
+    frames = {"y": ("rows", "columns"), "a": ("u",), "b": ("v",)}
+    inner = Pooled("columns", (Direct("y"),))
+    assert plan(["u"], {"y": ""}, frames, matrix) == (Pooled("rows", (inner,), ("u",)),)
+    assert plan([], {"y": ""}, frames, matrix) == (Pooled("u", (Pooled("rows", (inner,), ("u",)),)),)
+    elsewhere = {**matrix.dims, "u": -2}
+    inner = Pooled("columns", (Direct("y"),), ("v",))
+    both = (Pooled("v", (Pooled("rows", (inner,), ("u",)),)),)
+    assert plan(["u"], {"y": ""}, frames, matrix, dims=elsewhere) == both
+
+
 def test_a_group_reads_its_own_rows_and_what_these_meet():
     assert ragged(["county"], {"y": "", "b": "", "mu": ""}, rows=ROWS) == (
         Direct("mu"),

@@ -799,3 +799,22 @@ def test_a_block_over_rows_of_two_plates_is_flattened_once():
 
     guide = ready(model, torch.randn(5), inverse="fully_connected")
     assert torch.isfinite(guide.log_prob(draw(guide, torch.randn(5)), torch.randn(5)))
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": False, "inverse": "fully_connected"}], ids=["exact", "networks"])
+def test_rows_and_columns_of_a_matrix_may_have_plates_of_one_dim(options):
+    """Both factors of a matrix lie at dim -1, and are read along its rows and its columns."""
+
+    def factors(y):
+        with pyro.plate("u", 6):
+            a = pyro.sample("a", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("v", 4):
+            b = pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("rows", 6, dim=-2), pyro.plate("columns", 4, dim=-1):
+            pyro.sample("y", dist.Normal(a @ b.mT, 0.5), obs=y)
+
+    y = torch.randn(6, 4)
+    guide = ready(factors, y, **options)
+    values, log_prob = traced(guide, y)
+    torch.testing.assert_close(guide.log_prob(values, y), log_prob)
+    assert abs(guide.log_prob(values, y + 1.0) - log_prob) > 0.01  # data are read
