@@ -255,7 +255,7 @@ def run(name: str, simulations: int, seed: int, steps: int | None) -> dict[str, 
     draws, temperatures, fit = (DRAWS, task.temperatures, 1000) if steps is None else (100, 2, 2)
     plain = posterior({"x": x[:DATA_SETS]}, draws, num_temperatures=2, defensive=0)
     sets = {"observed": ["x"], "num_datasets": 1000 if steps is None else 20}
-    cheap = {"num_draws": 19, "chunk_size": 50} if steps is None else {"num_draws": 3}
+    cheap = {"num_draws": 19} if steps is None else {"num_draws": 3}
     checked = [calibrate(task.model, posterior.guide, **sets), calibrate(task.model, posterior, **sets, **cheap)]
     few = x[:REFERENCES]
     found = posterior({"x": few}, CHAINS * draws, num_temperatures=None if steps is None else 3)

@@ -221,7 +221,7 @@ def calibrate(
         forms = site_forms(simulator)
         coordinates = Coordinates(truth.latents, forms)
         points = _reference_points(truth.observed, forms, coordinates(truth.latents))
-        size = chunk_size or max(1, _ROWS_A_CALL // num_draws)
+        size = chunk_size or max(1, _ROWS_A_CALL // (num_draws if posterior is None else _CANDIDATES * num_draws))
         target = replace(simulator.target, guide=guide)
         parts = [
             _chunk_ranks(target, posterior, num_draws, truth.select(rows), coordinates, points[rows])
