@@ -80,7 +80,7 @@ class Observations:
         own = {name: value[index].reshape(self._shapes[name]) for name, value in self._several.items()}
         return {**self._shared, **own}
 
-    def batch(self, rows: slice = slice(None)) -> dict[str, Tensor]:
+    def batch(self, rows: slice | Tensor = slice(None)) -> dict[str, Tensor]:
         """Returns the values of some data sets: ``(data sets, *plates, *event)``, or the own shape if of all."""
         return {**self._shared, **{name: value[rows] for name, value in self._several.items()}}
 

@@ -5,6 +5,7 @@ Change this module when what a simulator is given by default is to be larger, or
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from pyro_nami.factors.unconstrained import NormalFamily, SinhArcsinhFamily, flow
@@ -27,6 +29,7 @@ from pyro_nami.inference.moves import LatentMoves
 from pyro_nami.inference.rounds import next_round
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
+from pyro_nami.inference.target import Target
 from pyro_nami.inference.weights import K_MAX, WeightedSamples
 from pyro_nami.messages import warn
 
@@ -96,8 +99,8 @@ class AmortizedPosterior:
         Args:
             data: observed site -> value, of one data set or of several; see `importance_sample`.
             num_samples: draws for each data set.
-            num_temperatures: 2 to leave draws where they are; by default 20 if k-hat is above 0.7 or less than a fifth
-                of the draws are effective, at any data set, and the model can be annealed.
+            num_temperatures: 2 to leave draws where they are; by default 20 for data sets where k-hat is above 0.7 or
+                less than a fifth of the draws are effective, if the model can be annealed.
             defensive: another share of the prior's draws; 0 for the guide's alone.
         """
         if defensive is None:
@@ -110,15 +113,31 @@ class AmortizedPosterior:
             drawn = _unwarned(self.model, self.guide, *self.args, num_samples=num_samples, **options)
             good = (drawn.pareto_k <= K_MAX) & (drawn.effective_sample_size >= _FEW * num_samples)
             if num_temperatures is None and not good.all():
-                try:
-                    return self(data, num_samples, num_temperatures=_TEMPERATURES, defensive=defensive)
-                except (NotImplementedError, ValueError):  # discrete latents, or a model that is run draw by draw
-                    pass
+                # Not of discrete latents, nor of a model that is run draw by draw.
+                with contextlib.suppress(NotImplementedError, ValueError):
+                    drawn = self._annealed_where(~good, data, drawn, options)
         else:
-            chains = {"num_chains": num_samples, "num_temperatures": num_temperatures, **_CHAINS}
-            drawn = annealed_importance_sampling(self.model, self.guide, *self.args, **chains, **options).weighted()
+            drawn = self._annealed(num_samples, num_temperatures, options)
         warn_of_bad(drawn)
         return drawn
+
+    def _annealed(self, num_chains: int, num_temperatures: int, options: Mapping[str, Any]) -> WeightedSamples:
+        chains = {"num_chains": num_chains, "num_temperatures": num_temperatures, **_CHAINS}
+        return annealed_importance_sampling(self.model, self.guide, *self.args, **chains, **options).weighted()
+
+    def _annealed_where(
+        self, bad: Tensor, data: Mapping[str, Any], drawn: WeightedSamples, options: Mapping[str, Any]
+    ) -> WeightedSamples:
+        """Returns draws of which those of some data sets were annealed."""
+        if bad.dim() == 0:
+            return self._annealed(drawn.num_samples, _TEMPERATURES, options)
+        target, _ = Target(self.model, None, self.args, self.kwargs).observing(data)
+        rows = bad.nonzero().squeeze(-1)
+        again = self._annealed(
+            drawn.num_samples, _TEMPERATURES, {**options, "observations": target.data.batch(rows)}
+        )
+        samples = {name: drawn.samples[name].index_copy(1, rows, value) for name, value in again.samples.items()}
+        return WeightedSamples(samples, drawn.log_weights.index_copy(1, rows, again.log_weights), drawn.plates)
 
 
 def amortize(

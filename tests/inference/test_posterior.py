@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from pyro_nami import AutoNaMIGuide, amortize
-from pyro_nami.inference import Simulator
+from pyro_nami.inference import AmortizedPosterior, History, Simulator
 
 
 def folded():
@@ -80,6 +80,33 @@ def test_where_weights_are_bad_draws_are_carried_to_the_posterior():
     with pytest.warns(UserWarning):
         drawn = amortize(discrete, observed=["x"], simulations=50, steps=2, progress=False)({"x": torch.tensor(9.0)})
     assert drawn.samples["z"].remainder(1).eq(0).all()
+
+
+def test_data_sets_with_good_weights_are_left_alone():
+    def model():
+        with pyro.plate("rows", 2):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0))
+
+    class Guide:
+        """Exact, but off by two standard deviations where the data are above one."""
+
+        rules: dict = {}
+
+        def __call__(self, observations):
+            x = observations["x"]
+            off = 2**0.5 * (x > 1).any(-1, keepdim=True)
+            with pyro.plate("rows", 2):
+                pyro.sample("z", dist.Normal(x / 2 + off, 0.5**0.5))
+
+    pyro.set_rng_seed(0)
+    x = torch.tensor([[0.0, -1.0], [2.0, 1.0], [0.5, 0.0], [-1.0, 3.0]])
+    drawn = AmortizedPosterior(model, (), {}, Guide(), History())({"x": x}, 1000)
+    evidence = dist.Normal(0.0, 2**0.5).log_prob(x).sum(-1)
+    assert torch.allclose(drawn.log_weights[:, [0, 2]], evidence[[0, 2]].expand(1000, 2), atol=1e-4)
+    assert torch.allclose(drawn.log_evidence, evidence, atol=0.3) and (drawn.effective_sample_size > 500).all()
+    z = drawn.resample(1000)["z"]
+    assert torch.allclose(z.mean(0), x / 2, atol=0.15) and torch.allclose(z.std(0), torch.tensor(0.5**0.5), rtol=0.15)
 
 
 def test_a_model_that_is_exact_takes_no_training():
