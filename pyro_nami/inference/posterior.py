@@ -197,6 +197,8 @@ def amortize(
                 "Expected at= for data without a density, and simulations to be a number, without guide=. Where data "
                 "have a density, leave at= out: draws are weighted, and carried to the posterior of any data."
             )
+        if rounds < 1:
+            raise ValueError(f"Expected at least one round; got {rounds}.")
         num = simulations // rounds
         again = functools.partial(amortize, model, *args, observed=observed, steps=steps, progress=progress, **kwargs)
         draws = simulator.draw(simulations - (rounds - 1) * num)

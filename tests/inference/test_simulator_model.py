@@ -118,6 +118,8 @@ def test_rounds_at_one_data_set_simulate_where_its_posterior_is():
 
     with pytest.raises(ValueError, match="one data set, of the site's shape, for rounds; got 2"):
         run(at={"x": torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match="at least one round; got 0"):
+        run(at=x, rounds=0)
     with pytest.raises(ValueError, match="at= for data without a density"):
         amortize(lambda: pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0)), observed=["x"],
                  at={"x": torch.tensor(0.0)})
