@@ -35,11 +35,11 @@ from pyro_nami.inference.target import (
     log_densities,
     per_draw,
 )
-from pyro_nami.inference.weights import K_MAX, WeightedSamples
+from pyro_nami.inference.weights import WeightedSamples, warn_of_bad
 from pyro_nami.messages import warn
 from pyro_nami.reading.runner import Runner
 
-__all__ = ["Proposal", "importance_sample", "warn_of_bad"]
+__all__ = ["Proposal", "importance_sample"]
 
 _ELEMENTS = 2**20  # of all sites' values, of one chunk by default
 
@@ -107,12 +107,6 @@ def importance_sample(
     result = proposal.draw(*(_chunks(num, size) for num in (ours, num_samples - ours)))
     warn_of_bad(result)
     return result
-
-
-def warn_of_bad(drawn: WeightedSamples) -> None:
-    """Warns of weights with k-hat above 0.7."""
-    if (drawn.pareto_k > K_MAX).any():
-        warn(f"The importance weights are {drawn.verdict} {_ADVICE}")
 
 
 def _check_counts(num_samples: int, chunk_size: int | None) -> None:
@@ -349,8 +343,4 @@ _LOOP = (
     "The model and the guide cannot be run for all draws at once: {}. Draws are made one by one, which is slow. Write "
     "both for batch dims on the left: `alpha[..., index]` for `alpha[index]`, dims counted from the right, "
     "`torch.where` for `if`."
-)
-_ADVICE = (
-    "The guide may miss a part of the posterior: train it longer, give it a richer family "
-    "(AutoNaMIGuide(families='flow')), or draw more samples. Resampling cannot help."
 )

@@ -24,13 +24,13 @@ from pyro_nami.inference.annealing import annealed_importance_sampling
 from pyro_nami.inference.batches import as_draws
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.history import History
-from pyro_nami.inference.importance import importance_sample, warn_of_bad
+from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.moves import LatentMoves
 from pyro_nami.inference.rounds import next_round
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
 from pyro_nami.inference.target import Target
-from pyro_nami.inference.weights import K_MAX, WeightedSamples
+from pyro_nami.inference.weights import K_MAX, WeightedSamples, warn_of_bad
 from pyro_nami.messages import warn
 
 __all__ = ["AmortizedPosterior", "amortize"]

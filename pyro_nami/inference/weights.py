@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from pyro_nami.inference.psis import check_log_weights, smooth
+from pyro_nami.messages import warn
 
-__all__ = ["K_MAX", "WeightedSamples", "log_mean", "log_mean_error", "resampled"]
+__all__ = ["K_MAX", "WeightedSamples", "log_mean", "log_mean_error", "resampled", "warn_of_bad"]
 
 K_GOOD, K_MAX = 0.5, 0.7  # k-hat: finite variance below the first, no usable estimate above the second
 
@@ -254,6 +255,12 @@ def log_mean_error(log_weights: Tensor) -> Tensor:
     return (log_weights - mean).exp().std(0) / math.sqrt(len(log_weights))
 
 
+def warn_of_bad(drawn: WeightedSamples) -> None:
+    """Warns of weights with k-hat above 0.7."""
+    if (drawn.pareto_k > K_MAX).any():
+        warn(f"The importance weights are {drawn.verdict} {_ADVICE}")
+
+
 def resampled(weights: Tensor, num: int, generator: torch.Generator | None = None) -> Tensor:
     """Returns indices of draws ``(num, data sets)`` by their weights ``(draws, data sets)``, in random order.
 
@@ -279,3 +286,9 @@ def _range(values: Tensor, form: str = ".2g") -> str:
     """One number, or the smallest and the largest of several."""
     low, high = format(float(values.min()), form), format(float(values.max()), form)
     return low if low == high else f"{low} to {high}"
+
+
+_ADVICE = (
+    "The guide may miss a part of the posterior: train it longer, give it a richer family "
+    "(AutoNaMIGuide(families='flow')), or draw more samples. Resampling cannot help."
+)
