@@ -104,7 +104,7 @@ def importance_sample(
     target = replace(target, prior_share=1 - ours / num_samples)
     proposal = Proposal.of(target, as_mapping(observations))
     size = min(num_samples, chunk_size or max(1, _ELEMENTS // proposal.elements))
-    result = proposal.draw(*(_chunks(num, size) for num in (ours, num_samples - ours)))
+    result = proposal.draw(*([min(size, num - i) for i in range(0, num, size)] for num in (ours, num_samples - ours)))
     warn_of_bad(result)
     return result
 
@@ -116,10 +116,6 @@ def _check_counts(num_samples: int, chunk_size: int | None) -> None:
             raise TypeError(f"Expected {name} to be an int; got {value!r}.")
         if value < 1:
             raise ValueError(f"Expected {name} to be at least 1; got {value}.")
-
-
-def _chunks(num: int, size: int) -> list[int]:
-    return [min(size, num - start) for start in range(0, num, size)]
 
 
 class _BadDensity(ValueError):
@@ -220,7 +216,8 @@ class Proposal:
     def _prior_draws(self, extent: Extent) -> _Draws:
         sites = self.target.run_model(extent, Runner(extent.data))
         log_q = self.target.guide_log_prob(extent, {name: _whole(sites[name]) for name in self.latents})
-        return self._draws(_Weighed(extent, {}, sites, {"": log_q}, log_densities(sites)))
+        log_q = torch.where(log_q.isnan(), -torch.inf, log_q)  # far out, where it draws nothing
+        return self._draws(_Weighed(extent, {}, sites, {"all latents": log_q}, log_densities(sites)))
 
     def _draws(self, run: _Weighed, checked: bool = True) -> _Draws:
         log_q, log_p = (_summed(part, run.extent) for part in (run.log_q, run.log_p))

@@ -75,6 +75,24 @@ def test_no_weight_is_above_the_likelihood_by_the_share():
         assert (rounded.log_weights <= most + math.log(10) + 1e-4).all()
 
 
+def test_a_guide_without_a_density_far_out_draws_nothing_there():
+    class Guide:
+        def __call__(self, observations):
+            one_mode(observations)
+
+        def log_prob(self, latents, observations):
+            share = 1 / (1 + SD**2)
+            z = latents["z"]
+            log_q = dist.Normal(observations["x"] * share, SD * share**0.5).log_prob(z).sum(-1)
+            return torch.where(z[..., 0] < -1.0, torch.nan, log_q)
+
+    pyro.set_rng_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = importance_sample(folded, Guide(), num_samples=20_000, observations=OBSERVED, defensive=0.1)
+    assert ((found.log_evidence - evidence()).abs() < 4 * found.log_evidence_error).all()
+
+
 def test_chains_that_start_from_the_prior_find_the_mode():
     pyro.set_rng_seed(0)
     options = {"num_chains": 2000, "num_temperatures": 20, "num_leapfrog_steps": 3, "observations": OBSERVED}
