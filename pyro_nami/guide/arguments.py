@@ -47,6 +47,7 @@ class Look(NamedTuple):
 
     slots: dict[str, int | str]  # observed site -> the argument, by position or name, that is its very value
     varying: bool  # whether calls with arguments of this kind vary in more
+    moving: frozenset[str] = frozenset()  # observed sites whose values move with parameters of the model
 
 
 class Looks:

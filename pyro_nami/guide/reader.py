@@ -8,7 +8,7 @@ guide from elsewhere, or to change what is kept from call to call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +29,12 @@ from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.guide.rules import fixed_size
 from pyro_nami.messages import warn
 from pyro_nami.reading.first_run import is_latent, is_passing
-from pyro_nami.reading.isolation import untouched
+from pyro_nami.reading.isolation import forked_rng, untouched
 from pyro_nami.reading.runner import is_fixed
 
 __all__ = ["CallReader"]
+
+_ARGUMENTS = ("arguments of the model",)  # the node of all of them, in memory
 
 
 class CallReader:
@@ -89,7 +91,8 @@ class CallReader:
         if not alone or plan.plates.subsampled or look is not None and look.varying:
             call = _from_run(call, plan, plates)
         if look is None:
-            self._looks.note(kind, _look_at(call, plan))
+            look = _look_at(call, plan)
+            self._looks.note(kind, look)
         if plan.columns:
             call = replace(call, covariates=self._covariates(call, leaves))
         absent = [name for name in plan.read if name not in call.values]
@@ -97,7 +100,7 @@ class CallReader:
             absent = [name for name in absent if name not in call.lacking]
         if plan.map_plans:
             call = replace(call, maps=self._index_maps(call, leaves, absent))
-        call = self._compared(call, observations, remember, passes)
+        call = self._compared(call, observations, remember, passes, look.moving, leaves)
         if call.familiar and remember and draws and not call.indices:
             call = replace(call, constants=self.memory.constants)
         call = replace(call, tables=self.memory.tables)
@@ -116,7 +119,7 @@ class CallReader:
     @property
     def names(self) -> list[Any]:
         """The names under which values may be remembered."""
-        return [*self.plan.sites, *map(covariates_of, self.plan.sites), *self._maps.names]
+        return [*self.plan.sites, *map(covariates_of, self.plan.sites), *self._maps.names, _ARGUMENTS]
 
     def apply(self, fn: Callable[[Tensor], Tensor], plan: Plan) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device, where ``plan`` is."""
@@ -157,16 +160,28 @@ class CallReader:
             self._take_in(self._awaited[1], varied=True)
         self._awaited = None
 
-    def _compared(self, call: Call, observations: Mapping[str, Any], remember: bool, passes: int) -> Call:
+    def _compared(
+        self,
+        call: Call,
+        observations: Mapping[str, Any],
+        remember: bool,
+        passes: int,
+        moving: Collection[str],
+        leaves: Sequence[Any],
+    ) -> Call:
         """Returns a call that knows whether its data are those of training, and remembers them if they belong there.
 
-        Minibatches are taken to be the data seen; data given by ``observations`` are those of one call.
+        Minibatches are taken to be the data seen; data given by ``observations`` are those of one call. Data that are
+        ``moving`` with the model's parameters (a residual, say) are the same if the tensors of its arguments are.
         """
         plan, memory = self.plan, self.memory
         values: list[tuple[str, Hashable, Tensor]] = []
         values += [(name, name, call.values[name]) for name in plan.read if name in call.values]
         values += [(name, covariates_of(name), value) for name, value in call.covariates.items()]
-        data = [(n, value) for name, n, value in values if plan.plates.subsampled.isdisjoint(plan.sites[name].plates)]
+        still = [each for each in values if each[0] not in moving]
+        data = [(n, value) for name, n, value in still if plan.plates.subsampled.isdisjoint(plan.sites[name].plates)]
+        arguments = {_ARGUMENTS: _joined(leaves)} if moving else {}
+        data += arguments.items()
         given = any(observations.get(name) is not None for name in plan.read)
         self.settle(passes)
         familiar = not memory.varied and not given and memory.holds(data)
@@ -174,6 +189,8 @@ class CallReader:
             self._awaited = passes, call
         elif remember:
             self._take_in(call, varied=not familiar)
+        if remember:
+            self.memory.keep(arguments, None)
         return replace(call, familiar=familiar)
 
     def _take_in(self, call: Call, varied: bool) -> None:
@@ -196,7 +213,23 @@ def _look_at(call: Call, plan: Plan) -> Look:
         if isinstance(argument, Tensor) and argument is value and not plan.plates.subsampled
     }
     own_data = any(name in call.own and name not in slots for name in plan.semi_observed)
-    return Look(slots, bool(call.lacking or call.new or own_data))
+    made = [name for name in call.own if name not in slots] if not plan.plates.subsampled else []
+    return Look(slots, bool(call.lacking or call.new or own_data), _moving(call, plan, made))
+
+
+def _moving(call: Call, plan: Plan, names: Collection[str]) -> frozenset[str]:
+    """Returns which of the values that the model makes for observed sites move with its parameters."""
+    if not names:
+        return frozenset()
+    with forked_rng(), torch.enable_grad():
+        sites = call.run(plan.initial, broadcast=True)
+    return frozenset(name for name in names if getattr(sites[name]["value"], "requires_grad", False))
+
+
+def _joined(leaves: Sequence[Any]) -> Tensor:
+    """Returns all numbers of tensors among the model's arguments, as one vector that is not empty."""
+    tensors = [torch.zeros(1), *(leaf.detach().flatten() for leaf in leaves if isinstance(leaf, Tensor))]
+    return torch.cat([tensor.to(tensors[-1].device, torch.float64) for tensor in tensors])
 
 
 def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) -> Call:

@@ -285,3 +285,42 @@ def test_offsets_of_large_plates_are_asked_for(monkeypatch):
 def test_refine_is_one_of_three():
     with pytest.raises(ValueError, match="refine to be 'auto', 'free' or None; got 'on'"):
         AutoNaMIGuide(local, refine="on")
+
+
+@pytest.mark.filterwarnings("error")
+def test_data_that_move_with_the_models_parameters_are_the_same_if_its_arguments_are():
+    """As in Pyro's forecasting models, whose data are residuals of a prediction with parameters."""
+
+    def residual(y):
+        shift = pyro.param("shift", torch.tensor(0.5))
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.StudentT(4.0, 0.0, 1.0))
+            pyro.sample("residual", dist.StudentT(4.0, 0.0, 0.5), obs=y - shift - z)
+
+    guide = AutoNaMIGuide(residual)
+    steps(residual, guide, Y, count=10)
+    assert pyro.param("shift") != 0.5 and not guide.network.varied
+    values = {"z": torch.zeros(3)}
+    log_prob = guide.log_prob(values, Y)
+    assert torch.equal(guide.log_prob(values, Y.clone()), log_prob)
+    again = AutoNaMIGuide(residual)
+    again(Y)
+    again.load_state_dict(guide.state_dict())
+    torch.testing.assert_close(again.log_prob(values, Y), log_prob, atol=0.05, rtol=0.0)  # residuals of another start
+    with torch.no_grad(), pytest.warns(UserWarning, match="trained on the same data in every step"):
+        assert (guide.log_prob(values, Y + 1.0) - log_prob).abs() > 1e-3
+    steps(residual, guide, Y + 1.0, count=2)
+    steps(residual, guide, Y, count=2)
+    assert guide.network.varied
+
+
+@pytest.mark.filterwarnings("ignore:Hidden randomness")
+def test_data_that_a_model_draws_anew_vary():
+    def drawn():
+        with pyro.plate("rows", 3):
+            z = pyro.sample("z", dist.StudentT(4.0, 0.0, 1.0))
+            pyro.sample("y", dist.StudentT(4.0, z, 0.5), obs=torch.randn(3))
+
+    guide = AutoNaMIGuide(drawn)
+    steps(drawn, guide, count=4)
+    assert guide.network.varied
