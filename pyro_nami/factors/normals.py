@@ -16,6 +16,7 @@ from torch.special import ndtr
 
 from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
 from pyro_nami.factors.joint import to_instances, to_sequence
+from pyro_nami.factors.knots import spline
 from pyro_nami.factors.links import RANGE, relative_scale
 
 __all__ = ["Coupling", "FlowElements", "LinearMap", "MixtureElements", "NormalElements", "SinhArcsinhElements"]
@@ -144,19 +145,14 @@ class FlowElements(NormalElements):
     """
 
     def __init__(self, params: Tensor, *rest: Any, **options: Any) -> None:
-        from zuko.transforms import MonotonicRQSTransform  # here, as importing it takes a while
-
-        bins = (params.shape[-1] - 1) // 3
-        params, widths, heights, derivatives = params.split([2, bins, bins, bins - 1], -1)
-        self.spline = MonotonicRQSTransform(widths, heights, derivatives)
-        super().__init__(params, *rest, **options)
+        self.spline = spline(params[..., 2:])
+        super().__init__(params[..., :2], *rest, **options)
 
     def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return self.spline.call_and_ladj(noise)
+        return self.spline.bend(noise)
 
     def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
-        noise = self.spline.inv(bent)
-        return noise, self.spline.log_abs_det_jacobian(noise, bent)
+        return self.spline.straighten(bent)
 
 
 class SinhArcsinhElements(NormalElements):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pyro_nami.factors.knots import spline
 from pyro_nami.networks.masked import MaskedMLP
 from pyro_nami.networks.stepped import Base, SteppedState
 
@@ -84,15 +85,15 @@ class StackPass(NamedTuple):
         total = torch.zeros_like(noise)
         for layer, state in reversed([*enumerate(self.states)]):
             rows, state = state.advance(context, 1)
-            bent, splines = list[Tensor](), [rows]
+            bent, slopes = list[Tensor](), list[Tensor]()
             for each in noise.split(1, -1):
                 if bent:
                     rows, state = state.advance(bent[-1], state.step + 1)
-                    splines.append(rows)
-                bent.append(_spline(rows, 1).inv(each))
-            spline = _spline(torch.cat(torch.broadcast_tensors(*splines), -1), len(splines))
+                y, log_slope = spline(rows.unsqueeze(-2)).straighten(each)
+                bent.append(y)
+                slopes.append(log_slope)
             vector = torch.cat(bent, -1)
-            total = total - spline.log_abs_det_jacobian(vector, noise)
+            total = total - torch.cat(slopes, -1)
             noise = vector.flip(-1) if layer else vector
         return noise, total
 
@@ -103,7 +104,7 @@ class StackPass(NamedTuple):
         for layer, state in enumerate(self.states):
             bent = bent.flip(-1) if layer else bent
             rows, _ = state.advance(torch.cat((context, bent[..., :-1]), -1), bent.shape[-1])
-            bent, log_slope = _spline(rows, bent.shape[-1]).call_and_ladj(bent)
+            bent, log_slope = spline(rows.unflatten(-1, (bent.shape[-1], -1))).bend(bent)
             total = total - log_slope
         return bent, total
 
@@ -114,11 +115,3 @@ class StackPass(NamedTuple):
             context = context[0]
         batch = torch.broadcast_shapes(context.shape[:-1], x.shape[:-1])
         return context.expand(batch + context.shape[-1:]), x.expand(batch + x.shape[-1:])
-
-
-def _spline(rows: Tensor, size: int) -> Any:
-    from zuko.transforms import MonotonicRQSTransform  # here, as importing it takes a while
-
-    params = rows.unflatten(-1, (size, -1))
-    bins = (params.shape[-1] + 1) // 3
-    return MonotonicRQSTransform(*params.split([bins, bins, bins - 1], -1))

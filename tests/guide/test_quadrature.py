@@ -13,8 +13,6 @@ from pyro import poutine
 from torch import Tensor
 from torch.special import log_ndtr
 
-from pyro_nami.factors.knots import KnotTransform
-
 pytestmark = pytest.mark.usefixtures("double", "own_parameters")
 
 ROWS = [0.0, 3, 1, 12], [0.0, 1, 1, 0], [0.2, 3, 1, 9]
@@ -188,15 +186,3 @@ def test_a_row_whose_slopes_are_no_numbers_keeps_its_prior():
 def test_what_is_not_concave_is_learned(likelihood):
     guide = called(effects(likelihood), torch.tensor([1.0, 0.0, 1.0, 1.0]))
     assert guide.rules["z"].rule == "learned"
-
-
-def test_a_map_through_knots_is_its_own_inverse_and_knows_its_slope():
-    knots = torch.linspace(-3, 3, 9)
-    bend = KnotTransform(knots, knots.sinh(), knots.cosh())
-    x = torch.linspace(-5, 5, 100, requires_grad=True)
-    y = bend(x)
-    assert (y.diff() > 0).all()
-    torch.testing.assert_close(KnotTransform(knots, knots.sinh(), knots.cosh()).inv(y), x)
-    (slope,) = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(bend.log_abs_det_jacobian(x, y), slope.log())
-    assert ((y - x.sinh()).abs()[x.abs() < 3] < 0.05).all()
