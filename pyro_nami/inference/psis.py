@@ -78,19 +78,20 @@ def _smooth_row(row: Tensor, length: int) -> tuple[Tensor, float]:
     """Returns a smoothed row and its k-hat, with a tail of up to ``length`` draws."""
     largest = row.max()
     top, index = (row - largest).topk(length + 1)
-    cutoff = top[-1].clamp(min=math.log(torch.finfo(row.dtype).tiny))
-    in_tail = top > cutoff  # ties with the cutoff are not in it
-    tail, index = top[in_tail], index[in_tail]
-    excess = (top.exp() - cutoff.exp()).sum() / (row - largest).exp().sum()
-    if length > 0 and excess < _FLAT:
+    tiny = torch.finfo(row.dtype).tiny
+    cutoff = top[-1].exp().clamp(min=tiny)
+    excess = top.exp() - cutoff
+    in_tail = excess > tiny  # ties with the cutoff are not in it
+    excess, index = excess[in_tail], index[in_tail]
+    if length > 0 and excess.sum() / (row - largest).exp().sum() < _FLAT:
         return row, -math.inf
-    if len(tail) < _FEWEST:
+    if len(excess) < _FEWEST:
         return row, math.inf
     with torch.device("cpu"):  # where the rows are, whatever the default
-        k, scale = fit_generalized_pareto(tail.exp() - cutoff.exp())
+        k, scale = fit_generalized_pareto(excess)
     if not math.isfinite(k):
         return row, math.inf
-    log_upper = ((torch.arange(len(tail), dtype=row.dtype, device="cpu") + 0.5) / len(tail)).log()  # 1 - probability
-    quantiles = cutoff.exp() + scale * torch.expm1(-k * log_upper) / k
+    log_upper = ((torch.arange(len(excess), dtype=row.dtype, device="cpu") + 0.5) / len(excess)).log()  # 1 - probability
+    quantiles = cutoff + scale * torch.expm1(-k * log_upper) / k
     smoothed = quantiles.log().clamp(max=0.0) + largest
     return row.scatter(-1, index, torch.where(smoothed.isnan(), row[index], smoothed)), k

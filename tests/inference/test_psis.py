@@ -117,6 +117,15 @@ def test_too_few_weights_for_a_fit_give_inf():
     assert float(smooth(torch.randn(1))[1]) == math.inf
 
 
+def test_weights_that_are_equal_though_their_logarithms_are_not_are_ties():
+    log_weights = torch.full((300,), -0.4, dtype=torch.double)
+    log_weights[:40] += 5.6e-17
+    assert (log_weights[:40] > -0.4).all() and (log_weights[:40].exp() == log_weights[-1].exp()).all()
+    log_weights[:6] = torch.linspace(-0.1, 0, 6)
+    tied = torch.where(log_weights < -0.2, torch.full_like(log_weights, -0.4), log_weights)
+    assert smooth(log_weights)[1] == smooth(tied)[1] and torch.isfinite(smooth(tied)[1])
+
+
 @pytest.mark.parametrize(
     ("log_weights", "error", "message"),
     [
