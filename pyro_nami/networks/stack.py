@@ -84,7 +84,7 @@ class StackPass(NamedTuple):
         context, noise = self._broadcast(noise)
         total = torch.zeros_like(noise)
         for layer, state in reversed([*enumerate(self.states)]):
-            rows, state = state.advance(context, 1)
+            rows, state = state.advance(context, 1)  # once for draws that share it
             bent, slopes = list[Tensor](), list[Tensor]()
             for each in noise.split(1, -1):
                 if bent:
@@ -103,15 +103,16 @@ class StackPass(NamedTuple):
         total = torch.zeros_like(bent)
         for layer, state in enumerate(self.states):
             bent = bent.flip(-1) if layer else bent
+            context = context.expand(bent.shape[:-1] + context.shape[-1:])
             rows, _ = state.advance(torch.cat((context, bent[..., :-1]), -1), bent.shape[-1])
             bent, log_slope = spline(rows.unflatten(-1, (bent.shape[-1], -1))).bend(bent)
             total = total - log_slope
         return bent, total
 
     def _broadcast(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns context and vectors of one batch shape; the context's may have ones in front that ``x`` lacks."""
+        """Returns the context, less ones in front that ``x`` lacks, and vectors of the batch shape of both."""
         context = self.context
         while context.dim() > x.dim() and context.shape[0] == 1:
             context = context[0]
         batch = torch.broadcast_shapes(context.shape[:-1], x.shape[:-1])
-        return context.expand(batch + context.shape[-1:]), x.expand(batch + x.shape[-1:])
+        return context, x.expand(batch + x.shape[-1:])
