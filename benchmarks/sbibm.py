@@ -1,4 +1,4 @@
-"""Tasks of the simulation-based inference benchmark by `amortize` and by sbi's estimators, all with their defaults.
+"""Tasks of the simulation-based inference benchmark by `amortize`, sbi and BayesFlow, all with their defaults.
 
 Eight of its tasks (`sbibm_tasks.py`), with the same simulations for all methods. Told are the negative log density of
 held-out latents in nats, beside the exact one where that is known; seconds of training, of a core's own time; and how
@@ -8,9 +8,9 @@ of 1,000 draws of the guide and of 1,000 resampled from what the posterior gives
 Of ours also the median share of draws that are effective, of the guide's (20 data sets, 1,000 draws each) and of the
 default's (5, 4,000 draws each), and whether guide and posterior pass `calibrate` at 1,000 data sets.
 
-Ours takes the likelihood, for moves between epochs and for weights, which methods for black boxes lack. sbi (``pip
-install sbi``, which nothing else here needs) is given logs of data that are positive, and its densities are corrected
-for the mass outside bounded priors. Run with::
+Ours takes the likelihood, for moves between epochs and for weights, which methods for black boxes lack. The others
+(``pip install sbi bayesflow``, which nothing else here needs) are given logs of data that are positive; their densities
+and draws are those inside bounded priors. Run with::
 
     python benchmarks/sbibm.py [--smoke] [--simulations 10000] [--seeds 1] [--only NAME ...] [--methods NAME ...]
 """
@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
 import json
+import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -40,8 +42,15 @@ from pyro_nami.inference import JointDraws, Simulator, annealed_importance_sampl
 
 RESULTS = Path(__file__).parent / "results" / "sbibm.json"
 TEST, DATA_SETS, DRAWS, REFERENCES, CHAINS = 2000, 20, 1000, 5, 4
-METHODS = "amortize", "maf", "nsf", "fmpe"
+SBI, BAYESFLOW = ("maf", "nsf", "fmpe"), "bayesflow"
+METHODS = "amortize", *SBI, BAYESFLOW
+Sampler = Callable[[int, Tensor], Tensor]
 PAIRS = {"c2st": ".2f", "effective": ".0%"}  # of the guide's draws, and of what the posterior gives by default
+
+
+class Pair(NamedTuple):
+    theta: Tensor
+    x: Tensor
 
 
 def reference(model: Callable, x: Tensor, draws: int, temperatures: int) -> Tensor:
@@ -97,33 +106,70 @@ def ours(task: Task, given: JointDraws, test: JointDraws, steps: int | None) -> 
     return row, [plain.samples["theta"][:, :REFERENCES], found.resample(draws)["theta"]]
 
 
-def sbi(
-    method: str, task: Task, given: JointDraws, test: JointDraws, draws: int
-) -> tuple[dict[str, Any], list[Tensor]]:
-    """Likewise by one of sbi's estimators."""
+def sbi(method: str, task: Task, given: Pair, test: Pair) -> tuple[dict[str, Any], Sampler]:
+    """Likewise by one of sbi's estimators, and what draws ``(draws, data sets, latents)`` given data."""
     from sbi.inference import FMPE, NPE
 
-    def pair(some: JointDraws) -> tuple[Tensor, Tensor]:
-        x = some.observed["x"].flatten(1)
-        return some.latents["theta"], x.log() if given.observed["x"].min() > 0 else x
-
-    prior = poutine.trace(task.model).get_trace().nodes["theta"]["fn"]
-    options = {"prior": prior, "show_progress_bars": False}
     start = time.process_time()
+    options = {"prior": prior(task), "show_progress_bars": False}
     inference = FMPE(**options) if method == "fmpe" else NPE(density_estimator=method, **options)
     with contextlib.redirect_stdout(io.StringIO()):
-        density = inference.append_simulations(*pair(given)).train()
+        density = inference.append_simulations(*given).train()
+    row: dict[str, Any] = {"seconds": time.process_time() - start}
+    if method == "fmpe":  # whose density takes an equation to be solved
+        posterior = inference.build_posterior()
+        return row, lambda num, x: torch.stack([posterior.sample((num,), x, show_progress_bars=False) for x in x], 1)
+
+    def sample(num: int, x: Tensor) -> Tensor:
+        return torch.cat([density.sample((num,), part) for part in x.split(100)], 1)
+
+    log_prob = density.log_prob(test.theta.unsqueeze(0), test.x)[0]
+    return {**row, "loss": -log_prob.mean().item()}, sample
+
+
+def bayesflow(task: Task, given: Pair, test: Pair) -> tuple[dict[str, Any], Sampler]:
+    """Likewise by BayesFlow's workflow."""
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    from bayesflow import BasicWorkflow
+
+    start = time.process_time()
+    workflow = BasicWorkflow(inference_variables=["theta"], inference_conditions=["x"])
+    workflow.fit_offline({name: value.numpy() for name, value in given._asdict().items()}, verbose=0)
     seconds = time.process_time() - start
-    posterior, (theta, x) = inference.build_posterior(), pair(test)
-    row: dict[str, Any] = {"seconds": seconds}
-    if method != "fmpe":  # whose density takes an equation to be solved
-        with torch.no_grad():
-            inside = [prior.support.check(density.sample((200,), each)).float().mean(0) for each in x.split(100)]
-            row["outside"] = 1 - torch.cat(inside).mean().item()
-            log_prob = density.log_prob(theta.unsqueeze(0), x)[0] - torch.cat(inside).clamp(min=1 / 400).log()
-        row["loss"] = -log_prob.mean().item()
-    drawn = [posterior.sample((draws,), x=each, show_progress_bars=False) for each in x[:REFERENCES]]
-    return row, [torch.stack(drawn, 1)]
+    log_prob = workflow.log_prob({name: value.numpy() for name, value in test._asdict().items()})
+
+    def sample(num: int, x: Tensor) -> Tensor:
+        drawn = workflow.sample(num_samples=num, conditions={"x": x.numpy()})["theta"]
+        return torch.from_numpy(drawn).transpose(0, 1)
+
+    return {"seconds": seconds, "loss": -float(log_prob.mean())}, sample
+
+
+def others(
+    method: str, task: Task, given: JointDraws, test: JointDraws, draws: int
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """What is told of another method, and its draws in the prior's support, to which densities are renormalized."""
+
+    def pair(some: JointDraws) -> Pair:
+        x = some.observed["x"].flatten(1)
+        return Pair(some.latents["theta"], x.log() if given.observed["x"].min() > 0 else x)
+
+    held_out, fit = pair(test), bayesflow if method == "bayesflow" else functools.partial(sbi, method)
+    with torch.enable_grad():
+        row, sample = fit(task, pair(given), held_out)
+    within = prior(task).support.check
+    with torch.no_grad():
+        if "loss" in row:
+            inside = within(sample(200, held_out.x)).float().mean(0)
+            row["outside"] = 1 - inside.mean().item()
+            row["loss"] += inside.clamp(min=1 / 400).log().mean().item()
+        drawn = sample(4 * draws, held_out.x[:REFERENCES])
+    return row, [torch.stack([each[within(each)][:draws] for each in drawn.unbind(1)], 1)]
+
+
+def prior(task: Task) -> Any:
+    """The distribution of a task's latents."""
+    return poutine.trace(task.model).get_trace().nodes["theta"]["fn"]
 
 
 def run(name: str, simulations: int, seed: int, methods: list[str], steps: int | None) -> list[dict[str, Any]]:
@@ -139,10 +185,12 @@ def run(name: str, simulations: int, seed: int, methods: list[str], steps: int |
     references = reference(task.model, x[:REFERENCES], draws, temperatures)
     rows = []
     for method in methods:
-        row, drawn = ours(task, given, test, steps) if method == "amortize" else sbi(method, task, given, test, draws)
-        told = [
-            statistics.fmean(two_sample(references[:, i], z[:, i], fit) for i in range(REFERENCES)) for z in drawn
-        ]
+        if method == "amortize":
+            row, drawn = ours(task, given, test, steps)
+        else:
+            row, drawn = others(method, task, given, test, draws)
+        pairs = [zip(references.unbind(1), each.unbind(1)) for each in drawn]
+        told = [statistics.fmean(two_sample(*pair, fit) for pair in each) for each in pairs]
         key = {"task": name, "simulations": simulations, "seed": seed, "method": method}
         rows.append({**key, "exact": exact, "c2st": told, **row})
         print(line(rows[-1]), flush=True)
@@ -170,9 +218,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     simulations, steps, methods = arguments.simulations, None, arguments.methods
-    if arguments.smoke or importlib.util.find_spec("sbi") is None:
-        print("sbi is not run; to compare with it: pip install sbi")
-        methods = ["amortize"]
+    for package, needing in (("sbi", SBI), (BAYESFLOW, (BAYESFLOW,))):
+        if arguments.smoke or importlib.util.find_spec(package) is None:
+            print(f"{package} is not run; to compare with it: pip install {package}")
+            methods = [method for method in methods if method not in needing]
     if arguments.smoke:
         simulations, steps = 100, 5
     rows = []

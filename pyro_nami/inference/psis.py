@@ -91,7 +91,7 @@ def _smooth_row(row: Tensor, length: int) -> tuple[Tensor, float]:
         k, scale = fit_generalized_pareto(excess)
     if not math.isfinite(k):
         return row, math.inf
-    log_upper = ((torch.arange(len(excess), dtype=row.dtype, device="cpu") + 0.5) / len(excess)).log()  # 1 - probability
-    quantiles = cutoff + scale * torch.expm1(-k * log_upper) / k
+    above = (torch.arange(len(excess), dtype=row.dtype, device="cpu") + 0.5) / len(excess)  # probabilities
+    quantiles = cutoff + scale * torch.expm1(-k * above.log()) / k
     smoothed = quantiles.log().clamp(max=0.0) + largest
     return row.scatter(-1, index, torch.where(smoothed.isnan(), row[index], smoothed)), k
