@@ -9,8 +9,8 @@ Of ours also the median share of draws that are effective, of the guide's (20 da
 default's (5, 4,000 draws each), and whether guide and posterior pass `calibrate` at 1,000 data sets.
 
 Ours takes the likelihood, for moves between epochs and for weights, which methods for black boxes lack. The others
-(``pip install sbi bayesflow``, which nothing else here needs) are given logs of data that are positive; their densities
-and draws are those inside bounded priors. Run with::
+(``pip install sbi bayesflow``, which nothing else here needs) are given logs of data that are positive, and sufficient
+statistics of bernoulli_glm's; their densities and draws are those inside bounded priors. Run with::
 
     python benchmarks/sbibm.py [--smoke] [--simulations 10000] [--seeds 1] [--only NAME ...] [--methods NAME ...]
 """
@@ -151,8 +151,7 @@ def others(
     """What is told of another method, and its draws in the prior's support, to which densities are renormalized."""
 
     def pair(some: JointDraws) -> Pair:
-        x = some.observed["x"].flatten(1)
-        return Pair(some.latents["theta"], x.log() if given.observed["x"].min() > 0 else x)
+        return Pair(some.latents["theta"], task.statistics(some.observed["x"]))
 
     held_out, fit = pair(test), bayesflow if method == "bayesflow" else functools.partial(sbi, method)
     with torch.enable_grad():

@@ -58,7 +58,7 @@ class _Setting(NamedTuple):
 
 # What is smooth is learned from few simulations by the first; what is narrow, or has several modes, needs the second,
 # which alone is enough where latents move, or simulations are fresh, and so are not learned by heart.
-_SETTINGS = _Setting(8, 3, (64, 64), 3e-3, 1 / 2, 4), _Setting(8, 3, (64, 64), 1e-2, 1.0, 4)
+_SETTINGS = _Setting(8, 3, (64, 64), 3e-3, 1 / 2, 4), _Setting(8, 3, (64, 64), 2e-2, 1.0, 4)
 _NEAR = _Setting(8, 3, (64,), 3e-3, 1 / 6, 0)  # where modes are derived there is little to learn, and a step takes long
 
 
@@ -156,7 +156,7 @@ def amortize(
 
     Latents with exact conditionals are drawn from these. Factors that have to be learned are splines of 8 bins, those
     of vectors whose elements depend on each other three more in sequence, by networks of two layers of 64 units, at a
-    rate of 0.01 of Adam. Between epochs latents of simulations move by the model's density, see `moves`, so that they
+    rate of 0.02 of Adam. Between epochs latents of simulations move by the model's density, see `moves`, so that they
     are not learned by heart. Where they cannot, two guides are trained: this one, and one at 0.003 for half as many
     steps. A tenth of the simulations is held out; the guide and the weights of the lowest loss on these are kept. Rates
     rise, and fall by a cosine; gradients are clipped. Where modes are derived, one guide is trained, a sixth as long.
@@ -167,7 +167,7 @@ def amortize(
         observed: sites to condition on, beside those that the model observes itself.
         simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once; or
             ``"fresh"``, to draw others in each step, if the model is fast.
-        steps: of the longer training; by default 60 times the square root of the number of simulations, within 2,000
+        steps: of the longer training; by default 45 times the square root of the number of simulations, within 2,000
             and 20,000.
         progress: whether to show a progress bar.
         guide: one to train in place of what is described.
@@ -223,7 +223,7 @@ def amortize(
     held_out = max(1, round(_HELD_OUT * draws.num))
     rows = torch.arange(draws.num)
     train, validation = draws.select(rows[held_out:]), draws.select(rows[:held_out])
-    steps = steps or int(min(max(60 * draws.num**0.5, 2_000), 20_000))
+    steps = steps or int(min(max(45 * draws.num**0.5, 2_000), 20_000))
     found: list[tuple[float, AutoNaMIGuide, History]] = []
     for made, setting in _candidates(guide, simulator, draws, fresh):
         count = max(1, round(setting.steps * steps))
