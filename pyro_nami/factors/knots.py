@@ -47,7 +47,7 @@ class KnotTransform(Transform):
         rest = 1 - t
         bottom = rise + (up + down - 2 * rise) * t * rest
         y = low + height * t * (rise * t + up * rest) / bottom
-        y = y + up * (x - left).clamp(max=0) + down * (x - left - width).clamp(min=0)
+        y = y - up * F.relu(left - x) + down * F.relu(x - left - width)  # with no slope at the knots themselves
         return y, _log_slope(t, rest, rise, bottom, up, down)
 
     def straighten(self, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ class KnotTransform(Transform):
         bend = done * curve
         b, c = up - bend, -rise * done
         t = 2 * c / (-b - (b * b - 4 * (rise - b) * c).clamp(min=0).sqrt())
-        x = left + width * t + (y - low).clamp(max=0) / up + (y - low - height).clamp(min=0) / down
+        x = left + width * t - F.relu(low - y) / up + F.relu(y - low - height) / down
         rest = 1 - t
         return x, _log_slope(t, rest, rise, rise + curve * t * rest, up, down)
 

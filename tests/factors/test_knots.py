@@ -42,3 +42,10 @@ def test_splines_start_at_the_identity():
     for y, log_slope in (spline(torch.zeros(50, 14)).bend(x), spline(torch.zeros(50, 14)).straighten(x)):
         torch.testing.assert_close(y, x)
         torch.testing.assert_close(log_slope, torch.zeros(50), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["bend", "straighten"])
+def test_slopes_at_knots_count_once(way):
+    x = torch.tensor([-5.0, 0.0, 5.0], requires_grad=True)
+    (slope,) = torch.autograd.grad(getattr(spline(torch.zeros(3, 23)), way)(x)[0].sum(), x)
+    torch.testing.assert_close(slope, torch.ones(3))
