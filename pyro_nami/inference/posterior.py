@@ -167,7 +167,7 @@ def amortize(
         observed: sites to condition on, beside those that the model observes itself.
         simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once; or
             ``"fresh"``, to draw others in each step, if the model is fast.
-        steps: of the longer training; by default 45 times the square root of the number of simulations, within 2,000
+        steps: of the longer training; by default 45 times the square root of the number of simulations, within 1,000
             and 20,000.
         progress: whether to show a progress bar.
         guide: one to train in place of what is described.
@@ -223,7 +223,7 @@ def amortize(
     held_out = max(1, round(_HELD_OUT * draws.num))
     rows = torch.arange(draws.num)
     train, validation = draws.select(rows[held_out:]), draws.select(rows[:held_out])
-    steps = steps or int(min(max(45 * draws.num**0.5, 2_000), 20_000))
+    steps = steps or int(min(max(45 * draws.num**0.5, 1_000), 20_000))
     found: list[tuple[float, AutoNaMIGuide, History]] = []
     for made, setting in _candidates(guide, simulator, draws, fresh):
         count = max(1, round(setting.steps * steps))
