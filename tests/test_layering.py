@@ -23,8 +23,8 @@ ORDER = {
     "element_reads placing bound_factors call marginals planner deriving build maps memory reader observed draw lazy "
     "nami",
     "inference": "site_messages simulator_model observations target checkpoint history psis processes trackers "
-    "optimizers weights importance simulate moves batches losses relaxation trainer compilation tempering transitions "
-    "annealing refining estimates iterative iterative_elbo amortization rounds posterior",
+    "optimizers soap weights importance simulate moves batches losses relaxation trainer compilation tempering "
+    "transitions annealing refining estimates iterative iterative_elbo amortization rounds posterior",
     "checking": "coordinates rank_tests plots simulations calibration misspecification diagnosis",
     "show": "render report model_file commands",
 }

@@ -11,6 +11,7 @@ from pyro_nami.inference.posterior import AmortizedPosterior, amortize
 from pyro_nami.inference.relaxation import ExponentialDecay, RelaxedELBO
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import from_simulator
+from pyro_nami.inference.soap import SOAP
 from pyro_nami.inference.trackers import TensorBoardTracker, Tracker, WandbTracker
 from pyro_nami.inference.weights import WeightedSamples
 
@@ -25,6 +26,7 @@ __all__ = [
     "IterativeELBO",
     "JointDraws",
     "RelaxedELBO",
+    "SOAP",
     "Simulator",
     "TensorBoardTracker",
     "Tracker",

@@ -25,10 +25,10 @@ from pyro_nami.inference.batches import as_draws
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample
-from pyro_nami.inference.moves import LatentMoves
 from pyro_nami.inference.rounds import next_round
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
+from pyro_nami.inference.soap import SOAP
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weights import K_MAX, WeightedSamples, warn_of_bad
 from pyro_nami.messages import warn
@@ -38,6 +38,7 @@ __all__ = ["AmortizedPosterior", "amortize"]
 _WARM, _CLIP = 0.03, 5.0  # share of the steps in which Adam's rate is reached; norm of gradients
 _SIMULATIONS = 10_000
 _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the loss on these is looked at
+_BINS, _TRANSFORMS = 8, 3  # of splines, and of those in sequence between elements of a vector
 _FEW, _TEMPERATURES = 0.2, 20  # share of effective draws below which they are annealed, and by how many densities
 _DEFENSIVE = 0.05  # share of draws that are the prior's, where a guide had to learn
 _CHAINS: dict[str, Any] = {"num_leapfrog_steps": 5, "resample": True}
@@ -46,20 +47,21 @@ _number = itertools.count()
 
 
 class _Setting(NamedTuple):
-    """Bins and transforms of splines, widths of hidden layers, Adam's rate, a share of the steps, draws to move to."""
+    """Widths of hidden layers, SOAP's rate, a share of the steps, decay over all of them, draws to move to."""
 
-    bins: int
-    transforms: int
     hidden: tuple[int, ...]
     rate: float
     steps: float
+    decay: float
     refresh: int
 
 
-# What is smooth is learned from few simulations by the first; what is narrow, or has several modes, needs the second,
-# which alone is enough where latents move, or simulations are fresh, and so are not learned by heart.
-_SETTINGS = _Setting(8, 3, (64, 64), 3e-3, 1 / 2, 4), _Setting(8, 3, (64, 64), 2e-2, 1.0, 4)
-_NEAR = _Setting(8, 3, (64,), 3e-3, 1 / 6, 0)  # where modes are derived there is little to learn, and a step takes long
+_SHARP = _Setting((64, 64), 3e-2, 1.0, 0.0, 4)
+# Where that one is best early, simulations are learned by heart: within a quarter of the steps by its rate, which is
+# too high for what is smooth; later by its weights, which are too large.
+_HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
+_NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0, 0)  # where modes are derived there is little to learn, and a step takes long
+_EARLY, _LATE = 1 / 4, 4 / 5
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,12 @@ def amortize(
 
     Latents with exact conditionals are drawn from these. Factors that have to be learned are splines of 8 bins, those
     of vectors whose elements depend on each other three more in sequence, by networks of two layers of 64 units, at a
-    rate of 0.02 of Adam. Between epochs latents of simulations move by the model's density, see `moves`, so that they
-    are not learned by heart. Where they cannot, two guides are trained: this one, and one at 0.003 for half as many
-    steps. A tenth of the simulations is held out; the guide and the weights of the lowest loss on these are kept. Rates
-    rise, and fall by a cosine; gradients are clipped. Where modes are derived, one guide is trained, a sixth as long.
+    rate of 0.03 of `SOAP`. Rates rise, and fall by a cosine; gradients are clipped. Between epochs latents of
+    simulations move by the model's density, if it has one, see `moves`, so that they are not learned by heart. A tenth
+    of the simulations is held out; the weights of the lowest loss on these are kept. If these came within the first
+    four fifths of the steps, data were learned by heart; a second guide then has weights that decay, or, if they came
+    in the first quarter, a tenth of the rate for a quarter of the steps, and the better of both is kept. Training ends
+    when half of the steps brought nothing. Where modes are derived, one guide is trained, a sixth as long.
 
     Args:
         model: a Pyro model.
@@ -167,8 +171,8 @@ def amortize(
         observed: sites to condition on, beside those that the model observes itself.
         simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once; or
             ``"fresh"``, to draw others in each step, if the model is fast.
-        steps: of the longer training; by default 45 times the square root of the number of simulations, within 1,000
-            and 20,000.
+        steps: of the first training; by default 25 times the square root of the number of simulations, within 500
+            and 10,000.
         progress: whether to show a progress bar.
         guide: one to train in place of what is described.
         at: data that the posterior is wanted for, and no others, where the model's data have no density: simulations
@@ -223,45 +227,44 @@ def amortize(
     held_out = max(1, round(_HELD_OUT * draws.num))
     rows = torch.arange(draws.num)
     train, validation = draws.select(rows[held_out:]), draws.select(rows[:held_out])
-    steps = steps or int(min(max(45 * draws.num**0.5, 1_000), 20_000))
-    found: list[tuple[float, AutoNaMIGuide, History]] = []
-    for made, setting in _candidates(guide, simulator, draws, fresh):
-        count = max(1, round(setting.steps * steps))
+    steps = steps or int(min(max(25 * draws.num**0.5, 500), 10_000))
+    plain, learned = (guide, []) if guide is not None else _plain(simulator, draws)
+    families = dict.fromkeys(learned, flow(_BINS, _TRANSFORMS))
+
+    def trained(setting: _Setting) -> tuple[float, AutoNaMIGuide, History]:
+        """Returns the lowest loss on held-out simulations, the guide that has it, and how it came to it."""
+        made, count = plain, max(1, round(setting.steps * steps))
+        if families:
+            options: dict[str, Any] = {"observed": simulator.observed, "hidden_features": setting.hidden}
+            made = _named(AutoNaMIGuide(model, families=families, **options))
         compilation = InferenceCompilation(
             model,
             made,
-            functools.partial(torch.optim.Adam, lr=setting.rate),
+            functools.partial(SOAP, lr=setting.rate, weight_decay=setting.decay / setting.rate / count),
             batch_size=min(max(2 * round(train.num**0.5), 50), 500, train.num),
             observed=observed,
             scheduler=functools.partial(LambdaLR, lr_lambda=functools.partial(_share, steps=count)),
             clip_norm=_CLIP,
         )
-        options: dict[str, Any] = {"validate_every": max(1, count // _VALIDATIONS), "progress": progress}
-        if not fresh:
-            options |= {"data": train, "refresh": setting.refresh}
-        history = compilation.fit(count, args, kwargs, validation=validation, **options)
-        found.append((min((loss for _, loss in history.validation), default=-math.inf), made, history))
+        history = compilation.fit(
+            count,
+            args,
+            kwargs,
+            data=None if fresh else train,
+            refresh=0 if fresh else setting.refresh,
+            validation=validation,
+            validate_every=max(1, count // _VALIDATIONS),
+            patience=_VALIDATIONS // 2,
+            progress=progress,
+        )
+        return min((loss for _, loss in history.validation), default=-math.inf), made, history
+
+    found = [trained(_NEAR if guide is None and not learned else _SHARP)]
+    best = found[0][-1].best_step
+    if families and not fresh and best is not None and best < _LATE * steps:
+        found.append(trained(_SMOOTH if best < _EARLY * steps else _HELD))
     _, made, history = min(found, key=lambda each: each[0])
     return AmortizedPosterior(model, args, kwargs, made, history)
-
-
-def _candidates(
-    guide: AutoNaMIGuide | None, simulator: Simulator, draws: JointDraws, fresh: bool
-) -> list[tuple[AutoNaMIGuide, _Setting]]:
-    """Returns the guides to train and how: the one given, or one or two where any family is too plain."""
-    if guide is not None:
-        return [(guide, _SETTINGS[-1])]
-    plain, learned = _plain(simulator, draws)
-    if not learned:
-        return [(plain, _NEAR)]
-    settings = _SETTINGS[-1:] if fresh or LatentMoves(simulator, plain, 1).can_move(draws) else _SETTINGS
-
-    def made(setting: _Setting) -> AutoNaMIGuide:
-        families = dict.fromkeys(learned, flow(setting.bins, setting.transforms))
-        options: dict[str, Any] = {"observed": simulator.observed, "hidden_features": setting.hidden}
-        return _named(AutoNaMIGuide(simulator.model, families=families, **options))
-
-    return [(made(setting), setting) for setting in settings]
 
 
 def _plain(simulator: Simulator, draws: JointDraws) -> tuple[AutoNaMIGuide, list[str]]:

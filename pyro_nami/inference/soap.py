@@ -1,0 +1,134 @@
+"""Adam in the eigenbasis of the gradients' second moments, by which small networks learn in half as many steps.
+
+Change this module to change how `amortize` descends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SOAP"]
+
+
+class SOAP(torch.optim.Optimizer):
+    """Adam on gradients G that are turned to the eigenvectors of the running means of G G' and G' G.
+
+    A coordinate of the turned gradient says how a whole direction of a layer's inputs moves one of its outputs, so that
+    directions in which the loss is curved little move as fast as others. Eigenvectors follow by a step of orthogonal
+    iteration now and then. Biases and other vectors are moved by Adam, and so is a side of a matrix that is longer than
+    ``max_side``; dims in front of the last two are a batch of matrices. The first step only measures.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: rate, of the size of Adam's.
+        betas: of the running means of gradients and of their squares.
+        basis_beta: of the running means of G G' and G' G.
+        basis_every: steps between turns of the basis.
+        max_side: features of the longest side with a basis of its own.
+        weight_decay: share of a matrix that a step takes off it, times the rate, as AdamW does.
+        eps: as Adam's.
+
+    References:
+        Vyas et al. 2025, "SOAP: Improving and Stabilizing Shampoo using Adam".
+
+    Example:
+        >>> weight = torch.zeros(2, 2, requires_grad=True)
+        >>> mixed, wanted = torch.tensor([[1.0, 0.0], [1.0, 0.1]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> optimizer = SOAP([weight], lr=0.1)
+        >>> for _ in range(200):
+        ...     loss = ((weight - wanted) @ mixed).square().sum()
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> bool(loss < 1e-3)
+        True
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.03,
+        betas: tuple[float, float] = (0.9, 0.99),
+        basis_beta: float = 0.98,
+        basis_every: int = 10,
+        max_side: int = 256,
+        weight_decay: float = 0.0,
+        eps: float = 1e-8,
+    ) -> None:
+        if lr < 0 or basis_every < 1 or not all(0 <= beta < 1 for beta in (*betas, basis_beta)):
+            raise ValueError(
+                f"Expected lr >= 0, betas and basis_beta within [0, 1), and basis_every of at least 1; got {lr}, "
+                f"{betas}, {basis_beta} and {basis_every}."
+            )
+        options = {"basis_beta": basis_beta, "basis_every": basis_every, "max_side": max_side}
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Moves the parameters that have gradients; returns what the closure returns."""
+        found = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, self.state[parameter], **group)
+        return found
+
+    def _move(
+        self,
+        parameter: Tensor,
+        state: dict[str, Any],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        basis_beta: float,
+        basis_every: int,
+        max_side: int,
+        weight_decay: float,
+        eps: float,
+        **_: Any,
+    ) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if not state:
+            state |= {"step": 0, "mean": torch.zeros_like(gradient), "square": torch.zeros_like(gradient)}
+            for name, moment in _moments(gradient, max_side):
+                state[name] = moment
+                state["basis_" + name] = torch.linalg.eigh(moment.double())[1].to(moment).flip(-1)
+            if len(state) > 3:
+                return
+        state["step"] += 1
+        turned = _turned(gradient, state)
+        state["mean"].lerp_(turned, 1 - betas[0])
+        state["square"].mul_(betas[1]).addcmul_(turned, turned, value=1 - betas[1])
+        first, second = (1 - beta ** state["step"] for beta in betas)
+        move = state["mean"] / (state["square"] / second).sqrt_().add_(eps)
+        if parameter.dim() > 1:
+            parameter.mul_(1 - lr * weight_decay)
+        parameter.sub_(_turned(move, state, back=True), alpha=lr / first)
+        for name, moment in _moments(gradient, max_side):
+            state[name].lerp_(moment, 1 - basis_beta)
+        if state["step"] % basis_every == 0:
+            mean = _turned(state["mean"], state, back=True)
+            for name in state.keys() & {"left", "right"}:
+                state["basis_" + name] = torch.linalg.qr(state[name] @ state["basis_" + name])[0]
+            state["mean"] = _turned(mean, state)
+
+
+def _moments(gradient: Tensor, max_side: int) -> Iterable[tuple[str, Tensor]]:
+    """Yields the second moments of the sides of a matrix that are to have a basis."""
+    if gradient.dim() > 1:
+        for name, matrix in (("left", gradient), ("right", gradient.mT)):
+            if matrix.shape[-2] <= max_side:
+                yield name, matrix @ matrix.mT
+
+
+def _turned(value: Tensor, state: dict[str, Any], back: bool = False) -> Tensor:
+    """Returns a matrix in the coordinates of the basis, or from these."""
+    left, right = state.get("basis_left"), state.get("basis_right")
+    if left is not None:
+        value = (left if back else left.mT) @ value
+    return value if right is None else value @ (right.mT if back else right)
