@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from pyro_nami import AutoNaMIGuide, amortize
-from pyro_nami.inference import AmortizedPosterior, History, Simulator
+from pyro_nami import AutoNaMIGuide, amortize, from_simulator
+from pyro_nami.inference import SOAP, AmortizedPosterior, History, Simulator
 
 
 def folded():
@@ -133,3 +133,24 @@ def test_simulations_are_given_in_any_form_and_too_few_are_refused():
         amortize(folded, observed=["x"], simulations=5)
     with pytest.raises(TypeError, match="Expected simulations as JointDraws, or as tensors of .*; got list"):
         amortize(folded, observed=["x"], simulations=[draws])
+
+
+def test_where_simulations_are_learned_by_heart_a_second_guide_has_more_restraint(monkeypatch):
+    """Data that say nothing of two latents: the exact density is the prior's."""
+    rates = []
+
+    def recorded(parameters, lr, **options):
+        rates.append(lr)
+        return SOAP(parameters, lr=lr, **options)
+
+    monkeypatch.setattr("pyro_nami.inference.posterior.SOAP", recorded)
+    pyro.set_rng_seed(0)
+    prior = dist.Normal(torch.zeros(2), 1.0).to_event(1)
+    model = from_simulator(prior, lambda theta: torch.randn(len(theta), 10))
+    posterior = amortize(model, observed=["x"], simulations=300, steps=120, progress=False)
+    assert rates == [0.03, 0.003]
+    assert len(posterior.history.losses) <= 30  # the second one, of a quarter of the steps, is the better
+    theta, x = prior.sample((2000,)), torch.randn(2000, 10)
+    with torch.no_grad():
+        gap = (prior.log_prob(theta) - posterior.guide.log_prob({"theta": theta}, observations={"x": x})).mean()
+    assert 0 < gap < 0.3, gap
