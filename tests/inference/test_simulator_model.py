@@ -108,13 +108,13 @@ def test_rounds_at_one_data_set_simulate_where_its_posterior_is():
 
     def run(**options):
         seen.clear()
-        options = {"simulations": 900, "steps": 300, "progress": False, **options}
+        options = {"simulations": 600, "steps": 200, "progress": False, **options}
         return loss(amortize(model, observed=["x"], **options))
 
     plain, focused = run(), run(at=x, rounds=2)
     assert focused < plain - 0.1, (plain, focused)
     first, last = (theta for theta in seen if len(theta) > 20)  # but for runs that look at the model
-    assert len(first) == len(last) == 450
+    assert len(first) == len(last) == 300
 
     with pytest.raises(ValueError, match="one data set, of the site's shape, for rounds; got 2"):
         run(at={"x": torch.zeros(2, 2)})
