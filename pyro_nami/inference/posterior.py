@@ -35,7 +35,7 @@ from pyro_nami.messages import warn
 
 __all__ = ["AmortizedPosterior", "amortize"]
 
-_WARM, _CLIP = 0.03, 5.0  # share of the steps in which Adam's rate is reached; norm of gradients
+_WARM, _CLIP = 0.03, 5.0  # share of the steps in which the rate is reached; norm of gradients
 _SIMULATIONS = 10_000
 _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the loss on these is looked at
 _BINS, _TRANSFORMS = 8, 3  # of splines, and of those in sequence between elements of a vector

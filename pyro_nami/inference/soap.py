@@ -21,7 +21,7 @@ class SOAP(torch.optim.Optimizer):
     directions in which the loss is curved little move as fast as others. Eigenvectors follow by a step of orthogonal
     iteration now and then. Biases and other vectors are moved by Adam, and so is a side of a matrix that is longer than
     ``max_side``; dims in front of the last two are a batch of matrices. The first step only measures.
-    It is made for losses on simulations; the ELBO's noisier gradients of few draws are better left to Adam.
+    Made for losses on simulations: an ELBO, whose gradients of few draws are noisier, is better left to Adam.
 
     Args:
         params: parameters, or groups of them.
