@@ -6,6 +6,7 @@ Nothing is registered globally. Change this module when a support is missing or 
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
 
 __all__ = [
-    "TriangularTransform", "bijection_to", "detached_support", "has_tensor_bounds", "interior",
-    "peel_support", "support_of", "support_on",
+    "TriangularTransform", "bijection_to", "detached_support", "has_tensor_bounds", "interior", "is_interval",
+    "normal_bijection_to", "peel_support", "support_of", "support_on",
 ]
 
 
@@ -39,6 +40,26 @@ def bijection_to(support: Constraint) -> Transform:
     base, ndims = peel_support(support)
     bijection = _base_bijection(base)
     return transforms.IndependentTransform(bijection, ndims) if ndims else bijection
+
+
+def normal_bijection_to(support: Constraint) -> Transform:
+    """Returns a bijection as `bijection_to` does, but for intervals one that takes Normal variables to uniform ones.
+
+    Example:
+        >>> normal_bijection_to(constraints.interval(0.0, 4.0))(torch.tensor([-1.0, 0.0])) / 4
+        tensor([0.1587, 0.5000])
+    """
+    if not is_interval(support):
+        return bijection_to(support)
+    base, ndims = peel_support(support)
+    low, high = base.lower_bound, base.upper_bound  # type: ignore[attr-defined]
+    bijection = transforms.ComposeTransform([_NormalCDF(), transforms.AffineTransform(low, high - low)])
+    return transforms.IndependentTransform(bijection, ndims) if ndims else bijection
+
+
+def is_interval(support: Constraint) -> bool:
+    """Whether values are numbers between two bounds, or tensors of such."""
+    return isinstance(peel_support(support)[0], (constraints.interval, constraints.half_open_interval))
 
 
 def peel_support(support: Constraint) -> tuple[Constraint, int]:
@@ -173,6 +194,25 @@ class TriangularTransform(Transform):
     def _size(self, length: int) -> int:
         size = round((0.25 + 2 * length) ** 0.5 - 0.5)
         return size + 1 if self.diagonal == "unit" else size
+
+
+class _NormalCDF(Transform):
+    """torch's `CumulativeDistributionTransform` of a standard Normal, but right in the lower tail."""
+
+    domain, codomain = constraints.real, constraints.unit_interval
+    bijective, sign = True, 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NormalCDF)
+
+    def _call(self, x: Tensor) -> Tensor:
+        return torch.special.ndtr(x)
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        return torch.special.ndtri(y)
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        return -0.5 * (x * x + math.log(2 * math.pi))
 
 
 _TRIANGULAR = {

@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from pyro.distributions import constraints
 from torch import Tensor
 from torch.distributions.constraints import Constraint
-from torch.distributions.transforms import ComposeTransform, IndependentTransform
+from torch.distributions.transforms import ComposeTransform, IndependentTransform, Transform
 from torch.nn.functional import one_hot
 
-from pyro_nami.factors.bijections import bijection_to, interior, support_on
+from pyro_nami.factors.bijections import (
+    bijection_to,
+    interior,
+    normal_bijection_to,
+    support_on,
+)
 
-__all__ = ["Layout", "LogLayout", "ObservedLayout", "UnconstrainedLayout"]
+__all__ = ["Layout", "LogLayout", "NormalLayout", "ObservedLayout", "UnconstrainedLayout"]
 
 
 _INDICATORS = type(constraints.boolean), type(constraints.one_hot)
@@ -138,6 +144,8 @@ class UnconstrainedLayout(Layout):
         (2, tensor([0.3333, 0.3333, 0.3333]))
     """
 
+    to: Callable[[Constraint], Transform] = staticmethod(bijection_to)
+
     def __init__(self, support: Constraint, event_shape: torch.Size, value: Tensor, **options: Any) -> None:
         super().__init__(support, event_shape, value, **options)
         batch = torch.broadcast_shapes(value.shape[: value.dim() - len(self.event_shape)], self.batch_shape)
@@ -169,7 +177,7 @@ class UnconstrainedLayout(Layout):
 
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
         super()._set_support(support, batch_shape)
-        bijection = base = bijection_to(self.support)
+        bijection = base = self.to(self.support)
         while isinstance(base, IndependentTransform):
             base = base.base_transform
         identity = isinstance(base, ComposeTransform) and not base.parts
@@ -179,6 +187,12 @@ class UnconstrainedLayout(Layout):
         if not self.free_shape:
             return elements.squeeze(-1)
         return elements.unflatten(-1, self.free_shape) if len(self.free_shape) > 1 else elements
+
+
+class NormalLayout(UnconstrainedLayout):
+    """Unconstrained space where uniform variables are Normal, so that what is made of Normals has little to bend."""
+
+    to = staticmethod(normal_bijection_to)
 
 
 class ObservedLayout(UnconstrainedLayout):

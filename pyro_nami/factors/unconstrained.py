@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_nami.factors.anchors import location_and_scale
+from pyro_nami.factors.bijections import is_interval
 from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.elements import Elements, LogisticElements
 from pyro_nami.factors.family import Family
+from pyro_nami.factors.layout import NormalLayout
 from pyro_nami.factors.links import raw_scale, relative_scale
 from pyro_nami.factors.normals import (
     Coupling,
@@ -119,7 +121,8 @@ class FlowFamily(NormalFamily):
     """A monotone rational-quadratic spline under location and scale. Parameters: these two, then the spline's.
 
     With further ``transforms`` the elements of a vector, if there are several, depend on each other by these, in place
-    of each reading those before it; see `pyro_nami.networks.stack`.
+    of each reading those before it; see `pyro_nami.networks.stack`. Numbers within bounds are then a Normal variable's
+    CDF, by which uniform ones need no bends, up to their edges, where without it logits start as ``AutoNormal``'s.
     """
 
     bent = FlowElements
@@ -127,8 +130,13 @@ class FlowFamily(NormalFamily):
 
     def __init__(self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8, transforms: int = 0) -> None:
         self.num_params = 2 + 3 * bins - 1
-        self.stack = (transforms, bins) if transforms else None
+        if transforms:
+            self.stack, self.layout_type = (transforms, bins), NormalLayout
         super().__init__(name, prior, value)
+
+    def anchor(self, prior: Distribution) -> Tensor | None:
+        of_logit = self.stack is not None and is_interval(self.layout.support)
+        return None if of_logit else super().anchor(prior)
 
 
 class SinhArcsinhFamily(NormalFamily):
@@ -211,6 +219,7 @@ def flow(bins: int, transforms: int = 0) -> Callable[[str, Distribution, Tensor]
 
     Elements of vectors read those before them; or, with ``transforms``, noise goes through as many autoregressive
     splines in sequence, in turn from either end, and then through each element's own. Draws take as many more steps.
+    Numbers within bounds are then the CDF of Normal ones, no logistic function of them.
 
     Raises ValueError for fewer than two bins, or fewer than no transforms.
     """

@@ -392,6 +392,18 @@ def test_vectors_are_not_enumerated():
 unconstrained = [name for name in ids if name.split("-")[0] in ("normal", "sinh_arcsinh", "mixture", "flow")]
 
 
+def test_a_flow_with_transforms_starts_from_uniform_variables_up_to_their_edges():
+    low = t(-1.0, 0.0, 2.0)
+    prior = dist.Uniform(low, 3.0).to_event(1)
+    family = flow(4, transforms=2)("z", prior, prior.sample())
+    standard = t(0.0, math.log(math.e - 1.0), *[0.0] * 11)  # softplus of the second is 1
+    q = family.distribution(standard.expand(3, -1))
+    value = torch.cat((prior.sample((5,)), (low + 1e-9).expand(1, 3), (3.0 - 1e-9 * ones(3)).expand(1, 3)))
+    torch.testing.assert_close(q.log_prob(value), prior.log_prob(value))
+    draw = q.sample((4000,))
+    torch.testing.assert_close(((draw - low) / (3 - low)).mean(0), 0.5 * ones(3), atol=0.03, rtol=0)
+
+
 @pytest.mark.parametrize("anchored", [False, True], ids=["plain", "anchored"])
 @pytest.mark.parametrize("case", [name for name in unconstrained if "mixture-" not in name])
 def test_at_step_0_the_factor_is_autonormals(case, anchored):
