@@ -151,7 +151,7 @@ def others(
     """What is told of another method, and its draws in the prior's support, to which densities are renormalized."""
 
     def pair(some: JointDraws) -> Pair:
-        return Pair(some.latents["theta"], task.statistics(some.observed["x"]))
+        return Pair(some.latents["theta"], task.statistics(some.observed["x"]).flatten(1))
 
     held_out, fit = pair(test), bayesflow if method == "bayesflow" else functools.partial(sbi, method)
     with torch.enable_grad():

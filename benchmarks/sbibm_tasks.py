@@ -183,5 +183,5 @@ TASKS = {
     "gaussian_linear_uniform": Task(gaussian_linear_uniform, exact_uniform),
     "bernoulli_glm": Task(bernoulli_glm, None, statistics=lambda x: x @ stimulus()),  # sufficient
     "sir": Task(sir, None, 40),
-    "lotka_volterra": Task(lotka_volterra, None, 40, lambda x: x.flatten(1).log()),
+    "lotka_volterra": Task(lotka_volterra, None, 40, torch.log),
 }
