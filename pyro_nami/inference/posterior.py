@@ -57,8 +57,8 @@ class _Setting(NamedTuple):
 
 
 _SHARP = _Setting((64, 64), 3e-2, 1.0, 0.0, 4)
-# Where that one is best early, simulations are learned by heart: within a quarter of the steps by its rate, which is
-# too high for what is smooth; later by its weights, which are too large.
+# Where that one is best early, simulations are learned by heart, by weights that are too large; or, within a quarter of
+# the steps, by a rate that is too high for what is smooth.
 _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
 _NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0, 0)  # where modes are derived there is little to learn, and a step takes long
 _EARLY, _LATE = 1 / 4, 4 / 5
@@ -161,8 +161,8 @@ def amortize(
     rate of 0.03 of `SOAP`. Rates rise, and fall by a cosine; gradients are clipped. Between epochs latents of
     simulations move by the model's density, if it has one, see `moves`, so that they are not learned by heart. A tenth
     of the simulations is held out; the weights of the lowest loss on these are kept. If these came within the first
-    four fifths of the steps, data were learned by heart; a second guide then has weights that decay, or, if they came
-    in the first quarter, a tenth of the rate for a quarter of the steps, and the better of both is kept. Training ends
+    four fifths of the steps, data were learned by heart; a second guide then has weights that decay, and a third, if
+    they came in the first quarter, a tenth of the rate for a quarter of the steps, and the best is kept. Training ends
     when half of the steps brought nothing. Where modes are derived, one guide is trained, a sixth as long.
 
     Args:
@@ -171,7 +171,7 @@ def amortize(
         observed: sites to condition on, beside those that the model observes itself.
         simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once; or
             ``"fresh"``, to draw others in each step, if the model is fast.
-        steps: of the first training; by default 25 times the square root of the number of simulations, within 500
+        steps: of the first training; by default 20 times the square root of the number of simulations, within 500
             and 10,000.
         progress: whether to show a progress bar.
         guide: one to train in place of what is described.
@@ -227,7 +227,7 @@ def amortize(
     held_out = max(1, round(_HELD_OUT * draws.num))
     rows = torch.arange(draws.num)
     train, validation = draws.select(rows[held_out:]), draws.select(rows[:held_out])
-    steps = steps or int(min(max(25 * draws.num**0.5, 500), 10_000))
+    steps = steps or int(min(max(20 * draws.num**0.5, 500), 10_000))
     plain, learned = (guide, []) if guide is not None else _plain(simulator, draws)
     families = dict.fromkeys(learned, flow(_BINS, _TRANSFORMS))
 
@@ -241,7 +241,7 @@ def amortize(
             model,
             made,
             functools.partial(SOAP, lr=setting.rate, weight_decay=setting.decay / setting.rate / count),
-            batch_size=min(max(2 * round(train.num**0.5), 50), 500, train.num),
+            batch_size=min(max(round(3.5 * train.num**0.5), 50), 500, train.num),
             observed=observed,
             scheduler=functools.partial(LambdaLR, lr_lambda=functools.partial(_share, steps=count)),
             clip_norm=_CLIP,
@@ -261,8 +261,8 @@ def amortize(
 
     found = [trained(_NEAR if guide is None and not learned else _SHARP)]
     best = found[0][-1].best_step
-    if families and not fresh and best is not None and best < _LATE * steps:
-        found.append(trained(_SMOOTH if best < _EARLY * steps else _HELD))
+    if families and not fresh and best is not None:
+        found += [trained(other) for other, share in ((_HELD, _LATE), (_SMOOTH, _EARLY)) if best < share * steps]
     _, made, history = min(found, key=lambda each: each[0])
     return AmortizedPosterior(model, args, kwargs, made, history)
 

@@ -46,7 +46,7 @@ def test_a_posterior_of_two_modes_is_learned_and_weighted():
 def test_simulations_may_be_fresh_in_each_step():
     pyro.set_rng_seed(0)
     posterior = amortize(folded, observed=["x"], simulations="fresh", steps=60, progress=False)
-    assert posterior.history.simulations == 60 * 190
+    assert posterior.history.simulations == 60 * 332
     z, x = (part["z"] if "z" in part else part["x"] for part in Simulator(folded, observed=["x"]).draw(2000)[:2])
     with torch.no_grad():
         gap = (exact(z, x) - posterior.guide.log_prob({"z": z}, observations={"x": x})).mean()
@@ -135,7 +135,7 @@ def test_simulations_are_given_in_any_form_and_too_few_are_refused():
         amortize(folded, observed=["x"], simulations=[draws])
 
 
-def test_where_simulations_are_learned_by_heart_a_second_guide_has_more_restraint(monkeypatch):
+def test_where_simulations_are_learned_by_heart_further_guides_have_more_restraint(monkeypatch):
     """Data that say nothing of two latents: the exact density is the prior's."""
     rates = []
 
@@ -148,8 +148,8 @@ def test_where_simulations_are_learned_by_heart_a_second_guide_has_more_restrain
     prior = dist.Normal(torch.zeros(2), 1.0).to_event(1)
     model = from_simulator(prior, lambda theta: torch.randn(len(theta), 10))
     posterior = amortize(model, observed=["x"], simulations=300, steps=120, progress=False)
-    assert rates == [0.03, 0.003]
-    assert len(posterior.history.losses) <= 30  # the second one, of a quarter of the steps, is the better
+    assert rates == [0.03, 0.03, 0.003]
+    assert len(posterior.history.losses) <= 30  # the last one, of a quarter of the steps, is the best
     theta, x = prior.sample((2000,)), torch.randn(2000, 10)
     with torch.no_grad():
         gap = (prior.log_prob(theta) - posterior.guide.log_prob({"theta": theta}, observations={"x": x})).mean()
