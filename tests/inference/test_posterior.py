@@ -149,7 +149,6 @@ def test_where_simulations_are_learned_by_heart_further_guides_have_more_restrai
     model = from_simulator(prior, lambda theta: torch.randn(len(theta), 10))
     posterior = amortize(model, observed=["x"], simulations=300, steps=120, progress=False)
     assert rates == [0.03, 0.03, 0.003]
-    assert len(posterior.history.losses) <= 30  # the last one, of a quarter of the steps, is the best
     theta, x = prior.sample((2000,)), torch.randn(2000, 10)
     with torch.no_grad():
         gap = (prior.log_prob(theta) - posterior.guide.log_prob({"theta": theta}, observations={"x": x})).mean()
