@@ -60,6 +60,7 @@ def reference(model: Callable, x: Tensor, draws: int, temperatures: int) -> Tens
     return found.weighted().resample(draws)["theta"]
 
 
+@torch.enable_grad()  # which BayesFlow turns off
 def two_sample(first: Tensor, second: Tensor, steps: int) -> float:
     """Accuracy of a classifier of draws ``(draws, latents)``, by five-fold cross-validation, as in the benchmark.
 
@@ -140,7 +141,7 @@ def bayesflow(task: Task, given: Pair, test: Pair) -> tuple[dict[str, Any], Samp
 
     def sample(num: int, x: Tensor) -> Tensor:
         drawn = workflow.sample(num_samples=num, conditions={"x": x.numpy()})["theta"]
-        return torch.from_numpy(drawn).transpose(0, 1)
+        return torch.from_numpy(drawn).float().transpose(0, 1)
 
     return {"seconds": seconds, "loss": -float(log_prob.mean())}, sample
 
