@@ -17,12 +17,7 @@ from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import ComposeTransform, IndependentTransform, Transform
 from torch.nn.functional import one_hot
 
-from pyro_nami.factors.bijections import (
-    bijection_to,
-    interior,
-    normal_bijection_to,
-    support_on,
-)
+from pyro_nami.factors.bijections import bijection_to, interior, normal_bijection_to, support_on
 
 __all__ = ["Layout", "LogLayout", "NormalLayout", "ObservedLayout", "UnconstrainedLayout"]
 
