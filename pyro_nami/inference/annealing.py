@@ -12,7 +12,8 @@ References:
     Neal 2001, "Annealed importance sampling"; Wu et al. 2017, "On the quantitative analysis of decoder-based
     generative models", whose chains adapt their step sizes to themselves, which ours leave to pilots; Grosse et al.
     2015, "Sandwiching the marginal likelihood using bidirectional Monte Carlo", for chains from the posterior; Del
-    Moral, Doucet and Jasra 2006, "Sequential Monte Carlo samplers".
+    Moral, Doucet and Jasra 2006, "Sequential Monte Carlo samplers"; Zhou, Johansen and Aston 2016, "Toward automatic
+    model comparison", for temperatures by the conditional effective sample size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pyro_nami.inference.observations import as_mapping
 from pyro_nami.inference.site_messages import plate_names
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.tempering import PathValue, Start, TemperedPath
-from pyro_nami.inference.transitions import ChainState, adapted, hamiltonian_step
+from pyro_nami.inference.transitions import ChainState, adapted, hamiltonian_step, next_temperatures
 from pyro_nami.inference.weights import WeightedSamples, log_mean, log_mean_error, resampled
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling", "sigmoid_temperatures"]
@@ -113,6 +114,7 @@ def annealed_importance_sampling(
     posterior: Mapping[str, Tensor] | None = None,
     chunk_size: int | None = None,
     resample: bool = False,
+    conditional_ess: float | None = None,
     defensive: float = 0.0,
     progress: bool = False,
     **kwargs: Any,
@@ -159,7 +161,7 @@ def annealed_importance_sampling(
     """
     counts = _chain_counts(num_chains, posterior, target_acceptance is not None and not resample)
     schedule = _schedule(num_temperatures, temperatures)[:: 1 if posterior is None else -1]
-    options = _Options(schedule, *counts, num_leapfrog_steps, target_acceptance, chunk_size, resample)
+    options = _Options(schedule, *counts, num_leapfrog_steps, target_acceptance, chunk_size, resample, conditional_ess)
     _check(options)
     if resample and posterior is not None:
         raise ValueError("Expected resample=False where chains run backwards from posterior draws; got True.")
@@ -177,6 +179,7 @@ class _Options(NamedTuple):
     target_acceptance: float | None
     chunk_size: int | None
     resample: bool
+    conditional_ess: float | None
 
 
 def _annealed(
@@ -187,7 +190,8 @@ def _annealed(
     steps = _step_sizes(step_size, num_data)
     size = min(options.chunk_size or num_data, num_data)
     parts: list[AnnealedSamples] = []
-    with tqdm(total=-(-num_data // size) * (len(options.schedule) - 1), disable=not progress) as bar:
+    total = None if options.conditional_ess else -(-num_data // size) * (len(options.schedule) - 1)
+    with tqdm(total=total, disable=not progress) as bar:
         for first in range(0, num_data, size):
             rows = slice(first, min(first + size, num_data))
             path, position = start.path(options.num_chains + options.num_pilots, rows, check=not parts)
@@ -203,8 +207,14 @@ def _anneal(
     schedule, num_chains = options.schedule, options.num_chains
     state = ChainState(position, path.value(position))
     log_weights = acceptance = torch.zeros_like(state.value.start)
-    for count, (before, now) in enumerate(zip(schedule, schedule[1:]), 1):
-        log_weights = log_weights + (now - before) * state.value.ratio
+    now, count = torch.full_like(log_weights[0], schedule[0]), 0
+    while not count or (now != schedule[-1]).any():
+        count, before, ratio = count + 1, now, state.value.ratio
+        if options.conditional_ess is None:
+            now = torch.full_like(now, schedule[count])
+        else:
+            now = next_temperatures(now, options.conditional_ess, log_weights, ratio)
+        log_weights = log_weights + ((now - before) * ratio).where(now != before, 0.0)
         spread: Tensor | float = 1.0
         if options.resample:
             state, log_weights = _resampled(state, log_weights)
@@ -212,12 +222,12 @@ def _anneal(
         state, probability = hamiltonian_step(
             path, state, now, step_size.unsqueeze(-1) * spread, options.num_leapfrog_steps
         )
-        acceptance = acceptance + probability / (len(schedule) - 1)
-        steering = probability if options.resample else probability[num_chains:]
-        step_size = adapted(step_size, count, steering.mean(0), options.target_acceptance)
+        acceptance = acceptance + probability
+        steering, slower = (probability, 1) if options.resample else (probability[num_chains:], count)
+        step_size = adapted(step_size, slower, steering.mean(0), options.target_acceptance)
         tick()
     samples = {name: value[:num_chains] for name, value in path.at(state.position).values.items()}
-    return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains], step_size)
+    return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains] / count, step_size)
 
 
 def _resampled(state: ChainState, log_weights: Tensor) -> tuple[ChainState, Tensor]:
@@ -285,12 +295,16 @@ def _chain_counts(num_chains: int, posterior: Mapping[str, Tensor] | None, adapt
 
 
 def _check(options: _Options) -> None:
-    _, num_chains, _, steps, target, chunk_size, _ = options
+    _, num_chains, _, steps, target, chunk_size, resample, share = options
     for holds, expected in (
         (num_chains >= 1, f"num_chains >= 1, or two posterior draws (one is a pilot); got {num_chains}"),
         (steps >= 1, f"num_leapfrog_steps >= 1; got {steps}"),
         (target is None or 0 < target < 1, f"target_acceptance between 0 and 1, or None; got {target}"),
         (chunk_size is None or chunk_size >= 1, f"chunk_size >= 1 or None; got {chunk_size}"),
+        (
+            share is None or (resample and 0 < share < 1),
+            f"conditional_ess between 0 and 1, with resample=True; got {share} with resample={resample}",
+        ),
     ):
         if not holds:
             raise ValueError(f"Expected {expected}.")

@@ -36,7 +36,7 @@ from pyro_nami.inference.target import (
     per_draw,
 )
 from pyro_nami.inference.weights import WeightedSamples, warn_of_bad
-from pyro_nami.messages import warn
+from pyro_nami.messages import OneByOne, warn
 from pyro_nami.reading.runner import Runner
 
 __all__ = ["Proposal", "importance_sample"]
@@ -194,7 +194,7 @@ class Proposal:
         except Exception as error:  # whatever a model does with batch dims that it was not written for
             reason = in_one_line(error)
         if reason is not None:
-            warn(_LOOP.format(reason))
+            warn(_LOOP.format(reason), OneByOne)
             return [self._one_by_one(draw, num) for draw, num in [(self._guide_draws, counts[0]), *many]]
         return [first, *(draw(self.target.extent(num)) for draw, num in many)]
 

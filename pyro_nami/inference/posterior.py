@@ -31,7 +31,7 @@ from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
 from pyro_nami.inference.soap import SOAP
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weights import K_MAX, WeightedSamples, warn_of_bad
-from pyro_nami.messages import warn
+from pyro_nami.messages import OneByOne, warn
 
 __all__ = ["AmortizedPosterior", "amortize"]
 
@@ -39,9 +39,9 @@ _WARM, _CLIP = 0.03, 5.0  # share of the steps in which the rate is reached; nor
 _SIMULATIONS = 10_000
 _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the loss on these is looked at
 _BINS, _TRANSFORMS = 8, 3  # of splines, and of those in sequence between elements of a vector
-_FEW, _TEMPERATURES = 0.2, 20  # share of effective draws below which they are annealed, and by how many densities
 _DEFENSIVE = 0.05  # share of draws that are the prior's, where a guide had to learn
-_CHAINS: dict[str, Any] = {"num_leapfrog_steps": 5, "resample": True}
+_FEW, _KEPT = 1 / 3, 0.95  # shares of effective draws: below which there are to be others, and what annealing leaves
+_MORE, _ROWS = (4, 16, 64), 2**21  # how many times as many are drawn to resample from, and how many at a time
 
 _number = itertools.count()
 
@@ -101,8 +101,10 @@ class AmortizedPosterior:
         Args:
             data: observed site -> value, of one data set or of several; see `importance_sample`.
             num_samples: draws for each data set.
-            num_temperatures: 2 to leave draws where they are; by default 20 for data sets where k-hat is above 0.7 or
-                less than a fifth of the draws are effective, if the model can be annealed.
+            num_temperatures: of annealing, for all data sets; 2 to leave draws where they are. By default data sets of
+                which less than a third of the draws are effective, or k-hat is above 0.7, have theirs resampled from 4,
+                16 or 64 times as many, if as many are effective then as are asked for; or else annealed, if the model
+                can be, by as many temperatures as they need.
             defensive: another share of the prior's draws; 0 for the guide's alone.
         """
         if defensive is None:
@@ -115,31 +117,48 @@ class AmortizedPosterior:
             drawn = _unwarned(self.model, self.guide, *self.args, num_samples=num_samples, **options)
             good = (drawn.pareto_k <= K_MAX) & (drawn.effective_sample_size >= _FEW * num_samples)
             if num_temperatures is None and not good.all():
-                # Not of discrete latents, nor of a model that is run draw by draw.
-                with contextlib.suppress(NotImplementedError, ValueError):
-                    drawn = self._annealed_where(~good, data, drawn, options)
+                drawn = self._improved(~good, data, drawn, options)
         else:
-            drawn = self._annealed(num_samples, num_temperatures, options)
+            drawn = self._annealed(num_samples, options, num_temperatures=num_temperatures)
         warn_of_bad(drawn)
         return drawn
 
-    def _annealed(self, num_chains: int, num_temperatures: int, options: Mapping[str, Any]) -> WeightedSamples:
-        chains = {"num_chains": num_chains, "num_temperatures": num_temperatures, **_CHAINS}
+    def _annealed(self, num_chains: int, options: Mapping[str, Any], **path: Any) -> WeightedSamples:
+        chains = {"num_chains": num_chains, "num_leapfrog_steps": 5, "resample": True, **path}
         return annealed_importance_sampling(self.model, self.guide, *self.args, **chains, **options).weighted()
 
-    def _annealed_where(
+    def _improved(
         self, bad: Tensor, data: Mapping[str, Any], drawn: WeightedSamples, options: Mapping[str, Any]
     ) -> WeightedSamples:
-        """Returns draws of which those of some data sets were annealed."""
+        """Returns draws of which those of bad data sets are resampled from more, or else annealed, if they can be."""
         if bad.dim() == 0:
-            return self._annealed(drawn.num_samples, _TEMPERATURES, options)
+            several = {name: torch.as_tensor(value)[None] for name, value in data.items()}
+            alone = {name: value.unsqueeze(1) for name, value in drawn.samples.items()}
+            drawn = WeightedSamples(alone, drawn.log_weights.unsqueeze(1), drawn.plates)
+            found = self._improved(bad[None], several, drawn, options)
+            alone = {name: value.squeeze(1) for name, value in found.samples.items()}
+            return WeightedSamples(alone, found.log_weights.squeeze(1), found.plates)
         target, _ = Target(self.model, None, self.args, self.kwargs).observing(data)
-        rows = bad.nonzero().squeeze(-1)
-        again = self._annealed(
-            drawn.num_samples, _TEMPERATURES, {**options, "observations": target.data.batch(rows)}
-        )
-        samples = {name: drawn.samples[name].index_copy(1, rows, value) for name, value in again.samples.items()}
-        return WeightedSamples(samples, drawn.log_weights.index_copy(1, rows, again.log_weights), drawn.plates)
+        num, samples, log_weights = drawn.num_samples, dict(drawn.samples), drawn.log_weights.clone()
+
+        for factor in (*_MORE, None):
+            for rows in bad.nonzero().squeeze(-1).split(max(1, _ROWS // num // (factor or 1))):
+                here = {**options, "observations": target.data.batch(rows)}
+                # Draws one by one would take long, and neither they nor discrete latents can be annealed.
+                with contextlib.suppress(OneByOne, NotImplementedError, ValueError), warnings.catch_warnings():
+                    warnings.simplefilter("error", OneByOne)
+                    if factor is None:
+                        found = self._annealed(num, here, conditional_ess=_KEPT)
+                        enough = torch.ones_like(found.log_evidence, dtype=torch.bool)
+                    else:
+                        many = _unwarned(self.model, self.guide, *self.args, num_samples=factor * num, **here)
+                        enough = (many.pareto_k <= K_MAX) & (many.effective_sample_size >= num)
+                        found = WeightedSamples(many.resample(num), many.log_evidence.expand(num, -1), many.plates)
+                    log_weights[:, rows[enough]] = found.log_weights[:, enough]
+                    for name, value in found.samples.items():
+                        samples[name] = samples[name].index_copy(1, rows[enough], value[:, enough])
+                    bad = bad.index_fill(0, rows[enough], False)
+        return WeightedSamples(samples, log_weights, drawn.plates)
 
 
 def amortize(
@@ -287,7 +306,7 @@ def _named(guide: AutoNaMIGuide) -> AutoNaMIGuide:
 def _unwarned(*args: Any, **kwargs: Any) -> WeightedSamples:
     """Returns what `importance_sample` does, without a warning of the weights."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.filterwarnings("ignore", "The importance weights are")
         return importance_sample(*args, **kwargs)
 
 

@@ -61,7 +61,7 @@ class PathValue(NamedTuple):
     start: Tensor
     ratio: Tensor
 
-    def at(self, temperature: float) -> Tensor:
+    def at(self, temperature: float | Tensor) -> Tensor:
         """Returns the log density of the path at an inverse temperature: 0 is the start, 1 the joint density."""
         return self.start + temperature * self.ratio
 
@@ -135,7 +135,7 @@ class TemperedPath:
         return self.value_of(self.at(position))
 
     @torch.enable_grad()
-    def gradient(self, position: Tensor, temperature: float) -> Tensor:
+    def gradient(self, position: Tensor, temperature: float | Tensor) -> Tensor:
         """Returns the gradient of the log density at an inverse temperature, of the position's shape."""
         position = position.detach().requires_grad_()
         total = self.value_of(self.at(position)).at(temperature).sum()

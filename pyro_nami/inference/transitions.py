@@ -1,10 +1,12 @@
-"""Markov transitions that leave a density of `TemperedPath` as it is: Hamiltonian Monte Carlo.
+"""How chains go on along a `TemperedPath`: temperatures, and transitions that leave a density as it is (Hamiltonian).
 
-All chains and data sets move at once. Change this module for another kernel or another rule for its step size.
+All chains and data sets move at once. Change this module for another kernel, or another rule for its step size or for
+temperatures.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,9 +14,10 @@ from torch import Tensor
 
 from pyro_nami.inference.tempering import PathValue, TemperedPath
 
-__all__ = ["ChainState", "adapted", "hamiltonian_step"]
+__all__ = ["ChainState", "adapted", "hamiltonian_step", "next_temperatures"]
 
 _LEAST_RATE = 0.05  # of adaptation
+_FIRST, _GROWTH, _HALVINGS = 1e-15, 0.01, 16  # of temperatures: least steps, absolute and relative, and how to find one
 
 
 class ChainState(NamedTuple):
@@ -25,7 +28,7 @@ class ChainState(NamedTuple):
 
 
 def hamiltonian_step(
-    path: TemperedPath, state: ChainState, temperature: float, step_size: Tensor, num_steps: int
+    path: TemperedPath, state: ChainState, temperature: float | Tensor, step_size: Tensor, num_steps: int
 ) -> tuple[ChainState, Tensor]:
     """Makes one transition with a fresh momentum of unit mass, and steps of sizes ``(data sets, size or 1)``.
 
@@ -71,9 +74,40 @@ def _finite(position: Tensor, origin: Tensor) -> Tensor:
 def adapted(step_size: Tensor, count: int, acceptance: Tensor, target: float | None) -> Tensor:
     """Returns the step sizes ``(data sets,)`` after ``count`` transitions; without a ``target``, as they were.
 
-    log step += rate * (acceptance - target), with a rate that falls to a floor, as densities change all the way.
+    log step += rate * (acceptance - target), with a rate that falls from 1 to a floor, as densities change all the way.
     """
     if target is None:
         return step_size
     rate = max(_LEAST_RATE, count**-0.5)
     return step_size * torch.exp(rate * (acceptance - target))
+
+
+def next_temperatures(now: Tensor, share: float, log_weights: Tensor, ratio: Tensor) -> Tensor:
+    """Returns the temperatures ``(data sets,)`` up to which this share of the chains that can go on stays effective.
+
+    Args:
+        now: temperatures now.
+        share: conditional effective sample size, that of chains of one weight, as a share of them.
+        log_weights, ratio: of the chains, ``(chains, data sets)``; see `PathValue`.
+
+    Example:
+        >>> ratio = torch.tensor([[0.0], [4.0], [-torch.inf]])
+        >>> later = next_temperatures(torch.zeros(1), 0.9, torch.zeros(3, 1), ratio)
+        >>> weights = (later * ratio[:2]).exp()
+        >>> weights.mean().square() / weights.square().mean()
+        tensor(0.9000)
+    """
+    weights = log_weights.log_softmax(0)
+    alive = weights.where(ratio > -torch.inf, -torch.inf).logsumexp(0)
+
+    def enough(step: Tensor) -> Tensor:
+        once = weights + step * ratio
+        return 2 * once.logsumexp(0) - (once + step * ratio).logsumexp(0) >= alive + math.log(share)
+
+    low, high = _FIRST + _GROWTH * now, 1 - now
+    done = (low >= high) | alive.isneginf() | enough(high)
+    for _ in range(_HALVINGS):
+        middle = (low * high).sqrt()
+        found = enough(middle)
+        low, high = middle.where(found, low), high.where(found, middle)
+    return (now + low).where(~done, 1.0)

@@ -362,6 +362,40 @@ def test_chains_that_are_resampled_move_as_far_as_each_latent_is_wide():
     assert drawn.std("b", smoothed=False).mean() == pytest.approx(0.5**0.5, rel=0.1)
 
 
+CHOSEN = {"num_chains": 1000, "num_leapfrog_steps": 5, "resample": True, "conditional_ess": 0.98}
+
+
+def test_temperatures_that_are_chosen_suit_every_data_set():
+    """From the prior to posteriors on both sides of zero: wide ones, and two peaks of 1e-4."""
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        noise = pyro.sample("noise", dist.LogNormal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z.abs(), noise))
+
+    noise = torch.tensor([10.0, 0.1, 1e-4]).repeat(20)
+    x = torch.ones(60)
+    found = annealed_importance_sampling(model, None, observations={"x": x, "noise": noise}, **CHOSEN)
+    marginal, share = dist.Normal(0.0, (1 + noise**2).sqrt()), noise / (1 + noise**2).sqrt()
+    positive = dist.Normal(0.0, 1.0).cdf(x * share / noise / noise)
+    exact = dist.LogNormal(0.0, 1.0).log_prob(noise) + (2 * marginal.log_prob(x).exp() * positive).log()
+    assert (found.log_evidence - exact).square().mean().sqrt() < 0.1  # 2 by 100 temperatures, which take as long
+    drawn = found.weighted().resample(500)["z"]
+    assert drawn.gt(0).double().mean(0).sub(0.5).square().mean().sqrt() < 0.08  # 0.25
+    assert drawn[:, 2::3].abs().std(0).mean() == pytest.approx(1e-4, rel=0.1)
+
+
+def test_temperatures_are_chosen_by_the_chains_that_data_leave():
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Uniform(z, z + 0.1, validate_args=False))
+
+    found = annealed_importance_sampling(model, None, observations={"x": torch.full((20,), 0.5)}, **CHOSEN)
+    normal = dist.Normal(0.0, 1.0)
+    exact = (normal.cdf(torch.tensor(0.5)) - normal.cdf(torch.tensor(0.4))).div(0.1).log()
+    assert abs(found.log_evidence.mean() - exact) < 0.15  # 36 of 1,000 chains in each data set
+
+
 def test_two_temperatures_are_importance_sampling():
     y, seen = torch.tensor([1.0, 2.0]), []
 
@@ -493,6 +527,8 @@ def test_improper_prior_starts_from_a_guide():
         ({"step_size": torch.ones(4)}, "step_size > 0, one or 1"),
         ({"target_acceptance": 1.0}, "target_acceptance between 0 and 1"),
         ({"chunk_size": 0}, "chunk_size >= 1"),
+        ({"conditional_ess": 0.9}, "conditional_ess between 0 and 1, with resample=True"),
+        ({"conditional_ess": 1.0, "resample": True}, "conditional_ess between 0 and 1, with resample=True"),
         ({"observations": {"x": ONE}}, "the model's sites.*'x'"),
         ({"observations": {"y": torch.ones(4)}}, r"site 'y' of shape \(3,\)"),
         ({"observations": {"y": torch.ones(0, 3)}}, "'y'"),
