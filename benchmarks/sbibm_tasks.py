@@ -178,7 +178,7 @@ class Task(NamedTuple):
 TASKS = {
     "two_moons": Task(two_moons, exact_moons),
     "gaussian_mixture": Task(gaussian_mixture, exact_mixture),
-    "slcp": Task(slcp, None),
+    "slcp": Task(slcp, None, 800),
     "gaussian_linear": Task(gaussian_linear, exact_linear),
     "gaussian_linear_uniform": Task(gaussian_linear_uniform, exact_uniform),
     "bernoulli_glm": Task(bernoulli_glm, None, statistics=lambda x: x @ stimulus()),  # sufficient

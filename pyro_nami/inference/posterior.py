@@ -41,7 +41,8 @@ _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the
 _BINS, _TRANSFORMS = 8, 3  # of splines, and of those in sequence between elements of a vector
 _DEFENSIVE = 0.05  # share of draws that are the prior's, where a guide had to learn
 _FEW, _KEPT = 1 / 3, 0.95  # shares of effective draws: below which there are to be others, and what annealing leaves
-_MORE, _ROWS = (4, 16, 64), 2**21  # how many times as many are drawn to resample from, and how many at a time
+_MORE, _POWERS = 4, 4  # by what others are resampled from more draws, and how often at most
+_ROWS = 2**21  # draws to resample from at a time
 
 _number = itertools.count()
 
@@ -103,8 +104,8 @@ class AmortizedPosterior:
             num_samples: draws for each data set.
             num_temperatures: of annealing, for all data sets; 2 to leave draws where they are. By default data sets of
                 which less than a third of the draws are effective, or k-hat is above 0.7, have theirs resampled from 4,
-                16 or 64 times as many, if as many are effective then as are asked for; or else annealed, if the model
-                can be, by as many temperatures as they need.
+                16, 64 or 256 times as many, if as many are effective then as are asked for; or else annealed, if the
+                model can be, by as many temperatures as they need.
             defensive: another share of the prior's draws; 0 for the guide's alone.
         """
         if defensive is None:
@@ -140,24 +141,27 @@ class AmortizedPosterior:
             return WeightedSamples(alone, found.log_weights.squeeze(1), found.plates)
         target, _ = Target(self.model, None, self.args, self.kwargs).observing(data)
         num, samples, log_weights = drawn.num_samples, dict(drawn.samples), drawn.log_weights.clone()
-
-        for factor in (*_MORE, None):
-            for rows in bad.nonzero().squeeze(-1).split(max(1, _ROWS // num // (factor or 1))):
+        factors = torch.where(bad, float(_MORE), 0.0)  # how many times as many draws there are to be; inf: annealed
+        for factor in (*(_MORE**power for power in range(1, _POWERS + 1)), math.inf):
+            size = max(1, _ROWS // num // (1 if factor == math.inf else int(factor)))
+            for rows in (factors == factor).nonzero().squeeze(-1).split(size):
                 here = {**options, "observations": target.data.batch(rows)}
                 # Draws one by one would take long, and neither they nor discrete latents can be annealed.
                 with contextlib.suppress(OneByOne, NotImplementedError, ValueError), warnings.catch_warnings():
                     warnings.simplefilter("error", OneByOne)
-                    if factor is None:
+                    if factor == math.inf:
                         found = self._annealed(num, here, conditional_ess=_KEPT)
                         enough = torch.ones_like(found.log_evidence, dtype=torch.bool)
                     else:
-                        many = _unwarned(self.model, self.guide, *self.args, num_samples=factor * num, **here)
-                        enough = (many.pareto_k <= K_MAX) & (many.effective_sample_size >= num)
+                        many = _unwarned(self.model, self.guide, *self.args, num_samples=int(factor) * num, **here)
                         found = WeightedSamples(many.resample(num), many.log_evidence.expand(num, -1), many.plates)
+                        good, short = many.pareto_k <= K_MAX, num / many.effective_sample_size
+                        wanted = factor * _MORE ** short.log().div(math.log(_MORE)).ceil()
+                        factors[rows] = wanted.where(good & (wanted <= _MORE**_POWERS), math.inf).to(factors)
+                        enough = good & (short <= 1)
                     log_weights[:, rows[enough]] = found.log_weights[:, enough]
                     for name, value in found.samples.items():
                         samples[name] = samples[name].index_copy(1, rows[enough], value[:, enough])
-                    bad = bad.index_fill(0, rows[enough], False)
         return WeightedSamples(samples, log_weights, drawn.plates)
 
 
