@@ -144,7 +144,8 @@ class AmortizedPosterior:
         factors = torch.where(bad, float(_MORE), 0.0)  # how many times as many draws there are to be; inf: annealed
         for factor in (*(_MORE**power for power in range(1, _POWERS + 1)), math.inf):
             size = max(1, _ROWS // num // (1 if factor == math.inf else int(factor)))
-            for rows in (factors == factor).nonzero().squeeze(-1).split(size):
+            rows_left = (factors == factor).nonzero().squeeze(-1)
+            for rows in rows_left.split(size) if len(rows_left) else ():
                 here = {**options, "observations": target.data.batch(rows)}
                 # Draws one by one would take long, and neither they nor discrete latents can be annealed.
                 with contextlib.suppress(OneByOne, NotImplementedError, ValueError), warnings.catch_warnings():

@@ -109,6 +109,51 @@ def test_data_sets_with_good_weights_are_left_alone():
     assert torch.allclose(z.mean(0), x / 2, atol=0.15) and torch.allclose(z.std(0), torch.tensor(0.5**0.5), rtol=0.15)
 
 
+def test_where_few_draws_are_effective_there_are_more(monkeypatch):
+    """By guides that are too wide: of latents with known posteriors, for some data sets, and of a count that is known."""
+
+    def refused(*_, **__):
+        raise AssertionError("Annealed, where more draws would do.")
+
+    monkeypatch.setattr("pyro_nami.inference.posterior.annealed_importance_sampling", refused)
+
+    def model():
+        with pyro.plate("rows", 6):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0))
+
+    class Wide:
+        rules: dict = {}
+
+        def __call__(self, observations):
+            x = observations["x"]
+            scale = 0.5**0.5 * (1 + (x > 1).any(-1, keepdim=True))
+            with pyro.plate("rows", 6):
+                pyro.sample("z", dist.Normal(x / 2, scale))
+
+    pyro.set_rng_seed(0)
+    x = torch.tensor([[0.0], [2.0], [-1.0], [1.5]]).expand(4, 6)
+    posterior = AmortizedPosterior(model, (), {}, Wide(), History())
+    drawn, left = posterior({"x": x}), posterior({"x": x}, num_temperatures=2)
+    assert left.effective_sample_size[[1, 3]].max() < 150 and (drawn.effective_sample_size > 999).all()
+    evidence = dist.Normal(0.0, 2**0.5).log_prob(x).sum(-1)
+    assert (drawn.log_evidence - evidence).abs().max() < 0.08
+    z = drawn.samples["z"]
+    assert torch.allclose(z.mean(0), x / 2, atol=0.12) and torch.allclose(z.std(0), torch.tensor(0.5**0.5), rtol=0.1)
+
+    def count():
+        pyro.sample("x", dist.Normal(pyro.sample("n", dist.Poisson(3.0)), 0.1))
+
+    class Guess(Wide):
+        def __call__(self, observations):
+            pyro.sample("n", dist.Poisson(observations["x"]))
+
+    drawn = AmortizedPosterior(count, (), {}, Guess(), History())({"x": torch.tensor(9.0)})
+    assert drawn.samples["n"].eq(9).all() and drawn.samples["n"].shape == (1000,)
+    exact = dist.Poisson(3.0).log_prob(torch.tensor(9.0)) + dist.Normal(0.0, 0.1).log_prob(torch.tensor(0.0))
+    assert abs(drawn.log_evidence - exact) < 0.15
+
+
 def test_a_model_that_is_exact_takes_no_training():
     def model():
         with pyro.plate("rows", 3):
