@@ -110,7 +110,7 @@ def test_data_sets_with_good_weights_are_left_alone():
 
 
 def test_where_few_draws_are_effective_there_are_more(monkeypatch):
-    """By guides that are too wide: of latents with known posteriors, for some data sets, and of a count that is known."""
+    """By guides that are too wide: of Normal latents, for two of four data sets, and of a count that is known."""
 
     def refused(*_, **__):
         raise AssertionError("Annealed, where more draws would do.")
