@@ -4,8 +4,8 @@ Eight of its tasks (`sbibm_tasks.py`), with the same simulations for all methods
 held-out latents in nats, beside the exact one where that is known; seconds of training, of a core's own time; and how
 well a classifier tells draws from those of the posterior (C2ST: 0.5 if not at all; mean of 5 data sets of the prior),
 of 1,000 draws of the guide and of 1,000 resampled from what the posterior gives by default. References are as many from
-4,000 chains by 200 temperatures from the prior (800 for slcp, of which 200 tell apart the halves of a symmetric
-posterior; 40 where the model solves differential equations), which see no guide.
+4,000 chains by 200 temperatures from the prior, which see no guide (800 for slcp, where by 200 the halves of a symmetric
+posterior may come out as 0.4 and 0.6; 40 where the model solves differential equations).
 Of ours also the median share of draws that are effective, of the guide's (20 data sets, 1,000 draws each) and of the
 default's (5, 4,000 draws each), and whether guide and posterior pass `calibrate` at 1,000 data sets.
 
