@@ -57,13 +57,18 @@ def gaussian_mixture() -> None:
     pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), both))
 
 
+def plane_scale(theta: Tensor) -> Tensor:
+    """Cholesky factors ``(*batch, 2, 2)`` of the covariance in slcp by its last three latents."""
+    first, second, correlation = theta[..., 0].square(), theta[..., 1].square(), theta[..., 2].tanh()
+    rest = (1 - correlation.square()).clamp(min=1e-12).sqrt()
+    rows = [first + 1e-6, torch.zeros_like(first)], [correlation * second, second * rest + 1e-6]
+    return torch.stack([torch.stack(row, -1) for row in rows], -2)
+
+
 def slcp() -> None:
     """Four points of a plane, their mean, scales and correlation by five numbers."""
     theta = pyro.sample("theta", dist.Uniform(-3 * torch.ones(5), 3.0).to_event(1))
-    first, second, correlation = theta[..., 2].square(), theta[..., 3].square(), theta[..., 4].tanh()
-    rest = (1 - correlation.square()).clamp(min=1e-12).sqrt()
-    rows = [first + 1e-6, torch.zeros_like(first)], [correlation * second, second * rest + 1e-6]
-    scale = torch.stack([torch.stack(row, -1) for row in rows], -2)
+    scale = plane_scale(theta[..., 2:])
     points = dist.MultivariateNormal(theta[..., None, :2], scale_tril=scale[..., None, :, :])
     pyro.sample("x", points.expand(theta.shape[:-1] + (4,)).to_event(1))
 
@@ -168,17 +173,44 @@ def exact_uniform(theta: Tensor, x: Tensor) -> Tensor:
     return (parts.log_prob(theta.double()) - inside.log()).sum(-1)
 
 
+# ---- exact draws
+
+
+def draw_slcp(x: Tensor, num: int) -> Tensor:
+    """Draws of the posterior ``(num, data sets, 5)``, without chains.
+
+    Given the covariance the mean is Normal within its bounds. So the covariance is drawn without these, by importance
+    sampling from its prior, and what has its mean outside is rejected.
+    """
+    found = []
+    for points in x:
+        kept, theta = [], 6 * torch.rand(2**23, 3) - 3
+        center, scale = points.mean(0), plane_scale(theta)
+        white = torch.linalg.solve_triangular(scale, (points - center).T, upper=False)
+        log_weight = -3 * scale.diagonal(dim1=-2, dim2=-1).log().sum(-1) - white.square().sum((-2, -1)) / 2
+        weight = log_weight.double().softmax(0)
+        if weight.square().sum() * num > 1:
+            raise ValueError("Expected as many effective draws as are asked for; got fewer. Draw more of the prior.")
+        while sum(map(len, kept)) < num:
+            rows = torch.multinomial(weight, num, replacement=True)
+            mean = center + (scale[rows] @ torch.randn(num, 2, 1)).squeeze(-1) / 2
+            kept.append(torch.cat((mean, theta[rows]), -1)[mean.abs().amax(-1) < 3])
+        found.append(torch.cat(kept)[:num])
+    return torch.stack(found, 1)
+
+
 class Task(NamedTuple):
     model: Callable
     exact: Callable[[Tensor, Tensor], Tensor] | None
     temperatures: int = 200  # of the references
     statistics: Callable[[Tensor], Tensor] = torch.clone  # what methods for black boxes are given of the data
+    draw: Callable[[Tensor, int], Tensor] | None = None  # exact draws of the posterior, in place of the references
 
 
 TASKS = {
     "two_moons": Task(two_moons, exact_moons),
     "gaussian_mixture": Task(gaussian_mixture, exact_mixture),
-    "slcp": Task(slcp, None, 800),
+    "slcp": Task(slcp, None, draw=draw_slcp),
     "gaussian_linear": Task(gaussian_linear, exact_linear),
     "gaussian_linear_uniform": Task(gaussian_linear_uniform, exact_uniform),
     "bernoulli_glm": Task(bernoulli_glm, None, statistics=lambda x: x @ stimulus()),  # sufficient
