@@ -29,7 +29,7 @@ from pyro_nami.reading.runner import Runner, own_dims, takes_observations
 __all__ = ["Extent", "Target", "differing_site", "in_one_line", "log_densities", "per_draw"]
 
 _PLATES = ("_draws", "_data_sets")
-_TOLERANCE = {torch.float64: 1e-6}  # of log densities; else the loosest, as a Newton step in single precision leaves some
+_TOLERANCE = {torch.float64: 1e-6}  # of log densities; else what Newton's last step in single precision may leave
 
 
 class Extent(NamedTuple):
