@@ -156,10 +156,11 @@ class AmortizedPosterior:
                     else:
                         many = _unwarned(self.model, self.guide, *self.args, num_samples=int(factor) * num, **here)
                         found = WeightedSamples(many.resample(num), many.log_evidence.expand(num, -1), many.plates)
-                        good, short = many.pareto_k <= K_MAX, num / many.effective_sample_size
-                        wanted = factor * _MORE ** short.log().div(math.log(_MORE)).ceil()
-                        factors[rows] = wanted.where(good & (wanted <= _MORE**_POWERS), math.inf).to(factors)
-                        enough = good & (short <= 1)
+                        short = num / many.effective_sample_size
+                        enough = (many.pareto_k <= K_MAX) & (short <= 1)
+                        wanted = factor * _MORE ** short.log().div(math.log(_MORE)).ceil().clamp(min=1)
+                        wanted = wanted.where(wanted <= _MORE**_POWERS, math.inf).where(~enough, 0.0)
+                        factors[rows] = wanted.to(factors)
                     log_weights[:, rows[enough]] = found.log_weights[:, enough]
                     for name, value in found.samples.items():
                         samples[name] = samples[name].index_copy(1, rows[enough], value[:, enough])
