@@ -142,29 +142,30 @@ class AmortizedPosterior:
         target, _ = Target(self.model, None, self.args, self.kwargs).observing(data)
         num, samples, log_weights = drawn.num_samples, dict(drawn.samples), drawn.log_weights.clone()
         factors = torch.where(bad, float(_MORE), 0.0)  # how many times as many draws there are to be; inf: annealed
-        for factor in (*(_MORE**power for power in range(1, _POWERS + 1)), math.inf):
-            size = max(1, _ROWS // num // (1 if factor == math.inf else int(factor)))
-            rows_left = (factors == factor).nonzero().squeeze(-1)
-            for rows in rows_left.split(size) if len(rows_left) else ():
+        for factor in (*(float(_MORE**power) for power in range(1, _POWERS + 1)), math.inf):
+            size = max(1, int(_ROWS / num / (1 if factor == math.inf else factor)))
+            for rows in filter(len, (factors == factor).nonzero().squeeze(-1).split(size)):
                 here = {**options, "observations": target.data.batch(rows)}
                 # Draws one by one would take long, and neither they nor discrete latents can be annealed.
                 with contextlib.suppress(OneByOne, NotImplementedError, ValueError), warnings.catch_warnings():
                     warnings.simplefilter("error", OneByOne)
                     if factor == math.inf:
-                        found = self._annealed(num, here, conditional_ess=_KEPT)
-                        enough = torch.ones_like(found.log_evidence, dtype=torch.bool)
+                        found, again = self._annealed(num, here, conditional_ess=_KEPT), torch.zeros_like(rows)
                     else:
-                        many = _unwarned(self.model, self.guide, *self.args, num_samples=int(factor) * num, **here)
-                        found = WeightedSamples(many.resample(num), many.log_evidence.expand(num, -1), many.plates)
-                        short = num / many.effective_sample_size
-                        enough = (many.pareto_k <= K_MAX) & (short <= 1)
-                        wanted = factor * _MORE ** short.log().div(math.log(_MORE)).ceil().clamp(min=1)
-                        wanted = wanted.where(wanted <= _MORE**_POWERS, math.inf).where(~enough, 0.0)
-                        factors[rows] = wanted.to(factors)
+                        found, again = self._resampled(num, factor, here)
+                    factors[rows], enough = again.to(factors), again == 0
                     log_weights[:, rows[enough]] = found.log_weights[:, enough]
                     for name, value in found.samples.items():
                         samples[name] = samples[name].index_copy(1, rows[enough], value[:, enough])
         return WeightedSamples(samples, log_weights, drawn.plates)
+
+    def _resampled(self, num: int, factor: float, options: Mapping[str, Any]) -> tuple[WeightedSamples, Tensor]:
+        """Returns draws of equal weight out of ``factor`` times as many, and the factor to go on with; 0: enough."""
+        many = _unwarned(self.model, self.guide, *self.args, num_samples=int(factor) * num, **options)
+        short = num / many.effective_sample_size
+        wanted = factor * _MORE ** short.log().div(math.log(_MORE)).ceil().clamp(min=1)
+        wanted = wanted.where(wanted <= _MORE**_POWERS, math.inf).where((many.pareto_k > K_MAX) | (short > 1), 0.0)
+        return WeightedSamples(many.resample(num), many.log_evidence.expand(num, -1), many.plates), wanted
 
 
 def amortize(
