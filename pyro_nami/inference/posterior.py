@@ -105,8 +105,8 @@ class AmortizedPosterior:
             num_temperatures: of annealing, for all data sets; 2 to leave draws where they are. By default data sets of
                 which less than a third of the draws are effective, or k-hat is above 0.7, have theirs resampled from 4,
                 16, 64 or 256 times as many, if as many are effective then as are asked for; or else annealed, if the
-                model can be, by as many temperatures as they need. Resampled draws weigh the same, so that the evidence's
-                error is told as 0; ask for it by 2.
+                model can be, by as many temperatures as they need. Resampled draws weigh the same, so that the error
+                of the evidence is told as 0; ask for it by 2.
             defensive: another share of the prior's draws; 0 for the guide's alone.
         """
         if defensive is None:
