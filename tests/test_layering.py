@@ -24,7 +24,7 @@ ORDER = {
     "nami",
     "inference": "site_messages simulator_model observations target checkpoint history psis processes trackers "
     "optimizers soap weights importance simulate moves batches losses relaxation trainer compilation tempering "
-    "transitions annealing refining estimates iterative iterative_elbo amortization rounds posterior",
+    "transitions annealing refining estimates iterative iterative_elbo gaps rounds posterior amortizing",
     "checking": "coordinates rank_tests plots simulations calibration misspecification diagnosis",
     "show": "render report model_file commands",
 }

@@ -30,13 +30,20 @@ from tqdm.auto import tqdm
 from pyro_nami.inference.observations import as_mapping
 from pyro_nami.inference.site_messages import plate_names
 from pyro_nami.inference.target import Target
-from pyro_nami.inference.tempering import PathValue, Start, TemperedPath
-from pyro_nami.inference.transitions import ChainState, adapted, hamiltonian_step, next_temperatures
-from pyro_nami.inference.weights import WeightedSamples, log_mean, log_mean_error, resampled
+from pyro_nami.inference.tempering import Start, TemperedPath
+from pyro_nami.inference.transitions import (
+    ChainState,
+    First,
+    adapted,
+    first_chains,
+    hamiltonian_step,
+    next_temperatures,
+    resampled_chains,
+    spread_of,
+)
+from pyro_nami.inference.weights import Pool, WeightedSamples, log_mean, log_mean_error
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling", "sigmoid_temperatures"]
-
-_LEAST_CHAINS = 10  # whose standard deviations are made use of
 
 
 class AnnealedSamples(NamedTuple):
@@ -51,12 +58,14 @@ class AnnealedSamples(NamedTuple):
         step_size: of the last transition, ``(*data sets)``.
         reverse: whether the chains ran from the posterior to the start.
         plates: latent -> name of the plate of each batch dim, None for a dim that is no plate's.
+        variance: of the log evidence by weights that chains were resampled by on the way, ``(*data sets)``.
     """
 
     log_weights: Tensor
     samples: dict[str, Tensor]
     acceptance_rate: Tensor
     step_size: Tensor
+    variance: Tensor
     reverse: bool = False
     plates: Mapping[str, Sequence[str | None]] = {}
 
@@ -70,7 +79,8 @@ class AnnealedSamples(NamedTuple):
             raise ValueError(
                 "Expected chains that end in the posterior; these ran from it. Anneal without posterior=."
             )
-        return WeightedSamples(self.samples, self.log_weights, self.plates)
+        none = torch.zeros_like(self.variance)
+        return WeightedSamples(self.samples, self.log_weights, self.plates, Pool(self.variance, none, none.log()))
 
     @property
     def log_evidence(self) -> Tensor:
@@ -82,8 +92,11 @@ class AnnealedSamples(NamedTuple):
 
     @property
     def log_evidence_error(self) -> Tensor:
-        """Standard error of `log_evidence` in nats, ``(*data sets)``, by the delta method; inf for a single chain."""
-        return log_mean_error(self.log_weights)
+        """Standard error of `log_evidence` in nats, ``(*data sets)``, by the delta method; inf for a single chain.
+
+        With ``resample`` that of chains which forget, from one resampling to the next, where they were.
+        """
+        return (log_mean_error(self.log_weights).square() + self.variance).sqrt()
 
 
 def sigmoid_temperatures(num: int) -> Tensor:
@@ -115,6 +128,7 @@ def annealed_importance_sampling(
     chunk_size: int | None = None,
     resample: bool = False,
     conditional_ess: float | None = None,
+    draws: WeightedSamples | None = None,
     defensive: float = 0.0,
     progress: bool = False,
     **kwargs: Any,
@@ -142,7 +156,12 @@ def annealed_importance_sampling(
         chunk_size: number of data sets at a time, to bound memory; None for all.
         resample: whether to draw the chains of a data set anew by their weights, on the way, whenever fewer than half
             of them are effective (a sequential Monte Carlo sampler, Del Moral et al. 2006): far fewer temperatures do
-            then. The evidence is consistent; its error is that of the weights since, and too small.
+            then. The evidence is consistent.
+        conditional_ess: share of the chains that are to stay effective from one temperature to the next, by which
+            temperatures are chosen for each data set in place of a schedule; with ``resample``.
+        draws: weighted draws of the guide, as by `importance_sample`, more than chains: these are drawn from them by
+            their weights at the highest temperature that leaves as many effective, from where they go on. With
+            ``conditional_ess``, and the same ``defensive``.
         defensive: share of the chains that start from the prior, in place of the guide, as in `importance_sample`.
         progress: whether to show a progress bar.
 
@@ -165,10 +184,15 @@ def annealed_importance_sampling(
     _check(options)
     if resample and posterior is not None:
         raise ValueError("Expected resample=False where chains run backwards from posterior draws; got True.")
+    if draws is not None and (conditional_ess is None or draws.num_samples < num_chains):
+        raise ValueError(
+            f"Expected conditional_ess, and at most {draws.num_samples} chains, where chains start from so many draws; "
+            f"got {conditional_ess} and {num_chains} chains."
+        )
     with _fixed(model, guide):
         target = Target(model, guide, args, kwargs, prior_share=defensive)
-        start = Start.of(target, as_mapping(observations), posterior)
-        return _annealed(start, options, step_size, progress)
+        given, first = (posterior, None) if draws is None else first_chains(draws, num_chains)
+        return _annealed(Start.of(target, as_mapping(observations), given), options, step_size, first, progress)
 
 
 class _Options(NamedTuple):
@@ -183,7 +207,7 @@ class _Options(NamedTuple):
 
 
 def _annealed(
-    start: Start, options: _Options, step_size: float | Tensor, progress: bool
+    start: Start, options: _Options, step_size: float | Tensor, first: First | None, progress: bool
 ) -> AnnealedSamples:
     """Anneals all data sets, chunk by chunk."""
     num_data = start.target.data.num or 1
@@ -192,22 +216,29 @@ def _annealed(
     parts: list[AnnealedSamples] = []
     total = None if options.conditional_ess else -(-num_data // size) * (len(options.schedule) - 1)
     with tqdm(total=total, disable=not progress) as bar:
-        for first in range(0, num_data, size):
-            rows = slice(first, min(first + size, num_data))
+        for row in range(0, num_data, size):
+            rows = slice(row, min(row + size, num_data))
             path, position = start.path(options.num_chains + options.num_pilots, rows, check=not parts)
-            parts.append(_anneal(path, position, options, steps[rows].to(position), bar.update))
-    return _joined(parts, start)
+            here = None if first is None else First(*(part[rows] for part in first))
+            parts.append(_anneal(path, position, options, steps[rows].to(position), here, bar.update))
+    return _joined(parts, start, reverse=options.schedule[0] > options.schedule[-1])
 
 
 @pyro.validation_enabled(False)  # the model's distributions would refuse what a wide step brings, which is rejected
 def _anneal(
-    path: TemperedPath, position: Tensor, options: _Options, step_size: Tensor, tick: Callable[[], Any]
+    path: TemperedPath,
+    position: Tensor,
+    options: _Options,
+    step_size: Tensor,
+    first: First | None,
+    tick: Callable[[], Any],
 ) -> AnnealedSamples:
     """Runs all chains of a chunk of data sets along the path; those behind ``num_chains`` are pilots."""
     schedule, num_chains = options.schedule, options.num_chains
     state = ChainState(position, path.value(position))
-    log_weights = acceptance = torch.zeros_like(state.value.start)
-    now, count = torch.full_like(log_weights[0], schedule[0]), 0
+    acceptance, count = torch.zeros_like(state.value.start), 0
+    now, log_evidence, variance = first or First(acceptance[0] + schedule[0], acceptance[0], acceptance[0])
+    log_weights = log_evidence.expand(acceptance.shape)
     while not count or (now != schedule[-1]).any():
         count, before, ratio = count + 1, now, state.value.ratio
         if options.conditional_ess is None:
@@ -217,8 +248,9 @@ def _anneal(
         log_weights = log_weights + ((now - before) * ratio).where(now != before, 0.0)
         spread: Tensor | float = 1.0
         if options.resample:
-            state, log_weights = _resampled(state, log_weights)
-            spread = _spread(state.position, log_weights)
+            state, log_weights, added = resampled_chains(state, log_weights)
+            variance = variance + added
+            spread = spread_of(state.position, log_weights)
         state, probability = hamiltonian_step(
             path, state, now, step_size.unsqueeze(-1) * spread, options.num_leapfrog_steps
         )
@@ -227,48 +259,25 @@ def _anneal(
         step_size = adapted(step_size, slower, steering.mean(0), options.target_acceptance)
         tick()
     samples = {name: value[:num_chains] for name, value in path.at(state.position).values.items()}
-    return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains] / count, step_size)
+    return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains] / count, step_size, variance)
 
 
-def _resampled(state: ChainState, log_weights: Tensor) -> tuple[ChainState, Tensor]:
-    """Draws chains anew by their weights, in data sets where too few are effective."""
-    weights = log_weights.softmax(0)
-    few = weights.square().sum(0) * len(weights) > 2
-    if not few.any():
-        return state, log_weights
-    same = torch.arange(len(weights), device=weights.device).unsqueeze(-1).expand(weights.shape)
-    index = resampled(weights, len(weights)).where(few, same)
-    parts = (part.gather(0, index) for part in state.value)
-    position = state.position.gather(0, index.unsqueeze(-1).expand(state.position.shape))
-    mean = log_mean(log_weights).expand(log_weights.shape)
-    return ChainState(position, PathValue(*parts)), mean.where(few, log_weights)
-
-
-def _spread(position: Tensor, log_weights: Tensor) -> Tensor:
-    """Returns the chains' standard deviations ``(data sets, size)``; one where few chains tell little of them."""
-    if len(position) < _LEAST_CHAINS:
-        return torch.ones_like(position[0])
-    weights = log_weights.softmax(0).unsqueeze(-1)
-    away = position - (weights * position).sum(0)
-    return (weights * away.square()).sum(0).clamp(min=torch.finfo(position.dtype).eps ** 2).sqrt()
-
-
-def _joined(parts: list[AnnealedSamples], start: Start) -> AnnealedSamples:
+def _joined(parts: list[AnnealedSamples], start: Start, reverse: bool) -> AnnealedSamples:
     """Returns the result for all chunks; without the dim of data sets if they are not batched."""
 
     def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
         joined = torch.cat(list(tensors), dim)
         return joined.squeeze(dim) if start.target.data.num is None else joined
 
-    weights, samples, acceptance, steps, *_ = zip(*parts)
+    weights, samples, acceptance, steps, variance, *_ = zip(*parts)
     log_weights = join(weights, 1)
     own = {
         name: join([values[name] for values in samples], 1).reshape(log_weights.shape + site["fn"].shape())
         for name, site in start.latents.items()
     }
     plates = {name: plate_names(site) for name, site in start.latents.items()}
-    reverse = start.posterior is not None
-    return AnnealedSamples(log_weights, own, join(acceptance, 1), join(steps, 0), reverse, plates)
+    found = AnnealedSamples(log_weights, own, join(acceptance, 1), join(steps, 0), join(variance, 0))
+    return found._replace(reverse=reverse, plates=plates)
 
 
 def _schedule(num: int, given: Sequence[float] | Tensor | None) -> list[float]:

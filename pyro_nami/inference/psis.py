@@ -31,8 +31,8 @@ def smooth(log_weights: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Smoothed log weights ``(*batch, draws)`` and k-hat ``(*batch)``. Weights stay as they are, and k-hat is -inf,
         where the tail exceeds the next smaller weight by less than 0.1% of all weights, as that of a proposal that is
-        exact but for rounding. Where fewer than five weights exceed the rest by more, no tail can be fitted: k-hat is
-        inf (with 20 draws or fewer, for example).
+        exact but for rounding, or where most of the tail weighs the same. Where fewer than five weights exceed the rest
+        by more, no tail can be fitted: k-hat is inf (with 20 draws or fewer, for example).
 
     Raises:
         ValueError: NaN, inf, or a row with no weight above zero.
@@ -87,6 +87,8 @@ def _smooth_row(row: Tensor, length: int) -> tuple[Tensor, float]:
         return row, -math.inf
     if len(excess) < _FEWEST:
         return row, math.inf
+    if excess[-1 - int(len(excess) / 4 - 0.5)] == excess[0]:  # in order, the largest first
+        return row, -math.inf
     with torch.device("cpu"):  # where the rows are, whatever the default
         k, scale = fit_generalized_pareto(excess)
     if not math.isfinite(k):

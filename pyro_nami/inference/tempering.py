@@ -149,12 +149,12 @@ class Start:
     Attributes:
         target: the model, the guide (None to start from the prior), and the data.
         latents: those that chains move in, as messages of a run without batch dims.
-        posterior: latent -> draws to start from, ``(chains, *data sets, *site shape)``; None for the start's own.
+        given: latent -> draws to start from, ``(chains, *data sets, *site shape)``; None for the start's own.
     """
 
     target: Target
     latents: Mapping[str, Any]
-    posterior: Mapping[str, Tensor] | None
+    given: Mapping[str, Tensor] | None
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -165,7 +165,7 @@ class Start:
 
     @classmethod
     def of(
-        cls, target: Target, observations: Mapping[str, Any], posterior: Mapping[str, Tensor] | None
+        cls, target: Target, observations: Mapping[str, Any], given: Mapping[str, Tensor] | None
     ) -> Start:
         """Returns the start of a model with observed values, from one run without batch dims, which is checked."""
         target, sites = target.observing(observations)
@@ -174,7 +174,7 @@ class Start:
         for name, site in sites.items():
             if name not in observations and not site["infer"].get("_deterministic"):
                 check_declared(site, target.nesting)
-        return cls(target, latents, posterior)
+        return cls(target, latents, given)
 
     def path(self, num_chains: int, rows: slice, *, check: bool) -> tuple[TemperedPath, Tensor]:
         """Returns the path for some data sets, and positions at its start, ``(chains, data sets, size)``.
@@ -200,9 +200,9 @@ class Start:
 
     def _values(self, extent: Extent, rows: slice) -> dict[str, Tensor]:
         """Returns the latents' first values, with all plate dims; none where the model is to draw them."""
-        if self.posterior is not None:
-            whose, single = "posterior draws", self.target.data.num is None
-            given = {name: self.posterior[name] for name in self.latents if name in self.posterior}
+        if self.given is not None:
+            whose, single = "given draws", self.target.data.num is None
+            given = {name: self.given[name] for name in self.latents if name in self.given}
             values = {name: value.unsqueeze(1) if single else value[:, rows] for name, value in given.items()}
         elif self.target.guide is None:
             return {}

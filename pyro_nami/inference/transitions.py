@@ -1,4 +1,4 @@
-"""How chains go on along a `TemperedPath`: temperatures, and transitions that leave a density as it is (Hamiltonian).
+"""How chains go on along a `TemperedPath`: temperatures, resampling, Hamiltonian transitions.
 
 All chains and data sets move at once. Change this module for another kernel, or another rule for its step size or for
 temperatures.
@@ -13,10 +13,21 @@ import torch
 from torch import Tensor
 
 from pyro_nami.inference.tempering import PathValue, TemperedPath
+from pyro_nami.inference.weights import WeightedSamples, log_mean, log_mean_error, resampled
 
-__all__ = ["ChainState", "adapted", "hamiltonian_step", "next_temperatures"]
+__all__ = [
+    "ChainState",
+    "First",
+    "adapted",
+    "first_chains",
+    "hamiltonian_step",
+    "next_temperatures",
+    "resampled_chains",
+    "spread_of",
+]
 
 _LEAST_RATE = 0.05  # of adaptation
+_LEAST_CHAINS = 10  # whose standard deviations are made use of
 _FIRST, _GROWTH, _HALVINGS = 1e-15, 0.01, 16  # of temperatures: least steps, absolute and relative, and how to find one
 
 
@@ -111,3 +122,45 @@ def next_temperatures(now: Tensor, share: float, log_weights: Tensor, ratio: Ten
         found = enough(middle)
         low, high = middle.where(found, low), high.where(found, middle)
     return (now + low).where(~done, 1.0)
+
+
+class First(NamedTuple):
+    """Where data sets start: temperatures, the log evidence so far, and its variance, ``(data sets,)``."""
+
+    temperature: Tensor
+    log_evidence: Tensor
+    variance: Tensor
+
+
+def first_chains(draws: WeightedSamples, num_chains: int) -> tuple[dict[str, Tensor], First]:
+    """Draws chains by weights of the highest temperature that leaves as many effective."""
+    ratio = draws.log_weights
+    zeros, share = torch.zeros_like(ratio), num_chains / draws.num_samples
+    temperature = next_temperatures(zeros[0], share, zeros, ratio)
+    tempered = WeightedSamples(draws.samples, temperature * ratio)
+    parts = temperature, tempered.log_evidence, tempered.log_evidence_error.square()
+    return tempered.resample(num_chains, smoothed=False), First(*(part.reshape(-1) for part in parts))
+
+
+def resampled_chains(state: ChainState, log_weights: Tensor) -> tuple[ChainState, Tensor, Tensor]:
+    """Draws chains anew by their weights, in data sets where too few are effective; adds what errors they then have."""
+    weights = log_weights.softmax(0)
+    few = weights.square().sum(0) * len(weights) > 2
+    variance = log_mean_error(log_weights).square().where(few, 0.0)
+    if not few.any():
+        return state, log_weights, variance
+    same = torch.arange(len(weights), device=weights.device).unsqueeze(-1).expand(weights.shape)
+    index = resampled(weights, len(weights)).where(few, same)
+    parts = (part.gather(0, index) for part in state.value)
+    position = state.position.gather(0, index.unsqueeze(-1).expand(state.position.shape))
+    mean = log_mean(log_weights).expand(log_weights.shape)
+    return ChainState(position, PathValue(*parts)), mean.where(few, log_weights), variance
+
+
+def spread_of(position: Tensor, log_weights: Tensor) -> Tensor:
+    """Returns the chains' standard deviations ``(data sets, size)``; one where few chains tell little of them."""
+    if len(position) < _LEAST_CHAINS:
+        return torch.ones_like(position[0])
+    weights = log_weights.softmax(0).unsqueeze(-1)
+    away = position - (weights * position).sum(0)
+    return (weights * away.square()).sum(0).clamp(min=torch.finfo(position.dtype).eps ** 2).sqrt()

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,24 @@ from torch import Tensor
 from pyro_nami.inference.psis import check_log_weights, smooth
 from pyro_nami.messages import warn
 
-__all__ = ["K_MAX", "WeightedSamples", "log_mean", "log_mean_error", "resampled", "warn_of_bad"]
+__all__ = ["K_MAX", "Pool", "WeightedSamples", "log_mean", "log_mean_error", "resampled", "warn_of_bad"]
 
 K_GOOD, K_MAX = 0.5, 0.7  # k-hat: finite variance below the first, no usable estimate above the second
+
+
+class Pool(NamedTuple):
+    """What is left to tell of weights by which draws were resampled, ``(*data sets)``.
+
+    Attributes:
+        evidence: variance of the log evidence by them, nats squared.
+        draws: variance of means of draws by them, in variances of a draw: 1 / effective size less 1 / size; 0 where
+            draws have moved since.
+        pareto_k: the shape of their tail.
+    """
+
+    evidence: Tensor
+    draws: Tensor
+    pareto_k: Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,6 +49,7 @@ class WeightedSamples:
         samples: site -> ``(num_samples, *data sets, *site shape)``, the shape in one run: plates, then event.
         log_weights: log p(z, x) - log q(z), ``(num_samples, *data sets)``, nats. Not normalized; -inf is zero weight.
         plates: site -> name of the plate of each batch dim, None for a dim that is no plate's; for `to_arviz`.
+        pool: of draws that were resampled, what their errors and k-hat have from the weights before.
 
     Raises:
         ValueError: weights that are NaN, inf, or all zero for a data set; samples that do not fit the weights.
@@ -47,6 +63,7 @@ class WeightedSamples:
     samples: Mapping[str, Tensor]
     log_weights: Tensor
     plates: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+    pool: Pool | None = None
 
     def __post_init__(self) -> None:
         check_log_weights(self.log_weights.movedim(0, -1) if self.log_weights.dim() else self.log_weights)
@@ -75,12 +92,14 @@ class WeightedSamples:
 
         inf for a single draw. Not to be trusted where `pareto_k` is not: the weights' variance may be infinite.
         """
-        return log_mean_error(self.log_weights)
+        error = log_mean_error(self.log_weights)
+        return error if self.pool is None else (error.square() + self.pool.evidence).sqrt()
 
     @cached_property
     def effective_sample_size(self) -> Tensor:
         """(sum w)^2 / sum w^2, ``(*data sets)``: the number of draws from the posterior of the same variance."""
-        return (2 * torch.logsumexp(self.log_weights, 0) - torch.logsumexp(2 * self.log_weights, 0)).exp()
+        size = (2 * torch.logsumexp(self.log_weights, 0) - torch.logsumexp(2 * self.log_weights, 0)).exp()
+        return size if self.pool is None else size / (1 + size * self.pool.draws)
 
     @cached_property
     def _smoothed(self) -> tuple[Tensor, Tensor]:
@@ -95,7 +114,7 @@ class WeightedSamples:
     @property
     def pareto_k(self) -> Tensor:
         """Shape of the weights' tail, ``(*data sets)``; above 0.7 estimates are unreliable. See `psis.smooth`."""
-        return self._smoothed[1]
+        return self._smoothed[1] if self.pool is None else self._smoothed[1].maximum(self.pool.pareto_k)
 
     def _weights(self, smoothed: bool) -> Tensor:
         """Normalized weights, ``(num_samples, *data sets)``."""
@@ -154,6 +173,12 @@ class WeightedSamples:
             name: value.gather(0, _over(index, value).expand(num, *value.shape[1:]))
             for name, value in self.samples.items()
         }
+
+    def equally_weighted(self, num: int) -> WeightedSamples:
+        """Returns draws of equal weight, as `resample` does, with the evidence and the errors that these here have."""
+        own = self.effective_sample_size.reciprocal() - 1 / self.num_samples
+        pool = Pool(self.log_evidence_error.square(), own.clamp(min=0.0), self.pareto_k)
+        return WeightedSamples(self.resample(num), self.log_evidence.expand(num, -1), self.plates, pool)
 
     def to_arviz(self, num: int | None = None, generator: torch.Generator | None = None) -> Any:
         """Returns resampled draws as ArviZ's ``InferenceData`` (from 1.0 on xarray's ``DataTree``).

@@ -40,6 +40,7 @@ from torch import nn
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.inference.annealing import annealed_importance_sampling, sigmoid_temperatures
+from pyro_nami.inference.importance import importance_sample
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("double")]
 BIAS = 0.03
@@ -394,6 +395,34 @@ def test_temperatures_are_chosen_by_the_chains_that_data_leave():
     normal = dist.Normal(0.0, 1.0)
     exact = (normal.cdf(torch.tensor(0.5)) - normal.cdf(torch.tensor(0.4))).div(0.1).log()
     assert abs(found.log_evidence.mean() - exact) < 0.15  # 36 of 1,000 chains in each data set
+
+
+def test_chains_that_start_from_many_draws_find_the_weights_of_modes():
+    """A guide that draws one of two equal modes once in a hundred times, and is ten times too wide."""
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z.abs(), 0.03))
+
+    def guide(observations):
+        logits, places = torch.tensor([0.99, 0.01]).log(), observations["x"].unsqueeze(-1) * torch.tensor([1.0, -1.0])
+        modes = dist.Categorical(logits=logits.expand(places.shape)), dist.Normal(places, 0.3)
+        pyro.sample("z", dist.MixtureSameFamily(*modes))
+
+    data = {"x": torch.ones(30)}
+    options = {**CHOSEN, "num_chains": 300, "observations": data}
+    with pytest.warns(UserWarning, match="k-hat is above 0.7"):
+        draws = importance_sample(model, guide, num_samples=30_000, observations=data)
+    few, many = anneal(model, guide, **options), anneal(model, guide, **options, draws=draws)
+    exact = dist.Normal(0.0, (1 + 0.03**2) ** 0.5).log_prob(data["x"]) + math.log(2)
+    off, before = ((each.log_evidence - exact).square().mean().sqrt() for each in (many, few))
+    assert 3 * off < before
+    assert off == pytest.approx(many.log_evidence_error.mean().item(), rel=0.5)
+    drawn = many.weighted()
+    assert torch.equal(drawn.log_evidence_error, many.log_evidence_error) and (drawn.effective_sample_size > 150).all()
+    assert drawn.resample(300)["z"].gt(0).double().mean(0).sub(0.5).square().mean().sqrt() < 0.1
+    with pytest.raises(ValueError, match="Expected conditional_ess, and at most 30000 chains"):
+        anneal(model, guide, observations=data, draws=draws, resample=True)
 
 
 def test_two_temperatures_are_importance_sampling():

@@ -108,6 +108,16 @@ def test_rounding_of_constant_weights_looks_like_no_heavy_tail(size, draws):
     assert (k < 0.7).all()
 
 
+@pytest.mark.parametrize("tied", [5, 60, 100, 189])
+def test_a_tail_of_equal_weights_is_bounded(tied):
+    """As a discrete latent's: of 4,000 draws some weigh the same, the others nothing, or less."""
+    log_weights = torch.full((2, 4000), -math.inf)
+    log_weights[:, :tied] = 1.0
+    log_weights[1, tied] = 0.0
+    smoothed, k = smooth(log_weights)
+    assert torch.equal(smoothed, log_weights) and k.eq(-math.inf).all()
+
+
 def test_too_few_weights_for_a_fit_give_inf():
     log_weights = torch.full((1000,), -50.0)
     log_weights[:3] = torch.tensor([0.0, -1.0, -2.0])
