@@ -31,7 +31,9 @@ __all__ = ["amortize"]
 _WARM, _CLIP = 0.03, 5.0  # share of the steps in which the rate is reached; norm of gradients
 _SIMULATIONS = 10_000
 _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the loss on these is looked at
-_BINS, _TRANSFORMS = 8, 3  # of splines, and of those in sequence between elements of a vector
+_BATCH = 3.5, 50, 500  # sizes: a multiple of the root of the number of simulations, and their bounds
+_LARGE, _LARGER = 0.6, 3  # share of the steps after which they are larger, as gradients are to be less noisy, by what
+_BINS, _TRANSFORMS = 8, 4  # of splines, and of those in sequence between elements of a vector
 
 _number = itertools.count()
 
@@ -50,7 +52,7 @@ _SHARP = _Setting((64, 64), 3e-2, 1.0, 0.0, 4)
 # Where that one is best early, simulations are learned by heart, by weights that are too large; or, within a quarter of
 # the steps, by a rate that is too high for what is smooth.
 _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
-_NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0, 0)  # where modes are derived there is little to learn, and a step takes long
+_NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0, 4)  # where modes are derived there is little to learn, and a step takes long
 _EARLY, _LATE = 1 / 4, 4 / 5
 
 
@@ -69,13 +71,14 @@ def amortize(
     """Compiles a guide on a model's simulations, with settings for all; returns the posterior as a function of data.
 
     Latents with exact conditionals are drawn from these. Factors that have to be learned are splines of 8 bins, those
-    of vectors whose elements depend on each other three more in sequence, by networks of two layers of 64 units, at a
-    rate of 0.03 of `SOAP`. Rates rise, and fall by a cosine; gradients are clipped. Between epochs latents of
-    simulations move by the model's density, if it has one, see `moves`, so that they are not learned by heart. A tenth
-    of the simulations is held out; the weights of the lowest loss on these are kept. If these came within the first
-    four fifths of the steps, data were learned by heart; a second guide then has weights that decay, and a third, if
-    they came in the first quarter, a tenth of the rate for a quarter of the steps, and the best is kept. Training ends
-    when half of the steps brought nothing. Where modes are derived, one guide is trained, a sixth as long.
+    of vectors whose elements depend on each other four more in sequence, by networks of two layers of 64 units, at a
+    rate of 0.03 of `SOAP`. Rates rise, and fall by a cosine; gradients are clipped; batches grow threefold for the last
+    two fifths of the steps. Between epochs latents of simulations move by the model's density, if it has one, see
+    `moves`, so that they are not learned by heart. A tenth of the simulations is held out; the weights of the lowest
+    loss on these are kept. If these came within the first four fifths of the steps, data were learned by heart; a
+    second guide then has weights that decay, and a third, if they came in the first quarter, a tenth of the rate for a
+    quarter of the steps, and the best is kept. Training ends when half of the steps brought nothing. Where modes are
+    derived, one guide is trained, a sixth as long.
 
     Args:
         model: a Pyro model.
@@ -153,7 +156,7 @@ def amortize(
             model,
             made,
             functools.partial(SOAP, lr=setting.rate, weight_decay=setting.decay / setting.rate / count),
-            batch_size=min(max(round(3.5 * train.num**0.5), 50), 500, train.num),
+            batch_size=functools.partial(_batch_size, num=train.num, steps=count),
             observed=observed,
             scheduler=functools.partial(LambdaLR, lr_lambda=functools.partial(_share, steps=count)),
             clip_norm=_CLIP,
@@ -200,3 +203,10 @@ def _share(step: int, steps: int) -> float:
     """Returns the share of the rate at a step."""
     done = step / steps
     return min(1.0, (done + 1e-3) / _WARM) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def _batch_size(step: int, num: int, steps: int) -> int:
+    """Returns the number of simulations in a step."""
+    multiple, least, most = _BATCH
+    size = min(max(round(multiple * num**0.5), least), most)
+    return min(size * (_LARGER if step >= _LARGE * steps else 1), num)

@@ -37,18 +37,23 @@ class Simulations(NamedTuple):
 
     simulator: Simulator
     arguments: Arguments
-    batch_size: int
+    batch_size: int | Callable[[int], int]
+
+    def size(self, step: int) -> int:
+        """Returns the number of simulations in a step."""
+        return self.batch_size(step) if callable(self.batch_size) else self.batch_size
 
     def fresh(self, step: int, size: int | None = None) -> Batch:
         """Returns the batch of a step, with Pyro's random numbers."""
         args, kwargs = self.arguments(step)
-        draws = self.simulator.at(*args, **kwargs).draw(size or self.batch_size, keep_sites=True)
+        draws = self.simulator.at(*args, **kwargs).draw(size or self.size(step), keep_sites=True)
         return Batch(args, kwargs, draws)
 
     def total(self, num: int) -> Iterator[Batch]:
         """Yields ``num`` simulations in batches."""
-        for step, done in enumerate(range(0, num, self.batch_size)):
-            yield self.fresh(step, min(self.batch_size, num - done))
+        size = self.size(0)
+        for step, done in enumerate(range(0, num, size)):
+            yield self.fresh(step, min(size, num - done))
 
     def given(self, values: Any, step: int) -> Batch:
         """Returns the batch of a step from values made before; see `as_draws`."""
@@ -58,7 +63,7 @@ class Simulations(NamedTuple):
         """Returns the batches of all simulations at once; themselves where batches are given."""
         if not are_all(data):
             return data
-        return _Whole(as_draws(data, self.simulator), self.batch_size, epochs)
+        return _Whole(as_draws(data, self.simulator), self.size, epochs)
 
     def held_out(self, given: Any) -> Callable[[], Iterable[Batch]] | None:
         """Returns what yields held-out simulations: a number of them, the same in every run, or the batches given."""
@@ -121,22 +126,27 @@ class _Epochs(NamedTuple):
 
 
 class _Whole:
-    """All simulations that there are, in batches: in ``epochs`` of training, in a new order each, full ones alone."""
+    """All simulations that there are, in batches: in ``epochs`` of training, in a new order each, full ones alone.
 
-    def __init__(self, draws: JointDraws, batch_size: int, epochs: _Epochs | None) -> None:
-        self.draws, self.batch_size, self.shuffled = draws, batch_size, epochs is not None
+    An epoch's batches are of the size of its first step.
+    """
+
+    def __init__(self, draws: JointDraws, size: Callable[[int], int], epochs: _Epochs | None) -> None:
+        self.draws, self.size, self.shuffled = draws, size, epochs is not None
         self.renew, self.place = epochs or _Epochs(None, {})
         if "latents" in self.place:
             self.draws = draws._replace(latents=self.place["latents"])
 
     def __iter__(self) -> Iterator[JointDraws]:
-        num, size = self.draws.num, self.batch_size
+        num, done = self.draws.num, self.place.setdefault("done", 0)
+        size = min(num, self.size(done))
         order = torch.randperm(num) if self.shuffled else torch.arange(num)
         order = order[: max(size, num - num % size)] if self.shuffled else order
         if self.renew is not None:
             self.place["latents"] = self.draws.latents
         for rows in order.split(size):
             yield self.draws.select(rows)
+        self.place["done"] = done + self.shuffled * (len(order) // size)
         if self.renew is not None:
             self.draws = self.renew(self.draws)
 

@@ -46,7 +46,8 @@ class InferenceCompilation:
         model: a Pyro model.
         guide: any guide that accepts ``observations=``; see `CompilationLoss`.
         optim: an optimizer of Pyro's, or a function from the guide's parameters to one of torch's.
-        batch_size: simulations a step, of each process.
+        batch_size: simulations a step, of each process; or a function from the number of steps done to it. Batches of
+            ``data`` given all at once change their size with the epoch.
         observed: sites to condition on that the model samples without data, beside those of ``guide.observed``.
         scheduler: a function from a torch optimizer to one of torch's schedulers; see `Optimization`.
         clip_norm: largest norm of the gradient.
@@ -73,14 +74,14 @@ class InferenceCompilation:
         guide: Callable,
         optim: PyroOptim | Callable[[list[Tensor]], torch.optim.Optimizer],
         *,
-        batch_size: int,
+        batch_size: int | Callable[[int], int],
         observed: Sequence[str] = (),
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         clip_norm: float | None = None,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         self._optimization = optimization_of(optim, scheduler, clip_norm)
-        _check_counts(batch_size=batch_size)
+        _check_counts(batch_size=batch_size(0) if callable(batch_size) else batch_size)
         self.model, self.guide, self.batch_size = model, guide, batch_size
         self._observed, self._wrap = observed, wrap
         self._trainer: Trainer | None = None

@@ -40,7 +40,7 @@ def new(model=CHAIN, *, optim=Adam, guide=None, **options):
     pyro.clear_param_store()
     pyro.set_rng_seed(11)
     guide = learned(model) if guide is None else guide
-    return InferenceCompilation(model, guide, optim, batch_size=10, **options)
+    return InferenceCompilation(model, guide, optim, **{"batch_size": 10, **options})
 
 
 def state_of(compilation):
@@ -86,6 +86,10 @@ SESSIONS = {
     "Pyro's scheduler": (lambda: new(optim=pyro.optim.ExponentialLR(dict(FALLING))), dict),
     "offline": (new, lambda: {"data": DataLoader(simulations(), batch_size=10, shuffle=True)}),
     "refreshed": (new, lambda: {"data": Simulator(CHAIN, ZERO).draw(40), "refresh": 2}),
+    "growing": (
+        lambda: new(batch_size=lambda step: 20 if step > 4 else 8),
+        lambda: {"data": Simulator(CHAIN, ZERO).draw(40), "refresh": 2},
+    ),
     "workers": (new, lambda: {"num_workers": 1}),
     "hand-written": (lambda: new(chain, guide=hand_written), dict),
     "varying arguments": (lambda: new_observed(moved), lambda: {"args": varying}),

@@ -320,6 +320,20 @@ def test_simulations_are_given_all_at_once(kind):
 
 
 
+def test_batches_may_grow():
+    """Fresh ones with the step, those of simulations given all at once with the epoch."""
+    draws = Simulator(CHAIN, ZERO, observed=["y"]).draw(50)
+    for data, sizes in ((None, [10] * 3 + [25] * 4), (draws, [10] * 5 + [25] * 2)):
+        compilation, seen = compiled(batch_size=lambda step: 10 if step < 3 else 25), []
+        compilation.step(*ZERO)
+        step = compilation._trainer.step
+        compilation._trainer.step = lambda batch, step=step, seen=seen: (seen.append(batch.draws.num), step(batch))[1]
+        compilation.fit(7, ZERO, data=data, validation=draws, validate_every=3, progress=False)
+        assert seen == sizes
+    with pytest.raises(ValueError, match="batch_size to be a positive number"):
+        compiled(batch_size=lambda step: step)
+
+
 def test_workers_simulate_ahead_from_a_seed_a_step():
     """Two workers and one give the same losses; they are fresh at every step."""
     losses = []
