@@ -51,6 +51,24 @@ def test_estimates_are_those_of_normal_theory(sets, dtype):
     torch.testing.assert_close(draws.effective_sample_size / 20_000, expected, rtol=0.03, atol=0)
 
 
+@pytest.mark.parametrize("num", [40, 100, 400])
+def test_draws_of_equal_weight_keep_the_errors_of_those_they_come_from(num):
+    """400 draws of which some 330 are effective, resampled in 2,000 repetitions."""
+    torch.manual_seed(1)
+    z = 1.5 * torch.randn(400, 2000, dtype=torch.float64)
+    draws = WeightedSamples({"z": z}, log_ratio(z, torch.zeros(2000, dtype=z.dtype)))
+    equal = draws.equally_weighted(num)
+    assert equal.num_samples == num and equal.log_weights.std(0).max() < 1e-12
+    torch.testing.assert_close(equal.log_evidence, draws.log_evidence)
+    torch.testing.assert_close(equal.log_evidence_error, draws.log_evidence_error)
+    assert torch.equal(equal.pareto_k, draws.pareto_k)
+    variance = equal.mean("z").var()
+    assert float(variance * equal.effective_sample_size.mean()) == pytest.approx(1.0, abs=0.1)
+    again = equal.equally_weighted(10)
+    torch.testing.assert_close(again.log_evidence_error, draws.log_evidence_error)
+    assert (again.effective_sample_size < 10).all()
+
+
 def test_error_of_the_evidence_is_the_spread_over_repetitions():
     torch.manual_seed(1)
     z = 1.5 * torch.randn(400, 500, dtype=torch.float64)  # 400 draws for each of 500 repetitions
