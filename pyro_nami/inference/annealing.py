@@ -79,8 +79,8 @@ class AnnealedSamples(NamedTuple):
             raise ValueError(
                 "Expected chains that end in the posterior; these ran from it. Anneal without posterior=."
             )
-        none = torch.zeros_like(self.variance)
-        return WeightedSamples(self.samples, self.log_weights, self.plates, Pool(self.variance, none, none.log()))
+        pool = Pool.none(self.variance)._replace(evidence=self.variance)
+        return WeightedSamples(self.samples, self.log_weights, self.plates, pool)
 
     @property
     def log_evidence(self) -> Tensor:

@@ -108,9 +108,9 @@ class AmortizedPosterior:
             found = self._improved(bad[None], several, _changed(drawn, lambda part: part.unsqueeze(1)), options)
             return _changed(found, lambda part: part.squeeze(1))
         target, _ = Target(self.model, None, self.args, self.kwargs).observing(data)
-        num, none = drawn.num_samples, torch.zeros_like(drawn.log_evidence)
-        drawn = WeightedSamples(drawn.samples, drawn.log_weights, drawn.plates, Pool(none, none, none.log()))
-        at_once = min(_ROWS, _ELEMENTS // sum(value[0, 0].numel() for value in drawn.samples.values()))
+        num, elements = drawn.num_samples, sum(value[0, 0].numel() for value in drawn.samples.values())
+        drawn = WeightedSamples(drawn.samples, drawn.log_weights, drawn.plates, Pool.none(drawn.log_evidence))
+        at_once = min(_ROWS, _ELEMENTS // max(1, elements))
         most = max(power for power in _POOLS if power == 1 or power * num <= at_once)
         factors = torch.where(bad, float(min(_POOLS[1], most)), 0.0)  # how many times as many draws there are to be
         for factor in _POOLS:
@@ -128,7 +128,7 @@ class AmortizedPosterior:
     ) -> tuple[WeightedSamples, Tensor]:
         """Returns draws out of more, by the first factor, and the factor to go on with; 0: these will do.
 
-        At the last factor they are annealed where too few of them are effective, unless latents are discrete.
+        At the last factor they are annealed where too few of them are effective, if the model can be.
         """
         factor, last = factors
         many = _unwarned(
@@ -142,7 +142,7 @@ class AmortizedPosterior:
         if few.any():
             here = few.nonzero().squeeze(-1)
             path = {"conditional_ess": _KEPT, "draws": _changed(many, lambda part: part[:, here])}
-            with contextlib.suppress(NotImplementedError):
+            with contextlib.suppress(NotImplementedError, ValueError):
                 annealed = self._annealed(num, {**options, "observations": data.batch(rows[here])}, **path)
                 found = _replaced(found, here, annealed)
         return found, torch.zeros_like(short)

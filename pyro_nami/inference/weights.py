@@ -38,6 +38,11 @@ class Pool(NamedTuple):
     draws: Tensor
     pareto_k: Tensor
 
+    @classmethod
+    def none(cls, like: Tensor) -> Pool:
+        """Returns what leaves all as it is."""
+        return cls(torch.zeros_like(like), torch.zeros_like(like), torch.full_like(like, -math.inf))
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class WeightedSamples:
