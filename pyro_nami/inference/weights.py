@@ -183,7 +183,8 @@ class WeightedSamples:
         """Returns draws of equal weight, as `resample` does, with the evidence and the errors that these here have."""
         own = self.effective_sample_size.reciprocal() - 1 / self.num_samples
         pool = Pool(self.log_evidence_error.square(), own.clamp(min=0.0), self.pareto_k)
-        return WeightedSamples(self.resample(num), self.log_evidence.expand(num, -1), self.plates, pool)
+        log_weights = self.log_evidence.expand(num, *self.log_evidence.shape)
+        return WeightedSamples(self.resample(num), log_weights, self.plates, pool)
 
     def to_arviz(self, num: int | None = None, generator: torch.Generator | None = None) -> Any:
         """Returns resampled draws as ArviZ's ``InferenceData`` (from 1.0 on xarray's ``DataTree``).

@@ -67,6 +67,9 @@ def test_draws_of_equal_weight_keep_the_errors_of_those_they_come_from(num):
     again = equal.equally_weighted(10)
     torch.testing.assert_close(again.log_evidence_error, draws.log_evidence_error)
     assert (again.effective_sample_size < 10).all()
+    alone = WeightedSamples({"z": z[:, 0]}, draws.log_weights[:, 0]).equally_weighted(num)
+    assert alone.samples["z"].shape == (num,) and alone.log_evidence_error == draws.log_evidence_error[0]
+    assert "effective sample size" in repr(alone)
 
 
 def test_error_of_the_evidence_is_the_spread_over_repetitions():
