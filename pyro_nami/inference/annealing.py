@@ -33,9 +33,9 @@ from pyro_nami.inference.target import Target
 from pyro_nami.inference.tempering import Start, TemperedPath
 from pyro_nami.inference.transitions import (
     ChainState,
-    First,
+    Reached,
     adapted,
-    first_chains,
+    chains_from,
     hamiltonian_step,
     next_temperatures,
     resampled_chains,
@@ -191,8 +191,8 @@ def annealed_importance_sampling(
         )
     with _fixed(model, guide):
         target = Target(model, guide, args, kwargs, prior_share=defensive)
-        given, first = (posterior, None) if draws is None else first_chains(draws, num_chains)
-        return _annealed(Start.of(target, as_mapping(observations), given), options, step_size, first, progress)
+        given, reached = (posterior, None) if draws is None else chains_from(draws, num_chains)
+        return _annealed(Start.of(target, as_mapping(observations), given), options, step_size, reached, progress)
 
 
 class _Options(NamedTuple):
@@ -207,7 +207,7 @@ class _Options(NamedTuple):
 
 
 def _annealed(
-    start: Start, options: _Options, step_size: float | Tensor, first: First | None, progress: bool
+    start: Start, options: _Options, step_size: float | Tensor, reached: Reached | None, progress: bool
 ) -> AnnealedSamples:
     """Anneals all data sets, chunk by chunk."""
     num_data = start.target.data.num or 1
@@ -219,7 +219,7 @@ def _annealed(
         for row in range(0, num_data, size):
             rows = slice(row, min(row + size, num_data))
             path, position = start.path(options.num_chains + options.num_pilots, rows, check=not parts)
-            here = None if first is None else First(*(part[rows] for part in first))
+            here = reached and Reached(*(part[rows] for part in reached))
             parts.append(_anneal(path, position, options, steps[rows].to(position), here, bar.update))
     return _joined(parts, start, reverse=options.schedule[0] > options.schedule[-1])
 
@@ -230,14 +230,14 @@ def _anneal(
     position: Tensor,
     options: _Options,
     step_size: Tensor,
-    first: First | None,
+    reached: Reached | None,
     tick: Callable[[], Any],
 ) -> AnnealedSamples:
     """Runs all chains of a chunk of data sets along the path; those behind ``num_chains`` are pilots."""
     schedule, num_chains = options.schedule, options.num_chains
     state = ChainState(position, path.value(position))
     acceptance, count = torch.zeros_like(state.value.start), 0
-    now, log_evidence, variance = first or First(acceptance[0] + schedule[0], acceptance[0], acceptance[0])
+    now, log_evidence, variance = reached or (acceptance[0] + schedule[0], acceptance[0], acceptance[0])
     log_weights = log_evidence.expand(acceptance.shape)
     while not count or (now != schedule[-1]).any():
         count, before, ratio = count + 1, now, state.value.ratio

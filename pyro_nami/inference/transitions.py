@@ -17,9 +17,9 @@ from pyro_nami.inference.weights import WeightedSamples, log_mean, log_mean_erro
 
 __all__ = [
     "ChainState",
-    "First",
+    "Reached",
     "adapted",
-    "first_chains",
+    "chains_from",
     "hamiltonian_step",
     "next_temperatures",
     "resampled_chains",
@@ -124,22 +124,22 @@ def next_temperatures(now: Tensor, share: float, log_weights: Tensor, ratio: Ten
     return (now + low).where(~done, 1.0)
 
 
-class First(NamedTuple):
-    """Where data sets start: temperatures, the log evidence so far, and its variance, ``(data sets,)``."""
+class Reached(NamedTuple):
+    """How far data sets have come: temperatures, the log evidence so far, and its variance, ``(data sets,)``."""
 
     temperature: Tensor
     log_evidence: Tensor
     variance: Tensor
 
 
-def first_chains(draws: WeightedSamples, num_chains: int) -> tuple[dict[str, Tensor], First]:
+def chains_from(draws: WeightedSamples, num_chains: int) -> tuple[dict[str, Tensor], Reached]:
     """Draws chains by weights of the highest temperature that leaves as many effective."""
     ratio = draws.log_weights
     zeros, share = torch.zeros_like(ratio), num_chains / draws.num_samples
     temperature = next_temperatures(zeros[0], share, zeros, ratio)
     tempered = WeightedSamples(draws.samples, temperature * ratio)
     parts = temperature, tempered.log_evidence, tempered.log_evidence_error.square()
-    return tempered.resample(num_chains, smoothed=False), First(*(part.reshape(-1) for part in parts))
+    return tempered.resample(num_chains, smoothed=False), Reached(*(part.reshape(-1) for part in parts))
 
 
 def resampled_chains(state: ChainState, log_weights: Tensor) -> tuple[ChainState, Tensor, Tensor]:
