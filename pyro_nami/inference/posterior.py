@@ -6,7 +6,6 @@ Change this module when other draws are to be returned where few of the guide's 
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ __all__ = ["AmortizedPosterior"]
 
 _DEFENSIVE = 0.05  # share of draws that are the prior's, where a guide had to learn
 _FEW, _KEPT = 1 / 3, 0.95  # shares of effective draws: below which there are to be others, and what annealing leaves
-_MORE = 4
-_POOLS = 1, 4, 16, 64, 256  # as many times as many draws are made to resample from, powers of the number above
+_POOLS = 1, 4, 16, 64, 256  # as many times as many draws are made to resample from
 _ROWS, _ELEMENTS = 2**21, 2**25  # draws to resample from at a time, and elements of theirs
 
 
@@ -137,8 +135,9 @@ class AmortizedPosterior:
         short = num / many.effective_sample_size
         few, found = (short > 1) | (many.pareto_k > K_MAX), many.equally_weighted(num)
         if factor < last:
-            wanted = factor * _MORE ** short.log().div(math.log(_MORE)).ceil().clamp(min=1)
-            return found, wanted.clamp(max=last).where(few, 0.0)
+            pools = short.new_tensor(_POOLS)
+            wanted = pools[torch.bucketize((factor * short).clamp(min=factor + 1, max=last), pools)]
+            return found, wanted.where(few, 0.0)
         if few.any():
             here = few.nonzero().squeeze(-1)
             path = {"conditional_ess": _KEPT, "draws": _changed(many, lambda part: part[:, here])}
