@@ -6,11 +6,10 @@ import math
 
 import pyro.distributions as dist
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Transform, constraints
 
-__all__ = ["KnotTransform", "bent_normal", "spline"]
+__all__ = ["KnotTransform", "NeuralSpline", "bent_normal"]
 
 _BOUND = 5.0
 _SPAN = math.log(1e3)  # of log widths, log heights, and of log slopes on either side of zero
@@ -43,24 +42,28 @@ class KnotTransform(Transform):
     def bend(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns y, and the log of dy/dx."""
         left, width, low, height, up, down = self._bin(x, 0)
-        t, rise = ((x - left) / width).clamp(0, 1), height / width
+        at, rise = (x - left) / width, height / width
+        t = at.clamp(0, 1)
         rest = 1 - t
-        bottom = rise + (up + down - 2 * rise) * t * rest
-        y = low + height * t * (rise * t + up * rest) / bottom
-        y = y - up * F.relu(left - x) + down * F.relu(x - left - width)  # with no slope at the knots themselves
-        return y, _log_slope(t, rest, rise, bottom, up, down)
+        both = t * rest
+        bottom = torch.addcmul(rise, up + down - 2 * rise, both)
+        slope = _slope(t, rest, both, rise, bottom, up, down)
+        y = low + height * t * torch.addcmul(rise * t, up, rest) / bottom
+        return torch.addcmul(y, (at - t) * width, slope), slope.log()
 
     def straighten(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Returns x, and the log of dy/dx there."""
         left, width, low, height, up, down = self._bin(y, 1)
-        done, rise = ((y - low) / height).clamp(0, 1), height / width
+        at, rise = (y - low) / height, height / width
+        done = at.clamp(0, 1)
         curve = up + down - 2 * rise
         bend = done * curve
         b, c = up - bend, -rise * done
         t = 2 * c / (-b - (b * b - 4 * (rise - b) * c).clamp(min=0).sqrt())
-        x = left + width * t - F.relu(low - y) / up + F.relu(y - low - height) / down
         rest = 1 - t
-        return x, _log_slope(t, rest, rise, rise + curve * t * rest, up, down)
+        both = t * rest
+        slope = _slope(t, rest, both, rise, torch.addcmul(rise, curve, both), up, down)
+        return left + width * t + (at - done) * height / slope, slope.log()
 
     def _call(self, x: Tensor) -> Tensor:
         return self.bend(x)[0]
@@ -82,12 +85,15 @@ class KnotTransform(Transform):
         return left, right - left, low, high - low, up, down
 
 
-def _log_slope(t: Tensor, rest: Tensor, rise: Tensor, bottom: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return ((down * t * t + 2 * rise * t * rest + up * rest * rest) * (rise / bottom).square()).log()
+def _slope(t: Tensor, rest: Tensor, both: Tensor, rise: Tensor, bottom: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    curved = torch.addcmul(down * t * t, up, rest * rest)
+    return torch.addcmul(curved, rise, both, value=2) * (rise / bottom).square()
 
 
-def spline(params: Tensor) -> KnotTransform:
-    """Returns the map of a neural spline flow, from -5 to 5; the identity beyond, and at parameters of zero.
+class NeuralSpline(KnotTransform):
+    """The map of a neural spline flow, from -5 to 5; the identity beyond, and at parameters of zero.
+
+    Only what lies beside a place is made of its parameters, as much of a flow's training goes by here.
 
     Args:
         params: ``(*batch, 3 bins - 1)``, any numbers: of the bins' widths and heights, and of slopes between them.
@@ -95,14 +101,29 @@ def spline(params: Tensor) -> KnotTransform:
     References:
         Durkan et al. 2019, Neural Spline Flows.
     """
-    bins = (params.shape[-1] + 1) // 3
-    sides, slopes = params.split([2 * bins, bins - 1], -1)
-    sides = sides.unflatten(-1, (2, bins))
-    # A softmax, by partial sums: bounded numbers need no shift, and torch's own is slow on the CPU for rows this short.
-    parts = (sides / (1 + sides.abs() * (2 / _SPAN))).exp().cumsum(-1)
-    places = F.pad(2 * _BOUND * (parts / parts[..., -1:]) - _BOUND, (1, 0), value=-_BOUND)
-    slopes = F.pad((slopes / (1 + slopes.abs() / _SPAN)).exp(), (1, 1), value=1.0)
-    return KnotTransform(torch.cat((places, slopes.unsqueeze(-2)), -2))
+
+    def __init__(self, params: Tensor) -> None:
+        Transform.__init__(self, cache_size=1)
+        bins = (params.shape[-1] + 1) // 3
+        sides, self._slopes = params.split([2 * bins, bins - 1], -1)
+        sides = sides.unflatten(-1, (2, bins))
+        # A softmax, but for the division: bounded numbers need no shift, and torch's own is slow for rows this short.
+        self._sizes = (sides / (1 + sides.abs() * (2 / _SPAN))).exp()
+        self._ends = self._sizes.cumsum(-1)
+
+    def _bin(self, at: Tensor, axis: int) -> tuple[Tensor, ...]:
+        unit, inner = 2 * _BOUND / self._ends[..., -1], self._slopes.shape[-1]
+        with torch.no_grad():
+            place = ((at + _BOUND) / unit[..., axis]).unsqueeze(-1)
+            knots = self._ends[..., axis, :-1].expand(place.shape[:-1] + (inner,)).contiguous()
+            first = torch.searchsorted(knots, place, right=True)
+            beside = torch.cat((first - 1, first), -1)
+        shape, where = first.shape[:-1] + self._ends.shape[-2:], first.unsqueeze(-1).expand(first.shape[:-1] + (2, 1))
+        sizes, ends = (each.expand(shape).gather(-1, where).squeeze(-1) for each in (self._sizes, self._ends))
+        slopes = self._slopes.expand(beside.shape[:-1] + (inner,)).gather(-1, beside.clamp(0, inner - 1))
+        slopes = torch.where((beside >= 0) & (beside < inner), slopes / (1 + slopes.abs() / _SPAN), 0.0).exp()
+        (left, low), (width, height) = ((ends - sizes) * unit - _BOUND).unbind(-1), (sizes * unit).unbind(-1)
+        return left, width, low, height, *slopes.unbind(-1)
 
 
 def bent_normal(x: Tensor, y: Tensor, slopes: Tensor) -> dist.TransformedDistribution:

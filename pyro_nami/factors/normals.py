@@ -16,7 +16,7 @@ from torch.special import ndtr
 
 from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
 from pyro_nami.factors.joint import to_instances, to_sequence
-from pyro_nami.factors.knots import spline
+from pyro_nami.factors.knots import NeuralSpline
 from pyro_nami.factors.links import RANGE, relative_scale
 
 __all__ = ["Coupling", "FlowElements", "LinearMap", "MixtureElements", "NormalElements", "SinhArcsinhElements"]
@@ -145,7 +145,7 @@ class FlowElements(NormalElements):
     """
 
     def __init__(self, params: Tensor, *rest: Any, **options: Any) -> None:
-        self.spline = spline(params[..., 2:])
+        self.spline = NeuralSpline(params[..., 2:])
         super().__init__(params[..., :2], *rest, **options)
 
     def _bend(self, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -210,7 +210,7 @@ def _train(
         while done < last and _patient(history, plan) and (batch := next(stream.batches, None)):
             done += 1
             log("loss", trainer.step(batch), done)
-            if trainer.nothing_to_learn():
+            if trainer.nothing_to_learn:
                 break
             if held_out is not None and (done % plan.validate_every == 0 or done == last):
                 log("validation_loss", trainer.validate(held_out()), done)

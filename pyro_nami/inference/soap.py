@@ -20,7 +20,8 @@ class SOAP(torch.optim.Optimizer):
     A coordinate of the turned gradient says how a whole direction of a layer's inputs moves one of its outputs, so that
     directions in which the loss is curved little move as fast as others. Eigenvectors follow by a step of orthogonal
     iteration now and then. Biases and other vectors are moved by Adam, and so is a side of a matrix that is longer than
-    ``max_side``; dims in front of the last two are a batch of matrices. The first step only measures.
+    ``max_side``; dims in front of the last two are a batch of matrices. The first step only measures. Parameters of one
+    shape are moved at once, for the time it takes; one of them without a gradient stays where it is.
     Made for losses on simulations: an ELBO, whose gradients of few draws are noisier, is better left to Adam.
 
     Args:
@@ -73,14 +74,17 @@ class SOAP(torch.optim.Optimizer):
         """Moves the parameters that have gradients; returns what the closure returns."""
         found = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
+            alike: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, self.state[parameter], **group)
+                alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
+            for parameters in alike.values():
+                if any(parameter.grad is not None for parameter in parameters):
+                    self._move(parameters, self.state[parameters[0]], **group)
         return found
 
     def _move(
         self,
-        parameter: Tensor,
+        parameters: list[Tensor],
         state: dict[str, Any],
         *,
         lr: float,
@@ -92,11 +96,11 @@ class SOAP(torch.optim.Optimizer):
         eps: float,
         **_: Any,
     ) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
+        matrices = parameters[0].dim() > 1
+        gradient = torch.stack([torch.zeros_like(each) if each.grad is None else each.grad for each in parameters])
         if not state:
             state |= {"step": 0, "mean": torch.zeros_like(gradient), "square": torch.zeros_like(gradient)}
-            for name, moment in _moments(gradient, max_side):
+            for name, moment in _moments(gradient, max_side) if matrices else ():
                 state[name] = moment
                 state["basis_" + name] = torch.linalg.eigh(moment.double())[1].to(moment).flip(-1)
             if len(state) > 3:
@@ -107,10 +111,10 @@ class SOAP(torch.optim.Optimizer):
         state["square"].mul_(betas[1]).addcmul_(turned, turned, value=1 - betas[1])
         first, second = (1 - beta ** state["step"] for beta in betas)
         move = state["mean"] / (state["square"] / second).sqrt_().add_(eps)
-        if parameter.dim() > 1:
-            parameter.mul_(1 - lr * weight_decay)
-        parameter.sub_(_turned(move, state, back=True), alpha=lr / first)
-        for name, moment in _moments(gradient, max_side):
+        for parameter, moved in zip(parameters, _turned(move, state, back=True)):
+            if parameter.grad is not None:
+                parameter.mul_(1 - lr * weight_decay * matrices).sub_(moved, alpha=lr / first)
+        for name, moment in _moments(gradient, max_side) if matrices else ():
             state[name].lerp_(moment, 1 - basis_beta)
         if state["step"] % basis_every == 0:
             mean = _turned(state["mean"], state, back=True)
@@ -121,10 +125,9 @@ class SOAP(torch.optim.Optimizer):
 
 def _moments(gradient: Tensor, max_side: int) -> Iterable[tuple[str, Tensor]]:
     """Yields the second moments of the sides of a matrix that are to have a basis."""
-    if gradient.dim() > 1:
-        for name, matrix in (("left", gradient), ("right", gradient.mT)):
-            if matrix.shape[-2] <= max_side:
-                yield name, matrix @ matrix.mT
+    for name, matrix in (("left", gradient), ("right", gradient.mT)):
+        if matrix.shape[-2] <= max_side:
+            yield name, matrix @ matrix.mT
 
 
 def _turned(value: Tensor, state: dict[str, Any], back: bool = False) -> Tensor:

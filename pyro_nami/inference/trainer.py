@@ -37,6 +37,7 @@ class Trainer:
     Attributes:
         history: what happened since the last `load`.
         best: the weights of the lowest validation loss.
+        nothing_to_learn: whether all conditionals are derived from the model.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Trainer:
         self.parameters = _first_call(self.loss, simulator, given)
         if not self.parameters:
             raise ValueError("Expected a guide with parameters; got none.")
+        self.nothing_to_learn = getattr(guide, "num_parameters", 1) == 0
         self.optimization = optimization([*self.parameters.values()])
         self.structure = structure_of(guide, self.parameters)
         self.wrapped = self.loss if wrap is None else wrap(self.loss)
@@ -73,10 +75,6 @@ class Trainer:
         draws, share = self._finite_draws(batch.draws)
         self.history.losses.append(self._descend(batch._replace(draws=draws), share) if share else math.nan)
         return self.history.losses[-1]
-
-    def nothing_to_learn(self) -> bool:
-        """Whether there is nothing to learn, as all conditionals are derived from the model."""
-        return getattr(self.guide, "num_parameters", 1) == 0
 
     def validate(self, batches: Iterable[Batch]) -> float:
         """Returns the mean loss of all processes on held-out batches, and keeps the weights if it is the lowest."""

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_nami.factors.knots import spline
+from pyro_nami.factors.knots import NeuralSpline
 from pyro_nami.networks.masked import MaskedMLP
 from pyro_nami.networks.stepped import Base, SteppedState
 
@@ -89,7 +89,7 @@ class StackPass(NamedTuple):
             for each in noise.split(1, -1):
                 if bent:
                     rows, state = state.advance(bent[-1], state.step + 1)
-                y, log_slope = spline(rows.unsqueeze(-2)).straighten(each)
+                y, log_slope = NeuralSpline(rows.unsqueeze(-2)).straighten(each)
                 bent.append(y)
                 slopes.append(log_slope)
             vector = torch.cat(bent, -1)
@@ -105,7 +105,7 @@ class StackPass(NamedTuple):
             bent = bent.flip(-1) if layer else bent
             context = context.expand(bent.shape[:-1] + context.shape[-1:])
             rows, _ = state.advance(torch.cat((context, bent[..., :-1]), -1), bent.shape[-1])
-            bent, log_slope = spline(rows.unflatten(-1, (bent.shape[-1], -1))).bend(bent)
+            bent, log_slope = NeuralSpline(rows.unflatten(-1, (bent.shape[-1], -1))).bend(bent)
             total = total - log_slope
         return bent, total
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyro_nami.factors.knots import KnotTransform, spline
+from pyro_nami.factors.knots import KnotTransform, NeuralSpline
 
 
 def test_a_map_through_knots_is_its_own_inverse_and_knows_its_slope():
@@ -23,23 +23,29 @@ def test_splines_are_those_of_zuko(scale):
     transforms = pytest.importorskip("zuko.transforms")
     params = scale * torch.randn(500, 23, dtype=torch.double)
     x = 3 * torch.randn(500, dtype=torch.double)
-    ours, zuko = spline(params), transforms.MonotonicRQSTransform(*params.split([8, 8, 7], -1))
+    ours, zuko = NeuralSpline(params), transforms.MonotonicRQSTransform(*params.split([8, 8, 7], -1))
     torch.testing.assert_close(ours.bend(x), zuko.call_and_ladj(x))
     noise, log_slope = ours.straighten(x)
     torch.testing.assert_close(noise, zuko.inv(x))
     torch.testing.assert_close(log_slope, zuko.log_abs_det_jacobian(noise, x))
 
 
-def test_gradients_of_splines():
-    params = torch.randn(4, 5, dtype=torch.double, requires_grad=True)
+@pytest.mark.parametrize("way", ["bend", "straighten"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_of_splines(way, shared):
+    params = torch.randn(1 if shared else 4, 5, dtype=torch.double, requires_grad=True)
     x = torch.tensor([-7.0, -2.0, 1.0, 6.0], dtype=torch.double, requires_grad=True)  # beyond the knots, and between
-    assert torch.autograd.gradcheck(lambda params, x: spline(params).bend(x), (params, x))
-    assert torch.autograd.gradcheck(lambda params, x: spline(params).straighten(x), (params, x))
+
+    def mapped(params, x):
+        return getattr(NeuralSpline(params), way)(x)
+
+    assert torch.autograd.gradcheck(mapped, (params, x))
+    assert torch.autograd.gradgradcheck(mapped, (params, x))
 
 
 def test_splines_start_at_the_identity():
     x = torch.linspace(-8, 8, 50)
-    for y, log_slope in (spline(torch.zeros(50, 14)).bend(x), spline(torch.zeros(50, 14)).straighten(x)):
+    for y, log_slope in (NeuralSpline(torch.zeros(50, 14)).bend(x), NeuralSpline(torch.zeros(50, 14)).straighten(x)):
         torch.testing.assert_close(y, x)
         torch.testing.assert_close(log_slope, torch.zeros(50), atol=1e-6, rtol=0)
 
@@ -47,5 +53,5 @@ def test_splines_start_at_the_identity():
 @pytest.mark.parametrize("way", ["bend", "straighten"])
 def test_slopes_at_knots_count_once(way):
     x = torch.tensor([-5.0, 0.0, 5.0], requires_grad=True)
-    (slope,) = torch.autograd.grad(getattr(spline(torch.zeros(3, 23)), way)(x)[0].sum(), x)
+    (slope,) = torch.autograd.grad(getattr(NeuralSpline(torch.zeros(3, 23)), way)(x)[0].sum(), x)
     torch.testing.assert_close(slope, torch.ones(3))

@@ -79,6 +79,28 @@ def test_weights_decay_but_not_those_of_vectors():
     assert torch.allclose(weight, torch.tensor(0.9**2)) and (bias == 1).all()  # the first step of a matrix measures
 
 
+def test_parameters_of_one_shape_do_not_mix():
+    torch.manual_seed(4)
+    gradients = [[torch.randn(4, 5), torch.randn(4, 5), torch.randn(3), torch.randn(3)] for _ in range(30)]
+    together = [torch.zeros_like(each, requires_grad=True) for each in gradients[0]]
+    descend(SOAP(together), together, gradients)
+    for i, own in enumerate(together):
+        alone = torch.zeros_like(own, requires_grad=True)
+        descend(SOAP([alone]), [alone], ([step[i]] for step in gradients))
+        assert torch.allclose(own, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 5)])
+def test_without_a_gradient_parameters_stay(shape):
+    torch.manual_seed(5)
+    first, second = (torch.ones(shape, requires_grad=True) for _ in range(2))
+    optimizer = SOAP([first, second], weight_decay=1.0)
+    descend(optimizer, [first], [[torch.randn(shape)] for _ in range(3)])
+    assert (second == 1).all() and (first != 1).all()
+    descend(optimizer, [second], [[torch.randn(shape)]])
+    assert (second != 1).all()
+
+
 def test_it_goes_on_from_its_state():
     torch.manual_seed(3)
     gradients = [[torch.randn(4, 5), torch.randn(3)] for _ in range(40)]
