@@ -28,7 +28,7 @@ from pyro_nami.messages import warn
 
 __all__ = ["amortize"]
 
-_WARM, _CLIP = 0.03, 5.0  # share of the steps in which the rate is reached; norm of gradients
+_WARM, _CLIP = 0.03, 1.0  # share of the steps in which the rate is reached; norm of gradients, low as few are typical
 _SIMULATIONS = 10_000
 _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the loss on these is looked at
 _BATCH = 3.5, 50, 500  # sizes: a multiple of the root of the number of simulations, and their bounds
@@ -48,7 +48,7 @@ class _Setting(NamedTuple):
     refresh: int
 
 
-_SHARP = _Setting((64, 64), 3e-2, 1.0, 0.0, 4)
+_SHARP = _Setting((64, 64), 5e-2, 1.0, 0.0, 4)
 # Where that one is best early, simulations are learned by heart, by weights that are too large; or, within a quarter of
 # the steps, by a rate that is too high for what is smooth.
 _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
@@ -72,13 +72,13 @@ def amortize(
 
     Latents with exact conditionals are drawn from these. Factors that have to be learned are splines of 8 bins, those
     of vectors whose elements depend on each other four more in sequence, by networks of two layers of 64 units, at a
-    rate of 0.03 of `SOAP`. Rates rise, and fall by a cosine; gradients are clipped; batches grow threefold for the last
-    two fifths of the steps. Between epochs latents of simulations move by the model's density, if it has one, see
-    `moves`, so that they are not learned by heart. A tenth of the simulations is held out; the weights of the lowest
-    loss on these are kept. If these came within the first four fifths of the steps, data were learned by heart; a
-    second guide then has weights that decay, and a third, if they came in the first quarter, a tenth of the rate for a
+    rate of 0.05 of `SOAP`. Rates rise, and fall along a line to zero; gradients are clipped; batches grow threefold for
+    the last two fifths of the steps. Between epochs latents of simulations move by the model's density, if it has one,
+    see `moves`, so that they are not learned by heart. A tenth of the simulations is held out; the weights of the
+    lowest loss on these are kept. If these came within the first four fifths of the steps, data were learned by heart;
+    a second guide then has weights that decay, and a third, if they came in the first quarter, a rate of 0.003 for a
     quarter of the steps, and the best is kept. Training ends when half of the steps brought nothing. Where modes are
-    derived, one guide is trained, a sixth as long.
+    derived, one guide is trained at that rate, a sixth as long.
 
     Args:
         model: a Pyro model.
@@ -202,7 +202,7 @@ def _named(guide: AutoNaMIGuide) -> AutoNaMIGuide:
 def _share(step: int, steps: int) -> float:
     """Returns the share of the rate at a step."""
     done = step / steps
-    return min(1.0, (done + 1e-3) / _WARM) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    return min(1.0, (done + 1e-3) / _WARM) * (1 - min(done, 1.0))
 
 
 def _batch_size(step: int, num: int, steps: int) -> int:
