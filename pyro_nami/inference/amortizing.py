@@ -32,7 +32,7 @@ _WARM, _CLIP = 0.03, 1.0  # share of the steps in which the rate is reached; nor
 _SIMULATIONS = 10_000
 _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the loss on these is looked at
 _BATCH = 3.5, 50, 500  # sizes: a multiple of the root of the number of simulations, and their bounds
-_LARGE, _LARGER = 0.6, 3  # share of the steps after which they are larger, as gradients are to be less noisy, by what
+_LARGE, _LARGER = 0.6, 2  # share of the steps after which they are larger, as gradients are to be less noisy, by what
 _BINS, _TRANSFORMS = 8, 4  # of splines, and of those in sequence between elements of a vector
 
 _number = itertools.count()
@@ -48,11 +48,11 @@ class _Setting(NamedTuple):
     refresh: int
 
 
-_SHARP = _Setting((64, 64), 5e-2, 1.0, 0.0, 4)
+_SHARP = _Setting((64, 64), 5e-2, 1.0, 0.0, 3)
 # Where that one is best early, simulations are learned by heart, by weights that are too large; or, within a quarter of
 # the steps, by a rate that is too high for what is smooth.
 _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
-_NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0, 4)  # where modes are derived there is little to learn, and a step takes long
+_NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0, 3)  # where modes are derived there is little to learn, and a step takes long
 _EARLY, _LATE = 1 / 4, 4 / 5
 
 
@@ -72,7 +72,7 @@ def amortize(
 
     Latents with exact conditionals are drawn from these. Factors that have to be learned are splines of 8 bins, those
     of vectors whose elements depend on each other four more in sequence, by networks of two layers of 64 units, at a
-    rate of 0.05 of `SOAP`. Rates rise, and fall along a line to zero; gradients are clipped; batches grow threefold for
+    rate of 0.05 of `SOAP`. Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for
     the last two fifths of the steps. Between epochs latents of simulations move by the model's density, if it has one,
     see `moves`, so that they are not learned by heart. A tenth of the simulations is held out; the weights of the
     lowest loss on these are kept. If these came within the first four fifths of the steps, data were learned by heart;
