@@ -48,11 +48,11 @@ class _Setting(NamedTuple):
     refresh: int
 
 
-_SHARP = _Setting((64, 64), 5e-2, 1.0, 0.0, 3)
+_SHARP = _Setting((64, 64), 5e-2, 1.0, 0.0, 4)
 # Where that one is best early, simulations are learned by heart, by weights that are too large; or, within a quarter of
 # the steps, by a rate that is too high for what is smooth.
 _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
-_NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0, 3)  # where modes are derived there is little to learn, and a step takes long
+_NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0, 4)  # where modes are derived there is little to learn, and a step takes long
 _EARLY, _LATE = 1 / 4, 4 / 5
 
 

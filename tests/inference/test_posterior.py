@@ -46,7 +46,7 @@ def test_a_posterior_of_two_modes_is_learned_and_weighted():
 def test_simulations_may_be_fresh_in_each_step():
     pyro.set_rng_seed(0)
     posterior = amortize(folded, observed=["x"], simulations="fresh", steps=60, progress=False)
-    assert posterior.history.simulations == (36 + 24 * 3) * 332
+    assert posterior.history.simulations == (36 + 24 * 2) * 332
     z, x = (part["z"] if "z" in part else part["x"] for part in Simulator(folded, observed=["x"]).draw(2000)[:2])
     with torch.no_grad():
         gap = (exact(z, x) - posterior.guide.log_prob({"z": z}, observations={"x": x})).mean()
