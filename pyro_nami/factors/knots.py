@@ -6,6 +6,7 @@ import math
 
 import pyro.distributions as dist
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Transform, constraints
 
@@ -79,8 +80,7 @@ class KnotTransform(Transform):
         knots = self._knots
         first = (knots[..., axis, 1:-1].detach() <= at.detach().unsqueeze(-1)).sum(-1)
         beside = torch.stack((first, first + 1), -1).unsqueeze(-2)
-        knots = knots.expand(first.shape + knots.shape[-2:])
-        found = knots.gather(-1, beside.expand(first.shape + (3, 2)))
+        found = _taken(knots, beside.expand(first.shape + (3, 2)))
         (left, low, up), (right, high, down) = (each.unbind(-1) for each in found.unbind(-1))
         return left, right - left, low, high - low, up, down
 
@@ -88,6 +88,10 @@ class KnotTransform(Transform):
 def _slope(t: Tensor, rest: Tensor, both: Tensor, rise: Tensor, bottom: Tensor, up: Tensor, down: Tensor) -> Tensor:
     curved = torch.addcmul(down * t * t, up, rest * rest)
     return torch.addcmul(curved, rise, both, value=2) * (rise / bottom).square()
+
+
+def _taken(values: Tensor, places: Tensor) -> Tensor:
+    return values.expand(*places.shape[:-1], -1).gather(-1, places)
 
 
 class NeuralSpline(KnotTransform):
@@ -105,23 +109,22 @@ class NeuralSpline(KnotTransform):
     def __init__(self, params: Tensor) -> None:
         Transform.__init__(self, cache_size=1)
         bins = (params.shape[-1] + 1) // 3
-        sides, self._slopes = params.split([2 * bins, bins - 1], -1)
-        sides = sides.unflatten(-1, (2, bins))
+        sides, slopes = params.split([2 * bins, bins - 1], -1)
+        sides, self._slopes = sides.unflatten(-1, (2, bins)), F.pad(slopes, (1, 1))
         # A softmax, but for the division: bounded numbers need no shift, and torch's own is slow for rows this short.
         self._sizes = (sides / (1 + sides.abs() * (2 / _SPAN))).exp()
         self._ends = self._sizes.cumsum(-1)
 
     def _bin(self, at: Tensor, axis: int) -> tuple[Tensor, ...]:
-        unit, inner = 2 * _BOUND / self._ends[..., -1], self._slopes.shape[-1]
+        unit = 2 * _BOUND / self._ends[..., -1]
         with torch.no_grad():
             place = ((at + _BOUND) / unit[..., axis]).unsqueeze(-1)
-            knots = self._ends[..., axis, :-1].expand(place.shape[:-1] + (inner,)).contiguous()
-            first = torch.searchsorted(knots, place, right=True)
-            beside = torch.cat((first - 1, first), -1)
-        shape, where = first.shape[:-1] + self._ends.shape[-2:], first.unsqueeze(-1).expand(first.shape[:-1] + (2, 1))
-        sizes, ends = (each.expand(shape).gather(-1, where).squeeze(-1) for each in (self._sizes, self._ends))
-        slopes = self._slopes.expand(beside.shape[:-1] + (inner,)).gather(-1, beside.clamp(0, inner - 1))
-        slopes = torch.where((beside >= 0) & (beside < inner), slopes / (1 + slopes.abs() / _SPAN), 0.0).exp()
+            inner = self._ends[..., axis, :-1]
+            first = torch.searchsorted(inner.expand(*place.shape[:-1], -1).contiguous(), place, right=True)
+        both = first.unsqueeze(-1).expand(*first.shape[:-1], 2, 1)
+        sizes, ends = (_taken(each, both).squeeze(-1) for each in (self._sizes, self._ends))
+        slopes = _taken(self._slopes, torch.cat((first, first + 1), -1))
+        slopes = (slopes / (1 + slopes.abs() / _SPAN)).exp()
         (left, low), (width, height) = ((ends - sizes) * unit - _BOUND).unbind(-1), (sizes * unit).unbind(-1)
         return left, width, low, height, *slopes.unbind(-1)
 
