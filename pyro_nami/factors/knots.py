@@ -118,7 +118,7 @@ class NeuralSpline(KnotTransform):
     def _bin(self, at: Tensor, axis: int) -> tuple[Tensor, ...]:
         unit = 2 * _BOUND / self._ends[..., -1]
         with torch.no_grad():
-            place = ((at + _BOUND) / unit[..., axis]).unsqueeze(-1)
+            place = ((at + _BOUND) / unit[..., axis]).unsqueeze(-1).contiguous()
             inner = self._ends[..., axis, :-1]
             first = torch.searchsorted(inner.expand(*place.shape[:-1], -1).contiguous(), place, right=True)
         both = first.unsqueeze(-1).expand(*first.shape[:-1], 2, 1)

@@ -108,7 +108,7 @@ def test_rounds_at_one_data_set_simulate_where_its_posterior_is():
 
     def run(**options):
         seen.clear()
-        options = {"simulations": 600, "steps": 200, "progress": False, **options}
+        options = {"simulations": 600, "steps": 300, "progress": False, **options}
         return loss(amortize(model, observed=["x"], **options))
 
     focused = run(at=x, rounds=2)
