@@ -33,26 +33,26 @@ _SIMULATIONS = 10_000
 _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the loss on these is looked at
 _BATCH = 3.5, 50, 500  # sizes: a multiple of the root of the number of simulations, and their bounds
 _LARGE, _LARGER = 0.6, 2  # share of the steps after which they are larger, as gradients are to be less noisy, by what
+_MOVES = 4  # draws of the guide for each simulation between epochs
 _BINS, _TRANSFORMS = 8, 4  # of splines, and of those in sequence between elements of a vector
 
 _number = itertools.count()
 
 
 class _Setting(NamedTuple):
-    """Widths of hidden layers, SOAP's rate, a share of the steps, decay over all of them, draws to move to."""
+    """Widths of hidden layers, SOAP's rate, a share of the steps, decay over all of them."""
 
     hidden: tuple[int, ...]
     rate: float
     steps: float
     decay: float
-    refresh: int
 
 
-_SHARP = _Setting((64, 64), 4e-2, 1.0, 0.0, 4)
+_SHARP = _Setting((64, 64), 4e-2, 1.0, 0.0)
 # Where that one is best early, simulations are learned by heart, by weights that are too large; or, within a quarter of
 # the steps, by a rate that is too high for what is smooth.
 _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
-_NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0, 4)  # where modes are derived there is little to learn, and a step takes long
+_NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0)  # where modes are derived there is little to learn, and a step takes long
 _EARLY, _LATE = 1 / 4, 4 / 5
 
 
@@ -166,7 +166,7 @@ def amortize(
             args,
             kwargs,
             data=None if fresh else train,
-            refresh=0 if fresh else setting.refresh,
+            refresh=0 if fresh else _MOVES,
             validation=validation,
             validate_every=max(1, count // _VALIDATIONS),
             patience=_VALIDATIONS // 2,
