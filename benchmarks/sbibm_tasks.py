@@ -98,18 +98,24 @@ def bernoulli_glm() -> None:
     pyro.sample("x", dist.Bernoulli(logits=theta @ stimulus().T).to_event(1))
 
 
-def solved(slope: Callable[[Tensor], Tensor], start: Tensor, step: float, every: int) -> Tensor:
-    """States ``(*batch, 10, size)`` after each of ten times ``every`` Runge-Kutta steps from ``start``.
+def solved(rates: list[Tensor], effects: list[Tensor], start: list[float], step: float, every: int) -> Tensor:
+    """States ``(*batch, 10, 2)`` after each of ten times ``every`` Runge-Kutta steps from ``start``.
 
-    States are logs, and held to e-9 to e9 parts, so that all draws of a prior end somewhere.
+    States are logs of two numbers; the slope of each is its rate, plus the other number times its effect. Logs are held
+    within 20, so that all draws of a prior end somewhere.
     """
-    state, states = start, []
+    rate, effect = torch.stack(torch.broadcast_tensors(*rates), -1), torch.stack(effects, -1)
+
+    def slope(state: Tensor) -> Tensor:
+        return torch.addcmul(rate, effect, state.exp().flip(-1))
+
+    state, states = torch.tensor(start), []
     for count in range(10 * every):
         a = slope(state)
-        b = slope(state + step / 2 * a)
-        c = slope(state + step / 2 * b)
-        d = slope(state + step * c)
-        state = (state + step / 6 * (a + 2 * b + 2 * c + d)).clamp(-20.0, 20.0)
+        b = slope(torch.add(state, a, alpha=step / 2))
+        c = slope(torch.add(state, b, alpha=step / 2))
+        d = slope(torch.add(state, c, alpha=step))
+        state = torch.add(state, a + d + 2 * (b + c), alpha=step / 6).clamp(-20.0, 20.0)
         if count % every == every - 1:
             states.append(state)
     return torch.stack(states, -2)
@@ -119,14 +125,9 @@ def sir() -> None:
     """An epidemic of a million: contacts and recoveries a day, by 1,000 tests on each of ten days."""
     theta = pyro.sample("theta", dist.LogNormal(torch.tensor([0.4, 0.125]).log(), torch.tensor([0.5, 0.2])).to_event(1))
     contact, recovery = theta.unbind(-1)
-
-    def slope(state: Tensor) -> Tensor:  # of the logs of the shares that are susceptible and infected
-        susceptible, infected = state.exp().unbind(-1)
-        return torch.stack([-contact * infected, contact * susceptible - recovery], -1)
-
-    start = torch.tensor([0.0, -math.log(1e6)]).expand(theta.shape)
-    share = solved(slope, start, 2.0, 8)[..., 1].exp().clamp(1e-7, 1 - 1e-6)
-    pyro.sample("x", dist.Binomial(1000, share).to_event(1))
+    start = [0.0, -math.log(1e6)]  # shares that are susceptible and infected
+    logs = solved([torch.zeros(()), -recovery], [-contact, contact], start, 2.0, 8)
+    pyro.sample("x", dist.Binomial(1000, logs[..., 1].exp().clamp(1e-7, 1 - 1e-6)).to_event(1))
 
 
 def lotka_volterra() -> None:
@@ -134,13 +135,8 @@ def lotka_volterra() -> None:
     loc = torch.tensor([-0.125, -3.0, -0.125, -3.0])
     theta = pyro.sample("theta", dist.LogNormal(loc, 0.5).to_event(1))
     growth, eaten, loss, gain = theta.unbind(-1)
-
-    def slope(state: Tensor) -> Tensor:
-        prey, predators = state.exp().unbind(-1)
-        return torch.stack([growth - eaten * predators, gain * prey - loss], -1)
-
-    start = torch.tensor([30.0, 1.0]).log().expand(theta.shape[:-1] + (2,))
-    pyro.sample("x", dist.LogNormal(solved(slope, start, 0.1, 20), 0.1).to_event(2))
+    logs = solved([growth, -loss], [-eaten, gain], [math.log(30.0), 0.0], 0.1, 20)
+    pyro.sample("x", dist.LogNormal(logs, 0.1).to_event(2))
 
 
 # ---- exact log densities of latents given data
