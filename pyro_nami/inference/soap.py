@@ -19,9 +19,10 @@ class SOAP(torch.optim.Optimizer):
 
     A coordinate of the turned gradient says how a whole direction of a layer's inputs moves one of its outputs, so that
     directions in which the loss is curved little move as fast as others. Eigenvectors follow by a step of orthogonal
-    iteration now and then. Biases and other vectors are moved by Adam, and so is a side of a matrix that is longer than
-    ``max_side``; dims in front of the last two are a batch of matrices. The first step only measures. Parameters of one
-    shape are moved at once, for the time it takes; one of them without a gradient stays where it is.
+    iteration now and then. A coordinate waits while its last gradient and the running mean point in opposite ways, as
+    where the rate makes it swing. Biases and other vectors are moved by Adam, and so is a side of a matrix that is
+    longer than ``max_side``; dims in front of the last two are a batch of matrices. The first step only measures.
+    Parameters of one shape are moved at once, for the time it takes; one of them without a gradient stays where it is.
     Made for losses on simulations: an ELBO, whose gradients of few draws are noisier, is better left to Adam.
 
     Args:
@@ -35,7 +36,8 @@ class SOAP(torch.optim.Optimizer):
         eps: as Adam's.
 
     References:
-        Vyas et al. 2025, "SOAP: Improving and Stabilizing Shampoo using Adam".
+        Vyas et al. 2025, "SOAP: Improving and Stabilizing Shampoo using Adam"; Liang et al. 2025, "Cautious Optimizers:
+        Improving Training with One Line of Code", for what waits; there the others move the more for it.
 
     Example:
         >>> weight = torch.zeros(2, 2, requires_grad=True)
@@ -54,7 +56,7 @@ class SOAP(torch.optim.Optimizer):
         self,
         params: Iterable[Any],
         lr: float = 0.03,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float, float] = (0.95, 0.99),
         basis_beta: float = 0.98,
         basis_every: int = 10,
         max_side: int = 256,
@@ -111,6 +113,7 @@ class SOAP(torch.optim.Optimizer):
         state["square"].mul_(betas[1]).addcmul_(turned, turned, value=1 - betas[1])
         first, second = (1 - beta ** state["step"] for beta in betas)
         move = state["mean"] / (state["square"] / second).sqrt_().add_(eps)
+        move *= move * turned > 0  # the others wait
         for parameter, moved in zip(parameters, _turned(move, state, back=True)):
             if parameter.grad is not None:
                 parameter.mul_(1 - lr * weight_decay * matrices).sub_(moved, alpha=lr / first)
