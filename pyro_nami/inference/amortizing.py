@@ -48,7 +48,7 @@ class _Setting(NamedTuple):
     decay: float
 
 
-_SHARP = _Setting((64, 64), 7e-2, 1.0, 0.0)
+_SHARP = _Setting((64, 64), 6e-2, 1.0, 0.0)
 # Where that one is best early, simulations are learned by heart, by weights that are too large; or, within a quarter of
 # the steps, by a rate that is too high for what is smooth.
 _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
@@ -72,7 +72,7 @@ def amortize(
 
     Latents with exact conditionals are drawn from these. Factors that have to be learned are splines of 8 bins, those
     of vectors whose elements depend on each other four more in sequence, by networks of two layers of 64 units, at a
-    rate of 0.07 of `SOAP`. Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for
+    rate of 0.06 of `SOAP`. Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for
     the last two fifths of the steps. Between epochs latents of simulations move by the model's density, if it has one,
     see `moves`, so that they are not learned by heart. A tenth of the simulations is held out; the weights of the
     lowest loss on these are kept. If these came within the first four fifths of the steps, data were learned by heart;
