@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from pyro_nami.factors.unconstrained import NormalFamily, SinhArcsinhFamily, flow
@@ -35,7 +34,6 @@ _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the
 _BATCH = 3.5, 50, 500  # sizes: a multiple of the root of the number of simulations, and their bounds
 _LARGE, _LARGER = 0.6, 2  # share of the steps after which they are larger, as gradients are to be less noisy, by what
 _MOVES = 4  # draws of the guide for each simulation between epochs
-_CHECKED = 1000  # simulations at which derived modes have to exist
 _BINS, _TRANSFORMS = 8, 4  # of splines, and of those in sequence between elements of a vector
 
 _number = itertools.count()
@@ -72,15 +70,15 @@ def amortize(
 ) -> AmortizedPosterior:
     """Compiles a guide on a model's simulations, with settings for all; returns the posterior as a function of data.
 
-    Latents with exact conditionals are drawn from these, and from modes that all of 1,000 simulations have. Factors
-    that have to be learned are splines of 8 bins, those of vectors whose elements depend on each other four more in
-    sequence, by networks of two layers of 64 units, at a rate of 0.06 of `SOAP`. Rates rise, and fall along a line to
-    zero; gradients are clipped; batches grow twofold for the last two fifths of the steps. Between epochs latents of
-    simulations move by the model's density, if it has one, see `moves`, so that they are not learned by heart. A tenth
-    of the simulations is held out; the weights of the lowest loss on these are kept. If these came within the first
-    four fifths of the steps, data were learned by heart; a second guide then has weights that decay, and a third, if
-    they came in the first quarter, a rate of 0.003 for a quarter of the steps, and the best is kept. Training ends when
-    half of the steps brought nothing. Where modes are derived, one guide is trained at that rate, a sixth as long.
+    Latents with exact conditionals are drawn from these. Factors that have to be learned are splines of 8 bins, those
+    of vectors whose elements depend on each other four more in sequence, by networks of two layers of 64 units, at a
+    rate of 0.06 of `SOAP`. Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for
+    the last two fifths of the steps. Between epochs latents of simulations move by the model's density, if it has one,
+    see `moves`, so that they are not learned by heart. A tenth of the simulations is held out; the weights of the
+    lowest loss on these are kept. If these came within the first four fifths of the steps, data were learned by heart;
+    a second guide then has weights that decay, and a third, if they came in the first quarter, a rate of 0.003 for a
+    quarter of the steps, and the best is kept. Training ends when half of the steps brought nothing. Where modes are
+    derived, one guide is trained at that rate, a sixth as long.
 
     Args:
         model: a Pyro model.
@@ -145,7 +143,7 @@ def amortize(
     rows = torch.arange(draws.num)
     train, validation = draws.select(rows[held_out:]), draws.select(rows[:held_out])
     steps = steps or int(min(max(20 * draws.num**0.5, 500), 10_000))
-    plain, learned, rules = (guide, [], {}) if guide is not None else _plain(simulator, draws)
+    plain, learned = (guide, []) if guide is not None else _plain(simulator, draws)
     families = dict.fromkeys(learned, flow(_BINS, _TRANSFORMS))
 
     def trained(setting: _Setting) -> tuple[float, AutoNaMIGuide, History]:
@@ -153,7 +151,7 @@ def amortize(
         made, count = plain, max(1, round(setting.steps * steps))
         if families:
             options: dict[str, Any] = {"observed": simulator.observed, "hidden_features": setting.hidden}
-            made = _named(AutoNaMIGuide(model, families=families, rules=rules, **options))
+            made = _named(AutoNaMIGuide(model, families=families, **options))
         compilation = InferenceCompilation(
             model,
             made,
@@ -184,29 +182,15 @@ def amortize(
     return AmortizedPosterior(model, args, kwargs, made, history)
 
 
-def _plain(simulator: Simulator, draws: JointDraws) -> tuple[AutoNaMIGuide, list[str], dict[str, str]]:
-    """Returns a guide that was called, the latents that it has to learn by families that may be too plain, and rules.
-
-    Modes that some simulations do not have, as where a density is concave at others only, are not to be derived.
-    """
-    rules: dict[str, str] = {}
-    while True:
-        guide = _named(AutoNaMIGuide(simulator.model, observed=simulator.observed, rules=rules))
-        _log_prob(guide, simulator, draws, 2)
-        modes = [name for name, note in guide.rules.items() if note.rule == "newton"]
-        if not modes or _log_prob(guide, simulator, draws, _CHECKED).isfinite().all():
-            break
-        rules = {**rules, **dict.fromkeys(modes, "learned")}
+def _plain(simulator: Simulator, draws: JointDraws) -> tuple[AutoNaMIGuide, list[str]]:
+    """Returns a guide that was called once, and the latents that it has to learn by families that may be too plain."""
+    guide = _named(AutoNaMIGuide(simulator.model, observed=simulator.observed))
+    few = draws.select(torch.arange(2))
+    with torch.no_grad():
+        guide.log_prob(few.latents, *simulator.args, **{**simulator.kwargs, "observations": few.observed})
     families = {name: type(rule.family) for name, rule in guide._made().learned.items()}
     learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
-    return guide, [name for name in learned if families[name] in (NormalFamily, SinhArcsinhFamily)], rules
-
-
-@torch.no_grad()
-def _log_prob(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws, most: int) -> Tensor:
-    """Returns a guide's log densities of the first draws."""
-    few = draws.select(torch.arange(draws.num)[:most])
-    return guide.log_prob(few.latents, *simulator.args, **{**simulator.kwargs, "observations": few.observed})
+    return guide, [name for name in learned if families[name] in (NormalFamily, SinhArcsinhFamily)]
 
 
 def _named(guide: AutoNaMIGuide) -> AutoNaMIGuide:

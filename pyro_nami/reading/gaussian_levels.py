@@ -65,7 +65,7 @@ class Level(NamedTuple):
             precision = eye + root.mT @ own @ root
             # What is below this is rounding.
             ridge = 4 * torch.finfo(own.dtype).eps * precision.detach().diagonal(dim1=-2, dim2=-1).abs()
-            lower, _ = torch.linalg.cholesky_ex(precision + torch.diag_embed(ridge))
+            lower = _root(precision + torch.diag_embed(ridge))
             gain = torch.linalg.solve_triangular(lower, root.mT @ moved, upper=False)
         posterior = lower.mT @ whitening if self.size > 1 else lower * whitening
         after = (lower.mT @ others if self.size > 1 else lower * others) + gain
@@ -90,7 +90,7 @@ class Level(NamedTuple):
         else:
             eye = torch.eye(self.size, dtype=own.dtype, device=own.device)
             ridge = 4 * torch.finfo(own.dtype).eps * (1 + precision.detach().diagonal(dim1=-2, dim2=-1).abs())
-            lower, _ = torch.linalg.cholesky_ex(precision + (eye + torch.diag_embed(ridge)))
+            lower = _root(precision + (eye + torch.diag_embed(ridge)))
             whitening, gain = lower.mT / scale.mT, torch.linalg.solve_triangular(lower, scale * rest, upper=False)
         return whitening, self._replace(start=self.start + self.size, rows=gain)
 
@@ -114,6 +114,21 @@ class Level(NamedTuple):
             return (rows.mT @ columns).reshape(rows.shape[:cut] + (1,) * nesting + (self.size, columns.shape[-1]))
         product = rows * columns if rows.shape[-2:] == (1, 1) else rows.mT @ columns
         return product.sum(summed, keepdim=True) if summed else product
+
+
+def _root(precision: Tensor) -> Tensor:
+    """Returns the Cholesky factor of a precision relative to the prior's, at least as large where it has none.
+
+    It has none where a log density is not concave, as on the way to a mode.
+    """
+    lower, failed = torch.linalg.cholesky_ex(precision)
+    bad = (failed > 0) & precision.isfinite().all(-1).all(-1)
+    if not bad.any():
+        return lower
+    bad = bad[..., None, None]
+    values, vectors = torch.linalg.eigh(torch.where(bad, precision.detach(), 0.0))
+    lack = (vectors * (values.clamp(min=1.0) - values).unsqueeze(-2)) @ vectors.mT
+    return torch.linalg.cholesky_ex(precision + torch.where(bad, lack, 0.0))[0]
 
 
 def in_noise(levels: Sequence[Level], i: int, nesting: int) -> list[Level]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.functional import hessian
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation, importance_sample, verify_inverse
+from pyro_nami.inference import Simulator
 
 pytestmark = pytest.mark.usefixtures("double", "own_parameters")
 
@@ -236,6 +237,21 @@ def test_a_density_with_modes_far_apart_is_learned_not_derived(fold, width):
 
     guide = called(model, torch.tensor([0.7, 0.4]))
     assert {note.rule for note in guide.rules.values()} == {"learned"}
+
+
+def test_student_t_errors_which_are_not_concave_leave_the_guide_finite():
+    """Their curvature is the wrong one on the way to the mode, where the scale is small next to the prior's."""
+
+    def model():
+        w, scale = weights(size=2, scale=1.0), pyro.sample("s", dist.HalfCauchy(0.5))
+        fn = dist.StudentT(3.0, w[..., :1] + w[..., 1:] * torch.linspace(-2, 2, 15), scale.unsqueeze(-1))
+        pyro.sample("x", fn.to_event(1))
+
+    pyro.set_rng_seed(3)
+    draws = Simulator(model, observed=["x"]).draw(500)
+    guide = AutoNaMIGuide(model, observed=["x"])
+    with torch.no_grad():
+        assert guide.log_prob(draws.latents, observations=draws.observed).isfinite().all()
 
 
 def test_a_user_who_asks_for_exact_is_told_that_it_is_not():
