@@ -151,7 +151,7 @@ class InverseNetwork(PyroModule):
         missing = self.nesting + 1 - features.dim()
         if missing > 0:
             features = features[(None,) * missing]
-        return torch.addcmul(shift, features.to(shift.dtype), scale)
+        return torch.addcmul(shift, features.to(shift), scale)
 
     def affine(self, name: Hashable) -> tuple[Tensor, Tensor]:
         """Returns shift and scale of a factor's own features, ``(elements, features)`` each."""

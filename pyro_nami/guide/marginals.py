@@ -48,6 +48,8 @@ def first_ones(
         return None
     if not all(group.is_exact for group in groups.values()) or first.plates.subsampled or first.passing or hidden:
         return None
+    if options.simulated and any(group.is_tabulated for group in groups.values()):
+        return None  # grids of grids take seconds for one data set
     if any(name in (options.families or ()) or not known.issuperset(inverse.parents[name]) for name in rest):
         return None
     if any(first.frames[name] or nodes[name]["fn"].event_shape.numel() != 1 for name in rest):

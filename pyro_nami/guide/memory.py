@@ -190,7 +190,7 @@ def _mark(value: Tensor) -> Tensor:
 
 
 def _same_mark(mark: Tensor, other: Tensor) -> bool:
-    off = (mark - other).abs()
+    off = (mark - other.to(mark.device)).abs()
     return bool((off[:2] <= _SAME * mark[0]).all() and off[2] == 0)
 
 

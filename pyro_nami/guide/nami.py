@@ -27,13 +27,14 @@ from pyro_nami.guide.lazy import LazyGuide
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import differences, new_site
 from pyro_nami.guide.regression import regress
-from pyro_nami.guide.rules import RuleNotes
+from pyro_nami.guide.rules import Exact, RuleNotes
 from pyro_nami.guide.shapes import left_of_plates, own_shape, quantiles_of, sum_plates
 from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
 
 __all__ = ["AutoNaMIGuide"]
 
 _MEDIAN_DRAWS = 1000
+_RANKED = 64  # draws of a conditional that a value is compared with
 _ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]  # made by Pyro's metaclass, which type checkers do not follow
 
 
@@ -306,6 +307,34 @@ class AutoNaMIGuide(LazyGuide):
         targets = {name: rule.target(current, values[name], sites[name]["fn"]) for name, rule in rules.items()}
         dims = {name: list(rule.dims) for name, rule in rules.items()}
         regress(self.network, state, targets, dims, self._options.embeddings)
+
+    @torch.no_grad()
+    def misfits(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Returns where draws of the model speak against conditionals that were derived from it.
+
+        Args:
+            latents, *args, **kwargs: of many draws, as for `log_prob`.
+
+        Returns:
+            Latent -> for each draw whether its log density, given the others and the data, is not finite, and whether
+            it is below those of 64 draws from the conditional, ``(2, draws)``: with an exact one for one in 65.
+        """
+        call = self._begin(args, kwargs, draws=False)
+        plan, state = self._made(), self._start(call)
+        values = left_of_plates(latents, plan, call.held)
+        sites = call.run({**call.held, **values}, until=plan.rules)
+        current, found = start_pass(plan, state, call), {}
+        know_all(current, plan, call, values, sites)
+        for name, rule in plan.rules.items():
+            if rule.group is not None and name in values:
+                each: Any = rule.log_prob(current, values[name], sites[name])
+                own = sum_plates(each, plan.plates.nesting)
+                low = torch.zeros_like(own, dtype=torch.bool)
+                if isinstance(rule, Exact):
+                    fn = rule.distribution(current, each.shape, None)
+                    low = own < sum_plates(fn.log_prob(fn.sample((_RANKED,))), plan.plates.nesting).amin(0)
+                found[name] = torch.stack([~own.isfinite(), low])
+        return found
 
     @torch.no_grad()
     def quantiles(

@@ -54,6 +54,7 @@ _SHARP = _Setting((64, 64), 6e-2, 1.0, 0.0)
 _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
 _NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0)  # where modes are derived there is little to learn, and a step takes long
 _EARLY, _LATE = 1 / 4, 4 / 5
+_CHECKED = 1000  # simulations at a time, by which conditionals are checked that were derived
 
 
 def amortize(
@@ -70,15 +71,15 @@ def amortize(
 ) -> AmortizedPosterior:
     """Compiles a guide on a model's simulations, with settings for all; returns the posterior as a function of data.
 
-    Latents with exact conditionals are drawn from these. Factors that have to be learned are splines of 8 bins, those
-    of vectors whose elements depend on each other four more in sequence, by networks of two layers of 64 units, at a
-    rate of 0.06 of `SOAP`. Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for
-    the last two fifths of the steps. Between epochs latents of simulations move by the model's density, if it has one,
-    see `moves`, so that they are not learned by heart. A tenth of the simulations is held out; the weights of the
-    lowest loss on these are kept. If these came within the first four fifths of the steps, data were learned by heart;
-    a second guide then has weights that decay, and a third, if they came in the first quarter, a rate of 0.003 for a
-    quarter of the steps, and the best is kept. Training ends when half of the steps brought nothing. Where modes are
-    derived, one guide is trained at that rate, a sixth as long.
+    Latents with exact conditionals are drawn from these, if simulations do not speak against them. Factors that have to
+    be learned are splines of 8 bins, those of vectors whose elements depend on each other four more in sequence, by
+    networks of two layers of 64 units, at a rate of 0.06 of `SOAP`. Rates rise, and fall along a line to zero;
+    gradients are clipped; batches grow twofold for the last two fifths of the steps. Between epochs latents of
+    simulations move by the model's density, if it has one, see `moves`, so that they are not learned by heart. A tenth
+    of the simulations is held out; the weights of the lowest loss on these are kept. If these came within the first
+    four fifths of the steps, data were learned by heart; a second guide then has weights that decay, and a third, if
+    they came in the first quarter, a rate of 0.003 for a quarter of the steps, and the best is kept. Training ends when
+    half of the steps brought nothing. Where modes are derived, one guide is trained at that rate, a sixth as long.
 
     Args:
         model: a Pyro model.
@@ -131,6 +132,7 @@ def amortize(
         raise ValueError(f"Expected simulations to be a number, 'fresh', or values; got {simulations!r}.")
     simulations = _SIMULATIONS if fresh else simulations
     given = simulator.draw(simulations) if isinstance(simulations, int) else as_draws(simulations, simulator)
+    given = given.to(simulator.device)
     draws, non_finite = given.finite()
     seen = History()
     seen.count(given.num, given.num - draws.num, non_finite)
@@ -143,14 +145,18 @@ def amortize(
     rows = torch.arange(draws.num)
     train, validation = draws.select(rows[held_out:]), draws.select(rows[:held_out])
     steps = steps or int(min(max(20 * draws.num**0.5, 500), 10_000))
-    plain, learned = (guide, []) if guide is not None else _plain(simulator, draws)
+    plain, learned, given_up = guide, list[str](), dict[str, Any]()
+    if plain is None:
+        plain, learned, given_up = _plain(simulator, draws, own=isinstance(simulations, int))
+        if not plain.num_parameters:
+            return AmortizedPosterior(model, args, kwargs, plain, seen)
     families = dict.fromkeys(learned, flow(_BINS, _TRANSFORMS))
 
     def trained(setting: _Setting) -> tuple[float, AutoNaMIGuide, History]:
         """Returns the lowest loss on held-out simulations, the guide that has it, and how it came to it."""
         made, count = plain, max(1, round(setting.steps * steps))
         if families:
-            options: dict[str, Any] = {"observed": simulator.observed, "hidden_features": setting.hidden}
+            options = {"observed": simulator.observed, "hidden_features": setting.hidden, **given_up}
             made = _named(AutoNaMIGuide(model, families=families, **options))
         compilation = InferenceCompilation(
             model,
@@ -182,15 +188,41 @@ def amortize(
     return AmortizedPosterior(model, args, kwargs, made, history)
 
 
-def _plain(simulator: Simulator, draws: JointDraws) -> tuple[AutoNaMIGuide, list[str]]:
-    """Returns a guide that was called once, and the latents that it has to learn by families that may be too plain."""
-    guide = _named(AutoNaMIGuide(simulator.model, observed=simulator.observed))
-    few = draws.select(torch.arange(2))
-    with torch.no_grad():
-        guide.log_prob(few.latents, *simulator.args, **{**simulator.kwargs, "observations": few.observed})
+def _plain(simulator: Simulator, draws: JointDraws, own: bool) -> tuple[AutoNaMIGuide, list[str], dict[str, Any]]:
+    """Returns a guide that was called once, the latents that it has to learn by families that may be too plain, and
+    options by which conditionals are learned that cannot be derived for all simulations.
+
+    ``own`` says that the draws are the simulator's, and not of another prior, for which weights will correct.
+    """
+    options: dict[str, Any] = {}
+    given_up: dict[str, Any] | None = options
+    while given_up is not None:
+        options = given_up
+        guide = _named(AutoNaMIGuide(simulator.model, observed=simulator.observed, **options))
+        few = draws.select(torch.arange(2) if simulator.vectorized else torch.tensor(0))
+        with torch.no_grad():
+            guide.log_prob(few.latents, *simulator.args, **{**simulator.kwargs, "observations": few.observed})
+        given_up = None
+        if simulator.vectorized and (bad := _misfits(guide, simulator, draws if own else None)):
+            given_up = {"rules": {**options.get("rules", {}), **dict.fromkeys(bad, "learned")}}
+        elif not simulator.vectorized and not options and guide.num_parameters:
+            given_up = {"exact": False}  # as the model cannot be run for many simulations at once
     families = {name: type(rule.family) for name, rule in guide._made().learned.items()}
     learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
-    return guide, [name for name in learned if families[name] in (NormalFamily, SinhArcsinhFamily)]
+    return guide, [name for name in learned if families[name] in (NormalFamily, SinhArcsinhFamily)], options
+
+
+def _misfits(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | None) -> list[str]:
+    """Returns the latents whose derived conditionals are not finite, or not those that simulations come from."""
+    found: dict[str, Any] = {}
+    if all(rule.group is None for rule in guide._made().rules.values()):
+        return []
+    draws = simulator.draw(_CHECKED).finite()[0] if draws is None else draws
+    for part in map(draws.select, torch.arange(draws.num).split(_CHECKED)):
+        seen = guide.misfits(part.latents, *simulator.args, **{**simulator.kwargs, "observations": part.observed})
+        found = {name: found.get(name, 0) + flags.sum(1) for name, flags in seen.items()}
+    most = draws.num / 65 + 6 * (draws.num / 65) ** 0.5
+    return [name for name, (none, low) in found.items() if none or low > most]
 
 
 def _named(guide: AutoNaMIGuide) -> AutoNaMIGuide:

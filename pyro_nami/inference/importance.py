@@ -338,6 +338,6 @@ def _matched_latents(single: _Weighed) -> tuple[str, ...]:
 
 _LOOP = (
     "The model and the guide cannot be run for all draws at once: {}. Draws are made one by one, which is slow. Write "
-    "both for batch dims on the left: `alpha[..., index]` for `alpha[index]`, dims counted from the right, "
-    "`torch.where` for `if`."
+    "both for batch dims on the left: `alpha[..., index]` for `alpha[index]`, `w @ X.mT` for `X @ w`, dims counted "
+    "from the right, `torch.where` for `if`."
 )

@@ -98,6 +98,7 @@ class Simulator:
         latent, observed: names of the sites, in model order.
         vectorized: whether one run of the model gives all draws; False: one run a draw.
         trainable: names of parameters that the model reads and that require gradients.
+        device: of the first latent.
 
     Raises:
         ValueError: an unknown name, no latent or no observed site, batch dims outside plates, sampling that fails.
@@ -147,13 +148,14 @@ class Simulator:
             self.latent = tuple(name for name in names if name not in self.observed)
             self.trainable = tuple(name for name, site in params.trace.nodes.items() if _is_trained(site))
             self._check_sites(first)
+            self.device = first[self.latent[0]]["value"].device
             reason = self._difference(first)
         self.vectorized = reason is None
         if reason is not None:
             warn(
                 f"The model cannot be simulated in one vectorized run: {reason}. Simulations are drawn one by one, "
                 "which is slow. Write the model for batch dims on the left: `alpha[..., index]` for `alpha[index]`, "
-                "dims counted from the right, `torch.where` for `if`."
+                "`w @ X.mT` for `X @ w`, dims counted from the right, `torch.where` for `if`."
             )
 
     def draw(

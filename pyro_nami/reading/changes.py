@@ -91,7 +91,7 @@ def moved(before: Any, after: Any) -> Tensor:
     for key in old.keys() | new.keys():
         if key not in old or key not in new or old[key].shape != new[key].shape:
             return torch.ones_like(result)
-        result |= (~equal(old[key], new[key])).any(-1)
+        result |= (~equal(old[key], new[key])).any(-1).to(result.device)
     return result
 
 

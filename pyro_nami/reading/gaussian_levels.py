@@ -42,30 +42,35 @@ class Level(NamedTuple):
         dims = [dim - 1 for dim in self.dims - level.dims]
         return term.sum(dims, keepdim=True) if dims else term
 
-    def eliminated(self, nesting: int) -> tuple[Level, tuple[Tensor, Tensor]]:
+    def eliminated(self, concave: bool) -> tuple[Level, tuple[Tensor, Tensor]]:
         """Returns the level with its posterior, and two factors whose product is what it adds to the rows left.
 
         With x = M r + S u by the prior, where r ends in a 1: C = H_x M + H_xr, P = I + S^T H_x S = L L^T and
         T = L^-1 S^T the posterior is L^T (Q_x x + Q_r r) + T C r ~ N(0, I), and the rows left get
-        M^T C + H_xr^T M - (T C)^T (T C).
+        M^T C + H_xr^T M - (T C)^T (T C). Where P may not be positive, as the log density is not ``concave``, H_x is
+        another, such that it is.
         """
         own, rest = self.rows[..., : self.size], self.rows[..., self.size :]
         whitening, others = self.prior[..., : self.size], self.prior[..., self.size :]
-        if self.size == 1:
+        single, eps = self.size == 1, torch.finfo(own.dtype).eps
+        if single:
             root = whitening.reciprocal()
-            mean = -root * others
-            moved = own * mean + rest
-            lower = (1 + root * own * root).clamp(min=torch.finfo(own.dtype).eps).sqrt()
-            gain = root / lower * moved
+            precision = 1 + root * own * root
         else:
             eye = torch.eye(self.size, dtype=own.dtype, device=own.device)
             root = torch.linalg.solve_triangular(whitening, eye, upper=True)
-            mean = -root @ others
-            moved = own @ mean + rest
             precision = eye + root.mT @ own @ root
+        if not concave and (lack := _lack(precision)) is not None:
+            precision, own = precision + lack, own + whitening.mT @ lack @ whitening
+        mean = -root * others if single else -root @ others
+        moved = own * mean + rest if single else own @ mean + rest
+        if single:
+            lower = precision.clamp(min=eps).sqrt()
+            gain = root / lower * moved
+        else:
             # What is below this is rounding.
-            ridge = 4 * torch.finfo(own.dtype).eps * precision.detach().diagonal(dim1=-2, dim2=-1).abs()
-            lower = _root(precision + torch.diag_embed(ridge))
+            ridge = 4 * eps * precision.detach().diagonal(dim1=-2, dim2=-1).abs()
+            lower = torch.linalg.cholesky_ex(precision + torch.diag_embed(ridge))[0]
             gain = torch.linalg.solve_triangular(lower, root.mT @ moved, upper=False)
         posterior = lower.mT @ whitening if self.size > 1 else lower * whitening
         after = (lower.mT @ others if self.size > 1 else lower * others) + gain
@@ -90,7 +95,7 @@ class Level(NamedTuple):
         else:
             eye = torch.eye(self.size, dtype=own.dtype, device=own.device)
             ridge = 4 * torch.finfo(own.dtype).eps * (1 + precision.detach().diagonal(dim1=-2, dim2=-1).abs())
-            lower = _root(precision + (eye + torch.diag_embed(ridge)))
+            lower = torch.linalg.cholesky_ex(precision + (eye + torch.diag_embed(ridge)))[0]
             whitening, gain = lower.mT / scale.mT, torch.linalg.solve_triangular(lower, scale * rest, upper=False)
         return whitening, self._replace(start=self.start + self.size, rows=gain)
 
@@ -116,19 +121,22 @@ class Level(NamedTuple):
         return product.sum(summed, keepdim=True) if summed else product
 
 
-def _root(precision: Tensor) -> Tensor:
-    """Returns the Cholesky factor of a precision relative to the prior's, at least as large where it has none.
+def _lack(precision: Tensor) -> Tensor | None:
+    """Returns what precisions relative to the prior's lack where they are not positive; None if they all are.
 
-    It has none where a log density is not concave, as on the way to a mode.
+    Eigenvalues become absolute, and at least the prior's: steps along their directions then go as far as the curvature
+    tells, in the tail of a density to its mode (Dauphin et al. 2014).
     """
-    lower, failed = torch.linalg.cholesky_ex(precision)
-    bad = (failed > 0) & precision.isfinite().all(-1).all(-1)
+    if precision.shape[-1] == 1:
+        bad = precision <= torch.finfo(precision.dtype).eps
+        return torch.where(bad, precision.abs().clamp(min=1.0) - precision, 0.0).detach()
+    bad = (torch.linalg.cholesky_ex(precision)[1] > 0) & precision.isfinite().all(-1).all(-1)
     if not bad.any():
-        return lower
+        return None
     bad = bad[..., None, None]
-    values, vectors = torch.linalg.eigh(torch.where(bad, precision.detach(), 0.0))
-    lack = (vectors * (values.clamp(min=1.0) - values).unsqueeze(-2)) @ vectors.mT
-    return torch.linalg.cholesky_ex(precision + torch.where(bad, lack, 0.0))[0]
+    values, vectors = torch.linalg.eigh(torch.where(bad, precision, 0.0).detach())
+    lack = (vectors * (values.abs().clamp(min=1.0) - values).unsqueeze(-2)) @ vectors.mT
+    return torch.where(bad, lack, 0.0)
 
 
 def in_noise(levels: Sequence[Level], i: int, nesting: int) -> list[Level]:

@@ -39,10 +39,10 @@ class Mass:
         self.before = density[..., :1] / slope[..., :1].clamp(min=1 / HALF)
         self.behind = density[..., -1:] / (-slope[..., -1:]).clamp(min=1 / HALF)
 
-    def total(self) -> Tensor:
-        """Returns the integral of the density that ``log_density`` is the logarithm of, ``(*batch,)``."""
+    def log_total(self) -> Tensor:
+        """Returns the logarithm of the density's integral, relative to that at the first point, ``(*batch,)``."""
         parts = self.before + self.between.sum(-1, keepdim=True) + self.behind
-        return (parts * self.top.exp()).squeeze(-1)
+        return (parts.log() + self.top).squeeze(-1)
 
     def quantiles(self) -> tuple[Tensor, Tensor]:
         """Returns standard Normal quantiles at the grid's points, and the slopes of points by these."""

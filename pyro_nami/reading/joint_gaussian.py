@@ -32,6 +32,8 @@ class JointGaussian(SecondOrder):
         group, leading, nesting, differentiable, away, sizes: as for `SecondOrder`.
     """
 
+    concave = True  # whether log densities are known to be so
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._offsets: dict[int, tuple[int, Tensor | None]] = {}  # level -> number of members drawn, and their offsets
@@ -40,7 +42,7 @@ class JointGaussian(SecondOrder):
         with derivatives():
             self._read(sites, whole=False)
             for i, level in enumerate(self._levels):
-                self._levels[i], update = level.eliminated(self.nesting)
+                self._levels[i], update = level.eliminated(self.concave)
                 self._levels[i + 1 :] = [later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]]
         return None
 

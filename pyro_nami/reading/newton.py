@@ -10,7 +10,7 @@ taken there once more. Change this module to find modes in another way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,14 +32,15 @@ _SHORTEST, _LONGEST = 0.1, 0.7  # to what part a step is cut
 
 
 class Step(NamedTuple):
-    """From where a point was reached: in which direction, with which slope of the log density, and how far.
+    """From where a point was reached: in which direction, with which slope and log density there, and how far.
 
-    The last two are of each set of instances that are solved by themselves.
+    The last three are of each set of instances that are solved by themselves.
     """
 
     start: Mapping[str, Tensor]
     along: Mapping[str, Tensor]
     slope: Tensor
+    total: Tensor
     length: Tensor
 
 
@@ -54,6 +55,8 @@ class Newton(JointGaussian):
         Rue, Martino and Chopin 2009, Approximate Bayesian inference for latent Gaussian models.
     """
 
+    concave = False
+
     def __init__(
         self, group: ConjugateGroup, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any
     ) -> None:
@@ -63,6 +66,7 @@ class Newton(JointGaussian):
         self._step: Step | None = None  # that led here
         self._runs, self._is_last = 1, False
         self._slopes: dict[str, Tensor] | None = None  # of the children, taken once
+        self._densities: dict[str, Tensor] = {}
         self._order = list(reversed(self._first))  # of drawing
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
@@ -77,17 +81,17 @@ class Newton(JointGaussian):
         if self._is_last:
             return super().solve(sites)
         frames = sites[self._order[0]]["cond_indep_stack"] if all(map(self._is_lifted, self._order)) else ()
-        self._apart = {frame.dim for frame in frames if frame.vectorized}  # dims of instances that are by themselves
+        self._apart = {frame.name: frame.dim for frame in frames if frame.vectorized}  # of instances by themselves
         differentiable, self.differentiable = self.differentiable, False
-        slopes = self.joint_slopes(sites)
-        if (shorter := self._shorter(slopes)) is not None:
+        slopes, total = self.joint_slopes(sites), self._joint(sites)
+        if (shorter := self._shorter(slopes, total)) is not None:
             return shorter
         super().solve(sites)
         means = self.means()
         along = {name: mean - self.references[name] for name, mean in means.items()}
         slope = self._along(slopes, along)
         if self._runs < _MOST_RUNS and bool((slope > 2 * self._enough()).any()):
-            return self._reached(Step(dict(self.references), along, slope, torch.ones_like(slope)))
+            return self._reached(Step(dict(self.references), along, slope, total, torch.ones_like(slope)))
         if self.group.is_tabulated:
             return Tabulated(self.group, *self._args[:2], differentiable, near=self)
         if not differentiable:
@@ -131,16 +135,27 @@ class Newton(JointGaussian):
         other._step = step
         return other
 
-    def _shorter(self, slopes: Mapping[str, Tensor]) -> Newton | None:
+    def _shorter(self, slopes: Mapping[str, Tensor], total: Tensor) -> Newton | None:
         """Returns the expansion about a point on the way to this one, if the log density falls again before it."""
         if self._step is None or self._runs >= _MOST_RUNS:
             return None
         before, now = self._step.slope, self._along(slopes, self._step.along)
-        over = ~(now >= -before / 2 - self._enough())
-        # The slope falls all the way, so its zero is near that of the chord; what overflows is no number.
+        rounding = 100 * torch.finfo(next(iter(self.references.values())).dtype).eps * self._step.total.abs()
+        # Where it is not concave it may be lower though its slope is not.
+        over = ~(now >= -before / 2 - self._enough()) | (total < self._step.total - rounding - self._enough())
+        # If the slope falls all the way, its zero is near that of the chord; what overflows is no number.
         cut = (before / (before - now)).nan_to_num(0.0).clamp(_SHORTEST, _LONGEST)
         length = torch.where(over, self._step.length * cut, self._step.length)
         return self._reached(self._step._replace(length=length)) if over.any() else None
+
+    def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
+        """Returns a site's log density, as `Expansion.density` does; of one run all that is asked of this is."""
+        if name in self._densities:
+            return self._densities[name]
+        found = super().density(sites, name)
+        if found.requires_grad:
+            self._densities[name] = found
+        return found
 
     def joint_slopes(self, sites: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns the slopes of the joint log density, members' own included, ``(*batch, *plates, *event)``."""
@@ -160,9 +175,23 @@ class Newton(JointGaussian):
         for name, step in direction.items():
             product, events = (slopes[name] * step).double(), len(self.priors[name].event_shape)
             product = product.sum(tuple(range(-events, 0))) if events else product
-            plates = [dim for dim in range(-self.nesting, 0) if dim not in self._apart]
-            total = total + (product.sum(plates, keepdim=True) if plates else product)
+            total = total + self._summed(product, self._apart.values())
         return total
+
+    def _joint(self, sites: Mapping[str, Any]) -> Tensor:
+        """Returns the joint log density in nats, of each set; of all of them where a child is in other plates."""
+        names = [name for name in (*self.group.members, *self.group.children) if name in sites]
+        within = [{frame.name for frame in sites[name]["cond_indep_stack"]} for name in names]
+        apart = [dim for plate, dim in self._apart.items() if all(plate in frames for frames in within)]
+        parts = [self._summed(self.density(sites, name).detach().double(), apart) for name in names]
+        if any(part.dim() > len(self.leading) for part in parts):  # the model mixes up its dims
+            return torch.zeros_like(parts[0].sum())
+        return torch.stack(torch.broadcast_tensors(*parts)).sum(0)
+
+    def _summed(self, parts: Tensor, apart: Collection[int]) -> Tensor:
+        """Returns sums over plates of numbers ``(*batch, *plates)``, but for some dims."""
+        plates = [dim for dim in range(-min(self.nesting, parts.dim()), 0) if dim not in apart]
+        return parts.sum(plates, keepdim=True) if plates else parts
 
     def _beside(self, name: str, length: Tensor) -> Tensor:
         """Returns numbers of sets of instances as they belong to a member's values."""

@@ -67,7 +67,7 @@ class Tabulated(Expansion):
             slope, inner = self._lines(slopes)
             if inner is not None:
                 mass = Mass(inner.movedim(1, -1))
-                gained = mass.total().log() - mass.log_density[..., self._middle]
+                gained = mass.log_total() - mass.log_density[..., self._middle]
                 slope = slope + slope_of(gained.sum_to_size(slope.shape))
             # A slope that is no number says nothing of its instance, as for the Normals that are near.
             self.finite = {self.group.members[0]: ~slope.isnan().any(0)}

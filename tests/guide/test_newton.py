@@ -239,13 +239,34 @@ def test_a_density_with_modes_far_apart_is_learned_not_derived(fold, width):
     assert {note.rule for note in guide.rules.values()} == {"learned"}
 
 
-def test_student_t_errors_which_are_not_concave_leave_the_guide_finite():
-    """Their curvature is the wrong one on the way to the mode, where the scale is small next to the prior's."""
+def student_errors():
+    w, scale = weights(size=2, scale=1.0), pyro.sample("s", dist.HalfCauchy(0.5))
+    fn = dist.StudentT(3.0, w[..., :1] + w[..., 1:] * torch.linspace(-2, 2, 15), scale.unsqueeze(-1))
+    pyro.sample("x", fn.to_event(1))
 
-    def model():
-        w, scale = weights(size=2, scale=1.0), pyro.sample("s", dist.HalfCauchy(0.5))
-        fn = dist.StudentT(3.0, w[..., :1] + w[..., 1:] * torch.linspace(-2, 2, 15), scale.unsqueeze(-1))
-        pyro.sample("x", fn.to_event(1))
+
+def cauchy_location():
+    a = normal("a", 5.0)
+    with pyro.plate("rows", 12):
+        pyro.sample("x", dist.Cauchy(a, 1.0))
+
+
+def square():
+    a = normal("a", 1.0)
+    with pyro.plate("rows", 3):
+        pyro.sample("x", dist.Normal(a**2, 0.1))
+
+
+def spread_along():
+    a, b, c, d = (normal(name, 1.0) for name in "abcd")
+    with pyro.plate("rows", 12):
+        along = torch.linspace(-1, 1, 12)
+        pyro.sample("x", dist.Normal(a + b * along, (c + d * along).exp()))
+
+
+@pytest.mark.parametrize("model", [student_errors, cauchy_location, square, spread_along])
+def test_densities_that_are_not_concave_leave_the_guide_finite(model):
+    """Their curvature is the wrong one on the way to the mode, where data are many deviations from it, say."""
 
     pyro.set_rng_seed(3)
     draws = Simulator(model, observed=["x"]).draw(500)

@@ -2,11 +2,13 @@
 
 import functools
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from models import conjugate_normal, conjugate_normal_evidence, conjugate_normal_guide
 
-from pyro_nami import AutoNaMIGuide
+from pyro_nami import AutoNaMIGuide, amortize, from_simulator
 from pyro_nami.checking.calibration import calibrate
 from pyro_nami.inference.annealing import annealed_importance_sampling
 from pyro_nami.inference.compilation import InferenceCompilation
@@ -48,12 +50,51 @@ def test_simulation(y):
 
 def test_compilation(y):
     adam = functools.partial(torch.optim.Adam, lr=0.02)
-    compilation = InferenceCompilation(conjugate_normal, AutoNaMIGuide(conjugate_normal), adam, batch_size=50)
+    guide = AutoNaMIGuide(conjugate_normal, exact=False)
+    compilation = InferenceCompilation(conjugate_normal, guide, adam, batch_size=50)
     history = compilation.fit(50, (y,), validation=100, progress=False)
     assert history.losses[-1] < history.losses[0]
     assert all(parameter.is_cuda for parameter in compilation.guide.parameters())
     host = [{"mu": torch.zeros(10, 1), "y": torch.zeros(10, 4)}]
     assert compilation.fit(52, (y,), data=host, progress=False).losses
+
+
+def ring():
+    theta = pyro.sample("theta", dist.Uniform(torch.zeros(2, device="cuda") - 1, 1.0).to_event(1))
+    pyro.sample("x", dist.Normal(theta.square(), 0.1).to_event(1))
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_one_call(rounds):
+    model, options = ring, {"simulations": 400, "steps": 20, "progress": False}
+    if rounds:
+        prior = dist.Uniform(torch.zeros(2, device="cuda") - 1, 1.0).to_event(1)
+        model = from_simulator(prior, lambda theta: theta.square() + 0.1 * torch.randn_like(theta))
+        options |= {"at": {"x": torch.full((2,), 0.5, device="cuda")}, "rounds": 2}
+    posterior = amortize(model, observed=["x"], **options)
+    assert all(parameter.is_cuda for parameter in posterior.guide.parameters())
+    for x in (torch.full((2,), 0.5), torch.full((3, 2), 0.5), torch.full((2,), 50.0)):
+        drawn = posterior({"x": x.cuda()}, 100)
+        assert drawn.samples["theta"].is_cuda and drawn.log_weights.is_cuda and drawn.resample(5)["theta"].is_cuda
+
+
+def test_simulations_from_the_host_in_one_call():
+    theta = torch.rand(100, 2) * 2 - 1
+    given = {"theta": theta, "x": theta.square() + 0.1 * torch.randn(100, 2)}
+    posterior = amortize(ring, observed=["x"], simulations=given, steps=5, progress=False)
+    assert posterior({"x": torch.ones(2, device="cuda")}, 20).samples["theta"].is_cuda
+
+
+def test_conditionals_that_are_derived_in_one_call():
+    def model():
+        scale = pyro.sample("scale", dist.HalfCauchy(torch.tensor(1.0, device="cuda")))
+        with pyro.plate("rows", 8):
+            z = pyro.sample("z", dist.Normal(torch.zeros((), device="cuda"), scale))
+            pyro.sample("x", dist.Normal(z, 1.0))
+
+    posterior = amortize(model, observed=["x"], simulations=100, progress=False)
+    drawn = posterior({"x": torch.ones(2, 8, device="cuda")}, 100)
+    assert drawn.log_weights.is_cuda and bool((drawn.effective_sample_size > 95).all())
 
 
 def test_calibration(y):

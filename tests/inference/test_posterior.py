@@ -156,6 +156,47 @@ def test_where_few_draws_are_effective_there_are_more(monkeypatch):
     assert abs(drawn.log_evidence - exact) < 0.15
 
 
+def test_a_conditional_that_simulations_speak_against_is_learned(monkeypatch):
+    """Draws of the model have the ranks of draws from a conditional that is exact; those of another model have not."""
+
+    def model(spread=1.0):
+        z = pyro.sample("z", dist.Normal(torch.zeros(2), spread).to_event(1))
+        pyro.sample("x", dist.Normal(z, 1.0).to_event(1))
+
+    draws = {spread: Simulator(model, (spread,), observed=["x"]).draw(1000) for spread in (1.0, 3.0)}
+    guide = AutoNaMIGuide(model, observed=["x"])
+    low = {}
+    for spread, found in draws.items():
+        none, below = guide.misfits(found.latents, observations=found.observed)["z"]
+        low[spread] = int(below.sum())
+        assert below.shape == (1000,) and not none.any()
+    assert low[1.0] < 1000 / 65 + 6 * (1000 / 65) ** 0.5 < 200 < low[3.0]
+
+    def told(self, latents, *args, **kwargs):
+        return {"z": torch.ones(2, len(latents["z"]), dtype=torch.bool)} if self.rules["z"].rule == "exact" else {}
+
+    monkeypatch.setattr(AutoNaMIGuide, "misfits", told)
+    posterior = amortize(model, observed=["x"], simulations=100, steps=2, progress=False)
+    assert posterior.guide.rules["z"].rule == "learned"
+
+
+@pytest.mark.filterwarnings("ignore:The model cannot be simulated", "ignore:The model and the guide cannot be run")
+@pytest.mark.parametrize("gaussian", [True, False])
+def test_a_model_that_takes_no_batches_is_learned_where_there_is_something_to_learn(gaussian):
+    design = torch.linspace(-1, 1, 10).unsqueeze(-1) ** torch.arange(3)
+
+    def model():
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        eta = design @ w
+        with pyro.plate("rows", 10):
+            pyro.sample("x", dist.Normal(eta, 0.5) if gaussian else dist.Bernoulli(logits=eta))
+
+    posterior = amortize(model, observed=["x"], simulations=60, steps=3, progress=False)
+    assert posterior.guide.rules["w"].rule == ("exact" if gaussian else "learned")
+    found = posterior({"x": torch.ones(2, 10)}, 20, num_temperatures=2)
+    assert found.samples["w"].shape == (20, 2, 3) and found.log_evidence.isfinite().all()
+
+
 def test_a_model_that_is_exact_takes_no_training():
     def model():
         with pyro.plate("rows", 3):
@@ -163,7 +204,7 @@ def test_a_model_that_is_exact_takes_no_training():
             pyro.sample("x", dist.Normal(z, 0.5))
 
     posterior = amortize(model, observed=["x"], simulations=100, progress=False)
-    assert len(posterior.history.losses) == 1 and posterior.guide.rules["z"].rule == "exact"
+    assert not posterior.history.losses and posterior.guide.rules["z"].rule == "exact"
     x = torch.tensor([1.0, -1.0, 0.0])
     assert abs(posterior({"x": x}, num_samples=500).effective_sample_size - 500) < 1
 

@@ -206,7 +206,8 @@ class Nesting:
 
 def _strays(origin: Run, run: Run, name: str, place: Place, changed: Tensor) -> Tensor:
     """Whether a site moves, boolean ``()``, outside of the instances ``(size,)`` of a plate that were changed."""
-    return (moved(origin.sites[name], run.sites.get(name)) & spread(~changed[place.rows], place.dim)).any()
+    moves, apart = moved(origin.sites[name], run.sites.get(name)), ~changed.to(place.rows.device)[place.rows]
+    return (moves & spread(apart, place.dim).to(moves.device)).any().to(changed.device)
 
 
 def _halves(size: int, every: bool, device: torch.device) -> Iterator[Tensor]:
