@@ -16,6 +16,7 @@ is ours without it, and ``rounds`` ours by ``at=``, with as many simulations for
 statistics of bernoulli_glm's; their densities and draws are those inside bounded priors. Run with::
 
     python benchmarks/sbibm.py [--smoke] [--simulations 10000] [--seeds 1] [--only NAME ...] [--methods NAME ...]
+                               [--device cuda]
 """
 
 from __future__ import annotations
@@ -265,7 +266,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS), metavar="NAME")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT, metavar="METHOD")
+    parser.add_argument("--device", default="cpu", help="of ours; another one's rows are printed, and not written")
     arguments = parser.parse_args()
+    torch.set_default_device(arguments.device)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     simulations, steps, methods = arguments.simulations, None, arguments.methods
@@ -273,6 +276,8 @@ def main() -> None:
         if importlib.util.find_spec(package) is None:
             print(f"{package} is not run; to compare with it: pip install {package}")
             methods = [method for method in methods if method not in needing]
+    if arguments.device != "cpu":
+        methods = ["amortize"]
     if arguments.smoke:
         simulations, steps, methods = 100, 5, ["amortize"]
     rows = []
@@ -281,7 +286,7 @@ def main() -> None:
     for name in arguments.only:
         for seed in range(arguments.seeds):
             rows += run(name, simulations, seed, methods, steps)
-            if not arguments.smoke:
+            if not arguments.smoke and arguments.device == "cpu":
                 write(rows)
 
 

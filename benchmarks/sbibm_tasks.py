@@ -85,7 +85,7 @@ def gaussian_linear_uniform() -> None:
 
 def stimulus() -> Tensor:
     """A constant, and the last nine values of white noise, at 100 bins, ``(100, 10)``."""
-    noise = torch.randn(108, generator=torch.Generator().manual_seed(42))
+    noise = torch.randn(108, generator=torch.Generator().manual_seed(42), device="cpu").to(torch.get_default_device())
     return torch.stack([torch.ones(100), *(noise[8 - i : 108 - i] for i in range(9))], -1)
 
 

@@ -55,6 +55,7 @@ _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 
 _NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0)  # where modes are derived there is little to learn, and a step takes long
 _EARLY, _LATE = 1 / 4, 4 / 5
 _CHECKED = 1000  # simulations at a time, by which conditionals are checked that were derived
+_TOLERATED = 0.02  # share of them at which these may be others: they are right at the rest
 
 
 def amortize(
@@ -218,11 +219,14 @@ def _misfits(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
     if all(rule.group is None for rule in guide._made().rules.values()):
         return []
     draws = simulator.draw(_CHECKED).finite()[0] if draws is None else draws
+    if not guide.num_parameters:  # and none of these will be learned from
+        draws = draws.select(torch.arange(min(draws.num, _CHECKED)))
     for part in map(draws.select, torch.arange(draws.num).split(_CHECKED)):
         seen = guide.misfits(part.latents, *simulator.args, **{**simulator.kwargs, "observations": part.observed})
         found = {name: found.get(name, 0) + flags.sum(1) for name, flags in seen.items()}
-    most = draws.num / 65 + 6 * (draws.num / 65) ** 0.5
-    return [name for name, (none, low) in found.items() if none or low > most]
+    few = _TOLERATED * draws.num
+    most = draws.num / 65 + 6 * (draws.num / 65) ** 0.5 + few
+    return [name for name, (none, low) in found.items() if none > few * (not guide.num_parameters) or low > most]
 
 
 def _named(guide: AutoNaMIGuide) -> AutoNaMIGuide:

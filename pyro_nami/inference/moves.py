@@ -72,7 +72,7 @@ class LatentMoves:
         with pyro.validation_enabled(False):
             one = sum(value[0].numel() for value in (*draws.latents.values(), *draws.observed.values()))
             parts = torch.arange(draws.num).split(max(1, _ELEMENTS // (self.num + 1) // one))
-            moved = [self._moved(draws.select(rows).to(self._device)) for rows in parts]
+            moved = [self._moved(draws.select(rows).to(self.simulator.device)) for rows in parts]
         latents = {name: torch.cat([part[name].to(old) for part in moved]) for name, old in draws.latents.items()}
         return draws._replace(latents=latents)
 
@@ -81,9 +81,8 @@ class LatentMoves:
         """Whether latents of draws like these can be moved, found out once."""
         if self._able is None:
             with forked_rng(), pyro.validation_enabled(False):
-                self._device = next(iter(self.simulator.draw(1).latents.values())).device
                 few = draws.select(torch.arange(min(3, draws.num)))
-                self._able = self._is_able(few.to(self._device))
+                self._able = self._is_able(few.to(self.simulator.device))
         return self._able
 
     def _is_able(self, few: JointDraws) -> bool:

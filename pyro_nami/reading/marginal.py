@@ -56,6 +56,13 @@ class Box(NamedTuple):
         first, *second = (middle + half * grid for middle, half, grid in zip(self.middle, self.half, grids))
         return [first, *(place + self.slide * (first - self.middle[0]) for place in second)]
 
+    def where(self, kept: Tensor, other: Box) -> Box:
+        """Returns another box but where this one is kept, ``(*batch)``."""
+        middle, half = (
+            [torch.where(kept, *pair) for pair in zip(now, new)] for now, new in zip(self[:2], other[:2])
+        )
+        return Box(middle, half, torch.where(kept, self.slide, other.slide))
+
     def grids(self, places: Tensor) -> Tensor:
         """Returns where values ``(members, points, *batch)`` lie: between -1 and 1 in the box."""
         off = [place - middle for place, middle in zip(places, self.middle)]
@@ -71,15 +78,15 @@ class Marginal:
         layouts: member -> how its value is laid out in unconstrained space.
         like: a tensor of the members' type, on their device.
         middle, half: of a first box.
-        near: what was found at other data, whose box is the first one then.
+        near: what was found at other data, whose box is the first one then, of one data set.
         log_density: from values of the members, ``(points, *batch, *event)`` each, to the log density in nats of these
             and the data, ``(points, *batch)``.
 
     Attributes:
-        finite: member -> whether there is a finite log density, ``(*batch)``.
+        finite: member -> whether there is a finite log density, and a box that it fits, ``(*batch)``.
 
     Raises:
-        ValueError: where the log density does not fall to all sides.
+        ValueError: where the log density does not fall to all sides, for one data set or all of them.
     """
 
     def __init__(
@@ -93,30 +100,42 @@ class Marginal:
         near: Marginal | None = None,
     ) -> None:
         self.group, self._layouts, self._like, self._log_density = group, layouts, like, log_density
-        names, count = ", ".join(map(repr, group.members)), len(group.members)
+        count = len(group.members)
         self._size, self._ndims = _POINTS[count - 1], middle[0].dim()
         grid = torch.linspace(-1, 1, self._size, dtype=torch.float64, device=middle[0].device)
         self._grids = [grid.reshape((-1,) + (1,) * (count - 1 - i + self._ndims)) for i in range(count)]
-        self.box = Box([each.double() for each in middle], [each.double() for each in half], middle[0].double() * 0)
-        self._peaks, widened = Peaks(), 0
-        if near is not None and near.box.middle[0].shape == middle[0].shape:
+        first = Box([each.double() for each in middle], [each.double() for each in half], middle[0].double() * 0)
+        self.box, self._fits = first, torch.ones_like(first.slide, dtype=torch.bool)
+        self._peaks = Peaks()
+        if near is not None and near.box.middle[0].shape == middle[0].shape and middle[0].numel() == 1:
             with forked_rng():  # what is drawn on the near box's grid is then the same at the same data
                 self._tabulated()
             self.box = near.box
+        flaw = self._search()
+        if flaw and self.box is not first:
+            self.box, self._peaks = self.box.where(self._fits, first), Peaks()
+            flaw = self._search()
+        if flaw:
+            self._give_up(first, flaw)
+        line = self._table if count == 1 else self._table.logsumexp(1)
+        self._knots = self._quantiles(line)
+
+    def _search(self) -> str:
+        """Moves the box to where the log density is great, and makes the table; returns what speaks against that."""
+        widened = 0
         for _ in range(_MOST_GRIDS):
             self._table = self._tabulated()
             following = self._moved()
             if following is None:
                 following, widened = self._widened(), widened + 1
                 if following is None:
-                    break
+                    return ""
             if widened > _MOST_WIDENED:
-                raise ValueError(f"the log density of {names} has modes that are too narrow for one grid")
+                return "has modes that are too narrow for one grid"
             self.box = following
-        else:
-            raise ValueError(f"the log density of {names} does not fall to all sides, or has modes far apart")
-        line = self._table if count == 1 else self._table.logsumexp(1)
-        self._knots = self._quantiles(line)
+        self._table = self._tabulated()
+        self._moved()
+        return "does not fall to all sides, or has modes far apart"
 
     def _tabulated(self) -> Tensor:
         """Returns the log density at all points, ``(points, *batch)`` or ``(points, points, *batch)``, in doubles."""
@@ -128,9 +147,20 @@ class Marginal:
         self._peaks.note(table, torch.stack(places), steps.reshape((sides, *table.shape[sides:])))
         top = table.amax(tuple(range(sides)), keepdim=True)
         self.finite = dict.fromkeys(self.group.members, top.isfinite().reshape(top.shape[sides:]))
-        # A density that is no number anywhere says nothing: the first box stands for the prior.
-        instead = -2 * _DEPTH * torch.stack(torch.broadcast_tensors(*self._grids)).square().sum(0)
-        return torch.where(top.isfinite(), table.clamp(min=top - _FLOOR), instead)
+        return torch.where(top.isfinite(), table.clamp(min=top - _FLOOR), self._nothing())
+
+    def _nothing(self) -> Tensor:
+        """Returns the table where a density is no number, or fits no box: the first box stands for the prior."""
+        return -2 * _DEPTH * torch.stack(torch.broadcast_tensors(*self._grids)).square().sum(0)
+
+    def _give_up(self, first: Box, flaw: str) -> None:
+        """Takes what fits a box, of several data sets."""
+        fits = self._fits
+        if fits.numel() == 1 or not bool(fits.any()):
+            raise ValueError(f"the log density of {', '.join(map(repr, self.group.members))} {flaw}")
+        self.box = self.box.where(fits, first)
+        self._table = torch.where(fits, self._table, self._nothing())
+        self.finite = {name: each & fits for name, each in self.finite.items()}
 
     def _log_prob(self, places: Tensor) -> Tensor:
         """Returns the log density in nats at places in unconstrained space ``(members, points, *batch)``."""
@@ -147,20 +177,21 @@ class Marginal:
         """Returns the next box, None if this one fits."""
         box, table, axes = self.box, self._table, tuple(range(len(self.group.members)))
         kept = table > table.amax(axes, keepdim=True) - _DEPTH
-        slide, fits = self._slide() if len(axes) == 2 else (box.slide, True)
+        slide, fits = self._slide() if len(axes) == 2 else (box.slide, torch.ones_like(self._fits))
         middle, half, shift, step = [], [], torch.zeros_like(slide), 2 / (self._size - 1)
         for axis, grid in enumerate(self._grids):
             # What of the second one's place the first does not tell, at points that are kept.
             off = box.half[axis] * grid + (axis * (box.slide - slide) * box.half[0] * self._grids[0])
             line = kept.any(1 - axis) if len(axes) == 2 else kept
-            fits = fits and bool((~line[0] & ~line[-1] & (line.sum(0) >= _COVERED * self._size)).all())
+            fits = fits & ~line[0] & ~line[-1] & (line.sum(0) >= _COVERED * self._size)
             below, above = (torch.where(edge, _FURTHER, step) * box.half[axis] for edge in (line[0], line[-1]))
             low = torch.where(kept, off, torch.inf).amin(axes) - below
             high = torch.where(kept, off, -torch.inf).amax(axes) + above
             middle.append(box.middle[axis] + slide * shift + (low + high) / 2)
             half.append((high - low) / 2)
             shift = (low + high) / 2
-        return None if fits else Box(middle, half, slide)
+        self._fits = fits
+        return None if bool(fits.all()) else self.box.where(fits, Box(middle, half, slide))
 
     def _widened(self) -> Box | None:
         """Returns a box that has room for modes outside of this one, None if there are none."""
@@ -177,6 +208,7 @@ class Marginal:
         apart = apart[some] & (grids.abs() > 1).any(0) & (values > self._table.amax(tuple(range(sides))) - _DEPTH)
         if not bool(apart.any()):
             return None
+        self._fits = ~apart.any(0)
         low = torch.where(apart, grids, -1.0).amin(1).clamp(max=-1.0)
         high = torch.where(apart, grids, 1.0).amax(1).clamp(min=1.0)
         room = (high - low) / 8
@@ -186,7 +218,7 @@ class Marginal:
         half = [each * (width / 2 + more) for each, width, more in zip(self.box.half, high - low, room)]
         return Box(middle, half, self.box.slide)
 
-    def _slide(self) -> tuple[Tensor, bool]:
+    def _slide(self) -> tuple[Tensor, Tensor]:
         """Returns by how much the second moves with the first, and whether no grid that does so is much narrower."""
         weights = self._table.flatten(0, 1).softmax(0).reshape(self._table.shape)
         first, second = self.box.places(self._grids)
@@ -198,7 +230,7 @@ class Marginal:
         slide = (weights * off * (second - mean[1])).sum((0, 1)) / variance.clamp(min=torch.finfo(off.dtype).tiny)
         slide = torch.where(told, slide, self.box.slide)
         narrower = (slide - self.box.slide).abs() * self.box.half[0] > 0.25 * self.box.half[1]
-        return slide, not bool(narrower.any())
+        return slide, ~narrower
 
     def _quantiles(self, line: Tensor) -> tuple[Tensor, Tensor]:
         """Returns standard Normal quantiles at the points of a line, and slopes by these, ``(*batch, points)``."""

@@ -296,3 +296,17 @@ def test_nothing_finite_leaves_the_prior():
     with pytest.warns(UserWarning, match="not finite"):
         value = guide(torch.full((8,), math.inf), ERRORS)["tau"]
     assert value.isfinite()
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_a_data_set_that_fits_no_grid_leaves_the_others_theirs():
+    y, about = (torch.tensor(values, dtype=torch.float64) for values in ([4.0, 16.0, 4.0], [2.0, 0.0, 0.0]))
+    guide = called(told, y[0], about[0])
+    with pytest.raises(ValueError, match="modes .* 'learned'"):
+        guide(y[1], about[1])
+    latents = {"root": torch.tensor([1.9, 3.9, 0.1], dtype=torch.float64), "z": torch.zeros(3, dtype=torch.float64)}
+    found = guide.log_prob(latents, None, None, observations={"y": y, "about": about})
+    for i in (0, 2):
+        one = {name: value[i] for name, value in latents.items()}
+        assert float(found[i]) == pytest.approx(float(guide.log_prob(one, y[i], about[i])), abs=1e-2)
+    assert found.isfinite().all()
