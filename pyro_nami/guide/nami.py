@@ -330,7 +330,7 @@ class AutoNaMIGuide(LazyGuide):
                 each: Any = rule.log_prob(current, values[name], sites[name])
                 own = sum_plates(each, plan.plates.nesting)
                 low = torch.zeros_like(own, dtype=torch.bool)
-                if isinstance(rule, Exact):
+                if isinstance(rule, Exact) and sites[name]["mask"] is None:
                     fn = rule.distribution(current, each.shape, None)
                     low = own < sum_plates(fn.log_prob(fn.sample((_RANKED,))), plan.plates.nesting).amin(0)
                 found[name] = torch.stack([~own.isfinite(), low])

@@ -54,7 +54,7 @@ _SHARP = _Setting((64, 64), 6e-2, 1.0, 0.0)
 _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
 _NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0)  # where modes are derived there is little to learn, and a step takes long
 _EARLY, _LATE = 1 / 4, 4 / 5
-_CHECKED = 1000  # simulations at a time, by which conditionals are checked that were derived
+_CHECKED, _ELEMENTS = 1000, 2**16  # simulations, and their latents' elements, by which what was derived is checked
 _TOLERATED = 0.02  # share of them at which these may be others: they are right at the rest
 
 
@@ -221,7 +221,8 @@ def _misfits(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
     draws = simulator.draw(_CHECKED).finite()[0] if draws is None else draws
     if not guide.num_parameters:  # and none of these will be learned from
         draws = draws.select(torch.arange(min(draws.num, _CHECKED)))
-    for part in map(draws.select, torch.arange(draws.num).split(_CHECKED)):
+    one = sum(value[0].numel() for value in draws.latents.values())
+    for part in map(draws.select, torch.arange(draws.num).split(min(_CHECKED, max(1, _ELEMENTS // one)))):
         seen = guide.misfits(part.latents, *simulator.args, **{**simulator.kwargs, "observations": part.observed})
         found = {name: found.get(name, 0) + flags.sum(1) for name, flags in seen.items()}
     few = _TOLERATED * draws.num

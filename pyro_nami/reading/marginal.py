@@ -107,13 +107,14 @@ class Marginal:
         first = Box([each.double() for each in middle], [each.double() for each in half], middle[0].double() * 0)
         self.box, self._fits = first, torch.ones_like(first.slide, dtype=torch.bool)
         self._peaks = Peaks()
-        if near is not None and near.box.middle[0].shape == middle[0].shape and middle[0].numel() == 1:
+        again = near is not None and near.box.middle[0].shape == middle[0].shape and middle[0].numel() == 1
+        if near is not None and again:
             with forked_rng():  # what is drawn on the near box's grid is then the same at the same data
                 self._tabulated()
             self.box = near.box
         flaw = self._search()
-        if flaw and self.box is not first:
-            self.box, self._peaks = self.box.where(self._fits, first), Peaks()
+        if flaw and again:
+            self.box, self._peaks = first, Peaks()
             flaw = self._search()
         if flaw:
             self._give_up(first, flaw)
@@ -216,7 +217,7 @@ class Marginal:
         middle = [each + moved for each, moved in zip(self.box.middle, shift)]
         middle[1:] = [each + self.box.slide * shift[0] for each in middle[1:]]
         half = [each * (width / 2 + more) for each, width, more in zip(self.box.half, high - low, room)]
-        return Box(middle, half, self.box.slide)
+        return self.box.where(self._fits, Box(middle, half, self.box.slide))
 
     def _slide(self) -> tuple[Tensor, Tensor]:
         """Returns by how much the second moves with the first, and whether no grid that does so is much narrower."""
