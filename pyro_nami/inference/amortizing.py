@@ -55,7 +55,8 @@ _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 
 _NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0)  # where modes are derived there is little to learn, and a step takes long
 _EARLY, _LATE = 1 / 4, 4 / 5
 _CHECKED, _ELEMENTS = 1000, 2**16  # simulations, and their latents' elements, by which what was derived is checked
-_TOLERATED = 0.02  # share of them at which these may be others: they are right at the rest
+_CHECKED_ONLY = 200  # of guides that are not trained
+_TOLERATED, _NEWTON = 0.02, 0.2  # shares of them at which these may be others, and Normals about the mode
 
 
 def amortize(
@@ -207,7 +208,7 @@ def _plain(simulator: Simulator, draws: JointDraws, own: bool) -> tuple[AutoNaMI
         if simulator.vectorized and (bad := _misfits(guide, simulator, draws if own else None)):
             given_up = {"rules": {**options.get("rules", {}), **dict.fromkeys(bad, "learned")}}
         elif not simulator.vectorized and not options and guide.num_parameters:
-            given_up = {"exact": False}  # as the model cannot be run for many simulations at once
+            given_up = {"exact": False, "anchor": False}  # as the model cannot be run for many simulations at once
     families = {name: type(rule.family) for name, rule in guide._made().learned.items()}
     learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
     return guide, [name for name in learned if families[name] in (NormalFamily, SinhArcsinhFamily)], options
@@ -220,14 +221,15 @@ def _misfits(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
         return []
     draws = simulator.draw(_CHECKED).finite()[0] if draws is None else draws
     if not guide.num_parameters:  # and none of these will be learned from
-        draws = draws.select(torch.arange(min(draws.num, _CHECKED)))
+        draws = draws.select(torch.arange(min(draws.num, _CHECKED_ONLY)))
     one = sum(value[0].numel() for value in draws.latents.values())
     for part in map(draws.select, torch.arange(draws.num).split(min(_CHECKED, max(1, _ELEMENTS // one)))):
         seen = guide.misfits(part.latents, *simulator.args, **{**simulator.kwargs, "observations": part.observed})
         found = {name: found.get(name, 0) + flags.sum(1) for name, flags in seen.items()}
-    few = _TOLERATED * draws.num
-    most = draws.num / 65 + 6 * (draws.num / 65) ** 0.5 + few
-    return [name for name, (none, low) in found.items() if none > few * (not guide.num_parameters) or low > most]
+    chance, none_at = draws.num / 65, 0 if guide.num_parameters else _TOLERATED * draws.num
+    most = chance + 6 * chance**0.5
+    shares = {name: _NEWTON if note.rule == "newton" else _TOLERATED for name, note in guide.rules.items()}
+    return [name for name, (none, low) in found.items() if none > none_at or low > most + shares[name] * draws.num]
 
 
 def _named(guide: AutoNaMIGuide) -> AutoNaMIGuide:

@@ -197,6 +197,29 @@ def test_a_model_that_takes_no_batches_is_learned_where_there_is_something_to_le
     assert found.samples["w"].shape == (20, 2, 3) and found.log_evidence.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:The model cannot be simulated", "ignore:The model and the guide cannot be run")
+def test_a_model_with_a_branch_is_learned():
+    def model():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(0.0, 1.0 if float(a) > 0 else 2.0))
+        pyro.sample("x", dist.Normal(a + b, 1.0))
+
+    posterior = amortize(model, observed=["x"], simulations=60, steps=3, progress=False)
+    assert posterior({"x": torch.tensor(0.5)}, 20, num_temperatures=2).samples["b"].isfinite().all()
+
+
+def test_normals_about_one_of_many_modes_are_not_kept():
+    """Rotations of both factors leave their product as it is."""
+
+    def model():
+        rows = pyro.sample("rows", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
+        columns = pyro.sample("columns", dist.Normal(torch.zeros(5, 2), 1.0).to_event(2))
+        pyro.sample("x", dist.Normal(rows @ columns.mT, 0.3).to_event(2))
+
+    posterior = amortize(model, observed=["x"], simulations=200, steps=3, progress=False)
+    assert posterior.guide.rules["rows"].rule == "learned"
+
+
 def test_a_model_that_is_exact_takes_no_training():
     def model():
         with pyro.plate("rows", 3):
