@@ -268,7 +268,6 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT, metavar="METHOD")
     parser.add_argument("--device", default="cpu", help="of ours; another one's rows are printed, and not written")
     arguments = parser.parse_args()
-    torch.set_default_device(arguments.device)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     simulations, steps, methods = arguments.simulations, None, arguments.methods
@@ -276,7 +275,8 @@ def main() -> None:
         if importlib.util.find_spec(package) is None:
             print(f"{package} is not run; to compare with it: pip install {package}")
             methods = [method for method in methods if method not in needing]
-    if arguments.device != "cpu":
+    if arguments.device != "cpu":  # the default, set anew, would slow down all calls of torch
+        torch.set_default_device(arguments.device)
         methods = ["amortize"]
     if arguments.smoke:
         simulations, steps, methods = 100, 5, ["amortize"]
