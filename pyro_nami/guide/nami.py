@@ -24,17 +24,18 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.draw import densities, draw, know_all, start_pass
 from pyro_nami.guide.inverse_network import as_pyro_module
 from pyro_nami.guide.lazy import LazyGuide
+from pyro_nami.guide.misfits import misfits
+from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import differences, new_site
 from pyro_nami.guide.regression import regress
-from pyro_nami.guide.rules import Exact, Newton, RuleNotes
+from pyro_nami.guide.rules import RuleNotes
 from pyro_nami.guide.shapes import left_of_plates, own_shape, quantiles_of, sum_plates
 from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
 
 __all__ = ["AutoNaMIGuide"]
 
 _MEDIAN_DRAWS = 1000
-_RANKED = 64  # draws of a conditional that a value is compared with
 _ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]  # made by Pyro's metaclass, which type checkers do not follow
 
 
@@ -297,45 +298,36 @@ class AutoNaMIGuide(LazyGuide):
         Args:
             latents, *args, **kwargs: of many draws, as for `log_prob`.
         """
-        call = self._begin(args, kwargs, draws=False)
-        plan, state = self._made(), self._start(call)
-        values = left_of_plates(latents, plan, call.held)
-        sites = call.run({**call.held, **values}, until=plan.rules)
-        current = start_pass(plan, state, call)
-        know_all(current, plan, call, values, sites)
-        rules = {name: rule for name, rule in plan.learned.items() if name in values}
+        current, values, sites = self._at(latents, args, kwargs)
+        rules = {name: rule for name, rule in self._made().learned.items() if name in values}
         targets = {name: rule.target(current, values[name], sites[name]["fn"]) for name, rule in rules.items()}
         dims = {name: list(rule.dims) for name, rule in rules.items()}
-        regress(self.network, state, targets, dims, self._options.embeddings)
+        regress(self.network, current.state, targets, dims, self._options.embeddings)
 
     @torch.no_grad()
     def misfits(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Returns where draws of the model speak against conditionals that were derived from it.
+        """Returns where draws of the model speak against what was derived from it; see `pyro_nami.guide.misfits`.
 
         Args:
             latents, *args, **kwargs: of many draws, as for `log_prob`.
 
         Returns:
             Latent -> for each draw whether its log density, given the others and the data, is not finite, and whether
-            it is below those of 64 draws from the conditional, ``(2, draws)``: with an exact one for one in 65, with
-            Normals about the mode of a log density that is near a quadratic for somewhat more.
+            it is below those of 64 draws from the conditional, ``(2, draws)``.
         """
+        return misfits(*self._at(latents, args, kwargs), self._made().plates.nesting)
+
+    def _at(
+        self, latents: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Pass, dict[str, Tensor], dict[str, Any]]:
+        """Returns a pass that knows all values, the latents' own, and the sites of a run of the model at these."""
         call = self._begin(args, kwargs, draws=False)
         plan, state = self._made(), self._start(call)
         values = left_of_plates(latents, plan, call.held)
         sites = call.run({**call.held, **values}, until=plan.rules)
-        current, found = start_pass(plan, state, call), {}
+        current = start_pass(plan, state, call)
         know_all(current, plan, call, values, sites)
-        for name, rule in plan.rules.items():
-            if rule.group is not None and name in values:
-                each: Any = rule.log_prob(current, values[name], sites[name])
-                own = sum_plates(each, plan.plates.nesting)
-                low = torch.zeros_like(own, dtype=torch.bool)
-                if isinstance(rule, (Exact, Newton)) and sites[name]["mask"] is None:
-                    fn = rule.distribution(current, each.shape, None)
-                    low = own < sum_plates(fn.log_prob(fn.sample((_RANKED,))), plan.plates.nesting).amin(0)
-                found[name] = torch.stack([~own.isfinite(), low])
-        return found
+        return current, values, sites
 
     @torch.no_grad()
     def quantiles(

@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from pyro_nami.factors.unconstrained import NormalFamily, SinhArcsinhFamily, flow
+from pyro_nami.guide.misfits import RANKED
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.batches import as_draws
 from pyro_nami.inference.compilation import InferenceCompilation
@@ -226,7 +227,7 @@ def _misfits(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
     for part in map(draws.select, torch.arange(draws.num).split(min(_CHECKED, max(1, _ELEMENTS // one)))):
         seen = guide.misfits(part.latents, *simulator.args, **{**simulator.kwargs, "observations": part.observed})
         found = {name: found.get(name, 0) + flags.sum(1) for name, flags in seen.items()}
-    chance, none_at = draws.num / 65, 0 if guide.num_parameters else _TOLERATED * draws.num
+    chance, none_at = draws.num / (RANKED + 1), 0 if guide.num_parameters else _TOLERATED * draws.num
     most = chance + 6 * chance**0.5
     shares = {name: _NEWTON if note.rule == "newton" else _TOLERATED for name, note in guide.rules.items()}
     return [name for name, (none, low) in found.items() if none > none_at or low > most + shares[name] * draws.num]

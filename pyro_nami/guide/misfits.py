@@ -1,0 +1,50 @@
+"""Whether simulations speak against conditionals that were derived from the model, by their ranks.
+
+A simulated value is a draw of its exact conditional, so its log density is below those of n draws from that for one in
+n + 1 simulations; for somewhat more below those of Normals about the mode, where the log density is near a quadratic.
+Change this module to ask simulations otherwise.
+
+References:
+    Talts et al. 2018, "Validating Bayesian inference algorithms with simulation-based calibration".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.rules import Exact, Newton
+from pyro_nami.guide.shapes import sum_plates
+
+__all__ = ["RANKED", "misfits"]
+
+RANKED = 64  # draws that a value is compared with
+
+
+def misfits(
+    current: Pass, values: Mapping[str, Tensor], sites: Mapping[str, Any], nesting: int
+) -> dict[str, Tensor]:
+    """Returns latent -> where its log density is not finite, and where below those of draws, ``(2, simulations)``.
+
+    Args:
+        current: a pass that knows all values.
+        values: of the latents.
+        sites: of a run of the model at these.
+        nesting: number of plate dims.
+    """
+    found = {}
+    for name, value in values.items():
+        rule = current.rules[name]
+        if rule.group is not None:
+            each: Any = rule.log_prob(current, value, sites[name])
+            own = sum_plates(each, nesting)
+            low = torch.zeros_like(own, dtype=torch.bool)
+            if isinstance(rule, (Exact, Newton)) and sites[name]["mask"] is None:
+                fn = rule.distribution(current, each.shape, None)
+                low = own < sum_plates(fn.log_prob(fn.sample((RANKED,))), nesting).amin(0)
+            found[name] = torch.stack([~own.isfinite(), low])
+    return found
