@@ -85,12 +85,13 @@ def test_a_posterior_brings_model_history_and_data():
     posterior = amortize(rows, observed=["x"], simulations=100, progress=False)
     result = diagnose(posterior, observations={"x": torch.tensor([0.3, 9.0])}, **few)
     assert list(result.problems) == ["data far outside the simulations"]
-    assert result.losses == posterior.history.losses
+    assert result.losses is None and not posterior.history.losses
     assert torch.allclose(result.effective_sample_size, torch.tensor(100.0), rtol=1e-3)  # exact
 
     model = from_simulator(dist.Normal(torch.zeros(2), 1.0).to_event(1), lambda z: z + torch.randn_like(z))
     posterior = amortize(model, observed=["x"], simulations=200, steps=3, progress=False)
     result = diagnose(posterior, **few)
+    assert result.losses == posterior.history.losses and len(result.losses) == 3
     assert (result.effective_sample_size, result.pareto_k) == (None, None)
     assert result.calibration.num_datasets == 50
     assert "no density" in result.summary and "Importance sampling" not in str(result)
