@@ -9,7 +9,7 @@ model's own conditional. Change this module to draw otherwise along a run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -246,16 +246,21 @@ def _relocation(plan: Plan) -> Relocation | None:
 
 
 def densities(
-    current: Pass, plan: Plan, call: Call, values: Mapping[str, Tensor], sites: Mapping[str, Any]
+    current: Pass,
+    plan: Plan,
+    call: Call,
+    values: Mapping[str, Tensor],
+    sites: Mapping[str, Any],
+    names: Collection[str],
 ) -> Iterator[Tensor]:
-    """Yields log densities ``(*batch, *plates)`` in nats that add up to that of all latents, in one dense pass.
+    """Yields log densities ``(*batch, *plates)`` in nats that add up to that of some latents, in one dense pass.
 
-    ``sites`` are those of a run of the model at the latents' ``values``, where one was needed.
+    ``sites`` are those of a run of the model at all latents' ``values``, where one was needed.
     """
     know_all(current, plan, call, values, sites)
     nothing: dict[str, Any] = {"fn": None, "mask": None}
-    for name, value in values.items():
-        log_prob = current.rules[name].log_prob(current, value, sites.get(name) or nothing)
+    for name in (name for name in values if name in names):
+        log_prob = current.rules[name].log_prob(current, values[name], sites.get(name) or nothing)
         if log_prob is not None:
             yield log_prob
     yield from current.together()

@@ -8,7 +8,7 @@ and `network_state` gives the parameters. `lazy` does what comes before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import pyro
@@ -263,31 +263,43 @@ class AutoNaMIGuide(LazyGuide):
         """
         return self._log_prob(latents, None, args, kwargs)
 
-    def log_prob_of_run(self, sites: Mapping[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Returns `log_prob` at the values of a run of the model, without the run that anchors would else take.
+    def log_prob_of(
+        self, weighted: bool, latents: Mapping[str, Tensor], sites: Mapping[str, Any] | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Returns the part of `log_prob` that the guide's weights are in, or the rest, which the model gives.
 
         Args:
-            sites: site -> message of that run, as the nodes of `pyro.poutine.trace` hold them.
-            *args, **kwargs: the arguments of that run, and its data as ``observations=``.
+            weighted: which part.
+            latents, *args, **kwargs: as for `log_prob`.
+            sites: site -> message of a run of the model at these values, as the nodes of `pyro.poutine.trace` hold
+                them, if there was one: anchors need no other then.
         """
-        values = {name: site["value"] for name, site in sites.items() if site["type"] == "sample"}
-        return self._log_prob(values, sites, args, kwargs)
+        plan = self._made()
+        names = plan.weighted if weighted else plan.rules.keys() - plan.weighted
+        return self._log_prob(latents, sites, args, kwargs, names)
 
     @on_ordinary_tensors
     def _log_prob(
-        self, latents: Mapping[str, Tensor], sites: Mapping[str, Any] | None, args: tuple, kwargs: dict[str, Any]
+        self,
+        latents: Mapping[str, Tensor],
+        sites: Mapping[str, Any] | None,
+        args: tuple,
+        kwargs: dict[str, Any],
+        names: Collection[str] | None = None,
     ) -> Tensor:
+        """Returns the log density of all latents, or of some."""
         with self._pyro_context:
             call = self._begin(args, kwargs, draws=False)
             plan, state = self._made(), self._start(call)
             if call.new:
                 raise ValueError(new_site(call.new[0]))
             values = left_of_plates(latents, plan, call.held.keys() | call.lacking)
+            names = plan.rules if names is None else names
             if sites is None:
-                needed = plan.masked or any(rule.reads_prior for rule in plan.rules.values())
+                needed = names and (plan.masked or any(plan.rules[name].reads_prior for name in names))
                 sites = call.run({**call.held, **values}, until=plan.rules) if needed else {}
             total = self.network.zero()
-            for log_prob in densities(start_pass(plan, state, call), plan, call, values, sites):
+            for log_prob in densities(start_pass(plan, state, call), plan, call, values, sites, names):
                 total = total + sum_plates(log_prob, plan.plates.nesting)
             return total
 

@@ -73,6 +73,12 @@ class Plan:
         return {name: rule for name, rule in rules.items() if isinstance(rule, Learned)}
 
     @cached_property
+    def weighted(self) -> frozenset[str]:
+        """The latents in whose distribution weights have a part: those of `learned`, and those with a bound's."""
+        bounded = {name for name, group in self.groups.items() if group.bound}
+        return frozenset(self.learned) | bounded
+
+    @cached_property
     def groups(self) -> dict[str, ConjugateGroup]:
         """The latents that are drawn from their exact conditional, with those that they are derived with."""
         return {name: rule.group for name, rule in self.rules.items() if rule.group is not None}

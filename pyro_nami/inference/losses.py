@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,13 @@ __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 class CompilationLoss(nn.Module):
     """-log q(z | x) of simulations (z, x): a module, so that `DistributedDataParallel` can wrap it.
 
-    A guide with ``log_prob(latents, *args, observations=..., **kwargs)`` takes one dense pass, with ``log_prob_of_run``
-    without another run of the model; any other runs in an outer plate, and takes ``observations=``, as for `CSIS`.
+    A guide with ``log_prob(latents, *args, observations=..., **kwargs)`` takes one dense pass; any other runs in an
+    outer plate, and takes ``observations=``, as for `CSIS`.
+
+    Attributes:
+        derived: what stands for the part of latents with conditionals derived from the model, in nats: it has no
+            weights, and thus need not be computed to train. None where it is to be computed, as it is with arguments
+            other than ``arguments``.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -39,12 +45,16 @@ class CompilationLoss(nn.Module):
                 "argument, and read the data from there."
             )
         self.guide = guide
+        self.derived: float | None = None
+        self.arguments: tuple[tuple, Mapping[str, Any]] = (), {}
 
-    def forward(self, draws: JointDraws, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """Returns the loss of every simulation in nats, ``(draws,)``."""
+    def forward(self, draws: JointDraws, args: tuple, kwargs: dict[str, Any], *, whole: bool = False) -> Tensor:
+        """Returns the loss of every simulation in nats, ``(draws,)``; ``whole`` says to compute all of it."""
+        brief = self.derived is not None and not whole and self._are_same(args, kwargs)
         kwargs = {**kwargs, "observations": draws.observed}
-        if draws.sites is not None and hasattr(self.guide, "log_prob_of_run"):
-            log_prob = self.guide.log_prob_of_run(draws.sites, *args, **kwargs)
+        if brief:
+            guide: Any = self.guide
+            log_prob = guide.log_prob_of(True, draws.latents, draws.sites, *args, **kwargs) - self.derived
         elif hasattr(self.guide, "log_prob"):
             log_prob = self.guide.log_prob(draws.latents, *args, **kwargs)
         else:
@@ -54,6 +64,12 @@ class CompilationLoss(nn.Module):
                 f"Expected log densities of shape ({draws.num},) of the guide; got {tuple(log_prob.shape)}."
             )
         return -log_prob
+
+    def _are_same(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        before, before_by_name = self.arguments
+        if len(args) != len(before) or kwargs.keys() != before_by_name.keys():
+            return False
+        return all(map(operator.is_, args, before)) and all(kwargs[key] is before_by_name[key] for key in kwargs)
 
 
 def site_log_probs(

@@ -94,7 +94,7 @@ class Trainer:
                 kept, non_finite = draws.to(self.finite[0].device).finite()
                 seen.count(draws.num, draws.num - kept.num, non_finite)
                 if kept.num:
-                    total += self.loss(kept, args, kwargs).sum().item()
+                    total += self.loss(kept, args, kwargs, whole=True).sum().item()
         if seen.skipped == seen.simulations:
             raise ValueError(f"Expected finite simulations to evaluate the loss on; {seen.shortfall()}.")
         if seen.skipped:
@@ -164,6 +164,7 @@ class Trainer:
             "best": self.best,
             "optimization": self.optimization.state(),
             "history": vars(self.history),
+            "derived": self.loss.derived,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -172,6 +173,7 @@ class Trainer:
             check_structure(state["structure"], self.structure)
             self.load_weights(state["guide"])
             self.optimization.load(state["optimization"])
+            self.loss.derived = state.get("derived")
         self.history = History(**state["history"]) if state else History()
         self.best = state.get("best")
 
@@ -195,6 +197,12 @@ def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws |
     if regress is not None:
         with forked_rng(), _out_of_sight():
             regress(draws.latents, *args, **{**kwargs, "observations": draws.observed})
+    part: Any = getattr(guide, "log_prob_of", None)
+    if simulator.vectorized and part is not None and getattr(guide, "num_parameters", None):
+        with torch.no_grad(), _out_of_sight():
+            rest = part(False, draws.latents, None, *args, **{**kwargs, "observations": draws.observed})
+        if rest.isfinite().all():  # or else steps say where it is not
+            loss.derived, loss.arguments = -float(rest.mean()), (args, kwargs)
     return {name: value for name, value in guide.named_parameters() if value.requires_grad}
 
 

@@ -29,6 +29,7 @@ _CLOSE = 0.03  # nats, times the root of the rounding error: a step that gains a
 _NEAR = 0.05  # nats: the same where a grid follows
 _ASIDE = 1e-2  # prior deviations from the mean to the first point
 _SHORTEST, _LONGEST = 0.1, 0.7  # to what part a step is cut
+_GROWTH, _GAINED = 2, 0.2  # of steps that fell short; of what a line would gain, what is enough
 
 
 class Step(NamedTuple):
@@ -84,14 +85,16 @@ class Newton(JointGaussian):
         self._apart = {frame.name: frame.dim for frame in frames if frame.vectorized}  # of instances by themselves
         differentiable, self.differentiable = self.differentiable, False
         slopes, total = self.joint_slopes(sites), self._joint(sites)
-        if (shorter := self._shorter(slopes, total)) is not None:
-            return shorter
+        over, shorter, longer = self._cut(slopes, total)
+        if over.all() and self._runs < _MOST_RUNS:
+            return self._reached(shorter)
         super().solve(sites)
-        means = self.means()
-        along = {name: mean - self.references[name] for name, mean in means.items()}
+        along = {name: mean - self.references[name] for name, mean in self.means().items()}
         slope = self._along(slopes, along)
-        if self._runs < _MOST_RUNS and bool((slope > 2 * self._enough()).any()):
-            return self._reached(Step(dict(self.references), along, slope, total, torch.ones_like(slope)))
+        going = slope > 2 * self._enough()
+        if self._runs < _MOST_RUNS and bool((going | over).any()):
+            step = Step(dict(self.references), along, slope, total, longer.where(going, 0.0))
+            return self._reached(self._either(over, shorter, step))
         if self.group.is_tabulated:
             return Tabulated(self.group, *self._args[:2], differentiable, near=self)
         if not differentiable:
@@ -135,18 +138,36 @@ class Newton(JointGaussian):
         other._step = step
         return other
 
-    def _shorter(self, slopes: Mapping[str, Tensor], total: Tensor) -> Newton | None:
-        """Returns the expansion about a point on the way to this one, if the log density falls again before it."""
-        if self._step is None or self._runs >= _MOST_RUNS:
-            return None
+    def _cut(self, slopes: Mapping[str, Tensor], total: Tensor) -> tuple[Tensor, Step, Tensor]:
+        """Returns where the log density falls again on the way to this point, the step cut there, and the next length.
+
+        Steps grow where the slope hardly changes on their way, as they do where curvatures of both signs meet.
+        """
+        one = torch.ones_like(total)
+        if self._step is None:
+            return torch.zeros_like(total, dtype=torch.bool), Step({}, {}, one, one, one), one
         before, now = self._step.slope, self._along(slopes, self._step.along)
         rounding = 100 * torch.finfo(next(iter(self.references.values())).dtype).eps * self._step.total.abs()
-        # Where it is not concave it may be lower though its slope is not.
-        over = ~(now >= -before / 2 - self._enough()) | (total < self._step.total - rounding - self._enough())
+        gained = total - self._step.total
+        # Where it is not concave it may be lower though its slope is not, and much higher though its slope is.
+        over = ~(now >= -before / 2 - self._enough()) | (gained < -rounding - self._enough())
+        if total.shape == before.shape:
+            over &= ~(gained > rounding + _GAINED * self._step.length * before)
         # If the slope falls all the way, its zero is near that of the chord; what overflows is no number.
         cut = (before / (before - now)).nan_to_num(0.0).clamp(_SHORTEST, _LONGEST)
-        length = torch.where(over, self._step.length * cut, self._step.length)
-        return self._reached(self._step._replace(length=length)) if over.any() else None
+        longer = torch.where(now > before / 2, _GROWTH * self._step.length, 1.0).clamp(min=1.0)
+        return over, self._step._replace(length=self._step.length * cut), longer
+
+    def _either(self, over: Tensor, shorter: Step, step: Step) -> Step:
+        """Returns a step that is the first one where that had led too far, of each set of instances by itself."""
+        if not over.any():
+            return step
+        parts = [torch.where(over, first, second) for first, second in zip(shorter[2:], step[2:])]
+        start, along = (
+            {name: torch.where(self._beside(name, over), first[name], value) for name, value in second.items()}
+            for first, second in zip(shorter[:2], step[:2])
+        )
+        return Step(start, along, *parts)
 
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns a site's log density, as `Expansion.density` does; of one run all that is asked of this is."""
@@ -193,9 +214,10 @@ class Newton(JointGaussian):
         plates = [dim for dim in range(-min(self.nesting, parts.dim()), 0) if dim not in apart]
         return parts.sum(plates, keepdim=True) if plates else parts
 
-    def _beside(self, name: str, length: Tensor) -> Tensor:
-        """Returns numbers of sets of instances as they belong to a member's values."""
-        return length.to(self.references[name]).reshape(length.shape + (1,) * len(self.priors[name].event_shape))
+    def _beside(self, name: str, each: Tensor) -> Tensor:
+        """Returns what is told of sets of instances as it belongs to a member's values."""
+        each = each.to(self.references[name]) if each.is_floating_point() else each
+        return each.reshape(each.shape + (1,) * len(self.priors[name].event_shape))
 
     # ---- probing
 

@@ -18,6 +18,7 @@ from torch.autograd.functional import hessian
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation, importance_sample, verify_inverse
 from pyro_nami.inference import Simulator
+from pyro_nami.reading import newton
 
 pytestmark = pytest.mark.usefixtures("double", "own_parameters")
 
@@ -273,6 +274,30 @@ def test_densities_that_are_not_concave_leave_the_guide_finite(model):
     guide = AutoNaMIGuide(model, observed=["x"])
     with torch.no_grad():
         assert guide.log_prob(draws.latents, observations=draws.observed).isfinite().all()
+
+
+def far_off():
+    a, scale = normal("a", 1000.0), pyro.sample("s", dist.HalfCauchy(100.0))
+    with pyro.plate("rows", 12):
+        pyro.sample("x", dist.StudentT(8.0, a, scale))
+
+
+def test_data_sets_do_not_wait_for_each_other(monkeypatch):
+    """Far from heavy-tailed data the way is long, and each has its own."""
+    steps, solve = [], newton.Newton.solve
+    monkeypatch.setattr(newton.Newton, "solve", lambda self, sites: steps.append(self) or solve(self, sites))
+    pyro.set_rng_seed(0)
+    draws = Simulator(far_off, observed=["x"]).draw(1000)
+    guide = AutoNaMIGuide(far_off, observed=["x"])
+    few, *each = map(draws.select, [torch.arange(2), *torch.arange(20).split(1)])
+    guide.log_prob(few.latents, observations=few.observed)
+    assert guide.rules["a"].rule == "quadrature"
+    steps.clear()
+    with torch.no_grad():
+        found = guide.log_prob(draws.latents, observations=draws.observed)
+        assert len(steps) < 40
+        for one, together in zip(each, found):
+            assert abs(guide.log_prob(one.latents, observations=one.observed) - together) < 0.02
 
 
 def test_a_user_who_asks_for_exact_is_told_that_it_is_not():

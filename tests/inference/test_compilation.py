@@ -23,7 +23,7 @@ from models import (
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_nami import AutoNaMIGuide
+from pyro_nami import AutoNaMIGuide, NoisyOr
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.losses import CompilationLoss, site_log_probs
 from pyro_nami.inference.simulate import Simulator
@@ -372,6 +372,35 @@ def test_what_wraps_the_loss_is_used():
     wrapped = compilation._trainer.wrapped
     assert wrapped.calls == 3
     assert wrapped.count == len(list(compilation.guide.parameters())) > 0
+
+
+def errors(size, y=None):
+    s = pyro.sample("s", dist.HalfCauchy(1.0))
+    z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", size):
+        pyro.sample("y", dist.Normal(z, s), obs=y)
+
+
+def on_off(size):
+    with pyro.plate("rows", size):
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.2, 0.4, 0.5])).to_event(1))
+        pyro.sample("y", NoisyOr(torch.linspace(0.5, 2.0, 12).reshape(4, 3), torch.full((4,), 0.1), z))
+
+
+@pytest.mark.parametrize(
+    ("model", "inverse", "derived"), [(errors, "auto", True), (on_off, "auto", False), (on_off, "mean_field", False)]
+)
+def test_steps_leave_out_what_has_no_weights(model, inverse, derived):
+    guide = AutoNaMIGuide(model, observed=["y"], inverse=inverse, rules={"s": "learned"} if derived else None)
+    compilation = compiled(model, (3,), guide=guide, steps=1)
+    loss, draws = compilation._trainer.loss, compilation._trainer.simulator.draw(2000)
+    assert (abs(loss.derived) > 0.1) is derived
+    parts = [loss(draws, (3,), {}, whole=whole).mean() for whole in (False, True)]
+    assert abs(parts[0] - parts[1]) < 0.1
+    gradients = [torch.autograd.grad(part, list(guide.parameters()), allow_unused=True) for part in parts]
+    moved = [(a, b) for a, b in zip(*gradients) if b is not None]
+    assert any(b.any() for _, b in moved) and all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in moved)
+    assert torch.equal(loss(draws, (), {"size": 3}), loss(draws, (3,), {}, whole=True))  # at other arguments
 
 
 # ---- bad simulations, bad losses, parameters of the model
