@@ -19,6 +19,7 @@ from pyro.infer.inspect import is_sample_site
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
+from pyro_nami.inference.checkpoint import rng_state, set_rng_state
 from pyro_nami.inference.observations import as_mapping
 from pyro_nami.inference.site_messages import (
     is_delta,
@@ -42,6 +43,7 @@ from pyro_nami.reading.runner import Runner
 __all__ = ["Proposal", "importance_sample"]
 
 _ELEMENTS = 2**20  # of all sites' values, of one chunk by default
+_LOST = 0.5  # share of draws at which the model may have no density
 
 
 @torch.no_grad()
@@ -80,12 +82,14 @@ def importance_sample(
 
     Raises:
         ValueError: ``num_samples`` or ``chunk_size`` below 1; ``defensive`` outside [0, 1); observations of an unknown
-            site or of a wrong shape; a latent that only one of model and guide has; a log density that is NaN (the
-            message names the site); a data set for which all weights are zero; a guide that is a point (AutoDelta).
+            site or of a wrong shape; a latent that only one of model and guide has; a log density that is NaN, at some
+            draw of the guide, or at half of the draws of the model (the message names the site); a data set for which
+            all weights are zero; a guide that is a point (AutoDelta).
         NotImplementedError: plates with random subsampling.
 
     Warns:
-        UserWarning: k-hat above 0.7, or draws one by one.
+        UserWarning: k-hat above 0.7; draws one by one; draws at which the model's log density is NaN, as numbers
+            overflow say, which have weight zero.
 
     Example:
         >>> import pyro
@@ -133,10 +137,11 @@ class _Weighed(NamedTuple):
 
 
 class _Draws(NamedTuple):
-    """Draws ``(draws, *data sets, *site shape)`` and their log weights ``(draws, *data sets)``."""
+    """Draws ``(draws, *data sets, *site shape)``, their log weights ``(draws, *data sets)``, and why some are NaN."""
 
     values: dict[str, Tensor]
     log_weights: Tensor
+    fault: str = ""
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,14 @@ class Proposal:
         chunks = self._chunks(counts, from_prior)
         plates = {name: plate_names(self.single.model[name]) for name in self.latents}
         values = {name: torch.cat([chunk.values[name] for chunk in chunks]) for name in plates}
-        return WeightedSamples(values, torch.cat([chunk.log_weights for chunk in chunks]), plates)
+        log_weights = torch.cat([chunk.log_weights for chunk in chunks])
+        lost = log_weights.isnan()
+        if lost.any():
+            fault = f"{max(chunk.fault for chunk in chunks)} for {int(lost.sum())} of {lost.numel()} draws"
+            if lost.double().mean() >= _LOST:
+                raise _BadDensity(f"Expected {fault}. {_CHECK}")
+            warn(f"Expected {fault}, which have weight zero. {_CHECK}")
+        return WeightedSamples(values, torch.where(lost, -torch.inf, log_weights), plates)
 
     def at_once(self, num: int, *, checked: bool = True) -> tuple[_Draws, str | None]:
         """Returns draws of one run for all, and where this differs from single runs; None if nowhere.
@@ -208,16 +220,19 @@ class Proposal:
             return torch.stack(parts).reshape(sizes + parts[0].shape)
 
         values = {name: stacked([draw.values[name] for draw in draws]) for name in self.latents}
-        return _Draws(values, stacked([draw.log_weights for draw in draws]))
+        return _Draws(values, stacked([draw.log_weights for draw in draws]), max(draw.fault for draw in draws))
 
     def _guide_draws(self, extent: Extent) -> _Draws:
         return self._draws(_run(self.target, extent))
 
     def _prior_draws(self, extent: Extent) -> _Draws:
-        sites = self.target.run_model(extent, Runner(extent.data))
-        log_q = self.target.guide_log_prob(extent, {name: _whole(sites[name]) for name in self.latents})
+        return self._draws(_run(self.target, extent, weigh=self._weighed_prior))
+
+    def _weighed_prior(self, target: Target, extent: Extent, values: Mapping[str, Tensor]) -> _Weighed:
+        sites = target.run_model(extent, Runner({**values, **extent.data}))
+        log_q = target.guide_log_prob(extent, {name: _whole(sites[name]) for name in self.latents})
         log_q = torch.where(log_q.isnan(), -torch.inf, log_q)  # far out, where it draws nothing
-        return self._draws(_Weighed(extent, {}, sites, {"all latents": log_q}, log_densities(sites)))
+        return _Weighed(extent, {}, sites, {"all latents": log_q}, log_densities(sites))
 
     def _draws(self, run: _Weighed, checked: bool = True) -> _Draws:
         log_q, log_p = (_summed(part, run.extent) for part in (run.log_q, run.log_p))
@@ -226,19 +241,21 @@ class Proposal:
             prior = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
             log_q = self.target.defended(log_q, _summed(prior, run.extent))
         log_weights = log_p - log_q
-        if checked and not (log_weights < torch.inf).all():
-            _check_densities(run)
+        fault = _fault(run) if checked and not (log_weights < torch.inf).all() else ""
         shapes = {name: run.extent.sizes + self.single.model[name]["fn"].shape() for name in self.latents}
-        return _Draws({name: _whole(run.model[name]).reshape(shapes[name]) for name in shapes}, log_weights)
+        return _Draws({name: _whole(run.model[name]).reshape(shapes[name]) for name in shapes}, log_weights, fault)
 
     def _difference(self, run: _Weighed) -> str | None:
-        """Returns where a run for many draws differs from runs for its first and last one; None if nowhere."""
+        """Returns where a run for many draws differs from runs for its first and last one; None if nowhere.
+
+        Draws that the model has no density for say nothing.
+        """
         drawn = [name for name, site in run.guide.items() if not site["is_observed"]]
-        for end in (0, -1):
-            index = (end,) * len(run.extent.sizes)
+        good = (~_lost(run)).nonzero()
+        for index in map(tuple, good[[0, -1]].tolist() if len(good) else ()):
             shapes = {name: self.single.guide[name]["fn"].shape() for name in drawn}
             values = {name: _whole(run.guide[name])[index].reshape(shapes[name]) for name in drawn}
-            alone = _run(self.target, self.target.one(end), values)
+            alone = _run(self.target, self.target.one(index[-1]), values)
             for role, many, one in (("guide", run.log_q, alone.log_q), ("model", run.log_p, alone.log_p)):
                 name = differing_site(many, index, one)
                 if name is not None:
@@ -255,25 +272,52 @@ def _whole(site: Any) -> Tensor:
     return site["value"].expand(site["fn"].shape())
 
 
-def _run(target: Target, extent: Extent, values: Mapping[str, Tensor] | None = None) -> _Weighed:
-    """Runs the guide, at its own draws or at given values, and the model at the guide's.
+def _run(
+    target: Target, extent: Extent, values: Mapping[str, Tensor] | None = None, weigh: Callable | None = None
+) -> _Weighed:
+    """Runs the guide, at its own draws or at given values, and the model at the guide's; or what ``weigh`` does.
+
+    Where distributions refuse some draws, and the model's log density is NaN there, it stays so, at other values.
 
     Raises:
-        _BadDensity: a distribution refuses NaN.
+        _BadDensity: a distribution refuses NaN of the guide.
     """
+    weigh, state = weigh or _weighed, rng_state()
     try:
-        return _weighed(target, extent, values or {})
+        return weigh(target, extent, values or {})
     except ValueError as error:
         # Distributions that a model makes can be told not to refuse NaN in no other way than globally. Without
         # validation the run goes on to a log density, which has a site to name.
         with pyro.validation_enabled(False):
             try:
-                _check_densities(_weighed(target, extent, values or {}))
+                set_rng_state(state)  # as others would be drawn because these were refused
+                run = weigh(target, extent, values or {})
+                _fault(run)
             except _BadDensity as bad:
                 raise bad from error
             except Exception:  # the same error, or what follows from it
-                pass
-        raise
+                raise error from None
+        if (lost := _lost(run)).all():
+            return run
+        again = weigh(target, extent, {**_filled(run, lost), **(values or {})})
+        log_p = {name: torch.where(part.isnan(), part, again.log_p[name]) for name, part in run.log_p.items()}
+        return again._replace(log_p=log_p)
+
+
+def _lost(run: _Weighed) -> Tensor:
+    """Returns the draws at which the model's log density is NaN."""
+    return torch.stack([part.isnan() for part in per_draw(run.log_p, run.extent).values()]).any(0)
+
+
+def _filled(run: _Weighed, lost: Tensor) -> dict[str, Tensor]:
+    """Returns the draws of a run, those that are lost exchanged for one that is not."""
+    found, good = {}, (~lost).flatten().nonzero()[0]
+    for name, site in (run.guide or run.model).items():
+        if not site["is_observed"]:
+            value = _whole(site)
+            flat = value.reshape(lost.numel(), -1)
+            found[name] = torch.where(lost.reshape(-1, 1), flat[good], flat).reshape(value.shape)
+    return found
 
 
 def _weighed(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> _Weighed:
@@ -285,18 +329,23 @@ def _weighed(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> _W
     return _Weighed(extent, guide, model, log_densities(guide), log_densities(model))
 
 
-def _check_densities(run: _Weighed) -> None:
-    """Raises for a site whose log density is no number, or +inf, or -inf in the guide, which drew it."""
-    roles = {"guide": per_draw(run.log_q, run.extent), "model": per_draw(run.log_p, run.extent)}
+def _fault(run: _Weighed) -> str:
+    """Returns where the model's log density is NaN.
+
+    Raises:
+        _BadDensity: it is +inf, or the guide's is NaN, or infinite where it drew.
+    """
+    roles, fault = {"guide": per_draw(run.log_q, run.extent), "model": per_draw(run.log_p, run.extent)}, ""
     for kind, bad in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
         for role, log_probs in roles.items():
             for name, log_prob in log_probs.items():
                 found = int(bad(log_prob).sum())
-                if found and not (kind == "-inf" and role == "model"):
-                    raise _BadDensity(
-                        f"Expected a finite log density at site '{name}' of the {role}; got {kind} for {found} of "
-                        f"{log_prob.numel()} draws. Check the site's parameters and the data that it sees."
-                    )
+                told = f"a finite log density at site '{name}' of the {role}; got {kind}"
+                if found and (kind, role) == ("NaN", "model"):
+                    fault = fault or told
+                elif found and (kind, role) != ("-inf", "model"):
+                    raise _BadDensity(f"Expected {told} for {found} of {log_prob.numel()} draws. {_CHECK}")
+    return fault
 
 
 def _matched_latents(single: _Weighed) -> tuple[str, ...]:
@@ -336,6 +385,7 @@ def _matched_latents(single: _Weighed) -> tuple[str, ...]:
     return tuple(name for name in latents if name in drawn)
 
 
+_CHECK = "Check the site's parameters and the data that it sees."
 _LOOP = (
     "The model and the guide cannot be run for all draws at once: {}. Draws are made one by one, which is slow. Write "
     "both for batch dims on the left: `alpha[..., index]` for `alpha[index]`, `w @ X.mT` for `X @ w`, dims counted "

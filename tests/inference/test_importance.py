@@ -484,13 +484,28 @@ def test_nan_names_the_site_that_it_comes_from(options, message, validate):
         conjugate_draws(**{"guide": prior_guide, "num_samples": 20, "model": scaled, **options})
 
 
-def test_nan_in_some_draws_is_no_reason_to_run_one_by_one(no_warnings):
-    def above_1(mu):
-        return dist.Normal(torch.where(mu > 1.0, math.nan, mu), 1.0, validate_args=False)
+@pytest.mark.parametrize("by_one", [False, True])
+@pytest.mark.parametrize("validate", [True, False])
+def test_draws_at_which_the_models_density_is_nan_weigh_nothing(validate, by_one):
+    """One run gives all of them nevertheless, if the model can be run so, and others are checked."""
 
-    message = "site 'y' of the model; got NaN for"
-    with pyro.validation_enabled(False), pytest.raises(ValueError, match=message):
-        conjugate_draws(prior_guide, 100, model=pooled(WIDE, above_1))
+    def model(y):
+        mu = pyro.sample("mu", WIDE)
+        if by_one:
+            float(mu)
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(torch.where(mu > 0.5, math.nan, mu), 1.0), obs=y)
+
+    y, grid = torch.tensor(Y), torch.linspace(-9.0, 0.5, 2001)
+    log_joint = WIDE.log_prob(grid) + dist.Normal(grid, 1.0).log_prob(y[:, None]).sum(0)
+    expected = torch.trapezoid(log_joint.exp(), grid).log()
+    with pyro.validation_enabled(validate), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = importance_sample(model, normal(0.0, 1.0), y, num_samples=300 if by_one else 5000, defensive=0.1)
+    about = [str(each.message) for each in told if "weight zero" in str(each.message)]
+    assert len(about) == 1 and "site 'y' of the model; got NaN for" in about[0]
+    assert (found.samples["mu"][found.log_weights.isfinite()] <= 0.5).all()
+    assert abs(found.log_evidence - expected) < 4 * found.log_evidence_error
 
 
 def more(y):
