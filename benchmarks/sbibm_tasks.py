@@ -104,12 +104,12 @@ def solved(rates: list[Tensor], effects: list[Tensor], start: list[float], step:
     States are logs of two numbers; the slope of each is its rate, plus the other number times its effect. Logs are held
     within 20, so that all draws of a prior end somewhere.
     """
-    rate, effect = torch.stack(torch.broadcast_tensors(*rates), -1), torch.stack(effects, -1)
+    rate, effect = (torch.stack(torch.broadcast_tensors(*each)) for each in (rates, effects))
 
     def slope(state: Tensor) -> Tensor:
-        return torch.addcmul(rate, effect, state.exp().flip(-1))
+        return torch.addcmul(rate, effect, state.exp().flip(0))
 
-    state, states = torch.tensor(start), []
+    state, states = torch.tensor(start).reshape((2,) + (1,) * (rate.dim() - 1)), []
     for count in range(10 * every):
         a = slope(state)
         b = slope(torch.add(state, a, alpha=step / 2))
@@ -118,7 +118,7 @@ def solved(rates: list[Tensor], effects: list[Tensor], start: list[float], step:
         state = torch.add(state, a + d + 2 * (b + c), alpha=step / 6).clamp(-20.0, 20.0)
         if count % every == every - 1:
             states.append(state)
-    return torch.stack(states, -2)
+    return torch.stack(states).movedim((0, 1), (-2, -1))
 
 
 def sir() -> None:

@@ -24,7 +24,7 @@ from pyro_nami.checking.simulations import finite_draws, seeded
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.posterior import AmortizedPosterior
 from pyro_nami.inference.simulate import JointDraws, Simulator
-from pyro_nami.inference.target import Target
+from pyro_nami.inference.target import Target, in_one_line
 from pyro_nami.reading.runner import Runner, takes_observations
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def calibrate(
 
     Raises:
         ValueError: a number is not positive; the guide draws no latent of the model, or not under plates; more than
-            10% of the simulations hold NaN or infinite values.
+            10% of the simulations hold NaN or infinite values; the guide runs a model that takes one draw at a time.
         TypeError: the guide does not take ``observations``.
 
     References:
@@ -223,10 +223,20 @@ def calibrate(
         points = _reference_points(truth.observed, forms, coordinates(truth.latents))
         size = chunk_size or max(1, _ROWS_A_CALL // (num_draws if posterior is None else _weighted(num_draws)))
         target = replace(simulator.target, guide=guide)
-        parts = [
-            _chunk_ranks(target, posterior, num_draws, truth.select(rows), coordinates, points[rows])
-            for rows in torch.arange(truth.num, device=points.device).split(size)
-        ]
+        chunks = torch.arange(truth.num, device=points.device).split(size)
+        try:
+            parts = [
+                _chunk_ranks(target, posterior, num_draws, truth.select(rows), coordinates, points[rows])
+                for rows in chunks
+            ]
+        except Exception as error:
+            if simulator.vectorized:
+                raise
+            raise ValueError(
+                "Expected a model that can be run for many draws at once, as this guide runs it for its own: "
+                f"{in_one_line(error)}. Write the model for batch dims on the left, `w @ X.mT` for `X @ w` say, or "
+                "make the guide with exact=False, anchor=False, which does without."
+            ) from error
     found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     joint = {name: found[name] for name in (JOINT_DENSITY, JOINT_TARP) if name in found}
     ranks = {name: found[name].reshape(-1, *forms[name].shape) for name in truth.latents if name in found}

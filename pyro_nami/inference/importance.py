@@ -166,6 +166,11 @@ class Proposal:
         sites = [*self.single.guide.values(), *self.single.model.values()]
         return max(1, sum(site["fn"].shape().numel() for site in sites)) * (self.target.data.num or 1)
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the latents in a single run."""
+        return {name: self.single.model[name]["fn"].shape() for name in self.latents}
+
     def draw(self, counts: Sequence[int], from_prior: Sequence[int] = ()) -> WeightedSamples:
         """Returns draws of the guide, and behind them of the prior, in chunks, joined."""
         chunks = self._chunks(counts, from_prior)
@@ -242,8 +247,9 @@ class Proposal:
             log_q = self.target.defended(log_q, _summed(prior, run.extent))
         log_weights = log_p - log_q
         fault = _fault(run) if checked and not (log_weights < torch.inf).all() else ""
-        shapes = {name: run.extent.sizes + self.single.model[name]["fn"].shape() for name in self.latents}
-        return _Draws({name: _whole(run.model[name]).reshape(shapes[name]) for name in shapes}, log_weights, fault)
+        sizes = run.extent.sizes
+        values = {name: _whole(run.model[name]).reshape(sizes + shape) for name, shape in self.shapes.items()}
+        return _Draws(values, log_weights, fault)
 
     def _difference(self, run: _Weighed) -> str | None:
         """Returns where a run for many draws differs from runs for its first and last one; None if nowhere.
