@@ -12,14 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import pyro
 import torch
 from pyro.distributions.util import scale_and_mask
 from pyro.infer.inspect import is_sample_site
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
-from pyro_nami.inference.checkpoint import rng_state, set_rng_state
 from pyro_nami.inference.observations import as_mapping
 from pyro_nami.inference.site_messages import (
     is_delta,
@@ -34,7 +32,16 @@ from pyro_nami.inference.target import (
     differing_site,
     in_one_line,
     log_densities,
-    per_draw,
+)
+from pyro_nami.inference.weighing import (
+    CHECK,
+    BadDensity,
+    Weighed,
+    fault_of,
+    lost_draws,
+    summed,
+    weighed_run,
+    whole,
 )
 from pyro_nami.inference.weights import WeightedSamples, warn_of_bad
 from pyro_nami.messages import OneByOne, warn
@@ -122,20 +129,6 @@ def _check_counts(num_samples: int, chunk_size: int | None) -> None:
             raise ValueError(f"Expected {name} to be at least 1; got {value}.")
 
 
-class _BadDensity(ValueError):
-    """A log density that no weight can be made of; the message names the site."""
-
-
-class _Weighed(NamedTuple):
-    """The sites of a run of the guide, and of one of the model at its values, with their log densities."""
-
-    extent: Extent
-    guide: dict[str, Any]
-    model: dict[str, Any]
-    log_q: dict[str, Tensor]
-    log_p: dict[str, Tensor]
-
-
 class _Draws(NamedTuple):
     """Draws ``(draws, *data sets, *site shape)``, their log weights ``(draws, *data sets)``, and why some are NaN."""
 
@@ -149,14 +142,14 @@ class Proposal:
     """A guide that draws what a model has; a run of both for one draw gives every site its own shape."""
 
     target: Target
-    single: _Weighed
+    single: Weighed
     latents: tuple[str, ...]
 
     @classmethod
     def of(cls, target: Target, observations: Mapping[str, Any]) -> Proposal:
         if observations:
             target, _ = target.observing(observations)
-        single = _run(target, target.one())
+        single = weighed_run(target, target.one())
         nesting = max(plate_nesting(sites.values()) for sites in (single.guide, single.model))
         return cls(replace(target, nesting=nesting), single, _matched_latents(single))
 
@@ -181,8 +174,8 @@ class Proposal:
         if lost.any():
             fault = f"{max(chunk.fault for chunk in chunks)} for {int(lost.sum())} of {lost.numel()} draws"
             if lost.double().mean() >= _LOST:
-                raise _BadDensity(f"Expected {fault}. {_CHECK}")
-            warn(f"Expected {fault}, which have weight zero. {_CHECK}")
+                raise BadDensity(f"Expected {fault}. {CHECK}")
+            warn(f"Expected {fault}, which have weight zero. {CHECK}")
         return WeightedSamples(values, torch.where(lost, -torch.inf, log_weights), plates)
 
     def at_once(self, num: int, *, checked: bool = True) -> tuple[_Draws, str | None]:
@@ -190,7 +183,7 @@ class Proposal:
 
         If not ``checked``, nothing is, and weights may be NaN.
         """
-        run = _run(self.target, self.target.extent(num))
+        run = weighed_run(self.target, self.target.extent(num))
         return self._draws(run, checked), self._difference(run) if checked else None
 
     def log_weights(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -199,14 +192,14 @@ class Proposal:
         nesting, dims = self.target.nesting, len(extent.sizes)
         values = {name: with_idle_dims(values[name], self.single.model[name], nesting, dims) for name in self.latents}
         model = self.target.run_model(extent, Runner({**values, **extent.data}))
-        return _summed(log_densities(model), extent) - self.target.guide_log_prob(extent, values)
+        return summed(log_densities(model), extent) - self.target.guide_log_prob(extent, values)
 
     def _chunks(self, counts: Sequence[int], from_prior: Sequence[int]) -> list[_Draws]:
         """Returns chunks of draws: each at once, or all one by one where this goes wrong for the first."""
         many = [(self._guide_draws, num) for num in counts[1:]] + [(self._prior_draws, num) for num in from_prior]
         try:
             first, reason = self.at_once(counts[0])
-        except (_BadDensity, torch.OutOfMemoryError):
+        except (BadDensity, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a model does with batch dims that it was not written for
             reason = in_one_line(error)
@@ -228,40 +221,40 @@ class Proposal:
         return _Draws(values, stacked([draw.log_weights for draw in draws]), max(draw.fault for draw in draws))
 
     def _guide_draws(self, extent: Extent) -> _Draws:
-        return self._draws(_run(self.target, extent))
+        return self._draws(weighed_run(self.target, extent))
 
     def _prior_draws(self, extent: Extent) -> _Draws:
-        return self._draws(_run(self.target, extent, weigh=self._weighed_prior))
+        return self._draws(weighed_run(self.target, extent, weigh=self._weighed_prior))
 
-    def _weighed_prior(self, target: Target, extent: Extent, values: Mapping[str, Tensor]) -> _Weighed:
+    def _weighed_prior(self, target: Target, extent: Extent, values: Mapping[str, Tensor]) -> Weighed:
         sites = target.run_model(extent, Runner({**values, **extent.data}))
-        log_q = target.guide_log_prob(extent, {name: _whole(sites[name]) for name in self.latents})
+        log_q = target.guide_log_prob(extent, {name: whole(sites[name]) for name in self.latents})
         log_q = torch.where(log_q.isnan(), -torch.inf, log_q)  # far out, where it draws nothing
-        return _Weighed(extent, {}, sites, {"all latents": log_q}, log_densities(sites))
+        return Weighed(extent, {}, sites, {"all latents": log_q}, log_densities(sites))
 
-    def _draws(self, run: _Weighed, checked: bool = True) -> _Draws:
-        log_q, log_p = (_summed(part, run.extent) for part in (run.log_q, run.log_p))
+    def _draws(self, run: Weighed, checked: bool = True) -> _Draws:
+        log_q, log_p = (summed(part, run.extent) for part in (run.log_q, run.log_p))
         if self.target.prior_share:
             sites = {name: run.model[name] for name in self.latents}
             prior = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
-            log_q = self.target.defended(log_q, _summed(prior, run.extent))
+            log_q = self.target.defended(log_q, summed(prior, run.extent))
         log_weights = log_p - log_q
-        fault = _fault(run) if checked and not (log_weights < torch.inf).all() else ""
+        fault = fault_of(run) if checked and not (log_weights < torch.inf).all() else ""
         sizes = run.extent.sizes
-        values = {name: _whole(run.model[name]).reshape(sizes + shape) for name, shape in self.shapes.items()}
+        values = {name: whole(run.model[name]).reshape(sizes + shape) for name, shape in self.shapes.items()}
         return _Draws(values, log_weights, fault)
 
-    def _difference(self, run: _Weighed) -> str | None:
+    def _difference(self, run: Weighed) -> str | None:
         """Returns where a run for many draws differs from runs for its first and last one; None if nowhere.
 
         Draws that the model has no density for say nothing.
         """
         drawn = [name for name, site in run.guide.items() if not site["is_observed"]]
-        good = (~_lost(run)).nonzero()
+        good = (~lost_draws(run)).nonzero()
         for index in map(tuple, good[[0, -1]].tolist() if len(good) else ()):
             shapes = {name: self.single.guide[name]["fn"].shape() for name in drawn}
-            values = {name: _whole(run.guide[name])[index].reshape(shapes[name]) for name in drawn}
-            alone = _run(self.target, self.target.one(index[-1]), values)
+            values = {name: whole(run.guide[name])[index].reshape(shapes[name]) for name in drawn}
+            alone = weighed_run(self.target, self.target.one(index[-1]), values)
             for role, many, one in (("guide", run.log_q, alone.log_q), ("model", run.log_p, alone.log_p)):
                 name = differing_site(many, index, one)
                 if name is not None:
@@ -269,92 +262,7 @@ class Proposal:
         return None
 
 
-def _summed(log_probs: Mapping[str, Tensor], extent: Extent) -> Tensor:
-    total: Any = sum(per_draw(log_probs, extent).values())
-    return total
-
-
-def _whole(site: Any) -> Tensor:
-    return site["value"].expand(site["fn"].shape())
-
-
-def _run(
-    target: Target, extent: Extent, values: Mapping[str, Tensor] | None = None, weigh: Callable | None = None
-) -> _Weighed:
-    """Runs the guide, at its own draws or at given values, and the model at the guide's; or what ``weigh`` does.
-
-    Where distributions refuse some draws, and the model's log density is NaN there, it stays so, at other values.
-
-    Raises:
-        _BadDensity: a distribution refuses NaN of the guide.
-    """
-    weigh, state = weigh or _weighed, rng_state()
-    try:
-        return weigh(target, extent, values or {})
-    except ValueError as error:
-        # Distributions that a model makes can be told not to refuse NaN in no other way than globally. Without
-        # validation the run goes on to a log density, which has a site to name.
-        with pyro.validation_enabled(False):
-            try:
-                set_rng_state(state)  # as others would be drawn because these were refused
-                run = weigh(target, extent, values or {})
-                _fault(run)
-            except _BadDensity as bad:
-                raise bad from error
-            except Exception:  # the same error, or what follows from it
-                raise error from None
-        if (lost := _lost(run)).all():
-            return run
-        again = weigh(target, extent, {**_filled(run, lost), **(values or {})})
-        log_p = {name: torch.where(part.isnan(), part, again.log_p[name]) for name, part in run.log_p.items()}
-        return again._replace(log_p=log_p)
-
-
-def _lost(run: _Weighed) -> Tensor:
-    """Returns the draws at which the model's log density is NaN."""
-    return torch.stack([part.isnan() for part in per_draw(run.log_p, run.extent).values()]).any(0)
-
-
-def _filled(run: _Weighed, lost: Tensor) -> dict[str, Tensor]:
-    """Returns the draws of a run, those that are lost exchanged for one that is not."""
-    found, good = {}, (~lost).flatten().nonzero()[0]
-    for name, site in (run.guide or run.model).items():
-        if not site["is_observed"]:
-            value = _whole(site)
-            flat = value.reshape(lost.numel(), -1)
-            found[name] = torch.where(lost.reshape(-1, 1), flat[good], flat).reshape(value.shape)
-    return found
-
-
-def _weighed(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> _Weighed:
-    guide = target.run_guide(extent, Runner(values))
-    # What the guide observes is no part of its density, but what it weights by a factor is.
-    guide = {name: site for name, site in guide.items() if not site["is_observed"] or site_is_factor(site)}
-    drawn = {name: site["value"] for name, site in guide.items() if not site["is_observed"]}
-    model = target.run_model(extent, Runner({**drawn, **extent.data}))
-    return _Weighed(extent, guide, model, log_densities(guide), log_densities(model))
-
-
-def _fault(run: _Weighed) -> str:
-    """Returns where the model's log density is NaN.
-
-    Raises:
-        _BadDensity: it is +inf, or the guide's is NaN, or infinite where it drew.
-    """
-    roles, fault = {"guide": per_draw(run.log_q, run.extent), "model": per_draw(run.log_p, run.extent)}, ""
-    for kind, bad in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
-        for role, log_probs in roles.items():
-            for name, log_prob in log_probs.items():
-                found = int(bad(log_prob).sum())
-                told = f"a finite log density at site '{name}' of the {role}; got {kind}"
-                if found and (kind, role) == ("NaN", "model"):
-                    fault = fault or told
-                elif found and (kind, role) != ("-inf", "model"):
-                    raise _BadDensity(f"Expected {told} for {found} of {log_prob.numel()} draws. {_CHECK}")
-    return fault
-
-
-def _matched_latents(single: _Weighed) -> tuple[str, ...]:
+def _matched_latents(single: Weighed) -> tuple[str, ...]:
     """Returns the latents, and raises where the guide's and the model's differ."""
     sites, data = single.model, single.extent.data
     latents = [name for name, site in sites.items() if not site["is_observed"] and name not in data]
@@ -391,7 +299,6 @@ def _matched_latents(single: _Weighed) -> tuple[str, ...]:
     return tuple(name for name in latents if name in drawn)
 
 
-_CHECK = "Check the site's parameters and the data that it sees."
 _LOOP = (
     "The model and the guide cannot be run for all draws at once: {}. Draws are made one by one, which is slow. Write "
     "both for batch dims on the left: `alpha[..., index]` for `alpha[index]`, `w @ X.mT` for `X @ w`, dims counted "
