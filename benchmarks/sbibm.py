@@ -291,15 +291,16 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    """Replaces rows of the same task, simulations and method."""
+    """Replaces rows of the same task, simulations, method and seed."""
 
     def key(row: dict[str, Any]) -> tuple:
-        return row["task"], row["simulations"], row["method"]
+        return row["task"], row["simulations"], row["method"], row["seed"]
 
     others = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     own = {key(row) for row in rows}
     rows = rows + [row for row in others if key(row) not in own]
-    rows.sort(key=lambda row: (row["simulations"], list(TASKS).index(row["task"]), METHODS.index(row["method"])))
+    tasks = list(TASKS)
+    rows.sort(key=lambda row: (row["simulations"], tasks.index(row["task"]), METHODS.index(row["method"]), row["seed"]))
     RESULTS.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2) + "\n")
 
 
