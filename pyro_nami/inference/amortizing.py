@@ -54,7 +54,7 @@ _SHARP = _Setting((64, 64), 6e-2, 1.0, 0.0)
 # the steps, by a rate that is too high for what is smooth.
 _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
 _NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0)  # where modes are derived there is little to learn, and a step takes long
-_EARLY, _LATE = 1 / 4, 4 / 5
+_EARLY, _LATE = 1 / 4, 3 / 5
 _CHECKED, _ELEMENTS = 1000, 2**16  # simulations, and their latents' elements, by which what was derived is checked
 _CHECKED_ONLY = 200  # of guides that are not trained
 _TOLERATED, _NEWTON = 0.02, 0.2  # shares of them at which these may be others, and Normals about the mode
@@ -80,7 +80,7 @@ def amortize(
     gradients are clipped; batches grow twofold for the last two fifths of the steps. Between epochs latents of
     simulations move by the model's density, if it has one, see `moves`, so that they are not learned by heart. A tenth
     of the simulations is held out; the weights of the lowest loss on these are kept. If these came within the first
-    four fifths of the steps, data were learned by heart; a second guide then has weights that decay, and a third, if
+    three fifths of the steps, data were learned by heart; a second guide then has weights that decay, and a third, if
     they came in the first quarter, a rate of 0.003 for a quarter of the steps, and the best is kept. Training ends when
     half of the steps brought nothing. Where modes are derived, one guide is trained at that rate, a sixth as long.
 
