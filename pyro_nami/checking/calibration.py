@@ -24,7 +24,7 @@ from pyro_nami.checking.simulations import finite_draws, seeded
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.posterior import AmortizedPosterior
 from pyro_nami.inference.simulate import JointDraws, Simulator
-from pyro_nami.inference.target import Target, in_one_line
+from pyro_nami.inference.target import Target, bind, in_one_line
 from pyro_nami.reading.runner import Runner, takes_observations
 
 if TYPE_CHECKING:
@@ -217,6 +217,7 @@ def calibrate(
     _check_options(guide, level, num_datasets=num_datasets, num_draws=num_draws, chunk_size=chunk_size)
     with seeded(seed):
         simulator = Simulator(model, args, kwargs, observed_names(observed, guide))
+        bind(guide, model, simulator.model)
         truth, skipped = finite_draws(simulator, num_datasets)
         forms = site_forms(simulator)
         coordinates = Coordinates(truth.latents, forms)

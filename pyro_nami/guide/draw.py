@@ -106,6 +106,10 @@ class _DrawingRun(Runner):
         self._expansion: Expansion | None = None
         self._gradients, self._whole = torch.is_grad_enabled(), False
 
+    def restart(self) -> None:
+        super().restart()
+        self.values = {**self.values, **self._current.values}  # what is drawn stays
+
     def gives_up(self) -> bool:
         """Runs the model; whether conditionals have to be derived before it can draw on."""
         with suppress(Changed):

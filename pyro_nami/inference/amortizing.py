@@ -114,6 +114,7 @@ def amortize(
     """
     model = with_drawn_data(model, args, kwargs, observed)
     simulator = Simulator(model, args, kwargs, observed)
+    model = simulator.model
     if at is not None:
         if not isinstance(model, SimulatorModel) or not isinstance(simulations, int) or guide is not None:
             raise ValueError(

@@ -140,7 +140,8 @@ def annealed_importance_sampling(
     Chains that are resampled are their own pilots, and step sizes are relative to their standard deviations.
 
     Args:
-        model: a Pyro model with continuous latents; batch dims of chains and data sets stand left of its plates.
+        model: a Pyro model with continuous latents; batch dims of chains and data sets stand left of its plates, or it
+            is mapped over them by `torch.vmap`, if it is written for one draw.
         guide: the start of the path: a guide, with a density at every latent; None for the prior.
         *args, **kwargs: the model's arguments.
         num_chains: independent chains for every data set.
@@ -214,11 +215,12 @@ def _annealed(
     steps = _step_sizes(step_size, num_data)
     size = min(options.chunk_size or num_data, num_data)
     parts: list[AnnealedSamples] = []
+    start = start.checked(options.num_chains + options.num_pilots, slice(0, size))
     total = None if options.conditional_ess else -(-num_data // size) * (len(options.schedule) - 1)
     with tqdm(total=total, disable=not progress) as bar:
         for row in range(0, num_data, size):
             rows = slice(row, min(row + size, num_data))
-            path, position = start.path(options.num_chains + options.num_pilots, rows, check=not parts)
+            path, position = start.path(options.num_chains + options.num_pilots, rows)
             here = reached and Reached(*(part[rows] for part in reached))
             parts.append(_anneal(path, position, options, steps[rows].to(position), here, bar.update))
     return _joined(parts, start, reverse=options.schedule[0] > options.schedule[-1])

@@ -21,6 +21,7 @@ from pyro_nami.inference.moves import LatentMoves
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.optimizers import optimization_of
 from pyro_nami.inference.simulate import Simulator
+from pyro_nami.inference.target import bind
 from pyro_nami.inference.trackers import Tracker, callback
 from pyro_nami.inference.trainer import Trainer
 from pyro_nami.messages import warn
@@ -183,6 +184,7 @@ class InferenceCompilation:
         args, kwargs = arguments(0)
         if self._trainer is None:
             simulator = Simulator(self.model, args, kwargs, observed_names(self._observed, self.guide))
+            bind(self.guide, self.model, simulator.model)
             given = as_draws(data, simulator) if are_all(data) else None
             self._trainer = Trainer(simulator, self.guide, self._optimization, self._wrap, given)
         return self._trainer, Simulations(self._trainer.simulator, arguments, self.batch_size)

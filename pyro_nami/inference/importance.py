@@ -32,6 +32,7 @@ from pyro_nami.inference.target import (
     differing_site,
     in_one_line,
     log_densities,
+    run_for_many,
 )
 from pyro_nami.inference.weighing import (
     CHECK,
@@ -45,11 +46,13 @@ from pyro_nami.inference.weighing import (
 )
 from pyro_nami.inference.weights import WeightedSamples, warn_of_bad
 from pyro_nami.messages import OneByOne, warn
+from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.runner import Runner
 
 __all__ = ["Proposal", "importance_sample"]
 
 _ELEMENTS = 2**20  # of all sites' values, of one chunk by default
+_FEW = 3  # draws by which it is found out whether many can be made at once, at least
 _LOST = 0.5  # share of draws at which the model may have no density
 
 
@@ -67,7 +70,8 @@ def importance_sample(
     """Draws from a guide and weights the draws by log p(latents, data) - log q(latents | data).
 
     Model and guide are run without gradients and unseen by handlers outside; parameters are used as they are. The
-    model's masks and scales count, as in `pyro.infer.Importance`. What takes no batch of draws is run draw by draw.
+    model's masks and scales count, as in `pyro.infer.Importance`. A model that is written for one draw is mapped over
+    draws by `torch.vmap`; what that cannot run either (an `if` on a value) is run draw by draw.
 
     Args:
         model: a Pyro model.
@@ -195,18 +199,29 @@ class Proposal:
         return summed(log_densities(model), extent) - self.target.guide_log_prob(extent, values)
 
     def _chunks(self, counts: Sequence[int], from_prior: Sequence[int]) -> list[_Draws]:
-        """Returns chunks of draws: each at once, or all one by one where this goes wrong for the first."""
-        many = [(self._guide_draws, num) for num in counts[1:]] + [(self._prior_draws, num) for num in from_prior]
-        try:
-            first, reason = self.at_once(counts[0])
-        except (BadDensity, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever a model does with batch dims that it was not written for
-            reason = in_one_line(error)
+        """Returns chunks of draws: each at once, or all one by one where this goes wrong for a few."""
+        with forked_rng():
+            target, reason = run_for_many(self.target, self._fault)
+        proposal = replace(self, target=target)
+        draws = [(proposal._guide_draws, num) for num in counts] + [(proposal._prior_draws, num) for num in from_prior]
         if reason is not None:
             warn(_LOOP.format(reason), OneByOne)
-            return [self._one_by_one(draw, num) for draw, num in [(self._guide_draws, counts[0]), *many]]
-        return [first, *(draw(self.target.extent(num)) for draw, num in many)]
+            return [proposal._one_by_one(draw, num) for draw, num in draws]
+        return [draw(target.extent(num)) for draw, num in draws]
+
+    def _fault(self, target: Target) -> str | None:
+        """Returns why a few draws cannot be made at once; None if they can, or if no draws can."""
+        sites = [*self.single.guide.values(), *self.single.model.values()]
+        sizes = {size for site in sites for size in site["fn"].shape()}
+        num = next(n for n in range(_FEW, _FEW + len(sizes) + 1) if n not in sizes)
+        try:
+            return replace(self, target=target).at_once(num)[1]
+        except BadDensity:
+            return None
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model does with batch dims that it was not written for
+            return in_one_line(error)
 
     def _one_by_one(self, draw: Callable[[Extent], _Draws], count: int) -> _Draws:
         num = self.target.data.num

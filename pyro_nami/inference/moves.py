@@ -35,13 +35,14 @@ __all__ = ["LatentMoves"]
 
 _ELEMENTS = 2**20  # of all sites' values that are in memory at a time
 _MOVED = 0.8  # share of draws after whose move no further draws of the guide are made
+_FIRST, _WORTH = 0.1, 0.1  # share of draws that are moved first, and of these that have to move, or others are left
 
 
 class LatentMoves:
     """Moves latents of joint draws, where model and guide can be run for all of them at once.
 
     Where they cannot, or where the model's density is not that of its simulations (scales, factors, masked latents),
-    draws are left as they are.
+    draws are left as they are; most of them also as long as the guide is so poor that hardly any move.
 
     Args:
         simulator: of the draws.
@@ -72,9 +73,16 @@ class LatentMoves:
             return draws
         with pyro.validation_enabled(False):
             one = sum(value[0].numel() for value in (*draws.latents.values(), *draws.observed.values()))
-            parts = torch.arange(draws.num).split(max(1, _ELEMENTS // one))
-            moved = [self._moved(draws.select(rows).to(self.simulator.device)) for rows in parts]
-        latents = {name: torch.cat([part[name].to(old) for part in moved]) for name, old in draws.latents.items()}
+            first = math.ceil(_FIRST * draws.num)
+            rest = torch.arange(first, draws.num).split(max(1, _ELEMENTS // one))
+            found = []
+            for rows in (torch.arange(first), *rest):
+                latents, share = self._moved(draws.select(rows).to(self.simulator.device))
+                found.append(latents)
+                if share < _WORTH:
+                    found.append(draws.select(torch.arange(int(rows[-1]) + 1, draws.num)).latents)
+                    break
+        latents = {name: torch.cat([part[name].to(old) for part in found]) for name, old in draws.latents.items()}
         return draws._replace(latents=latents)
 
     @torch.no_grad()
@@ -99,9 +107,11 @@ class LatentMoves:
         target = Target(self.simulator.model, self.guide, self.simulator.args, self.simulator.kwargs)
         return Proposal.of(target, draws.observed)
 
-    def _moved(self, draws: JointDraws) -> dict[str, Tensor]:
-        """Returns the latents after the move; as they were, where the model fails at one of the guide's draws."""
-        latents = draws.latents
+    def _moved(self, draws: JointDraws) -> tuple[dict[str, Tensor], float]:
+        """Returns the latents after the move, as they were where the model fails at one of the guide's draws, and the
+        share that moved by the first draw.
+        """
+        latents, share = draws.latents, 0.0
         try:
             proposal = self._proposal(draws)
             now = {name: latents[name].reshape((1, draws.num) + shape) for name, shape in proposal.shapes.items()}
@@ -116,13 +126,14 @@ class LatentMoves:
                     taken = better.reshape(better.shape + (1,) * (value.dim() - better.dim()))
                     now[name] = torch.where(taken, new.values[name], value)
                 latents = {name: value.reshape(latents[name].shape) for name, value in now.items()}
-                if moved.double().mean() >= _MOVED:
+                share = share or float(better.double().mean())
+                if moved.double().mean() >= _MOVED or share < _WORTH:
                     break
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError):
             pass
-        return latents
+        return latents, share
 
 
 def _is_simulated(site: Any) -> bool:

@@ -37,7 +37,7 @@ class AmortizedPosterior:
     """A guide that was compiled for a model: weighted draws of the posterior given any data.
 
     Attributes:
-        model, args, kwargs: as given.
+        model, args, kwargs: as given; a model that is written for one draw is wrapped to take many.
         guide: the trained guide; history: what happened in training.
     """
 

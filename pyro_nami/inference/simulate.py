@@ -1,12 +1,13 @@
 """Joint draws of a model's latents and data: what compilation trains on and calibration checks against.
 
-A `Simulator` runs the model with nothing conditioned, all draws at once in an outer plate; it falls back to a loop
-where that is not what runs of one draw are. Change this module when simulations come out of a model in another way.
+A `Simulator` runs the model with nothing conditioned, all draws at once in an outer plate, by `torch.vmap` if the model
+is written for one draw; it falls back to a loop where that is not what runs of one draw are. Change this module when simulations come out of a model in another way.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +27,7 @@ from pyro_nami.inference.site_messages import (
     plate_shape,
     with_idle_dims,
 )
-from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line
+from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line, run_for_many
 from pyro_nami.messages import warn
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.runner import Runner
@@ -94,6 +95,7 @@ class Simulator:
         observed: sites that inference will condition on, beside those that the model observes itself.
 
     Attributes:
+        model: as given, or `Vectorized`, where only so one run gives all draws.
         nesting: plate dims of the model.
         latent, observed: names of the sites, in model order.
         vectorized: whether one run of the model gives all draws; False: one run a draw.
@@ -149,7 +151,8 @@ class Simulator:
             self.trainable = tuple(name for name, site in params.trace.nodes.items() if _is_trained(site))
             self._check_sites(first)
             self.device = first[self.latent[0]]["value"].device
-            reason = self._difference(first)
+            target, reason = run_for_many(self.target, functools.partial(self._difference, first))
+            self.model = target.model
         self.vectorized = reason is None
         if reason is not None:
             warn(
@@ -211,12 +214,13 @@ class Simulator:
         extent: Extent = Extent(),
         values: Mapping[str, Tensor] | None = None,
         choose: Callable[[Any], None] | None = None,
+        target: Target | None = None,
     ) -> dict[str, Any]:
         """Runs the model; returns its sites but deterministic ones."""
         runner = Runner(values or {}, simulated=True, choose=choose)
         # Draws may be NaN, which distributions that the model makes can be told not to refuse in no other way.
         with torch.no_grad(), pyro.validation_enabled(False):
-            sites = self.target.run_model(extent, runner)
+            sites = (target or self.target).run_model(extent, runner)
         for name in (*self.latent, *self.observed):
             if name not in sites:
                 raise ValueError(
@@ -224,9 +228,11 @@ class Simulator:
                 )
         return {name: site for name, site in sites.items() if not site["infer"].get("_deterministic")}
 
-    def _batch(self, num: int, latents: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    def _batch(
+        self, num: int, latents: Mapping[str, Tensor] | None = None, target: Target | None = None
+    ) -> dict[str, Any]:
         """Returns the sites of one run for all draws."""
-        sites = self._run(self.target.extent(num), latents)
+        sites = self._run(self.target.extent(num), latents, target=target)
         for name, site in sites.items():
             shape, expected = site["fn"].batch_shape, (num, *plate_shape(site, self.nesting))
             if shape != expected:
@@ -251,12 +257,12 @@ class Simulator:
             if site_is_factor(site):
                 warn(f"Simulations know nothing of the factor '{name}': they are of the model without it.")
 
-    def _difference(self, first: Mapping[str, Any]) -> str | None:
+    def _difference(self, first: Mapping[str, Any], target: Target) -> str | None:
         """Returns where a vectorized run goes wrong, found by replaying its draws one by one; None if nowhere."""
         sizes = {size for site in first.values() for size in site["fn"].shape()}
         num = next(n for n in range(_CHECKED, _CHECKED + len(sizes) + 1) if n not in sizes)
         try:
-            batch = self._batch(num)
+            batch = self._batch(num, target=target)
             together = _log_densities(batch)
             for draw in range(num):
                 values = {
@@ -264,7 +270,7 @@ class Simulator:
                     for name, site in first.items()
                     if not site_is_factor(site)
                 }
-                wrong = differing_site(together, draw, _log_densities(self._run(values=values)))
+                wrong = differing_site(together, draw, _log_densities(self._run(values=values, target=target)))
                 if wrong is not None:
                     return f"the log density of site '{wrong}' differs from that in a run of one draw"
         except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for

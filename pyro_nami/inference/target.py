@@ -22,11 +22,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_nami.inference.observations import Observations
+from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.site_messages import check_full_plates, is_delta, log_density, plate_nesting
 from pyro_nami.reading.draws import any_value
 from pyro_nami.reading.runner import Runner, own_dims, takes_observations
+from pyro_nami.reading.vectorized import Vectorized
 
-__all__ = ["Extent", "Target", "differing_site", "in_one_line", "log_densities", "per_draw"]
+__all__ = ["Extent", "Target", "bind", "differing_site", "in_one_line", "log_densities", "per_draw", "run_for_many"]
 
 _PLATES = ("_draws", "_data_sets")
 _TOLERANCE = {torch.float64: 1e-6}  # of log densities; else what Newton's last step in single precision may leave
@@ -184,6 +186,28 @@ def _run(
         ) from error
     check_full_plates(sites)
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
+
+
+def run_for_many(target: Target, difference: Callable[[Target], str | None]) -> tuple[Target, str | None]:
+    """Returns the target, with its model, and the guide's, in `Vectorized` where only so it can be run for many draws.
+
+    Behind it, why it cannot: what ``difference`` says of the model; None where batched runs are as single ones are.
+    """
+    reason = difference(target)
+    if reason is None or isinstance(target.model, (SimulatorModel, Vectorized)):  # the first may draw at no site
+        return target, reason
+    other = replace(target, model=Vectorized(target.model, target.nesting))
+    bind(target.guide, target.model, other.model)
+    if difference(other) is None:
+        return other, None
+    bind(target.guide, other.model, target.model)
+    return target, reason
+
+
+def bind(guide: Any, model: Callable, other: Callable) -> None:
+    """Lets a guide of one model run another one, which is the same to it."""
+    if hasattr(guide, "bind") and guide.model is model:
+        guide.bind(other)
 
 
 # ---- what the sites of a run say

@@ -9,7 +9,7 @@ the way need not check. Change this module to change what a path runs between.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,10 +28,23 @@ from pyro_nami.inference.site_messages import (
     log_density,
     with_idle_dims,
 )
-from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line, log_densities, per_draw
+from pyro_nami.inference.target import (
+    Extent,
+    Target,
+    differing_site,
+    in_one_line,
+    log_densities,
+    per_draw,
+    run_for_many,
+)
+from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.runner import Runner
 
 __all__ = ["PathValue", "Start", "TemperedPath"]
+
+
+class _NotBatched(ValueError):
+    """A model does not take batch dims."""
 
 
 class Point(NamedTuple):
@@ -176,10 +189,30 @@ class Start:
                 check_declared(site, target.nesting)
         return cls(target, latents, given)
 
-    def path(self, num_chains: int, rows: slice, *, check: bool) -> tuple[TemperedPath, Tensor]:
+    def checked(self, num_chains: int, rows: slice) -> Start:
+        """Returns the start with a model that takes batch dims, as runs of single chains show for some data sets.
+
+        Raises:
+            ValueError: there is none, or as `path`.
+        """
+
+        def difference(target: Target) -> str | None:
+            try:
+                replace(self, target=target).path(num_chains, rows, check=True)
+            except _NotBatched as error:
+                return str(error)
+            return None
+
+        with forked_rng():
+            target, reason = run_for_many(self.target, difference)
+        if reason is not None:
+            raise ValueError(reason)
+        return replace(self, target=target)
+
+    def path(self, num_chains: int, rows: slice, *, check: bool = False) -> tuple[TemperedPath, Tensor]:
         """Returns the path for some data sets, and positions at its start, ``(chains, data sets, size)``.
 
-        With ``check``, runs of single chains tell whether the model takes batch dims.
+        With ``check``, runs of single chains tell whether the model takes batch dims; it raises where it does not.
         """
         extent = self.target.extent(num_chains, rows)
         path, point = TemperedPath(self.target, extent, self.shapes), Point({}, {}, {}, {}, {})
@@ -189,7 +222,7 @@ class Start:
         except (OutsideSupport, NotImplementedError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise ValueError(_NOT_BATCHED.format(in_one_line(error))) from error
+            raise _NotBatched(_NOT_BATCHED.format(in_one_line(error))) from error
         if check:
             self._compare(sites, extent, rows.start)
         _check_finite(point)
@@ -243,7 +276,7 @@ class Start:
             alone = log_densities(self.target.run_model(one, Runner({**one.data, **values})))
             name = differing_site(together, index, alone)
             if name is not None:
-                raise ValueError(_NOT_BATCHED.format(f"site '{name}' has another log density in a run of its own"))
+                raise _NotBatched(_NOT_BATCHED.format(f"site '{name}' has another log density in a run of its own"))
 
 
 def _is_latent(site: Any, data: Mapping[str, Any]) -> bool:

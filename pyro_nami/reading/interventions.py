@@ -5,6 +5,7 @@ Change this module when another property of a model can be told from how its sit
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
@@ -94,6 +95,7 @@ def intervene(probe: Probe, claimed: Dependencies) -> Dependencies:
 
 def is_blocked(model: Any) -> bool:
     """Whether a model hides sites on purpose: it is wrapped in ``poutine.block``, whatever else is around that."""
+    model = inspect.unwrap(model)
     if isinstance(model, partial):
         return any(isinstance(part, BlockMessenger) or is_blocked(part) for part in model.args)
     return False

@@ -125,7 +125,7 @@ def _parts(value: Any) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__, *getattr(value.__self__, "__dict__", {}).values()]
-    return [getattr(value, "fn", None)] if callable(value) else []
+    return [getattr(value, key, None) for key in ("fn", "__wrapped__")] if callable(value) else []
 
 
 def _contents(cell: CellType) -> Any:

@@ -29,6 +29,7 @@ _CLOSE = 0.03  # nats, times the root of the rounding error: a step that gains a
 _NEAR = 0.05  # nats: the same where a grid follows
 _ASIDE = 1e-2  # prior deviations from the mean to the first point
 _SHORTEST, _LONGEST = 0.1, 0.7  # to what part a step is cut
+_LEAST = 1e-6  # of a step; shorter, it leads back to where it began, for good
 _GROWTH, _GAINED = 2, 0.2  # of steps that fell short; of what a line would gain, what is enough
 
 
@@ -85,13 +86,13 @@ class Newton(JointGaussian):
         self._apart = {frame.name: frame.dim for frame in frames if frame.vectorized}  # of instances by themselves
         differentiable, self.differentiable = self.differentiable, False
         slopes, total = self.joint_slopes(sites), self._joint(sites)
-        over, shorter, longer = self._cut(slopes, total)
+        over, stalled, shorter, longer = self._cut(slopes, total)
         if over.all() and self._runs < _MOST_RUNS:
             return self._reached(shorter)
         super().solve(sites)
         along = {name: mean - self.references[name] for name, mean in self.means().items()}
         slope = self._along(slopes, along)
-        going = slope > 2 * self._enough()
+        going = (slope > 2 * self._enough()) & ~stalled
         if self._runs < _MOST_RUNS and bool((going | over).any()):
             step = Step(dict(self.references), along, slope, total, longer.where(going, 0.0))
             return self._reached(self._either(over, shorter, step))
@@ -138,14 +139,16 @@ class Newton(JointGaussian):
         other._step = step
         return other
 
-    def _cut(self, slopes: Mapping[str, Tensor], total: Tensor) -> tuple[Tensor, Step, Tensor]:
-        """Returns where the log density falls again on the way to this point, the step cut there, and the next length.
+    def _cut(self, slopes: Mapping[str, Tensor], total: Tensor) -> tuple[Tensor, Tensor, Step, Tensor]:
+        """Returns where the log density falls again on the way to this point, where it hardly rose, the step cut at the
+        first, and the next length.
 
         Steps grow where the slope hardly changes on their way, as they do where curvatures of both signs meet.
         """
         one = torch.ones_like(total)
         if self._step is None:
-            return torch.zeros_like(total, dtype=torch.bool), Step({}, {}, one, one, one), one
+            nowhere = torch.zeros_like(total, dtype=torch.bool)
+            return nowhere, nowhere, Step({}, {}, one, one, one), one
         before, now = self._step.slope, self._along(slopes, self._step.along)
         rounding = 100 * torch.finfo(next(iter(self.references.values())).dtype).eps * self._step.total.abs()
         gained = total - self._step.total
@@ -156,7 +159,9 @@ class Newton(JointGaussian):
         # If the slope falls all the way, its zero is near that of the chord; what overflows is no number.
         cut = (before / (before - now)).nan_to_num(0.0).clamp(_SHORTEST, _LONGEST)
         longer = torch.where(now > before / 2, _GROWTH * self._step.length, 1.0).clamp(min=1.0)
-        return over, self._step._replace(length=self._step.length * cut), longer
+        length = self._step.length * cut
+        shorter = self._step._replace(length=length.where(length > _LEAST, 0.0))
+        return over & (self._step.length > 0), ~(gained > self._enough()), shorter, longer
 
     def _either(self, over: Tensor, shorter: Step, step: Step) -> Step:
         """Returns a step that is the first one where that had led too far, of each set of instances by itself."""

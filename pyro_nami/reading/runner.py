@@ -85,7 +85,12 @@ class Runner(Messenger):
         super().__init__()
         self.values, self.indices, self.shown, self.broadcast = values, indices or {}, shown, broadcast
         self.simulated, self.choose, self.note = simulated, choose, note
-        self.missing: set[str] = set(until or ())
+        self.until = until
+        Runner.restart(self)
+
+    def restart(self) -> None:
+        """Forgets what was seen so far of a run that starts again."""
+        self.missing: set[str] = set(self.until or ())
         self.sites: dict[str, Any] = {}
         self.last: Any = None
 
@@ -211,6 +216,7 @@ def takes_observations(fn: Callable, *, is_guide: bool = False) -> bool:
         return takes_observations(fn.guide)
     if isinstance(fn, AutoGuide) and not hasattr(fn, "log_prob"):
         return takes_observations(fn.model)
+    fn = inspect.unwrap(fn)
     try:
         parameters = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters
     except (TypeError, ValueError):

@@ -406,7 +406,8 @@ def test_options_and_guides_that_do_not_fit_are_refused(options, error, message)
 def test_a_guide_of_a_model_that_takes_one_draw_at_a_time_says_what_to_do():
     def by_rows(y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        pyro.sample("y", dist.Normal(torch.eye(3, 2) @ w, 1.0).to_event(1), obs=y)
+        scale = 1.0 + 0.0 * float(w.sum())
+        pyro.sample("y", dist.Normal(torch.eye(3, 2) @ w, scale).to_event(1), obs=y)
 
     with pytest.raises(ValueError, match="many draws at once.*w @ X.mT.*exact=False, anchor=False"):
         calibrate(by_rows, AutoNaMIGuide(by_rows, observed=["y"]), num_datasets=20)

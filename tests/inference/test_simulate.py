@@ -1,6 +1,7 @@
 """`Simulator`: one vectorized run of a model gives joint draws, and it says where it does not."""
 
 import random
+import warnings
 
 import numpy as np
 import pyro
@@ -9,6 +10,7 @@ import pytest
 import torch
 from models import CASES, DIAMOND, conjugate_normal, learned_scale, pair, subsampled
 from pyro import poutine
+from pyro.poutine.messenger import Messenger
 
 from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
 
@@ -94,13 +96,38 @@ def test_sites_can_be_observed_by_name_or_by_condition(conditioned):
     assert abs((draws.observed["y"] - draws.latents["alpha"][:, GROUP]).std() - 1) < 0.05
 
 
+def escaping(model):
+    """The model with a value that leaves torch, as vmap does not allow."""
+
+    class Escape(Messenger):
+        def _pyro_sample(self, msg):
+            if msg["name"] == "y":
+                float(msg["fn"].mean.sum())
+
+    return Escape()(model)
+
+
+@pytest.mark.parametrize("name", [name for name in UNVECTORIZED if name != "if"])
+def test_models_for_one_draw_are_run_for_many(name):
+    model, args, right, _ = UNVECTORIZED[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        simulator = Simulator(model, args, observed=["y"])
+    assert simulator.vectorized
+    check_draws(simulator, right)
+
+
 @pytest.mark.parametrize("name", UNVECTORIZED)
 def test_models_that_cannot_be_vectorized_are_run_one_by_one(name):
     model, args, right, reason = UNVECTORIZED[name]
     with pytest.warns(UserWarning, match=FALLBACK) as caught:
-        simulator = Simulator(model, args, observed=["y"])
+        simulator = Simulator(escaping(model), args, observed=["y"])
     assert reason in str(caught[0].message) and "alpha[..., index]" in str(caught[0].message)
     assert not simulator.vectorized
+    check_draws(simulator, right)
+
+
+def check_draws(simulator, right):
     draws = simulator.draw(20)
     latent = next(iter(draws.latents.values()))
     expected = right(latent)

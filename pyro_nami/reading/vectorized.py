@@ -1,0 +1,304 @@
+"""Models that are written for one draw (`alpha[index]`, `X @ w`), run for many at once by `torch.vmap`.
+
+Inside, the model sees one draw, in its own shapes. Outside, handlers see sites with batch dims, as of a model that is
+written for them: a site's distribution is taken apart into tensors inside and put together outside, with those of all
+draws, and its value handed back. Change this module to carry another kind of distribution across.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pyro
+import torch
+from pyro.distributions import Delta
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _PYRO_STACK, apply_stack, get_plates
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+from torch.distributions import Distribution, Independent, Transform, TransformedDistribution
+from torch.distributions.transforms import _InverseTransform
+
+from pyro_nami.factors.wrappers import base_of
+from pyro_nami.reading.runner import Runner
+
+__all__ = ["Vectorized"]
+
+# Of which a distribution is given one.
+_ONE_OF = ("logits", "probs"), ("scale_tril", "covariance_matrix", "precision_matrix"), ("gate", "gate_logits")
+
+
+class Vectorized(nn.Module):
+    """A model that is written for one draw, as one that takes batch dims left of its plates.
+
+    It is the model itself where no site has a value with batch dims. It raises what `torch.vmap` does where that cannot
+    run the model (an `if` on a value, `float(z)`, random numbers of no site), and NotImplementedError at a distribution
+    that does not say what it was made with.
+
+    Args:
+        model: a Pyro model.
+        nesting: its plate dims.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> def model():
+        ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        ...     pyro.sample("x", dist.Normal(torch.eye(2) @ w, 1.0).to_event(1))
+        >>> w = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])
+        >>> Runner({"w": w}).run(Vectorized(model, 0), (), {})["x"]["fn"].mean
+        tensor([[0., 1.],
+                [2., 3.],
+                [4., 5.]])
+    """
+
+    def __init__(self, model: Callable, nesting: int) -> None:
+        super().__init__()
+        self.model, self.nesting = model, nesting
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self.model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model; what it returns is of use for one draw only."""
+        plates: list[Any] = [frame for frame in get_plates() if frame.vectorized]
+        sizes = {-frame.dim: frame.size for frame in plates}
+        batch = torch.Size(sizes.get(dim, 1) for dim in range(max(sizes, default=0), self.nesting, -1))
+        while True:
+            handlers = len(_PYRO_STACK)
+            try:
+                return self._run(batch, args, kwargs)
+            except _Wider as wider:
+                batch = wider.batch
+                around = (handler for handler in reversed(_PYRO_STACK[:handlers]) if isinstance(handler, Runner))
+                next(around).restart()  # others see nothing of this run
+
+    def _run(self, batch: torch.Size, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not batch:
+            with _Seen(batch, self.nesting):
+                return self.model(*args, **kwargs)
+
+        def one(index: Tensor) -> Tensor:
+            with _Crossing(batch, self.nesting, index, validates):
+                self.model(*args, **kwargs)
+            return index
+
+        validates = Distribution._validate_args  # which looks at values, as vmap cannot
+        with pyro.validation_enabled(False):
+            torch.func.vmap(one, randomness="error")(torch.arange(batch.numel()))
+        return None
+
+
+class _Wider(BaseException):
+    """A value has other batch dims than those that the run is for."""
+
+    def __init__(self, batch: torch.Size) -> None:
+        super().__init__()
+        self.batch = batch
+
+
+class _Seen(Messenger):
+    """Ends a run for some batch dims at a value that has more."""
+
+    def __init__(self, batch: torch.Size, nesting: int) -> None:
+        super().__init__()
+        self.batch, self.nesting = batch, nesting
+
+    def _postprocess_message(self, msg: Any) -> None:
+        value = msg["value"]
+        if msg["type"] != "sample" or site_is_subsample(msg) or not isinstance(value, Tensor):
+            return
+        batch = value.shape[: max(0, value.dim() - msg["fn"].event_dim - self.nesting)]
+        wider = torch.broadcast_shapes(batch, self.batch)
+        if wider != self.batch:
+            raise _Wider(wider)
+
+
+class _Crossing(_Seen):
+    """Takes each site out of a run under `torch.vmap`, to the handlers outside, and brings its value back."""
+
+    def __init__(self, batch: torch.Size, nesting: int, index: Tensor, validates: bool) -> None:
+        super().__init__(batch, nesting)
+        self.index, self.validates = index, validates
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg):
+            msg["scale"], msg["mask"] = 1.0, None  # which say nothing of it, and may belong inside
+            return
+        fn, parts, nesting = msg["fn"], _Parts(len(self.batch)), self.nesting
+        make = parts.distribution(fn, nesting)
+        others = {key: parts.tensor(msg[key], nesting) for key in ("mask", "scale")}
+        others["value"] = parts.tensor(msg["value"], nesting + fn.event_dim)
+
+        def outside(given: Sequence[Tensor]) -> Tensor:
+            with pyro.validation_enabled(self.validates), _outer_handlers(self):
+                site: Any = {**msg, "infer": dict(msg["infer"]), "fn": make(given)}
+                site.update((key, other(given)) for key, other in others.items())
+                apply_stack(site)
+            _Seen._postprocess_message(self, site)
+            value = site["value"]
+            own = fn.batch_shape + value.shape[value.dim() - fn.event_dim :]
+            idle = (1,) * (nesting - len(fn.batch_shape))
+            return value.expand(self.batch + idle + own).reshape(self.batch.numel(), *own)
+
+        msg["value"] = _Outside.apply(outside, self.batch, self.index, *parts.tensors)
+        msg["done"] = msg["stop"] = True
+
+    def _postprocess_message(self, msg: Any) -> None:
+        pass
+
+
+@contextmanager
+def _outer_handlers(handler: Messenger) -> Iterator[None]:
+    """Leaves the handlers around one alone."""
+    place = _PYRO_STACK.index(handler)
+    inner = _PYRO_STACK[place:]
+    del _PYRO_STACK[place:]
+    try:
+        yield
+    finally:
+        _PYRO_STACK[place:] = inner
+
+
+class _Outside(torch.autograd.Function):
+    """Calls a function, under `torch.vmap`, with the tensors of all draws, ``(*batch, *own)``."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        raise AssertionError  # not without vmap
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, function: Callable, batch: torch.Size, *tensors: Tensor) -> tuple[Tensor, int]:
+        """Runs at the level below that of vmap, where gradients are recorded as anywhere."""
+        moved = [
+            part if dim is None else part.movedim(dim, 0).unflatten(0, batch)
+            for part, dim in zip(tensors[1:], in_dims[3:])
+        ]
+        return function([(part, dim is not None) for part, dim in zip(moved, in_dims[3:])]), 0
+
+
+# ---- distributions
+
+
+class _Parts:
+    """Takes distributions apart; makes functions from the parts of all draws to the distribution of all draws.
+
+    Batch dims of draws stand left of ``width`` dims, and of event dims. Parts that are the same for all have none.
+    """
+
+    def __init__(self, num_batch: int) -> None:
+        self.num_batch = num_batch
+        self.tensors: list[Tensor] = []
+
+    def tensor(self, value: Any, width: int) -> Callable[[Any], Any]:
+        """For a tensor ``(*own)`` that is aligned right in ``width`` dims; anything else stays as it is."""
+        if not isinstance(value, Tensor):
+            return lambda given: value
+        place, idle = len(self.tensors), (1,) * (width - value.dim())
+        self.tensors.append(value)
+
+        def of(given: Any) -> Tensor:
+            part, varies = given[place]
+            cut = self.num_batch
+            return part.reshape(part.shape[:cut] + idle + part.shape[cut:]) if varies else part
+
+        return of
+
+    def distribution(self, fn: Any, width: int) -> Callable[[Any], Any]:
+        """For a distribution of at most ``width`` batch dims."""
+        base = base_of(fn)
+        if isinstance(fn, Independent):
+            num = fn.reinterpreted_batch_ndims
+            made = self.distribution(base, width + num)
+            return lambda given: made(given).to_event(num)
+        if isinstance(fn, MaskedDistribution):
+            made, mask = self.distribution(base, width), self.tensor(fn._mask, width)
+            return lambda given: made(given).mask(mask(given))
+        if isinstance(fn, ExpandedDistribution):
+            made, own = self.distribution(base, width), fn.batch_shape
+            return lambda given: _expanded(made(given), own)
+        if isinstance(fn, Delta):
+            value, log_density = self.tensor(fn.v, width + fn.event_dim), self.tensor(fn.log_density, width)
+            return lambda given: Delta(value(given), log_density(given), fn.event_dim)
+        if type(fn).__init__ is TransformedDistribution.__init__:
+            made = self.distribution(base, width + fn.event_dim - base.event_dim)
+            changes = self.transforms(fn.transforms, width + fn.event_dim)
+            return lambda given: type(fn)(made(given), changes(given))
+        options = {key: self.parameter(fn, key, value, width) for key, value in _given(fn).items()}
+        own = fn.batch_shape
+        return lambda given: _expanded(type(fn)(**{key: part(given) for key, part in options.items()}), own)
+
+    def parameter(self, fn: Any, name: str, value: Any, width: int) -> Callable[[Any], Any]:
+        """For an argument that a distribution was made with."""
+        if isinstance(value, Distribution):
+            return self.distribution(value, width + len(value.batch_shape) - len(fn.batch_shape))
+        constraint = fn.arg_constraints.get(name)
+        return self.tensor(value, width + (constraint.event_dim if constraint is not None else 0))
+
+    def transform(self, change: Transform, width: int) -> Callable[[Any], Any]:
+        """For a transform of values of ``width`` dims, with its tensors, and transforms that it is made of."""
+        if isinstance(change, nn.Module):
+            raise NotImplementedError(f"Expected a transform without a network; got {type(change).__name__}.")
+        if isinstance(change, _InverseTransform):
+            inverse = self.transform(change.inv, width)
+            return lambda given: inverse(given).inv
+        parts: dict[str, Callable] = {}
+        for key, value in vars(change).items():
+            if isinstance(value, Tensor):
+                parts[key] = self.tensor(value, width)
+            elif isinstance(value, list):
+                parts[key] = self.transforms(value, width)
+            elif isinstance(value, Transform) and key != "_inv":
+                parts[key] = self.transform(value, width)
+
+        def of(given: Any) -> Transform:
+            made = copy.copy(change)
+            vars(made).update({key: part(given) for key, part in parts.items()}, _inv=None, _cached_x_y=(None, None))
+            return made
+
+        return of
+
+    def transforms(self, changes: Sequence[Transform], width: int) -> Callable[[Any], list[Transform]]:
+        """For transforms, one after the other."""
+        made = [self.transform(each, width) for each in changes]
+        return lambda given: [each(given) for each in made]
+
+
+def _expanded(fn: Any, own: torch.Size) -> Any:
+    """Returns a distribution with at least its own batch dims."""
+    wide = torch.broadcast_shapes(fn.batch_shape, own)
+    return fn if wide == fn.batch_shape else fn.expand(wide)
+
+
+def _given(fn: Any) -> dict[str, Any]:
+    """Returns the arguments that make a distribution, by the names in its signature.
+
+    Raises:
+        NotImplementedError: the distribution does not keep them.
+    """
+    kept, found = vars(fn), dict[str, Any]()
+    signature = inspect.signature(type(fn).__init__).parameters
+    for name, parameter in list(signature.items())[1:]:
+        same = next((group for group in _ONE_OF if name in group), (name,))
+        if name == "validate_args" or found.keys() & set(same):
+            continue
+        in_kept = [each for each in same if each in kept and each in signature]
+        name = in_kept[0] if in_kept else name
+        value = kept[name] if in_kept else getattr(fn, name, parameter.default)
+        if value is parameter.empty:
+            raise NotImplementedError(
+                f"Expected a distribution that keeps what it is made with; {type(fn).__name__} does not keep '{name}'."
+            )
+        found[name] = value
+    return found
