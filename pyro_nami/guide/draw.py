@@ -33,6 +33,7 @@ from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, plate_shape
 from pyro_nami.reading.first_run import is_latent
 from pyro_nami.reading.runner import AllSeen, Runner
+from pyro_nami.reading.vectorized import Vectorized
 
 __all__ = ["densities", "draw", "know_all", "start_pass"]
 
@@ -185,7 +186,9 @@ class _DrawingRun(Runner):
         waiting = group.needed.intersection(current.rules).difference(current.values, self.values)
         passed = not current.values.keys().isdisjoint(group.members)
         moved = bool(waiting) and current.is_relocated()  # where what is drawn lies is not known before
-        alone = passed or moved or self._call.source(group) is not self._call or group.iterates
+        other = self._call.source(group) is not self._call
+        again = isinstance(self._call.model, Vectorized)  # starts again where points bring batch dims
+        alone = passed or moved or other or again or group.iterates
         if not waiting and (alone or not (self._gradients and torch.is_grad_enabled())):
             raise AllSeen
         if not alone and self._gradients and torch.is_grad_enabled():

@@ -227,3 +227,33 @@ def test_what_mixes_up_draws_is_found_by_a_few():
 
     found = importance_sample(model, AutoMultivariateNormal(model), num_samples=1000)
     assert found.num_samples == 1000 and max(sizes) < 1000
+
+
+def test_derived_conditionals_are_those_of_a_model_for_many():
+    """In training as well, where they are derived in the run that draws what comes before them."""
+
+    def model_for(many):
+        def model(y):
+            scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+            w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            with pyro.plate("groups", 3):
+                b = pyro.sample("b", dist.Normal(0.0, 1.0))
+            mean = b[..., GROUP] + (DESIGN * w).sum(-1) if many else b[GROUP] + DESIGN @ w
+            with pyro.plate("rows", 6):
+                pyro.sample("y", dist.Normal(mean, scale), obs=y)
+
+        return model
+
+    guides = [AutoNaMIGuide(model) for model in (model_for(True), Vectorized(model_for(False), 1))]
+    for guide in guides:
+        guide(DATA)
+    assert {name: note.rule for name, note in guides[0].rules.items()} == {
+        name: note.rule for name, note in guides[1].rules.items()
+    }
+    values = {name: site["value"].detach() for name, site in Runner({}).run(guides[0], (DATA,), {}).items()}
+    values = {name: value for name, value in values.items() if name in ("scale", "w", "b")}
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            ours, theirs = (log_densities(Runner(values).run(guide, (DATA,), {})) for guide in guides)
+        for name in values:
+            torch.testing.assert_close(theirs[name], ours[name], rtol=1e-3, atol=1e-3)
