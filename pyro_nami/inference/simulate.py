@@ -1,7 +1,8 @@
 """Joint draws of a model's latents and data: what compilation trains on and calibration checks against.
 
 A `Simulator` runs the model with nothing conditioned, all draws at once in an outer plate, by `torch.vmap` if the model
-is written for one draw; it falls back to a loop where that is not what runs of one draw are. Change this module when simulations come out of a model in another way.
+is written for one draw; it falls back to a loop where that is not what runs of one draw are. Change this module when
+simulations come out of a model in another way.
 """
 
 from __future__ import annotations
