@@ -5,7 +5,6 @@ Change this module when another property of a model can be told from how its sit
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
@@ -20,6 +19,7 @@ from pyro_nami.reading.changes import any_along, equal, same
 from pyro_nami.reading.group_testing import Untested
 from pyro_nami.reading.probe import Place, Probe, Run
 from pyro_nami.reading.provenance import ProvenanceTracker
+from pyro_nami.reading.vectorized import Vectorized
 
 __all__ = ["Dependencies", "claim", "intervene", "is_blocked"]
 
@@ -95,7 +95,7 @@ def intervene(probe: Probe, claimed: Dependencies) -> Dependencies:
 
 def is_blocked(model: Any) -> bool:
     """Whether a model hides sites on purpose: it is wrapped in ``poutine.block``, whatever else is around that."""
-    model = inspect.unwrap(model)
+    model = model.model if isinstance(model, Vectorized) else model
     if isinstance(model, partial):
         return any(isinstance(part, BlockMessenger) or is_blocked(part) for part in model.args)
     return False

@@ -216,7 +216,7 @@ def takes_observations(fn: Callable, *, is_guide: bool = False) -> bool:
         return takes_observations(fn.guide)
     if isinstance(fn, AutoGuide) and not hasattr(fn, "log_prob"):
         return takes_observations(fn.model)
-    fn = inspect.unwrap(fn)
+    fn = getattr(fn, "__wrapped__", fn) if isinstance(fn, nn.Module) else fn
     try:
         parameters = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters
     except (TypeError, ValueError):

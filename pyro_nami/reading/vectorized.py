@@ -68,7 +68,9 @@ class Vectorized(nn.Module):
             except _Wider as wider:
                 batch = wider.batch
                 around = (handler for handler in reversed(_PYRO_STACK[:handlers]) if isinstance(handler, Runner))
-                next(around).restart()  # others see nothing of this run
+                runner = next(around, None)
+                if runner is not None:
+                    runner.restart()  # others see nothing of this run
 
     def _run(self, batch: torch.Size, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not batch:
