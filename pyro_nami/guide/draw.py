@@ -32,7 +32,7 @@ from pyro_nami.guide.rules import Prior
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, plate_shape
 from pyro_nami.reading.first_run import is_latent
-from pyro_nami.reading.runner import AllSeen, Runner
+from pyro_nami.reading.runner import AllSeen, Runner, outer_sizes
 from pyro_nami.reading.vectorized import Vectorized
 
 __all__ = ["densities", "draw", "know_all", "start_pass"]
@@ -50,17 +50,8 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     rules |= {name: Prior(name) for name in (*(rules.keys() & call.unseen), *call.new)}
     validate = is_validation_enabled() and not torch.jit.is_tracing()
     current = Pass(rules, plan.families, state, functools.partial(derive, plan, call), _relocation(plan), validate)
-    current.outer = _outer(plan.plates.nesting)
+    current.outer = outer_sizes(plan.plates.nesting)
     return current
-
-
-def _outer(nesting: int) -> torch.Size:
-    """Returns the sizes of the plates around the guide, to the left of the model's own."""
-    if not any(isinstance(handler, IndepMessenger) for handler in _PYRO_STACK):
-        return torch.Size()
-    plates: list[Any] = [frame for frame in get_plates() if frame.vectorized]
-    sizes = {-frame.dim: frame.size for frame in plates}
-    return torch.Size(sizes.get(dim, 1) for dim in range(max(sizes, default=0), nesting, -1))
 
 
 def draw(current: Pass, plan: Plan, call: Call) -> None:

@@ -30,6 +30,7 @@ from pyro_nami.inference.target import (
     Extent,
     Target,
     differing_site,
+    few_draws,
     in_one_line,
     log_densities,
     run_for_many,
@@ -211,9 +212,7 @@ class Proposal:
 
     def _fault(self, target: Target) -> str | None:
         """Returns why a few draws cannot be made at once; None if they can, or if no draws can."""
-        sites = [*self.single.guide.values(), *self.single.model.values()]
-        sizes = {size for site in sites for size in site["fn"].shape()}
-        num = next(n for n in range(_FEW, _FEW + len(sizes) + 1) if n not in sizes)
+        num = few_draws([*self.single.guide.values(), *self.single.model.values()], _FEW)
         try:
             return replace(self, target=target).at_once(num)[1]
         except BadDensity:

@@ -8,7 +8,6 @@ simulations come out of a model in another way.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +27,7 @@ from pyro_nami.inference.site_messages import (
     plate_shape,
     with_idle_dims,
 )
-from pyro_nami.inference.target import Extent, Target, differing_site, in_one_line, run_for_many
+from pyro_nami.inference.target import Extent, Target, differing_site, few_draws, in_one_line, run_for_many
 from pyro_nami.messages import warn
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.runner import Runner
@@ -152,7 +151,7 @@ class Simulator:
             self.trainable = tuple(name for name, site in params.trace.nodes.items() if _is_trained(site))
             self._check_sites(first)
             self.device = first[self.latent[0]]["value"].device
-            target, reason = run_for_many(self.target, functools.partial(self._difference, first))
+            target, reason = run_for_many(self.target, lambda target: self._as(target)._difference(first))
             self.model = target.model
         self.vectorized = reason is None
         if reason is not None:
@@ -215,13 +214,12 @@ class Simulator:
         extent: Extent = Extent(),
         values: Mapping[str, Tensor] | None = None,
         choose: Callable[[Any], None] | None = None,
-        target: Target | None = None,
     ) -> dict[str, Any]:
         """Runs the model; returns its sites but deterministic ones."""
         runner = Runner(values or {}, simulated=True, choose=choose)
         # Draws may be NaN, which distributions that the model makes can be told not to refuse in no other way.
         with torch.no_grad(), pyro.validation_enabled(False):
-            sites = (target or self.target).run_model(extent, runner)
+            sites = self.target.run_model(extent, runner)
         for name in (*self.latent, *self.observed):
             if name not in sites:
                 raise ValueError(
@@ -229,11 +227,9 @@ class Simulator:
                 )
         return {name: site for name, site in sites.items() if not site["infer"].get("_deterministic")}
 
-    def _batch(
-        self, num: int, latents: Mapping[str, Tensor] | None = None, target: Target | None = None
-    ) -> dict[str, Any]:
+    def _batch(self, num: int, latents: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """Returns the sites of one run for all draws."""
-        sites = self._run(self.target.extent(num), latents, target=target)
+        sites = self._run(self.target.extent(num), latents)
         for name, site in sites.items():
             shape, expected = site["fn"].batch_shape, (num, *plate_shape(site, self.nesting))
             if shape != expected:
@@ -258,12 +254,17 @@ class Simulator:
             if site_is_factor(site):
                 warn(f"Simulations know nothing of the factor '{name}': they are of the model without it.")
 
-    def _difference(self, first: Mapping[str, Any], target: Target) -> str | None:
+    def _as(self, target: Target) -> Simulator:
+        """Returns a simulator of another model, with the same sites."""
+        other = copy.copy(self)
+        other.model = target.model
+        return other
+
+    def _difference(self, first: Mapping[str, Any]) -> str | None:
         """Returns where a vectorized run goes wrong, found by replaying its draws one by one; None if nowhere."""
-        sizes = {size for site in first.values() for size in site["fn"].shape()}
-        num = next(n for n in range(_CHECKED, _CHECKED + len(sizes) + 1) if n not in sizes)
+        num = few_draws(first.values(), _CHECKED)
         try:
-            batch = self._batch(num, target=target)
+            batch = self._batch(num)
             together = _log_densities(batch)
             for draw in range(num):
                 values = {
@@ -271,7 +272,7 @@ class Simulator:
                     for name, site in first.items()
                     if not site_is_factor(site)
                 }
-                wrong = differing_site(together, draw, _log_densities(self._run(values=values, target=target)))
+                wrong = differing_site(together, draw, _log_densities(self._run(values=values)))
                 if wrong is not None:
                     return f"the log density of site '{wrong}' differs from that in a run of one draw"
         except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for

@@ -8,7 +8,7 @@ and guide are to be run, or runs to be compared, in another way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -28,7 +28,17 @@ from pyro_nami.reading.draws import any_value
 from pyro_nami.reading.runner import Runner, own_dims, takes_observations
 from pyro_nami.reading.vectorized import Vectorized
 
-__all__ = ["Extent", "Target", "bind", "differing_site", "in_one_line", "log_densities", "per_draw", "run_for_many"]
+__all__ = [
+    "Extent",
+    "Target",
+    "bind",
+    "differing_site",
+    "few_draws",
+    "in_one_line",
+    "log_densities",
+    "per_draw",
+    "run_for_many",
+]
 
 _PLATES = ("_draws", "_data_sets")
 _TOLERANCE = {torch.float64: 1e-6}  # of log densities; else what Newton's last step in single precision may leave
@@ -202,6 +212,12 @@ def run_for_many(target: Target, difference: Callable[[Target], str | None]) -> 
         return other, None
     bind(target.guide, other.model, target.model)
     return target, reason
+
+
+def few_draws(sites: Iterable[Any], least: int) -> int:
+    """Returns a number of draws that is no size of a site, so that it cannot be taken for one."""
+    sizes = {size for site in sites for size in site["fn"].shape()}
+    return next(num for num in range(least, least + len(sizes) + 1) if num not in sizes)
 
 
 def bind(guide: Any, model: Callable, other: Callable) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from pyro.contrib.easyguide import EasyGuide
 from pyro.infer.autoguide import AutoGuide
+from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import _DIM_ALLOCATOR
+from pyro.poutine.runtime import _DIM_ALLOCATOR, _PYRO_STACK, get_plates
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ __all__ = [
     "Runner",
     "changed_event_shape",
     "is_fixed",
+    "outer_sizes",
     "own_dims",
     "prior_draws",
     "takes_observations",
@@ -181,6 +183,15 @@ def own_dims() -> Iterator[None]:
         yield
     finally:
         _DIM_ALLOCATOR._stack = taken
+
+
+def outer_sizes(nesting: int) -> torch.Size:
+    """Returns the sizes of the plates around, to the left of a model's own ``nesting`` plate dims."""
+    if not any(isinstance(handler, IndepMessenger) for handler in _PYRO_STACK):
+        return torch.Size()
+    plates: list[Any] = [frame for frame in get_plates() if frame.vectorized]
+    sizes = {-frame.dim: frame.size for frame in plates}
+    return torch.Size(sizes.get(dim, 1) for dim in range(max(sizes, default=0), nesting, -1))
 
 
 def prior_draws(model: Callable, args: tuple, kwargs: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:

@@ -14,13 +14,13 @@ from typing import Any
 import pyro
 import torch
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import _PYRO_STACK, apply_stack, get_plates
+from pyro.poutine.runtime import _PYRO_STACK, apply_stack
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_nami.reading.parts import Parts
-from pyro_nami.reading.runner import Runner
+from pyro_nami.reading.runner import Runner, outer_sizes
 
 __all__ = ["Vectorized"]
 
@@ -58,9 +58,7 @@ class Vectorized(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model; what it returns is of use for one draw only."""
-        plates: list[Any] = [frame for frame in get_plates() if frame.vectorized]
-        sizes = {-frame.dim: frame.size for frame in plates}
-        batch = torch.Size(sizes.get(dim, 1) for dim in range(max(sizes, default=0), self.nesting, -1))
+        batch = outer_sizes(self.nesting)
         while True:
             handlers = len(_PYRO_STACK)
             try:
@@ -175,8 +173,7 @@ class _Outside(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, function: Callable, batch: torch.Size, *tensors: Tensor) -> tuple[Tensor, int]:
         """Runs at the level below that of vmap, where gradients are recorded as anywhere."""
-        moved = [
-            part if dim is None else part.movedim(dim, 0).unflatten(0, batch)
-            for part, dim in zip(tensors[1:], in_dims[3:])
-        ]
-        return function([(part, dim is not None) for part, dim in zip(moved, in_dims[3:])]), 0
+        given: list[tuple[Tensor, bool]] = []  # each with whether it is another one for each draw
+        for part, dim in zip(tensors[1:], in_dims[3:]):
+            given.append((part, False) if dim is None else (part.movedim(dim, 0).unflatten(0, batch), True))
+        return function(given), 0
