@@ -49,18 +49,27 @@ def assemble(
     """Returns a guide's plan, its networks, and a run at the initial values, from one call; see `first_call`."""
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         first = first_call(model, args, kwargs, options, subsampled)
-        plan = make_plan(first)
-        network = _network(first, plan)
-        # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
-        held = {name: first.draws[0][name] for name in options.observed if name in first.draws[0]}
-        values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
-        call = Call(model, args, kwargs, values=values, held=held)
-        state = NetworkState(network, call.maps)
-        current = Pass(plan.rules, plan.families, state, functools.partial(derive, plan, call), None, validate=False)
-        if flaw := flaw_of_tables(plan, call, current, derive):
-            plan = make_plan(first, flaw)
-            network = _network(first, plan)
+        plan, network = _found(first)
+        if plan.learned and (mapped := first.mapped()):
+            further = _found(mapped)
+            if further[0].num_underived < plan.num_underived:  # else steps are faster without
+                plan, network = further
         return plan, network, first.prototype
+
+
+def _found(first: FirstCall) -> tuple[Plan, InverseNetwork]:
+    plan = make_plan(first)
+    network = _network(first, plan)
+    # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
+    held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
+    values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
+    call = Call(first.model, first.args, first.kwargs, values=values, held=held)
+    state = NetworkState(network, call.maps)
+    current = Pass(plan.rules, plan.families, state, functools.partial(derive, plan, call), None, validate=False)
+    if flaw := flaw_of_tables(plan, call, current, derive):
+        plan = make_plan(first, flaw)
+        network = _network(first, plan)
+    return plan, network
 
 
 def _network(first: FirstCall, plan: Plan) -> InverseNetwork:

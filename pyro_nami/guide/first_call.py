@@ -5,7 +5,9 @@ Change this module when a guide needs to know something more of its model.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pyro
@@ -18,10 +20,12 @@ from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.conditioning import Plates
 from pyro_nami.guide.inversion import with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.options import Options
+from pyro_nami.reading.batched import takes_many
 from pyro_nami.reading.first_run import first_run, is_latent, is_passing, subsamples
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.network import Extraction, extract, is_blocked
 from pyro_nami.reading.runner import Runner, prior_draws
+from pyro_nami.reading.vectorized import Vectorized
 
 __all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call", "first_instance"]
 
@@ -58,6 +62,18 @@ class FirstCall(NamedTuple):
         """The latents that a call may observe."""
         named = (name for block in self.options.blocks or () for name in block)
         return frozenset(self.net.latent) & frozenset(self.found.bayesnet.observed) | frozenset(named)
+
+    def mapped(self) -> FirstCall | None:
+        """Returns the call with the model mapped over draws, if it is written for one draw, and can be so.
+
+        A loss that Pyro compiles could not be; called from there, there is none.
+        """
+        if isinstance(self.model, Vectorized) or _is_compiled():
+            return None
+        other, check = Vectorized(self.model, self.plates.nesting), (self.args, self.kwargs, self.draws)
+        if takes_many(self.model, *check, self.plates.nesting) or not takes_many(other, *check, self.plates.nesting):
+            return None
+        return self._replace(model=other)
 
     def run(self, values: Mapping[str, Any], until: Collection[str] | None = None) -> dict[str, Any]:
         """Returns the sites of a run of the model at chosen values of its latents."""
@@ -125,6 +141,13 @@ def first_call(
         frames={name: frozenset(frame.name for frame in stack) for name, stack in stacks.items()},
         passing=passing,
     )
+
+
+def _is_compiled() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "pyro.ops.jit":
+        frame = frame.f_back
+    return frame is not None
 
 
 def first_instance(value: Tensor, site: Mapping[str, Any]) -> Tensor:

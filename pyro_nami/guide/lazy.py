@@ -147,7 +147,7 @@ class LazyGuide(AutoGuide):
         if "observations" in kwargs:  # of several data sets, whose values the model's runs hold, it sees the first
             kwargs = {**kwargs, "observations": _first_set(observations, plan)}
         plates, remember = self._create_plates(*args, **kwargs), self.training and torch.is_grad_enabled()
-        call = Call(self.model, args, kwargs)
+        call = Call(plan.for_many(self.model), args, kwargs)
         passes = self.network.passes
         return self._reader.read(call, plates, observations, remember=remember, passes=passes, draws=draws)
 

@@ -19,6 +19,7 @@ from pyro_nami.guide.rules import Learned, Rule, RuleNote
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.covariates import MASK
 from pyro_nami.reading.index_maps.finder import MapPlan
+from pyro_nami.reading.vectorized import Vectorized
 
 __all__ = ["Covariates", "Plan", "SitePlan", "differences", "missing_site", "new_site"]
 
@@ -65,6 +66,18 @@ class Plan:
     factory: Mapping[str, Any]  # dtype and device of the networks
     refused: Mapping[str, str]  # latent -> why it is not drawn from an exact conditional
     bounds: Mapping[str, Factor]  # observed site -> what networks give for its bound
+    vectorized: bool  # whether the model is one for one draw, and mapped over draws
+
+    def for_many(self, model: Callable) -> Callable:
+        """Returns the model as the plan's rules run it."""
+        is_one = self.vectorized and not isinstance(model, Vectorized)
+        return Vectorized(model, self.plates.nesting) if is_one else model
+
+    @property
+    def num_underived(self) -> tuple[int, int]:
+        """The numbers of latents that networks serve, and of those that they bend the conditionals of."""
+        bent = sum(rule.group is not None for rule in self.learned.values())
+        return len(self.learned) - bent, bent
 
     @cached_property
     def learned(self) -> dict[str, Learned]:

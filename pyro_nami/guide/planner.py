@@ -34,6 +34,7 @@ from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
 from pyro_nami.reading.forms import Finder
 from pyro_nami.reading.network import is_blocked
+from pyro_nami.reading.vectorized import Vectorized
 
 __all__ = ["make_plan"]
 
@@ -117,6 +118,7 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
         factory=first.factory(order),
         refused=refused,
         bounds=bounds,
+        vectorized=isinstance(first.model, Vectorized),
     )
 
 

@@ -29,8 +29,6 @@ from pyro_nami.inference.site_messages import (
 from pyro_nami.inference.target import (
     Extent,
     Target,
-    differing_site,
-    few_draws,
     in_one_line,
     log_densities,
     run_for_many,
@@ -47,13 +45,13 @@ from pyro_nami.inference.weighing import (
 )
 from pyro_nami.inference.weights import WeightedSamples, warn_of_bad
 from pyro_nami.messages import OneByOne, warn
+from pyro_nami.reading.batched import differing_site, few_draws
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.runner import Runner
 
 __all__ = ["Proposal", "importance_sample"]
 
 _ELEMENTS = 2**20  # of all sites' values, of one chunk by default
-_FEW = 3  # draws by which it is found out whether many can be made at once, at least
 _LOST = 0.5  # share of draws at which the model may have no density
 
 
@@ -212,7 +210,7 @@ class Proposal:
 
     def _fault(self, target: Target) -> str | None:
         """Returns why a few draws cannot be made at once; None if they can, or if no draws can."""
-        num = few_draws([*self.single.guide.values(), *self.single.model.values()], _FEW)
+        num = few_draws([*self.single.guide.values(), *self.single.model.values()])
         try:
             return replace(self, target=target).at_once(num)[1]
         except BadDensity:

@@ -27,8 +27,9 @@ from pyro_nami.inference.site_messages import (
     plate_shape,
     with_idle_dims,
 )
-from pyro_nami.inference.target import Extent, Target, differing_site, few_draws, in_one_line, run_for_many
+from pyro_nami.inference.target import Extent, Target, in_one_line, run_for_many
 from pyro_nami.messages import warn
+from pyro_nami.reading.batched import differing_site, few_draws
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.runner import Runner
 

@@ -1,14 +1,13 @@
 """A model, a guide, and what one call gives them; run for any number of draws and of data sets.
 
 A `Target` is all that simulation, importance sampling and annealing know of a model. A batched run stands in outer
-plates, left of the model's own, and all three check their first one by `differing_site`. Change this module when model
-and guide are to be run, or runs to be compared, in another way.
+plates, left of the model's own. Change this module when model and guide are to be run in another way.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -32,8 +31,6 @@ __all__ = [
     "Extent",
     "Target",
     "bind",
-    "differing_site",
-    "few_draws",
     "in_one_line",
     "log_densities",
     "per_draw",
@@ -41,7 +38,6 @@ __all__ = [
 ]
 
 _PLATES = ("_draws", "_data_sets")
-_TOLERANCE = {torch.float64: 1e-6}  # of log densities; else what Newton's last step in single precision may leave
 
 
 class Extent(NamedTuple):
@@ -214,12 +210,6 @@ def run_for_many(target: Target, difference: Callable[[Target], str | None]) -> 
     return target, reason
 
 
-def few_draws(sites: Iterable[Any], least: int) -> int:
-    """Returns a number of draws that is no size of a site, so that it cannot be taken for one."""
-    sizes = {size for site in sites for size in site["fn"].shape()}
-    return next(num for num in range(least, least + len(sizes) + 1) if num not in sizes)
-
-
 def bind(guide: Any, model: Callable, other: Callable) -> None:
     """Lets a guide of one model run another one, which is the same to it."""
     if hasattr(guide, "bind") and guide.model is model:
@@ -252,22 +242,6 @@ def per_draw(log_probs: Mapping[str, Tensor], extent: Extent) -> dict[str, Tenso
                 f"Expected batch dims {extent.sizes} at site '{name}'; got {tuple(log_prob.shape)}."
             )
     return {name: log_prob.reshape(extent.sizes + (-1,)).sum(-1) for name, log_prob in log_probs.items()}
-
-
-def differing_site(
-    together: Mapping[str, Tensor], index: int | tuple[int, ...], alone: Mapping[str, Tensor]
-) -> str | None:
-    """Returns the first site whose log densities in a batched run, at an index, are not those ``alone``; or None."""
-    for name in {**together, **alone}:
-        if name not in together or name not in alone:
-            return name
-        here, there = together[name][index], alone[name]
-        tolerance = max(_TOLERANCE.get(x.dtype, 1e-2) for x in (here, there))
-        if here.numel() != there.numel() or not torch.allclose(
-            here, there.reshape(here.shape).to(here), rtol=tolerance, atol=tolerance, equal_nan=True
-        ):
-            return name
-    return None
 
 
 def in_one_line(error: Exception) -> str:

@@ -31,12 +31,12 @@ from pyro_nami.inference.site_messages import (
 from pyro_nami.inference.target import (
     Extent,
     Target,
-    differing_site,
     in_one_line,
     log_densities,
     per_draw,
     run_for_many,
 )
+from pyro_nami.reading.batched import differing_site
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.runner import Runner
 

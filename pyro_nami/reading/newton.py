@@ -30,6 +30,7 @@ _NEAR = 0.05  # nats: the same where a grid follows
 _ASIDE = 1e-2  # prior deviations from the mean to the first point
 _SHORTEST, _LONGEST = 0.1, 0.7  # to what part a step is cut
 _LEAST = 1e-6  # of a step; shorter, it leads back to where it began, for good
+_WIDER = 1.05  # times the deviations of priors, squared: what is left to rounding
 _GROWTH, _GAINED = 2, 0.2  # of steps that fell short; of what a line would gain, what is enough
 
 
@@ -58,6 +59,7 @@ class Newton(JointGaussian):
     """
 
     concave = False
+    length = 0.0  # of the way on a line from the mode to here, in deviations, squared
 
     def __init__(
         self, group: ConjugateGroup, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any
@@ -233,12 +235,22 @@ class Newton(JointGaussian):
     def line(self, place: float) -> Newton:
         """Returns the expansion about a point some deviations from the mode, on a line, of one that is solved."""
         found: dict[str, Tensor] = {}
+        length = 0.0
         self._offsets.clear()
         for i, name in enumerate(self._order):
             fn = joint_normal(self.conditional(name, found))
-            found[name] = fn.at(place * irregular(fn.loc.shape, fn.loc, i)).reshape(fn.batch_shape + fn.event_shape)
+            deviations = place * irregular(fn.loc.shape, fn.loc, i)
+            found[name] = fn.at(deviations).reshape(fn.batch_shape + fn.event_shape)
+            length += float(deviations.double().square().sum())
         self._offsets.clear()
-        return self.moved_to(found)
+        other = self.moved_to(found)
+        other.length = length
+        return other
+
+    def is_wider(self, far: Newton) -> bool:
+        """Whether Normals are wider than priors, on a line to another point; concave densities only narrow them."""
+        way = sum(float((self._noise(name, far) - self._noise(name, self)).square().sum()) for name in self._order)
+        return not way <= _WIDER * far.length
 
     def across(self, place: float) -> Newton:
         """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved."""

@@ -35,6 +35,7 @@ _MOST_BY_ONE = 64  # elements of a block, if the model cannot be run at several 
 _AT_ONCE = "the model cannot be run at the points that this takes"
 _FLAT = "the log density of a child does not move with it, or is curved the wrong way"
 _NOT_FINITE = "its log density, or a derivative of it, is not finite"
+_NOT_CONCAVE = "the log density of a child is not concave"
 _SCALED_APART = "latents that hang together are scaled by themselves"
 _ASKED = {"Gaussian": "stay quadratic in latents with Gaussian priors"}
 
@@ -205,7 +206,9 @@ class Refutation:
             line[place] = far.densities(run(far))
             if not here.explains_priors(far):
                 return "the prior of one is not linear in the others"
-        return "" if is_concave(line, errors) else "the log density of a child is not concave"
+            if here.is_wider(far):
+                return _NOT_CONCAVE
+        return "" if is_concave(line, errors) else _NOT_CONCAVE
 
     def _wide(self, sites: Mapping[str, Any], group: ConjugateGroup) -> str:
         """Returns the flaw that a site has the dim of the points by their shape, and does not depend on them."""

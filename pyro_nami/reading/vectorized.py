@@ -30,7 +30,7 @@ class Vectorized(nn.Module):
 
     It is the model itself where no site has a value with batch dims. It raises what `torch.vmap` does where that cannot
     run the model (an `if` on a value, `float(z)`, random numbers of no site), and NotImplementedError at a distribution
-    that does not say what it was made with.
+    that does not say what it was made with, and where a loss is compiled, which `torch.jit.trace` does without vmap.
 
     Args:
         model: a Pyro model.
@@ -80,6 +80,12 @@ class Vectorized(nn.Module):
                 self.model(*args, **kwargs)
             return index
 
+        if torch.jit.is_tracing():
+            raise NotImplementedError(
+                "Expected a loss that is not compiled (Trace_ELBO, say): the model is written for one draw, and mapped "
+                "over draws by torch.vmap, which torch.jit.trace cannot. Or write it for many (`w @ X.mT` for "
+                "`X @ w`, `alpha[..., index]`), or make a new guide whose first call is the compiled loss's."
+            )
         validates = Distribution._validate_args  # which looks at values, as vmap cannot
         with pyro.validation_enabled(False):
             torch.func.vmap(one, randomness="error")(torch.arange(batch.numel()))

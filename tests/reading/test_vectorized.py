@@ -10,7 +10,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions import transforms as T
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import SVI, JitTrace_ELBO, Trace_ELBO
 from pyro.infer.autoguide import AutoMultivariateNormal
 
 from pyro_nami import (
@@ -242,9 +242,11 @@ def unknown_scale(many):
     return model
 
 
-def test_derived_conditionals_are_those_of_a_model_for_many():
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_derived_conditionals_are_those_of_a_model_for_many(wrapped):
     """In training as well, where they are derived in the run that draws what comes before them."""
-    guides = [AutoNaMIGuide(unknown_scale(True)), AutoNaMIGuide(Vectorized(unknown_scale(False), 1))]
+    model = Vectorized(unknown_scale(False), 1) if wrapped else unknown_scale(False)
+    guides = [AutoNaMIGuide(unknown_scale(True)), AutoNaMIGuide(model)]
     for guide in guides:
         guide(DATA)
     assert {name: note.rule for name, note in guides[0].rules.items()} == {
@@ -257,3 +259,33 @@ def test_derived_conditionals_are_those_of_a_model_for_many():
             ours, theirs = (log_densities(Runner(values).run(guide, (DATA,), {})) for guide in guides)
         for name in values:
             torch.testing.assert_close(theirs[name], ours[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("loss", [Trace_ELBO, JitTrace_ELBO])
+def test_guides_take_models_for_one_draw_as_they_are(loss):
+    """A loss that Pyro compiles cannot be, with `torch.vmap`: there more is learned."""
+    found = []
+    for many in (True, False):
+        pyro.clear_param_store()
+        guide = AutoNaMIGuide(unknown_scale(many))
+        svi = SVI(unknown_scale(many), guide, pyro.optim.Adam({"lr": 0.01}), loss())
+        pyro.set_rng_seed(0)
+        found.append(sum(svi.step(DATA) for _ in range(40)) / 40)
+        assert guide.rules["w"].rule == "exact" and not isinstance(guide.model, Vectorized)
+        assert (guide.rules["scale"].rule == "quadrature") == (many or loss is Trace_ELBO)
+    assert found[1] == pytest.approx(found[0], abs=1e-3 if loss is Trace_ELBO else 2.0)
+
+
+def test_models_that_need_no_mapping_are_run_as_they_are():
+    for model in (unknown_scale(True), regression):  # one takes many, of the other everything is found without
+        guide = AutoNaMIGuide(model)
+        guide(DATA)
+        assert not guide._assembly.vectorized
+
+
+def test_a_guide_that_is_mapped_cannot_be_compiled_and_says_what_to_do():
+    model = unknown_scale(False)
+    guide = AutoNaMIGuide(model)
+    guide(DATA)
+    with pytest.raises(NotImplementedError, match="w @ X.mT.*new guide"):
+        SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), JitTrace_ELBO(ignore_jit_warnings=True)).step(DATA)

@@ -1,0 +1,88 @@
+"""Whether a run of a model for many draws is what runs for each of them are.
+
+Models that are written for one draw mix them up, or fail. Change this module when runs are to be compared otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_nami.reading.runner import Runner
+
+__all__ = ["differing_site", "few_draws", "takes_many"]
+
+_TOLERANCE = {torch.float64: 1e-6}  # of log densities; else what Newton's last step in single precision may leave
+_FEW = 3
+
+
+def few_draws(sites: Iterable[Any], least: int = _FEW) -> int:
+    """Returns a number of draws that is no size of a site, so that it cannot be taken for one."""
+    sizes = {size for site in sites for size in site["fn"].shape()}
+    return next(num for num in range(least, least + len(sizes) + 1) if num not in sizes)
+
+
+def differing_site(
+    together: Mapping[str, Tensor], index: int | tuple[int, ...], alone: Mapping[str, Tensor]
+) -> str | None:
+    """Returns the first site whose log densities in a batched run, at an index, are not those ``alone``; or None."""
+    for name in {**together, **alone}:
+        if name not in together or name not in alone:
+            return name
+        here, there = together[name][index], alone[name]
+        tolerance = max(_TOLERANCE.get(x.dtype, 1e-2) for x in (here, there))
+        if here.numel() != there.numel() or not torch.allclose(
+            here, there.reshape(here.shape).to(here), rtol=tolerance, atol=tolerance, equal_nan=True
+        ):
+            return name
+    return None
+
+
+def takes_many(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], draws: Sequence[Mapping[str, Any]], nesting: int
+) -> bool:
+    """Whether a run at several joint draws of all sites is what runs at each of them are.
+
+    Args:
+        model, args, kwargs: a model and its arguments.
+        draws: site -> value, of a run each.
+        nesting: the model's plate dims, left of which that of draws stands.
+    """
+    with torch.no_grad(), pyro.validation_enabled(False):
+        alone = [_sampled(Runner(draw).run(model, args, kwargs)) for draw in draws]
+        num = few_draws(alone[0].values()) if alone else _FEW
+        if num > len(alone) or any(sites.keys() != alone[0].keys() for sites in alone):
+            return False
+        values = {name: _stacked([sites[name] for sites in alone[:num]], nesting) for name in alone[0]}
+        try:
+            together = _log_densities(_sampled(Runner(values).run(model, args, kwargs)))
+            each = enumerate(map(_log_densities, alone[:num]))
+            return not any(differing_site(together, index, densities) for index, densities in each)
+        except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
+            return False
+
+
+def _sampled(sites: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: site for name, site in sites.items() if not site_is_subsample(site)}
+
+
+def _stacked(sites: Sequence[Any], nesting: int) -> Tensor:
+    """Returns the values of a site in several runs, ``(runs, *plates, *event)``."""
+    fn = sites[0]["fn"]
+    idle = (1,) * (nesting - len(fn.batch_shape))
+    return torch.stack([site["value"].expand(fn.shape()).reshape(idle + fn.shape()) for site in sites])
+
+
+def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the log densities of the sites that have one, without scales and masks."""
+    found = {}
+    for name, site in sites.items():
+        with suppress(NotImplementedError):
+            found[name] = site["fn"].log_prob(site["value"])
+    return found
