@@ -226,6 +226,7 @@ def prior(task: Task) -> Any:
 def run(name: str, simulations: int, seed: int, methods: list[str], steps: int | None) -> list[dict[str, Any]]:
     """A row for each method, of the same simulations, held-out draws and references."""
     task = TASKS[name]
+    torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # the first optimizer of a process imports for seconds
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     simulator = Simulator(task.model, observed=["x"])

@@ -18,7 +18,7 @@ from pyro.infer.inspect import is_sample_site
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
-from pyro_nami.inference.observations import as_mapping
+from pyro_nami.inference.observations import Observations, as_mapping
 from pyro_nami.inference.site_messages import (
     is_delta,
     log_density,
@@ -155,6 +155,11 @@ class Proposal:
         single = weighed_run(target, target.one())
         nesting = max(plate_nesting(sites.values()) for sites in (single.guide, single.model))
         return cls(replace(target, nesting=nesting), single, _matched_latents(single))
+
+    def on(self, observations: Mapping[str, Any]) -> Proposal:
+        """Returns the proposal on other data sets, at which sites have the same shapes."""
+        data = Observations(observations, self.single.model, self.target.nesting)
+        return replace(self, target=replace(self.target, data=data))
 
     @property
     def elements(self) -> int:

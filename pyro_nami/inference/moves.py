@@ -34,8 +34,10 @@ from pyro_nami.reading.isolation import forked_rng
 __all__ = ["LatentMoves"]
 
 _ELEMENTS = 2**20  # of all sites' values that are in memory at a time
+_TRIES = 2  # as what is derived may be off by rounding at some draws
 _MOVED = 0.8  # share of draws after whose move no further draws of the guide are made
 _FIRST, _WORTH = 0.1, 0.1  # share of draws that are moved first, and of these that have to move, or others are left
+_FEWEST = 1000  # draws that are moved first, as fewer take as long
 
 
 class LatentMoves:
@@ -64,20 +66,21 @@ class LatentMoves:
 
     def __init__(self, simulator: Simulator, guide: Callable, num: int) -> None:
         self.simulator, self.guide, self.num = simulator, guide, num
-        self._able: bool | None = None  # until the first call
+        self._proposal: Proposal | None = None  # for any data; none where latents cannot be moved
+        self._is_new = True
 
     @torch.no_grad()
     def __call__(self, draws: JointDraws) -> JointDraws:
         """Returns the draws with latents moved."""
-        if not self.can_move(draws):
+        if not self.can_move(draws) or self._proposal is None:
             return draws
         with pyro.validation_enabled(False):
             one = sum(value[0].numel() for value in (*draws.latents.values(), *draws.observed.values()))
-            first = math.ceil(_FIRST * draws.num)
-            rest = torch.arange(first, draws.num).split(max(1, _ELEMENTS // one))
+            first = max(math.ceil(_FIRST * draws.num), min(_FEWEST, draws.num))
+            rest = torch.arange(first, draws.num).split(max(1, _ELEMENTS // one)) if first < draws.num else ()
             found = []
             for rows in (torch.arange(first), *rest):
-                latents, share = self._moved(draws.select(rows).to(self.simulator.device))
+                latents, share = self._moved(self._proposal, draws.select(rows).to(self.simulator.device))
                 found.append(latents)
                 if share < _WORTH:
                     found.append(draws.select(torch.arange(int(rows[-1]) + 1, draws.num)).latents)
@@ -88,32 +91,30 @@ class LatentMoves:
     @torch.no_grad()
     def can_move(self, draws: JointDraws) -> bool:
         """Whether latents of draws like these can be moved, found out once."""
-        if self._able is None:
+        if self._is_new:
+            self._is_new = False
             with forked_rng(), pyro.validation_enabled(False):
                 few = draws.select(torch.arange(min(3, draws.num)))
-                self._able = self._is_able(few.to(self.simulator.device))
-        return self._able
+                self._proposal = self._found(few.to(self.simulator.device))
+        return self._proposal is not None
 
-    def _is_able(self, few: JointDraws) -> bool:
-        """Whether draws can be moved at once, and have the density that the model simulates."""
-        try:
-            proposal = self._proposal(few)
-            _, difference = proposal.at_once(2)
-        except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
-            return False
-        return difference is None and all(map(_is_simulated, proposal.single.model.values()))
-
-    def _proposal(self, draws: JointDraws) -> Proposal:
+    def _found(self, few: JointDraws) -> Proposal | None:
+        """Returns what proposes, if draws can be moved at once, and have the density that the model simulates."""
         target = Target(self.simulator.model, self.guide, self.simulator.args, self.simulator.kwargs)
-        return Proposal.of(target, draws.observed)
+        try:
+            proposal = Proposal.of(target, few.observed)
+            same = any(proposal.at_once(2)[1] is None for _ in range(_TRIES))
+        except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
+            return None
+        return proposal if same and all(map(_is_simulated, proposal.single.model.values())) else None
 
-    def _moved(self, draws: JointDraws) -> tuple[dict[str, Tensor], float]:
+    def _moved(self, proposal: Proposal, draws: JointDraws) -> tuple[dict[str, Tensor], float]:
         """Returns the latents after the move, as they were where the model fails at one of the guide's draws, and the
         share that moved by the first draw.
         """
         latents, share = draws.latents, 0.0
         try:
-            proposal = self._proposal(draws)
+            proposal = proposal.on(draws.observed)
             now = {name: latents[name].reshape((1, draws.num) + shape) for name, shape in proposal.shapes.items()}
             weights = proposal.log_weights(now).nan_to_num(nan=-math.inf)
             weights = weights.clamp(min=torch.finfo(weights.dtype).min)  # it was drawn
