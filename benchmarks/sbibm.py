@@ -214,8 +214,11 @@ def others(
             inside = within(sample(200, held_out.x)).float().mean(0)
             row["outside"] = 1 - inside.mean().item()
             row["loss"] += inside.clamp(min=1 / 400).log().mean().item()
-        drawn = sample(4 * draws, held_out.x[:REFERENCES])
-    return row, [torch.stack([each[within(each)][:draws] for each in drawn.unbind(1)], 1)]
+        kept: list[Tensor] = [held_out.theta[:0]] * REFERENCES
+        while min(map(len, kept)) < draws:  # a density may lie outside nearly everywhere
+            drawn = sample(4 * draws, held_out.x[:REFERENCES]).unbind(1)
+            kept = [torch.cat((old, each[within(each)])) for old, each in zip(kept, drawn)]
+    return row, [torch.stack([each[:draws] for each in kept], 1)]
 
 
 def prior(task: Task) -> Any:

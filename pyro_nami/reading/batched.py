@@ -54,21 +54,24 @@ def takes_many(
         draws: site -> value, of a run each.
         nesting: the model's plate dims, left of which that of draws stands.
     """
-    with torch.no_grad(), pyro.validation_enabled(False):
-        alone = [_sampled(Runner(draw).run(model, args, kwargs)) for draw in draws]
-        num = few_draws(alone[0].values()) if alone else _FEW
-        if num > len(alone) or any(sites.keys() != alone[0].keys() for sites in alone):
-            return False
-        values = {name: _stacked([sites[name] for sites in alone[:num]], nesting) for name in alone[0]}
-        try:
-            together = _log_densities(_sampled(Runner(values).run(model, args, kwargs)))
-            each = enumerate(map(_log_densities, alone[:num]))
-            return not any(differing_site(together, index, densities) for index, densities in each)
-        except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
-            return False
+    if not draws:
+        return False
+    try:
+        with torch.no_grad(), pyro.validation_enabled(False):
+            first = _sites(draws[0], model, args, kwargs)
+            num = few_draws(first.values())
+            alone = [first, *(_sites(draw, model, args, kwargs) for draw in draws[1:num])]
+            if num > len(alone):
+                return False
+            values = {name: _stacked([sites[name] for sites in alone], nesting) for name in first}
+            together = _log_densities(_sites(values, model, args, kwargs))
+            return not any(differing_site(together, i, _log_densities(sites)) for i, sites in enumerate(alone))
+    except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
+        return False
 
 
-def _sampled(sites: Mapping[str, Any]) -> dict[str, Any]:
+def _sites(values: Mapping[str, Any], model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    sites = Runner(values).run(model, args, kwargs)
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
 
 
