@@ -50,7 +50,7 @@ def assemble(
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         first = first_call(model, args, kwargs, options, subsampled)
         plan, network = _found(first)
-        if plan.learned and (mapped := first.mapped()):
+        if plan.lost and (mapped := first.mapped()):
             further = _found(mapped)
             if further[0].num_underived < plan.num_underived:  # else steps are faster without
                 plan, network = further

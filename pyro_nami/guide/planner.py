@@ -52,7 +52,7 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
     """
     net, nodes, options = first.net, first.nodes, first.options
     latents = _latents(first)
-    inverse, order, interleaved, groups, refused = _inverted(first, flaw)
+    inverse, order, interleaved, groups, refused, lost = _inverted(first, flaw)
     near = {name for name, group in groups.items() if group.form == "Newton" or is_corrected(first, group)}
     bent = {name for name in near if groups[name].form != "Bernoulli"}
     families = {name: _family(first, name, bent) for name in order}
@@ -117,6 +117,7 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
         map_plans=first.found.map_plans,
         factory=first.factory(order),
         refused=refused,
+        lost=frozenset(lost),
         bounds=bounds,
         vectorized=isinstance(first.model, Vectorized),
     )
@@ -124,9 +125,9 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
 
 def _inverted(
     first: FirstCall, flaw: str
-) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup], dict[str, str]]:
+) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup], dict[str, str], set[str]]:
     """Returns the inverse, its learned latents in sampling order, whether runs of the model can draw in that order, the
-    latents with exact conditionals, and why others have none.
+    latents with exact conditionals, why others have none, and which of them may as the model cannot be run for many.
     """
     options, finder = first.options, _finder(first)
     check_names("rules", options.rules, first.net.latent, "a latent site")
@@ -142,10 +143,11 @@ def _inverted(
             inverse = dataclasses.replace(inverse, exact=tuple(v for v in inverse.order if each and v in groups))
             break
     groups = {name: _with_all_read(group, inverse) for name, group in groups.items()} if interleaved else {}
-    refused = dict(finder.refused) if finder else {}
+    refused, lost = (dict(finder.refused), set(finder.lost)) if finder else ({}, set())
     if finder and interleaved and (marginal := first_ones(first, inverse, order, groups)):
         if flaw:
             refused.update({name: f"{refused[name]}, and {flaw}" for name in marginal.members if name in refused})
+            lost.update(marginal.members)
         else:
             groups.update(dict.fromkeys(marginal.members, marginal))
     exact = {name for name, group in groups.items() if group.is_exact}
@@ -155,7 +157,7 @@ def _inverted(
         reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
         what = "a latent with an exact conditional" if options.rules[name] == "exact" else "a latent under a bound"
         raise ValueError(f"Expected {what}, as `rules` asks; got '{name}': {reason}.")
-    return inverse, order, interleaved, groups, refused
+    return inverse, order, interleaved, groups, refused, lost
 
 
 def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> SitePlan:

@@ -52,6 +52,7 @@ class Refutation:
 
     Attributes:
         refused: latent -> why its conditional is not exact, as last found.
+        lost: latents with a form that was refused as the model cannot be run at several points at once.
         tested: form and members of groups, with levels -> the form that holds, and whether all points fit a run.
     """
 
@@ -59,6 +60,7 @@ class Refutation:
     run: RunModel
     draws: Sequence[Mapping[str, Tensor]]
     refused: dict[str, str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
     tested: dict[tuple[str, frozenset], tuple[str, bool]] = field(default_factory=dict)
 
     def holding(self, group: ConjugateGroup) -> ConjugateGroup | None:
@@ -71,6 +73,7 @@ class Refutation:
 
     def _found(self, group: ConjugateGroup) -> tuple[str, bool]:
         """Returns the form that holds, and whether all points fit a run; no form if none does."""
+        reason = ""
         for each in (group, group._replace(vectorized=False)) if group.vectorized else (group,):
             if group.form == "Gaussian" and not each.vectorized and sum(each.elements) > _MOST_BY_ONE:
                 break
@@ -81,6 +84,8 @@ class Refutation:
                 return each.form, each.vectorized
             if not reason.startswith(_AT_ONCE):
                 break
+        if reason.startswith(_AT_ONCE):
+            self.lost.update(group.members)
         near, takes = group._replace(form="Newton", vectorized=False), group.form == "Gaussian" and not group.bound
         return (near.form, False) if takes and not self._reason(near) else ("", False)
 
