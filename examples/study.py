@@ -66,10 +66,11 @@ def fit(
     steps: int,
     seed: int,
     chunks: int,
+    size: int = 500,
     learning_rate: float = 0.02,
     particles: int = 16,
 ) -> tuple[AutoGuide, Row]:
-    """A trained guide, and its row: the ELBO from ``chunks`` times 500 particles, and 500 draws for each chunk."""
+    """A trained guide, and its row: the ELBO from ``chunks`` times ``size`` particles, and as many draws."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     guide = make(problem.model)
@@ -88,8 +89,8 @@ def fit(
     losses, parts = [], []
     with torch.no_grad():
         for _ in range(chunks):
-            losses.append(-elbo(500).loss(problem.model, guide, *problem.arguments))
-            with pyro.plate("draws", 500, dim=-2):  # Predictive(parallel=True) takes no vectors outside plates
+            losses.append(-elbo(size).loss(problem.model, guide, *problem.arguments))
+            with pyro.plate("draws", size, dim=-2):  # Predictive(parallel=True) takes no vectors outside plates
                 parts.append(guide(*problem.arguments))
     draws = {
         site: torch.cat([part[site].squeeze().double().cpu() for part in parts]) for site in problem.sites
@@ -228,7 +229,7 @@ def study(
     problem: Problem, model: LinearModel | GeneralizedModel, arguments: argparse.Namespace, out: Path
 ) -> dict[str, Row]:
     """Computes the references, trains the guides, and reports; returns the rows of all by name."""
-    steps, chunks = (3, 2) if arguments.smoke else (arguments.steps, 40)
+    steps, chunks, size = (3, 2, 50) if arguments.smoke else (arguments.steps, 40, 500)
     out.mkdir(parents=True, exist_ok=True)
     exact = exact_draws(problem, model, out, seed=arguments.seed, smoke=arguments.smoke)
     rows = {"exact draws": Row(exact.log_evidence, exact.error, 0.0, exact.draws)}
@@ -239,7 +240,7 @@ def study(
     against = list(rows)
     with torch.device(arguments.device):
         moved = problem.convert(lambda part: part.to(arguments.device))
-        settings: dict[str, Any] = {"steps": steps, "seed": arguments.seed, "chunks": chunks}
+        settings: dict[str, Any] = {"steps": steps, "seed": arguments.seed, "chunks": chunks, "size": size}
         for name in arguments.guides:
             make = GUIDES[name]
             guide, rows[name] = fit(moved, name, make, learning_rate=arguments.rate, **settings)

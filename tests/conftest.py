@@ -8,6 +8,7 @@ import torch
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # so that no process waits for one at the end
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")
