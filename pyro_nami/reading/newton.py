@@ -260,8 +260,8 @@ class Newton(JointGaussian):
             found[name] = mean + place * spread * irregular(mean.shape, mean, i)
         return self.moved_to(found)
 
-    def has_converged(self) -> bool:
-        return self._runs < _MOST_RUNS
+    def has_converged(self, most: int) -> bool:
+        return self._runs < most
 
     def densities(self, sites: Mapping[str, Any]) -> list[Tensor]:
         """Returns the log densities of the children, row by row."""

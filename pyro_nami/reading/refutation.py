@@ -29,6 +29,7 @@ _PROBED_AT = {"Gaussian": (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)}
 _OTHERS_PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
 _LINE = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)  # about the mode, in deviations of the Normals there
 _ACROSS = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))  # in those of the priors
+_MOST_STEPS = 60  # to a mode
 _MOST_TABLE = 2e7  # points times rows of data
 _PROBED_DRAWS = 2  # beside the data themselves
 _MOST_BY_ONE = 64  # elements of a block, if the model cannot be run at several points of them at once
@@ -175,8 +176,8 @@ class Refutation:
         near: Any = Newton(group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False)
         while (following := near.solve(sites := run(near))) is not None:
             near = following
-        if not near.has_converged():  # as numbers are too large
-            return _NOT_FINITE
+            if not near.has_converged(_MOST_STEPS):  # as numbers are too large, or there are edges
+                return _NOT_FINITE
         here = near.mode()
         line = {0.0: here.densities(sites := run(here))}
         errors = here.rounding(sites)
