@@ -16,6 +16,7 @@ SUITE = ROOT.parent / "shared" / "pyro_suite"
 ARGUED = {
     "test_csis_parameter_update",
     "test_csis_validation_batch",
+    "test_predictive[AutoNaMIGuide]",
     "test_serialization[AutoNaMIGuide-jit]",
     "test_serialization[auto_guide_list_x+AutoNaMIGuide-jit]",
     "test_serialization[auto_guide_module_callable+AutoNaMIGuide-jit]",
