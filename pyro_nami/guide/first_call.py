@@ -147,7 +147,7 @@ def _is_compiled() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != "pyro.ops.jit":
         frame = frame.f_back
-    return frame is not None
+    return frame is not None or torch.jit.is_tracing()
 
 
 def first_instance(value: Tensor, site: Mapping[str, Any]) -> Tensor:
