@@ -72,7 +72,12 @@ class LatentMoves:
     @torch.no_grad()
     def __call__(self, draws: JointDraws) -> JointDraws:
         """Returns the draws with latents moved."""
-        if not self.can_move(draws) or self._proposal is None:
+        if self._is_new:
+            self._is_new = False
+            with forked_rng(), pyro.validation_enabled(False):
+                few = draws.select(torch.arange(min(3, draws.num)))
+                self._proposal = self._found(few.to(self.simulator.device))
+        if self._proposal is None:
             return draws
         with pyro.validation_enabled(False):
             one = sum(value[0].numel() for value in (*draws.latents.values(), *draws.observed.values()))
@@ -87,16 +92,6 @@ class LatentMoves:
                     break
         latents = {name: torch.cat([part[name].to(old) for part in found]) for name, old in draws.latents.items()}
         return draws._replace(latents=latents)
-
-    @torch.no_grad()
-    def can_move(self, draws: JointDraws) -> bool:
-        """Whether latents of draws like these can be moved, found out once."""
-        if self._is_new:
-            self._is_new = False
-            with forked_rng(), pyro.validation_enabled(False):
-                few = draws.select(torch.arange(min(3, draws.num)))
-                self._proposal = self._found(few.to(self.simulator.device))
-        return self._proposal is not None
 
     def _found(self, few: JointDraws) -> Proposal | None:
         """Returns what proposes, if draws can be moved at once, and have the density that the model simulates."""
