@@ -7,6 +7,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import conjugate_normal, conjugate_normal_evidence, conjugate_normal_guide
+from pyro.infer import SVI, Trace_ELBO
+from pyro.optim import Adam
 
 from pyro_nami import AutoNaMIGuide, amortize, from_simulator
 from pyro_nami.checking.calibration import calibrate
@@ -95,6 +97,47 @@ def test_conditionals_that_are_derived_in_one_call():
     posterior = amortize(model, observed=["x"], simulations=100, progress=False)
     drawn = posterior({"x": torch.ones(2, 8, device="cuda")}, 100)
     assert drawn.log_weights.is_cuda and bool((drawn.effective_sample_size > 95).all())
+
+
+def slopes(y):
+    """A regression as it is written for one draw: by `torch.vmap` the scale has a grid, and counts have modes."""
+    design = torch.linspace(-1, 2, 12, device="cuda").sin().reshape(6, 2)
+    scale = pyro.sample("scale", dist.LogNormal(torch.zeros((), device="cuda"), 1.0))
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, device="cuda"), 1.0).to_event(1))
+    with pyro.plate("rows", 6):
+        pyro.sample("y", dist.Normal(design @ w, scale), obs=y)
+
+
+def counts(y):
+    design = torch.linspace(-1, 2, 12, device="cuda").sin().reshape(6, 2)
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, device="cuda"), 1.0).to_event(1))
+    with pyro.plate("rows", 6):
+        pyro.sample("y", dist.Poisson((design @ w).exp()), obs=y)
+
+
+@pytest.mark.parametrize(("model", "rule"), [(slopes, "quadrature"), (counts, "newton")])
+def test_models_that_are_written_for_one_draw(model, rule):
+    y = torch.tensor([0.0, 1.0, 3.0, 0.0, 2.0, 1.0], device="cuda")
+    guide = AutoNaMIGuide(model)
+    losses = [SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO()).step(y) for _ in range(3)]
+    found = {note.rule for note in guide.rules.values()}
+    assert rule in found and all(value.is_cuda for value in guide(y).values())
+    drawn = importance_sample(model, guide, y, num_samples=500)
+    assert drawn.log_weights.is_cuda and bool(drawn.effective_sample_size > 400)
+    assert losses[-1] == pytest.approx(-float(drawn.log_evidence), abs=1.0)
+
+
+def test_a_model_that_is_written_for_one_draw_in_one_call():
+    """With moves of its latents between epochs."""
+
+    def model():
+        w = pyro.sample("w", dist.StudentT(torch.full((2,), 5.0, device="cuda"), 0.0, 1.0).to_event(1))
+        mean = torch.linspace(-1, 2, 12, device="cuda").sin().reshape(6, 2) @ w
+        pyro.sample("y", dist.StudentT(torch.full((), 4.0, device="cuda"), mean, 0.5).to_event(1))
+
+    posterior = amortize(model, observed=["y"], simulations=500, steps=40, progress=False)
+    drawn = posterior({"y": torch.ones(6, device="cuda")}, 200)
+    assert drawn.log_weights.is_cuda and drawn.effective_sample_size > 20
 
 
 def test_calibration(y):
