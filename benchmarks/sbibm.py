@@ -300,12 +300,12 @@ def write(rows: list[dict[str, Any]]) -> None:
     def key(row: dict[str, Any]) -> tuple:
         return row["task"], row["simulations"], row["method"], row["seed"]
 
-    others = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": []}
     own = {key(row) for row in rows}
-    rows = rows + [row for row in others if key(row) not in own]
+    rows = rows + [row for row in before["rows"] if key(row) not in own]
     tasks = list(TASKS)
     rows.sort(key=lambda row: (row["simulations"], tasks.index(row["task"]), METHODS.index(row["method"]), row["seed"]))
-    RESULTS.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2) + "\n")
+    RESULTS.write_text(json.dumps(before | {"torch": torch.__version__, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
