@@ -264,9 +264,17 @@ class Proposal:
     def _difference(self, run: Weighed) -> str | None:
         """Returns where a run for many draws differs from runs for its first and last one; None if nowhere.
 
-        Draws that the model has no density for say nothing.
+        Draws that the model has no density for say nothing. Near the edge of a support the value of a draw may not tell
+        the density that it was made with; where a difference is found, both are told by the values.
         """
         drawn = [name for name, site in run.guide.items() if not site["is_observed"]]
+        reason = self._differing(run, drawn)
+        if reason is not None:
+            values = {name: whole(run.guide[name]) for name in drawn}
+            reason = self._differing(weighed_run(self.target, run.extent, values), drawn)
+        return reason
+
+    def _differing(self, run: Weighed, drawn: Sequence[str]) -> str | None:
         good = (~lost_draws(run)).nonzero()
         for index in map(tuple, good[[0, -1]].tolist() if len(good) else ()):
             shapes = {name: self.single.guide[name]["fn"].shape() for name in drawn}

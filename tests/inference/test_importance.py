@@ -27,6 +27,7 @@ from models import (
     with_factor,
 )
 from pyro import poutine
+from pyro.distributions import transforms
 from pyro.distributions.constraints import real
 from pyro.infer import SVI, Importance, Trace_ELBO
 from pyro.infer.autoguide import (
@@ -41,6 +42,7 @@ from pyro.optim import ClippedAdam
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.inference.importance import importance_sample
+from pyro_nami.messages import OneByOne
 from pyro_nami.reading.isolation import untouched
 
 Y = [0.3, -1.2, 2.0, 0.7]
@@ -550,3 +552,19 @@ def local(y):
 def test_what_cannot_be_weighted_is_an_error(options, error, message):
     with pytest.raises(error, match=message):
         conjugate_draws(**{"guide": prior_guide, "num_samples": 5, **options})
+
+
+def test_draws_at_the_edge_of_a_support_are_made_at_once():
+    """Where the value of a draw, rounded, no longer tells the density that it was made with."""
+
+    def model():
+        z = pyro.sample("z", dist.Uniform(torch.zeros(2) - 1, 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=torch.ones(2))
+
+    def guide():
+        bounded = [transforms.SigmoidTransform(cache_size=1), transforms.AffineTransform(-1.0, 2.0, cache_size=1)]
+        pyro.sample("z", dist.TransformedDistribution(dist.Normal(torch.full((2,), 20.0), 1.0), bounded).to_event(1))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OneByOne)
+        importance_sample(model, guide, num_samples=50)
