@@ -44,7 +44,7 @@ def first_ones(
     hidden = first.found.hidden_randomness
     known = {*first.net.observed, *rest}
     searched = options.inverse == "auto" and options.blocks is None and options.rules.keys().isdisjoint(rest)
-    if not searched or not groups or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
+    if not searched or (options.simulated and not groups) or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
         return None
     if not all(group.is_exact for group in groups.values()) or first.plates.subsampled or first.passing or hidden:
         return None
