@@ -24,6 +24,7 @@ from pyro_nami.guide.plan import Plan
 from pyro_nami.messages import warn
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import broadcast, leading_shape, log_density_of, plate_shape
+from pyro_nami.reading.interventions import is_blocked
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.marginal import MOST_MARGINAL, Marginal, points_of
 from pyro_nami.reading.refutation import parameters_of
@@ -44,7 +45,9 @@ def first_ones(
     hidden = first.found.hidden_randomness
     known = {*first.net.observed, *rest}
     searched = options.inverse == "auto" and options.blocks is None and options.rules.keys().isdisjoint(rest)
-    if not searched or (options.simulated and not groups) or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
+    if not searched or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
+        return None
+    if not groups and (options.simulated or is_blocked(first.model)):  # what is blocked may hide their data
         return None
     if not all(group.is_exact for group in groups.values()) or first.plates.subsampled or first.passing or hidden:
         return None
