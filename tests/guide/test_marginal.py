@@ -131,6 +131,25 @@ def test_numbers_whose_data_may_be_hidden_are_learned():
     assert {note.rule for note in guide.rules.values()} == {"learned"}
 
 
+def undeclared(y):
+    """Rows without a plate, which are no data sets."""
+    center = pyro.sample("center", dist.Normal(torch.zeros(1), 5.0))
+    pyro.sample("y", dist.StudentT(4.0, center, 1.0), obs=y[:, None])
+
+
+def summed(y):
+    """`to_event()` takes the dims of draws for its own."""
+    root = pyro.sample("root", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(root**2, 0.1).to_event(), obs=y[0] / 7)
+
+
+@pytest.mark.parametrize("model", [undeclared, summed])
+def test_numbers_are_learned_where_draws_cannot_be_told_apart(model):
+    guide = AutoNaMIGuide(model)
+    guide(EFFECTS)
+    assert {note.rule for note in guide.rules.values()} == {"learned"}
+
+
 @pytest.mark.parametrize("rows", [3, 100, 3000])
 def test_noise_of_a_regression(rows):
     torch.manual_seed(rows)
