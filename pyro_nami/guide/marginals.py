@@ -22,10 +22,8 @@ from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
 from pyro_nami.messages import warn
-from pyro_nami.reading.batched import takes_many
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import broadcast, leading_shape, log_density_of, plate_shape
-from pyro_nami.reading.interventions import is_blocked
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.marginal import MOST_MARGINAL, Marginal, points_of
 from pyro_nami.reading.refutation import parameters_of
@@ -46,9 +44,7 @@ def first_ones(
     hidden = first.found.hidden_randomness
     known = {*first.net.observed, *rest}
     searched = options.inverse == "auto" and options.blocks is None and options.rules.keys().isdisjoint(rest)
-    if not searched or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
-        return None
-    if not groups and (options.simulated or is_blocked(first.model)):  # what is blocked may hide their data
+    if not searched or not groups or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
         return None
     if not all(group.is_exact for group in groups.values()) or first.plates.subsampled or first.passing or hidden:
         return None
@@ -65,19 +61,7 @@ def first_ones(
         site = nodes[name]
         if bool((torch.as_tensor(site["scale"]) != 1).any()) or (name in order and site["mask"] is not None):
             return None
-    if not groups and not _tells_draws_apart(first, order):
-        return None
     return ConjugateGroup(tuple(rest), tuple(first.data), form="marginal")
-
-
-def _tells_draws_apart(first: FirstCall, order: Sequence[str]) -> bool:
-    """Whether draws have dims of their own, left of the plates, where no others stand: exact conditionals show it."""
-    nesting = first.plates.nesting
-    for site in map(first.nodes.__getitem__, (*order, *first.data)):
-        shape = broadcast(site["value"].shape, site["fn"].shape())
-        if shape[: max(0, len(shape) - site["fn"].event_dim - nesting)].numel() != 1:
-            return False
-    return takes_many(first.model, first.args, first.kwargs, first.draws, nesting)
 
 
 def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, derive: Callable) -> Marginal:

@@ -103,53 +103,6 @@ def test_two_at_once_are_those_of_a_dense_grid():
     assert float(log_q) == pytest.approx(float(pumps_density(at["a"], at["b"])[1] - evidence), abs=5e-3)
 
 
-def heavy(y):
-    """No latent has an exact conditional."""
-    center = pyro.sample("center", dist.Normal(0.0, 5.0))
-    width = pyro.sample("width", dist.HalfCauchy(2.0))
-    with pyro.plate("rows", len(y)):
-        pyro.sample("y", dist.StudentT(4.0, center, width), obs=y)
-
-
-def test_numbers_without_exact_others_are_those_of_a_dense_grid():
-    guide = AutoNaMIGuide(heavy)
-    guide(EFFECTS)
-    assert {name: note.rule for name, note in guide.rules.items()} == {"center": "quadrature", "width": "quadrature"}
-    center, log_width = torch.linspace(-20, 40, 801).double(), torch.linspace(-6, 6, 801).double()
-    width = log_width.exp()
-    rows = dist.StudentT(4.0, center[:, None, None], width[:, None]).log_prob(EFFECTS.double()).sum(-1)
-    prior = dist.Normal(0.0, 5.0).log_prob(center)[:, None] + dist.HalfCauchy(2.0).log_prob(width) + log_width
-    step = (center[1] - center[0]) * (log_width[1] - log_width[0])
-    exact = float(torch.logsumexp((rows + prior).flatten(), 0) + step.log())
-    evidence, off = spread(heavy, guide, EFFECTS)
-    assert evidence == pytest.approx(exact, abs=1e-3) and off < 1e-2
-
-
-def test_numbers_whose_data_may_be_hidden_are_learned():
-    guide = AutoNaMIGuide(poutine.block(heavy, expose=["center", "width"]))
-    guide(EFFECTS)
-    assert {note.rule for note in guide.rules.values()} == {"learned"}
-
-
-def undeclared(y):
-    """Rows without a plate, which are no data sets."""
-    center = pyro.sample("center", dist.Normal(torch.zeros(1), 5.0))
-    pyro.sample("y", dist.StudentT(4.0, center, 1.0), obs=y[:, None])
-
-
-def summed(y):
-    """`to_event()` takes the dims of draws for its own."""
-    root = pyro.sample("root", dist.Normal(0.0, 1.0))
-    pyro.sample("y", dist.Normal(root**2, 0.1).to_event(), obs=y[0] / 7)
-
-
-@pytest.mark.parametrize("model", [undeclared, summed])
-def test_numbers_are_learned_where_draws_cannot_be_told_apart(model):
-    guide = AutoNaMIGuide(model)
-    guide(EFFECTS)
-    assert {note.rule for note in guide.rules.values()} == {"learned"}
-
-
 @pytest.mark.parametrize("rows", [3, 100, 3000])
 def test_noise_of_a_regression(rows):
     torch.manual_seed(rows)
