@@ -237,7 +237,7 @@ def run(name: str, simulations: int, seed: int, methods: list[str], steps: int |
     theta, x = test.latents["theta"], test.observed["x"]
     exact = None if task.exact is None else -task.exact(theta, x).mean().item()
     draws, temperatures, fit = (DRAWS, task.temperatures, 1000) if steps is None else (100, 2, 2)
-    few = x[:REFERENCES]
+    few = x[: REFERENCES if steps is None else 1]
     references = task.draw(few, draws) if task.draw else reference(task.model, few, draws, temperatures)
     rows = []
     for method in methods:
