@@ -99,20 +99,22 @@ def test_conditionals_that_are_derived_in_one_call():
     assert drawn.log_weights.is_cuda and bool((drawn.effective_sample_size > 95).all())
 
 
+def linear(w):
+    return torch.linspace(-1, 2, 12, device="cuda").sin().reshape(6, 2) @ w
+
+
 def slopes(y):
     """A regression as it is written for one draw: by `torch.vmap` the scale has a grid, and counts have modes."""
-    design = torch.linspace(-1, 2, 12, device="cuda").sin().reshape(6, 2)
     scale = pyro.sample("scale", dist.LogNormal(torch.zeros((), device="cuda"), 1.0))
     w = pyro.sample("w", dist.Normal(torch.zeros(2, device="cuda"), 1.0).to_event(1))
     with pyro.plate("rows", 6):
-        pyro.sample("y", dist.Normal(design @ w, scale), obs=y)
+        pyro.sample("y", dist.Normal(linear(w), scale), obs=y)
 
 
 def counts(y):
-    design = torch.linspace(-1, 2, 12, device="cuda").sin().reshape(6, 2)
     w = pyro.sample("w", dist.Normal(torch.zeros(2, device="cuda"), 1.0).to_event(1))
     with pyro.plate("rows", 6):
-        pyro.sample("y", dist.Poisson((design @ w).exp()), obs=y)
+        pyro.sample("y", dist.Poisson(linear(w).exp()), obs=y)
 
 
 @pytest.mark.parametrize(("model", "rule"), [(slopes, "quadrature"), (counts, "newton")])
@@ -132,8 +134,7 @@ def test_a_model_that_is_written_for_one_draw_in_one_call():
 
     def model():
         w = pyro.sample("w", dist.StudentT(torch.full((2,), 5.0, device="cuda"), 0.0, 1.0).to_event(1))
-        mean = torch.linspace(-1, 2, 12, device="cuda").sin().reshape(6, 2) @ w
-        pyro.sample("y", dist.StudentT(torch.full((), 4.0, device="cuda"), mean, 0.5).to_event(1))
+        pyro.sample("y", dist.StudentT(torch.full((), 4.0, device="cuda"), linear(w), 0.5).to_event(1))
 
     posterior = amortize(model, observed=["y"], simulations=500, steps=40, progress=False)
     drawn = posterior({"y": torch.ones(6, device="cuda")}, 200)
