@@ -20,8 +20,8 @@ ORDER = {
     "joint_gaussian gaussian_constants grids modes tabulated newton refutation forms marginal",
     "guide": "arguments options conditioning free_parameters store_names parameters groups group_network inputs "
     "inversion inverse_network network_state regression one_pass rules plan shapes first_call columns "
-    "element_reads placing bound_factors call marginals planner deriving build maps memory reader observed draw lazy "
-    "misfits densities nami",
+    "element_reads placing bound_factors call starts marginals planner deriving build maps memory reader observed draw "
+    "lazy misfits densities nami",
     "inference": "site_messages simulator_model observations target checkpoint history psis processes trackers "
     "optimizers soap weights weighing importance simulate moves batches losses relaxation trainer compilation "
     "tempering transitions annealing refining estimates iterative iterative_elbo gaps rounds posterior amortizing",

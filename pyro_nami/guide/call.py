@@ -39,6 +39,7 @@ class Call:
     unseen: frozenset[str] = frozenset()  # latents of rows that no data covers
     constants: dict[Any, Any] | None = None  # of exact conditionals, kept from step to step in training
     tables: dict[Any, Any] = field(default_factory=dict)  # what was found of latents that come first, with its data
+    starts: dict[Any, Any] = field(default_factory=dict)  # of Newton's method, group -> `Starts`
     context: Call | None = None
     derived: frozenset[str] = frozenset()
 

@@ -18,6 +18,7 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.marginals import marginal
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
+from pyro_nami.guide.starts import DataSets, Starts
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, broadcast, expanding, leading_shape
 from pyro_nami.reading.gaussian_constants import FromConstants, constants_of
@@ -52,6 +53,8 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
                 if isinstance(expansion, Newton):
                     current.near[group] = expansion
             break
+    if group in current.near and current.near[group].has_moved and (data := _data_sets(plan, source)) is not None:
+        source.starts.setdefault(group, Starts()).note(data, current.near[group].references)
     if group in current.near and kept is not None:
         kept[group, expansion.leading] = {name: at.detach() for name, at in current.near[group].references.items()}
     if source is call:
@@ -79,6 +82,8 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
     if group.has_mode:
         wider = [each for each in current.near.values() if set(group.members) <= set(each.group.members)]
         options["at"] = wider[-1].means(current.values, group.members) if wider else constants  # where to start
+        if not options["at"] and (data := _data_sets(plan, call.source(group))) is not None:
+            options["at"] = call.source(group).starts.setdefault(group, Starts()).find(data)
     elif constants is not None:
         forget = functools.partial(kept.__setitem__, (group, leading), None)
         return FromConstants(group, leading, nesting, constants=constants, forget=forget)
@@ -90,6 +95,10 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
         if child in plan.bounds:
             expansion.xi[child] = softplus(current.state.params(plan.bounds[child].name).squeeze(-1))
     return expansion
+
+
+def _data_sets(plan: Plan, call: Call) -> DataSets | None:
+    return DataSets.of(call.values, plan.event_dims, plan.plates.nesting)
 
 
 def keep_constants(expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]) -> None:

@@ -23,10 +23,9 @@ from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
 from pyro_nami.messages import warn
 from pyro_nami.reading.conjugate_group import ConjugateGroup
-from pyro_nami.reading.expansion import broadcast, leading_shape, log_density_of, plate_shape
+from pyro_nami.reading.expansion import broadcast, leading_shape, log_density_of, parameters_of, plate_shape
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.marginal import MOST_MARGINAL, Marginal, points_of
-from pyro_nami.reading.refutation import parameters_of
 
 __all__ = ["first_ones", "flaw_of_tables", "marginal"]
 

@@ -49,10 +49,12 @@ class Memory:
         self.context: Context | None = None
         self.constants: dict[Hashable, Any] = {}  # of exact conditionals, of the data last seen; see `draw`
         self.tables: dict[Hashable, Any] = {}  # of latents that come first, of one call's data
+        self.starts: dict[Hashable, Any] = {}  # of Newton's method, of all data
         self._equal: dict[Hashable, Arguments] = {}  # observed node -> a value that is the one seen
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_equal": {}, "constants": {}, "tables": {}, "context": self.plain_context()}
+        found: dict[str, dict] = {"_equal": {}, "constants": {}, "tables": {}, "starts": {}}
+        return {**self.__dict__, **found, "context": self.plain_context()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         copied = memo[id(self)] = object.__new__(type(self))

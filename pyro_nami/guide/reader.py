@@ -103,7 +103,7 @@ class CallReader:
         call = self._compared(call, observations, remember, passes, look.moving, leaves)
         if call.familiar and remember and draws and not call.indices:
             call = replace(call, constants=self.memory.constants)
-        call = replace(call, tables=self.memory.tables)
+        call = replace(call, tables=self.memory.tables, starts=self.memory.starts)
         if absent:
             call = last_seen(call, plan, self.memory, absent, self._maps.resized(call))
         _check_sizes(call, plan)
@@ -114,6 +114,7 @@ class CallReader:
         self._probed = None
         self.memory.constants.clear()
         self.memory.tables.clear()
+        self.memory.starts.clear()
         self._maps.forget()
 
     @property

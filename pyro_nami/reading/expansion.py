@@ -26,7 +26,7 @@ from pyro_nami.reading.conjugate_group import ConjugateGroup
 __all__ = [
     "TOLERANCE", "Changed", "Expansion",
     "agree", "broadcast", "derivatives", "expanding", "irregular", "leading_shape", "log_density_of", "narrowed",
-    "plate_shape", "trimmed", "without_gaps",
+    "parameters_of", "plate_shape", "trimmed", "without_gaps",
 ]
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
@@ -209,6 +209,22 @@ def log_density_of(site: Mapping[str, Any], log_prob_of: Callable[[Any, Tensor],
     fn, value, mask = site["fn"], without_gaps(site), site["mask"]
     log_prob = log_prob_of(fn, value) if log_prob_of else fn.log_prob(value)
     return log_prob if mask is None else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
+
+
+def parameters_of(*tensors: Tensor) -> list[Tensor]:
+    """Returns the leaves with gradients that tensors were computed from."""
+    seen: set[Any] = set()
+    found: list[Tensor] = []
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        nodes += [parent for parent, _ in node.next_functions]
+    return found
 
 
 def plate_shape(site: Mapping[str, Any]) -> torch.Size:

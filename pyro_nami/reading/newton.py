@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_nami.factors.joint_normal import joint_normal
 from pyro_nami.reading.conjugate_group import ConjugateGroup
-from pyro_nami.reading.expansion import TOLERANCE, Expansion, irregular, without_gaps
+from pyro_nami.reading.expansion import TOLERANCE, Expansion, irregular, parameters_of, without_gaps
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.tabulated import Tabulated
 
@@ -74,10 +74,12 @@ class Newton(JointGaussian):
         self._order = list(reversed(self._first))  # of drawing
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
-        if name in self._at:
-            return self._at[name]
         # Not at the mean itself: at logits of 0 some densities have no curvature by their implementation.
-        return loc + _ASIDE * step * irregular(loc.shape, loc, len(self.values))
+        first = loc + _ASIDE * step * irregular(loc.shape, loc, len(self.values))
+        if name not in self._at:
+            return first
+        at = self._at[name]
+        return torch.where(at.isnan(), first, at) if self._runs == 1 else at  # NaN where nothing is known to begin at
 
     # ---- steps
 
@@ -98,9 +100,13 @@ class Newton(JointGaussian):
         if self._runs < _MOST_RUNS and bool((going | over).any()):
             step = Step(dict(self.references), along, slope, total, longer.where(going, 0.0))
             return self._reached(self._either(over, shorter, step))
+        leaves = set(map(id, self.values.values()))
+        depends = any(id(leaf) not in leaves for leaf in parameters_of(*self._densities.values()))
         if self.group.is_tabulated:
-            return Tabulated(self.group, *self._args[:2], differentiable, near=self)
-        if not differentiable:
+            return Tabulated(self.group, *self._args[:2], differentiable and depends, near=self)
+        if not (differentiable and depends):
+            parts = [(level.rows.detach(), level.prior.detach()) for level in self._levels]
+            self._levels = [level._replace(rows=rows, prior=prior) for level, (rows, prior) in zip(self._levels, parts)]
             return None
         self.differentiable = True
         self._levels.clear()
@@ -114,6 +120,11 @@ class Newton(JointGaussian):
         if self.group.is_tabulated:
             return _NEAR
         return _CLOSE * torch.finfo(next(iter(self.references.values())).dtype).eps ** 0.5
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it ended elsewhere than where it was made to start."""
+        return not self._at or self._runs > 2
 
     def means(
         self, values: Mapping[str, Tensor] | None = None, names: Sequence[str] | None = None

@@ -16,13 +16,13 @@ from pyro_nami.reading.bounded import LinearBernoulli
 from pyro_nami.reading.conjugate_forms import ByStatistics
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.enumeration import Enumeration
-from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding, irregular
+from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.newton import Newton, has_one_mode, is_concave
 from pyro_nami.reading.runner import RunModel
 from pyro_nami.reading.tabulated import Tabulated
 
-__all__ = ["Refutation", "expansion_of", "parameters_of"]
+__all__ = ["Refutation", "expansion_of"]
 
 # In prior standard deviations, to both sides; far, to see slow bends as well.
 _PROBED_AT = {"Gaussian": (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)}
@@ -222,22 +222,6 @@ class Refutation:
         dims = ((name, len(getattr(sites[name]["fn"], "batch_shape", ()))) for name in others)
         wide = next((name for name, count in dims if count > self.nesting), "")
         return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim" if wide else ""
-
-
-def parameters_of(*tensors: Tensor) -> list[Tensor]:
-    """Returns the leaves with gradients that tensors were computed from."""
-    seen: set[Any] = set()
-    found: list[Tensor] = []
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        nodes += [parent for parent, _ in node.next_functions]
-    return found
 
 
 def _is_scaled_apart(sites: Mapping[str, Any], group: ConjugateGroup) -> bool:
