@@ -53,10 +53,11 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
                 if isinstance(expansion, Newton):
                     current.near[group] = expansion
             break
-    if group in current.near and current.near[group].has_moved and (data := _data_sets(plan, source)) is not None:
-        source.starts.setdefault(group, Starts()).note(data, current.near[group].references)
-    if group in current.near and kept is not None:
-        kept[group, expansion.leading] = {name: at.detach() for name, at in current.near[group].references.items()}
+    if (near := current.near.get(group)) is not None:
+        if kept is not None:
+            kept[group, expansion.leading] = {name: at.detach() for name, at in near.references.items()}
+        elif near.has_moved and (data := _data_sets(plan, source)) is not None:
+            source.starts.setdefault(group, Starts()).note(data, near.references)
     if source is call:
         current.ready.update({name: sites[name] for name in expansion.group.members})
     return expansion
@@ -83,7 +84,7 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
         wider = [each for each in current.near.values() if set(group.members) <= set(each.group.members)]
         options["at"] = wider[-1].means(current.values, group.members) if wider else constants  # where to start
         if not options["at"] and (data := _data_sets(plan, call.source(group))) is not None:
-            options["at"] = call.source(group).starts.setdefault(group, Starts()).find(data)
+            options["at"] = call.source(group).starts.get(group, Starts()).find(data)
     elif constants is not None:
         forget = functools.partial(kept.__setitem__, (group, leading), None)
         return FromConstants(group, leading, nesting, constants=constants, forget=forget)

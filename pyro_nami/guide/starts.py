@@ -15,7 +15,7 @@ from pyro_nami.reading.expansion import leading_shape
 
 __all__ = ["DataSets", "Starts"]
 
-_MOST = 2**20  # elements kept of a latent
+_MOST, _ELEMENTS = 2**17, 2**22  # data sets kept, and elements of a latent
 _WEIGHT = 0x1E3779B97F4A7C15  # of bits at a place, times what a place is
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -97,7 +97,7 @@ class Starts:
         new = {name: data.rows(name, value.detach()) for name, value in values.items()}
         if any(name not in self._kept or self._kept[name].shape[1:] != new[name].shape[1:] for name in new):
             self._rows, self._kept = {}, {name: value[:0] for name, value in new.items()}
-        most = _MOST // max(1, *(value[0].numel() for value in new.values()))
+        most = min(_MOST, _ELEMENTS // max(1, *(value[0].numel() for value in new.values())))
         for key in data.keys:
             if len(self._rows) < most:
                 self._rows.setdefault(key, len(self._rows))

@@ -31,6 +31,10 @@ class Level(NamedTuple):
     rows: Tensor
     prior: Tensor
 
+    def detached(self) -> Level:
+        """Returns the level without gradients."""
+        return self._replace(rows=self.rows.detach(), prior=self.prior.detach())
+
     def columns(self, level: Level, prior: bool = False) -> Tensor:
         """Returns the columns of a later level, or of this one."""
         first = level.start - self.start

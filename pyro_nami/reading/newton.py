@@ -74,12 +74,12 @@ class Newton(JointGaussian):
         self._order = list(reversed(self._first))  # of drawing
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
+        at = self._at.get(name)
+        if at is not None and self._runs > 1:
+            return at
         # Not at the mean itself: at logits of 0 some densities have no curvature by their implementation.
         first = loc + _ASIDE * step * irregular(loc.shape, loc, len(self.values))
-        if name not in self._at:
-            return first
-        at = self._at[name]
-        return torch.where(at.isnan(), first, at) if self._runs == 1 else at  # NaN where nothing is known to begin at
+        return first if at is None else torch.where(at.isnan(), first, at)  # where it is not known where to start
 
     # ---- steps
 
@@ -100,13 +100,11 @@ class Newton(JointGaussian):
         if self._runs < _MOST_RUNS and bool((going | over).any()):
             step = Step(dict(self.references), along, slope, total, longer.where(going, 0.0))
             return self._reached(self._either(over, shorter, step))
-        leaves = set(map(id, self.values.values()))
-        depends = any(id(leaf) not in leaves for leaf in parameters_of(*self._densities.values()))
+        differentiable = differentiable and self._is_differentiable()
         if self.group.is_tabulated:
-            return Tabulated(self.group, *self._args[:2], differentiable and depends, near=self)
-        if not (differentiable and depends):
-            parts = [(level.rows.detach(), level.prior.detach()) for level in self._levels]
-            self._levels = [level._replace(rows=rows, prior=prior) for level, (rows, prior) in zip(self._levels, parts)]
+            return Tabulated(self.group, *self._args[:2], differentiable, near=self)
+        if not differentiable:
+            self._levels = [level.detached() for level in self._levels]
             return None
         self.differentiable = True
         self._levels.clear()
@@ -114,6 +112,11 @@ class Newton(JointGaussian):
         last = self.moved_to({})
         last._at, last._is_last = self.means(), True  # with their gradients
         return last
+
+    def _is_differentiable(self) -> bool:
+        """Whether there are gradients to anything but the members: to what was drawn before, or the model's weights."""
+        own = set(map(id, self.values.values()))
+        return any(id(leaf) not in own for leaf in parameters_of(*self._densities.values()))
 
     def _enough(self) -> float:
         """Returns what the last step may gain, in nats."""
