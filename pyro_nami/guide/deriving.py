@@ -92,6 +92,8 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
         rules: Any = plan.rules
         options |= {"orders": {name: rules[name].order for name in group.members}, "observed": observed}
     expansion = expansion_of(group)(group, leading, nesting, differentiable, **options)
+    if isinstance(expansion, Newton):
+        expansion.is_probe = False
     for child in group.children if group.bound == "bounded" else ():
         if child in plan.bounds:
             expansion.xi[child] = softplus(current.state.params(plan.bounds[child].name).squeeze(-1))

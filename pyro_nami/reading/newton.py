@@ -31,6 +31,7 @@ _ASIDE = 1e-2  # prior deviations from the mean to the first point
 _SHORTEST, _LONGEST = 0.1, 0.7  # to what part a step is cut
 _LEAST = 1e-6  # of a step; shorter, it leads back to where it began, for good
 _WIDER = 1.05  # times the deviations of priors, squared: what is left to rounding
+_LOST = 1e4  # nats: where a step would still gain as much, the mode is nowhere near
 _GROWTH, _GAINED = 2, 0.2  # of steps that fell short; of what a line would gain, what is enough
 
 
@@ -59,6 +60,7 @@ class Newton(JointGaussian):
     """
 
     concave = False
+    is_probe = True  # rather than one to draw from, where priors stand in for modes that were not found
     length = 0.0  # of the way on a line from the mode to here, in deviations, squared
 
     def __init__(
@@ -69,6 +71,7 @@ class Newton(JointGaussian):
         self._at: Mapping[str, Tensor] = {name: value.detach() for name, value in (at or {}).items()}
         self._step: Step | None = None  # that led here
         self._runs, self._is_last = 1, False
+        self._lost: Tensor | None = None  # sets of instances whose mode was not found: their priors stand in
         self._slopes: dict[str, Tensor] | None = None  # of the children, taken once
         self._densities: dict[str, Tensor] = {}
         self._order = list(reversed(self._first))  # of drawing
@@ -100,6 +103,10 @@ class Newton(JointGaussian):
         if self._runs < _MOST_RUNS and bool((going | over).any()):
             step = Step(dict(self.references), along, slope, total, longer.where(going, 0.0))
             return self._reached(self._either(over, shorter, step))
+        if not self.is_probe and (slope > _LOST).any():  # again, with nothing known of these
+            self._lost, self._slopes = slope > _LOST, None
+            self._levels.clear()
+            super().solve(sites)
         differentiable = differentiable and self._is_differentiable()
         if self.group.is_tabulated:
             return Tabulated(self.group, *self._args[:2], differentiable, near=self)
@@ -110,7 +117,7 @@ class Newton(JointGaussian):
         self._levels.clear()
         super().solve(sites)
         last = self.moved_to({})
-        last._at, last._is_last = self.means(), True  # with their gradients
+        last._at, last._is_last, last._lost = self.means(), True, self._lost  # with their gradients
         return last
 
     def _is_differentiable(self) -> bool:
@@ -145,7 +152,7 @@ class Newton(JointGaussian):
     def moved_to(self, at: Mapping[str, Tensor]) -> Newton:
         """Returns the expansion about another point."""
         other = type(self)(self.group, *self._args, **self._kwargs, at=at)
-        other._runs = self._runs + 1
+        other._runs, other.is_probe = self._runs + 1, self.is_probe
         return other
 
     def _reached(self, step: Step) -> Newton:
@@ -209,6 +216,9 @@ class Newton(JointGaussian):
             return super().take(sites, parts=parts, **options)
         if self._slopes is None:
             self._slopes = super().take(sites, again=True, whole=True)
+            if (lost := self._lost) is not None:
+                found = self._slopes.items()
+                self._slopes = {name: each.masked_fill(self._beside(name, lost), torch.nan) for name, each in found}
         return self._slopes
 
     def _along(self, slopes: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:

@@ -355,3 +355,29 @@ def test_compiled_guides_have_it_too():
 
     design = Design(model, BITS[:20], ("w", 2), 2, lambda w, s: joint(w))
     torch.testing.assert_close(fn.loc.reshape(-1), mode(design, torch.ones(()))[0], rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_where_the_mode_is_not_found_the_prior_stands_in():
+    """As at counts of e^30 among others, which a random walk simulates: it was 1e26 nats off there."""
+
+    def model():
+        x = pyro.sample("x0", dist.Normal(0.0, 1.0))
+        pyro.sample("y0", dist.Poisson(x.exp()))
+        for t in range(1, 12):
+            x = pyro.sample(f"x{t}", dist.Normal(x, 3.0))
+            pyro.sample(f"y{t}", dist.Poisson(x.exp()))
+
+    far = [1.266, 4.589, 8.985, 10.97, 13.99, 19.101, 16.144, 26.32, 30.103, 26.713, 25.713, 23.896]
+    x = torch.stack([torch.tensor(far), torch.linspace(0.0, 2.0, 12), torch.linspace(1.0, -1.0, 12)])
+    y = x.exp().round()
+    latents, data = ({f"{name}{t}": value[:, t] for t in range(12)} for name, value in (("x", x), ("y", y)))
+    guide = AutoNaMIGuide(model, observed=list(data))
+    guide(observations={name: value[1] for name, value in data.items()})
+    assert {note.rule for note in guide.rules.values()} <= {"newton", "quadrature"}
+    log_prob = guide.log_prob(latents, observations=data)
+    prior = dist.Normal(0.0, 1.0).log_prob(x[0, 0]) + dist.Normal(x[0, :-1], 3.0).log_prob(x[0, 1:]).sum()
+    torch.testing.assert_close(log_prob[0], prior, rtol=1e-4, atol=1e-3)
+    few = {name: value[1:] for name, value in latents.items()}
+    near = guide.log_prob(few, observations={name: value[1:] for name, value in data.items()})
+    torch.testing.assert_close(log_prob[1:], near, rtol=0, atol=1e-2)
