@@ -15,6 +15,8 @@ from pyro_nami.reading.runner import takes_observations
 
 __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 
+_LARGE = 1e6  # nats
+
 
 class CompilationLoss(nn.Module):
     """-log q(z | x) of simulations (z, x): a module, so that `DistributedDataParallel` can wrap it.
@@ -49,7 +51,10 @@ class CompilationLoss(nn.Module):
         self.arguments: tuple[tuple, Mapping[str, Any]] = (), {}
 
     def forward(self, draws: JointDraws, args: tuple, kwargs: dict[str, Any], *, whole: bool = False) -> Tensor:
-        """Returns the loss of every simulation in nats, ``(draws,)``; ``whole`` says to compute all of it."""
+        """Returns the loss of every simulation in nats, ``(draws,)``; ``whole`` says to compute all of it.
+
+        Beyond a million nats it goes on by its logarithm: few simulations are not to outweigh all others.
+        """
         brief = self.derived is not None and not whole and self._are_same(args, kwargs)
         kwargs = {**kwargs, "observations": draws.observed}
         if brief:
@@ -63,7 +68,8 @@ class CompilationLoss(nn.Module):
             raise ValueError(
                 f"Expected log densities of shape ({draws.num},) of the guide; got {tuple(log_prob.shape)}."
             )
-        return -log_prob
+        beyond = (-log_prob / _LARGE).clamp(min=1)  # of which one may be at the end of what is a number
+        return torch.where(beyond > 1, _LARGE * (1 + beyond.log()), -log_prob)
 
     def _are_same(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         before, before_by_name = self.arguments

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_nami import AutoNaMIGuide, NoisyOr
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.losses import CompilationLoss, site_log_probs
-from pyro_nami.inference.simulate import Simulator
+from pyro_nami.inference.simulate import JointDraws, Simulator
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
@@ -556,3 +556,19 @@ def test_bad_options_are_named(options, error, match):
             compiled(**options)
         else:
             compilation.fit(**{"steps": 2, "args": ZERO, "progress": False, **options})
+
+
+def test_losses_beyond_a_million_nats_go_on_by_their_logarithm():
+    def guide(observations):
+        pyro.sample("z", dist.Normal(observations["x"], 1.0))
+
+    z = torch.tensor([0.0, 1e3, 1e4, 1e15, 1e18, math.inf])
+    draws = JointDraws({"z": z}, {"x": torch.zeros(6, requires_grad=True)}, nesting=0)
+    with pyro.validation_enabled(False):
+        loss = CompilationLoss(guide)(draws, (), {})
+    torch.testing.assert_close(loss[:2], -dist.Normal(0.0, 1.0).log_prob(z[:2]))
+    torch.testing.assert_close(loss[2:5], 1e6 * (1 + (z[2:5] ** 2 / 2e6).log()), rtol=1e-5, atol=0)
+    assert loss[5] == math.inf  # which steps do not hide
+    loss[:5].sum().backward()
+    slopes = draws.observed["x"].grad[:5]
+    torch.testing.assert_close(slopes, -torch.tensor([0.0, 1e3, 2e2, 2e-9, 2e-12]), rtol=1e-4, atol=0)
