@@ -6,7 +6,7 @@ What steps with the same data need not find again is kept. Change this module wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -56,8 +56,9 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     if (near := current.near.get(group)) is not None:
         if kept is not None:
             kept[group, expansion.leading] = {name: at.detach() for name, at in near.references.items()}
-        elif near.has_moved and (data := _data_sets(plan, source)) is not None:
-            source.starts.setdefault(group, Starts()).note(data, near.references)
+        elif near.has_moved:
+            for starts, data in _starts(group, current, plan, source):
+                starts.note(data, near.references)
     if source is call:
         current.ready.update({name: sites[name] for name in expansion.group.members})
     return expansion
@@ -83,8 +84,9 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
     if group.has_mode:
         wider = [each for each in current.near.values() if set(group.members) <= set(each.group.members)]
         options["at"] = wider[-1].means(current.values, group.members) if wider else constants  # where to start
-        if not options["at"] and (data := _data_sets(plan, call.source(group))) is not None:
-            options["at"] = call.source(group).starts.get(group, Starts()).find(data)
+        if not options["at"]:
+            for starts, data in _starts(group, current, plan, call.source(group)):
+                options["at"] = starts.find(data, options["at"] or {})
     elif constants is not None:
         forget = functools.partial(kept.__setitem__, (group, leading), None)
         return FromConstants(group, leading, nesting, constants=constants, forget=forget)
@@ -100,8 +102,16 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
     return expansion
 
 
-def _data_sets(plan: Plan, call: Call) -> DataSets | None:
-    return DataSets.of(call.values, plan.event_dims, plan.plates.nesting)
+def _starts(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) -> Iterator[tuple[Starts, DataSets]]:
+    """Yields where modes are kept, and as whose: as those of data and, of one draw for each, of what is before too."""
+    data = DataSets.of(call.values, plan.event_dims, plan.plates.nesting)
+    if data is None:
+        return
+    yield call.starts.setdefault(group, Starts()), data
+    before = {name: current.values[name] for name in group.needed if name in current.values}
+    whole = DataSets.of({**call.values, **before}, plan.event_dims, plan.plates.nesting) if before else None
+    if whole is not None and len(whole.keys) == len(data.keys):
+        yield call.starts.setdefault((group, "needed"), Starts(is_renewed=True)), whole
 
 
 def keep_constants(expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]) -> None:

@@ -68,6 +68,9 @@ class DataSets(NamedTuple):
 class Starts:
     """Values of latents by the data that they belong to.
 
+    Args:
+        is_renewed: whether all are forgotten where there is no room for others, rather than these left out.
+
     Example:
         >>> first = DataSets.of({"x": torch.tensor([1.0, 2.0])}, {"z": 0}, 0)
         >>> starts = Starts()
@@ -76,28 +79,33 @@ class Starts:
         {'z': tensor([1.5000,    nan])}
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_renewed: bool = False) -> None:
+        self.is_renewed = is_renewed
         self._rows: dict[int, int] = {}
         self._kept: dict[str, Tensor] = {}
 
-    def find(self, data: DataSets) -> dict[str, Tensor]:
-        """Returns what was noted, ``(*batch, *plates, *event)``, NaN for other data; nothing if all are others."""
-        rows = [self._rows.get(key, -1) for key in data.keys]
+    def find(self, data: DataSets, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Returns what was noted, ``(*batch, *plates, *event)``; of other data ``others``, by default NaN; if all data
+        are others, these alone, by default nothing.
+        """
+        rows, found = [self._rows.get(key, -1) for key in data.keys], dict(others or {})
         if max(rows) < 0:
-            return {}
-        found = {}
+            return found
+        unknown = [row < 0 for row in rows]
         for name, kept in self._kept.items():
             at = kept[rows]
-            at[[row < 0 for row in rows]] = torch.nan
+            at[unknown] = found[name].reshape(at.shape)[unknown] if name in found else torch.nan
             found[name] = at.reshape(data.batch + kept.shape[1:])
         return found
 
     def note(self, data: DataSets, values: Mapping[str, Tensor]) -> None:
         """Takes in values of latents."""
         new = {name: data.rows(name, value.detach()) for name, value in values.items()}
+        most = min(_MOST, _ELEMENTS // max(1, *(value[0].numel() for value in new.values())))
+        if self.is_renewed and len(self._rows) + len(data.keys) > most:
+            self._kept = {}
         if any(name not in self._kept or self._kept[name].shape[1:] != new[name].shape[1:] for name in new):
             self._rows, self._kept = {}, {name: value[:0] for name, value in new.items()}
-        most = min(_MOST, _ELEMENTS // max(1, *(value[0].numel() for value in new.values())))
         for key in data.keys:
             if len(self._rows) < most:
                 self._rows.setdefault(key, len(self._rows))

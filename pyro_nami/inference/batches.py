@@ -21,6 +21,7 @@ __all__ = ["Arguments", "Batch", "Simulations", "Stream", "are_all", "as_draws",
 
 _HELD_OUT_SEED = 1_618_033_988  # apart from the training's
 
+Renew = Callable[[JointDraws, dict[str, Any]], JointDraws]
 Arguments = Callable[[int], tuple[tuple, dict[str, Any]]]  # step -> the model's arguments there
 
 
@@ -92,12 +93,12 @@ def stream_of(
     num_workers: int,
     state: Mapping[str, Any],
     processes: Processes,
-    renew: Callable[[JointDraws], JointDraws] | None = None,
+    renew: Renew | None = None,
 ) -> Stream:
     """Returns the batches of ``steps``: of a data set, of workers, or simulated when they are asked for.
 
     ``state`` is that of the stream to go on with; empty: none. A data set ends when that of one process does. All
-    simulations at once may be made others by ``renew`` after each epoch.
+    simulations at once may be made others by ``renew`` after each epoch, which is given what it is to know to go on.
     """
     if data is not None:
         place = dict(state) if "epoch" in state else {}
@@ -121,7 +122,7 @@ def stream_of(
 class _Epochs(NamedTuple):
     """What epochs of training are: what makes other simulations of all behind each, and the place in the one now."""
 
-    renew: Callable[[JointDraws], JointDraws] | None
+    renew: Renew | None
     place: dict[str, Any]
 
 
@@ -148,7 +149,7 @@ class _Whole:
             yield self.draws.select(rows)
         self.place["done"] = done + self.shuffled * (len(order) // size)
         if self.renew is not None:
-            self.draws = self.renew(self.draws)
+            self.draws = self.renew(self.draws, self.place.setdefault("renewal", {}))
 
 
 class _Seeded:

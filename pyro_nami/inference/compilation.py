@@ -141,8 +141,8 @@ class InferenceCompilation:
                 ``(draws, *plates, *event)`` of latents and observed sites, or a `TensorDataset` of these in model
                 order; or any iterable of batches of these kinds, which is read again from the start when it ends, but
                 an iterator ends the training. Of many processes each reads its own, by a `DistributedSampler` say.
-            refresh: draws of the guide that latents of ``data``, given all at once, are to be exchanged for after every
-                epoch, such that they go on to be draws given their data, and are not learned by heart; see `moves`.
+            refresh: draws of the guide that latents of ``data``, given all at once, are to be exchanged for after
+                epochs, such that they go on to be draws given their data, and are not learned by heart; see `moves`.
             num_workers: processes that simulate ahead, for models that are slow; 0: none.
             validation: number of held-out simulations, the same in every run; or those given, as in ``data``.
             validate_every: steps between validations.

@@ -24,6 +24,8 @@ import torch
 from pyro.distributions import MaskedDistribution
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pyro_nami.factors.wrappers import layers
 from pyro_nami.inference.importance import Proposal
@@ -34,17 +36,19 @@ from pyro_nami.reading.isolation import forked_rng
 __all__ = ["LatentMoves"]
 
 _ELEMENTS = 2**20  # of all sites' values that are in memory at a time
-_TRIES = 2  # as what is derived may be off by rounding at some draws
+_TRIES = 2, 10  # at a time and in all, as what is derived may be off by rounding at draws of a poor guide
 _MOVED = 0.8  # share of draws after whose move no further draws of the guide are made
 _FIRST, _WORTH = 0.1, 0.1  # share of draws that are moved first, and of these that have to move, or others are left
 _FEWEST = 1000  # draws that are moved first, as fewer take as long
+_WORK = 2**15  # elements of all tensors computed for a draw of the guide, of more of which moves are rarer
 
 
 class LatentMoves:
     """Moves latents of joint draws, where model and guide can be run for all of them at once.
 
     Where they cannot, or where the model's density is not that of its simulations (scales, factors, masked latents),
-    draws are left as they are; most of them also as long as the guide is so poor that hardly any move.
+    draws are left as they are; most of them also as long as the guide is so poor that hardly any move. Where a draw of
+    the guide takes long, as where conditionals are found by quadrature, draws move in a share of the calls.
 
     Args:
         simulator: of the draws.
@@ -67,18 +71,22 @@ class LatentMoves:
     def __init__(self, simulator: Simulator, guide: Callable, num: int) -> None:
         self.simulator, self.guide, self.num = simulator, guide, num
         self._proposal: Proposal | None = None  # for any data; none where latents cannot be moved
-        self._is_new = True
+        self._state: dict[str, Any] = {}
 
     @torch.no_grad()
-    def __call__(self, draws: JointDraws) -> JointDraws:
-        """Returns the draws with latents moved."""
-        if self._is_new:
-            self._is_new = False
+    def __call__(self, draws: JointDraws, state: dict[str, Any] | None = None) -> JointDraws:
+        """Returns the draws with latents moved; ``state`` is what another such is to know to go on alike."""
+        state = self._state if state is None else state
+        if self._proposal is None and state.setdefault("tries", _TRIES[1]):
             with forked_rng(), pyro.validation_enabled(False):
                 few = draws.select(torch.arange(min(3, draws.num)))
-                self._proposal = self._found(few.to(self.simulator.device))
+                self._proposal = self._found(few.to(self.simulator.device), state)
         if self._proposal is None:
             return draws
+        state["due"] += state["share"]
+        if state["due"] < 1:
+            return draws
+        state["due"] -= 1
         with pyro.validation_enabled(False):
             one = sum(value[0].numel() for value in (*draws.latents.values(), *draws.observed.values()))
             first = max(math.ceil(_FIRST * draws.num), min(_FEWEST, draws.num))
@@ -93,15 +101,23 @@ class LatentMoves:
         latents = {name: torch.cat([part[name].to(old) for part in found]) for name, old in draws.latents.items()}
         return draws._replace(latents=latents)
 
-    def _found(self, few: JointDraws) -> Proposal | None:
-        """Returns what proposes, if draws can be moved at once, and have the density that the model simulates."""
+    def _found(self, few: JointDraws, state: dict[str, Any]) -> Proposal | None:
+        """Returns what proposes, if draws can be moved at once, and have the density that the model simulates; notes in
+        what share of the calls, and how often that is to be tried again.
+        """
         target = Target(self.simulator.model, self.guide, self.simulator.args, self.simulator.kwargs)
         try:
             proposal = Proposal.of(target, few.observed)
-            same = any(proposal.at_once(2)[1] is None for _ in range(_TRIES))
+            if not all(map(_is_simulated, proposal.single.model.values())):
+                state["tries"] = 0
+            elif any(proposal.at_once(2)[1] is None for _ in range(_TRIES[0])):
+                state.setdefault("share", min(1.0, _WORK / _work(proposal, few.num)))
+                state.setdefault("due", 0.0)
+                return proposal
         except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
-            return None
-        return proposal if same and all(map(_is_simulated, proposal.single.model.values())) else None
+            pass
+        state["tries"] = max(0, state["tries"] - 1)
+        return None
 
     def _moved(self, proposal: Proposal, draws: JointDraws) -> tuple[dict[str, Tensor], float]:
         """Returns the latents after the move, as they were where the model fails at one of the guide's draws, and the
@@ -130,6 +146,27 @@ class LatentMoves:
         except (RuntimeError, ValueError):
             pass
         return latents, share
+
+
+class _Count(TorchDispatchMode):
+    """Counts the elements of what is computed: unlike time, the same whenever it is."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.elements += sum(each.numel() for each in tree_leaves(found) if isinstance(each, Tensor))
+        return found
+
+
+def _work(proposal: Proposal, data_sets: int) -> float:
+    """Returns how many elements are computed for one draw more."""
+    counts = []
+    for num in (1, 2):
+        with _Count() as count:
+            proposal.at_once(num, checked=False)
+        counts.append(count.elements)
+    return max(1.0, (counts[1] - counts[0]) / data_sets)
 
 
 def _is_simulated(site: Any) -> bool:

@@ -32,6 +32,7 @@ _SHORTEST, _LONGEST = 0.1, 0.7  # to what part a step is cut
 _LEAST = 1e-6  # of a step; shorter, it leads back to where it began, for good
 _WIDER = 1.05  # times the deviations of priors, squared: what is left to rounding
 _LOST = 1e4  # nats: where a step would still gain as much, the mode is nowhere near
+_OF_TERMS = 1e-2  # of the most by which rounding is told to take log densities, what it takes them by
 _GROWTH, _GAINED = 2, 0.2  # of steps that fell short; of what a line would gain, what is enough
 
 
@@ -92,12 +93,12 @@ class Newton(JointGaussian):
         frames = sites[self._order[0]]["cond_indep_stack"] if all(map(self._is_lifted, self._order)) else ()
         self._apart = {frame.name: frame.dim for frame in frames if frame.vectorized}  # of instances by themselves
         differentiable, self.differentiable = self.differentiable, False
-        slopes, total = self.joint_slopes(sites), self._joint(sites)
-        over, stalled, shorter, longer = self._cut(slopes, total)
+        slopes, (total, rounding) = self.joint_slopes(sites), self._joint(sites)
+        over, stalled, shorter, longer = self._cut(slopes, total, rounding)
         if over.all() and self._runs < _MOST_RUNS:
             return self._reached(shorter)
         super().solve(sites)
-        along = {name: mean - self.references[name] for name, mean in self.means().items()}
+        along = {name: _beyond_rounding(mean, self.references[name]) for name, mean in self.means().items()}
         slope = self._along(slopes, along)
         going = (slope > 2 * self._enough()) & ~stalled
         if self._runs < _MOST_RUNS and bool((going | over).any()):
@@ -162,7 +163,9 @@ class Newton(JointGaussian):
         other._step = step
         return other
 
-    def _cut(self, slopes: Mapping[str, Tensor], total: Tensor) -> tuple[Tensor, Tensor, Step, Tensor]:
+    def _cut(
+        self, slopes: Mapping[str, Tensor], total: Tensor, rounding: Tensor
+    ) -> tuple[Tensor, Tensor, Step, Tensor]:
         """Returns where the log density falls again on the way to this point, where it hardly rose, the step cut at the
         first, and the next length.
 
@@ -173,7 +176,6 @@ class Newton(JointGaussian):
             nowhere = torch.zeros_like(total, dtype=torch.bool)
             return nowhere, nowhere, Step({}, {}, one, one, one), one
         before, now = self._step.slope, self._along(slopes, self._step.along)
-        rounding = 100 * torch.finfo(next(iter(self.references.values())).dtype).eps * self._step.total.abs()
         gained = total - self._step.total
         # Where it is not concave it may be lower though its slope is not, and much higher though its slope is.
         over = ~(now >= -before / 2 - self._enough()) | (gained < -rounding - self._enough())
@@ -230,15 +232,20 @@ class Newton(JointGaussian):
             total = total + self._summed(product, self._apart.values())
         return total
 
-    def _joint(self, sites: Mapping[str, Any]) -> Tensor:
-        """Returns the joint log density in nats, of each set; of all of them where a child is in other plates."""
+    def _joint(self, sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Returns the joint log density in nats, and how far rounding may take it, of each set; of all of them where a
+        child is in other plates.
+        """
         names = [name for name in (*self.group.members, *self.group.children) if name in sites]
         within = [{frame.name for frame in sites[name]["cond_indep_stack"]} for name in names]
         apart = [dim for plate, dim in self._apart.items() if all(plate in frames for frames in within)]
         parts = [self._summed(self.density(sites, name).detach().double(), apart) for name in names]
         if any(part.dim() > len(self.leading) for part in parts):  # the model mixes up its dims
-            return torch.zeros_like(parts[0].sum())
-        return torch.stack(torch.broadcast_tensors(*parts)).sum(0)
+            return (torch.zeros_like(parts[0].sum()),) * 2
+        total = torch.stack(torch.broadcast_tensors(*parts)).sum(0)
+        own = [self._summed(each, apart) for each in self.rounding(sites) if each.dim() <= len(self.leading)]
+        eps = torch.finfo(next(iter(self.references.values())).dtype).eps
+        return total, 100 * eps * total.abs() + _OF_TERMS * torch.stack(torch.broadcast_tensors(total * 0, *own)).sum(0)
 
     def _summed(self, parts: Tensor, apart: Collection[int]) -> Tensor:
         """Returns sums over plates of numbers ``(*batch, *plates)``, but for some dims."""
@@ -294,11 +301,17 @@ class Newton(JointGaussian):
     def rounding(self, sites: Mapping[str, Any]) -> list[Tensor]:
         """Returns how far rounding may take these: constants that cancel in a count's are as large as log(count!)."""
         found = []
-        for name in self.group.children:
+        for name in filter(sites.__contains__, self.group.children):
             value, events = without_gaps(sites[name]).detach().abs(), len(sites[name]["fn"].event_shape)
             value = value.double().nan_to_num().flatten(-events).amax(-1) if events else value.double().nan_to_num()
             found.append(1e3 * torch.finfo(self.densities(sites)[0].dtype).eps * (10 + value * value.log1p()))
         return found
+
+
+def _beyond_rounding(value: Tensor, start: Tensor) -> Tensor:
+    """Returns the way to a value, 0 where it is as short as rounding."""
+    way = value - start
+    return torch.where(way.abs() > 4 * torch.finfo(start.dtype).eps * start.abs(), way, 0.0)
 
 
 def has_one_mode(line: Mapping[float, Sequence[Tensor]], rounding: Sequence[Tensor]) -> bool:

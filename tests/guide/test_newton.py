@@ -381,3 +381,35 @@ def test_where_the_mode_is_not_found_the_prior_stands_in():
     few = {name: value[1:] for name, value in latents.items()}
     near = guide.log_prob(few, observations={name: value[1:] for name, value in data.items()})
     torch.testing.assert_close(log_prob[1:], near, rtol=0, atol=1e-2)
+
+
+@torch.no_grad()
+def test_counts_whose_log_density_is_rounded_by_many_nats_do_not_keep_it_from_ending():
+    """Sums of terms of 1e6 are off by nats in single precision: whether a step gains cannot be seen from these."""
+    runs = []
+
+    def model():
+        runs.append(1)
+        s = pyro.sample("s", dist.HalfNormal(1.0))
+        x = pyro.sample("x0", dist.Normal(0.0, 1.0))
+        pyro.sample("y0", dist.Poisson(x.exp()))
+        for t in range(1, 12):
+            x = pyro.sample(f"x{t}", dist.Normal(x, s))
+            pyro.sample(f"y{t}", dist.Poisson(x.exp()))
+
+    y = torch.tensor([
+        [2.0, 2, 53, 189, 10000, 2221, 28695, 64705, 149548, 5362, 278858, 55132],
+        [0.0, 2, 1, 6, 127, 2097, 16829, 7847, 12888, 331927, 98402, 7600],
+        [5.0, 113, 134, 187, 439, 505, 2797, 84124, 33707, 248692, 189414, 8395017],
+    ])
+    x = (y + 1).log()
+    data, latents = ({f"{name}{t}": value[:, t] for t in range(12)} for name, value in (("y", y), ("x", x)))
+    guide = AutoNaMIGuide(model, observed=list(data))
+    guide(observations={name: value[0] for name, value in data.items()})
+    assert guide.rules["x3"].rule == "newton"
+    found = []
+    for s in (torch.rand(12, generator=torch.Generator().manual_seed(0)) * 1.5 + 0.3).tolist():
+        runs.clear()
+        guide.log_prob({**latents, "s": torch.full((3,), s)}, observations=data)
+        found.append(len(runs))
+    assert max(found) < 40, found

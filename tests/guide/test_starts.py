@@ -69,6 +69,32 @@ def test_data_seen_and_others_in_one_batch_have_the_densities_that_they_have_apa
 
 
 @torch.no_grad()
+def test_modes_given_a_latent_that_is_learned_are_found_again_with_its_value():
+    """As those of simulations are, in steps and moves; with other values search begins at the mode with the last."""
+
+    class Scaled(Logistic):
+        def __call__(self):
+            self.runs += 1
+            s = pyro.sample("s", dist.HalfNormal(1.0))
+            w = pyro.sample("w", dist.Normal(torch.zeros(3), s.unsqueeze(-1)).to_event(1))
+            logits = (X @ w.unsqueeze(-1)).squeeze(-1)
+            pyro.sample("y", dist.Bernoulli(logits=logits).to_event(1))
+
+    (w, y), model = draws(50), Scaled()
+    guide = guide_of(model, y)
+    first, second = torch.rand(2, 50) + 0.5
+
+    def log_prob(s):
+        model.runs = 0
+        return guide.log_prob({"w": w, "s": s}, observations={"y": y}), model.runs
+
+    found, runs = zip(*map(log_prob, (first, second, first, second)))
+    assert runs[0] > runs[2] == runs[3] < runs[1]
+    for before, after in zip(found[:2], found[2:]):
+        torch.testing.assert_close(after, before, rtol=0, atol=1e-3)
+
+
+@torch.no_grad()
 def test_copies_and_other_devices_begin_anew(tmp_path):
     w, y = draws(20)
     guide = guide_of(Logistic(), y)
@@ -124,3 +150,9 @@ def test_memory_is_bounded(monkeypatch):
     starts = Starts()
     starts.note(data, {"z": torch.arange(10.0).reshape(5, 2)})
     assert starts.find(data)["z"].isnan().any(-1).tolist() == [False, False, False, True, True]
+    renewed = Starts(is_renewed=True)
+    for first in (0, 2, 4):
+        now = DataSets.of({"x": torch.arange(first, first + 2.0)}, {"x": 0, "z": 1}, 0)
+        renewed.note(now, {"z": torch.ones(2, 2)})
+    others = {"z": torch.full((5, 2), 7.0)}
+    assert renewed.find(data, others)["z"][:, 0].tolist() == [7, 7, 7, 7, 1]

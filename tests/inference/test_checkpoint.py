@@ -14,6 +14,7 @@ from scripts import run_session
 from torch.utils.data import DataLoader
 
 from pyro_nami.inference import checkpoint as module
+from pyro_nami.inference import moves
 from pyro_nami.inference.checkpoint import (
     check_structure,
     load_checkpoint,
@@ -86,6 +87,7 @@ SESSIONS = {
     "Pyro's scheduler": (lambda: new(optim=pyro.optim.ExponentialLR(dict(FALLING))), dict),
     "offline": (new, lambda: {"data": DataLoader(simulations(), batch_size=10, shuffle=True)}),
     "refreshed": (new, lambda: {"data": Simulator(CHAIN, ZERO).draw(40), "refresh": 2}),
+    "rarely refreshed": (new, lambda: {"data": Simulator(CHAIN, ZERO).draw(40), "refresh": 2}),
     "growing": (
         lambda: new(batch_size=lambda step: 20 if step > 4 else 8),
         lambda: {"data": Simulator(CHAIN, ZERO).draw(40), "refresh": 2},
@@ -97,8 +99,10 @@ SESSIONS = {
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(name, tmp_path):
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(name, tmp_path, monkeypatch):
     make, options = SESSIONS[name]
+    if name == "rarely refreshed":
+        monkeypatch.setattr("pyro_nami.inference.moves._work", lambda *args: 2 * moves._WORK)
     whole = make()
     history = fit(whole, 13, **options())
     expected = state_of(whole)

@@ -11,6 +11,7 @@ from pyro import poutine
 
 from pyro_nami import AutoNaMIGuide, from_simulator
 from pyro_nami.inference import InferenceCompilation, Simulator
+from pyro_nami.inference.importance import Proposal
 from pyro_nami.inference.moves import LatentMoves
 
 ROWS = torch.tensor([0.5, 1.0, 2.0])
@@ -132,6 +133,47 @@ def test_draws_at_which_the_model_is_no_number_or_fails_are_not_taken(fails, mon
     moved = LatentMoves(simulator, far, 5)(draws).latents["z"]
     assert (moved.abs() < 20).all()
     assert torch.equal(moved, draws.latents["z"]) == fails
+
+
+def test_what_takes_long_to_draw_moves_rarely():
+    """Two latents on a grid of grids, in each of eight groups, take longer than steps do."""
+
+    def model():
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        s = pyro.sample("s", dist.Uniform(0.5, 1.0))
+        with pyro.plate("groups", 8):
+            z = pyro.sample("z", dist.Normal(m, s))
+            pyro.sample("x", dist.Poisson(z.exp().unsqueeze(-1) * torch.ones(5)).to_event(1))
+
+    pyro.set_rng_seed(0)
+    simulator = Simulator(model, observed=["x"])
+    draws = simulator.draw(20)
+    guide = AutoNaMIGuide(model, observed=["x"], rules={"s": "learned"})
+    guide(observations={"x": draws.observed["x"][0]})
+    assert {guide.rules[name].rule for name in "mz"} == {"quadrature"}
+    moves, moved = LatentMoves(simulator, guide, 1), 0
+    for _ in range(40):
+        before, draws = draws, moves(draws)
+        moved += not torch.equal(before.latents["s"], draws.latents["s"])
+    assert 0 < moved < 20
+
+
+def test_a_guide_that_cannot_be_checked_at_first_is_checked_again(monkeypatch):
+    """As where its first draws are so far off that a batch of them has another density by rounding."""
+    simulator = Simulator(plated, observed=["x"])
+    draws, calls = simulator.draw(100), []
+    at_once = Proposal.at_once
+
+    def failing(self, num, **options):
+        calls.append(num)
+        if len(calls) < 5:
+            raise ValueError("too far")
+        return at_once(self, num, **options)
+
+    monkeypatch.setattr(Proposal, "at_once", failing)
+    moves = LatentMoves(simulator, off, 3)
+    found = [moves(draws) is not draws for _ in range(6)]
+    assert found == [False] * 4 + [True] * 2
 
 
 def test_guides_do_not_learn_few_latents_by_heart():
