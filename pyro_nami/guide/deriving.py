@@ -53,12 +53,12 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
                 if isinstance(expansion, Newton):
                     current.near[group] = expansion
             break
-    if (near := current.near.get(group)) is not None:
-        if kept is not None:
-            kept[group, expansion.leading] = {name: at.detach() for name, at in near.references.items()}
-        elif near.has_moved:
-            for starts, data in _starts(group, current, plan, source):
-                starts.note(data, near.references)
+    near = expansion if type(expansion) is JointGaussian else current.near.get(group)
+    if near is not None and kept is not None and (near.has_moved or group.has_mode):
+        kept[group, expansion.leading, "at"] = {name: at.detach() for name, at in near.references.items()}
+    elif near is not None and near.has_moved:
+        for starts, data in _starts(group, current, plan, source):
+            starts.note(data, near.references)
     if source is call:
         current.ready.update({name: sites[name] for name in expansion.group.members})
     return expansion
@@ -81,15 +81,16 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
     differentiable = torch.is_grad_enabled() and current.state.learns()
     kept = (call.source(group).constants if differentiable and not torch.jit.is_tracing() else None) or {}
     constants = kept.get((group, leading))
-    if group.has_mode:
-        wider = [each for each in current.near.values() if set(group.members) <= set(each.group.members)]
-        options["at"] = wider[-1].means(current.values, group.members) if wider else constants  # where to start
-        if not options["at"]:
-            for starts, data in _starts(group, current, plan, call.source(group)):
-                options["at"] = starts.find(data, options["at"] or {})
-    elif constants is not None:
+    if constants is not None:
         forget = functools.partial(kept.__setitem__, (group, leading), None)
         return FromConstants(group, leading, nesting, constants=constants, forget=forget)
+    if group.has_mode or group.form == "Gaussian":
+        wider = [each for each in current.near.values() if set(group.members) <= set(each.group.members)]
+        at = wider[-1].means(current.values, group.members) if wider else kept.get((group, leading, "at"))
+        if not at and (group.has_mode or group in call.source(group).starts):
+            for starts, data in _starts(group, current, plan, call.source(group)):
+                at = starts.find(data, at or {})
+        options["at"] = at  # where to start
     if group.in_turn:
         rules: Any = plan.rules
         options |= {"orders": {name: rules[name].order for name in group.members}, "observed": observed}

@@ -120,9 +120,9 @@ class _DrawingRun(Runner):
         if self._expansion is not None:
             with suppress(Changed):
                 keep_constants(self._expansion, current, self._call, current.values)
-                self._expansion.solve(self.sites)
-                current.solved[group] = self._expansion
-                current.ready.update({name: self.sites[name] for name in self._expansion.group.members})
+                if self._expansion.solve(self.sites) is None:
+                    current.solved[group] = self._expansion
+                    current.ready.update({name: self.sites[name] for name in self._expansion.group.members})
         current.derive(group)
         known = current.values.keys() | current.observed
         left = [name for name in group.members if name in current.rules and name not in known]

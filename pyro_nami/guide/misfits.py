@@ -11,6 +11,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def misfits(
             low = torch.zeros_like(own, dtype=torch.bool)
             if isinstance(rule, (Exact, Newton)) and sites[name]["mask"] is None:
                 fn = rule.distribution(current, each.shape, None)
-                low = own < sum_plates(fn.log_prob(fn.sample((RANKED,))), nesting).amin(0)
+                with suppress(RuntimeError, ValueError):  # of what is not finite, and told by that
+                    low = own < sum_plates(fn.log_prob(fn.sample((RANKED,))), nesting).amin(0)
             found[name] = torch.stack([~own.isfinite(), low])
     return found

@@ -19,9 +19,11 @@ from pyro import poutine
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
 
+from pyro_nami.factors.wrappers import layers
 from pyro_nami.inference.simulator_model import Simulated
 from pyro_nami.inference.site_messages import (
     check_declared,
+    is_delta,
     log_density,
     plate_nesting,
     plate_shape,
@@ -226,7 +228,7 @@ class Simulator:
                 raise ValueError(
                     f"Expected the same sites in every run of the model; one run lacks '{name}'."
                 )
-        return {name: site for name, site in sites.items() if not site["infer"].get("_deterministic")}
+        return {name: site for name, site in sites.items() if not _is_name(site)}
 
     def _batch(self, num: int, latents: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """Returns the sites of one run for all draws."""
@@ -293,3 +295,9 @@ def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
 def _is_trained(param: Any) -> bool:
     value = param["value"]
     return bool((value.unconstrained() if hasattr(value, "unconstrained") else value).requires_grad)
+
+
+def _is_name(site: Mapping[str, Any]) -> bool:
+    """Whether a site is a value and no data, as deterministic ones are, and those that a reparametrization leaves."""
+    left = is_delta(site["fn"]) and any(getattr(layer, "_mask", None) is False for layer in layers(site["fn"]))
+    return left or bool(site["infer"].get("_deterministic"))

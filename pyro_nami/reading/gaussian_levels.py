@@ -15,6 +15,9 @@ from torch import Tensor
 __all__ = ["Level", "along_units", "in_noise", "inverse_root", "is_quadratic", "solved", "times", "without_gaps"]
 
 
+_LEAST = 0.5  # precision relative to the prior's, which is 1 at least where a log density is concave, but for rounding
+
+
 class Level(NamedTuple):
     """Elements that are eliminated at once, x, and those left behind them, r.
 
@@ -69,12 +72,14 @@ class Level(NamedTuple):
         mean = -root * others if single else -root @ others
         moved = own * mean + rest if single else own @ mean + rest
         if single:
-            lower = precision.clamp(min=eps).sqrt()
+            lower = precision.clamp(min=_LEAST if concave else eps).sqrt()
             gain = root / lower * moved
         else:
             # What is below this is rounding.
             ridge = 4 * eps * precision.detach().diagonal(dim1=-2, dim2=-1).abs()
-            lower = torch.linalg.cholesky_ex(precision + torch.diag_embed(ridge))[0]
+            lower, failed = torch.linalg.cholesky_ex(precision + torch.diag_embed(ridge))
+            if concave and not torch.jit.is_tracing() and failed.any():
+                return self.eliminated(concave=False)  # by the rounding of what a model computes in single precision
             gain = torch.linalg.solve_triangular(lower, root.mT @ moved, upper=False)
         posterior = lower.mT @ whitening if self.size > 1 else lower * whitening
         after = (lower.mT @ others if self.size > 1 else lower * others) + gain

@@ -10,33 +10,77 @@ read off on the way (`gaussian_levels`). Change this module to read conditionals
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pyro.distributions as dist
 import torch
 from torch import Tensor
 
 from pyro_nami.factors.joint_normal import JointNormal
+from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Expansion, derivatives, trimmed
 from pyro_nami.reading.gaussian_levels import Level, solved, times
 from pyro_nami.reading.second_order import SecondOrder
 
+if TYPE_CHECKING:
+    from typing_extensions import Self  # noqa: UP035  for Python 3.10
+
 __all__ = ["JointGaussian"]
+
+_MOST_RUNS = 4
+_OFF = 0.01  # deviations: by how much rounding may move a mean, before it is derived once more about where that is
 
 
 class JointGaussian(SecondOrder):
     """The exact conditionals of a block, each given those before it and with those behind integrated out.
 
+    Far from where the posterior is, slopes are rounded by more than it is wide: from there it is taken anew.
+
     Args:
         group, leading, nesting, differentiable, away, sizes: as for `SecondOrder`.
+        at: values of the members that offsets are from; by default the means of their priors.
     """
 
     concave = True  # whether log densities are known to be so
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, group: ConjugateGroup, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(group, *args, **kwargs)
+        self._args, self._kwargs = args, kwargs
+        self._at: Mapping[str, Tensor] = {name: value.detach() for name, value in (at or {}).items()}
+        self._runs = 1
         self._offsets: dict[int, tuple[int, Tensor | None]] = {}  # level -> number of members drawn, and their offsets
+        self._order = list(reversed(self._first))  # of drawing
+
+    def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
+        at = self._at.get(name)
+        return loc if at is None else torch.where(at.isnan(), loc, at)  # where it is not known where to start
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it ended elsewhere than where it was made to start."""
+        return self._runs > 1
+
+    def moved_to(self, at: Mapping[str, Tensor]) -> Self:
+        """Returns the expansion about another point."""
+        other = type(self)(self.group, *self._args, **self._kwargs, at=at)
+        other._runs, other.xi = self._runs + 1, self.xi
+        return other
+
+    def means(
+        self, values: Mapping[str, Tensor] | None = None, names: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Returns the means of members, by default of all, each given values of those before it: others' are means."""
+        found = {name: value.detach() for name, value in (values or {}).items()}
+        names = self.group.members if names is None else names
+        self._offsets.clear()
+        for name in self._order:
+            if name in names or name not in found:
+                found[name] = self.conditional(name, found).mean
+        self._offsets.clear()
+        return {name: found[name] for name in names}
 
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         with derivatives():
@@ -44,7 +88,21 @@ class JointGaussian(SecondOrder):
             for i, level in enumerate(self._levels):
                 self._levels[i], update = level.eliminated(self.concave)
                 self._levels[i + 1 :] = [later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]]
-        return None
+            return self._closer()
+
+    def _closer(self) -> Self | None:
+        """Returns the expansion about the means, where rounding at the references may have moved these."""
+        eps = torch.finfo(next(iter(self.references.values())).dtype).eps
+        if eps < torch.finfo(torch.float32).eps or self._runs >= _MOST_RUNS or torch.jit.is_tracing():
+            return None
+        means, steps, away, narrower = self.means(), self._lengths, [], []
+        for names, level in zip(self._by_level(), self._levels):
+            roots = level.prior[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)
+            moved = torch.cat([self._moved(name, means[name].detach()) for name in names], -1)
+            away.append((moved * roots).abs().amax())
+            narrower.append((steps[level.start : level.start + level.size] * roots).abs().amax())
+        off = eps * torch.stack(away).amax() * torch.stack(narrower).amax()
+        return self.moved_to(means) if _OFF < off < torch.inf else None
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         size, event_shape = self.sizes[name], self.priors[name].event_shape

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from pyro_nami.factors.joint_normal import joint_normal
-from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import TOLERANCE, Expansion, irregular, parameters_of, without_gaps
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.tabulated import Tabulated
@@ -64,18 +63,13 @@ class Newton(JointGaussian):
     is_probe = True  # rather than one to draw from, where priors stand in for modes that were not found
     length = 0.0  # of the way on a line from the mode to here, in deviations, squared
 
-    def __init__(
-        self, group: ConjugateGroup, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(group, *args, **kwargs)
-        self._args, self._kwargs = args, kwargs
-        self._at: Mapping[str, Tensor] = {name: value.detach() for name, value in (at or {}).items()}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._step: Step | None = None  # that led here
-        self._runs, self._is_last = 1, False
+        self._is_last = False
         self._lost: Tensor | None = None  # sets of instances whose mode was not found: their priors stand in
         self._slopes: dict[str, Tensor] | None = None  # of the children, taken once
         self._densities: dict[str, Tensor] = {}
-        self._order = list(reversed(self._first))  # of drawing
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
         at = self._at.get(name)
@@ -134,27 +128,15 @@ class Newton(JointGaussian):
 
     @property
     def has_moved(self) -> bool:
-        """Whether it ended elsewhere than where it was made to start."""
         return not self._at or self._runs > 2
 
-    def means(
-        self, values: Mapping[str, Tensor] | None = None, names: Sequence[str] | None = None
-    ) -> dict[str, Tensor]:
-        """Returns the means of members, by default of all, each given values of those before it: others' are means."""
-        found = {name: value.detach() for name, value in (values or {}).items()}
-        names = self.group.members if names is None else names
-        self._offsets.clear()
-        for name in self._order:
-            if name in names or name not in found:
-                found[name] = self.conditional(name, found).mean
-        self._offsets.clear()
-        return {name: found[name] for name in names}
-
     def moved_to(self, at: Mapping[str, Tensor]) -> Newton:
-        """Returns the expansion about another point."""
-        other = type(self)(self.group, *self._args, **self._kwargs, at=at)
-        other._runs, other.is_probe = self._runs + 1, self.is_probe
+        other = super().moved_to(at)
+        other.is_probe = self.is_probe
         return other
+
+    def _closer(self) -> None:
+        """Does nothing, as steps lead there."""
 
     def _reached(self, step: Step) -> Newton:
         """Returns the expansion about the point that a step leads to."""

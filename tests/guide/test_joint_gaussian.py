@@ -573,3 +573,36 @@ def assert_reads_no_more(guide, values, data):
                 {**data, site: 1.3 * data[site] + 1} if site in data else data,
             )
             assert not [name for name in unread if not torch.allclose(now[name], before[name])], site
+
+
+@torch.no_grad()
+def test_in_single_precision_means_far_from_the_priors_are_what_they_are_in_double():
+    """Slopes there are rounded by more than posteriors of crossed effects are wide: it was 7 nats off at a scale of
+    0.08, and no number below 0.004.
+    """
+    a, b = torch.randint(12, (200,)), torch.randint(8, (200,))
+
+    def model():
+        s, mu = spread("s"), normal("mu", torch.zeros(()), 5.0)
+        with pyro.plate("a", 12):
+            u = normal("u", torch.zeros(()), 2.4)
+        with pyro.plate("b", 8):
+            v = normal("v", torch.zeros(()), 0.2)
+        with pyro.plate("rows", 200):
+            normal("y", mu + u[..., a] + v[..., b], s)
+
+    s = torch.logspace(-2.0, 0.0, 20).unsqueeze(-1)
+    latents = {"s": s, "mu": 5 * torch.randn(20, 1), "u": 2.4 * torch.randn(20, 12), "v": 0.2 * torch.randn(20, 8)}
+    y = latents["mu"] + latents["u"][:, a] + latents["v"][:, b] + s * torch.randn(20, 200)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        guide = AutoNaMIGuide(model, observed=["y"], rules={"s": "learned"})
+        now, data = {name: value.to(dtype) for name, value in latents.items()}, {"observations": {"y": y.to(dtype)}}
+        guide(observations={"y": y[-1].to(dtype)})
+        assert {guide.rules[name].rule for name in ("mu", "u", "v")} == {"exact"}
+        found.append(guide.log_prob_of(False, now, None, **data).double())
+        found.append(guide.log_prob_of(False, now, None, **data).double())  # from where it ended
+    for single in found[2:]:
+        assert (single - found[0]).abs().max() < 0.5, single - found[0]
+        assert (single - found[0]).abs()[s.squeeze(-1) > 0.02].max() < 0.05

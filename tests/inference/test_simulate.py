@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import CASES, DIAMOND, conjugate_normal, learned_scale, pair, subsampled
 from pyro import poutine
+from pyro.infer.reparam import LocScaleReparam
 from pyro.poutine.messenger import Messenger
 
 from pyro_nami.inference.simulate import JointDraws, Simulator, forked_rng
@@ -147,6 +148,18 @@ def test_hidden_randomness_is_no_vectorized_model():
     model = pair(UNIT, lambda z: dist.Normal(z + torch.randn(()), 0.1))
     with pytest.warns(UserWarning, match="differs from that in a run of one draw"):
         assert not Simulator(model, observed="y").vectorized
+
+
+def test_what_a_reparametrization_leaves_is_no_data():
+    def model():
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 3):
+            pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(mu, 2.0)), 1.0), obs=torch.zeros(3))
+
+    simulator = Simulator(poutine.reparam(model, config={"z": LocScaleReparam(0.0)}))
+    assert (simulator.latent, simulator.observed) == (("mu", "z_decentered"), ("x",))
+    draws = simulator.draw(20_000)
+    torch.testing.assert_close(draws.observed["x"].var(0), torch.full((3,), 6.0), rtol=0.1, atol=0)
 
 
 def test_other_arguments_bring_other_sizes():
