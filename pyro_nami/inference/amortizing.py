@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from pyro import poutine
 from torch.optim.lr_scheduler import LambdaLR
 
 from pyro_nami.factors.unconstrained import NormalFamily, SinhArcsinhFamily, flow
@@ -56,7 +57,7 @@ _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 
 _NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0)  # where modes are derived there is little to learn, and a step takes long
 _EARLY, _LATE = 1 / 4, 3 / 5
 _CHECKED, _ELEMENTS = 1000, 2**16  # simulations, and their latents' elements, by which what was derived is checked
-_CHECKED_ONLY = 200  # of guides that are not trained
+_CHECKED_ONLY, _CHECKED_TABLES = 200, 20  # of guides that are not trained, and of those that make grids for each
 _TOLERATED, _NEWTON = 0.02, 0.2  # shares of them at which these may be others, and Normals about the mode
 
 
@@ -74,7 +75,8 @@ def amortize(
 ) -> AmortizedPosterior:
     """Compiles a guide on a model's simulations, with settings for all; returns the posterior as a function of data.
 
-    Latents with exact conditionals are drawn from these, if simulations do not speak against them. Factors that have to
+    Latents with exact conditionals are drawn from these, if simulations do not speak against them, also those that the
+    model marks for enumeration. Factors that have to
     be learned are splines of 8 bins, those of vectors whose elements depend on each other four more in sequence, by
     networks of two layers of 64 units, at a rate of 0.06 of `SOAP`. Rates rise, and fall along a line to zero;
     gradients are clipped; batches grow twofold for the last two fifths of the steps. Between epochs latents of
@@ -114,6 +116,9 @@ def amortize(
     """
     model = with_drawn_data(model, args, kwargs, observed)
     simulator = Simulator(model, args, kwargs, observed)
+    if simulator.enumerates and guide is None:
+        model = poutine.infer_config(model, lambda site: {"enumerate": None})
+        simulator = Simulator(model, args, kwargs, observed)
     model = simulator.model
     if at is not None:
         if not isinstance(model, SimulatorModel) or not isinstance(simulations, int) or guide is not None:
@@ -223,7 +228,8 @@ def _misfits(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
         return []
     draws = simulator.draw(_CHECKED).finite()[0] if draws is None else draws
     if not guide.num_parameters:  # and none of these will be learned from
-        draws = draws.select(torch.arange(min(draws.num, _CHECKED_ONLY)))
+        tables = any(rule.group and rule.group.form == "marginal" for rule in guide._made().rules.values())
+        draws = draws.select(torch.arange(min(draws.num, _CHECKED_TABLES if tables else _CHECKED_ONLY)))
     one = sum(value[0].numel() for value in draws.latents.values())
     for part in map(draws.select, torch.arange(draws.num).split(min(_CHECKED, max(1, _ELEMENTS // one)))):
         seen = guide.misfits(part.latents, *simulator.args, **{**simulator.kwargs, "observations": part.observed})

@@ -101,6 +101,7 @@ class Simulator:
         model: as given, or `Vectorized`, where only so one run gives all draws.
         nesting: plate dims of the model.
         latent, observed: names of the sites, in model order.
+        enumerates: whether the model marks sites for enumeration, which are drawn here.
         vectorized: whether one run of the model gives all draws; False: one run a draw.
         trainable: names of parameters that the model reads and that require gradients.
         device: of the first latent.
@@ -132,10 +133,12 @@ class Simulator:
         self.nesting, names = 0, tuple[str, ...]()
         self.latent, self.observed = names, names  # until the first run tells
         data: set[str] = set()  # that the model observes
+        self.enumerates = False
 
         def note(site: Any) -> None:
             if site["is_observed"]:
                 data.add(site["name"])
+            self.enumerates |= site["infer"].get("enumerate") == "parallel"
 
         with forked_rng(), pyro.validation_enabled(False):  # draws may be NaN
             params = poutine.trace(param_only=True)

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JointGaussian"]
 
-_MOST_RUNS = 4
-_OFF = 0.01  # deviations: by how much rounding may move a mean, before it is derived once more about where that is
+_OFF, _FAR = 0.01, 30.0  # deviations: what rounding may move a mean by, and the way there, of which more is taken anew
 
 
 class JointGaussian(SecondOrder):
@@ -93,16 +92,18 @@ class JointGaussian(SecondOrder):
     def _closer(self) -> Self | None:
         """Returns the expansion about the means, where rounding at the references may have moved these."""
         eps = torch.finfo(next(iter(self.references.values())).dtype).eps
-        if eps < torch.finfo(torch.float32).eps or self._runs >= _MOST_RUNS or torch.jit.is_tracing():
+        if eps < torch.finfo(torch.float32).eps or self._runs > 1 or torch.jit.is_tracing():
             return None
         means, steps, away, narrower = self.means(), self._lengths, [], []
         for names, level in zip(self._by_level(), self._levels):
             roots = level.prior[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)
             moved = torch.cat([self._moved(name, means[name].detach()) for name in names], -1)
-            away.append((moved * roots).abs().amax())
-            narrower.append((steps[level.start : level.start + level.size] * roots).abs().amax())
-        off = eps * torch.stack(away).amax() * torch.stack(narrower).amax()
-        return self.moved_to(means) if _OFF < off < torch.inf else None
+            inner = tuple(range(-1 - self.nesting, 0))
+            away.append((moved * roots).abs().amax(inner))
+            narrower.append((steps[level.start : level.start + level.size] * roots).abs().amax(inner))
+        far, narrow = (torch.stack(torch.broadcast_tensors(*each)).amax(0) for each in (away, narrower))
+        off = eps * far * narrow
+        return self.moved_to(means) if bool(((off > _OFF) & (off < torch.inf) & (far > _FAR)).any()) else None
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         size, event_shape = self.sizes[name], self.priors[name].event_shape

@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import config_enumerate
 from torch.utils.data import TensorDataset
 
 from pyro_nami import AutoNaMIGuide, amortize, from_simulator
@@ -233,6 +234,23 @@ def test_a_model_that_is_exact_takes_no_training():
     assert not posterior.history.losses and posterior.guide.rules["z"].rule == "exact"
     x = torch.tensor([1.0, -1.0, 0.0])
     assert abs(posterior({"x": x}, num_samples=500).effective_sample_size - 500) < 1
+
+
+def test_what_a_model_marks_for_enumeration_is_drawn_from_its_exact_conditional():
+    """As all other latents are; a guide for `TraceEnum_ELBO` leaves it out, and weights would have no density of it."""
+
+    @config_enumerate
+    def model():
+        with pyro.plate("rows", 3):
+            k = pyro.sample("k", dist.Bernoulli(0.3))
+            pyro.sample("x", dist.Normal(2 * k, 1.0))
+
+    posterior = amortize(model, observed=["x"], simulations=50, progress=False)
+    x = torch.tensor([-0.5, 1.0, 2.0])
+    drawn = posterior({"x": x}, num_samples=20_000)
+    joint = torch.stack([0.7 * dist.Normal(0.0, 1.0).log_prob(x).exp(), 0.3 * dist.Normal(2.0, 1.0).log_prob(x).exp()])
+    torch.testing.assert_close(drawn.mean("k"), joint[1] / joint.sum(0), rtol=0, atol=0.02)
+    torch.testing.assert_close(drawn.log_evidence, joint.sum(0).log().sum(), rtol=0, atol=1e-4)
 
 
 def test_simulations_are_given_in_any_form_and_too_few_are_refused():
