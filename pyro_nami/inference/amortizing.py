@@ -117,7 +117,7 @@ def amortize(
     model = with_drawn_data(model, args, kwargs, observed)
     simulator = Simulator(model, args, kwargs, observed)
     if simulator.enumerates and guide is None:
-        model = poutine.infer_config(model, lambda site: {"enumerate": None})
+        model = poutine.infer_config(model, lambda site: {"enumerate": None})  # type: ignore[typeddict-item]
         simulator = Simulator(model, args, kwargs, observed)
     model = simulator.model
     if at is not None:
