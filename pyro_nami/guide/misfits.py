@@ -11,7 +11,6 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -46,7 +45,11 @@ def misfits(
             low = torch.zeros_like(own, dtype=torch.bool)
             if isinstance(rule, (Exact, Newton)) and sites[name]["mask"] is None:
                 fn = rule.distribution(current, each.shape, None)
-                with suppress(RuntimeError, ValueError):  # of what is not finite, and told by that
+                try:
                     low = own < sum_plates(fn.log_prob(fn.sample((RANKED,))), nesting).amin(0)
+                except torch.OutOfMemoryError:
+                    raise
+                except (RuntimeError, ValueError):  # as something is no number, which shows in the log density
+                    pass
             found[name] = torch.stack([~own.isfinite(), low])
     return found

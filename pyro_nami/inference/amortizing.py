@@ -76,15 +76,15 @@ def amortize(
     """Compiles a guide on a model's simulations, with settings for all; returns the posterior as a function of data.
 
     Latents with exact conditionals are drawn from these, if simulations do not speak against them, also those that the
-    model marks for enumeration. Factors that have to
-    be learned are splines of 8 bins, those of vectors whose elements depend on each other four more in sequence, by
-    networks of two layers of 64 units, at a rate of 0.06 of `SOAP`. Rates rise, and fall along a line to zero;
-    gradients are clipped; batches grow twofold for the last two fifths of the steps. Between epochs latents of
-    simulations move by the model's density, if it has one, see `moves`, so that they are not learned by heart. A tenth
-    of the simulations is held out; the weights of the lowest loss on these are kept. If these came within the first
-    three fifths of the steps, data were learned by heart; a second guide then has weights that decay, and a third, if
-    they came in the first quarter, a rate of 0.003 for a quarter of the steps, and the best is kept. Training ends when
-    half of the steps brought nothing. Where modes are derived, one guide is trained at that rate, a sixth as long.
+    model marks for enumeration. Factors that have to be learned are splines of 8 bins, those of vectors whose elements
+    depend on each other four more in sequence, by networks of two layers of 64 units, at a rate of 0.06 of `SOAP`.
+    Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for the last two fifths of
+    the steps. Between epochs latents of simulations move by the model's density, if it has one, see `moves`, so that
+    they are not learned by heart. A tenth of the simulations is held out; the weights of the lowest loss on these are
+    kept. If these came within the first three fifths of the steps, data were learned by heart; a second guide then has
+    weights that decay, and a third, if they came in the first quarter, a rate of 0.003 for a quarter of the steps, and
+    the best is kept. Training ends when half of the steps brought nothing. Where modes are derived, one guide is
+    trained at that rate, a sixth as long.
 
     Args:
         model: a Pyro model.
