@@ -70,6 +70,7 @@ class Newton(JointGaussian):
         self._lost: Tensor | None = None  # sets of instances whose mode was not found: their priors stand in
         self._slopes: dict[str, Tensor] | None = None  # of the children, taken once
         self._densities: dict[str, Tensor] = {}
+        self._of_terms: Tensor | None = None  # how far the data let rounding take log densities, the same in all runs
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
         at = self._at.get(name)
@@ -142,7 +143,7 @@ class Newton(JointGaussian):
         """Returns the expansion about the point that a step leads to."""
         lengths = {name: self._beside(name, step.length) for name in step.start}
         other = self.moved_to({name: start + lengths[name] * step.along[name] for name, start in step.start.items()})
-        other._step = step
+        other._step, other._of_terms = step, self._of_terms
         return other
 
     def _cut(
@@ -225,9 +226,11 @@ class Newton(JointGaussian):
         if any(part.dim() > len(self.leading) for part in parts):  # the model mixes up its dims
             return (torch.zeros_like(parts[0].sum()),) * 2
         total = torch.stack(torch.broadcast_tensors(*parts)).sum(0)
-        own = [self._summed(each, apart) for each in self.rounding(sites) if each.dim() <= len(self.leading)]
+        if self._of_terms is None:
+            own = [self._summed(each, apart) for each in self.rounding(sites) if each.dim() <= len(self.leading)]
+            self._of_terms = _OF_TERMS * torch.stack(torch.broadcast_tensors(torch.zeros_like(total), *own)).sum(0)
         eps = torch.finfo(next(iter(self.references.values())).dtype).eps
-        return total, 100 * eps * total.abs() + _OF_TERMS * torch.stack(torch.broadcast_tensors(total * 0, *own)).sum(0)
+        return total, 100 * eps * total.abs() + self._of_terms
 
     def _summed(self, parts: Tensor, apart: Collection[int]) -> Tensor:
         """Returns sums over plates of numbers ``(*batch, *plates)``, but for some dims."""
