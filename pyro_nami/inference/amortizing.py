@@ -80,11 +80,11 @@ def amortize(
     depend on each other four more in sequence, by networks of two layers of 64 units, at a rate of 0.06 of `SOAP`.
     Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for the last two fifths of
     the steps. Between epochs latents of simulations move by the model's density, if it has one, see `moves`, so that
-    they are not learned by heart. A tenth of the simulations is held out; the weights of the lowest loss on these are
-    kept. If these came within the first three fifths of the steps, data were learned by heart; a second guide then has
-    weights that decay, and a third, if they came in the first quarter, a rate of 0.003 for a quarter of the steps, and
-    the best is kept. Training ends when half of the steps brought nothing. Where modes are derived, one guide is
-    trained at that rate, a sixth as long.
+    they are not learned by heart. A tenth of the simulations is held out; the latest weights that are not worse on
+    these than others are kept, see `InferenceCompilation.fit`. If these came within the first three fifths of the
+    steps, data were learned by heart; a second guide then has weights that decay, and a third, if they came in the
+    first quarter, a rate of 0.003 for a quarter of the steps, and the best is kept. Training ends when half of the
+    steps brought nothing. Where modes are derived, one guide is trained at that rate, a sixth as long.
 
     Args:
         model: a Pyro model.
@@ -162,7 +162,7 @@ def amortize(
     families = dict.fromkeys(learned, flow(_BINS, _TRANSFORMS))
 
     def trained(setting: _Setting) -> tuple[float, AutoNaMIGuide, History]:
-        """Returns the lowest loss on held-out simulations, the guide that has it, and how it came to it."""
+        """Returns the loss on held-out simulations, the guide that has it, and how it came to it."""
         made, count = plain, max(1, round(setting.steps * steps))
         if families:
             options = {"observed": simulator.observed, "hidden_features": setting.hidden, **given_up}
@@ -187,7 +187,8 @@ def amortize(
             patience=_VALIDATIONS // 2,
             progress=progress,
         )
-        return min((loss for _, loss in history.validation), default=-math.inf), made, history
+        kept = [loss for step, loss in history.validation if step == history.best_step]
+        return min(kept, default=-math.inf), made, history
 
     found = [trained(_NEAR if guide is None and not learned else _SHARP)]
     best = found[0][-1].best_step

@@ -217,7 +217,7 @@ def _annealed(
     parts: list[AnnealedSamples] = []
     start = start.checked(options.num_chains + options.num_pilots, slice(0, size))
     total = None if options.conditional_ess else -(-num_data // size) * (len(options.schedule) - 1)
-    with tqdm(total=total, disable=not progress) as bar:
+    with tqdm(total=total, desc="annealing", delay=1, leave=False, disable=not progress) as bar:
         for row in range(0, num_data, size):
             rows = slice(row, min(row + size, num_data))
             path, position = start.path(options.num_chains + options.num_pilots, rows)

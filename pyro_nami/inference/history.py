@@ -18,31 +18,27 @@ class History:
     Attributes:
         losses: -log q in nats per simulation, at every step; NaN where no simulation of a batch was finite.
         validation: pairs of the steps done and the loss on the held-out simulations then.
+        best_step: steps done when the guide had the weights that it ends with; None without validation.
         simulations: number of simulations seen, skipped ones included.
         skipped: number of those with NaN or infinite values, which are not trained on.
         non_finite: site -> number of simulations that are not finite there.
 
     Example:
-        >>> history = History(validation=[(100, 2.0), (200, 1.5), (300, 1.6)])
-        >>> history.best_step, history.validations_since_best()
-        (200, 1)
+        >>> History(validation=[(100, 2.0), (200, 1.5), (300, 1.6)], best_step=200).validations_since_best()
+        1
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    best_step: int | None = None
     simulations: int = 0
     skipped: int = 0
     non_finite: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         told = self.recent() if self.losses else "nothing"
-        best = f", best at step {self.best_step}" if self.validation else ""
+        best = f", best at step {self.best_step}" if self.best_step else ""
         return f"History({len(self.losses)} steps, {told}{best})"
-
-    @property
-    def best_step(self) -> int | None:
-        """Steps done when the loss on the held-out simulations was lowest; None without validation."""
-        return min(self.validation, key=lambda pair: pair[1])[0] if self.validation else None
 
     def validations_since_best(self) -> int:
         """Returns the number of validations after the best one."""

@@ -24,13 +24,12 @@ import torch
 from pyro.distributions import MaskedDistribution
 from pyro.poutine.util import site_is_factor
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyro_nami.factors.wrappers import layers
 from pyro_nami.inference.importance import Proposal
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.target import Target
+from pyro_nami.inference.work import elements_of_a_draw
 from pyro_nami.reading.isolation import forked_rng
 
 __all__ = ["LatentMoves"]
@@ -39,7 +38,7 @@ _ELEMENTS = 2**20  # of all sites' values that are in memory at a time
 _TRIES = 2, 10  # at a time and in all, as what is derived may be off by rounding at draws of a poor guide
 _MOVED = 0.8  # share of draws after whose move no further draws of the guide are made
 _FIRST, _WORTH = 0.1, 0.1  # share of draws that are moved first, and of these that have to move, or others are left
-_FEWEST = 1000  # draws that are moved first, as fewer take as long
+_FEWEST = 1000  # draws that are moved first, as fewer take as long, and for which draws of the guide are made at once
 _WORK = 2**15  # elements of all tensors computed for a draw of the guide, of more of which moves are rarer
 
 
@@ -93,7 +92,8 @@ class LatentMoves:
             rest = torch.arange(first, draws.num).split(max(1, _ELEMENTS // one)) if first < draws.num else ()
             found = []
             for rows in (torch.arange(first), *rest):
-                latents, share = self._moved(self._proposal, draws.select(rows).to(self.simulator.device))
+                at_once = self.num if len(rows) <= _FEWEST and state["share"] == 1 else 1
+                latents, share = self._moved(self._proposal, draws.select(rows).to(self.simulator.device), at_once)
                 found.append(latents)
                 if share < _WORTH:
                     found.append(draws.select(torch.arange(int(rows[-1]) + 1, draws.num)).latents)
@@ -111,7 +111,7 @@ class LatentMoves:
             if not all(map(_is_simulated, proposal.single.model.values())):
                 state["tries"] = 0
             elif any(proposal.at_once(2)[1] is None for _ in range(_TRIES[0])):
-                state.setdefault("share", min(1.0, _WORK / _work(proposal, few.num)))
+                state.setdefault("share", min(1.0, _WORK / elements_of_a_draw(proposal)))
                 state.setdefault("due", 0.0)
                 return proposal
         except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
@@ -119,9 +119,9 @@ class LatentMoves:
         state["tries"] = max(0, state["tries"] - 1)
         return None
 
-    def _moved(self, proposal: Proposal, draws: JointDraws) -> tuple[dict[str, Tensor], float]:
+    def _moved(self, proposal: Proposal, draws: JointDraws, at_once: int) -> tuple[dict[str, Tensor], float]:
         """Returns the latents after the move, as they were where the model fails at one of the guide's draws, and the
-        share that moved by the first draw.
+        share that moved by the first draw; so many draws are made at a time.
         """
         latents, share = draws.latents, 0.0
         try:
@@ -130,13 +130,16 @@ class LatentMoves:
             weights = proposal.log_weights(now).nan_to_num(nan=-math.inf)
             weights = weights.clamp(min=torch.finfo(weights.dtype).min)  # it was drawn
             moved = torch.zeros_like(weights, dtype=torch.bool)
-            for _ in range(self.num):
-                new, _ = proposal.at_once(1, checked=False)
-                better = (new.log_weights - weights > torch.rand_like(weights).log()) & new.log_weights.isfinite()
-                weights, moved = torch.where(better, new.log_weights, weights), moved | better
+            for made in range(self.num):
+                if made % at_once == 0:
+                    new, _ = proposal.at_once(at_once, checked=False)
+                this = slice(made % at_once, made % at_once + 1)
+                its = new.log_weights[this]
+                better = (its - weights > torch.rand_like(weights).log()) & its.isfinite()
+                weights, moved = torch.where(better, its, weights), moved | better
                 for name, value in now.items():
                     taken = better.reshape(better.shape + (1,) * (value.dim() - better.dim()))
-                    now[name] = torch.where(taken, new.values[name], value)
+                    now[name] = torch.where(taken, new.values[name][this], value)
                 latents = {name: value.reshape(latents[name].shape) for name, value in now.items()}
                 share = share or float(better.double().mean())
                 if moved.double().mean() >= _MOVED or share < _WORTH:
@@ -146,27 +149,6 @@ class LatentMoves:
         except (RuntimeError, ValueError):
             pass
         return latents, share
-
-
-class _Count(TorchDispatchMode):
-    """Counts the elements of what is computed: unlike time, the same whenever it is."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.elements += sum(each.numel() for each in tree_leaves(found) if isinstance(each, Tensor))
-        return found
-
-
-def _work(proposal: Proposal, data_sets: int) -> float:
-    """Returns how many elements are computed for one draw more."""
-    counts = []
-    for num in (1, 2):
-        with _Count() as count:
-            proposal.at_once(num, checked=False)
-        counts.append(count.elements)
-    return max(1.0, (counts[1] - counts[0]) / data_sets)
 
 
 def _is_simulated(site: Any) -> bool:

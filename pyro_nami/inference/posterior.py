@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.annealing import annealed_importance_sampling
 from pyro_nami.inference.history import History
-from pyro_nami.inference.importance import importance_sample
+from pyro_nami.inference.importance import Proposal, importance_sample
 from pyro_nami.inference.observations import Observations
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weights import K_MAX, Pool, WeightedSamples, warn_of_bad
+from pyro_nami.inference.work import elements_of_a_draw
 from pyro_nami.messages import OneByOne
 
 __all__ = ["AmortizedPosterior"]
@@ -30,6 +32,7 @@ _DEFENSIVE = 0.05  # share of draws that are the prior's, where a guide had to l
 _FEW, _KEPT = 1 / 3, 0.95  # shares of effective draws: below which there are to be others, and what annealing leaves
 _POOLS = 1, 4, 16, 64, 256  # as many times as many draws are made to resample from
 _ROWS, _ELEMENTS = 2**21, 2**25  # draws to resample from at a time, and elements of theirs
+_WORK = 2**34  # elements of tensors computed for these of a data set: some 20 seconds of a core
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class AmortizedPosterior:
         *,
         num_temperatures: int | None = None,
         defensive: float | None = None,
+        progress: bool = True,
     ) -> WeightedSamples:
         """Returns draws with importance weights, and a warning where these are bad.
 
@@ -71,9 +75,10 @@ class AmortizedPosterior:
             num_samples: draws for each data set.
             num_temperatures: of annealing, for all data sets; 2 to leave draws where they are. By default data sets of
                 which less than a third of the draws are effective, or k-hat is above 0.7, have theirs resampled from 4,
-                16, 64 or 256 times as many. If fewer are effective then than are asked for, they are annealed from
-                there, if the model can be, by as many temperatures as they need.
+                16, 64 or 256 times as many, of fewer where a draw takes long. If fewer are effective then than are
+                asked for, they are annealed from there, if the model can be, by as many temperatures as they need.
             defensive: another share of the prior's draws; 0 for the guide's alone.
+            progress: whether to show a progress bar where this takes more than a second.
         """
         if defensive is None:
             defensive = _DEFENSIVE * any(note.rule == "learned" for note in self.guide.rules.values())
@@ -87,9 +92,10 @@ class AmortizedPosterior:
             )
             good = (drawn.pareto_k <= K_MAX) & (drawn.effective_sample_size >= _FEW * num_samples)
             if num_temperatures is None and not good.all():
-                drawn = self._improved(~good, data, drawn, options)
+                drawn = self._improved(~good, data, drawn, options, progress)
         else:
-            drawn = self._annealed(num_samples, {**options, "observations": data}, num_temperatures=num_temperatures)
+            path = {"num_temperatures": num_temperatures, "progress": progress}
+            drawn = self._annealed(num_samples, {**options, "observations": data}, **path)
         warn_of_bad(drawn)
         return drawn
 
@@ -98,31 +104,48 @@ class AmortizedPosterior:
         return annealed_importance_sampling(self.model, self.guide, *self.args, **chains, **options).weighted()
 
     def _improved(
-        self, bad: Tensor, data: Mapping[str, Any], drawn: WeightedSamples, options: Mapping[str, Any]
+        self, bad: Tensor, data: Mapping[str, Any], drawn: WeightedSamples, options: Mapping[str, Any], progress: bool
     ) -> WeightedSamples:
         """Returns draws of which those of bad data sets are resampled from more, and annealed where these are few."""
         if bad.dim() == 0:
             several = {name: torch.as_tensor(value)[None] for name, value in data.items()}
-            found = self._improved(bad[None], several, _changed(drawn, lambda part: part.unsqueeze(1)), options)
+            found = self._improved(
+                bad[None], several, _changed(drawn, lambda part: part.unsqueeze(1)), options, progress
+            )
             return _changed(found, lambda part: part.squeeze(1))
         target, _ = Target(self.model, None, self.args, self.kwargs).observing(data)
         num, elements = drawn.num_samples, sum(value[0, 0].numel() for value in drawn.samples.values())
         drawn = WeightedSamples(drawn.samples, drawn.log_weights, drawn.plates, Pool.none(drawn.log_evidence))
-        at_once = min(_ROWS, _ELEMENTS // max(1, elements))
+        at_once = min(_ROWS, _ELEMENTS // max(1, elements), self._affordable(target.data))
         most = max(power for power in _POOLS if power == 1 or power * num <= at_once)
         factors = torch.where(bad, float(min(_POOLS[1], most)), 0.0)  # how many times as many draws there are to be
-        for factor in _POOLS:
-            size = max(1, at_once // (factor * num))
-            for rows in filter(len, (factors == factor).nonzero().squeeze(-1).split(size)):
-                # Draws one by one would take long.
-                with contextlib.suppress(OneByOne, ValueError), warnings.catch_warnings():
-                    warnings.simplefilter("error", OneByOne)
-                    found, factors[rows] = self._pooled(num, (factor, most), target.data, rows, options)
-                    drawn = _replaced(drawn, rows, found)
+        with tqdm(total=int(bad.sum()), desc="resampling", delay=1, leave=False, disable=not progress) as bar:
+            for factor in _POOLS:
+                size = max(1, at_once // (factor * num))
+                for rows in filter(len, (factors == factor).nonzero().squeeze(-1).split(size)):
+                    # Draws one by one would take long.
+                    with contextlib.suppress(OneByOne, ValueError), warnings.catch_warnings():
+                        warnings.simplefilter("error", OneByOne)
+                        found, factors[rows] = self._pooled(num, (factor, most), target.data, rows, options, progress)
+                        drawn = _replaced(drawn, rows, found)
+                    bar.update(int((factors[rows] <= factor).sum()))
         return drawn
 
+    def _affordable(self, data: Observations) -> int:
+        """Returns how many draws of the guide may be made to improve those of a data set."""
+        with contextlib.suppress(RuntimeError, ValueError):
+            proposal = Proposal.of(Target(self.model, self.guide, self.args, self.kwargs), data.one())
+            return max(1, int(_WORK / elements_of_a_draw(proposal)))
+        return _ROWS  # for a model that is mapped over draws
+
     def _pooled(
-        self, num: int, factors: tuple[int, int], data: Observations, rows: Tensor, options: Mapping[str, Any]
+        self,
+        num: int,
+        factors: tuple[int, int],
+        data: Observations,
+        rows: Tensor,
+        options: Mapping[str, Any],
+        progress: bool,
     ) -> tuple[WeightedSamples, Tensor]:
         """Returns draws out of more, by the first factor, and the factor to go on with; 0: these will do.
 
@@ -140,7 +163,7 @@ class AmortizedPosterior:
             return found, wanted.where(few, 0.0)
         if few.any():
             here = few.nonzero().squeeze(-1)
-            path = {"conditional_ess": _KEPT, "draws": _changed(many, lambda part: part[:, here])}
+            path = {"conditional_ess": _KEPT, "draws": _changed(many, lambda part: part[:, here]), "progress": progress}
             with contextlib.suppress(NotImplementedError, ValueError):
                 annealed = self._annealed(num, {**options, "observations": data.batch(rows[here])}, **path)
                 found = _replaced(found, here, annealed)

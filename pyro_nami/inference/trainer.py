@@ -36,7 +36,8 @@ class Trainer:
 
     Attributes:
         history: what happened since the last `load`.
-        best: the weights of the lowest validation loss.
+        best: the weights of the latest validation whose loss was not above the lowest by more than its standard error.
+        lowest: the loss of each held-out simulation where their mean was lowest.
         nothing_to_learn: whether all conditionals are derived from the model.
     """
 
@@ -66,6 +67,7 @@ class Trainer:
         self.processes.part()
         self.history = History()
         self.best: dict[str, Any] | None = None
+        self.lowest: Tensor | None = None
 
     def step(self, batch: Batch) -> float:
         """Moves the weights by one step; returns the loss before, over the simulations of all processes.
@@ -77,29 +79,49 @@ class Trainer:
         return self.history.losses[-1]
 
     def validate(self, batches: Iterable[Batch]) -> float:
-        """Returns the mean loss of all processes on held-out batches, and keeps the weights if it is the lowest."""
-        loss, done = self.processes.mean(self.mean_loss(batches)), len(self.history.losses)
+        """Returns the mean loss of all processes on held-out batches, and keeps the weights if it is low enough.
+
+        Few held-out simulations do not tell which of many weights are best; the later ones are, as the rate falls,
+        unless data are learned by heart, which the differences of losses of the same simulations show.
+        """
+        losses, done = self._losses(batches), len(self.history.losses)
+        loss = self.processes.mean(float(losses.mean()))
         self.history.validation.append((done, loss))
         self.optimization.validated(loss)
-        if self.history.best_step == done:
-            self.best = copy.deepcopy(self.weights())
+        if self._is_low(losses):
+            self.best, self.history.best_step = copy.deepcopy(self.weights()), done
         return loss
 
-    @torch.no_grad()
+    def _is_low(self, losses: Tensor) -> bool:
+        """Whether losses of held-out simulations are not above the lowest by more than a standard error."""
+        lowest = torch.zeros(()) if self.lowest is None else self.lowest.to(losses)
+        above = losses - (lowest if lowest.shape == losses.shape else lowest.mean())
+        num, total, square = self.processes.sum((len(above), float(above.sum()), float(above.square().sum())))
+        mean = total / num
+        if self.lowest is None or mean < 0:
+            self.lowest = losses
+            return math.isfinite(mean)
+        return mean <= math.sqrt(max(square / num - mean**2, 0.0) / num)
+
     def mean_loss(self, batches: Iterable[Batch]) -> float:
         """Returns the mean loss over all finite simulations of this process; warns of those left out."""
-        total, seen = 0.0, History()
+        return float(self._losses(batches).mean())
+
+    @torch.no_grad()
+    def _losses(self, batches: Iterable[Batch]) -> Tensor:
+        """Returns the losses of all finite simulations of this process, in float64; warns of those left out."""
+        losses, seen = [], History()
         with _out_of_sight():
             for args, kwargs, draws in batches:
                 kept, non_finite = draws.to(self.finite[0].device).finite()
                 seen.count(draws.num, draws.num - kept.num, non_finite)
                 if kept.num:
-                    total += self.loss(kept, args, kwargs, whole=True).sum().item()
-        if seen.skipped == seen.simulations:
+                    losses.append(self.loss(kept, args, kwargs, whole=True).double())
+        if not losses:
             raise ValueError(f"Expected finite simulations to evaluate the loss on; {seen.shortfall()}.")
         if seen.skipped:
             warn(f"Held out: {seen.shortfall()}; they were left out.")
-        return total / (seen.simulations - seen.skipped)
+        return torch.cat(losses)
 
     def _finite_draws(self, drawn: JointDraws) -> tuple[JointDraws, float]:
         """Counts draws; returns the finite ones and the factor of their mean loss, as gradients are averaged.
@@ -162,6 +184,7 @@ class Trainer:
             "structure": self.structure,
             "guide": self.weights(),
             "best": self.best,
+            "lowest": self.lowest,
             "optimization": self.optimization.state(),
             "history": vars(self.history),
             "derived": self.loss.derived,
@@ -175,7 +198,7 @@ class Trainer:
             self.optimization.load(state["optimization"])
             self.loss.derived = state.get("derived")
         self.history = History(**state["history"]) if state else History()
-        self.best = state.get("best")
+        self.best, self.lowest = state.get("best"), state.get("lowest")
 
 
 def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws | None) -> dict[str, Tensor]:

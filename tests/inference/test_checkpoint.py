@@ -102,7 +102,7 @@ SESSIONS = {
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(name, tmp_path, monkeypatch):
     make, options = SESSIONS[name]
     if name == "rarely refreshed":
-        monkeypatch.setattr("pyro_nami.inference.moves._work", lambda *args: 2 * moves._WORK)
+        monkeypatch.setattr("pyro_nami.inference.moves.elements_of_a_draw", lambda *args: 2 * moves._WORK)
     whole = make()
     history = fit(whole, 13, **options())
     expected = state_of(whole)
@@ -250,7 +250,7 @@ def test_a_checkpoint_is_tensors_and_plain_python(tmp_path):
     path = tmp_path / "c"
     fit(new(), 4, path, validation=10, validate_every=2)
     state = torch.load(path, weights_only=True)
-    keys = "structure guide best optimization rng stream history derived format"
+    keys = "structure guide best lowest optimization rng stream history derived format"
     assert state.keys() == set(keys.split())
     assert "site 'a'" in state["structure"]
     assert len(state["history"]["losses"]) == 4 and len(state["history"]["validation"]) == 2
