@@ -10,6 +10,7 @@ import torch
 from pyro.infer import config_enumerate
 from torch.utils.data import TensorDataset
 
+import pyro_nami.inference.posterior as posteriors
 from pyro_nami import AutoNaMIGuide, amortize, from_simulator
 from pyro_nami.inference import SOAP, AmortizedPosterior, History, Simulator
 from pyro_nami.messages import OneByOne
@@ -157,6 +158,33 @@ def test_where_few_draws_are_effective_there_are_more(monkeypatch):
     assert drawn.samples["n"].eq(9).all() and drawn.samples["n"].shape == (1000,)
     exact = dist.Poisson(3.0).log_prob(torch.tensor(9.0)) + dist.Normal(0.0, 0.1).log_prob(torch.tensor(0.0))
     assert abs(drawn.log_evidence - exact) < 0.15
+
+
+@pytest.mark.parametrize("affordable", [5_000, 2**40])
+def test_where_draws_take_long_there_are_fewer_to_resample_from(affordable, monkeypatch):
+    asked, sample = [], posteriors.importance_sample
+    monkeypatch.setattr(posteriors, "elements_of_a_draw", lambda proposal: posteriors._WORK / affordable)
+    monkeypatch.setattr(
+        posteriors, "importance_sample", lambda *args, **kwargs: asked.append(kwargs) or sample(*args, **kwargs)
+    )
+
+    def model():
+        z = pyro.sample("z", dist.Normal(torch.zeros(8), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(z, 1.0).to_event(1))
+
+    class Wide:
+        rules: dict = {}
+
+        def __call__(self, observations):
+            pyro.sample("z", dist.Normal(observations["x"] / 2, 3.0).to_event(1))
+
+    x = torch.zeros(8)
+    drawn = AmortizedPosterior(model, (), {}, Wide(), History())({"x": x}, 500)
+    most = max(each["num_samples"] for each in asked)
+    assert most > 2_000 if affordable > 5_000 else most == 2_000
+    assert drawn.effective_sample_size > 100
+    assert abs(drawn.log_evidence - dist.Normal(0.0, 2**0.5).log_prob(x).sum()) < 0.5
+
 
 
 def test_a_conditional_that_simulations_speak_against_is_learned(monkeypatch):
