@@ -81,10 +81,11 @@ def amortize(
     Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for the last two fifths of
     the steps. Between epochs latents of simulations move by the model's density, if it has one, see `moves`, so that
     they are not learned by heart. A tenth of the simulations is held out; the latest weights that are not worse on
-    these than others are kept, see `InferenceCompilation.fit`. If these came within the first three fifths of the
-    steps, data were learned by heart; a second guide then has weights that decay, and a third, if they came in the
-    first quarter, a rate of 0.003 for a quarter of the steps, and the best is kept. Training ends when half of the
-    steps brought nothing. Where modes are derived, one guide is trained at that rate, a sixth as long.
+    these than others are kept, see `InferenceCompilation.fit`. If these are not the last ones, and the loss was
+    lowest within the first three fifths of the steps, data were learned by heart; a second guide then has weights that
+    decay, and a third, if that was in the first quarter, a rate of 0.003 for a quarter of the steps, and the best is
+    kept. Training ends when half of the steps brought nothing. Where modes are derived, one guide is trained at that
+    rate, a sixth as long.
 
     Args:
         model: a Pyro model.
@@ -191,9 +192,10 @@ def amortize(
         return min(kept, default=-math.inf), made, history
 
     found = [trained(_NEAR if guide is None and not learned else _SHARP)]
-    best = found[0][-1].best_step
-    if families and not fresh and best is not None:
-        found += [trained(other) for other, share in ((_HELD, _LATE), (_SMOOTH, _EARLY)) if best < share * steps]
+    first = found[0][-1]
+    if families and not fresh and first.best_step not in (None, len(first.losses)):
+        lowest, _ = min(first.validation, key=lambda pair: pair[1])
+        found += [trained(other) for other, share in ((_HELD, _LATE), (_SMOOTH, _EARLY)) if lowest < share * steps]
     _, made, history = min(found, key=lambda each: each[0])
     return AmortizedPosterior(model, args, kwargs, made, history)
 

@@ -85,6 +85,11 @@ class Stream(NamedTuple):
     batches: Iterator[Batch]
     state: dict[str, Any]
 
+    @property
+    def moved(self) -> float:
+        """The share of the latents that were others after the last epoch."""
+        return self.state.get("renewal", {}).get("moved", 0.0)
+
 
 def stream_of(
     simulations: Simulations,

@@ -130,8 +130,9 @@ class InferenceCompilation:
     ) -> History:
         """Trains for a number of steps; for one, if all conditionals are derived and the guide has no weights.
 
-        With validation the guide ends with the weights of the latest one whose loss was not above the lowest by more
-        than a standard error of the difference; otherwise with the last ones.
+        With validation the guide ends with the weights of the lowest validation loss, otherwise with the last ones.
+        Where latents move, see ``refresh``, with the latest weights whose loss is not above the lowest by more than a
+        standard error of the difference, of which so much counts as the share that moved.
         With a checkpoint that exists, training goes on from there, and on a CPU with as many processes to the same bits
         as without the interruption; delete the file to start anew.
 
@@ -147,7 +148,7 @@ class InferenceCompilation:
             num_workers: processes that simulate ahead, for models that are slow; 0: none.
             validation: number of held-out simulations, the same in every run; or those given, as in ``data``.
             validate_every: steps between validations.
-            patience: validations in a row that are worse than that, after which training ends.
+            patience: validations without others to keep after which training ends.
             checkpoint: file to write to and to go on from.
             checkpoint_every: steps between checkpoints; one more comes at the end.
             progress: whether to show a progress bar.
@@ -216,7 +217,7 @@ def _train(
             if trainer.nothing_to_learn:
                 break
             if held_out is not None and (done % plan.validate_every == 0 or done == last):
-                log("validation_loss", trainer.validate(held_out()), done)
+                log("validation_loss", trainer.validate(held_out(), stream.moved), done)
             if done % plan.checkpoint_every == 0 and done < last:
                 _save(trainer, stream, plan.checkpoint)
             if done % 50 == 0:

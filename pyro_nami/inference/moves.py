@@ -74,7 +74,10 @@ class LatentMoves:
 
     @torch.no_grad()
     def __call__(self, draws: JointDraws, state: dict[str, Any] | None = None) -> JointDraws:
-        """Returns the draws with latents moved; ``state`` is what another such is to know to go on alike."""
+        """Returns the draws with latents moved; ``state`` is what another such is to know to go on alike.
+
+        It tells what share of the draws ``moved`` the last time.
+        """
         state = self._state if state is None else state
         if self._proposal is None and state.setdefault("tries", _TRIES[1]):
             with forked_rng(), pyro.validation_enabled(False):
@@ -90,14 +93,16 @@ class LatentMoves:
             one = sum(value[0].numel() for value in (*draws.latents.values(), *draws.observed.values()))
             first = max(math.ceil(_FIRST * draws.num), min(_FEWEST, draws.num))
             rest = torch.arange(first, draws.num).split(max(1, _ELEMENTS // one)) if first < draws.num else ()
-            found = []
+            found, moved = [], 0.0
             for rows in (torch.arange(first), *rest):
                 at_once = self.num if len(rows) <= _FEWEST and state["share"] == 1 else 1
                 latents, share = self._moved(self._proposal, draws.select(rows).to(self.simulator.device), at_once)
                 found.append(latents)
+                moved += share * len(rows) / draws.num
                 if share < _WORTH:
                     found.append(draws.select(torch.arange(int(rows[-1]) + 1, draws.num)).latents)
                     break
+        state["moved"] = moved
         latents = {name: torch.cat([part[name].to(old) for part in found]) for name, old in draws.latents.items()}
         return draws._replace(latents=latents)
 
@@ -121,7 +126,7 @@ class LatentMoves:
 
     def _moved(self, proposal: Proposal, draws: JointDraws, at_once: int) -> tuple[dict[str, Tensor], float]:
         """Returns the latents after the move, as they were where the model fails at one of the guide's draws, and the
-        share that moved by the first draw; so many draws are made at a time.
+        share that moved; so many draws are made at a time.
         """
         latents, share = draws.latents, 0.0
         try:
@@ -141,8 +146,8 @@ class LatentMoves:
                     taken = better.reshape(better.shape + (1,) * (value.dim() - better.dim()))
                     now[name] = torch.where(taken, new.values[name][this], value)
                 latents = {name: value.reshape(latents[name].shape) for name, value in now.items()}
-                share = share or float(better.double().mean())
-                if moved.double().mean() >= _MOVED or share < _WORTH:
+                share = float(moved.double().mean())
+                if share >= _MOVED or share < _WORTH:
                     break
         except torch.OutOfMemoryError:
             raise

@@ -36,7 +36,7 @@ class Trainer:
 
     Attributes:
         history: what happened since the last `load`.
-        best: the weights of the latest validation whose loss was not above the lowest by more than its standard error.
+        best: the weights of the latest validation whose loss was as low as others', see `validate`.
         lowest: the loss of each held-out simulation where their mean was lowest.
         nothing_to_learn: whether all conditionals are derived from the model.
     """
@@ -78,22 +78,23 @@ class Trainer:
         self.history.losses.append(self._descend(batch._replace(draws=draws), share) if share else math.nan)
         return self.history.losses[-1]
 
-    def validate(self, batches: Iterable[Batch]) -> float:
+    def validate(self, batches: Iterable[Batch], moved: float = 0.0) -> float:
         """Returns the mean loss of all processes on held-out batches, and keeps the weights if it is low enough.
 
-        Few held-out simulations do not tell which of many weights are best; the later ones are, as the rate falls,
-        unless data are learned by heart, which the differences of losses of the same simulations show.
+        Few held-out simulations do not tell which of many weights are best. Where latents of those learned from move,
+        such that they are not learned by heart, the later weights are, as the rate falls. So their loss may be above
+        the lowest by as much of a standard error of the difference as the share of the latents that ``moved``.
         """
         losses, done = self._losses(batches), len(self.history.losses)
         loss = self.processes.mean(float(losses.mean()))
         self.history.validation.append((done, loss))
         self.optimization.validated(loss)
-        if self._is_low(losses):
+        if self._is_low(losses, self.processes.mean(moved)):
             self.best, self.history.best_step = copy.deepcopy(self.weights()), done
         return loss
 
-    def _is_low(self, losses: Tensor) -> bool:
-        """Whether losses of held-out simulations are not above the lowest by more than a standard error."""
+    def _is_low(self, losses: Tensor, errors: float) -> bool:
+        """Whether losses of held-out simulations are not above the lowest by more than so many standard errors."""
         lowest = torch.zeros(()) if self.lowest is None else self.lowest.to(losses)
         above = losses - (lowest if lowest.shape == losses.shape else lowest.mean())
         num, total, square = self.processes.sum((len(above), float(above.sum()), float(above.square().sum())))
@@ -101,7 +102,7 @@ class Trainer:
         if self.lowest is None or mean < 0:
             self.lowest = losses
             return math.isfinite(mean)
-        return mean <= math.sqrt(max(square / num - mean**2, 0.0) / num)
+        return mean <= errors * math.sqrt(max(square / num - mean**2, 0.0) / num)
 
     def mean_loss(self, batches: Iterable[Batch]) -> float:
         """Returns the mean loss over all finite simulations of this process; warns of those left out."""

@@ -48,12 +48,37 @@ def test_joint_draws_stay_joint_draws_whatever_the_guide(worth, least, most, mon
     pyro.set_rng_seed(0)
     simulator = Simulator(plated, observed=["x"])
     draws = simulator.draw(20_000)
-    moves, now = LatentMoves(simulator, off, 3), draws
+    moves, now, state = LatentMoves(simulator, off, 3), draws, {}
     for _ in range(10):
-        now = moves(now)
+        before, now = now, moves(now, state)
+        assert state["moved"] == pytest.approx((now.latents["mu"] != before.latents["mu"]).double().mean().item())
     assert least < (now.latents["mu"] != draws.latents["mu"]).float().mean() <= most
     assert torch.equal(now.observed["x"], draws.observed["x"])
-    u = standardized(now)
+    assert_standard(now)
+
+
+def test_few_draws_move_by_several_of_the_guide_made_at_once(monkeypatch):
+    monkeypatch.setattr("pyro_nami.inference.moves._FEWEST", 20_000)
+    monkeypatch.setattr("pyro_nami.inference.moves._WORTH", 0.0)
+    counts, at_once = [], Proposal.at_once
+    monkeypatch.setattr(
+        Proposal, "at_once", lambda self, num, **options: counts.append(num) or at_once(self, num, **options)
+    )
+    pyro.set_rng_seed(0)
+    simulator = Simulator(plated, observed=["x"])
+    draws = simulator.draw(20_000)
+    moves, state = LatentMoves(simulator, off, 3), {}
+    moved = moves(draws, state)
+    assert counts[-1] == 3 and counts.count(3) == 1
+    assert_standard(moved)
+    monkeypatch.setattr("pyro_nami.inference.moves._FEWEST", 10_000)
+    share = state["moved"]
+    moves(draws, state)
+    assert state["moved"] == pytest.approx(share, abs=0.02) and share > 0.05
+
+
+def assert_standard(draws):
+    u = standardized(draws)
     assert u.shape == (20_000, 10)
     bound = 5 / math.sqrt(20_000)  # five standard errors
     assert u.mean(0).abs().max() < bound
