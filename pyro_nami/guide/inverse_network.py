@@ -33,9 +33,11 @@ from pyro_nami.guide.groups import Factor, num_inputs, plan_steps, with_pseudo_o
 from pyro_nami.guide.inputs import Pooling
 from pyro_nami.networks.precision_sums import PrecisionSums
 
-__all__ = ["InverseNetwork", "TrainingRecord", "as_pyro_module"]
+__all__ = ["InverseNetwork", "TrainingRecord", "as_pyro_module", "coupling_of"]
 
 _COUPLING_REST = 0.01  # step of a coupling while its steps do not agree
+_LARGEST, _LATEST = 10.0, 0.01  # gradient in units of the usual one, and the share of the latest one in that
+_FIRST = 10  # passes of which none is unusual
 
 
 def as_pyro_module(module: nn.Module) -> nn.Module:
@@ -50,6 +52,11 @@ def as_pyro_module(module: nn.Module) -> nn.Module:
                 delattr(owner, name)
                 setattr(owner, name, PyroParam(value.detach().clone(), constraint=constraints.real))
     return module
+
+
+def coupling_of(name: Hashable) -> tuple[str, Hashable]:
+    """Returns by what the coupling of a factor's elements is known."""
+    return "coupling", name
 
 
 class TrainingRecord(NamedTuple):
@@ -74,6 +81,7 @@ class InverseNetwork(PyroModule):
     """
 
     _buffers: dict[str, Any]  # none of them is None
+    usual: Tensor  # lengths of gradients, of each factor's parameters and coupling
     like: Tensor  # empty, of dtype and device of the weights; the model's values may have others
 
     def __init__(
@@ -123,6 +131,8 @@ class InverseNetwork(PyroModule):
         self.offsets = FreeParameters("offset", {}, persistent=True)
         coupled = {f.name: coupling_units(f.num_elements, self.like) for f in factors if f.coupled and f.stack is None}
         self.couplings = FreeParameters("coupling", coupled, rest=None if simulated else _COUPLING_REST)
+        self._index = {name: i for i, name in enumerate((*self.factors, *map(coupling_of, coupled)))}
+        self.register_buffer("usual", self.like.new_zeros(len(self._index)))
         if not factors:
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
 
@@ -234,6 +244,21 @@ class InverseNetwork(PyroModule):
         self._stepped = True
         for group in self.groups:
             group.running.passes += 1
+
+    @torch.no_grad()
+    def restrain(self, name: Hashable, gradient: Tensor) -> Tensor:
+        """Returns the gradient of a factor's parameters or coupling, shorter where it is far longer than usual.
+
+        One draw far out, as of a chain that is not stable, would else stop an optimizer that divides by a mean of
+        squared gradients for a thousand steps.
+        """
+        usual, length = self.usual[self._index[name]], gradient.norm()
+        share: Any = 1.0
+        if self.passes > _FIRST:
+            share = torch.where(usual > 0, (_LARGEST * usual / length).clamp(max=1.0), 1.0)
+        latest = max(1 / (1 + self.passes), _LATEST)
+        usual.copy_(usual.square().lerp((length * share).square(), latest).sqrt())
+        return gradient * share
 
     def quicken(self) -> None:
         """Adapts the speeds of parameters, if the optimizer may have taken a step since; see `networks.Pace`."""

@@ -20,7 +20,7 @@ from pyro_nami.factors.path_scored import PathShare
 from pyro_nami.guide.group_network import GroupNetwork
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inputs import IndexMaps, Sources, concatenate
-from pyro_nami.guide.inverse_network import InverseNetwork, TrainingRecord
+from pyro_nami.guide.inverse_network import InverseNetwork, TrainingRecord, coupling_of
 from pyro_nami.guide.parameters import Additions
 from pyro_nami.networks.running import tempered
 
@@ -181,14 +181,21 @@ class NetworkState:
         """
         factor, group = self._network.factors[name], self._network.group_of[name]
         self._advance(group, group.head[name] + (factor.num_elements if factor.sequential else 1))
-        return self._additions(factor).params(self._rows[name].unflatten(-1, (-1, factor.num_rows)))
+        rows = self._rows[name].unflatten(-1, (-1, factor.num_rows))
+        return self._restrained(name, self._additions(factor).params(rows))
 
     def coupling(self, name: Hashable) -> Any:
         """Returns the map that couples the elements of a factor whose parameters have been asked for."""
         if name not in self._stacks:
-            return LinearMap(self._couplings[name])
+            return LinearMap(self._restrained(coupling_of(name), self._couplings[name]))
         group = self._network.group_of[name]
         return self._stacks[name](group.context(self._read[group], self._network.factors[name]))
+
+    def _restrained(self, name: Hashable, value: Tensor) -> Tensor:
+        """Returns a value whose gradient is kept from being far longer than usual, where it learns from data."""
+        if self._learning and value.requires_grad and not torch.jit.is_tracing():
+            value.register_hook(functools.partial(self._network.restrain, name))
+        return value
 
     def conditionals(self, name: Hashable, ndims: int) -> ElementConditionals:
         """Returns what draws a sequential factor's elements one by one; ``ndims`` are the batch dims of its site."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
@@ -138,11 +138,12 @@ def _inverted(
         inverse = invert(first.net, options.inverse, options.blocks, each)
         order = _learned_order(first, inverse)
         groups = finder.groups(inverse, order) if finder else {}
-        order, interleaved = _program_order(first, inverse, order, groups)
+        order, interleaved, last = _program_order(first, inverse, order, groups)
         if interleaved:
             inverse = dataclasses.replace(inverse, exact=tuple(v for v in inverse.order if each and v in groups))
             break
-    groups = {name: _with_all_read(group, inverse) for name, group in groups.items()} if interleaved else {}
+    before = order if last else []
+    groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()} if interleaved else {}
     refused, lost = (dict(finder.refused), set(finder.lost)) if finder else ({}, set())
     if finder and interleaved and (marginal := first_ones(first, inverse, order, groups)):
         if flaw:
@@ -198,20 +199,22 @@ def _learned_order(first: FirstCall, inverse: Inverse) -> list[str]:
 
 def _program_order(
     first: FirstCall, inverse: Inverse, order: list[str], groups: Mapping[str, ConjugateGroup]
-) -> tuple[list[str], bool]:
-    """Returns latents in an order in which runs of the model can draw them, and whether there is one.
+) -> tuple[list[str], bool, bool]:
+    """Returns latents in an order in which runs of the model can draw them, whether there is one, and whether groups
+    come last in it.
 
     That is program order, except that members of a group come together: where the first of them does, or last.
     """
     rank = {name: i for i, name in enumerate(first.nodes)}
     observed = frozenset(first.net.observed)
     starts = {name: min(map(rank.__getitem__, group.members)) for name, group in groups.items()}
-    for place in (lambda name: starts.get(name, rank[name]), lambda name: len(rank) if name in groups else rank[name]):
-        keys = {name: (place(name), order.index(name)) for name in order}
+    for last in (False, True):
+        of_groups = dict.fromkeys(starts, len(rank)) if last else starts
+        keys = {name: (of_groups.get(name, rank[name]), order.index(name)) for name in order}
         parents = {name: set(inverse.parents[name]) - observed for name in order}
         if all(keys[parent] < keys[name] for name in order for parent in parents[name]):
-            return sorted(order, key=keys.__getitem__), True
-    return order, False
+            return sorted(order, key=keys.__getitem__), True, last
+    return order, False, False
 
 
 def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:
@@ -243,9 +246,12 @@ def _learned(first: FirstCall, factor: Factor, family: Family, anchored: bool, p
     )
 
 
-def _with_all_read(group: ConjugateGroup, inverse: Inverse) -> ConjugateGroup:
-    """Returns a group that needs all latents which those that it needs are drawn from, too."""
-    needed = list(group.needed)
+def _with_all_read(group: ConjugateGroup, inverse: Inverse, order: Sequence[str]) -> ConjugateGroup:
+    """Returns a group that needs all latents which those that it needs are drawn from, too, and all before it in an
+    order, if there is one, as steps of networks are taken in that.
+    """
+    first = min((order.index(name) for name in group.members if name in order), default=0)
+    needed = sorted(group.needed.union(order[:first]).difference(group.members))
     for name in needed:  # which grows
         read = set(inverse.parents.get(name, ())).difference(inverse.net.observed, group.members, needed)
         needed += sorted(read)

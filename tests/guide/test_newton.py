@@ -414,3 +414,26 @@ def test_counts_whose_log_density_is_rounded_by_many_nats_do_not_keep_it_from_en
         guide.log_prob({**latents, "s": torch.full((3,), s)}, observations=data)
         found.append(len(runs))
     assert max(found) < 40, found
+
+
+def test_conditionals_wait_for_latents_before_them_in_the_networks():
+    """Which come later in the program, and which they do not read: of two regressions, ``m`` of the other one's."""
+    design = X[:4, :2]
+
+    def model():
+        m = pyro.sample("m", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        p = pyro.sample("p", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        s = pyro.sample("s", dist.Gamma(5.0, 1.0))
+        t = pyro.sample("t", dist.Gamma(5.0, 1.0))
+        with pyro.plate("rows", 4):
+            pyro.sample("x", dist.Poisson((design @ m).exp()), obs=torch.tensor([1.0, 2.0, 0.0, 1.0]))
+            pyro.sample("y", dist.Gamma(t, t / (s * (design @ p).exp())), obs=torch.tensor([1.0, 2.0, 3.0, 1.0]))
+
+    guide = AutoNaMIGuide(model)
+    with torch.no_grad():
+        trace = poutine.trace(guide).get_trace()
+    assert {name: note.rule for name, note in guide.rules.items()} == {
+        "m": "newton", "p": "newton", "s": "learned", "t": "learned"
+    }
+    values = {name: trace.nodes[name]["value"] for name in "mpst"}
+    assert trace.log_prob_sum() == pytest.approx(guide.log_prob(values).item())
