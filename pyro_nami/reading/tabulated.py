@@ -69,10 +69,15 @@ class Tabulated(Expansion):
                 mass = Mass(inner.movedim(1, -1))
                 gained = mass.log_total() - mass.log_density[..., self._middle]
                 slope = slope + slope_of(gained.sum_to_size(slope.shape))
-            # A slope that is no number says nothing of its instance, as for the Normals that are near.
-            self.finite = {self.group.members[0]: ~slope.isnan().any(0)}
-            slope = torch.where(self.finite[self.group.members[0]], slope, -grid_like(self._size, slope[0]))
-            self._knots = Mass(slope.movedim(0, -1)).quantiles()
+            # A slope that is no number says nothing of its instance, nor does a grid that has left out where the mass
+            # is, as for the Normals that are near.
+            knots = Mass(slope.movedim(0, -1)).quantiles()
+            rise = torch.stack([each.detach().to(self._center) for each in (knots[0].diff(dim=-1), knots[1][..., 1:])])
+            good = ((rise > 0) & rise.isfinite()).all(-1).all(0)
+            self.finite = {self.group.members[0]: good}
+            if not bool(good.all()):
+                knots = Mass(torch.where(good, slope, -grid_like(self._size, slope[0])).movedim(0, -1)).quantiles()
+            self._knots = knots
 
     def _lines(self, slopes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Returns slopes by deviations: along the first grid, at the means of the second member, and along the second.

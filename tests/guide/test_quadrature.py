@@ -186,3 +186,24 @@ def test_a_row_whose_slopes_are_no_numbers_keeps_its_prior():
 def test_what_is_not_concave_is_learned(likelihood):
     guide = called(effects(likelihood), torch.tensor([1.0, 0.0, 1.0, 1.0]))
     assert guide.rules["z"].rule == "learned"
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.filterwarnings("ignore:The exact conditional")
+def test_a_grid_that_leaves_out_where_the_mass_is_gives_draws_that_are_numbers(far):
+    """As where a likelihood is flat from some number on, by a clamp, and the search begins there."""
+
+    def model(loc, scale):
+        with pyro.plate("rows", 2):
+            z = pyro.sample("z", dist.Normal(loc, scale))
+            y = torch.tensor([30, 45], dtype=torch.float32)
+            pyro.sample("y", dist.Poisson(0.9 * z.clamp(max=8.0).exp()), obs=y)
+
+    torch.set_default_dtype(torch.float32)  # in which slopes overflow
+    near, away = torch.tensor([0.0, 0.7]), torch.tensor([12.2, 16.0])
+    with torch.no_grad():
+        guide = called(model, *near)
+        assert guide.rules["z"].rule == "quadrature"
+        trace = poutine.trace(guide).get_trace(*(away if far else near))
+        trace.compute_log_prob()
+    assert trace.nodes["z"]["value"].isfinite().all() and trace.log_prob_sum().isfinite()
