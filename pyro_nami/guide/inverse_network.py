@@ -245,19 +245,18 @@ class InverseNetwork(PyroModule):
         for group in self.groups:
             group.running.passes += 1
 
-    @torch.no_grad()
     def restrain(self, name: Hashable, gradient: Tensor) -> Tensor:
         """Returns the gradient of a factor's parameters or coupling, shorter where it is far longer than usual.
 
         One draw far out, as of a chain that is not stable, would else stop an optimizer that divides by a mean of
         squared gradients for a thousand steps.
         """
-        usual, length = self.usual[self._index[name]], gradient.norm()
-        share: Any = 1.0
-        if self.passes > _FIRST:
-            share = torch.where(usual > 0, (_LARGEST * usual / length).clamp(max=1.0), 1.0)
-        latest = max(1 / (1 + self.passes), _LATEST)
-        usual.copy_(usual.square().lerp((length * share).square(), latest).sqrt())
+        with torch.no_grad():  # as the gradient may have a graph of its own
+            usual, length = self.usual[self._index[name]], gradient.norm()
+            known = (usual > 0) & (self.passes > _FIRST)
+            taken = torch.minimum(length, torch.where(known, _LARGEST * usual, torch.inf))
+            share = torch.where(taken < length, taken / length, 1.0)
+            usual.copy_(usual.square().lerp(taken.square(), max(1 / (1 + self.passes), _LATEST)).sqrt())
         return gradient * share
 
     def quicken(self) -> None:

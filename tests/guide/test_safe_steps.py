@@ -344,6 +344,7 @@ def test_a_gradient_far_longer_than_usual_does_not_stop_training(spike):
     svi.step(torch.tensor(spike))
     for _ in range(60):
         svi.step(torch.tensor(-1.0))
+    assert guide.network.usual.isfinite().all()
     assert (far > 1.0).all() and (guide.median(torch.tensor(1.0))["z"] < 0.0).all()
 
 
