@@ -142,7 +142,7 @@ def _inverted(
         if interleaved:
             inverse = dataclasses.replace(inverse, exact=tuple(v for v in inverse.order if each and v in groups))
             break
-    before = order if last else []
+    before = order if last else ()
     groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()} if interleaved else {}
     refused, lost = (dict(finder.refused), set(finder.lost)) if finder else ({}, set())
     if finder and interleaved and (marginal := first_ones(first, inverse, order, groups)):

@@ -94,8 +94,8 @@ class AmortizedPosterior:
             if num_temperatures is None and not good.all():
                 drawn = self._improved(~good, data, drawn, options, progress)
         else:
-            path = {"num_temperatures": num_temperatures, "progress": progress}
-            drawn = self._annealed(num_samples, {**options, "observations": data}, **path)
+            given = {**options, "observations": data, "progress": progress}
+            drawn = self._annealed(num_samples, given, num_temperatures=num_temperatures)
         warn_of_bad(drawn)
         return drawn
 

@@ -72,8 +72,8 @@ class Tabulated(Expansion):
             # A slope that is no number says nothing of its instance, nor does a grid that has left out where the mass
             # is, as for the Normals that are near.
             knots = Mass(slope.movedim(0, -1)).quantiles()
-            rise = torch.stack([each.detach().to(self._center) for each in (knots[0].diff(dim=-1), knots[1][..., 1:])])
-            good = ((rise > 0) & rise.isfinite()).all(-1).all(0)
+            rises = torch.cat([knots[0].diff(dim=-1), self._scale.unsqueeze(-1) * knots[1]], -1).to(self._center)
+            good = ((rises > 0) & rises.isfinite()).all(-1)
             self.finite = {self.group.members[0]: good}
             if not bool(good.all()):
                 knots = Mass(torch.where(good, slope, -grid_like(self._size, slope[0])).movedim(0, -1)).quantiles()
