@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import pyro
 import torch
 from pyro.distributions.util import scale_and_mask
 from pyro.infer.inspect import is_sample_site
@@ -253,7 +254,8 @@ class Proposal:
         log_q, log_p = (summed(part, run.extent) for part in (run.log_q, run.log_p))
         if self.target.prior_share:
             sites = {name: run.model[name] for name in self.latents}
-            prior = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
+            with pyro.validation_enabled(False):  # the model's log density is NaN where it refuses a draw
+                prior = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
             log_q = self.target.defended(log_q, summed(prior, run.extent))
         log_weights = log_p - log_q
         fault = fault_of(run) if checked and not (log_weights < torch.inf).all() else ""

@@ -116,6 +116,6 @@ def fault_of(run: Weighed) -> str:
                 told = f"a finite log density at site '{name}' of the {role}; got {kind}"
                 if found and (kind, role) == ("NaN", "model"):
                     fault = fault or told
-                elif found and (kind, role) != ("-inf", "model"):
+                elif found and not (kind == "-inf" and (role == "model" or not run.guide)):
                     raise BadDensity(f"Expected {told} for {found} of {log_prob.numel()} draws. {CHECK}")
     return fault

@@ -8,7 +8,7 @@ draws, and its value handed back. Change this module to run such models in anoth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pyro
@@ -18,19 +18,27 @@ from pyro.poutine.runtime import _PYRO_STACK, apply_stack
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
 
 from pyro_nami.reading.parts import Parts
 from pyro_nami.reading.runner import Runner, outer_sizes
 
 __all__ = ["Vectorized"]
 
+# Functions that make tensors which a model may write into.
+_MAKERS = {"clone", "new_tensor", "tensor"} | {
+    form.format(name) for name in ("zeros", "ones", "full", "empty") for form in ("{}", "{}_like", "new_{}")
+}
+
 
 class Vectorized(nn.Module):
     """A model that is written for one draw, as one that takes batch dims left of its plates.
 
-    It is the model itself where no site has a value with batch dims. It raises what `torch.vmap` does where that cannot
-    run the model (an `if` on a value, `float(z)`, random numbers of no site), and NotImplementedError at a distribution
-    that does not say what it was made with, and where a loss is compiled, which `torch.jit.trace` does without vmap.
+    It is the model itself where no site has a value with batch dims. Once `torch.vmap` has failed, tensors that the
+    model makes are made for each draw, as it may write into them (`x = torch.zeros(3)`, `x[t] = z`). It raises what
+    `torch.vmap` does where that cannot run the model either (an `if` on a value, `float(z)`, random numbers of no
+    site), and NotImplementedError at a distribution that does not say what it was made with, and where a loss is
+    compiled, which `torch.jit.trace` does without vmap.
 
     Args:
         model: a Pyro model.
@@ -51,6 +59,7 @@ class Vectorized(nn.Module):
     def __init__(self, model: Callable, nesting: int) -> None:
         super().__init__()
         self.model, self.nesting = model, nesting
+        self._writes = False  # whether it writes values of sites into tensors that it has made
 
     @property
     def __wrapped__(self) -> Callable:
@@ -65,10 +74,14 @@ class Vectorized(nn.Module):
                 return self._run(batch, args, kwargs)
             except _Wider as wider:
                 batch = wider.batch
-                around = (handler for handler in reversed(_PYRO_STACK[:handlers]) if isinstance(handler, Runner))
-                runner = next(around, None)
-                if runner is not None:
-                    runner.restart()  # others see nothing of this run
+            except RuntimeError as error:
+                if not batch or self._writes or type(error) is not RuntimeError:
+                    raise
+                self._writes = True
+            around = (handler for handler in reversed(_PYRO_STACK[:handlers]) if isinstance(handler, Runner))
+            runner = next(around, None)
+            if runner is not None:
+                runner.restart()  # others see nothing of this run
 
     def _run(self, batch: torch.Size, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not batch:
@@ -76,7 +89,8 @@ class Vectorized(nn.Module):
                 return self.model(*args, **kwargs)
 
         def one(index: Tensor) -> Tensor:
-            with _Crossing(batch, self.nesting, index, validates):
+            crossing = _Crossing(batch, self.nesting, index, validates)
+            with crossing, _Making(crossing) if self._writes else nullcontext():
                 self.model(*args, **kwargs)
             return index
 
@@ -137,11 +151,13 @@ class _Crossing(_Seen):
             with pyro.validation_enabled(self.validates), _outer_handlers(self):
                 site: Any = {**msg, "infer": dict(msg["infer"]), "fn": make(given)}
                 site.update((key, other(given)) for key, other in others.items())
+                kept = site["value"]
                 apply_stack(site)
             _Seen._postprocess_message(self, site)
             value = site["value"]
             own = fn.batch_shape + value.shape[value.dim() - fn.event_dim :]
-            idle = (1,) * (nesting - len(fn.batch_shape))
+            own = msg["value"].shape if value is kept else own  # to what is given plates add nothing
+            idle = (1,) * (nesting + fn.event_dim - len(own))
             return value.expand(self.batch + idle + own).reshape(self.batch.numel(), *own)
 
         msg["value"] = _Outside.apply(outside, self.batch, self.index, *parts.tensors)
@@ -161,6 +177,20 @@ def _outer_handlers(handler: Messenger) -> Iterator[None]:
         yield
     finally:
         _PYRO_STACK[place:] = inner
+
+
+class _Making(TorchFunctionMode):
+    """Gives each draw tensors of its own, to write into, where those that a model makes are the same for all."""
+
+    def __init__(self, crossing: _Crossing) -> None:
+        super().__init__()
+        self._crossing = crossing
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") not in _MAKERS or self._crossing not in _PYRO_STACK:  # then it is outside
+            return value
+        return torch.where(self._crossing.index >= 0, value, value)
 
 
 class _Outside(torch.autograd.Function):

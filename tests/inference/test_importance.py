@@ -511,6 +511,26 @@ def test_draws_at_which_the_models_density_is_nan_weigh_nothing(validate, by_one
     assert abs(found.log_evidence - expected) < 4 * found.log_evidence_error
 
 
+def test_latents_that_rounding_takes_out_of_their_support_weigh_nothing():
+    """Also where all draws of a run are such: an ordered vector is refused once two elements are one number."""
+    base = dist.Normal(torch.tensor([1.0, -12.0, 0.0]), torch.tensor([0.1, 6.0, 1.0])).to_event(1)
+
+    def ordered(cached):
+        return dist.TransformedDistribution(base, [transforms.OrderedTransform(cache_size=cached)])
+
+    def model(y):
+        cuts = pyro.sample("cuts", ordered(0))
+        pyro.sample("y", dist.Normal(cuts[..., 0], 0.1), obs=y)
+
+    def guide(y):
+        pyro.sample("cuts", ordered(1))  # which knows what it has drawn, as guides of ours do
+
+    with pytest.warns(UserWarning, match="site 'cuts' of the model; got NaN for .* weight zero"):
+        found = importance_sample(model, guide, torch.tensor(1.0), num_samples=300, chunk_size=1, defensive=0.1)
+    tied = found.samples["cuts"].diff(dim=-1).eq(0).any(-1)
+    assert 30 < tied.sum() < 120 and found.log_weights.isneginf().equal(tied)
+
+
 def more(y):
     prior_guide(y)
     pyro.sample("nu", dist.Normal(0.0, 1.0))
