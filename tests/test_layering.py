@@ -23,9 +23,10 @@ ORDER = {
     "element_reads placing bound_factors call starts marginals planner deriving build maps memory reader observed draw "
     "lazy misfits densities nami",
     "inference": "site_messages simulator_model observations target checkpoint history psis processes trackers "
-    "optimizers soap weights weighing importance work simulate moves batches losses relaxation trainer compilation "
-    "tempering transitions annealing refining estimates iterative iterative_elbo gaps rounds posterior amortizing",
-    "checking": "coordinates rank_tests plots simulations calibration misspecification diagnosis",
+    "optimizers soap weights weighing importance work simulate coordinates outside moves batches losses "
+    "relaxation trainer compilation tempering transitions annealing refining estimates iterative "
+    "iterative_elbo gaps rounds posterior amortizing",
+    "checking": "rank_tests plots simulations calibration misspecification diagnosis",
     "show": "render report model_file commands",
 }
 MODULES = [f"{room}.{name}".strip(".") for room, names in ORDER.items() for name in names.split()]

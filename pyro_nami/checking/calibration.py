@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = ["JOINT_DENSITY", "JOINT_TARP", "Calibration", "calibrate", "listed"]
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from pyro_nami.checking.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.checking.plots import RankPanel, plot_ranks
 from pyro_nami.checking.rank_tests import JOINT_DENSITY, JOINT_TARP, Verdict, ecdf_tests, verdicts
 from pyro_nami.checking.simulations import finite_draws, seeded
+from pyro_nami.inference.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.posterior import AmortizedPosterior
 from pyro_nami.inference.simulate import JointDraws, Simulator
+from pyro_nami.inference.simulator_model import with_drawn_data
 from pyro_nami.inference.target import Target, bind, in_one_line
 from pyro_nami.reading.runner import Runner, takes_observations
 
@@ -183,6 +186,7 @@ def calibrate(
     level: float = 0.01,
     seed: int | None = None,
     chunk_size: int | None = None,
+    progress: bool = True,
     **kwargs: Any,
 ) -> Calibration:
     """Compares a guide with the exact posterior, on data sets that the model simulates.
@@ -195,13 +199,14 @@ def calibrate(
         model, guide: of which the guide takes ``observations={site: value}``, with batch dims left of the plates. A
             posterior of `amortize` in place of a guide is judged by draws that are resampled from 1,000 weighted ones,
             or ten times as many.
-        *args, **kwargs: the model's arguments. Data among them is simulated anew.
+        *args, **kwargs: the model's arguments, by default the posterior's. Data among them is simulated anew.
         num_datasets: data sets; 1000 find sds that are off by 10 to 20%, and locations off by 0.2 sds.
         num_draws: draws of the guide for each data set.
         observed: sites to condition on that the model samples without data, beside those of ``guide.observed``.
         level: the probability with which a right guide is found wrong, over all sites.
         seed: of all random numbers; None goes on from the current state. The state outside stays as it was.
         chunk_size: data sets in one call of the guide, which bounds memory; by default 2**15 draws are made at once.
+        progress: whether to show a progress bar where this takes more than a second.
 
     Raises:
         ValueError: a number is not positive; the guide draws no latent of the model, or not under plates; more than
@@ -213,10 +218,13 @@ def calibrate(
         et al. 2023, "Sampling-based accuracy testing of posterior estimators for general inference" (TARP).
     """
     posterior = guide if isinstance(guide, AmortizedPosterior) else None
-    guide = guide if posterior is None else posterior.guide
+    if posterior is not None:
+        guide, args, kwargs = posterior.guide, args or posterior.args, {**posterior.kwargs, **kwargs}
     _check_options(guide, level, num_datasets=num_datasets, num_draws=num_draws, chunk_size=chunk_size)
     with seeded(seed):
-        simulator = Simulator(model, args, kwargs, observed_names(observed, guide))
+        names = observed_names(observed, guide)
+        model = with_drawn_data(model, args, kwargs, names)
+        simulator = Simulator(model, args, kwargs, names)
         bind(guide, model, simulator.model)
         truth, skipped = finite_draws(simulator, num_datasets)
         forms = site_forms(simulator)
@@ -225,11 +233,13 @@ def calibrate(
         size = chunk_size or max(1, _ROWS_A_CALL // (num_draws if posterior is None else _weighted(num_draws)))
         target = replace(simulator.target, guide=guide)
         chunks = torch.arange(truth.num, device=points.device).split(size)
+        parts = []
         try:
-            parts = [
-                _chunk_ranks(target, posterior, num_draws, truth.select(rows), coordinates, points[rows])
-                for rows in chunks
-            ]
+            with tqdm(total=truth.num, desc="data sets", delay=1, leave=False, disable=not progress) as bar:
+                for rows in chunks:
+                    drawn = truth.select(rows)
+                    parts.append(_chunk_ranks(target, posterior, num_draws, drawn, coordinates, points[rows]))
+                    bar.update(len(rows))
         except Exception as error:
             if simulator.vectorized:
                 raise
@@ -276,7 +286,9 @@ def _chunk_ranks(
     if posterior is None:
         draws = _guide_draws(target.run_guide(extent, Runner({})), num_draws, truth)
     else:
-        found = posterior(truth.observed, _weighted(num_draws)).resample(num_draws)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*outside of all simulations")  # as some are by chance
+            found = posterior(truth.observed, _weighted(num_draws), progress=False).resample(num_draws)
         draws = {name: found[name].reshape(num_draws, *true.shape) for name, true in truth.latents.items()}
     ranks = {name: _ranks(value, truth.latents[name], name) for name, value in draws.items()}
     if len(draws) == len(truth.latents):

@@ -182,6 +182,7 @@ def diagnose(
     num_weighted: int = 100,
     num_samples: int = 1000,
     seed: int | None = None,
+    progress: bool = True,
     **kwargs: Any,
 ) -> Diagnosis:
     """Checks a trained guide: calibration, importance weights, and whether the real data are like the simulations.
@@ -200,6 +201,7 @@ def diagnose(
         num_weighted: simulated data sets that importance sampling is tried on.
         num_samples: draws of importance sampling for each of them.
         seed: of all random numbers; None goes on from the current state. The state outside stays as it was.
+        progress: whether to show a progress bar where calibration takes more than a second.
 
     Raises:
         TypeError: no model is given, and the guide has none.
@@ -218,14 +220,14 @@ def diagnose(
         simulator = Simulator(model, args, kwargs, names)
         data = {**observed_data(simulator), **given}
         compared = compare(simulator, data) if data.keys() >= set(simulator.observed) else None
-        calibration = calibrate(
-            model, judged, *args, num_datasets=num_datasets, num_draws=num_draws, observed=names, **kwargs
-        )
+        options: dict[str, Any] = {"num_datasets": num_datasets, "num_draws": num_draws, "progress": progress}
+        calibration = calibrate(model, judged, *args, observed=names, **options, **kwargs)
         size = k = None
         if not isinstance(model, SimulatorModel):
             simulated = simulator.draw(num_weighted).finite()[0].observed  # calibrate has judged how many are not
-            options = {"num_samples": num_samples, "observations": simulated, **kwargs}
-            weighted = importance_sample(model, guide, *args, **options)
+            weighted = importance_sample(
+                model, guide, *args, num_samples=num_samples, observations=simulated, **kwargs
+            )
             size, k = weighted.effective_sample_size, weighted.pareto_k
     return Diagnosis(
         calibration,

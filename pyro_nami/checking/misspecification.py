@@ -1,8 +1,6 @@
 """How far real data lie outside a model's simulations, where amortized inference has never been.
 
-Data sets become features, of each site: its standardized values where they are few, and summaries of them over plates.
-Half of the simulations say where data sets are and how they vary, the other half how far away they usually are. Change
-this module to change what counts as unusual data.
+Distances are those of `pyro_nami.inference.outside`. Change this module to change what a user is told of them.
 """
 
 from __future__ import annotations
@@ -17,16 +15,14 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_nami.checking.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.checking.simulations import finite_draws, seeded
+from pyro_nami.inference.coordinates import SiteForm, site_forms
 from pyro_nami.inference.observations import as_mapping, as_tensor, observed_names
+from pyro_nami.inference.outside import ADVICE, SimulatedData
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.target import Extent
 from pyro_nami.messages import warn
 from pyro_nami.reading.runner import Runner
-
-_LEAST_SHRINKAGE = 1e-3  # so that features which never vary have some variance
-_FEW = 64  # elements of a site, or columns of its events, that are features one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +66,6 @@ class Misspecification:
         )
 
 
-_ADVICE = (
-    "A guide trained on simulations was never trained on such data. Check units and outliers, and whether the model's "
-    "priors and likelihood allow for what the data show."
-)
-
-
 def misspecification(
     model: Callable,
     *args: Any,
@@ -115,7 +105,7 @@ def misspecification(
         simulator = Simulator(model, args, kwargs, observed_names(observed, observations=given))
         result = compare(simulator, {**observed_data(simulator), **given}, num_datasets, level)
     if not result.passed:
-        warn(f"{result} {_ADVICE}")
+        warn(f"{result} {ADVICE}")
     return result
 
 
@@ -133,11 +123,9 @@ def compare(
     forms = site_forms(simulator)
     simulated = finite_draws(simulator, num_datasets)[0].observed
     own = {name: _as_batch(name, data, forms[name], value) for name, value in simulated.items()}
-    halves = ({name: value[start::2] for name, value in simulated.items()} for start in (0, 1))
-    usual, others, here = _distances([*halves, own], forms)
-    ratios = (here[0, 1:] / others[:, 1:].median(0).values.clamp(min=1e-6)).tolist()
-    sites = dict(sorted(zip(own, ratios), key=lambda item: -item[1]))
-    return Misspecification(float(here[0, 0]), others[:, 0], _p_value(usual, others, here), sites, level)
+    known = SimulatedData(simulated, forms)
+    here = known.distances(own)[0]
+    return Misspecification(float(here[0]), known.others[:, 0], known.p_value(here), known.ratios(here), level)
 
 
 def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) -> Tensor:
@@ -154,63 +142,3 @@ def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) 
     if not value.isfinite().all():
         raise ValueError(f"Expected data without NaN and infinite values; got some at site '{name}'.")
     return value.to(like.dtype).reshape(1, *like.shape[1:])
-
-
-def _p_value(usual: Tensor, others: Tensor, here: Tensor) -> float:
-    """The share of others as far out as data: by all features or by one site's, in sds of usual distances."""
-    standard = [(distances - usual.mean(0)) / usual.std(0).clamp(min=1e-6) for distances in (others, here)]
-    others, here = (torch.stack([x[:, 0], x[:, 1:].amax(1)], 1) for x in standard)
-    p_values = (1 + (others >= here).sum(0).double()) / (1 + len(others))
-    return float(p_values[0]) if usual.shape[1] == 2 else min(1.0, 2 * float(p_values.min()))
-
-
-def _distances(batches: Sequence[Mapping[str, Tensor]], forms: Mapping[str, SiteForm]) -> list[Tensor]:
-    """Distances of each batch from the first one's center, ``(data sets, 1 + sites)``: by all features, and by site."""
-    coordinates = Coordinates(batches[0], forms)
-    features = []
-    for batch in batches:
-        values = coordinates(batch).double()
-        sites = [_features(values[:, columns], forms[name]) for name, columns in coordinates.columns.items()]
-        features.append([torch.cat(sites, -1), *sites])
-    spaces = [_Space(sample) for sample in features[0]]
-    return [torch.stack([space.distances(x) for space, x in zip(spaces, parts)], -1) for parts in features]
-
-
-def _features(elements: Tensor, form: SiteForm) -> Tensor:
-    """A site's elements ``(data sets, elements)``, if few, and how they are distributed over plates."""
-    rows = form.shape[: len(form.shape) - form.event_dim].numel()
-    table = elements.reshape(len(elements), rows, -1)
-    if table.shape[2] > _FEW:
-        table = elements.unsqueeze(-1)
-    features = [elements] if elements.shape[1] <= _FEW else []
-    if table.shape[1] > 1:
-        mean, sd = table.mean(1), table.std(1) + 1e-3
-        features += [mean, sd.log(), (table.amax(1) - mean) / sd, (mean - table.amin(1)) / sd]
-    return torch.cat(features, -1)
-
-
-class _Space:
-    """The center and the covariance of a sample ``(data sets, features)``, shrunk towards independence.
-
-    References:
-        Ledoit & Wolf 2004, "A well-conditioned estimator for large-dimensional covariance matrices".
-    """
-
-    def __init__(self, sample: Tensor) -> None:
-        self.center, scale = sample.mean(0), sample.std(0)
-        self.scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-        x = (sample - self.center) / self.scale
-        num, size = x.shape
-        covariance = x.T @ x / num
-        mean = covariance.diagonal().mean()
-        identity = torch.eye(size, dtype=x.dtype, device=x.device)
-        error = (x.square().sum(1).square().mean() - covariance.square().sum()) / num
-        departure = (covariance - mean * identity).square().sum().clamp(min=1e-12)
-        share = (error / departure).clamp(_LEAST_SHRINKAGE, 1)
-        self.factor = torch.linalg.cholesky(
-            (1 - share) * covariance + share * mean.clamp(min=_LEAST_SHRINKAGE) * identity
-        )
-
-    def distances(self, values: Tensor) -> Tensor:
-        x = (values - self.center) / self.scale
-        return torch.linalg.solve_triangular(self.factor, x.T, upper=False).square().sum(0).sqrt()

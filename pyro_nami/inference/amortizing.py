@@ -20,13 +20,17 @@ from pyro_nami.guide.misfits import RANKED
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.batches import as_draws
 from pyro_nami.inference.compilation import InferenceCompilation
+from pyro_nami.inference.coordinates import site_forms
 from pyro_nami.inference.history import History
+from pyro_nami.inference.outside import SimulatedData
 from pyro_nami.inference.posterior import AmortizedPosterior
 from pyro_nami.inference.rounds import next_round
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel, with_drawn_data
+from pyro_nami.inference.site_messages import with_idle_dims
 from pyro_nami.inference.soap import SOAP
 from pyro_nami.messages import warn
+from pyro_nami.reading.isolation import forked_rng
 
 __all__ = ["amortize"]
 
@@ -142,7 +146,10 @@ def amortize(
         raise ValueError(f"Expected simulations to be a number, 'fresh', or values; got {simulations!r}.")
     simulations = _SIMULATIONS if fresh else simulations
     given = simulator.draw(simulations) if isinstance(simulations, int) else as_draws(simulations, simulator)
-    given = given.to(simulator.device)
+    with forked_rng():
+        forms, sites = site_forms(simulator), simulator.sites()
+    for name, value in {**given.latents, **given.observed}.items():
+        with_idle_dims(value, sites[name], simulator.nesting, 1)  # raises where shapes are others
     draws, non_finite = given.finite()
     seen = History()
     seen.count(given.num, given.num - draws.num, non_finite)
@@ -197,7 +204,7 @@ def amortize(
         lowest, _ = min(first.validation, key=lambda pair: pair[1])
         found += [trained(other) for other, share in ((_HELD, _LATE), (_SMOOTH, _EARLY)) if lowest < share * steps]
     _, made, history = min(found, key=lambda each: each[0])
-    return AmortizedPosterior(model, args, kwargs, made, history)
+    return AmortizedPosterior(model, args, kwargs, made, history, SimulatedData(draws.observed, forms))
 
 
 def _plain(simulator: Simulator, draws: JointDraws, own: bool) -> tuple[AutoNaMIGuide, list[str], dict[str, Any]]:

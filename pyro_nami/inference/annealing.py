@@ -36,6 +36,7 @@ from pyro_nami.inference.transitions import (
     Reached,
     adapted,
     chains_from,
+    correlation,
     hamiltonian_step,
     next_temperatures,
     resampled_chains,
@@ -44,6 +45,8 @@ from pyro_nami.inference.transitions import (
 from pyro_nami.inference.weights import Pool, WeightedSamples, log_mean, log_mean_error
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling", "sigmoid_temperatures"]
+
+_ALIKE, _MOST_STEPS = 0.7, 5  # correlation of log ratios with those before, and transitions at a temperature
 
 
 class AnnealedSamples(NamedTuple):
@@ -76,9 +79,7 @@ class AnnealedSamples(NamedTuple):
             ValueError: chains that ran from the posterior; all chains of a data set have no weight.
         """
         if self.reverse:
-            raise ValueError(
-                "Expected chains that end in the posterior; these ran from it. Anneal without posterior=."
-            )
+            raise ValueError("Expected chains that end in the posterior; these ran from it. Anneal without posterior=.")
         pool = Pool.none(self.variance)._replace(evidence=self.variance)
         return WeightedSamples(self.samples, self.log_weights, self.plates, pool)
 
@@ -159,7 +160,8 @@ def annealed_importance_sampling(
             of them are effective (a sequential Monte Carlo sampler, Del Moral et al. 2006): far fewer temperatures do
             then. The evidence is consistent.
         conditional_ess: share of the chains that are to stay effective from one temperature to the next, by which
-            temperatures are chosen for each data set in place of a schedule; with ``resample``.
+            temperatures are chosen for each data set in place of a schedule; with ``resample``. Chains make up to
+            five transitions at each, until their weights hardly depend on where they were.
         draws: weighted draws of the guide, as by `importance_sample`, more than chains: these are drawn from them by
             their weights at the highest temperature that leaves as many effective, from where they go on. With
             ``conditional_ess``, and the same ``defensive``.
@@ -238,7 +240,7 @@ def _anneal(
     """Runs all chains of a chunk of data sets along the path; those behind ``num_chains`` are pilots."""
     schedule, num_chains = options.schedule, options.num_chains
     state = ChainState(position, path.value(position))
-    acceptance, count = torch.zeros_like(state.value.start), 0
+    acceptance, count, steps = torch.zeros_like(state.value.start), 0, 0
     now, log_evidence, variance = reached or (acceptance[0] + schedule[0], acceptance[0], acceptance[0])
     log_weights = log_evidence.expand(acceptance.shape)
     while not count or (now != schedule[-1]).any():
@@ -253,15 +255,18 @@ def _anneal(
             state, log_weights, added = resampled_chains(state, log_weights)
             variance = variance + added
             spread = spread_of(state.position, log_weights)
-        state, probability = hamiltonian_step(
-            path, state, now, step_size.unsqueeze(-1) * spread, options.num_leapfrog_steps
-        )
-        acceptance = acceptance + probability
-        steering, slower = (probability, 1) if options.resample else (probability[num_chains:], count)
-        step_size = adapted(step_size, slower, steering.mean(0), options.target_acceptance)
+        ratio = state.value.ratio
+        for _ in range(_MOST_STEPS if options.conditional_ess else 1):
+            wide = step_size.unsqueeze(-1) * spread
+            state, probability = hamiltonian_step(path, state, now, wide, options.num_leapfrog_steps)
+            acceptance, steps = acceptance + probability, steps + 1
+            steering, slower = (probability, 1) if options.resample else (probability[num_chains:], count)
+            step_size = adapted(step_size, slower, steering.mean(0), options.target_acceptance)
+            if not (correlation(ratio, state.value.ratio, log_weights) > _ALIKE).any():
+                break
         tick()
     samples = {name: value[:num_chains] for name, value in path.at(state.position).values.items()}
-    return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains] / count, step_size, variance)
+    return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains] / steps, step_size, variance)
 
 
 def _joined(parts: list[AnnealedSamples], start: Start, reverse: bool) -> AnnealedSamples:
@@ -331,9 +336,7 @@ def _step_sizes(given: float | Tensor, num_data: int) -> Tensor:
 @contextmanager
 def _fixed(model: Callable, guide: Callable | None) -> Iterator[None]:
     """Holds modules in evaluation mode, as densities are to be functions; forgets parameters that a model adds."""
-    modules = [
-        part for module in (model, guide) if isinstance(module, nn.Module) for part in module.modules()
-    ]
+    modules = [part for module in (model, guide) if isinstance(module, nn.Module) for part in module.modules()]
     modes = [module.training for module in modules]
     store = pyro.get_param_store()
     known = set(store.keys())

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_nami.inference.checkpoint import rng_state, set_rng_state
+from pyro_nami.inference.observations import as_tensor
 from pyro_nami.inference.processes import Processes
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.reading.isolation import forked_rng
@@ -210,7 +210,7 @@ def as_draws(values: Any, simulator: Simulator) -> JointDraws:
     """Returns simulations given as `JointDraws`, or as values ``(draws, *plates, *event)``, after a check.
 
     Values are in a mapping from sites, or in a sequence or `TensorDataset`: of all latents and then observed sites, in
-    model order.
+    model order. They get the model's dtypes and devices.
     """
     names = (*simulator.latent, *simulator.observed)
     values = values.tensors if isinstance(values, TensorDataset) else values
@@ -224,10 +224,11 @@ def as_draws(values: Any, simulator: Simulator) -> JointDraws:
             f"this order, all at once or in batches; got {type(values).__name__}."
         )
     for name in names:
-        if not isinstance(values.get(name), Tensor):
+        if values.get(name) is None:
             raise ValueError(
                 f"Expected a tensor for every site, {', '.join(map(repr, names))}; got none for '{name}'."
             )
+    values = {name: as_tensor(name, values[name], simulator.like[name]) for name in names}
     num = len(values[names[0]])
     for name in names:
         if values[name].dim() <= simulator.nesting or len(values[name]) != num:

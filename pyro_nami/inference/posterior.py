@@ -20,11 +20,12 @@ from pyro_nami.inference.annealing import annealed_importance_sampling
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import Proposal, importance_sample
 from pyro_nami.inference.observations import Observations
+from pyro_nami.inference.outside import ADVICE, SimulatedData
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.weights import K_MAX, Pool, WeightedSamples, warn_of_bad
 from pyro_nami.inference.work import elements_of_a_draw
-from pyro_nami.messages import OneByOne
+from pyro_nami.messages import OneByOne, warn
 
 __all__ = ["AmortizedPosterior"]
 
@@ -32,6 +33,7 @@ _DEFENSIVE = 0.05  # share of draws that are the prior's, where a guide had to l
 _FEW, _KEPT = 1 / 3, 0.95  # shares of effective draws: below which there are to be others, and what annealing leaves
 _POOLS = 1, 4, 16, 64, 256  # as many times as many draws are made to resample from
 _ROWS, _ELEMENTS = 2**21, 2**25  # draws to resample from at a time, and elements of theirs
+_OUTSIDE = 0.02  # share of data sets that may lie outside of all simulations by chance
 _WORK = 2**34  # elements of tensors computed for these of a data set: some 20 seconds of a core
 
 
@@ -42,6 +44,7 @@ class AmortizedPosterior:
     Attributes:
         model, args, kwargs: as given; a model that is written for one draw is wrapped to take many.
         guide: the trained guide; history: what happened in training.
+        simulated: where the data of the simulations are; None where nothing was learned from them.
     """
 
     model: Callable
@@ -49,6 +52,7 @@ class AmortizedPosterior:
     kwargs: Mapping[str, Any]
     guide: AutoNaMIGuide
     history: History
+    simulated: SimulatedData | None = None
 
     def __call__(
         self,
@@ -67,8 +71,8 @@ class AmortizedPosterior:
         Where a factor was learned, one in twenty is a draw of the prior, so that modes which the guide misses show in
         the weights.
 
-        Where data have no known density all weights are one, and there is no evidence: in a model `from_simulator`, and
-        in one that conditions on a `pyro.deterministic` site or a `Delta`.
+        Where data have no known density all weights are one, and evidence and k-hat are NaN: in a model
+        `from_simulator`, and in one that conditions on a `pyro.deterministic` site or a `Delta`.
 
         Args:
             data: observed site -> value, of one data set or of several; see `importance_sample`.
@@ -79,38 +83,76 @@ class AmortizedPosterior:
                 asked for, they are annealed from there, if the model can be, by as many temperatures as they need.
             defensive: another share of the prior's draws; 0 for the guide's alone.
             progress: whether to show a progress bar where this takes more than a second.
+
+        Raises:
+            ValueError: data that are not finite, where they have no known density; as `importance_sample` does.
+
+        Warns:
+            UserWarning: data further out than all simulations that the guide was trained on; k-hat above 0.7.
         """
         if defensive is None:
             defensive = _DEFENSIVE * any(note.rule == "learned" for note in self.guide.rules.values())
         options: dict[str, Any] = {"defensive": defensive, **self.kwargs}
+        outside = self._outside(data)
         if isinstance(self.model, SimulatorModel):
             drawn = _unwarned(self.model.without_data(), self.guide, num_samples=num_samples, observations=data)
-            return WeightedSamples(drawn.samples, torch.zeros_like(drawn.log_weights), drawn.plates)
+            none = torch.zeros_like(drawn.log_weights)
+            return WeightedSamples(drawn.samples, none, drawn.plates, Pool.unknown(none[0]))
         if num_temperatures in (None, 2):
             drawn = _unwarned(
                 self.model, self.guide, *self.args, num_samples=num_samples, observations=data, **options
             )
             good = (drawn.pareto_k <= K_MAX) & (drawn.effective_sample_size >= _FEW * num_samples)
             if num_temperatures is None and not good.all():
-                drawn = self._improved(~good, data, drawn, options, progress)
+                drawn = self._improved(~good, outside, data, drawn, options, progress)
         else:
             given = {**options, "observations": data, "progress": progress}
-            drawn = self._annealed(num_samples, given, num_temperatures=num_temperatures)
+            drawn = self._annealed(num_samples, given, self.guide, num_temperatures=num_temperatures)
         warn_of_bad(drawn)
         return drawn
 
-    def _annealed(self, num_chains: int, options: Mapping[str, Any], **path: Any) -> WeightedSamples:
+    def _outside(self, data: Mapping[str, Any]) -> Tensor:
+        """Returns which data sets lie further out than all simulations, ``(data sets or 1,)``, and warns of them."""
+        if isinstance(self.model, SimulatorModel):
+            for name, value in data.items():
+                if not torch.as_tensor(value).isfinite().all():
+                    raise ValueError(
+                        f"Expected data without NaN and infinite values; got some at site '{name}'. The guide has seen "
+                        "none, as simulations with them are left out."
+                    )
+        values = None if self.simulated is None else self.simulated.batch(data)
+        if self.simulated is None or values is None:
+            return torch.zeros(1, dtype=torch.bool)
+        distances = self.simulated.distances(values)
+        outside = self.simulated.outside(distances)
+        if outside.sum() > _OUTSIDE * len(outside):
+            what = "The data lie" if len(outside) == 1 else f"{int(outside.sum())} of {len(outside)} data sets lie"
+            warn(f"{what} outside of all simulations: {self.simulated.place(distances[outside][0])} {ADVICE}")
+        return outside
+
+    def _annealed(
+        self, num_chains: int, options: Mapping[str, Any], guide: Callable | None, **path: Any
+    ) -> WeightedSamples:
         chains = {"num_chains": num_chains, "num_leapfrog_steps": 5, "resample": True, **path}
-        return annealed_importance_sampling(self.model, self.guide, *self.args, **chains, **options).weighted()
+        return annealed_importance_sampling(self.model, guide, *self.args, **{**chains, **options}).weighted()
 
     def _improved(
-        self, bad: Tensor, data: Mapping[str, Any], drawn: WeightedSamples, options: Mapping[str, Any], progress: bool
+        self,
+        bad: Tensor,
+        outside: Tensor,
+        data: Mapping[str, Any],
+        drawn: WeightedSamples,
+        options: Mapping[str, Any],
+        progress: bool,
     ) -> WeightedSamples:
-        """Returns draws of which those of bad data sets are resampled from more, and annealed where these are few."""
+        """Returns draws of which those of bad data sets are resampled from more, and annealed where these are few.
+
+        They are annealed from the prior where data lie outside of the simulations, as the guide is anywhere there.
+        """
         if bad.dim() == 0:
             several = {name: torch.as_tensor(value)[None] for name, value in data.items()}
             found = self._improved(
-                bad[None], several, _changed(drawn, lambda part: part.unsqueeze(1)), options, progress
+                bad[None], outside, several, _changed(drawn, lambda part: part.unsqueeze(1)), options, progress
             )
             return _changed(found, lambda part: part.squeeze(1))
         target, _ = Target(self.model, None, self.args, self.kwargs).observing(data)
@@ -118,7 +160,13 @@ class AmortizedPosterior:
         drawn = WeightedSamples(drawn.samples, drawn.log_weights, drawn.plates, Pool.none(drawn.log_evidence))
         at_once = min(_ROWS, _ELEMENTS // max(1, elements), self._affordable(target.data))
         most = max(power for power in _POOLS if power == 1 or power * num <= at_once)
-        factors = torch.where(bad, float(min(_POOLS[1], most)), 0.0)  # how many times as many draws there are to be
+        unknown = (bad & outside.to(bad.device)).nonzero().squeeze(-1)
+        for rows in filter(len, unknown.split(max(1, at_once // num))):
+            given = {**options, "observations": target.data.batch(rows), "defensive": 0.0, "progress": progress}
+            with contextlib.suppress(NotImplementedError, ValueError):
+                drawn = _replaced(drawn, rows, self._annealed(num, given, None, conditional_ess=_KEPT))
+                bad = bad.index_fill(0, rows, False)
+        factors = bad.double() * min(_POOLS[1], most)  # how many times as many draws there are to be
         with tqdm(total=int(bad.sum()), desc="resampling", delay=1, leave=False, disable=not progress) as bar:
             for factor in _POOLS:
                 size = max(1, at_once // (factor * num))
@@ -160,14 +208,15 @@ class AmortizedPosterior:
         if factor < last:
             pools = short.new_tensor(_POOLS)
             wanted = pools[torch.bucketize((factor * short).clamp(min=factor + 1, max=last), pools)]
-            return found, wanted.where(few, 0.0)
+            return found, wanted.where(few, 0.0).double()
         if few.any():
             here = few.nonzero().squeeze(-1)
             path = {"conditional_ess": _KEPT, "draws": _changed(many, lambda part: part[:, here]), "progress": progress}
             with contextlib.suppress(NotImplementedError, ValueError):
-                annealed = self._annealed(num, {**options, "observations": data.batch(rows[here])}, **path)
+                given = {**options, "observations": data.batch(rows[here])}
+                annealed = self._annealed(num, given, self.guide, **path)
                 found = _replaced(found, here, annealed)
-        return found, torch.zeros_like(short)
+        return found, torch.zeros_like(short).double()
 
 
 def _changed(drawn: WeightedSamples, change: Callable[[Tensor], Tensor]) -> WeightedSamples:

@@ -105,6 +105,7 @@ class Simulator:
         vectorized: whether one run of the model gives all draws; False: one run a draw.
         trainable: names of parameters that the model reads and that require gradients.
         device: of the first latent.
+        like: site -> an empty tensor of its values' dtype and device.
 
     Raises:
         ValueError: an unknown name, no latent or no observed site, batch dims outside plates, sampling that fails.
@@ -156,7 +157,8 @@ class Simulator:
             self.latent = tuple(name for name in names if name not in self.observed)
             self.trainable = tuple(name for name, site in params.trace.nodes.items() if _is_trained(site))
             self._check_sites(first)
-            self.device = first[self.latent[0]]["value"].device
+            self.like = {name: first[name]["value"].new_empty(0) for name in (*self.latent, *self.observed)}
+            self.device = self.like[self.latent[0]].device
             target, reason = run_for_many(self.target, lambda target: self._as(target)._difference(first))
             self.model = target.model
         self.vectorized = reason is None

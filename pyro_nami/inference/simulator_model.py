@@ -13,15 +13,20 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.distributions import Delta, TorchDistribution, constraints
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Independent, TransformedDistribution
 
 from pyro_nami.factors.wrappers import layers
 from pyro_nami.reading.isolation import forked_rng
+from pyro_nami.reading.parts import arguments_of
 from pyro_nami.reading.runner import own_dims
 
 __all__ = ["Simulated", "SimulatorModel", "from_simulator", "with_drawn_data"]
+
+_ROWS = 7  # of a trial, where simulators that take one row are likely to fail
+_BY_ROWS = "One that takes one row is called by lambda theta: torch.stack([simulate(row) for row in theta])."
 
 
 class Simulated(TorchDistribution):
@@ -130,11 +135,15 @@ def from_simulator(prior: Distribution, simulator: Callable[[Tensor], Any]) -> S
     Pyro's distributions has both.
 
     Args:
-        prior: of one draw of the parameters, with batch shape ``()``: ``Uniform(low, high).to_event(1)``, say.
-        simulator: from parameters ``(rows, *event)`` to data ``(rows, *shape)``, numbers of any dtype.
+        prior: of one draw of the parameters, with batch shape ``()``: ``Uniform(low, high).to_event(1)``, say; of
+            Pyro, or of ``torch.distributions``, as sbi's are.
+        simulator: from parameters ``(rows, *event)`` to data ``(rows, *shape)``, numbers of any dtype. One that takes
+            one row becomes ``lambda theta: torch.stack([simulate(row) for row in theta])``.
 
     Raises:
-        ValueError: a prior with batch dims; data that do not have the rows of the parameters, or no numbers.
+        TypeError: a prior that is no distribution.
+        ValueError: a prior with batch dims; a simulator that fails for rows of parameters; data that do not have the
+            rows of the parameters, or no numbers.
 
     Example:
         >>> import pyro.distributions as dist
@@ -143,23 +152,51 @@ def from_simulator(prior: Distribution, simulator: Callable[[Tensor], Any]) -> S
         >>> model().shape
         torch.Size([2])
     """
+    prior = _of_pyro(prior)
     if prior.batch_shape:
         raise ValueError(
             f"Expected a prior of one draw, of batch shape (); got {tuple(prior.batch_shape)}. Use "
             f"prior.to_event({len(prior.batch_shape)}) or torch.distributions.Independent."
         )
     with torch.random.fork_rng():
-        shape = _simulated(simulator, prior.sample((2,))).shape[1:]
+        shape = _simulated(simulator, prior.sample((_ROWS,))).shape[1:]
     return SimulatorModel(functools.partial(_black_box, prior, simulator, shape), {"x": len(shape)})
 
 
 def _simulated(simulator: Callable[[Tensor], Any], theta: Tensor) -> Tensor:
     """Returns data ``(rows, *shape)`` of parameters ``(rows, *event)``, as floating-point numbers."""
+    expected = f"Expected the simulator to return one row of data for each of {len(theta)} rows of parameters"
     with poutine.block(), own_dims():  # it may be written with Pyro
-        x = torch.as_tensor(simulator(theta), device=theta.device)
+        try:
+            made = simulator(theta)
+        except Exception as error:
+            raise ValueError(f"{expected}; it raises {type(error).__name__}: {error}. {_BY_ROWS}") from error
+    try:
+        x = torch.as_tensor(made, device=theta.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{expected}, in one tensor; got {type(made).__name__}. Concatenate its parts.") from error
     if x.dim() == 0 or len(x) != len(theta):
-        raise ValueError(
-            f"Expected the simulator to return one row of data for each of {len(theta)} rows of parameters; got shape "
-            f"{tuple(x.shape)}."
-        )
+        raise ValueError(f"{expected}; got shape {tuple(x.shape)}. {_BY_ROWS}")
     return x.to(theta.dtype)
+
+
+def _of_pyro(prior: Any) -> Any:
+    """Returns a distribution of torch as that of Pyro's by the same name.
+
+    Raises:
+        TypeError: there is none.
+    """
+    if isinstance(prior, Independent):
+        return _of_pyro(prior.base_dist).to_event(prior.reinterpreted_batch_ndims)
+    if isinstance(prior, TorchDistributionMixin):
+        return prior
+    if type(prior) is TransformedDistribution:
+        return pyro.distributions.TransformedDistribution(_of_pyro(prior.base_dist), prior.transforms)
+    known = getattr(pyro.distributions, type(prior).__name__, None)
+    if not isinstance(prior, Distribution) or known is None:
+        raise TypeError(
+            f"Expected a distribution of all parameters as the prior; got {type(prior).__name__}. Use "
+            "pyro.distributions, such as Uniform(low, high).to_event(1)."
+        )
+    options = arguments_of(prior).items()
+    return known(**{key: _of_pyro(part) if isinstance(part, Distribution) else part for key, part in options})

@@ -18,6 +18,7 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_nami.inference.observations import Observations
@@ -168,6 +169,16 @@ class Target:
         return {**self.kwargs, "observations": extent.data} if told else self.kwargs
 
 
+class _Factored(TorchFunctionMode):
+    """Gives Cholesky factors of NaN where there are none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.linalg.cholesky:
+            return func(*args, **(kwargs or {}))
+        factor, info = torch.linalg.cholesky_ex(*args, **(kwargs or {}))
+        return factor.where((info == 0)[..., None, None], math.nan)
+
+
 def _run(
     runner: Runner, fn: Callable, args: tuple, kwargs: Mapping[str, Any], extent: Extent
 ) -> dict[str, Any]:
@@ -178,7 +189,12 @@ def _run(
             fn(*args, **kwargs)
 
     try:
-        sites = runner.run(in_contexts, args, kwargs)
+        try:
+            sites = runner.run(in_contexts, args, kwargs)
+        except torch.linalg.LinAlgError:  # one draw is not to end the run of all
+            runner.restart()
+            with _Factored():
+                sites = runner.run(in_contexts, args, kwargs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -20,6 +20,7 @@ __all__ = [
     "Reached",
     "adapted",
     "chains_from",
+    "correlation",
     "hamiltonian_step",
     "next_temperatures",
     "resampled_chains",
@@ -164,3 +165,16 @@ def spread_of(position: Tensor, log_weights: Tensor) -> Tensor:
     weights = log_weights.softmax(0).unsqueeze(-1)
     away = position - (weights * position).sum(0)
     return (weights * away.square()).sum(0).clamp(min=torch.finfo(position.dtype).eps ** 2).sqrt()
+
+
+def correlation(before: Tensor, after: Tensor, log_weights: Tensor) -> Tensor:
+    """Returns the correlation ``(data sets,)`` of what chains had with what they have, ``(chains, data sets)`` each.
+
+    Example:
+        >>> correlation(torch.tensor([[1.0], [2.0], [9.0]]), torch.tensor([[3.0], [5.0], [-1.0]]), torch.zeros(3, 1))
+        tensor([-0.9011], dtype=torch.float64)
+    """
+    weights = log_weights.double().softmax(0)
+    parts = [part.double().clamp(min=-1e30) for part in (before, after)]  # infinite where a density is zero
+    x, y = (part - (weights * part).sum(0) for part in parts)
+    return (weights * x * y).sum(0) / ((weights * x * x).sum(0) * (weights * y * y).sum(0)).sqrt()

@@ -43,6 +43,11 @@ class Pool(NamedTuple):
         """Returns what leaves all as it is."""
         return cls(torch.zeros_like(like), torch.zeros_like(like), torch.full_like(like, -math.inf))
 
+    @classmethod
+    def unknown(cls, like: Tensor) -> Pool:
+        """Returns what says that no weights are known."""
+        return cls(like * math.nan, torch.zeros_like(like), like * math.nan)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class WeightedSamples:
@@ -88,8 +93,9 @@ class WeightedSamples:
 
     @cached_property
     def log_evidence(self) -> Tensor:
-        """Estimate of log p(x), ``(*data sets)``, nats: log of the mean weight."""
-        return log_mean(self.log_weights)
+        """Estimate of log p(x), ``(*data sets)``, nats: log of the mean weight; NaN where no weights are known."""
+        found = log_mean(self.log_weights)
+        return found if self.pool is None else found.where(~self.pool.evidence.isnan(), math.nan)
 
     @cached_property
     def log_evidence_error(self) -> Tensor:
@@ -251,6 +257,8 @@ class WeightedSamples:
     def verdict(self) -> str:
         """What k-hat says of the estimates, as a sentence."""
         k = self.pareto_k
+        if k.isnan().all():
+            return "without weights: nothing says how near the draws are to the posterior."
         bad, count = int((k > K_MAX).sum()), k.numel()
         where = f" for {bad} of {count} data sets" if k.dim() else ""
         if bad and bool(torch.isposinf(k[k > K_MAX]).all()):

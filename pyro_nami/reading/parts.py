@@ -19,7 +19,7 @@ from torch.distributions.transforms import _InverseTransform
 
 from pyro_nami.factors.wrappers import base_of
 
-__all__ = ["Parts"]
+__all__ = ["Parts", "arguments_of"]
 
 # Of which a distribution is given one.
 _ONE_OF = ("logits", "probs"), ("scale_tril", "covariance_matrix", "precision_matrix"), ("gate", "gate_logits")
@@ -75,7 +75,7 @@ class Parts:
             made = self.distribution(base, width + fn.event_dim - base.event_dim)
             changes = self.transforms(fn.transforms, width + fn.event_dim)
             return lambda given: type(fn)(made(given), changes(given))
-        options = {key: self.parameter(fn, key, value, width) for key, value in _given(fn).items()}
+        options = {key: self.parameter(fn, key, value, width) for key, value in arguments_of(fn).items()}
         own = fn.batch_shape
         return lambda given: _expanded(type(fn)(**{key: part(given) for key, part in options.items()}), own)
 
@@ -121,7 +121,7 @@ def _expanded(fn: Any, own: torch.Size) -> Any:
     return fn if wide == fn.batch_shape else fn.expand(wide)
 
 
-def _given(fn: Any) -> dict[str, Any]:
+def arguments_of(fn: Any) -> dict[str, Any]:
     """Returns the arguments that make a distribution, by the names in its signature.
 
     Raises:

@@ -17,7 +17,6 @@ from scipy import stats
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.checking.calibration import JOINT_DENSITY, JOINT_TARP, Calibration, calibrate
-from pyro_nami.checking.coordinates import Coordinates, site_forms
 from pyro_nami.checking.rank_tests import (
     BIASED,
     CALIBRATED,
@@ -33,6 +32,7 @@ from pyro_nami.checking.rank_tests import (
     judge,
 )
 from pyro_nami.inference import AmortizedPosterior, History, Simulator
+from pyro_nami.inference.coordinates import Coordinates, site_forms
 
 SD = 0.5  # of the data around z
 
