@@ -1,7 +1,7 @@
 """Inference with any pair of a model and a guide: compilation, weights, annealing, relaxed draws, refinement."""
 
 from pyro_nami.inference.amortizing import amortize
-from pyro_nami.inference.annealing import AnnealedSamples, annealed_importance_sampling, sigmoid_temperatures
+from pyro_nami.inference.annealing import AnnealedSamples, annealed_importance_sampling
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.gaps import AmortizationGap, amortization_gap, optimize_directly
 from pyro_nami.inference.history import History
@@ -14,6 +14,7 @@ from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import from_simulator
 from pyro_nami.inference.soap import SOAP
 from pyro_nami.inference.trackers import TensorBoardTracker, Tracker, WandbTracker
+from pyro_nami.inference.transitions import sigmoid_temperatures
 from pyro_nami.inference.weights import WeightedSamples
 
 __all__ = [

@@ -40,11 +40,13 @@ from pyro_nami.inference.transitions import (
     hamiltonian_step,
     next_temperatures,
     resampled_chains,
+    sigmoid_temperatures,
     spread_of,
+    variance_of_lineages,
 )
 from pyro_nami.inference.weights import Pool, WeightedSamples, log_mean, log_mean_error
 
-__all__ = ["AnnealedSamples", "annealed_importance_sampling", "sigmoid_temperatures"]
+__all__ = ["AnnealedSamples", "annealed_importance_sampling"]
 
 _ALIKE, _MOST_STEPS = 0.7, 5  # correlation of log ratios with those before, and transitions at a temperature
 
@@ -95,22 +97,10 @@ class AnnealedSamples(NamedTuple):
     def log_evidence_error(self) -> Tensor:
         """Standard error of `log_evidence` in nats, ``(*data sets)``, by the delta method; inf for a single chain.
 
-        With ``resample`` that of chains which forget, from one resampling to the next, where they were.
+        With ``resample`` that of chains which forget, from one resampling to the next, where they were, or if that is
+        larger what tells by how many of the first ones all descend from.
         """
         return (log_mean_error(self.log_weights).square() + self.variance).sqrt()
-
-
-def sigmoid_temperatures(num: int) -> Tensor:
-    """Returns inverse temperatures that are dense at both ends, ``(num,)`` in float64.
-
-    They are the logistic function on equal steps from -4 to 4, rescaled to [0, 1], as in Wu et al. 2017, section 5.
-
-    Example:
-        >>> sigmoid_temperatures(5).round(decimals=1).tolist()
-        [0.0, 0.1, 0.5, 0.9, 1.0]
-    """
-    values = torch.linspace(-4, 4, num, dtype=torch.float64).sigmoid()
-    return (values - values[0]) / (values[-1] - values[0])
 
 
 @torch.no_grad()
@@ -243,6 +233,7 @@ def _anneal(
     acceptance, count, steps = torch.zeros_like(state.value.start), 0, 0
     now, log_evidence, variance = reached or (acceptance[0] + schedule[0], acceptance[0], acceptance[0])
     log_weights = log_evidence.expand(acceptance.shape)
+    ancestors = torch.arange(len(acceptance), device=acceptance.device).unsqueeze(-1).expand(acceptance.shape)
     while not count or (now != schedule[-1]).any():
         count, before, ratio = count + 1, now, state.value.ratio
         if options.conditional_ess is None:
@@ -252,7 +243,7 @@ def _anneal(
         log_weights = log_weights + ((now - before) * ratio).where(now != before, 0.0)
         spread: Tensor | float = 1.0
         if options.resample:
-            state, log_weights, added = resampled_chains(state, log_weights)
+            state, log_weights, added, ancestors = resampled_chains(state, log_weights, ancestors)
             variance = variance + added
             spread = spread_of(state.position, log_weights)
         ratio = state.value.ratio
@@ -265,6 +256,9 @@ def _anneal(
             if not (correlation(ratio, state.value.ratio, log_weights) > _ALIKE).any():
                 break
         tick()
+    if options.resample:
+        unseen = variance_of_lineages(ancestors, log_weights) - log_mean_error(log_weights).square()
+        variance = variance.maximum(unseen)
     samples = {name: value[:num_chains] for name, value in path.at(state.position).values.items()}
     return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains] / steps, step_size, variance)
 

@@ -45,15 +45,15 @@ class History:
         best = self.best_step
         return 0 if best is None else sum(step > best for step, _ in self.validation)
 
-    def count(self, drawn: int, skipped: int, non_finite: Mapping[str, int]) -> None:
-        """Takes the figures of one batch; raises ValueError where more than a tenth of all are not finite."""
+    def count(self, drawn: int, skipped: int, non_finite: Mapping[str, int], most: float = _MAX_SKIPPED) -> None:
+        """Takes the figures of one batch; raises ValueError where a larger share of all than ``most`` is not finite."""
         self.simulations += drawn
         self.skipped += skipped
         for name, number in non_finite.items():
             self.non_finite[name] = self.non_finite.get(name, 0) + number
-        if self.simulations >= _JUDGED_FROM and self.skipped > _MAX_SKIPPED * self.simulations:
+        if self.simulations >= _JUDGED_FROM and self.skipped > most * self.simulations:
             raise ValueError(
-                f"Expected at most {_MAX_SKIPPED:.0%} of the simulations with NaN or infinite values; "
+                f"Expected at most {most:.0%} of the simulations with NaN or infinite values; "
                 f"{self.shortfall()}. Give the model priors under which it does not overflow."
             )
 

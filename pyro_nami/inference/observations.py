@@ -65,7 +65,7 @@ class Observations:
             several = ", ".join(("data sets", *map(str, own)))
             raise ValueError(
                 f"Expected observations of site '{name}' of shape {tuple(own)}, or ({several}); got "
-                f"{tuple(value.shape)}."
+                f"{tuple(value.shape)}. Other numbers of rows need other arguments of the model, as in posterior.at()."
             ) from error
         if len(wide) != (self.num or len(wide)) or len(wide) == 0:
             raise ValueError(

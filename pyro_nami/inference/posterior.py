@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,7 +75,8 @@ class AmortizedPosterior:
         `from_simulator`, and in one that conditions on a `pyro.deterministic` site or a `Delta`.
 
         Args:
-            data: observed site -> value, of one data set or of several; see `importance_sample`.
+            data: observed site -> value, of one data set or of several; see `importance_sample`. Of other shapes, as
+                they are at other arguments of the model: see `at`.
             num_samples: draws for each data set.
             num_temperatures: of annealing, for all data sets; 2 to leave draws where they are. By default data sets of
                 which less than a third of the draws are effective, or k-hat is above 0.7, have theirs resampled from 4,
@@ -95,7 +96,8 @@ class AmortizedPosterior:
         options: dict[str, Any] = {"defensive": defensive, **self.kwargs}
         outside = self._outside(data)
         if isinstance(self.model, SimulatorModel):
-            drawn = _unwarned(self.model.without_data(), self.guide, num_samples=num_samples, observations=data)
+            given = {"num_samples": num_samples, "observations": data, **self.kwargs}
+            drawn = _unwarned(self.model.without_data(), self.guide, *self.args, **given)
             none = torch.zeros_like(drawn.log_weights)
             return WeightedSamples(drawn.samples, none, drawn.plates, Pool.unknown(none[0]))
         if num_temperatures in (None, 2):
@@ -108,8 +110,12 @@ class AmortizedPosterior:
         else:
             given = {**options, "observations": data, "progress": progress}
             drawn = self._annealed(num_samples, given, self.guide, num_temperatures=num_temperatures)
-        warn_of_bad(drawn)
+        warn_of_bad(drawn, "amortize with more simulations, or draw more samples.")
         return drawn
+
+    def at(self, *args: Any, **kwargs: Any) -> AmortizedPosterior:
+        """Returns the posterior of the same model at other arguments: other numbers of rows, covariates or masks."""
+        return replace(self, args=args, kwargs=kwargs, simulated=None)
 
     def _outside(self, data: Mapping[str, Any]) -> Tensor:
         """Returns which data sets lie further out than all simulations, ``(data sets or 1,)``, and warns of them."""

@@ -18,7 +18,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Distribution, Independent, TransformedDistribution
 
-from pyro_nami.factors.wrappers import layers
+from pyro_nami.factors.wrappers import base_of, layers
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.parts import arguments_of
 from pyro_nami.reading.runner import own_dims
@@ -108,7 +108,7 @@ def with_drawn_data(model: Callable, args: tuple, kwargs: Mapping[str, Any], obs
     """Returns a model whose values at observed sites, if deterministic or a `Delta`, are draws; others as they are."""
     if isinstance(model, SimulatorModel) or not observed:
         return model
-    with forked_rng(), torch.no_grad():
+    with forked_rng(), torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
         sites: Mapping[str, Any] = poutine.trace(model).get_trace(*args, **kwargs).nodes
     data = {}
     for name in observed:
@@ -187,11 +187,11 @@ def _of_pyro(prior: Any) -> Any:
         TypeError: there is none.
     """
     if isinstance(prior, Independent):
-        return _of_pyro(prior.base_dist).to_event(prior.reinterpreted_batch_ndims)
+        return _of_pyro(base_of(prior)).to_event(prior.reinterpreted_batch_ndims)
     if isinstance(prior, TorchDistributionMixin):
         return prior
     if type(prior) is TransformedDistribution:
-        return pyro.distributions.TransformedDistribution(_of_pyro(prior.base_dist), prior.transforms)
+        return pyro.distributions.TransformedDistribution(_of_pyro(base_of(prior)), prior.transforms)
     known = getattr(pyro.distributions, type(prior).__name__, None)
     if not isinstance(prior, Distribution) or known is None:
         raise TypeError(

@@ -27,6 +27,7 @@ __all__ = ["Trainer"]
 
 _FIRST = 16  # simulations of a guide's first call
 _REGRESSED = 2000  # simulations that a guide starts from
+_REACH = 10.0  # of losses on held-out simulations
 
 
 class Trainer:
@@ -83,9 +84,10 @@ class Trainer:
 
         Few held-out simulations do not tell which of many weights are best. Where latents of those learned from move,
         such that they are not learned by heart, the later weights are, as the rate falls. So their loss may be above
-        the lowest by as much of a standard error of the difference as the share of the latents that ``moved``.
+        the lowest by as much of a standard error of the difference as the share of the latents that ``moved``. Nor do
+        one or two tell that are far out: losses count up to ten widths of the central 68% above these.
         """
-        losses, done = self._losses(batches), len(self.history.losses)
+        losses, done = _within_reach(self._losses(batches)), len(self.history.losses)
         loss = self.processes.mean(float(losses.mean()))
         self.history.validation.append((done, loss))
         self.optimization.validated(loss)
@@ -228,6 +230,11 @@ def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws |
         if rest.isfinite().all():  # or else steps say where it is not
             loss.derived, loss.arguments = -float(rest.mean()), (args, kwargs)
     return {name: value for name, value in guide.named_parameters() if value.requires_grad}
+
+
+def _within_reach(losses: Tensor) -> Tensor:
+    low, high = losses.quantile(0.16), losses.quantile(0.84)
+    return losses.clamp(max=high + _REACH * (high - low))
 
 
 @contextmanager

@@ -24,7 +24,9 @@ __all__ = [
     "hamiltonian_step",
     "next_temperatures",
     "resampled_chains",
+    "sigmoid_temperatures",
     "spread_of",
+    "variance_of_lineages",
 ]
 
 _LEAST_RATE = 0.05  # of adaptation
@@ -94,6 +96,19 @@ def adapted(step_size: Tensor, count: int, acceptance: Tensor, target: float | N
     return step_size * torch.exp(rate * (acceptance - target))
 
 
+def sigmoid_temperatures(num: int) -> Tensor:
+    """Returns inverse temperatures that are dense at both ends, ``(num,)`` in float64.
+
+    They are the logistic function on equal steps from -4 to 4, rescaled to [0, 1], as in Wu et al. 2017, section 5.
+
+    Example:
+        >>> sigmoid_temperatures(5).round(decimals=1).tolist()
+        [0.0, 0.1, 0.5, 0.9, 1.0]
+    """
+    values = torch.linspace(-4, 4, num, dtype=torch.float64).sigmoid()
+    return (values - values[0]) / (values[-1] - values[0])
+
+
 def next_temperatures(now: Tensor, share: float, log_weights: Tensor, ratio: Tensor) -> Tensor:
     """Returns the temperatures ``(data sets,)`` up to which this share of the chains that can go on stays effective.
 
@@ -143,19 +158,39 @@ def chains_from(draws: WeightedSamples, num_chains: int) -> tuple[dict[str, Tens
     return tempered.resample(num_chains, smoothed=False), Reached(*(part.reshape(-1) for part in parts))
 
 
-def resampled_chains(state: ChainState, log_weights: Tensor) -> tuple[ChainState, Tensor, Tensor]:
-    """Draws chains anew by their weights, in data sets where too few are effective; adds what errors they then have."""
+def resampled_chains(
+    state: ChainState, log_weights: Tensor, ancestors: Tensor
+) -> tuple[ChainState, Tensor, Tensor, Tensor]:
+    """Draws chains anew by their weights, in data sets where too few are effective; adds what errors they then have.
+
+    ``ancestors`` are the chains at the start that they come from, ``(chains, data sets)``.
+    """
     weights = log_weights.softmax(0)
     few = weights.square().sum(0) * len(weights) > 2
     variance = log_mean_error(log_weights).square().where(few, 0.0)
     if not few.any():
-        return state, log_weights, variance
+        return state, log_weights, variance, ancestors
     same = torch.arange(len(weights), device=weights.device).unsqueeze(-1).expand(weights.shape)
     index = resampled(weights, len(weights)).where(few, same)
     parts = (part.gather(0, index) for part in state.value)
     position = state.position.gather(0, index.unsqueeze(-1).expand(state.position.shape))
     mean = log_mean(log_weights).expand(log_weights.shape)
-    return ChainState(position, PathValue(*parts)), mean.where(few, log_weights), variance
+    return ChainState(position, PathValue(*parts)), mean.where(few, log_weights), variance, ancestors.gather(0, index)
+
+
+def variance_of_lineages(ancestors: Tensor, log_weights: Tensor) -> Tensor:
+    """Returns the variance of the log evidence by what became of each chain at the start, ``(data sets,)``.
+
+    References:
+        Chan and Lai 2013, "A general theory of particle filters in hidden Markov models and some applications"; Lee and
+        Whiteley 2018, "Variance estimation in the particle filter".
+
+    Example:
+        >>> variance_of_lineages(torch.tensor([[0], [0], [0], [3]]), torch.zeros(4, 1))  # (3/4)^2 + (1/4)^2 - 1/4
+        tensor([0.3750])
+    """
+    weights = log_weights.softmax(0)
+    return torch.zeros_like(weights).scatter_add(0, ancestors, weights).square().sum(0) - 1 / len(weights)
 
 
 def spread_of(position: Tensor, log_weights: Tensor) -> Tensor:

@@ -294,10 +294,11 @@ def log_mean_error(log_weights: Tensor) -> Tensor:
     return (log_weights - mean).exp().std(0) / math.sqrt(len(log_weights))
 
 
-def warn_of_bad(drawn: WeightedSamples) -> None:
+def warn_of_bad(drawn: WeightedSamples, advice: str | None = None) -> None:
     """Warns of weights with k-hat above 0.7."""
     if (drawn.pareto_k > K_MAX).any():
-        warn(f"The importance weights are {drawn.verdict} {_ADVICE}")
+        advice = advice or _ADVICE
+        warn(f"The importance weights are {drawn.verdict} The guide may miss a part of the posterior: {advice}")
 
 
 def resampled(weights: Tensor, num: int, generator: torch.Generator | None = None) -> Tensor:
@@ -328,6 +329,6 @@ def _range(values: Tensor, form: str = ".2g") -> str:
 
 
 _ADVICE = (
-    "The guide may miss a part of the posterior: train it longer, give it a richer family "
-    "(AutoNaMIGuide(families='flow')), or draw more samples. Resampling cannot help."
+    "train it longer, give it a richer family (AutoNaMIGuide(families='flow')), or draw more samples. Resampling "
+    "cannot help."
 )

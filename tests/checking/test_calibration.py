@@ -15,7 +15,7 @@ import torch
 from models import learned, local_normals, minimize, noise, pair
 from scipy import stats
 
-from pyro_nami import AutoNaMIGuide
+from pyro_nami import AutoNaMIGuide, amortize
 from pyro_nami.checking.calibration import JOINT_DENSITY, JOINT_TARP, Calibration, calibrate
 from pyro_nami.checking.rank_tests import (
     BIASED,
@@ -116,6 +116,16 @@ def test_weighted_posteriors_are_judged_by_what_they_give(scale, shift):
     assert result.passed, str(result)
     assert set(result.joint) == {JOINT_TARP, JOINT_DENSITY}
     assert shapes(result) == {"z": (500, 2, 3)}
+
+
+def test_posteriors_bring_arguments_and_values_for_data():
+    def model(rows):
+        theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
+        pyro.deterministic("x", theta[..., None] + torch.randn(theta.shape + (rows,)), event_dim=1)
+
+    posterior = amortize(model, 3, observed=["x"], simulations=500, steps=100, progress=False)
+    calibration = calibrate(model, posterior, num_datasets=100, num_draws=19, progress=False)
+    assert calibration.num_datasets == 100 and set(calibration.ranks) == {"theta"}
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,9 @@ from pyro.infer.reparam import LocScaleReparam
 from torch import nn
 
 from pyro_nami import AutoNaMIGuide
-from pyro_nami.inference.annealing import annealed_importance_sampling, sigmoid_temperatures
+from pyro_nami.inference.annealing import annealed_importance_sampling
 from pyro_nami.inference.importance import importance_sample
+from pyro_nami.inference.transitions import sigmoid_temperatures
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("double")]
 BIAS = 0.03
@@ -384,6 +385,38 @@ def test_temperatures_that_are_chosen_suit_every_data_set():
     drawn = found.weighted().resample(500)["z"]
     assert drawn.gt(0).double().mean(0).sub(0.5).square().mean().sqrt() < 0.08  # 0.25
     assert drawn[:, 2::3].abs().std(0).mean() == pytest.approx(1e-4, rel=0.1)
+
+
+def test_chains_move_until_their_weights_depend_little_on_where_they_were():
+    """A scale nine deviations out, to which chains drift for long: the evidence by a grid, where m is zero for it."""
+
+    def model():
+        m, s = pyro.sample("m", dist.Normal(0.0, 2.0)), pyro.sample("s", dist.LogNormal(0.0, 1.0))
+        pyro.sample("x", dist.Logistic(m[..., None], s[..., None]).expand(s.shape + (15,)).to_event(1))
+
+    x = 1e4 * torch.randn(15, dtype=torch.float64)
+    grid = torch.linspace(-4.0, 14.0, 4001, dtype=torch.float64)
+    joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Logistic(0.0, grid.exp()).log_prob(x[:, None]).sum(0)
+    chosen = {**CHOSEN, "conditional_ess": 0.95}
+    found = annealed_importance_sampling(model, None, observations={"x": x.float().expand(20, 15)}, **chosen)
+    off = found.log_evidence - (joint.logsumexp(0) + math.log(18 / 4000))
+    assert off.square().mean().sqrt() < 0.25 and abs(off.mean()) < 0.15  # 0.54 and -0.32 by one transition at each
+    assert (off / found.log_evidence_error).square().mean().sqrt() < 1.5  # 1.7
+
+
+def test_trajectories_for_which_a_model_has_no_factor_are_rejected():
+    """A Gaussian process whose matrix is not positive, by rounding, where steps are wide."""
+    at = torch.linspace(0.0, 6.0, 20)
+
+    def model():
+        length, scale = pyro.sample("length", dist.InverseGamma(3.0, 3.0)), pyro.sample("scale", dist.HalfNormal(1.0))
+        length, scale = (part[..., None, None] for part in (length, scale))
+        kernel = scale**2 * (-0.5 * (at[:, None] - at).square() / length**2).exp() + 1e-2 * torch.eye(20)
+        pyro.sample("y", dist.MultivariateNormal(torch.zeros(20), kernel))
+
+    options = {"num_chains": 200, "num_temperatures": 30, "resample": True, "step_size": 20.0}
+    found = annealed_importance_sampling(model, None, observations={"y": at.sin()}, **options)
+    assert found.log_evidence.isfinite() and found.samples["length"].isfinite().all()
 
 
 def test_temperatures_are_chosen_by_the_chains_that_data_leave():

@@ -298,6 +298,25 @@ def test_the_guide_ends_with_the_weights_of_the_lowest_loss_or_later_ones_if_lat
 
 
 @pytest.mark.usefixtures("double")
+def test_one_held_out_simulation_does_not_choose_the_weights():
+    """A hundred, and one that is a thousand spreads away."""
+    simulator = Simulator(CHAIN, ZERO)
+    held_out = simulator.draw(101)
+    for value in held_out.latents.values():
+        value[-1] += 1000 * value.std()
+    histories = []
+    for part in (held_out.select(torch.arange(100)), held_out):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        compilation = compiled(optim=functools.partial(torch.optim.Adam, lr=0.03), batch_size=100)
+        histories.append(compilation.fit(200, ZERO, progress=False, validation=part, validate_every=5))
+    without, with_it = histories
+    assert abs(without.validation[-1][1] - with_it.validation[-1][1]) < 1  # 26,860 nats if all of it counts
+    losses = dict(without.validation)
+    assert losses[with_it.best_step] < losses[without.best_step] + 0.05
+
+
+@pytest.mark.usefixtures("double")
 def test_offline_simulations_are_read_again_and_an_iterator_once():
     simulator = Simulator(CHAIN, ZERO)
     batches = [simulator.draw(10) for _ in range(3)]

@@ -187,6 +187,54 @@ def test_where_draws_take_long_there_are_fewer_to_resample_from(affordable, monk
 
 
 
+def scaled(rows, y=None):
+    s = pyro.sample("s", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("rows", rows):
+        pyro.sample("y", dist.Logistic(0.0, s), obs=y)
+
+
+def test_data_outside_of_simulations_are_told_and_annealed_from_the_prior():
+    """Scales six prior deviations out, where the guide was never trained: against a grid."""
+    posterior = amortize(scaled, 15, observed=["y"], simulations=500, steps=100, progress=False)
+    y = torch.randn(3, 15, dtype=torch.float64) * torch.tensor([[1.0], [300.0], [1e4]])
+    grid = torch.linspace(-4.0, 14.0, 4001, dtype=torch.float64)
+    joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Logistic(0.0, grid.exp()).log_prob(y[:, :, None]).sum(1)
+    mean = (joint.softmax(-1) * grid).sum(-1)
+    with pytest.warns(UserWarning, match="2 of 3 data sets lie outside of all simulations: .* sites first: 'y'"):
+        found = posterior({"y": y.float()})
+    assert ((found.resample(4000)["s"].log().mean(0) - mean).abs() < 0.05).all()
+    assert ((found.log_evidence - joint.logsumexp(-1) - math.log(18 / 4000)).abs() < 0.5).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        posterior({"y": y[0].float()})
+    with pytest.warns(UserWarning, match="The data lie outside of all simulations"):
+        posterior({"y": y[2].float()}, num_temperatures=2)
+
+
+def test_posteriors_at_other_arguments_take_data_of_other_shapes():
+    posterior = amortize(scaled, 15, observed=["y"], simulations=500, steps=100, progress=False)
+    y = torch.randn(45)
+    with pytest.raises(ValueError, match="other arguments of the model, as in posterior.at()"):
+        posterior({"y": torch.randn(44)})
+    grid = torch.linspace(-4.0, 4.0, 4001)
+    joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Logistic(0.0, grid.exp()).log_prob(y[:, None]).sum(0)
+    found = posterior.at(45)({"y": y})
+    assert found.log_weights.shape == (1000,)
+    assert abs(found.log_evidence - joint.logsumexp(-1) - math.log(8 / 4000)) < 0.2
+
+
+def test_draws_in_double_precision_are_improved():
+    def model():
+        z = pyro.sample("z", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+        pyro.sample("x", dist.Normal(z.abs(), 0.002))
+
+    posterior = amortize(model, observed=["x"], simulations=100, steps=2, progress=False)
+    found = posterior({"x": torch.tensor([0.5, 1.0], dtype=torch.float64)}, num_samples=500)
+    expected = math.log(2) + dist.Normal(0.0, 1.0).log_prob(torch.tensor([0.5, 1.0]))
+    assert found.log_evidence.dtype == torch.float64
+    torch.testing.assert_close(found.log_evidence.float(), expected, atol=0.3, rtol=0)
+
+
 def test_a_conditional_that_simulations_speak_against_is_learned(monkeypatch):
     """Draws of the model have the ranks of draws from a conditional that is exact; those of another model have not."""
 
@@ -284,9 +332,13 @@ def test_what_a_model_marks_for_enumeration_is_drawn_from_its_exact_conditional(
 def test_simulations_are_given_in_any_form_and_too_few_are_refused():
     draws = Simulator(folded, observed=["x"]).draw(60)
     both = TensorDataset(draws.latents["z"], draws.observed["x"])
-    for given in (draws, {**draws.latents, **draws.observed}, both):
+    values = {**draws.latents, **draws.observed}
+    others = {name: value.double() for name, value in values.items()}, {n: value.numpy() for n, value in values.items()}
+    for given in (draws, values, both, *others):
         posterior = amortize(folded, observed=["x"], simulations=given, steps=6, progress=False)
         assert posterior.history.simulations <= 6 * 54
+    with pytest.raises(ValueError, match=r"values of site 'z' of shape \(\) behind 1 batch dims; got \(60, 2\)"):
+        amortize(folded, observed=["x"], simulations={**values, "z": torch.zeros(60, 2)})
     own = AutoNaMIGuide(folded, observed=["x"])
     assert amortize(folded, observed=["x"], simulations=draws, steps=3, guide=own, progress=False).guide is own
     with pytest.raises(ValueError, match="at least 20 simulations to learn from; got 5"):

@@ -7,6 +7,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+import torch.distributions as td
+from pyro import poutine
 from scipy import stats
 
 from pyro_nami import amortize, from_simulator, importance_sample
@@ -26,7 +28,9 @@ def test_posteriors_are_those_of_the_simulator_and_have_no_weights():
     np.random.seed(0)
     posterior = amortize(from_simulator(PRIOR, noisy), observed=["x"], simulations=2000, steps=200, progress=False)
     found = posterior({"x": torch.tensor([[1.0, -1.0], [0.0, 2.0]])}, num_samples=4000)
-    assert (found.log_weights == 0).all()
+    assert (found.log_weights == 0).all() and "without weights" in found.verdict
+    for unknown in (found.log_evidence, found.log_evidence_error, found.pareto_k):
+        assert unknown.shape == (2,) and unknown.isnan().all()
     torch.testing.assert_close(found.mean("theta"), torch.tensor([[0.8, -0.8], [0.0, 1.6]]), atol=0.15, rtol=0)
     sd = found.samples["theta"].std(0)
     torch.testing.assert_close(sd, torch.full((2, 2), 0.2**0.5), atol=0.1, rtol=0)
@@ -49,7 +53,49 @@ def test_counts_are_numbers_and_nan_is_left_out():
     assert from_simulator(PRIOR, counts)().dtype == torch.float32
     with pytest.warns(UserWarning, match="'x'"):
         posterior = amortize(from_simulator(PRIOR, failing), observed=["x"], simulations=200, steps=2, progress=False)
+    for value in (torch.nan, torch.inf):
+        with pytest.raises(ValueError, match="without NaN and infinite values; got some at site 'x'"):
+            posterior({"x": torch.tensor([0.0, value])})
     assert posterior({"x": torch.zeros(2)}, num_samples=10).mean("theta").isfinite().all()
+
+
+def test_most_simulations_may_fail():
+    """The posterior of the rest given finite data is that of all: exact here by a grid."""
+    pyro.set_rng_seed(0)
+
+    def failing(theta):
+        x = theta + 0.5 * torch.randn_like(theta)
+        return torch.where(theta < 0.5, torch.nan, x)
+
+    model = from_simulator(dist.Normal(torch.zeros(1), 1.0).to_event(1), failing)
+    with pytest.warns(UserWarning, match="of 4000 simulations are not finite, at 'x'"):
+        posterior = amortize(model, observed=["x"], simulations=4000, steps=200, progress=False)
+    grid = torch.linspace(0.5, 6.0, 5001)
+    weights = (dist.Normal(0.0, 1.0).log_prob(grid) + dist.Normal(grid, 0.5).log_prob(torch.tensor(0.6))).softmax(0)
+    found = posterior({"x": torch.tensor([0.6])}, num_samples=4000).samples["theta"]
+    assert abs(found.mean() - (weights * grid).sum()) < 0.06
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        td.MultivariateNormal(torch.zeros(2), torch.eye(2)),
+        td.Independent(td.Normal(torch.zeros(2), 1.0), 1),
+        type("BoxNormal", (td.Independent,), {})(td.Normal(torch.zeros(2), 1.0), 1),
+        dist.Independent(td.Normal(torch.zeros(2), 1.0), 1),
+        td.TransformedDistribution(td.Independent(td.Normal(torch.zeros(2), 2.0), 1), td.AffineTransform(0.0, 0.5)),
+        td.MixtureSameFamily(td.Categorical(torch.ones(1)), td.Independent(td.Normal(torch.zeros(1, 2), 1.0), 1)),
+    ],
+    ids=lambda prior: type(prior).__name__,
+)
+def test_priors_may_be_torchs(prior):
+    model = from_simulator(prior, lambda theta: theta)
+    site = poutine.trace(model).get_trace().nodes["theta"]
+    theta = torch.tensor([0.5, -2.0])
+    assert site["fn"].event_shape == (2,) and site["fn"].batch_shape == ()
+    torch.testing.assert_close(site["fn"].log_prob(theta), PRIOR.log_prob(theta))
+    draws = amortize(model, observed=["x"], simulations=50, steps=2, progress=False)({"x": theta}, num_samples=5)
+    assert draws.samples["theta"].shape == (5, 2)
 
 
 def test_regions_hold_the_prior_cut_to_where_a_guide_has_its_mass():
@@ -137,8 +183,14 @@ def test_simulators_may_be_written_with_pyro():
 
 
 def test_data_of_another_shape_and_priors_of_many():
-    with pytest.raises(ValueError, match="for each of 2 rows"):
+    with pytest.raises(ValueError, match="for each of 7 rows.*torch.stack"):
         from_simulator(PRIOR, lambda theta: theta.sum())
+    with pytest.raises(ValueError, match="rows of parameters; it raises IndexError.*torch.stack"):
+        from_simulator(PRIOR, lambda theta: theta[9])
+    with pytest.raises(ValueError, match="in one tensor; got dict"):
+        from_simulator(PRIOR, lambda theta: {"x": theta})
+    with pytest.raises(TypeError, match="as the prior; got list. Use pyro.distributions"):
+        from_simulator([PRIOR], noisy)
     with pytest.raises(ValueError, match="to_event\\(1\\)"):
         from_simulator(dist.Normal(torch.zeros(2), 1.0), noisy)
 
