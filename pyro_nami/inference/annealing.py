@@ -247,13 +247,14 @@ def _anneal(
             variance = variance + added
             spread = spread_of(state.position, log_weights)
         ratio = state.value.ratio
-        for _ in range(_MOST_STEPS if options.conditional_ess else 1):
+        for _ in range(_MOST_STEPS):
             wide = step_size.unsqueeze(-1) * spread
             state, probability = hamiltonian_step(path, state, now, wide, options.num_leapfrog_steps)
             acceptance, steps = acceptance + probability, steps + 1
             steering, slower = (probability, 1) if options.resample else (probability[num_chains:], count)
             step_size = adapted(step_size, slower, steering.mean(0), options.target_acceptance)
-            if not (correlation(ratio, state.value.ratio, log_weights) > _ALIKE).any():
+            alike = options.conditional_ess and (correlation(ratio, state.value.ratio, log_weights) > _ALIKE).any()
+            if not alike:
                 break
         tick()
     if options.resample:

@@ -120,8 +120,8 @@ class AmortizedPosterior:
     def _outside(self, data: Mapping[str, Any]) -> Tensor:
         """Returns which data sets lie further out than all simulations, ``(data sets or 1,)``, and warns of them."""
         if isinstance(self.model, SimulatorModel):
-            for name, value in data.items():
-                if not torch.as_tensor(value).isfinite().all():
+            for name in self.model.data.keys() & data.keys():
+                if not torch.as_tensor(data[name]).isfinite().all():
                     raise ValueError(
                         f"Expected data without NaN and infinite values; got some at site '{name}'. The guide has seen "
                         "none, as simulations with them are left out."

@@ -204,8 +204,6 @@ class Finder(Refutation):
     def _obstacles(self, name: str) -> Iterator[str]:
         """Yields what the network and the site itself say against an exact conditional."""
         site, data = self.nodes[name], self._data(name)
-        if name in self.excluded:
-            yield "the options, or its role in the model, exclude it"
         moving = isinstance(innermost(site["fn"]), dist.Uniform) and not self._parents(name) <= set(self.net.observed)
         if moving or not self._is_normal(name) and self._form(name) is None:
             yield f"its prior, {type(innermost(site['fn'])).__name__}, is of no such form"
@@ -229,6 +227,8 @@ class Finder(Refutation):
                 yield f"'{child}' reads several of its instances"
             elif not self.frames[child].intersection(self.subsampled) <= self.frames[name]:
                 yield f"a call sees a part only of '{child}', which depends on it"
+        if name in self.excluded:
+            yield "the options, or its role in the model, exclude it"
 
     def _is_counted(self, name: Any) -> bool:
         return name not in self.nodes or self.nodes[name]["fn"].has_enumerate_support
