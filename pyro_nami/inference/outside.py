@@ -23,6 +23,7 @@ ADVICE = (
 )
 
 _LEAST_SHRINKAGE = 1e-3  # so that features which never vary have some variance
+_MARGIN = 50.0  # over the number of simulations
 _FEW = 64  # elements of a site, or columns of its events, that are features one by one
 
 
@@ -78,8 +79,12 @@ class SimulatedData:
         return float(p_values[0]) if self.others.shape[1] == 2 else min(1.0, 2 * float(p_values.min()))
 
     def outside(self, distances: Tensor) -> Tensor:
-        """Returns which data sets ``(data sets,)`` are further out than all simulations, by either measure."""
-        return (self._measures(distances) > self._measures(self.others).amax(0)).any(-1)
+        """Returns which data sets ``(data sets,)`` are further out than all simulations, by either measure.
+
+        Of few simulations by some more, as each further one may be the furthest.
+        """
+        furthest = self._measures(self.others).amax(0)
+        return (self._measures(distances) > (1 + _MARGIN / len(self.others)) * furthest).any(-1)
 
     def ratios(self, distances: Tensor) -> dict[str, float]:
         """Returns how many times as far one data set is as the median simulation, site by site, the largest first."""
