@@ -23,7 +23,7 @@ ADVICE = (
 )
 
 _LEAST_SHRINKAGE = 1e-3  # so that features which never vary have some variance
-_MARGIN = 50.0  # over the number of simulations
+_MARGIN = 10.0  # over the number of simulations
 _FEW = 64  # elements of a site, or columns of its events, that are features one by one
 
 
