@@ -1,11 +1,12 @@
-"""What a user is told: warnings that name the user's own line, however deep in Pyro the reason is found."""
+"""What a user is told: warnings that name the user's own line, however deep in Pyro the reason is found; tables."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Collection, Sequence
 
-__all__ = ["OneByOne", "warn"]
+__all__ = ["OneByOne", "aligned", "warn"]
 
 _PASSED_OVER = ("pyro_nami", "pyro", "torch", "contextlib")
 
@@ -20,3 +21,10 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED_OVER:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def aligned(rows: Sequence[Sequence[str]], words: Collection[int]) -> list[str]:
+    """Returns rows as lines with aligned columns: those of ``words`` to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    aligned = [f"{'<' if i in words else '>'}{width}" for i, width in enumerate(widths)]
+    return ["  ".join(map(format, row, aligned)).rstrip() for row in rows]

@@ -23,7 +23,7 @@ ORDER = {
     "element_reads placing bound_factors call starts marginals planner deriving build maps memory reader observed draw "
     "lazy misfits densities nami",
     "inference": "site_messages simulator_model observations target checkpoint history psis processes trackers "
-    "optimizers soap weights weighing importance work simulate coordinates outside moves batches losses "
+    "optimizers soap summaries weights weighing importance work simulate coordinates outside moves batches losses "
     "relaxation trainer compilation tempering transitions annealing refining estimates iterative "
     "iterative_elbo gaps rounds posterior amortizing",
     "checking": "rank_tests plots simulations calibration misspecification diagnosis",

@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ["JOINT_DENSITY", "JOINT_TARP", "Calibration", "calibrate", "listed"]
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from pyro_nami.inference.posterior import AmortizedPosterior
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import with_drawn_data
 from pyro_nami.inference.target import Target, bind, in_one_line
+from pyro_nami.messages import aligned
 from pyro_nami.reading.runner import Runner, takes_observations
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class Calibration:
             notes.append(f"Left out for NaN or infinite values: {self.skipped:,} simulated data sets.")
         if self.absent:
             notes.append(f"Not drawn by the guide: {', '.join(self.absent)}.")
-        return "\n".join([title, "", *_table(rows, words=(0, 2)), "", *notes])
+        return "\n".join([title, "", *aligned(rows, words=(0, 2)), "", *notes])
 
 
 _LEGEND = """\
@@ -161,13 +162,6 @@ p: adjusted for all elements, tests and sites; below {level:g} fails. The elemen
 off by: largest difference between the distribution functions of its ranks and of uniform ones.
 bias, spread: location and sd of the truth relative to the guide's, in the guide's sds; 0 and 1 are right.
 50%, 90%: share of true values inside the guide's intervals of these probabilities."""
-
-
-def _table(rows: Sequence[Sequence[str]], words: Collection[int]) -> list[str]:
-    """Returns rows as lines with aligned columns: those of ``words`` to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    aligned = [f"{'<' if i in words else '>'}{width}" for i, width in enumerate(widths)]
-    return ["  ".join(map(format, row, aligned)).rstrip() for row in rows]
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:

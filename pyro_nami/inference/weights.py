@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.inference.psis import check_log_weights, smooth
+from pyro_nami.inference.summaries import table_of
 from pyro_nami.messages import warn
 
 __all__ = ["K_MAX", "Pool", "WeightedSamples", "log_mean", "log_mean_error", "resampled", "warn_of_bad"]
@@ -235,6 +236,14 @@ class WeightedSamples:
         return value, [plate or f"{name}_dim_{i}" for i, plate in enumerate(names)]
 
     # ---- for the reader
+
+    def summary(self, prob: float = 0.9) -> str:
+        """Returns what the weights say, and a table of the posterior: a line for each element of each site, to print.
+
+        Args:
+            prob: of the central interval.
+        """
+        return f"{self!r}\n\n{table_of(self, prob)}"
 
     def __repr__(self) -> str:
         sets = self.log_weights.shape[1:]

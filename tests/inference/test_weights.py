@@ -81,6 +81,21 @@ def test_error_of_the_evidence_is_the_spread_over_repetitions():
     assert 0.9 < float(ratio) < 1.1
 
 
+def test_a_summary_has_a_line_for_each_element():
+    draws = proposal_draws(2000)
+    lines = draws.summary(prob=0.8).splitlines()
+    assert lines[: len(repr(draws).splitlines())] == repr(draws).splitlines()
+    head, *rows = lines[-5:]
+    assert head.split() == ["mean", "sd", "10%", "50%", "90%"]
+    assert [row.split()[0] for row in rows] == ["z", "v[0]", "v[1]", "v[2]"]
+    expected = [draws.mean("z"), draws.std("z"), *draws.quantile("z", [0.1, 0.5, 0.9])]
+    assert rows[0].split()[1:] == [f"{float(number):.3g}" for number in expected]
+    wide = WeightedSamples({"w": torch.randn(10, 2, 300)}, torch.randn(10, 2)).summary().splitlines()
+    assert wide[-2].startswith("w[0, 99]") and wide[-1] == "w: 500 more"
+    with pytest.raises(ValueError, match="between 0 and 1; got 90"):
+        draws.summary(90)
+
+
 def test_quantiles_equal_numpys():
     draws = proposal_draws(501, (2,))
     for smoothed in (True, False):
