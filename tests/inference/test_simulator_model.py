@@ -11,7 +11,7 @@ import torch.distributions as td
 from pyro import poutine
 from scipy import stats
 
-from pyro_nami import amortize, from_simulator, importance_sample
+from pyro_nami import amortize, calibrate, from_simulator, importance_sample
 from pyro_nami.inference import Simulator
 from pyro_nami.inference.rounds import Region, next_round
 
@@ -74,6 +74,8 @@ def test_most_simulations_may_fail():
     weights = (dist.Normal(0.0, 1.0).log_prob(grid) + dist.Normal(grid, 0.5).log_prob(torch.tensor(0.6))).softmax(0)
     found = posterior({"x": torch.tensor([0.6])}, num_samples=4000).samples["theta"]
     assert abs(found.mean() - (weights * grid).sum()) < 0.06
+    with pytest.warns(UserWarning, match="Left out"):
+        assert calibrate(model, posterior, num_datasets=1000, num_draws=19, seed=0).num_datasets < 500
 
 
 @pytest.mark.parametrize(
