@@ -281,7 +281,7 @@ def _chunk_ranks(
         draws = _guide_draws(target.run_guide(extent, Runner({})), num_draws, truth)
     else:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*outside of all simulations")  # as some are by chance
+            warnings.filterwarnings("ignore", ".*outside the model's simulations")  # as some are by chance
             found = posterior(truth.observed, _weighted(num_draws), progress=False).resample(num_draws)
         draws = {name: found[name].reshape(num_draws, *true.shape) for name, true in truth.latents.items()}
     ranks = {name: _ranks(value, truth.latents[name], name) for name, value in draws.items()}

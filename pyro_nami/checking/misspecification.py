@@ -8,7 +8,6 @@ from __future__ import annotations
 __all__ = ["Misspecification", "compare", "misspecification", "observed_data"]
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pyro
@@ -18,52 +17,11 @@ from torch import Tensor
 from pyro_nami.checking.simulations import finite_draws, seeded
 from pyro_nami.inference.coordinates import SiteForm, site_forms
 from pyro_nami.inference.observations import as_mapping, as_tensor, observed_names
-from pyro_nami.inference.outside import ADVICE, SimulatedData
+from pyro_nami.inference.outside import ADVICE, Misspecification, SimulatedData
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.target import Extent
 from pyro_nami.messages import warn
 from pyro_nami.reading.runner import Runner
-
-
-@dataclass(frozen=True, eq=False)
-class Misspecification:
-    """A data set's distance from the center of a model's simulations.
-
-    Attributes:
-        distance: Mahalanobis distance of the data's features.
-        simulated: distances of simulated data sets, ``(data sets,)``.
-        p_value: share of simulations that are as far out, by all features or by those of the site that is furthest out
-            for the data; at least ``1 / (data sets + 1)``.
-        sites: observed site -> how many times as far the data are from the center as the median simulation, by the
-            features of this site alone; the most unusual first.
-        level: p-values below it were warned of.
-    """
-
-    distance: float
-    simulated: Tensor
-    p_value: float
-    sites: Mapping[str, float]
-    level: float = 0.01
-
-    @property
-    def percentile(self) -> float:
-        """Share of simulated data sets that are nearer to the center than the data, in percent."""
-        return 100 * float((self.simulated < self.distance).double().mean())
-
-    @property
-    def passed(self) -> bool:
-        """Whether the data could be a simulation."""
-        return self.p_value >= self.level
-
-    def __str__(self) -> str:
-        where = "inside" if self.passed else "far outside"
-        usual = float(self.simulated.median())
-        sites = ", ".join(f"'{name}' {ratio:.1f}" for name, ratio in list(self.sites.items())[:3])
-        return (
-            f"The data lie {where} the model's simulations (p = {self.p_value:.2g}, by all sites together or by one): "
-            f"at distance {self.distance:.3g}, where {usual:.3g} is the median of {len(self.simulated):,} simulations "
-            f"and {self.percentile:.1f}% are nearer. Times the median distance, most unusual sites first: {sites}."
-        )
 
 
 def misspecification(
@@ -123,9 +81,7 @@ def compare(
     forms = site_forms(simulator)
     simulated = finite_draws(simulator, num_datasets)[0].observed
     own = {name: _as_batch(name, data, forms[name], value) for name, value in simulated.items()}
-    known = SimulatedData(simulated, forms)
-    here = known.distances(own)[0]
-    return Misspecification(float(here[0]), known.others[:, 0], known.p_value(here), known.ratios(here), level)
+    return SimulatedData(simulated, forms).judged(own, level)
 
 
 def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) -> Tensor:

@@ -146,10 +146,11 @@ def amortize(
         raise ValueError(f"Expected simulations to be a number, 'fresh', or values; got {simulations!r}.")
     simulations = _SIMULATIONS if fresh else simulations
     given = simulator.draw(simulations) if isinstance(simulations, int) else as_draws(simulations, simulator)
-    with forked_rng():
-        forms, sites = site_forms(simulator), simulator.sites()
-    for name, value in {**given.latents, **given.observed}.items():
-        with_idle_dims(value, sites[name], simulator.nesting, 1)  # raises where shapes are others
+    if not isinstance(simulations, int):
+        with forked_rng():
+            sites = simulator.sites()
+        for name, value in {**given.latents, **given.observed}.items():
+            with_idle_dims(value, sites[name], simulator.nesting, 1)  # raises where shapes are others
     draws, non_finite = given.finite()
     seen = History()
     # Real data are finite, and of all simulations with such data none is left out: their posterior stays what it is.
@@ -205,7 +206,9 @@ def amortize(
         lowest, _ = min(first.validation, key=lambda pair: pair[1])
         found += [trained(other) for other, share in ((_HELD, _LATE), (_SMOOTH, _EARLY)) if lowest < share * steps]
     _, made, history = min(found, key=lambda each: each[0])
-    return AmortizedPosterior(model, args, kwargs, made, history, SimulatedData(draws.observed, forms))
+    with forked_rng():
+        simulated = SimulatedData(draws.observed, site_forms(simulator))
+    return AmortizedPosterior(model, args, kwargs, made, history, simulated)
 
 
 def _plain(simulator: Simulator, draws: JointDraws, own: bool) -> tuple[AutoNaMIGuide, list[str], dict[str, Any]]:

@@ -8,6 +8,7 @@ this module to change what counts as unusual data.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from pyro_nami.inference.coordinates import Coordinates, SiteForm
 
-__all__ = ["ADVICE", "SimulatedData"]
+__all__ = ["ADVICE", "Misspecification", "SimulatedData"]
 
 ADVICE = (
     "A guide trained on simulations was never trained on such data. Check units and outliers, and whether the model's "
@@ -25,6 +26,47 @@ ADVICE = (
 _LEAST_SHRINKAGE = 1e-3  # so that features which never vary have some variance
 _MARGIN = 10.0  # over the number of simulations
 _FEW = 64  # elements of a site, or columns of its events, that are features one by one
+
+
+@dataclass(frozen=True, eq=False)
+class Misspecification:
+    """A data set's distance from the center of a model's simulations.
+
+    Attributes:
+        distance: Mahalanobis distance of the data's features.
+        simulated: distances of simulated data sets, ``(data sets,)``.
+        p_value: share of simulations that are as far out, by all features or by those of the site that is furthest out
+            for the data; at least ``1 / (data sets + 1)``.
+        sites: observed site -> how many times as far the data are from the center as the median simulation, by the
+            features of this site alone; the most unusual first.
+        level: p-values below it were warned of.
+    """
+
+    distance: float
+    simulated: Tensor
+    p_value: float
+    sites: Mapping[str, float]
+    level: float = 0.01
+
+    @property
+    def percentile(self) -> float:
+        """Share of simulated data sets that are nearer to the center than the data, in percent."""
+        return 100 * float((self.simulated < self.distance).double().mean())
+
+    @property
+    def passed(self) -> bool:
+        """Whether the data could be a simulation."""
+        return self.p_value >= self.level
+
+    def __str__(self) -> str:
+        where = "inside" if self.passed else "far outside"
+        usual = float(self.simulated.median())
+        sites = ", ".join(f"'{name}' {ratio:.1f}" for name, ratio in list(self.sites.items())[:3])
+        return (
+            f"The data lie {where} the model's simulations (p = {self.p_value:.2g}, by all sites together or by one): "
+            f"at distance {self.distance:.3g}, where {usual:.3g} is the median of {len(self.simulated):,} simulations "
+            f"and {self.percentile:.1f}% are nearer. Times the median distance, most unusual sites first: {sites}."
+        )
 
 
 class SimulatedData:
@@ -42,7 +84,7 @@ class SimulatedData:
     Example:
         >>> form = SiteForm(torch.Size([2]), 1, lambda value: value)
         >>> simulated = SimulatedData({"x": torch.randn(1000, 2)}, {"x": form})
-        >>> simulated.outside(simulated.distances({"x": torch.tensor([[0.0, 1.0], [9.0, -9.0]])}))
+        >>> simulated.outside({"x": torch.tensor([[0.0, 1.0], [9.0, -9.0]])})
         tensor([False,  True])
     """
 
@@ -72,34 +114,24 @@ class SimulatedData:
         num = max(map(len, found.values()), default=0)
         return {name: value.expand(num, *value.shape[1:]) for name, value in found.items()}
 
-    def p_value(self, distances: Tensor) -> float:
-        """The share of simulations as far out as one data set: by all features, or by the site that is furthest out."""
-        others, here = self._measures(self.others), self._measures(distances[None])
-        p_values = (1 + (others >= here).sum(0).double()) / (1 + len(others))
-        return float(p_values[0]) if self.others.shape[1] == 2 else min(1.0, 2 * float(p_values.min()))
+    def judged(self, values: Mapping[str, Tensor], level: float) -> Misspecification:
+        """Returns how far one data set ``(1, ...)`` lies outside."""
+        here = self.distances(values)
+        measures = self._measures(self.others), self._measures(here)
+        p_values = (1 + (measures[0] >= measures[1]).sum(0).double()) / (1 + len(self.others))
+        p_value = float(p_values[0]) if self.others.shape[1] == 2 else min(1.0, 2 * float(p_values.min()))
+        ratios = (here[0, 1:] / self.others[:, 1:].median(0).values.clamp(min=1e-6)).tolist()
+        sites = dict(sorted(zip(self.forms, ratios), key=lambda item: -item[1]))
+        return Misspecification(float(here[0, 0]), self.others[:, 0], p_value, sites, level)
 
-    def outside(self, distances: Tensor) -> Tensor:
+    def outside(self, values: Mapping[str, Tensor]) -> Tensor:
         """Returns which data sets ``(data sets,)`` are further out than all simulations, by either measure.
 
         Of few simulations by some more, as each further one may be the furthest.
         """
         furthest = self._measures(self.others).amax(0)
-        return (self._measures(distances) > (1 + _MARGIN / len(self.others)) * furthest).any(-1)
-
-    def ratios(self, distances: Tensor) -> dict[str, float]:
-        """Returns how many times as far one data set is as the median simulation, site by site, the largest first."""
-        ratios = (distances[1:] / self.others[:, 1:].median(0).values.clamp(min=1e-6)).tolist()
-        return dict(sorted(zip(self.forms, ratios), key=lambda item: -item[1]))
-
-    def place(self, distances: Tensor) -> str:
-        """Says in a sentence or two where one data set is."""
-        usual, sites = self.others[:, 0], list(self.ratios(distances).items())[:3]
-        return (
-            f"at distance {float(distances[0]):.3g}, where {float(usual.median()):.3g} is the median of {len(usual):,} "
-            f"and {float(usual.max()):.3g} the largest. Times the median distance, most unusual sites first: "
-            + ", ".join(f"'{name}' {ratio:.1f}" for name, ratio in sites)
-            + "."
-        )
+        measures = self._measures(self.distances(values))
+        return (measures > (1 + _MARGIN / len(self.others)) * furthest).any(-1)
 
     def _measures(self, distances: Tensor) -> Tensor:
         """Distances in sds of usual ones, by all features and by the site that is furthest out, ``(data sets, 2)``."""

@@ -94,10 +94,11 @@ class AmortizedPosterior:
         if defensive is None:
             defensive = _DEFENSIVE * any(note.rule == "learned" for note in self.guide.rules.values())
         options: dict[str, Any] = {"defensive": defensive, **self.kwargs}
-        outside = self._outside(data)
         if isinstance(self.model, SimulatorModel):
+            self._check_finite(data)
             given = {"num_samples": num_samples, "observations": data, **self.kwargs}
             drawn = _unwarned(self.model.without_data(), self.guide, *self.args, **given)
+            self._outside(data)
             none = torch.zeros_like(drawn.log_weights)
             return WeightedSamples(drawn.samples, none, drawn.plates, Pool.unknown(none[0]))
         if num_temperatures in (None, 2):
@@ -105,11 +106,13 @@ class AmortizedPosterior:
                 self.model, self.guide, *self.args, num_samples=num_samples, observations=data, **options
             )
             good = (drawn.pareto_k <= K_MAX) & (drawn.effective_sample_size >= _FEW * num_samples)
+            outside = self._outside(data)
             if num_temperatures is None and not good.all():
                 drawn = self._improved(~good, outside, data, drawn, options, progress)
         else:
             given = {**options, "observations": data, "progress": progress}
             drawn = self._annealed(num_samples, given, self.guide, num_temperatures=num_temperatures)
+            self._outside(data)
         warn_of_bad(drawn, "amortize with more simulations, or draw more samples.")
         return drawn
 
@@ -117,23 +120,26 @@ class AmortizedPosterior:
         """Returns the posterior of the same model at other arguments: other numbers of rows, covariates or masks."""
         return replace(self, args=args, kwargs=kwargs, simulated=None)
 
+    def _check_finite(self, data: Mapping[str, Any]) -> None:
+        assert isinstance(self.model, SimulatorModel)
+        for name in self.model.data.keys() & data.keys():
+            if not torch.as_tensor(data[name]).isfinite().all():
+                raise ValueError(
+                    f"Expected data without NaN and infinite values; got some at site '{name}'. The guide has seen "
+                    "none, as simulations with them are left out."
+                )
+
     def _outside(self, data: Mapping[str, Any]) -> Tensor:
         """Returns which data sets lie further out than all simulations, ``(data sets or 1,)``, and warns of them."""
-        if isinstance(self.model, SimulatorModel):
-            for name in self.model.data.keys() & data.keys():
-                if not torch.as_tensor(data[name]).isfinite().all():
-                    raise ValueError(
-                        f"Expected data without NaN and infinite values; got some at site '{name}'. The guide has seen "
-                        "none, as simulations with them are left out."
-                    )
         values = None if self.simulated is None else self.simulated.batch(data)
         if self.simulated is None or values is None:
             return torch.zeros(1, dtype=torch.bool)
-        distances = self.simulated.distances(values)
-        outside = self.simulated.outside(distances)
+        outside = self.simulated.outside(values)
         if outside.sum() > _OUTSIDE * len(outside):
-            what = "The data lie" if len(outside) == 1 else f"{int(outside.sum())} of {len(outside)} data sets lie"
-            warn(f"{what} outside of all simulations: {self.simulated.place(distances[outside][0])} {ADVICE}")
+            num, first = len(outside), int(outside.long().argmax())
+            several = f"{int(outside.sum())} of {num} data sets lie outside. Of data set {first}: " if num > 1 else ""
+            found = self.simulated.judged({name: value[first : first + 1] for name, value in values.items()}, level=1.0)
+            warn(f"{several}{found} {ADVICE}")
         return outside
 
     def _annealed(
