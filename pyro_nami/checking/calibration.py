@@ -204,7 +204,7 @@ def calibrate(
 
     Raises:
         ValueError: a number is not positive; the guide draws no latent of the model, or not under plates; more than
-            10% of the simulations hold NaN or infinite values; the guide runs a model that takes one draw at a time.
+            95% of the simulations hold NaN or infinite values; the guide runs a model that takes one draw at a time.
         TypeError: the guide does not take ``observations``.
 
     References:

@@ -15,13 +15,10 @@ import torch
 from pyro import poutine
 
 from pyro_nami.inference.simulate import JointDraws, Simulator
-from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.messages import warn
 from pyro_nami.reading.isolation import forked_rng
 
-_TOLERATED = 0.1  # share of simulations that may be NaN or infinite
-_FEW, _TOLERATED_OF_FEW = 100, 0.5  # a tenth of few simulations may be chance
-_TOLERATED_OF_BLACK_BOX = 0.95
+_TOLERATED = 0.95  # share of simulations that may be NaN or infinite: those with finite data keep their posterior
 
 
 @contextmanager
@@ -37,15 +34,13 @@ def finite_draws(simulator: Simulator, num: int) -> tuple[JointDraws, int]:
     """Returns joint draws without those that hold NaN or infinite values, and how many had some; warns of them.
 
     Raises:
-        ValueError: for more than 10% of them (half, of fewer than 100; 95% of a black box, which may fail at most
-            parameters), naming the first site that has them.
+        ValueError: for more than 95% of them, naming the first site that has them.
     """
     kept, bad = simulator.draw(num).finite()
     skipped = num - kept.num
     if bad:
         share = f"{skipped} of {num} simulations with NaN or infinite values, first at site '{next(iter(bad))}'"
-        most = _TOLERATED if num >= _FEW else _TOLERATED_OF_FEW
-        if skipped > (_TOLERATED_OF_BLACK_BOX if isinstance(simulator.model, SimulatorModel) else most) * num:
+        if skipped > _TOLERATED * num:
             raise ValueError(f"Expected a model whose simulations are finite; got {share}.")
         warn(f"Left out {share}.")
     return kept, skipped

@@ -209,13 +209,15 @@ def are_all(data: Any) -> bool:
 def as_draws(values: Any, simulator: Simulator) -> JointDraws:
     """Returns simulations given as `JointDraws`, or as values ``(draws, *plates, *event)``, after a check.
 
-    Values are in a mapping from sites, or in a sequence or `TensorDataset`: of all latents and then observed sites, in
-    model order. They get the model's dtypes and devices.
+    Values are in a mapping from sites, or in two, or in a sequence or `TensorDataset`: of all latents and then observed
+    sites, in model order. They get the model's dtypes and devices, and dims of size 1 for plates that a site is not in.
     """
     names = (*simulator.latent, *simulator.observed)
     values = values.tensors if isinstance(values, TensorDataset) else values
     if isinstance(values, JointDraws):
-        values = {**values.latents, **values.observed}
+        values = values.latents, values.observed
+    if isinstance(values, (tuple, list)) and all(isinstance(part, Mapping) for part in values):
+        values = {name: value for part in values for name, value in part.items()}
     elif isinstance(values, (tuple, list)) and len(values) == len(names):
         values = dict(zip(names, values))
     if not isinstance(values, Mapping):
@@ -229,6 +231,10 @@ def as_draws(values: Any, simulator: Simulator) -> JointDraws:
                 f"Expected a tensor for every site, {', '.join(map(repr, names))}; got none for '{name}'."
             )
     values = {name: as_tensor(name, values[name], simulator.like[name]) for name in names}
+    for name, (batch, event) in simulator.ranks.items():
+        if values[name].dim() == 1 + batch + event:
+            idle = (1,) * (simulator.nesting - batch)
+            values[name] = values[name].reshape(len(values[name]), *idle, *values[name].shape[1:])
     num = len(values[names[0]])
     for name in names:
         if values[name].dim() <= simulator.nesting or len(values[name]) != num:

@@ -109,7 +109,7 @@ def as_tensor(name: str, given: Any, like: Tensor) -> Tensor:
     try:
         value = torch.as_tensor(given, device=like.device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"Expected a tensor as the value of site '{name}'; got {given!r}.") from error
+        raise TypeError(f"Expected a tensor as the value of site '{name}'; got {type(given).__name__}.") from error
     return value.to(like.dtype) if value.is_floating_point() and like.is_floating_point() else value
 
 

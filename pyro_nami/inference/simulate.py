@@ -106,6 +106,7 @@ class Simulator:
         trainable: names of parameters that the model reads and that require gradients.
         device: of the first latent.
         like: site -> an empty tensor of its values' dtype and device.
+        ranks: site -> numbers of its batch dims and event dims.
 
     Raises:
         ValueError: an unknown name, no latent or no observed site, batch dims outside plates, sampling that fails.
@@ -157,6 +158,8 @@ class Simulator:
             self.latent = tuple(name for name in names if name not in self.observed)
             self.trainable = tuple(name for name, site in params.trace.nodes.items() if _is_trained(site))
             self._check_sites(first)
+            fns = {name: first[name]["fn"] for name in (*self.latent, *self.observed)}
+            self.ranks = {name: (len(fn.batch_shape), fn.event_dim) for name, fn in fns.items()}
             self.like = {name: first[name]["value"].new_empty(0) for name in (*self.latent, *self.observed)}
             self.device = self.like[self.latent[0]].device
             target, reason = run_for_many(self.target, lambda target: self._as(target)._difference(first))

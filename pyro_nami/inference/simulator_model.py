@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pyro
@@ -108,8 +109,10 @@ def with_drawn_data(model: Callable, args: tuple, kwargs: Mapping[str, Any], obs
     """Returns a model whose values at observed sites, if deterministic or a `Delta`, are draws; others as they are."""
     if isinstance(model, SimulatorModel) or not observed:
         return model
-    with forked_rng(), torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
-        sites: Mapping[str, Any] = poutine.trace(model).get_trace(*args, **kwargs).nodes
+    sites: Mapping[str, Any] = {}
+    none = suppress(NotImplementedError)  # of a site without draws, which `Simulator` tells
+    with none, forked_rng(), torch.no_grad(), pyro.validation_enabled(False):  # draws may be NaN
+        sites = poutine.trace(model).get_trace(*args, **kwargs).nodes
     data = {}
     for name in observed:
         site = sites.get(name, {})

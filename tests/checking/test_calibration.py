@@ -459,12 +459,6 @@ def test_simulations_with_nan_parameters_are_left_out_whatever_the_seed():
     assert all(result.num_datasets == 200 - result.skipped for result in calibrated_logarithms(200, seeds=30))
 
 
-def test_few_simulations_are_not_refused_by_chance():
-    """Three of twenty are more than a tenth, where the model's share is a twentieth."""
-    results = calibrated_logarithms(20, seeds=20)
-    assert max(result.skipped for result in results) > 2
-
-
 def overflowing(share):
     """A model whose data are infinite in a share of the simulations."""
     infinite = torch.tensor(math.inf)
@@ -478,10 +472,10 @@ def overflowing(share):
 def test_simulations_that_are_not_finite_are_left_out_or_refused():
     options = {"observed": "y", "seed": 0}
     with pytest.raises(ValueError, match="simulations are finite; got .* site 'y'"):
-        calibrate(overflowing(0.5), uniform_guide, **options)
+        calibrate(overflowing(0.99), uniform_guide, **options)
     with pytest.warns(UserWarning, match="Left out .* of 1000 simulations"):
-        result = calibrate(overflowing(0.02), uniform_guide, **options)
-    assert result.num_datasets == 1000 - result.skipped < 1000
+        result = calibrate(overflowing(0.5), uniform_guide, **options)
+    assert result.num_datasets == 1000 - result.skipped < 600
     assert f"infinite values: {result.skipped} simulated" in str(result)
 
 

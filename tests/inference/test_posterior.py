@@ -348,6 +348,37 @@ def test_simulations_are_given_in_any_form_and_too_few_are_refused():
         amortize(folded, observed=["x"], simulations=[draws])
 
 
+def test_simulations_lack_dims_of_plates_that_their_sites_are_not_in():
+    """As a user has them: one number a simulation for a latent outside of the plate; in one mapping or in two."""
+
+    def model():
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(mu, 1.0))
+
+    draws = Simulator(model, observed=["y"]).draw(60)
+    latents, observed = {"mu": draws.latents["mu"][:, 0]}, {"y": draws.observed["y"]}
+    whole = amortize(model, observed=["y"], simulations=draws, progress=False)
+    data = {"y": torch.ones(3)}
+    for given in ((latents, observed), {**latents, **observed}, (latents["mu"], observed["y"])):
+        posterior = amortize(model, observed=["y"], simulations=given, progress=False)
+        pyro.set_rng_seed(0)
+        drawn = posterior(data, num_samples=10)
+        pyro.set_rng_seed(0)
+        assert torch.equal(drawn.samples["mu"], whole(data, num_samples=10).samples["mu"])
+    with pytest.raises(TypeError, match="a tensor as the value of site 'mu'; got dict"):
+        amortize(model, observed=["y"], simulations={"mu": latents, "y": observed["y"]})
+
+
+def test_a_prior_without_draws_is_named():
+    def model():
+        mu = pyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
+        pyro.sample("y", dist.Normal(mu, 1.0))
+
+    with pytest.raises(NotImplementedError, match="can be sampled; got 'mu', whose ImproperUniform"):
+        amortize(model, observed=["y"])
+
+
 def test_where_simulations_are_learned_by_heart_further_guides_have_more_restraint(monkeypatch):
     """Data that say nothing of two latents: the exact density is the prior's."""
     rates = []
