@@ -14,8 +14,8 @@ ORDER = {
     "path_scored joint_normal normals types anchors distribution family own_type unconstrained registry",
     "networks": "masks pace reductions running pooling precision_sums stepped masked "
     "separate stack",
-    "reading": "isolation provenance group_testing runner batched parts vectorized first_run draws covariates changes "
-    "probe interventions index_maps.finder index_maps.nesting index_maps.given index_maps.search network "
+    "reading": "isolation provenance group_testing runner batched parts vectorized first_run starts draws covariates "
+    "changes probe interventions index_maps.finder index_maps.nesting index_maps.given index_maps.search network "
     "conjugate_group expansion conjugate_forms in_turn bounded enumeration gaussian_levels second_order "
     "joint_gaussian gaussian_constants grids modes tabulated newton refutation forms marginal",
     "guide": "arguments options conditioning free_parameters store_names parameters groups group_network inputs "

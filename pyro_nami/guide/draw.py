@@ -27,7 +27,7 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.deriving import check_members, derive, expansion_in, keep_constants
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
-from pyro_nami.guide.plan import Plan, missing_site, new_site
+from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
 from pyro_nami.guide.rules import Prior
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, plate_shape
@@ -156,6 +156,8 @@ class _DrawingRun(Runner):
             if name not in self._plan.names and is_latent(msg):
                 raise ValueError(new_site(name))
         elif known:
+            if msg["is_observed"] and name not in self._plan.semi_observed:
+                raise ValueError(observed_latent(name))
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
         else:
             msg["stop"] = False

@@ -25,6 +25,7 @@ from pyro_nami.reading.first_run import first_run, is_latent, is_passing, subsam
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.network import Extraction, extract, is_blocked
 from pyro_nami.reading.runner import Runner, prior_draws
+from pyro_nami.reading.starts import likely_start, near_origin
 from pyro_nami.reading.vectorized import Vectorized
 
 __all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call", "first_instance"]
@@ -100,7 +101,10 @@ def first_call(
         options: the guide's.
         subsampled: plates that ``create_plates`` subsamples.
     """
-    prototype = first_run(model, args, kwargs, options.init_loc_fn)
+    if options.init_loc_fn is None and not options.observed:
+        prototype = likely_start(model, args, kwargs, options.init_scale)
+    else:
+        prototype = first_run(model, args, kwargs, options.init_loc_fn or near_origin)
     nodes: Mapping[str, Any] = prototype.nodes
     # All runs see the same instances of a subsampled plate: with others the sites, or their shapes, may be others.
     model = poutine.condition(model, subsamples(nodes))

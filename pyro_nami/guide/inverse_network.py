@@ -249,15 +249,16 @@ class InverseNetwork(PyroModule):
         """Returns the gradient of a factor's parameters or coupling, shorter where it is far longer than usual.
 
         One draw far out, as of a chain that is not stable, would else stop an optimizer that divides by a mean of
-        squared gradients for a thousand steps.
+        squared gradients for a thousand steps, or for good where the gradient is not finite, which so counts as none.
         """
         with torch.no_grad():  # as the gradient may have a graph of its own
             usual, length = self.usual[self._index[name]], gradient.norm()
             known = (usual > 0) & (self.passes > _FIRST)
-            taken = torch.minimum(length, torch.where(known, _LARGEST * usual, torch.inf))
+            lost = known & ~length.isfinite()
+            taken = torch.minimum(length, torch.where(known, _LARGEST * usual, torch.inf)).where(~lost, usual)
             share = torch.where(taken < length, taken / length, 1.0)
             usual.copy_(usual.square().lerp(taken.square(), max(1 / (1 + self.passes), _LATEST)).sqrt())
-        return gradient * share
+        return (gradient * share).where(~lost, 0.0)
 
     def quicken(self) -> None:
         """Adapts the speeds of parameters, if the optimizer may have taken a step since; see `networks.Pace`."""

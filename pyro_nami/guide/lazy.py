@@ -35,7 +35,7 @@ from pyro_nami.guide.store_names import check_store
 from pyro_nami.messages import warn
 from pyro_nami.reading.covariates import column_of, plain_column
 from pyro_nami.reading.isolation import untouched
-from pyro_nami.reading.runner import Runner, own_dims, takes_observations
+from pyro_nami.reading.runner import Runner, needs_arguments, own_dims, takes_observations
 
 __all__ = ["LazyGuide"]
 
@@ -123,7 +123,13 @@ class LazyGuide(AutoGuide):
     # ---- each call
 
     def _begin(self, args: tuple, kwargs: dict[str, Any], *, draws: bool = True) -> Call:
-        """Returns one call's data: arguments of the model, plates, and the values of observed sites."""
+        """Returns one call's data: arguments of the model, plates, and the values of observed sites.
+
+        Without arguments, where the model needs some, those are meant that it had in training.
+        """
+        latest = None if self._plan is None or args or kwargs else self._reader.memory.latest
+        if latest is not None and needs_arguments(self.model):
+            args, kwargs = latest
         observations = kwargs.get("observations") or {}
         if "observations" in kwargs and not takes_observations(self.model):
             kwargs = {key: value for key, value in kwargs.items() if key != "observations"}
@@ -149,6 +155,8 @@ class LazyGuide(AutoGuide):
         plates, remember = self._create_plates(*args, **kwargs), self.training and torch.is_grad_enabled()
         call = Call(plan.for_many(self.model), args, kwargs)
         passes = self.network.passes
+        if remember:
+            self._reader.memory.latest = args, kwargs
         return self._reader.read(call, plates, observations, remember=remember, passes=passes, draws=draws)
 
     def _note_observations(

@@ -47,6 +47,7 @@ class Memory:
         self.marks: dict[Any, Tensor] = {}  # of those of them that a loaded guide has not seen itself, see `_mark`
         self.varied = varied  # whether data of several kinds were seen in training
         self.context: Context | None = None
+        self.latest: tuple[tuple, dict] | None = None  # arguments of the latest call in training
         self.constants: dict[Hashable, Any] = {}  # of exact conditionals, of the data last seen; see `draw`
         self.tables: dict[Hashable, Any] = {}  # of latents that come first, of one call's data
         self.starts: dict[Hashable, Any] = {}  # of Newton's method, of all data
@@ -54,11 +55,12 @@ class Memory:
 
     def __getstate__(self) -> dict[str, Any]:
         found: dict[str, dict] = {"_equal": {}, "constants": {}, "tables": {}, "starts": {}}
-        return {**self.__dict__, **found, "context": self.plain_context()}
+        latest = self.latest if _is_plain(self.latest) else None
+        return {**self.__dict__, **found, "context": self.plain_context(), "latest": latest}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         copied = memo[id(self)] = object.__new__(type(self))
-        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo), context=self.context)
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo), context=self.context, latest=self.latest)
         return copied
 
     def plain_context(self) -> Context | None:
@@ -80,17 +82,19 @@ class Memory:
             self.context = _detached(context)
 
     def load(self, state: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-        """Takes over a saved state, its keys by ``names``."""
-        self.seen = {names[key]: value for key, value in state.get("seen", {}).items()}
-        self.marks = {names[key]: mark for key, mark in state.get("marks", {}).items()}
-        self.context, self.varied = state.get("context"), bool(state.get("varied"))
+        """Takes over a saved state, its keys by ``names``; data seen here stay that have the marks of those saved."""
+        marks = self.marks = {names[key]: mark for key, mark in state.get("marks", {}).items()}
+        own = {n: value for n, value in self.seen.items() if n in marks and _same_mark(marks[n], _mark(value))}
+        self.seen = {**own, **{names[key]: value for key, value in state.get("seen", {}).items()}}
+        self.context = state.get("context") or (self.context if own else None)
+        self.varied = bool(state.get("varied"))
         self._equal = {}
 
     def apply(self, fn: Callable[[Tensor], Tensor], device: Any) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device."""
         self.seen = {name: fn(value) for name, value in self.seen.items()}
         self.marks = {name: mark.to(device) for name, mark in self.marks.items()}
-        self.context = tree_map_only(Tensor, fn, self.context)
+        self.context, self.latest = tree_map_only(Tensor, fn, (self.context, self.latest))
         self._equal = {}
 
     def _was_seen(self, node: Hashable, value: Tensor) -> bool:

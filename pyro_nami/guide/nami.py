@@ -14,7 +14,6 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide.initialization import init_to_uniform
 from torch import Tensor, nn
 
 from pyro_nami.graph.inverse import Inverse
@@ -80,7 +79,8 @@ class AutoNaMIGuide(DensityGuide):
             plates as well. None: networks read the data from the first step on.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step; by default a little
-            off the origin of unconstrained space, where gradients of many models are zero for reasons of symmetry.
+            off the origin of unconstrained space, where gradients of many models are zero for reasons of symmetry, or
+            off the medians of priors of those latents for which data are likelier there (not with ``observed``).
         init_scale: scale at the first step, in unconstrained space.
         create_plates: as in Pyro: a callable from the model's arguments to plates.
         activation: of all hidden layers; by default tanh, and silu in the encoders of sets.
@@ -127,7 +127,7 @@ class AutoNaMIGuide(DensityGuide):
         exact: bool = True,
         rules: Mapping[str, str] | None = None,
         refine: str | None = "auto",
-        init_loc_fn: Callable = init_to_uniform(radius=0.05),
+        init_loc_fn: Callable | None = None,
         init_scale: float = 0.1,
         create_plates: Callable | None = None,
         activation: Callable[[Tensor], Tensor] | None = None,

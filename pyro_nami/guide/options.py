@@ -38,7 +38,7 @@ class Options(NamedTuple):
     exact: bool
     rules: Mapping[str, str]
     refine: str | None
-    init_loc_fn: Callable
+    init_loc_fn: Callable | None
     init_scale: float
     activation: Callable[[Tensor], Tensor] | None
     save_data: bool

@@ -21,7 +21,7 @@ from pyro_nami.reading.covariates import MASK
 from pyro_nami.reading.index_maps.finder import MapPlan
 from pyro_nami.reading.vectorized import Vectorized
 
-__all__ = ["Covariates", "Plan", "SitePlan", "differences", "missing_site", "new_site"]
+__all__ = ["Covariates", "Plan", "SitePlan", "differences", "missing_site", "new_site", "observed_latent"]
 
 
 class SitePlan(NamedTuple):
@@ -156,6 +156,14 @@ def missing_site(name: str) -> str:
     return (
         f"Expected the sites of the guide's first call; this call lacks '{name}'. A guide's structure is fixed at its "
         "first call: make a new guide, or sample the site in every call."
+    )
+
+
+def observed_latent(name: str) -> str:
+    """Returns the message for a latent of the guide's first call that a call observes."""
+    return (
+        f"Expected latent '{name}' of the guide's first call, which had no data for it; this call observes it, and the "
+        f"guide does not read it. Make a new guide, and its first call with data, or name it: observed=['{name}']."
     )
 
 

@@ -38,6 +38,13 @@ def check_store(module: PyroModule) -> None:
             )
         shared = shared or other is not value and other in _made
         _made[value] = True
+    own = {f"{module._pyro_name}.{name.removesuffix('_unconstrained')}" for name, _ in module.named_parameters()}
+    for name, other in stored.items():
+        if name.startswith(f"{module._pyro_name}.") and name not in own and other not in _made:
+            raise ValueError(
+                f"Expected weights of this guide in the parameter store; got '{name}' as well, of a guide that was "
+                "made from another call. Let the first call be one with the data that it was trained on."
+            )
     if shared:
         logging.getLogger("pyro_nami").warning(
             "The parameter store holds the weights of another guide named '%s', so this one starts from them, and "

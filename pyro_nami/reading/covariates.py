@@ -8,8 +8,9 @@ instances are features of the instance, and so is a site's mask. Change this mod
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -77,9 +78,11 @@ def columns_of(
     user has ``given`` for the site, ``(*batch, columns)``; ValueError if these lack what they had at the first call.
     """
 
+    names = {column.parameter for column in columns if isinstance(column, Column)}
+
     @functools.lru_cache(None)
     def at(draw: int) -> dict[str, Tensor]:
-        return parameters(at_draw(draw)["fn"]) | {MASK: _mask_of(at_draw(draw))}
+        return parameters(at_draw(draw)["fn"], names) | {MASK: _mask_of(at_draw(draw))}
 
     def values(column: Column | Argument | Given) -> Tensor:
         if isinstance(column, Argument):
@@ -111,13 +114,14 @@ def _mask_of(site: Mapping[str, Any]) -> Tensor:
     return mask.expand(torch.broadcast_shapes(mask.shape, fn.batch_shape)).unsqueeze(-1)
 
 
-def parameters(fn: Distribution) -> dict[str, Tensor]:
+def parameters(fn: Distribution, names: Collection[str] = ()) -> dict[str, Tensor]:
     """Returns the tensors that parameterize a distribution, ``(*batch, entries)`` each, in unconstrained space.
 
-    One that has no more dims than the batch has no event dims.
+    One that has no more dims than the batch has no event dims. What a distribution computes only where somebody asks,
+    as probabilities from logits, is among them if it has been, or is one of ``names``.
     """
     found, batch = {}, fn.batch_shape
-    for name, value in _tensors(fn):
+    for name, value in _tensors(fn, names):
         shape = batch + (value.shape[len(batch) :] or (1,))
         value = value if value.dim() > len(batch) else value.unsqueeze(-1)
         with suppress(RuntimeError):  # of a parameter that is not one of the instances
@@ -125,7 +129,7 @@ def parameters(fn: Distribution) -> dict[str, Tensor]:
     return found
 
 
-def _tensors(fn: Distribution) -> Iterator[tuple[str, Tensor]]:
+def _tensors(fn: Distribution, names: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yields name and value of the parameters of a distribution and of what it wraps; event dims rightmost."""
     for path, layer in named_layers(fn):
         for i, transform in enumerate(layer.transforms if isinstance(layer, TransformedDistribution) else ()):
@@ -135,6 +139,8 @@ def _tensors(fn: Distribution) -> Iterator[tuple[str, Tensor]]:
     # The last of them wraps nothing.
     for key, constraint in layer.arg_constraints.items():
         value = vars(layer).get(key)
+        if value is None and path + key in names:
+            value = getattr(copy.copy(layer), key)
         if isinstance(value, Tensor):
             yield path + key, _unconstrained(value.detach(), constraint)
 

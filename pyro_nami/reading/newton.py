@@ -26,7 +26,7 @@ __all__ = ["Newton", "has_one_mode", "is_concave"]
 _MOST_RUNS = 200
 _CLOSE = 0.03  # nats, times the root of the rounding error: a step that gains as little is the last
 _NEAR = 0.05  # nats: the same where a grid follows
-_ASIDE = 1e-2  # prior deviations from the mean to the first point
+_ASIDE = 1e-4  # prior deviations from the mean to the first point
 _SHORTEST, _LONGEST = 0.1, 0.7  # to what part a step is cut
 _LEAST = 1e-6  # of a step; shorter, it leads back to where it began, for good
 _WIDER = 1.05  # times the deviations of priors, squared: what is left to rounding
@@ -203,7 +203,8 @@ class Newton(JointGaussian):
             self._slopes = super().take(sites, again=True, whole=True)
             if (lost := self._lost) is not None:
                 found = self._slopes.items()
-                self._slopes = {name: each.masked_fill(self._beside(name, lost), torch.nan) for name, each in found}
+                gone = {name: each.masked_fill(self._beside(name, lost), torch.nan) for name, each in found}
+                self._slopes = {name: each.reshape(self._slopes[name].shape) for name, each in gone.items()}
         return self._slopes
 
     def _along(self, slopes: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:

@@ -30,6 +30,7 @@ __all__ = [
     "Runner",
     "changed_event_shape",
     "is_fixed",
+    "needs_arguments",
     "outer_sizes",
     "own_dims",
     "prior_draws",
@@ -227,12 +228,34 @@ def takes_observations(fn: Callable, *, is_guide: bool = False) -> bool:
         return takes_observations(fn.guide)
     if isinstance(fn, AutoGuide) and not hasattr(fn, "log_prob"):
         return takes_observations(fn.model)
-    fn = getattr(fn, "__wrapped__", fn) if isinstance(fn, nn.Module) else fn
     try:
-        parameters = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters
+        parameters = _signature(fn).parameters
     except (TypeError, ValueError):
         # None is to be read off what a Pyro handler makes of a function, such as the model that an AutoGuide holds.
-        handled = fn.args[-1] if isinstance(fn, functools.partial) and fn.args else None
+        handled = _handled(fn)
         return callable(handled) and takes_observations(handled, is_guide=is_guide)
     variadic = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return "observations" in parameters or (is_guide and variadic)
+
+
+def needs_arguments(fn: Callable) -> bool:
+    """Tells whether a model cannot be called without arguments, by its signature."""
+    try:
+        signature = _signature(fn)
+    except (TypeError, ValueError):
+        handled = _handled(fn)
+        return callable(handled) and needs_arguments(handled)
+    try:
+        signature.bind()
+    except TypeError:
+        return True
+    return False
+
+
+def _signature(fn: Any) -> inspect.Signature:
+    fn = getattr(fn, "__wrapped__", fn) if isinstance(fn, nn.Module) else fn
+    return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
+
+
+def _handled(fn: Any) -> Any:
+    return fn.args[-1] if isinstance(fn, functools.partial) and fn.args else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -437,3 +438,43 @@ def test_conditionals_wait_for_latents_before_them_in_the_networks():
     }
     values = {name: trace.nodes[name]["value"] for name in "mpst"}
     assert trace.log_prob_sum() == pytest.approx(guide.log_prob(values).item())
+
+
+@pytest.mark.parametrize("vague", [100.0, 1e4])
+def test_logits_of_a_regressor_in_its_own_units(vague):
+    """Years, say: logits saturate a hundredth of a prior deviation off. Against a grid over slope and middle logit."""
+    torch.set_default_dtype(torch.float32)
+    years = 1950.0 + 70.0 * torch.rand(80, generator=torch.Generator().manual_seed(0))
+    late = (years + 10 * torch.randn(80, generator=torch.Generator().manual_seed(1)) > 1985).float()
+
+    def model():
+        a = pyro.sample("a", dist.Normal(0.0, vague))
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 80):
+            pyro.sample("late", dist.Bernoulli(logits=a + b * years), obs=late)
+
+    guide = AutoNaMIGuide(model)
+    elbo = -Trace_ELBO(200, vectorize_particles=True).loss(model, guide)
+    assert {note.rule for note in guide.rules.values()} <= {"newton", "quadrature"}
+    slope, middle = torch.linspace(0.0, 0.6, 800).double(), torch.linspace(-6.0, 6.0, 800).double()[:, None]
+    logits = middle[..., None] + slope[:, None] * (years.double() - 1985)
+    joint = dist.Bernoulli(logits=logits).log_prob(late.double()).sum(-1)
+    joint = joint + dist.Normal(0.0, vague).log_prob(middle - 1985 * slope) + dist.Normal(0.0, 1.0).log_prob(slope)
+    exact = joint.flatten().logsumexp(0) + math.log(0.6 * 12.0 / 799**2)
+    assert exact - 0.3 < elbo < exact + 0.1
+
+
+def test_a_mode_that_is_not_found_leaves_the_prior_in_its_place(monkeypatch):
+    """Of latents outside of a plate that their child is in; here no step may be taken."""
+
+    def model(y=BITS):
+        a, b = (pyro.sample(name, dist.Normal(0.0, 100.0)) for name in "ab")
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=a + 1e3 * b * X[:, 0]), obs=y)
+
+    guide = AutoNaMIGuide(model)
+    guide()
+    assert guide.rules["a"].rule == "newton"
+    monkeypatch.setattr(newton, "_MOST_RUNS", 1)
+    with pytest.warns(UserWarning, match="prior"):
+        guide(1 - BITS)

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import itertools
+import math
 
 import pyro
 import pyro.distributions as dist
@@ -327,9 +328,9 @@ def test_data_that_a_model_draws_anew_vary():
     assert guide.network.varied
 
 
-@pytest.mark.parametrize("spike", [1.0, 1e6, 1e30])
+@pytest.mark.parametrize("spike", [1.0, 1e6, 1e30, math.inf])
 def test_a_gradient_far_longer_than_usual_does_not_stop_training(spike):
-    """Adam divides by a mean of squares of a thousand steps, in which one such outweighs all others."""
+    """Adam divides by a mean of squares of a thousand steps, in which one such outweighs all others for good."""
 
     def model(pull):
         with pyro.plate("rows", 3):

@@ -135,6 +135,56 @@ def test_a_state_dict_holds_no_data_unless_asked_to(exact):
     other = loaded(guide.state_dict(), regression, observed=["y"], exact=exact)
     with pytest.raises(ValueError, match="data for the observed site 'y'.*save_data=True"):
         other(x)
+    pyro.clear_param_store()
+    called = learned(regression, exact=exact)
+    called(x, y)  # it has these data itself
+    called.load_state_dict(trained(regression, x, y, exact=exact).state_dict())
+    assert called(x)["w"].shape == (2,)
+    called.load_state_dict(trained(regression, x, y + 1, exact=exact).state_dict())
+    with pytest.raises(ValueError, match="data for the observed site 'y'"):
+        called(x)
+
+
+def robust(x, y=None):
+    b, s = pyro.sample("b", dist.Normal(0.0, 1.0)), pyro.sample("s", dist.HalfNormal(1.0))
+    with pyro.plate("n", len(x)):
+        pyro.sample("y", dist.StudentT(4.0, b * x, s), obs=y)
+
+
+def test_a_guide_that_was_made_without_data_does_not_pass_over_them_later():
+    """Its latents would be the prior's."""
+    x, y = torch.randn(2, 20)
+    guide = AutoNaMIGuide(robust)
+    guide(x)
+    with pytest.raises(ValueError, match="latent 'y' of the guide's first call.*first call with data"):
+        guide(x, y)
+
+
+def test_weights_in_the_store_that_a_guide_has_no_place_for_are_told(tmp_path):
+    """They were loaded, and the first call has no data: others would have been drawn from."""
+    x, y = torch.randn(2, 20)
+    trained(robust, x, y)
+    pyro.get_param_store().save(tmp_path / "weights.pt")
+    pyro.clear_param_store()
+    pyro.get_param_store().load(tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match="weights of this guide in the parameter store; got 'AutoNaMIGuide.network"):
+        AutoNaMIGuide(robust)(x)
+    AutoNaMIGuide(robust, exact=False)(x, y)
+
+
+class Regression(PyroModule):
+    def forward(self, x, y=None):
+        robust(x, y)
+
+
+@pytest.mark.parametrize("kind", ["function", "module", "handler"])
+def test_summaries_without_arguments_are_those_with_the_arguments_of_training(kind):
+    x, y = torch.randn(2, 20)
+    model = robust if kind == "function" else Regression() if kind == "module" else poutine.scale(robust, 2.0)
+    guide = trained(model, x, y)
+    for again in (guide, copy.deepcopy(guide), *([through_pickle(guide)] if model is robust else [])):
+        assert torch.equal(again.median()["b"], guide.median(x, y)["b"])
+        assert torch.equal(again.quantiles([0.1])["b"], guide.quantiles([0.1], x, y)["b"])
 
 
 def test_a_loaded_guide_tells_the_data_that_it_was_trained_on_from_others():

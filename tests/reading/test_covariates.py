@@ -34,6 +34,17 @@ def test_parameters_are_unconstrained_and_seen_through_wrappers():
     assert parameters(dist.Normal(torch.zeros(2, 3), 1.0).to_event(1))["base_dist.loc"].shape == (2, 3)
 
 
+def test_what_a_distribution_computes_where_it_is_asked_to_is_a_covariate_where_it_has_not_been():
+    """Probabilities of logits, which are there once somebody has validated them."""
+    options = {"logits": torch.tensor([-1.0, 0.5, 2.0]), "gate": torch.tensor(0.1)}
+    fns = [dist.ZeroInflatedNegativeBinomial(3.0, **options, validate_args=valid) for valid in (True, False)]
+    assert "probs" not in vars(fns[1].base_dist)
+    search = ColumnSearch(10)
+    assert search.add(0, site(fns[0]))
+    found = [columns_of(search.columns, lambda _, fn=fn: site(fn)) for fn in fns]
+    assert torch.equal(*found)
+
+
 def test_a_mask_is_a_covariate_whatever_it_is():
     search, y = ColumnSearch(10), dist.Normal(torch.zeros(3), 1.0)
     assert search.add(0, site(y, torch.ones(3, dtype=torch.bool))) and not search.add(1, site(y, None))

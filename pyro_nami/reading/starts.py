@@ -1,0 +1,124 @@
+"""Where a guide starts: near the origin of unconstrained space, or at medians of priors where data are likelier there.
+
+At the origin scales are 1, whatever units data come in; a prior that somebody thought about knows better. A vague one
+does not, so it is the data that say. Change this module to start elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer.autoguide.initialization import init_to_uniform
+from torch import Tensor
+from torch.distributions import biject_to, constraints
+
+from pyro_nami.reading.first_run import first_run, subsamples
+from pyro_nami.reading.isolation import forked_rng, untouched
+
+__all__ = ["likely_start", "near_origin"]
+
+near_origin = init_to_uniform(radius=0.05)
+
+_DRAWS = 4  # about each start
+_OF_PRIOR, _ELEMENTS = 101, 2**22  # draws whose median is taken, and the most numbers in them
+_FAR = 0.5  # in unconstrained space; less is no other start
+_BETTER, _ERRORS = 1.0, 2.0  # nats, and standard errors
+_ROUNDS = 2  # over all kinds, at most
+
+
+def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale: float) -> poutine.Trace:
+    """Returns the trace of a run with every continuous latent where it starts.
+
+    Latents are near the origin of unconstrained space, or as near to the median of their prior. Those of one kind,
+    whose names differ in digits, are at the median if data are likelier there, by Normals of a ``scale`` about all
+    latents: first all or none, then one kind after another, while some is better elsewhere. The prior has no say: a
+    scale that suits what has yet to move only holds it.
+    """
+    first = first_run(model, args, kwargs, near_origin)
+    samples = {name: site for name, site in first.nodes.items() if site["type"] == "sample"}
+    latent = {name: site["value"] for name, site in samples.items() if not site["is_observed"]}
+    if len(latent) == len(samples):
+        return first
+    seen = poutine.Trace()
+    for name in subsamples(first.nodes):
+        seen.add_node(name, **first.nodes[name])
+    model = poutine.replay(model, trace=seen)
+    far: dict[str, None] = {}  # kinds whose medians are not at the origin
+
+    def run(at: Collection[str], scale: float) -> poutine.Trace:
+        """Returns a run with these kinds about their medians."""
+
+        def start(site: Any) -> Tensor:
+            if site["name"] not in latent:
+                raise NotImplementedError  # and it is drawn
+            transform, kind = biject_to(site["fn"].support), _kind(site["name"])
+            place = transform.inv(latent[site["name"]])
+            if kind in at:
+                median = _median(site["fn"], transform)
+                if median.abs().max() > _FAR:
+                    far[kind] = None
+                place = place + median
+            return transform(place + scale * torch.randn_like(place))
+
+        return first_run(model, args, kwargs, start)
+
+    def likelihoods(at: Collection[str]) -> Tensor:
+        """Returns the log density of the data at each of a few draws, in nats."""
+        found = []
+        for seed in range(_DRAWS):
+            pyro.set_rng_seed(seed)
+            try:
+                trace = run(at, scale)
+                trace.compute_log_prob()
+                data = [site for site in trace.nodes.values() if site["type"] == "sample" and site["is_observed"]]
+                found.append(float(sum(site["log_prob_sum"] for site in data)))
+            except Exception:  # noqa: BLE001  whatever a model does where it is not meant to be
+                found.append(-torch.inf)
+        return torch.tensor(found, dtype=torch.float64).nan_to_num(-1e300, neginf=-1e300, posinf=-1e300)
+
+    at = set[str]()
+    with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
+        here, whole = likelihoods(()), likelihoods({_kind(name) for name in latent})
+        if whole.mean() > here.mean():
+            at, here = set(far), whole
+        for _ in range(_ROUNDS):
+            before = at
+            for kind in far:
+                gain = (other := likelihoods(at ^ {kind})) - here
+                if gain.mean() > max(_BETTER, _ERRORS * float(gain.std()) / _DRAWS**0.5):
+                    at, here = at ^ {kind}, other
+            if at == before:
+                break
+    return run(at, 0.0) if at else first
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "", name)
+
+
+def _median(fn: Any, transform: Any) -> Tensor:
+    """Returns the median of a prior in unconstrained space, of every element; 0 where it has no draws, or too many."""
+    shape = transform.inverse_shape(fn.shape())
+    num = min(_OF_PRIOR, _ELEMENTS // max(1, shape.numel()))
+    try:
+        support = fn.support
+        while isinstance(support, constraints.independent):
+            support = support.base_constraint
+        if support is constraints.real and fn.mean.isfinite().all():
+            return fn.mean.detach()
+    except (NotImplementedError, AttributeError):
+        pass
+    with forked_rng():
+        pyro.set_rng_seed(0)
+        try:
+            draws = fn.sample((num,)) if num > 1 else None
+        except NotImplementedError:  # an improper prior
+            draws = None
+    if draws is None:
+        return torch.zeros(())
+    return transform.inv(draws).nan_to_num(0.0).median(0).values

@@ -1,0 +1,100 @@
+"""Where guides start: at medians of priors where these make data likelier, else near the origin."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_nami.reading.first_run import first_run
+from pyro_nami.reading.starts import likely_start, near_origin
+
+
+def starts(model, *args):
+    """Latent -> where it starts, with the same random numbers as `near_origin`."""
+    pyro.set_rng_seed(0)
+    trace = likely_start(model, args, {}, 0.1)
+    pyro.set_rng_seed(0)
+    plain = first_run(model, args, {}, near_origin)
+    samples = {name: site["value"] for name, site in plain.nodes.items() if site["type"] == "sample"}
+    nodes = trace.nodes
+    return nodes, {name for name, value in samples.items() if not torch.allclose(value, nodes[name]["value"])}
+
+
+def prices(y, scale=2e4):
+    """In euros, where only the prior of the scale knows that; the location has a vague one."""
+    a = pyro.sample("a", dist.Normal(0.0, 1e6))
+    s = pyro.sample("s", dist.HalfCauchy(scale))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.StudentT(4.0, a, s), obs=y)
+
+
+def test_a_scale_starts_at_the_median_of_its_prior_where_data_are_likelier_there():
+    nodes, moved = starts(prices, 3e4 * torch.randn(40, generator=torch.Generator().manual_seed(0)))
+    assert moved == {"s"}
+    assert 1.5e4 < nodes["s"]["value"] < 2.7e4  # the median is 2e4, found from draws
+    assert nodes["a"]["value"].abs() < 0.06
+
+
+def test_a_prior_that_is_of_other_units_than_the_data_has_no_say():
+    _, moved = starts(prices, torch.randn(40, generator=torch.Generator().manual_seed(0)))
+    assert not moved
+
+
+def test_a_scale_of_latents_does_not_shrink_to_where_they_have_yet_to_move():
+    """About the origin latents are the likelier the smaller their scale is; the data do not know of that."""
+
+    def model(y):
+        tau = pyro.sample("tau", dist.HalfCauchy(0.02))
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Normal(0.0, tau))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    assert not starts(model, torch.randn(9))[1]
+
+
+def test_latents_whose_names_differ_in_digits_start_alike():
+    def model(y):
+        x = torch.tensor(0.0)
+        for t in range(len(y)):
+            x = pyro.sample(f"x_{t}", dist.Normal(300.0 if t == 0 else x, 5.0))
+            pyro.sample(f"y_{t}", dist.Normal(x, 1.0), obs=y[t])
+
+    nodes, moved = starts(model, torch.tensor([290.0, 305.0, 310.0]))
+    assert moved == {"x_0", "x_1", "x_2"}
+    assert all(abs(nodes[name]["value"] - 300.0) < 0.2 for name in moved)
+
+
+def test_latents_are_near_the_origin_where_the_model_fails_at_medians_or_has_no_data():
+    def failing(y):
+        s = pyro.sample("s", dist.LogNormal(8.0, 0.1))
+        if s > 100.0:
+            raise ArithmeticError
+        pyro.sample("y", dist.Normal(0.0, s), obs=y)
+
+    assert not starts(failing, torch.tensor(3e3))[1]
+    assert not starts(lambda: pyro.sample("s", dist.LogNormal(8.0, 0.1)))[1]
+
+
+def test_minibatches_stay():
+    def model(y):
+        s = pyro.sample("s", dist.HalfCauchy(1e4))
+        with pyro.plate("rows", len(y), subsample_size=3) as rows:
+            pyro.sample("y", dist.StudentT(4.0, 0.0, s), obs=y[rows])
+
+    y = 1e4 * torch.randn(50)
+    nodes, moved = starts(model, y)
+    assert moved == {"s"}  # and no other rows than without
+    assert not nodes["rows"]["is_observed"]
+
+
+@pytest.mark.parametrize("prior", [dist.Dirichlet(torch.tensor([40.0, 1.0, 1.0])), dist.Beta(30.0, 1.0)], ids=type)
+def test_other_supports(prior):
+    def model(y):
+        p = pyro.sample("p", prior)
+        p = torch.stack([p, 1 - p]) if p.dim() == 0 else p
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Categorical(p), obs=y)
+
+    nodes, moved = starts(model, torch.zeros(50).long())
+    assert moved == {"p"}
+    assert nodes["p"]["value"].flatten()[0] > 0.85
