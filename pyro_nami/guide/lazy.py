@@ -184,14 +184,14 @@ class LazyGuide(AutoGuide):
         self, call: Call, *, learning: bool = False, refinement: Mapping[Hashable, Tensor] | None = None
     ) -> NetworkState:
         """Returns the networks' state with everything observed known."""
-        plan = self._made()
-        if not self.network.settled:
+        plan, varied = self._made(), self._reader.memory.varied
+        others = varied and not self.network.varied
+        if others or not self.network.settled:
             with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
                 state = NetworkState(self.network, call.maps)
                 self._observed.tell(state, plan, call, self.network)
                 state.settle()
-        varied = self._reader.memory.varied
-        if varied and not self.network.varied:
+        if others:
             self.network.vary()
         looks = call.own and not (self.training and torch.is_grad_enabled())
         if looks and not (varied or call.familiar or self._told) and self.network.passes:

@@ -145,7 +145,7 @@ class NetworkState:
         return self._network.passes
 
     def settle(self) -> None:
-        """Centers the inputs that are data on those of this call, all of which must be known."""
+        """Centers the inputs that are data on those of this call, all of which must be known, or widens their units."""
         for group in self._network.groups:
             for source, first, last, start in group.columns(0, len(group.steps)):
                 if source in group.data:

@@ -31,7 +31,7 @@ from pyro_nami.inference.site_messages import (
 )
 from pyro_nami.inference.target import Extent, Target, in_one_line, run_for_many
 from pyro_nami.messages import warn
-from pyro_nami.reading.batched import differing_site, few_draws
+from pyro_nami.reading.batched import differing_site, few_draws, of_rank
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.runner import Runner
 
@@ -227,7 +227,8 @@ class Simulator:
         choose: Callable[[Any], None] | None = None,
     ) -> dict[str, Any]:
         """Runs the model; returns its sites but deterministic ones."""
-        runner = Runner(values or {}, simulated=True, choose=choose)
+        note = of_rank(self.nesting + 1) if extent.sizes else None
+        runner = Runner(values or {}, simulated=True, choose=choose, note=note)
         # Draws may be NaN, which distributions that the model makes can be told not to refuse in no other way.
         with torch.no_grad(), pyro.validation_enabled(False):
             sites = self.target.run_model(extent, runner)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 __all__ = ["Running", "center_and_spread", "tempered"]
 
-_FAR = 10.0
+_FAR, _NEAR = 10.0, 2.0
 _MOST_ROWS, _MOST_NUMBERS = 100_000, 16_000_000  # that quantiles are taken of; older torch refuses more
 _OFTEN, _SELDOM = 64, 8  # the first updates are made in every pass, later ones in one of some
 _LEAST_SHARE = 0.05
@@ -81,8 +81,16 @@ class Running(nn.Module):
 
     @torch.no_grad()
     def settle(self, x: Tensor, first: int, last: int) -> None:
-        """Centers inputs on what they are now."""
-        self.center[first:last] = x.reshape(-1, x.shape[-1]).mean(0)
+        """Centers inputs on what they are now; once they are, takes units in which what they are now is not far.
+
+        At one step of an optimizer a network's output moves the further the larger its inputs are.
+        """
+        x = x.reshape(-1, x.shape[-1])
+        if not self.settled:
+            self.center[first:last] = x.mean(0)
+            return
+        far = (x - self.center[first:last]).square().mean(0).sqrt()
+        self.scale[first:last] = torch.where(far > _NEAR, far, self.scale[first:last])
 
     @torch.no_grad()
     def update(self, x: Tensor, first: int, last: int) -> None:

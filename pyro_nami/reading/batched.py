@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_nami.reading.runner import Runner
 
-__all__ = ["differing_site", "few_draws", "takes_many"]
+__all__ = ["differing_site", "few_draws", "of_rank", "takes_many"]
 
 _TOLERANCE = {torch.float64: 1e-6}  # of log densities; else what Newton's last step in single precision may leave
 _FEW = 3
@@ -64,14 +64,32 @@ def takes_many(
             if num > len(alone):
                 return False
             values = {name: _stacked([sites[name] for sites in alone], nesting) for name in first}
-            together = _log_densities(_sites(values, model, args, kwargs))
+            together = _log_densities(_sites(values, model, args, kwargs, note=of_rank(nesting + 1)))
             return not any(differing_site(together, i, _log_densities(sites)) for i, sites in enumerate(alone))
     except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
         return False
 
 
-def _sites(values: Mapping[str, Any], model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    sites = Runner(values).run(model, args, kwargs)
+def of_rank(most: int) -> Callable[[Any], None]:
+    """Returns what ends a run at a site of more batch dims: ``p[z]`` in a chain would double them again and again."""
+
+    def note(msg: Any) -> None:
+        if not site_is_subsample(msg) and len(msg["fn"].batch_shape) > most:
+            raise ValueError(
+                f"Expected at most {most} batch dims of site '{msg['name']}'; got {tuple(msg['fn'].batch_shape)}."
+            )
+
+    return note
+
+
+def _sites(
+    values: Mapping[str, Any],
+    model: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    note: Callable[[Any], None] | None = None,
+) -> dict[str, Any]:
+    sites = Runner(values, note=note).run(model, args, kwargs)
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
 
 

@@ -24,7 +24,8 @@ from pyro_nami.checking import calibrate
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.target import Target, log_densities
 from pyro_nami.messages import OneByOne
-from pyro_nami.reading.runner import Runner
+from pyro_nami.reading.batched import takes_many
+from pyro_nami.reading.runner import Runner, prior_draws
 from pyro_nami.reading.vectorized import Vectorized
 
 
@@ -302,3 +303,20 @@ def test_a_guide_that_is_mapped_cannot_be_compiled_and_says_what_to_do():
     guide(DATA)
     with pytest.raises(NotImplementedError, match="w @ X.mT.*new guide"):
         SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), JitTrace_ELBO(ignore_jit_warnings=True)).step(DATA)
+
+
+def test_a_chain_that_indexes_by_its_states_is_given_up_early():
+    """Of several draws each step would have all pairs of the one before."""
+    seen = []
+
+    def model():
+        p = pyro.sample("p", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
+        z = torch.tensor(0)
+        for t in range(40):
+            z = pyro.sample(f"z_{t}", dist.Categorical(p[z]))
+            seen.append(z.numel())
+
+    draws = prior_draws(model, (), {}, 3)
+    seen.clear()
+    assert not takes_many(model, (), {}, draws, 0)
+    assert max(seen) < 100
