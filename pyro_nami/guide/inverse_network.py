@@ -31,6 +31,7 @@ from pyro_nami.guide.free_parameters import FreeParameters, coupling_units
 from pyro_nami.guide.group_network import GroupNetwork
 from pyro_nami.guide.groups import Factor, num_inputs, plan_steps, with_pseudo_observations
 from pyro_nami.guide.inputs import Pooling
+from pyro_nami.networks.pace import Pace
 from pyro_nami.networks.precision_sums import PrecisionSums
 
 __all__ = ["InverseNetwork", "TrainingRecord", "as_pyro_module", "coupling_of"]
@@ -225,6 +226,16 @@ class InverseNetwork(PyroModule):
     def settled(self) -> bool:
         """Whether inputs that are data are centered already."""
         return self.simulated or all(group.running.settled for group in self.groups)
+
+    def renew(self) -> None:
+        """Begins anew with other data: inputs are centered on those of the coming pass, and speeds are found again."""
+        for group in self.groups:
+            group.running.settled = False
+        self.usual.zero_()
+        for module in self.modules():
+            if isinstance(module, Pace):
+                module.restart()
+                module.speed.fill_(1.0)
 
     @property
     def passes(self) -> int:

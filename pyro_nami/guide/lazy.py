@@ -186,6 +186,9 @@ class LazyGuide(AutoGuide):
         """Returns the networks' state with everything observed known."""
         plan, varied = self._made(), self._reader.memory.varied
         others = varied and not self.network.varied
+        if self._reader.renewed:
+            self._reader.renewed = False
+            self.network.renew()
         if others or not self.network.settled:
             with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
                 state = NetworkState(self.network, call.maps)
@@ -205,7 +208,7 @@ class LazyGuide(AutoGuide):
             self.network,
             call.maps,
             learning=learning,
-            constant=call.familiar and not varied,
+            constant=(call.familiar or learning and self._reader.waits) and not varied,
             indices=call.indices,
             refinement=refinement,
         )

@@ -23,7 +23,7 @@ from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import fixed_size
 from pyro_nami.guide.shapes import resized_plates
 
-__all__ = ["Memory", "last_seen"]
+__all__ = ["Memory", "last_seen", "same_values"]
 
 _SAME = 1e-7  # relative error of marks of the same data
 Context = tuple[tuple, dict, dict, dict]
@@ -75,6 +75,11 @@ class Memory:
         """Whether data, by node, are those last seen in training, or none were seen."""
         return not (self.seen or self.marks) or all(self._was_seen(node, value) for node, value in data)
 
+    def renew(self) -> None:
+        """Forgets what was found for other data than those that are kept now."""
+        for found in (self._equal, self.constants, self.tables):
+            found.clear()
+
     def keep(self, values: Mapping[Any, Tensor], context: Context | None) -> None:
         """Takes in the data of a call in training."""
         self.seen.update({name: value.detach() for name, value in values.items()})
@@ -101,13 +106,15 @@ class Memory:
         if node in self._equal and self._equal[node].are([value]):
             return True
         seen, mark = self.seen.get(node), self.marks.get(node)
-        if seen is not None:
-            same = seen.shape == value.shape and bool(((seen == value) | (seen != seen)).all())
-        else:
-            same = mark is not None and _same_mark(mark, _mark(value))
-        if same:
+        if same_values(seen, value) if seen is not None else mark is not None and _same_mark(mark, _mark(value)):
             self._equal[node] = Arguments([value])
-        return same
+            return True
+        return False
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether values are the same, missing ones included."""
+    return one.shape == other.shape and bool(((one == other) | (one != one)).all())
 
 
 def last_seen(

@@ -24,7 +24,7 @@ from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.conditioning import covariates_of
 from pyro_nami.guide.inputs import IndexMaps
 from pyro_nami.guide.maps import MapReader
-from pyro_nami.guide.memory import Memory, last_seen
+from pyro_nami.guide.memory import Memory, last_seen, same_values
 from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.guide.rules import fixed_size
 from pyro_nami.messages import warn
@@ -51,7 +51,8 @@ class CallReader:
         self._maps = MapReader(plan, index_maps)
         self._looks = Looks()
         self._probed: tuple[Arguments, dict[str, Tensor]] | None = None
-        self._awaited: tuple[int, Call] | None = None  # passes, and a call that is training if others follow
+        self._awaited: tuple[int, Call, Any] | None = None  # passes, and a call that is training if others follow; data
+        self.renewed = False  # whether training goes on with other data, which networks are yet to be centered on
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_awaited": None}
@@ -152,14 +153,36 @@ class CallReader:
         stale = frozenset().union(*(plan.sites[name].plates for name in absent))
         return self._maps.read(call, leaves, self.memory.seen, stale)
 
-    def settle(self, passes: int) -> None:
+    def settle(self, passes: int, data: Mapping[Hashable, Tensor] | None = None) -> None:
         """Takes in the last call's data, other than all before, if gradients have come back from it since.
 
-        A look at other data is no training on them.
+        A look at other data is no training on them. If this call has the same ``data`` again, and as many latents as
+        before, training goes on with them: they are the data now. Else data vary.
         """
         if self._awaited is not None and passes > self._awaited[0]:
-            self._take_in(self._awaited[1], varied=True)
+            _, call, last = self._awaited
+            again = data is not None and last is not None and _are_equal(data, last) and self._fits(call)
+            self._take_in(call, varied=not again)
+            if again:
+                self.memory.renew()
+                self.renewed = True
         self._awaited = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is yet to be seen if the last call's data are what training goes on with."""
+        return self._awaited is not None and self._awaited[2] is not None and self._fits(self._awaited[1])
+
+    def _fits(self, call: Call) -> bool:
+        """Whether plates of latents are of the sizes that they had at first."""
+        plan = self.plan
+        local = frozenset().union(*(plan.sites[name].plates for name in plan.rules))
+        for name, value in call.values.items():
+            site = plan.sites[name]
+            dims = ((plan.plates.dims[plate] - site.event_dim, plate) for plate in site.plates & local)
+            if any(value.dim() < -dim or value.shape[dim] != plan.plates.sizes[plate] for dim, plate in dims):
+                return False
+        return True
 
     def _compared(
         self,
@@ -184,10 +207,10 @@ class CallReader:
         arguments = {_ARGUMENTS: _joined(leaves)} if moving else {}
         data += arguments.items()
         given = any(observations.get(name) is not None for name in plan.read)
-        self.settle(passes)
+        self.settle(passes, dict(data))
         familiar = not memory.varied and not given and memory.holds(data)
         if remember and not familiar and not memory.varied and passes:
-            self._awaited = passes, call
+            self._awaited = passes, call, None if given else dict(data)
         elif remember:
             self._take_in(call, varied=not familiar)
         if remember:
@@ -202,6 +225,10 @@ class CallReader:
             context = call.args, dict(call.kwargs), dict(call.indices), dict(call.values)
             kept = {**call.own, **covariates, **self._maps.state(call.maps)}
             self.memory.keep(kept, context if self.plan.groups else None)
+
+
+def _are_equal(one: Mapping[Hashable, Tensor], other: Mapping[Hashable, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(same_values(value, other[node]) for node, value in one.items())
 
 
 def _look_at(call: Call, plan: Plan) -> Look:

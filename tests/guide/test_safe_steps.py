@@ -220,7 +220,8 @@ def test_a_look_at_other_data_is_no_training_on_them():
     for look in (lambda: guide(other), lambda: guide.log_prob(latents, other), lambda: guide(other + 1)):
         look()
         assert torch.equal(guide.log_prob(latents, COUNTS), expected)
-    train(local, guide, 0.1, 2, other)
+    for data in (other, other + 1, other):
+        train(local, guide, 0.1, 1, data)
     guide(COUNTS)
     assert guide.network.varied and not torch.equal(guide.log_prob(latents, COUNTS), expected)
 
@@ -311,9 +312,36 @@ def test_data_that_move_with_the_models_parameters_are_the_same_if_its_arguments
     torch.testing.assert_close(again.log_prob(values, Y), log_prob, atol=0.05, rtol=0.0)  # residuals of another start
     with torch.no_grad(), pytest.warns(UserWarning, match="trained on the same data in every step"):
         assert (guide.log_prob(values, Y + 1.0) - log_prob).abs() > 1e-3
-    steps(residual, guide, Y + 1.0, count=2)
-    steps(residual, guide, Y, count=2)
+    for shift in (1.0, 0.0, 1.0):
+        steps(residual, guide, Y + shift, count=1)
     assert guide.network.varied
+
+
+@pytest.mark.parametrize("rows", [30, 17])
+@pytest.mark.parametrize("rate", [0.1, 0.02])
+def test_training_goes_on_with_other_data_as_auto_normals_does(rate, rows):
+    """Where they come twice in a row: networks do not begin to read them, which takes losses up to 1e6 and NaN."""
+    torch.manual_seed(0)
+    x, group = torch.randn(30), torch.arange(30) % 6
+    y = torch.randn(6)[group] + 0.5 * x + 0.3 * torch.randn(30)
+
+    def model(x, group, y):
+        mu, s = pyro.sample("mu", dist.Normal(0.0, 2.0)), pyro.sample("s", dist.HalfNormal(1.0))
+        nu, b = pyro.sample("nu", dist.Gamma(2.0, 0.2)), pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("groups", 6):
+            a = pyro.sample("a", dist.Normal(mu, s))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.StudentT(1 + nu, a[..., group] + b * x, 0.4), obs=y)
+
+    losses = {}
+    for kind in (AutoNormal, AutoNaMIGuide):
+        pyro.set_rng_seed(0)
+        guide = kind(model)
+        steps(model, guide, x, group, y, count=40, lr=rate)
+        losses[kind] = steps(model, guide, x[:rows], group[:rows], y[:rows] + 3, count=60, lr=rate)
+    assert not guide.network.varied
+    assert losses[AutoNaMIGuide].max() < 2 * losses[AutoNormal].max()
+    assert losses[AutoNaMIGuide][-20:].mean() < losses[AutoNormal][-20:].mean() + 1
 
 
 @pytest.mark.filterwarnings("ignore:Hidden randomness")
