@@ -156,7 +156,7 @@ class _DrawingRun(Runner):
             if name not in self._plan.names and is_latent(msg):
                 raise ValueError(new_site(name))
         elif known:
-            if msg["is_observed"] and name not in self._plan.semi_observed:
+            if msg["is_observed"] and name in self._plan.inverse.predictive - self._plan.semi_observed:
                 raise ValueError(observed_latent(name))
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
         else:

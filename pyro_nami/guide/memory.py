@@ -91,7 +91,7 @@ class Memory:
         marks = self.marks = {names[key]: mark for key, mark in state.get("marks", {}).items()}
         own = {n: value for n, value in self.seen.items() if n in marks and _same_mark(marks[n], _mark(value))}
         self.seen = {**own, **{names[key]: value for key, value in state.get("seen", {}).items()}}
-        self.context = state.get("context") or (self.context if own else None)
+        self.context = state.get("context") or (self.context if own.keys() == marks.keys() else None)
         self.varied = bool(state.get("varied"))
         self._equal = {}
 

@@ -7,7 +7,7 @@ Change this module to standardize inputs differently.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -86,11 +86,9 @@ class Running(nn.Module):
         At one step of an optimizer a network's output moves the further the larger its inputs are.
         """
         x = x.reshape(-1, x.shape[-1])
-        if not self.settled:
-            self.center[first:last] = x.mean(0)
-            return
         far = (x - self.center[first:last]).square().mean(0).sqrt()
-        self.scale[first:last] = torch.where(far > _NEAR, far, self.scale[first:last])
+        wide = {"scale": torch.where(far > _NEAR, far, self.scale[first:last])}
+        self._replace(wide if self.settled else {"center": x.mean(0)}, slice(first, last))
 
     @torch.no_grad()
     def update(self, x: Tensor, first: int, last: int) -> None:
@@ -103,9 +101,12 @@ class Running(nn.Module):
         variance = old["variance"] + share * (seen - old["variance"])
         new = {"center": old["center"] + share * off, "variance": variance}
         new["scale"] = torch.maximum(variance.sqrt(), self.floor[part])
-        for name, value in new.items():
+        self._replace({name: torch.where(self.follows[part], value, old[name]) for name, value in new.items()}, part)
+
+    def _replace(self, values: Mapping[str, Tensor], part: slice) -> None:
+        for name, value in values.items():
             whole = getattr(self, name).clone()  # a backward pass under way may need the old tensor
-            whole[part] = torch.where(self.follows[part], value, old[name])
+            whole[part] = value
             setattr(self, name, whole)
 
     def get_extra_state(self) -> list[int]:

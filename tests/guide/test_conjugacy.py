@@ -501,7 +501,7 @@ def test_arguments_that_no_state_holds_are_asked_for():
     guide = trained(regression, X, y, Setting(), save_data=True, refine="auto")
     guide(X[:3])
     other = AutoNaMIGuide(regression, inverse="reverse")
-    other(X, y)
+    other(X, y + 1)
     other.load_state_dict(guide.state_dict())
     with pytest.raises(ValueError, match="data for the observed site 'y'.*alpha.*exact=False"):
         other(X[:3])
