@@ -189,7 +189,7 @@ class LazyGuide(AutoGuide):
         if self._reader.renewed:
             self._reader.renewed = False
             self.network.renew()
-        if others or not self.network.settled:
+        if others and not self.network.simulated or not self.network.settled:
             with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
                 state = NetworkState(self.network, call.maps)
                 self._observed.tell(state, plan, call, self.network)

@@ -84,17 +84,20 @@ def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale:
     at = set[str]()
     with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
         here, whole = likelihoods(()), likelihoods({_kind(name) for name in latent})
-        if whole.mean() > here.mean():
+        if _is_better(whole - here):
             at, here = set(far), whole
         for _ in range(_ROUNDS):
             before = at
             for kind in far:
-                gain = (other := likelihoods(at ^ {kind})) - here
-                if gain.mean() > max(_BETTER, _ERRORS * float(gain.std()) / _DRAWS**0.5):
+                if _is_better((other := likelihoods(at ^ {kind})) - here):
                     at, here = at ^ {kind}, other
             if at == before:
                 break
     return run(at, 0.0) if at else first
+
+
+def _is_better(gain: Tensor) -> bool:
+    return bool(gain.mean() > max(_BETTER, _ERRORS * float(gain.std()) / len(gain) ** 0.5))
 
 
 def _kind(name: str) -> str:
