@@ -8,7 +8,7 @@ guide from elsewhere, or to change what is kept from call to call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -175,14 +175,8 @@ class CallReader:
 
     def _fits(self, call: Call) -> bool:
         """Whether plates of latents are of the sizes that they had at first."""
-        plan = self.plan
-        local = frozenset().union(*(plan.sites[name].plates for name in plan.rules))
-        for name, value in call.values.items():
-            site = plan.sites[name]
-            dims = ((plan.plates.dims[plate] - site.event_dim, plate) for plate in site.plates & local)
-            if any(value.dim() < -dim or value.shape[dim] != plan.plates.sizes[plate] for dim, plate in dims):
-                return False
-        return True
+        local = frozenset().union(*(self.plan.sites[name].plates for name in self.plan.rules))
+        return not any(_other_sizes(call, self.plan, call.values, local))
 
     def _compared(
         self,
@@ -329,9 +323,19 @@ def _is_data(site: Any) -> bool:
 
 def _check_sizes(call: Call, plan: Plan) -> None:
     """Raises where a plate that the guide flattens has changed its size."""
-    for name in call.values.keys() & plan.read if plan.blocks else ():
-        site = plan.sites[name]
-        for plate in site.plates & plan.blocks.keys():
-            value, dim, size = call.values[name], plan.plates.dims[plate] - site.event_dim, plan.plates.sizes[plate]
-            if value.dim() >= -dim and value.shape[dim] not in (1, size):
-                raise ValueError(fixed_size(plan.blocks[plate], plate, size, value.shape[dim]))
+    for plate, held in _other_sizes(call, plan, call.values.keys() & plan.read, plan.blocks.keys()):
+        if held != 1:
+            raise ValueError(fixed_size(plan.blocks[plate], plate, plan.plates.sizes[plate], held))
+
+
+def _other_sizes(
+    call: Call, plan: Plan, names: Iterable[str], plates: Collection[str]
+) -> Iterator[tuple[str, int]]:
+    """Yields those plates that do not have their first size in values of a call, and the size, 1 without a dim."""
+    for name in names if plates else ():
+        site, value = plan.sites[name], call.values[name]
+        for plate in site.plates.intersection(plates):
+            dim = plan.plates.dims[plate] - site.event_dim
+            held = value.shape[dim] if value.dim() >= -dim else 1
+            if held != plan.plates.sizes[plate]:
+                yield plate, held
