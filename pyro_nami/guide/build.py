@@ -21,6 +21,7 @@ from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.conditioning import covariates_of
 from pyro_nami.guide.deriving import derive
 from pyro_nami.guide.first_call import FirstCall, first_call
+from pyro_nami.guide.group_network import TooLargeError
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inverse_network import InverseNetwork
 from pyro_nami.guide.marginals import flaw_of_tables
@@ -29,8 +30,9 @@ from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.parameters import initial_expert, initial_rows
 from pyro_nami.guide.plan import Plan
-from pyro_nami.guide.planner import make_plan
+from pyro_nami.guide.planner import Derived, make_plan
 from pyro_nami.guide.rules import Learned
+from pyro_nami.messages import warn
 from pyro_nami.networks.pooling import make_encoder
 from pyro_nami.networks.running import center_and_spread
 from pyro_nami.reading.isolation import untouched
@@ -58,8 +60,7 @@ def assemble(
 
 
 def _found(first: FirstCall) -> tuple[Plan, InverseNetwork]:
-    plan = make_plan(first)
-    network = _network(first, plan)
+    plan, network = _planned(first, Derived.of(first))
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
@@ -67,9 +68,24 @@ def _found(first: FirstCall) -> tuple[Plan, InverseNetwork]:
     state = NetworkState(network, call.maps)
     current = Pass(plan.rules, plan.families, state, functools.partial(derive, plan, call), None, validate=False)
     if flaw := flaw_of_tables(plan, call, current, derive):
-        plan = make_plan(first, flaw)
-        network = _network(first, plan)
+        plan, network = _planned(first, Derived.of(first, flaw))
     return plan, network
+
+
+def _planned(first: FirstCall, derived: Derived) -> tuple[Plan, InverseNetwork]:
+    """Returns a plan and its networks, in guides for given data without what would make these too large."""
+    plan = make_plan(first, derived)
+    try:
+        return plan, _network(first, plan)
+    except TooLargeError as error:
+        if first.options.simulated or first.apart.issuperset(error.largest):
+            raise
+        names = ", ".join(map(repr, error.largest))
+        warn(
+            f"Networks that say how {names} depend on all else would take too much memory; their elements are drawn "
+            "independently, as AutoNormal draws them, and no other latent reads them."
+        )
+        return _planned(first._replace(apart=first.apart.union(error.largest)), derived)
 
 
 def _network(first: FirstCall, plan: Plan) -> InverseNetwork:

@@ -47,6 +47,7 @@ class FirstCall(NamedTuple):
     plates: Plates
     frames: Mapping[str, frozenset[str]]  # site -> the plates that its tensor has dims for
     passing: frozenset[str]  # sites that other calls may lack
+    apart: frozenset[str] = frozenset()  # latents too large for networks to say how they depend on others
 
     @property
     def nodes(self) -> Mapping[str, Any]:
@@ -63,6 +64,10 @@ class FirstCall(NamedTuple):
         """The latents that a call may observe."""
         named = (name for block in self.options.blocks or () for name in block)
         return frozenset(self.net.latent) & frozenset(self.found.bayesnet.observed) | frozenset(named)
+
+    def within(self, name: str) -> str:
+        """Returns how the elements of a latent depend on each other: the option, but where it is too large."""
+        return "independent" if name in self.apart else self.options.within
 
     def mapped(self) -> FirstCall | None:
         """Returns the call with the model mapped over draws, if it is written for one draw, and can be so.

@@ -21,7 +21,7 @@ from pyro_nami.networks.separate import SeparateMLP
 from pyro_nami.networks.stack import SplineStack
 from pyro_nami.networks.stepped import Base
 
-__all__ = ["GroupNetwork"]
+__all__ = ["GroupNetwork", "TooLargeError"]
 
 # What weights are divided beyond: where a guide is compiled on simulations, and where it is trained on data as Pyro's
 # own guides are, at the rates that suit these. Simulations are few, and smooth functions serve others as well.
@@ -29,7 +29,8 @@ _COMPILED, _TRAINED = Base(32.0, 64.0, 8.0, variances=(1 / 3, 1 / 3)), Base(1.0,
 _SHAPE_UNIT = 0.1  # of rows that are no locations: how scales move with other latents matters less, and is noisier
 _LEAST_SCALE, _LEAST_POOLED_SCALE = 1e-6, 0.1  # of an input, in units of its spread at the first call
 _MOST_DIRECT = 2e7  # weights from inputs to rows; beyond, hidden units alone carry them to factors drawn in one go
-_COPIES, _MOST_MEMORY = 6, 5e8  # weights, mask, masked weights, gradient and two of the optimizer's; bytes
+_COPIES = 6  # weights, mask, masked weights, gradient and two of the optimizer's
+_MOST_MEMORY, _MOST_TRAINED = 5e8, 5e7  # bytes, of guides that simulations train, and of those that data do
 
 
 class GroupNetwork:
@@ -70,7 +71,9 @@ class GroupNetwork:
         one = not any(factor.sequential or factor.coupled for factor in factors) and bool(hidden_features)
         options["skip"] = options.get("skip", True) and not (one and count * sum(splits) > _MOST_DIRECT)
         direct = sum(splits) if options["skip"] or not one else 0
-        _check_memory(factors, count, direct + sum(hidden_features[-1:]) + 1, factory)
+        units = sum(hidden_features[-1:]) if sum(splits) else 0
+        most = _MOST_MEMORY if simulated else _MOST_TRAINED
+        _check_memory(factors, count, direct + units + 1, most, factory)
         self.reads, alike = dependency(factors, columns)  # which columns each row reads
         options |= {"input_splits": splits, "output_splits": [sum(step.rows.values()) for step in steps]}
         base = _COMPILED if simulated else _TRAINED
@@ -181,17 +184,36 @@ class GroupNetwork:
                 flags.zero_()  # offsets go, and weights have to tell the data apart
 
 
-def _check_memory(factors: Sequence[Factor], rows: int, columns: int, factory: Mapping[str, Any]) -> None:
+class TooLargeError(ValueError):
+    """Raised for networks that would take more memory than is sensible.
+
+    Attributes:
+        largest: the latents without which they would not, largest first.
+    """
+
+    def __init__(self, message: str, largest: list[Any]) -> None:
+        super().__init__(message)
+        self.largest = largest
+
+
+def _check_memory(factors: Sequence[Factor], rows: int, columns: int, most: float, factory: Mapping[str, Any]) -> None:
     """Raises where the output layer, which holds rows times columns, would take more memory than is sensible."""
-    size = rows * columns * torch.empty(0, **factory).element_size() * _COPIES
-    if size <= _MOST_MEMORY:
+    unit = rows * torch.empty(0, **factory).element_size() * _COPIES
+    size = unit * columns
+    if size <= most:
         return
-    largest = max(factors, key=lambda factor: factor.num_elements)
+    names, left = list[Any](), columns
+    for factor in sorted(factors, key=lambda factor: -factor.num_elements):
+        if unit * left > most:
+            names.append(factor.name)
+            left -= factor.num_elements * factor.num_features
+    largest = next(factor for factor in factors if factor.name == names[0])
     over = " and ".join(repr(plate) for plate in largest.joint)
     what = f"a block of {largest.num_elements} elements" + (f" over plate {over}" if over else "")
-    raise ValueError(
-        f"Expected networks of at most {_MOST_MEMORY / 1e9:.1f} GB with their gradients and optimizer state; got "
+    message = (
+        f"Expected networks of at most {most / 1e9:.2g} GB with their gradients and optimizer state; got "
         f"{size / 1e9:.1f} GB, most of it for site '{largest.name}', {what} that depend on each other given the "
         'data. Use within="independent", which gives these dependencies up and needs no fixed size; another '
         "`inverse` or `blocks`, so that the smaller side of a crossed design forms the block; or fewer elements."
     )
+    raise TooLargeError(message, names)

@@ -114,7 +114,8 @@ class InverseNetwork(PyroModule):
         sums = {source: PrecisionSums(num_inputs(source, sizes), count, **factory) for source, count in heads.items()}
         position = {name: i for i, name in enumerate(options["latents"])}  # those without a factor are read as well
         options |= {"simulated": simulated, "factory": factory}
-        members = [[f for f in factors if f.batch == batch] for batch in dict.fromkeys(f.batch for f in factors)]
+        keys = {factor.name: (factor.batch, not factor.sources) for factor in factors}
+        members = [[f for f in factors if keys[f.name] == key] for key in dict.fromkeys(keys.values())]
         self.groups = tuple(GroupNetwork(each, plan_steps(each, position, sizes), **options) for each in members)
         self.group_of = {factor.name: group for group in self.groups for factor in group.factors}
         self.factors = {factor.name: factor for factor in factors}

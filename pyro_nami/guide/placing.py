@@ -26,14 +26,15 @@ def block_of(first: FirstCall, name: str, inverse: Inverse) -> frozenset[str]:
     A plate that another of the site's plates determines adds nothing: instances of that one lie in it already.
     """
     block = frozenset(inverse.joint[name]) & first.frames[name]
-    if block and first.options.within == "independent":
+    if not block or first.within(name) != "independent":
+        return block
+    if name not in first.apart:
         plates = " and ".join(map(repr, sorted(block)))
         warn(
             f"The instances of '{name}' in plate {plates} depend on each other given the data; "
             'within="independent" gives this up, and draws each given its own data alone.'
         )
-        return frozenset()
-    return block
+    return frozenset()
 
 
 def factor_of(
@@ -63,7 +64,7 @@ def factor_of(
         node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
         for node, read in reads.items()
     }
-    autoregressive = first.options.within == "autoregressive" and (bool(joint) or family.autoregressive)
+    autoregressive = first.within(name) == "autoregressive" and (bool(joint) or family.autoregressive)
     autoregressive = autoregressive and not isinstance(family, CorrectionFamily)
     # Splines in sequence make all elements depend on each other.
     sequential = elements > 1 and autoregressive and any(map(any, parts.get(name, [[True]])))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx as nx
 from torch.distributions import constraints
@@ -20,7 +20,7 @@ from pyro_nami.factors.unconstrained import CorrectionFamily
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.bound_factors import bound_factors, in_turn, is_corrected
 from pyro_nami.guide.columns import find_covariates
-from pyro_nami.guide.conditioning import Plates, covariates_of, nodes_of
+from pyro_nami.guide.conditioning import Plates, Read, covariates_of, nodes_of
 from pyro_nami.guide.element_reads import element_reads
 from pyro_nami.guide.first_call import FirstCall, data_features, first_instance
 from pyro_nami.guide.groups import Factor
@@ -36,15 +36,58 @@ from pyro_nami.reading.forms import Finder
 from pyro_nami.reading.network import is_blocked
 from pyro_nami.reading.vectorized import Vectorized
 
-__all__ = ["make_plan"]
+__all__ = ["Derived", "make_plan"]
 
 
-def make_plan(first: FirstCall, flaw: str = "") -> Plan:
+class Derived(NamedTuple):
+    """What is derived of a model, whatever its networks."""
+
+    inverse: Inverse
+    order: list[str]  # of latents that are not drawn from the model, in sampling order
+    interleaved: bool  # whether runs of the model can draw in that order
+    groups: dict[str, ConjugateGroup]  # of latents with exact conditionals
+    refused: dict[str, str]  # why others have none
+    lost: set[str]  # which of these may have one, as the model cannot be run for many
+
+    @classmethod
+    def of(cls, first: FirstCall, flaw: str = "") -> Derived:
+        """Returns what the first call shows; ``flaw`` says why latents that come first are not found by quadrature."""
+        options, finder = first.options, _finder(first)
+        check_names("rules", options.rules, first.net.latent, "a latent site")
+        searched = finder is not None and options.inverse == "auto" and options.blocks is None
+        parts = finder.block() if finder and searched else []
+        # If the latents that are left come in another order than the program's, they are taken one by one.
+        for each in (parts, [*parts[:-1], *([name] for name in reversed(parts[-1]))]) if parts else ((),):
+            inverse = invert(first.net, options.inverse, options.blocks, each)
+            order = _learned_order(first, inverse)
+            groups = finder.groups(inverse, order) if finder else {}
+            order, interleaved, last = _program_order(first, inverse, order, groups)
+            if interleaved:
+                inverse = dataclasses.replace(inverse, exact=tuple(v for v in inverse.order if each and v in groups))
+                break
+        before = order if last else ()
+        groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()} if interleaved else {}
+        refused, lost = (dict(finder.refused), set(finder.lost)) if finder else ({}, set())
+        if finder and interleaved and (marginal := first_ones(first, inverse, order, groups)):
+            if flaw:
+                refused.update({name: f"{refused[name]}, and {flaw}" for name in marginal.members if name in refused})
+                lost.update(marginal.members)
+            else:
+                groups.update(dict.fromkeys(marginal.members, marginal))
+        exact = {name for name, group in groups.items() if group.is_exact}
+        bounded = {name for name, group in groups.items() if group.bound}
+        found = {"exact": exact, "bounded": bounded, "bound": bounded}
+        for name in (name for name, rule in options.rules.items() if name not in found.get(rule, (name,))):
+            reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
+            what = "a latent with an exact conditional" if options.rules[name] == "exact" else "a latent under a bound"
+            raise ValueError(f"Expected {what}, as `rules` asks; got '{name}': {reason}.")
+        return cls(inverse, order, interleaved, groups, refused, lost)
+
+def make_plan(first: FirstCall, derived: Derived) -> Plan:
     """Returns a guide's plan, fixed from then on, whatever data comes later.
 
     Args:
-        first: the first call.
-        flaw: why the latents that come first are not to be found by quadrature.
+        first: the first call; derived: of it.
 
     Raises:
         ValueError: for options that name what the model lacks.
@@ -52,7 +95,7 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
     """
     net, nodes, options = first.net, first.nodes, first.options
     latents = _latents(first)
-    inverse, order, interleaved, groups, refused, lost = _inverted(first, flaw)
+    inverse, order, interleaved, groups, refused, lost = derived
     near = {name for name, group in groups.items() if group.form == "Newton" or is_corrected(first, group)}
     bent = {name for name in near if groups[name].form != "Bernoulli"}
     families = {name: _family(first, name, bent) for name in order}
@@ -61,7 +104,7 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
     covariates = find_covariates(first)
     # A ``pyro.factor`` couples what it reads, but holds no value; and of a part no data set can be told.
     empty = {name for name in net.sites if name not in nodes or nodes[name]["value"].numel() == 0}
-    reads = plan_reads(net, inverse, order, covariates.columns, empty | first.passing)
+    reads = _in_reach(first, plan_reads(net, inverse, order, covariates.columns, empty | first.passing))
     blocks = {name: block_of(first, name, inverse) if name not in bent else frozenset() for name in order}
     plates = first.plates._replace(fixed=frozenset().union(*blocks.values()))
     served = [name for name in order if name not in groups or name in near]
@@ -123,42 +166,16 @@ def make_plan(first: FirstCall, flaw: str = "") -> Plan:
     )
 
 
-def _inverted(
-    first: FirstCall, flaw: str
-) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup], dict[str, str], set[str]]:
-    """Returns the inverse, its learned latents in sampling order, whether runs of the model can draw in that order, the
-    latents with exact conditionals, why others have none, and which of them may as the model cannot be run for many.
+def _in_reach(first: FirstCall, reads: Mapping[str, dict[Any, Read]]) -> dict[str, dict[Any, Read]]:
+    """Returns what each factor reads, without latents that are too large to be read, and of these nothing but the data
+    of their own instances: what is the same in every step says no more than their parameters do.
     """
-    options, finder = first.options, _finder(first)
-    check_names("rules", options.rules, first.net.latent, "a latent site")
-    searched = finder is not None and options.inverse == "auto" and options.blocks is None
-    parts = finder.block() if finder and searched else []
-    # If the latents that are left come in another order than the program's, they are taken one by one.
-    for each in (parts, [*parts[:-1], *([name] for name in reversed(parts[-1]))]) if parts else ((),):
-        inverse = invert(first.net, options.inverse, options.blocks, each)
-        order = _learned_order(first, inverse)
-        groups = finder.groups(inverse, order) if finder else {}
-        order, interleaved, last = _program_order(first, inverse, order, groups)
-        if interleaved:
-            inverse = dataclasses.replace(inverse, exact=tuple(v for v in inverse.order if each and v in groups))
-            break
-    before = order if last else ()
-    groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()} if interleaved else {}
-    refused, lost = (dict(finder.refused), set(finder.lost)) if finder else ({}, set())
-    if finder and interleaved and (marginal := first_ones(first, inverse, order, groups)):
-        if flaw:
-            refused.update({name: f"{refused[name]}, and {flaw}" for name in marginal.members if name in refused})
-            lost.update(marginal.members)
-        else:
-            groups.update(dict.fromkeys(marginal.members, marginal))
-    exact = {name for name, group in groups.items() if group.is_exact}
-    bounded = {name for name, group in groups.items() if group.bound}
-    found = {"exact": exact, "bounded": bounded, "bound": bounded}
-    for name in (name for name, rule in options.rules.items() if name not in found.get(rule, (name,))):
-        reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
-        what = "a latent with an exact conditional" if options.rules[name] == "exact" else "a latent under a bound"
-        raise ValueError(f"Expected {what}, as `rules` asks; got '{name}': {reason}.")
-    return inverse, order, interleaved, groups, refused, lost
+    names = first.apart
+    left = {name: {node: read for node, read in each.items() if node not in names} for name, each in reads.items()}
+    for name in names.intersection(left):
+        data = first.frames[name] and {*first.data, *map(covariates_of, first.data)}
+        left[name] = {node: read for node, read in left[name].items() if node in data}
+    return left
 
 
 def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> SitePlan:
@@ -224,7 +241,7 @@ def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:
     if isinstance(spec, Mapping):
         check_names("families", spec, first.net.latent, "a latent site")
         spec = spec.get(name)
-    return make_family(spec, name, site["fn"], site["value"], first.options.within)
+    return make_family(spec, name, site["fn"], site["value"], first.within(name))
 
 
 def _learned(first: FirstCall, factor: Factor, family: Family, anchored: bool, plates: Plates) -> Learned:

@@ -598,3 +598,54 @@ def test_a_site_with_an_index_map_that_disappears():
     guide(NUMBERS, True)
     with pytest.raises(ValueError, match="lacks 'y_b'.*new guide"):
         guide(NUMBERS, False)
+
+
+def test_latents_too_large_for_networks_are_drawn_as_by_auto_normal():
+    """The weights of a Bayesian neural network, and the instances of a block, are more than networks can relate."""
+    inputs = torch.randn(50, 100, generator=GENERATOR)
+
+    def model(x, y=None):
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        first = pyro.sample("first", dist.Normal(0.0, 0.1).expand([100, 100]).to_event(2))
+        second = pyro.sample("second", dist.Normal(0.0, scale.unsqueeze(-1)).expand([100]).to_event(1))
+        mean = (torch.tanh(x @ first) * second.unsqueeze(-2)).sum(-1)
+        with pyro.plate("rows", len(x)):
+            return pyro.sample("y", dist.StudentT(3.0, mean, 0.1), obs=y)
+
+    pyro.set_rng_seed(0)
+    guide, normal, y = AutoNaMIGuide(model), AutoNormal(model), inputs[:, 0].sin()
+    with pytest.warns(UserWarning, match="'first' depend on all else would take too much memory"):
+        guide(inputs, y)
+    trained = [SVI(model, each, Adam({"lr": 0.05}), Trace_ELBO()) for each in (guide, normal)]
+    for _ in range(60):
+        for svi in trained:
+            assert math.isfinite(svi.step(inputs, y))
+    ours, theirs = (sum(svi.evaluate_loss(inputs, y) for _ in range(50)) / 50 for svi in trained)
+    assert ours < theirs
+    trace = poutine.trace(guide).get_trace(inputs, y)
+    values = {name: trace.nodes[name]["value"] for name in ("scale", "first", "second")}
+    torch.testing.assert_close(guide.log_prob(values, inputs, y), trace.log_prob_sum())
+    assert not any(guide.network.reads(name, ["first"]) for name in values)
+    assert guide.network.reads("second", ["scale"]) or guide.network.reads("scale", ["second"])
+
+
+@pytest.mark.filterwarnings("ignore:Site")
+def test_blocks_too_large_for_networks_are_drawn_instance_by_instance():
+    users, movies = torch.arange(3000) % 1000, torch.arange(3000) * 7 % 1100
+
+    def model(y=None):
+        with pyro.plate("users", 1000):
+            u = pyro.sample("u", dist.StudentT(5.0, 0.0, 1.0))
+        with pyro.plate("movies", 1100):
+            v = pyro.sample("v", dist.StudentT(5.0, 0.0, 1.0))
+        with pyro.plate("rows", 3000):
+            pyro.sample("y", dist.StudentT(5.0, u[..., users] * v[..., movies], 0.5), obs=y)
+
+    pyro.set_rng_seed(0)
+    guide, y = AutoNaMIGuide(model), torch.randn(3000, generator=GENERATOR)
+    with pytest.warns(UserWarning, match="would take too much memory"):
+        first = SVI(model, guide, Adam({"lr": 0.05}), Trace_ELBO()).step(y)
+    svi = SVI(model, guide, Adam({"lr": 0.05}), Trace_ELBO())
+    assert min(svi.step(y) for _ in range(40)) < first
+    with pytest.raises(ValueError, match="block of 1[01]00 elements over plate"):
+        AutoNaMIGuide(model, observed=["y"])()
