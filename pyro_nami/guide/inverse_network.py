@@ -38,6 +38,8 @@ __all__ = ["InverseNetwork", "TrainingRecord", "as_pyro_module", "coupling_of"]
 
 _COUPLING_REST = 0.01  # step of a coupling while its steps do not agree
 _LARGEST, _LATEST = 10.0, 0.01  # gradient in units of the usual one, and the share of the latest one in that
+_UNITS = 8, 64  # hidden ones, at least and at most
+_MOST_UNITS = 2**20  # times the instances of a group
 _FIRST = 10  # passes of which none is unusual
 
 
@@ -77,6 +79,8 @@ class InverseNetwork(PyroModule):
         make_encoder: a function of (number of inputs) that builds the encoder of a pooled source.
         adding: factors that instances of pooled plates are pseudo-observations of.
         simulated: whether the guide is trained on simulations rather than on data.
+        hidden_features: of the groups' networks; by default one layer, in guides for data of fewer units over large
+            plates, whose instances have offsets of their own.
         factory: dtype and device of the parameters.
         **options: of the groups' networks, see `GroupNetwork`.
     """
@@ -94,6 +98,7 @@ class InverseNetwork(PyroModule):
         make_encoder: Callable[[int], nn.Module],
         adding: Collection[Hashable],
         simulated: bool,
+        hidden_features: Sequence[int] | None,
         factory: Mapping[str, Any],
         **options: Any,
     ) -> None:
@@ -116,7 +121,21 @@ class InverseNetwork(PyroModule):
         options |= {"simulated": simulated, "factory": factory}
         keys = {factor.name: (factor.batch, not factor.sources) for factor in factors}
         members = [[f for f in factors if keys[f.name] == key] for key in dict.fromkeys(keys.values())]
-        self.groups = tuple(GroupNetwork(each, plan_steps(each, position, sizes), **options) for each in members)
+
+        def width(batch: Collection[str]) -> Sequence[int]:
+            least, most = _UNITS
+            few = _MOST_UNITS // math.prod(plates.sizes[plate] for plate in batch)
+            return (most if simulated else min(max(least, few), most),)
+
+        self.groups = tuple(
+            GroupNetwork(
+                each,
+                plan_steps(each, position, sizes),
+                hidden_features=width(each[0].batch) if hidden_features is None else hidden_features,
+                **options,
+            )
+            for each in members
+        )
         self.group_of = {factor.name: group for group in self.groups for factor in group.factors}
         self.factors = {factor.name: factor for factor in factors}
         self._nodes = {f.name: frozenset().union(*map(nodes_of, f.sources)) for f in factors}

@@ -31,7 +31,7 @@ __all__ = ["first_ones", "flaw_of_tables", "marginal"]
 
 _DRAWS, _SPREADS, _LEAST_SPREAD = 256, 2.0, 1e-6  # of a prior, for the first grid
 _MOST_AT_ONCE = 2e6  # points times rows of data in one run of the model
-_MOST_TABLE = 4e6  # points times rows of data
+_MOST_TABLE, _GRID = 4e6, 15  # points times rows of data, and the points that a grid of others at each counts as
 _CHECKED, _MOST_SPREAD = 64, 0.03  # draws of a table, and by how many nats they may be off
 
 
@@ -101,7 +101,8 @@ def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> s
     if group is None:
         return ""
     joint = _Joint.of(plan, call, current, derive)
-    if points_of(group) * joint.rows() > _MOST_TABLE:
+    grids = {each for each in plan.groups.values() if each.is_tabulated}
+    if points_of(group) * joint.rows() * _GRID ** len(grids) > _MOST_TABLE:
         return "a grid for all rows of data is too large"
     try:
         table, values, given = joint.table(group), dict[str, Tensor](), torch.zeros(())

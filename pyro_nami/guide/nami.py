@@ -53,7 +53,8 @@ class AutoNaMIGuide(DensityGuide):
             observed site named here is semi-observed: sampled in calls that do not observe it.
         observed: sites that the model samples where no data is given, but that inference will condition on.
         families: a family or its name for all latents, or a mapping from sites to these.
-        hidden_features: widths of the hidden layers of every network.
+        hidden_features: widths of the hidden layers of every network; by default one of 64 units, and for latents in
+            plates of more than 16,384 instances in SVI fewer, down to 8, as much as these are more.
         shared: one masked network for the latents in the same plates; otherwise a small one for every latent.
         skip: whether factors also read their inputs directly, so that linear-Gaussian conditionals are exact.
         within: ``"autoregressive"`` or ``"independent"``: how the elements of one site's vector depend on each other.
@@ -114,7 +115,7 @@ class AutoNaMIGuide(DensityGuide):
         blocks: Sequence[Sequence[str]] | None = None,
         observed: Sequence[str] = (),
         families: Any = None,
-        hidden_features: Sequence[int] = (64,),
+        hidden_features: Sequence[int] | None = None,
         shared: bool = True,
         skip: bool = True,
         within: str = "autoregressive",
@@ -139,7 +140,8 @@ class AutoNaMIGuide(DensityGuide):
         if embeddings:  # A module's name has no dots; a site's may have some.
             self.embeddings = _ModuleDict({site.replace(".", "/"): module for site, module in embeddings.items()})
         given["observed"] = (observed,) if isinstance(observed, str) else tuple(observed)
-        given["hidden_features"], given["index_maps"] = tuple(hidden_features), dict(index_maps or {})
+        given["hidden_features"] = None if hidden_features is None else tuple(hidden_features)
+        given["index_maps"] = dict(index_maps or {})
         given["rules"] = dict(rules or {})
         self._options = Options(**{**given, "embeddings": embeddings}, simulated=bool(observed) or refine is None)
         self._options.check()

@@ -25,7 +25,7 @@ class Options(NamedTuple):
     observed: tuple[str, ...]
     simulated: bool
     families: Any
-    hidden_features: tuple[int, ...]
+    hidden_features: tuple[int, ...] | None
     shared: bool
     skip: bool
     within: str

@@ -60,6 +60,7 @@ class Finder(Refutation):
     excluded: Collection[str]
     predictive: Collection[Any]
     bounds: Mapping[str, str] = field(default_factory=dict)
+    obstacles: dict[str, str] = field(default_factory=dict)  # latent -> what speaks against it, if anything; found once
 
     # ---- in a given inverse
 
@@ -71,12 +72,13 @@ class Finder(Refutation):
             order: latents in sampling order.
         """
         found: dict[str, ConjugateGroup] = {}
-        exact = self._dependencies(inverse)
+        exact, failed, halved = self._dependencies(inverse), frozenset[str](), False
         for i, name in enumerate(order):
             members = self._members(name, order[i:]) if name not in found else []
             group = self._group(sorted(members, key=order.index), inverse) if members else None
-            if group is None:
-                continue
+            halved = failed.issuperset(members) and (halved or len(failed) > _MOST_TRIED)
+            if group is None or halved and 2 * len(members) > len(failed):
+                continue  # as to try each end of a long chain would take too many runs of the model
             # By a bound, binary latents do not depend on each other.
             apart = set(group.members) if group.form == "Bernoulli" else set()
             unread = set().union(*(exact[each].difference(inverse.parents[each], apart) for each in group.members))
@@ -84,6 +86,8 @@ class Finder(Refutation):
                 self.refused[name] = f"the inverse does not let it read '{min(unread, key=str)}'"
             elif exact_group := self.holding(group):
                 found.update({name: self._own(exact_group, name) for name in group.members})
+            else:
+                failed = frozenset(members)
         return found
 
     def _own(self, group: ConjugateGroup, name: str) -> ConjugateGroup:
@@ -140,8 +144,9 @@ class Finder(Refutation):
         if block and not self._is_block(block):
             able, block = block, []
             # Latents of the same plates come together where there are many, as each trial takes runs of the model.
-            alike = [[name for name in able if self.frames[name] == self.frames[first]] for first in able]
-            for names in reversed(alike if len(able) > _MOST_TRIED else [[name] for name in able]):
+            frames = dict.fromkeys(self.frames[name] for name in reversed(able))
+            alike = [[name for name in able if self.frames[name] == each] for each in frames]
+            for names in alike if len(able) > _MOST_TRIED else [[name] for name in reversed(able)]:
                 trial = self._closed([each for each in able if each in {*names, *block}])
                 if len(trial) > len(block) and self._is_block(trial):
                     block = trial
@@ -196,10 +201,11 @@ class Finder(Refutation):
         """Whether a latent's prior and data are such that its conditional may have a form."""
         if name in self.predictive or name not in self.nodes:
             return False
-        reason = next(self._obstacles(name), None)
-        if reason is not None:
-            self.refused[name] = reason
-        return reason is None
+        if name not in self.obstacles:
+            self.obstacles[name] = next(self._obstacles(name), "")
+        if self.obstacles[name]:
+            self.refused[name] = self.obstacles[name]
+        return not self.obstacles[name]
 
     def _obstacles(self, name: str) -> Iterator[str]:
         """Yields what the network and the site itself say against an exact conditional."""

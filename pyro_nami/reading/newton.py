@@ -286,11 +286,12 @@ class Newton(JointGaussian):
 
     def rounding(self, sites: Mapping[str, Any]) -> list[Tensor]:
         """Returns how far rounding may take these: constants that cancel in a count's are as large as log(count!)."""
-        found = []
-        for name in filter(sites.__contains__, self.group.children):
+        found, names = [], [name for name in self.group.children if name in sites]
+        eps = max((torch.finfo(self.density(sites, name).dtype).eps for name in names[:1]), default=0.0)
+        for name in names:
             value, events = without_gaps(sites[name]).detach().abs(), len(sites[name]["fn"].event_shape)
             value = value.double().nan_to_num().flatten(-events).amax(-1) if events else value.double().nan_to_num()
-            found.append(1e3 * torch.finfo(self.densities(sites)[0].dtype).eps * (10 + value * value.log1p()))
+            found.append(1e3 * eps * (10 + value * value.log1p()))
         return found
 
 

@@ -5,6 +5,7 @@ Change this module to look at further points, or for further flaws.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,13 +31,16 @@ _OTHERS_PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
 _LINE = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)  # about the mode, in deviations of the Normals there
 _ACROSS = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))  # in those of the priors
 _MOST_STEPS = 60  # to a mode
-_MOST_TABLE = 2e7  # points times rows of data
+# Points, or offsets, times rows of data: of more, steps of training take too long beside those of other guides. Of the
+# latter, each element of a latent counts as some rows.
+_MOST_TABLE, _MOST_WORK, _ROWS = 5e5, 4e5, 10
 _PROBED_DRAWS = 2  # beside the data themselves
 _MOST_BY_ONE = 64  # elements of a block, if the model cannot be run at several points of them at once
 _AT_ONCE = "the model cannot be run at the points that this takes"
 _FLAT = "the log density of a child does not move with it, or is curved the wrong way"
 _NOT_FINITE = "its log density, or a derivative of it, is not finite"
 _NOT_CONCAVE = "the log density of a child is not concave"
+_NOT_LINEAR = "the prior of one is not linear in the others"
 _SCALED_APART = "latents that hang together are scaled by themselves"
 _ASKED = {"Gaussian": "stay quadratic in latents with Gaussian priors"}
 
@@ -173,11 +177,24 @@ class Refutation:
 
     def _flaw_about_mode(self, group: ConjugateGroup, run: Callable[[Expansion], Mapping[str, Any]]) -> str:
         """Returns what speaks against Newton's method, or quadrature behind it; empty if nothing does."""
-        near: Any = Newton(group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False)
-        while (following := near.solve(sites := run(near))) is not None:
+        kind = functools.partial(Newton, group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False)
+        near: Any = kind()
+        sites = run(near)
+        rows = max(sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites)
+        own = sum(value.numel() for value in near.values.values())
+        if near.num_offsets * rows + _ROWS * own > _MOST_WORK:
+            return f"{near.num_offsets} derivatives for each of {rows:,} rows of data, or {own:,} elements are too many"
+        if len(group.members) > 1:  # which takes less than a search
+            here, far = kind(), kind(away=1.0)
+            here.measure(run(here))
+            run(far)
+            if not here.explains_priors(far):
+                return _NOT_LINEAR
+        while (following := near.solve(sites)) is not None:
             near = following
             if not near.has_converged(_MOST_STEPS):  # as numbers are too large, or there are edges
                 return _NOT_FINITE
+            sites = run(near)
         here = near.mode()
         line = {0.0: here.densities(sites := run(here))}
         errors = here.rounding(sites)
@@ -188,7 +205,6 @@ class Refutation:
             return "the log density of a child has more than one mode"
         if group.is_tabulated:
             grid = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
-            rows = max(sites[name]["fn"].batch_shape.numel() for name in group.children)
             if grid.count * rows > _MOST_TABLE:
                 return "a grid for all rows of data is too large"
             rounding = sum(float(each.sum()) for each in near.rounding(sites))
@@ -211,7 +227,7 @@ class Refutation:
             far = near.line(place)
             line[place] = far.densities(run(far))
             if not here.explains_priors(far):
-                return "the prior of one is not linear in the others"
+                return _NOT_LINEAR
             if here.is_wider(far):
                 return _NOT_CONCAVE
         return "" if is_concave(line, errors) else _NOT_CONCAVE

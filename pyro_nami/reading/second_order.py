@@ -83,6 +83,11 @@ class SecondOrder(Expansion):
         self._steps[name] = step.expand(held.numel())
         return reference + (unit[0] if self.count is None else unit)
 
+    @property
+    def num_offsets(self) -> int:
+        """Number of points at which slopes are taken: none away, and one for each element."""
+        return 1 + self._end
+
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
         """Returns what a member's offsets are from, given its prior's location and some deviation."""
         return loc
@@ -161,8 +166,11 @@ class SecondOrder(Expansion):
         def stacked(starts: Mapping[str, Tensor], changes: Sequence[Tensor]) -> dict[str, Tensor]:
             found = {}
             for (name, start), change in zip(starts.items(), changes):
-                steps = change if change.dim() > start.dim() else [change] * (1 + self._end)  # all zeros
-                found[name] = torch.stack([self._whole(name, start + step) for step in steps])
+                change = change if change.dim() > start.dim() else change.expand(1 + self._end, *start.shape)  # zeros
+                idle = (1,) * (self.values[name].dim() - start.dim())
+                points = (start + change).reshape((1 + self._end,) + idle + start.shape)
+                points = points.expand((-1, *self.values[name].shape))
+                found[name] = points.reshape((-1, *self.shapes[name]))
             return found
 
         graph, weighed = self.differentiable, list(weights.values())
@@ -203,12 +211,15 @@ class SecondOrder(Expansion):
             if there.dim() <= len(self.leading):
                 raise RuntimeError(f"'{child}' has no dim of the points.")
             return bool((there != there[:1]).any())
-        slopes = self.take(sites, again=True, whole=True, parts=[child])
-        moving = [slope for slope in slopes.values() if slope.requires_grad]
-        along = [irregular(slope.shape, slope, i) for i, slope in enumerate(moving)]
         leaves = list(self.values.values())
-        bends = torch.autograd.grad(moving, leaves, along, retain_graph=True, materialize_grads=True) if moving else ()
-        return any(bool((bend != 0).any()) for bend in bends)
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}  # as few of many are read
+        with derivatives():
+            density = self.density(sites, child).sum()
+            slopes = torch.autograd.grad(density, leaves, create_graph=True, **options) if density.requires_grad else ()
+            moving = [slope for slope in slopes if slope is not None and slope.requires_grad]
+            along = [irregular(slope.shape, slope, i) for i, slope in enumerate(moving)]
+            bends = torch.autograd.grad(moving, leaves, along, **options) if moving else ()
+        return any(bend is not None and bool((bend != 0).any()) for bend in bends)
 
     def explains(self, far: SecondOrder) -> bool:
         names, steps = self._by_level(), self._steps_to(far)
