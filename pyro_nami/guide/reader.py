@@ -295,10 +295,16 @@ def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
     found = {
         name: _as_tensor(sites[name]["value"], plan)
         for name in (*plan.read, *plan.semi_observed)
-        if name in sites and sites[name]["is_observed"] and name not in call.values
+        if name in sites and sites[name]["is_observed"] and name not in call.values and _is_in_shape(sites[name])
     }
     call = replace(call, indices=indices, sites=sites, lacking=plan.names - sites.keys(), new=new)
     return _with_own(call, plan, found)
+
+
+def _is_in_shape(site: Mapping[str, Any]) -> bool:
+    """Whether a value is one for the plates of its site: a conditioned model keeps the data, whatever its arguments."""
+    sizes = zip(reversed(torch.as_tensor(site["value"]).shape), reversed(site["fn"].shape()))
+    return all(a == b or 1 in (a, b) for a, b in sizes)
 
 
 def _with_own(call: Call, plan: Plan, found: Mapping[str, Tensor]) -> Call:

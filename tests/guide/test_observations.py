@@ -11,6 +11,8 @@ from models import ready_by_a_step as ready
 from pyro import poutine
 from pyro.infer import Predictive, Trace_ELBO
 
+from pyro_nami import AutoNaMIGuide
+
 pytestmark = pytest.mark.filterwarnings("error")
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
 ABC = {name: torch.tensor(0.4) for name in "abc"}
@@ -175,3 +177,22 @@ def test_simulated_data_are_read_in_units_of_the_models_own_draws_and_tempered_f
     assert torch.allclose(read[near], units[near], atol=1e-4)
     assert (read.abs() < 30).all() and (read.sort().indices == units.sort().indices).all()
 
+
+
+@pytest.mark.parametrize("noise", [dist.Normal, lambda mean, scale: dist.StudentT(4.0, mean, scale)])
+def test_a_conditioned_model_of_training_predicts_rows_of_other_arguments(noise):
+    """Its data do not fit new regressors: they are those seen in training, with the regressors seen there."""
+
+    def model(x):
+        slope = pyro.sample("slope", dist.Normal(0.0, 2.0))
+        with pyro.plate("rows", len(x)):
+            return pyro.sample("y", noise(slope * x, 0.5))
+
+    x, y = torch.linspace(-1.0, 1.0, 30), torch.linspace(-2.0, 2.0, 30)
+    conditioned = pyro.condition(model, {"y": y})
+    guide = AutoNaMIGuide(conditioned)
+    steps(conditioned, guide, x, count=100, lr=0.05)
+    drawn = [Predictive(model, guide=guide, num_samples=500)(each)["y"] for each in (x[:5], x)]
+    assert [each.shape for each in drawn] == [(500, 5), (500, 30)]
+    torch.testing.assert_close(drawn[0].mean(0), drawn[1].mean(0)[:5], atol=0.2, rtol=0)
+    torch.testing.assert_close(drawn[0].mean(0), y[:5], atol=0.2, rtol=0)
