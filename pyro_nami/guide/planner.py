@@ -16,6 +16,7 @@ from torch.distributions import constraints
 from pyro_nami.factors.bijections import peel_support, support_of
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.registry import make_family
+from pyro_nami.factors.types import type_of
 from pyro_nami.factors.unconstrained import CorrectionFamily
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.bound_factors import bound_factors, in_turn, is_corrected
@@ -241,6 +242,8 @@ def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:
     if isinstance(spec, Mapping):
         check_names("families", spec, first.net.latent, "a latent site")
         spec = spec.get(name)
+    if spec is None and not first.options.simulated and type_of(site["fn"]).given == "temperature":
+        spec = "normal"  # which has AutoNormal's among it, as a relaxed type has not
     return make_family(spec, name, site["fn"], site["value"], first.within(name))
 
 
