@@ -40,6 +40,7 @@ _AT_ONCE = "the model cannot be run at the points that this takes"
 _FLAT = "the log density of a child does not move with it, or is curved the wrong way"
 _NOT_FINITE = "its log density, or a derivative of it, is not finite"
 _NOT_CONCAVE = "the log density of a child is not concave"
+_TOO_MANY = "are too many"
 _NOT_LINEAR = "the prior of one is not linear in the others"
 _SCALED_APART = "latents that hang together are scaled by themselves"
 _ASKED = {"Gaussian": "stay quadratic in latents with Gaussian priors"}
@@ -92,7 +93,10 @@ class Refutation:
         if reason.startswith(_AT_ONCE):
             self.lost.update(group.members)
         near, takes = group._replace(form="Newton", vectorized=False), group.form == "Gaussian" and not group.bound
-        return (near.form, False) if takes and not self._reason(near) else ("", False)
+        reason = self._reason(near) if takes else _FLAT
+        if reason.endswith(_TOO_MANY):
+            self.refused.update(dict.fromkeys(group.members, reason))
+        return ("", False) if reason else (near.form, False)
 
     def _reason(self, group: ConjugateGroup) -> str:
         """Returns why the form does not hold at some draw; empty if it does."""
@@ -183,7 +187,7 @@ class Refutation:
         rows = max(sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites)
         own = sum(value.numel() for value in near.values.values())
         if near.num_offsets * rows + _ROWS * own > _MOST_WORK:
-            return f"{near.num_offsets} derivatives for each of {rows:,} rows of data, or {own:,} elements are too many"
+            return f"{near.num_offsets} derivatives for each of {rows:,} rows of data, or {own:,} elements {_TOO_MANY}"
         if len(group.members) > 1:  # which takes less than a search
             here, far = kind(), kind(away=1.0)
             here.measure(run(here))

@@ -19,7 +19,7 @@ from torch.autograd.functional import hessian
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation, importance_sample, verify_inverse
 from pyro_nami.inference import Simulator
-from pyro_nami.reading import newton
+from pyro_nami.reading import newton, refutation
 
 pytestmark = pytest.mark.usefixtures("double", "own_parameters")
 
@@ -478,3 +478,36 @@ def test_a_mode_that_is_not_found_leaves_the_prior_in_its_place(monkeypatch):
     monkeypatch.setattr(newton, "_MOST_RUNS", 1)
     with pytest.warns(UserWarning, match="prior"):
         guide(1 - BITS)
+
+
+def test_what_takes_too_many_derivatives_is_learned(monkeypatch):
+    """As each step would take as long as hundreds of steps of another guide."""
+
+    def model():
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("rows", 24):
+            pyro.sample("y", dist.Bernoulli(logits=(X * w.unsqueeze(-2)).sum(-1)), obs=BITS)
+
+    assert called(model).rules["w"].rule == "newton"
+    monkeypatch.setattr(refutation, "_MOST_WORK", 4 * 24 + 3 * 10 - 1)  # offsets of three elements, and none
+    note = called(model).rules["w"]
+    assert note.rule == "learned"
+    assert "4 derivatives for each of 24 rows of data, or 3 elements are too many" in str(note)
+
+
+def test_a_long_chain_takes_no_more_runs_of_the_model_than_a_short_one():
+    runs = [0]
+
+    def model(length):
+        runs[0] += 1
+        scale, z = spread(), normal("z", 1.0)
+        for t in range(length):
+            z = pyro.sample(f"z_{t}", dist.Normal(z.sin(), scale))
+            pyro.sample(f"y_{t}", dist.StudentT(4.0, z, 1.0), obs=X[t % 24, 0])
+
+    counts = []
+    for length in (15, 45):
+        runs[0] = 0
+        called(model, length)
+        counts.append(runs[0])
+    assert counts[1] < 1.5 * counts[0] + 50
