@@ -145,7 +145,7 @@ class GroupNetwork:
 
         What comes from encoders is left as it is, as their weights will move it: that of sets, and of ``moving`` nodes.
         """
-        x = x.reshape(-1, x.shape[-1])
+        x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
         center, scale = x.mean(0), x.std(0)
         left = ((x == 0) | (x == 1)).all(0) | ~(scale > _LEAST_SCALE)
         for source, first, last, start in self.columns(0, len(self.steps)):

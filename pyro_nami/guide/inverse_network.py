@@ -119,7 +119,7 @@ class InverseNetwork(PyroModule):
         sums = {source: PrecisionSums(num_inputs(source, sizes), count, **factory) for source, count in heads.items()}
         position = {name: i for i, name in enumerate(options["latents"])}  # those without a factor are read as well
         options |= {"simulated": simulated, "factory": factory}
-        keys = {factor.name: (factor.batch, not factor.sources) for factor in factors}
+        keys = {factor.name: (factor.batch, not (simulated or factor.sources)) for factor in factors}
         members = [[f for f in factors if keys[f.name] == key] for key in dict.fromkeys(keys.values())]
 
         def width(batch: Collection[str]) -> Sequence[int]:

@@ -84,6 +84,7 @@ class Derived(NamedTuple):
             raise ValueError(f"Expected {what}, as `rules` asks; got '{name}': {reason}.")
         return cls(inverse, order, interleaved, groups, refused, lost)
 
+
 def make_plan(first: FirstCall, derived: Derived) -> Plan:
     """Returns a guide's plan, fixed from then on, whatever data comes later.
 
