@@ -6,6 +6,7 @@ of locations follow the spread of draws around the row's bias. Change this modul
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -145,7 +146,7 @@ class GroupNetwork:
 
         What comes from encoders is left as it is, as their weights will move it: that of sets, and of ``moving`` nodes.
         """
-        x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         center, scale = x.mean(0), x.std(0)
         left = ((x == 0) | (x == 1)).all(0) | ~(scale > _LEAST_SCALE)
         for source, first, last, start in self.columns(0, len(self.steps)):

@@ -85,7 +85,7 @@ class Running(nn.Module):
 
         At one step of an optimizer a network's output moves the further the larger its inputs are.
         """
-        x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        x = x.reshape(-1, x.shape[-1])
         far = (x - self.center[first:last]).square().mean(0).sqrt()
         wide = {"scale": torch.where(far > _NEAR, far, self.scale[first:last])}
         self._replace(wide if self.settled else {"center": x.mean(0)}, slice(first, last))
@@ -94,7 +94,7 @@ class Running(nn.Module):
     def update(self, x: Tensor, first: int, last: int) -> None:
         """Takes inputs ``first`` to ``last - 1`` of a pass into the averages."""
         part, share = slice(first, last), self.share
-        x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        x = x.reshape(-1, x.shape[-1])
         old = {name: getattr(self, name)[part] for name in ("center", "variance", "scale")}
         off = x.mean(0) - old["center"]
         seen = x.var(0, correction=0) + (1 - share) * off.square()
