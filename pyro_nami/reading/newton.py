@@ -101,7 +101,6 @@ class Newton(JointGaussian):
             return self._reached(self._either(over, shorter, step))
         if not self.is_probe and (slope > _LOST).any():  # again, with nothing known of these
             self._lost, self._slopes = slope > _LOST, None
-            self._levels.clear()
             super().solve(sites)
         differentiable = differentiable and self._is_differentiable()
         if self.group.is_tabulated:
@@ -110,7 +109,6 @@ class Newton(JointGaussian):
             self._levels = [level.detached() for level in self._levels]
             return None
         self.differentiable = True
-        self._levels.clear()
         super().solve(sites)
         last = self.moved_to({})
         last._at, last._is_last, last._lost = self.means(), True, self._lost  # with their gradients

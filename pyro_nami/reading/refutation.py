@@ -189,10 +189,9 @@ class Refutation:
         if near.num_offsets * rows + _ROWS * own > _MOST_WORK:
             return f"{near.num_offsets} derivatives for each of {rows:,} rows of data, or {own:,} elements {_TOO_MANY}"
         if len(group.members) > 1:  # which takes less than a search
-            here, far = kind(), kind(away=1.0)
-            here.measure(run(here))
-            run(far)
-            if not here.explains_priors(far):
+            near.measure(sites)
+            run(far := kind(away=1.0))
+            if not near.explains_priors(far):
                 return _NOT_LINEAR
         while (following := near.solve(sites)) is not None:
             near = following

@@ -93,7 +93,8 @@ class SecondOrder(Expansion):
         return loc
 
     def _read(self, sites: Mapping[str, Any], whole: bool) -> None:
-        """Takes H and g from the run, and what priors say."""
+        """Takes H and g from the run, and what priors say, anew."""
+        self._levels = []
         slopes = self.take(sites, again=self.differentiable or self.count is None, whole=whole)
         locs = {name: self._base(name).loc for name in self.priors}
         moved = {name for name, prior in self.priors.items() if self._has_points(prior, self.shapes[name])}
