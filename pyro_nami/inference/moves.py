@@ -30,7 +30,7 @@ from pyro_nami.inference.importance import Proposal
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.target import Target
 from pyro_nami.inference.work import elements_of_a_draw
-from pyro_nami.reading.isolation import forked_rng
+from pyro_nami.reading.isolation import bounded_indices, forked_rng
 
 __all__ = ["LatentMoves"]
 
@@ -80,7 +80,7 @@ class LatentMoves:
         """
         state = self._state if state is None else state
         if self._proposal is None and state.setdefault("tries", _TRIES[1]):
-            with forked_rng(), pyro.validation_enabled(False):
+            with forked_rng(), bounded_indices(), pyro.validation_enabled(False):
                 few = draws.select(torch.arange(min(3, draws.num)))
                 self._proposal = self._found(few.to(self.simulator.device), state)
         if self._proposal is None:

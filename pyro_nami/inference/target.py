@@ -25,6 +25,7 @@ from pyro_nami.inference.observations import Observations
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.site_messages import check_full_plates, is_delta, log_density, plate_nesting
 from pyro_nami.reading.draws import any_value
+from pyro_nami.reading.isolation import bounded_indices
 from pyro_nami.reading.runner import Runner, own_dims, takes_observations
 from pyro_nami.reading.vectorized import Vectorized
 
@@ -215,15 +216,16 @@ def run_for_many(target: Target, difference: Callable[[Target], str | None]) -> 
 
     Behind it, why it cannot: what ``difference`` says of the model; None where batched runs are as single ones are.
     """
-    reason = difference(target)
-    if reason is None or isinstance(target.model, (SimulatorModel, Vectorized)):  # the first may draw at no site
+    with bounded_indices():
+        reason = difference(target)
+        if reason is None or isinstance(target.model, (SimulatorModel, Vectorized)):  # the first may draw at no site
+            return target, reason
+        other = replace(target, model=Vectorized(target.model, target.nesting))
+        bind(target.guide, target.model, other.model)
+        if difference(other) is None:
+            return other, None
+        bind(target.guide, other.model, target.model)
         return target, reason
-    other = replace(target, model=Vectorized(target.model, target.nesting))
-    bind(target.guide, target.model, other.model)
-    if difference(other) is None:
-        return other, None
-    bind(target.guide, other.model, target.model)
-    return target, reason
 
 
 def bind(guide: Any, model: Callable, other: Callable) -> None:

@@ -207,7 +207,7 @@ class ColumnSearch:
         wanted, design = torch.stack(self._found, 1), torch.stack([*arguments.values()], 1)
         scale = design.std(0).clamp(min=1e-12)
         design, wanted = (design - design.mean(0)) / scale, wanted - wanted.mean(0)
-        weights = torch.linalg.lstsq(design, wanted, driver="gelsd").solution
+        weights = torch.linalg.lstsq(design.cpu(), wanted.cpu(), driver="gelsd").solution.to(design)  # not on CUDA
         if len(design) <= 2 * design.shape[1] or (wanted - design @ weights).norm() > _TOLERANCE * wanted.norm():
             return False
         used = (weights.abs() > 1e-6 * weights.abs().amax(0)).any(1)

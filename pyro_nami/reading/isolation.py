@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from types import CellType, FunctionType, MethodType
 from typing import Any, ParamSpec, TypeVar
@@ -15,22 +15,28 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["forked_rng", "on_ordinary_tensors", "untouched"]
+__all__ = ["bounded_indices", "forked_rng", "on_ordinary_tensors", "untouched"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # Layers whose training mode draws random numbers or mixes the instances of a batch.
 _STOCHASTIC_LAYERS = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
+_ATEN = torch.ops.aten
+_BY_DIMS = {_ATEN.index, _ATEN.index_put, _ATEN.index_put_}  # (values, indices of the first dims)
+_ALONG_A_DIM = {_ATEN.index_select, _ATEN.gather}  # (values, dim, index)
+_OF_ROWS = {_ATEN.embedding}  # (values, index)
 
 
 @contextmanager
 def untouched(*roots: Any) -> Iterator[None]:
     """Restores random number generators, parameter store, and modes and buffers of the modules ``roots`` use.
 
-    Meanwhile dropout and batch normalization layers are in evaluation mode, and a GPU's sums are deterministic.
+    Meanwhile dropout and batch normalization layers are in evaluation mode, and a GPU's sums are deterministic, and
+    its `bounded_indices`.
 
     Args:
         roots: The model (a module, method, function, or a handler around one) and its arguments.
@@ -49,7 +55,7 @@ def untouched(*roots: Any) -> Iterator[None]:
     try:
         for module, training in modules.items():
             module.training = training and not isinstance(module, _STOCHASTIC_LAYERS)
-        with forked_rng(), _deterministic():
+        with forked_rng(), _deterministic(), bounded_indices():
             yield
     finally:
         for module, training in modules.items():
@@ -87,6 +93,41 @@ def _deterministic() -> Iterator[None]:
             yield
     finally:
         torch.set_deterministic_debug_mode(mode)
+
+
+def bounded_indices() -> AbstractContextManager:
+    """Has indices that are out of bounds raise an `IndexError` on a GPU as well, where they would end the process.
+
+    A model that is written for one draw, such as ``theta[group]``, has such when it is run for many to see whether it
+    can be. Each index is waited for, so this is for runs at set-up.
+    """
+    return _BoundedIndices() if torch.cuda.is_initialized() else nullcontext()
+
+
+class _BoundedIndices(TorchDispatchMode):
+    """Looks at indices before operations do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        if packet in _BY_DIMS:
+            dim = 0
+            for index in args[1]:
+                masks = index is not None and index.dtype in (torch.bool, torch.uint8)
+                if index is not None and not masks:
+                    _check_index(index, args[0].shape[dim], negative=True)
+                dim += index.dim() if masks else 1
+        elif packet in _ALONG_A_DIM:
+            _check_index(args[2], args[0].shape[args[1]] if args[0].dim() else 1)
+        elif packet in _OF_ROWS:
+            _check_index(args[1], len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def _check_index(index: Tensor, size: int, negative: bool = False) -> None:
+    if index.numel():
+        least, most = torch.stack(index.aminmax()).tolist()
+        if least < -size * negative or most >= size:
+            raise IndexError(f"Expected indices within {size} along a dim; got {least} to {most}.")
 
 
 def on_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:

@@ -141,6 +141,26 @@ def test_a_model_that_is_written_for_one_draw_in_one_call():
     assert drawn.log_weights.is_cuda and drawn.effective_sample_size > 20
 
 
+def test_offsets_of_groups_with_a_design():
+    """Runs for many draws read ``offset[group]`` out of bounds, and the design is found among the arguments."""
+    design = torch.randn(300, 8, device="cuda")
+    group = torch.arange(300, device="cuda") % 40
+
+    def model(design, group, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(8, device="cuda"), 1.0).to_event(1))
+        scale = pyro.sample("scale", dist.HalfNormal(torch.ones((), device="cuda")))
+        with pyro.plate("groups", 40):
+            offset = pyro.sample("offset", dist.Normal(0.0, scale))
+        with pyro.plate("rows", 300):
+            return pyro.sample("y", dist.Gamma(2.0, (design @ w + offset[group]).exp()), obs=y)
+
+    y = model(design, group).detach()
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    assert all(svi.step(design, group, y) < 1e6 for _ in range(3))
+    assert importance_sample(model, guide, design, group, y, num_samples=50).log_weights.is_cuda
+
+
 def test_calibration(y):
     result = calibrate(conjugate_normal, conjugate_normal_guide, y, seed=0)
     assert result.ranks["mu"].is_cuda
