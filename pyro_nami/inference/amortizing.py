@@ -40,7 +40,8 @@ _HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the
 _BATCH = 3.5, 50, 500  # sizes: a multiple of the root of the number of simulations, and their bounds
 _LARGE, _LARGER = 0.6, 2  # share of the steps after which they are larger, as gradients are to be less noisy, by what
 _MOVES = 4  # draws of the guide for each simulation between epochs
-_BINS, _TRANSFORMS = 8, 4  # of splines, and of those in sequence between elements of a vector
+_STEPS = 20, 0.45, 450, 10_000  # multiples of the root of the number of simulations and of that, and their bounds
+_BINS, _TRANSFORMS = 8, (2, 4)  # of splines; bounds of those in sequence between elements of a vector
 
 _number = itertools.count()
 
@@ -81,7 +82,8 @@ def amortize(
 
     Latents with exact conditionals are drawn from these, if simulations do not speak against them, also those that the
     model marks for enumeration. Factors that have to be learned are splines of 8 bins, those of vectors whose elements
-    depend on each other four more in sequence, by networks of two layers of 64 units, at a rate of 0.06 of `SOAP`.
+    depend on each other more in sequence (two for some 1,000 simulations, three for 10,000, four for 100,000), by
+    networks of two layers of 64 units, at a rate of 0.06 of `SOAP`.
     Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for the last two fifths of
     the steps. Between epochs latents of simulations move by the model's density, if it has one, see `moves`, so that
     they are not learned by heart. A tenth of the simulations is held out; the latest weights that are not worse on
@@ -97,8 +99,8 @@ def amortize(
         observed: sites to condition on, beside those that the model observes itself.
         simulations: how many to draw; those drawn before, as ``data`` of `InferenceCompilation.fit` all at once; or
             ``"fresh"``, to draw others in each step, if the model is fast.
-        steps: of the first training; by default 20 times the square root of the number of simulations, within 500
-            and 10,000.
+        steps: of the first training; by default 20 times the square root of the number of simulations, or 0.45 times
+            the number if that is less, within 450 and 10,000.
         progress: whether to show a progress bar.
         guide: one to train in place of what is described.
         at: data that the posterior is wanted for, and no others, where the model's data have no density: simulations
@@ -163,13 +165,13 @@ def amortize(
     held_out = max(1, round(_HELD_OUT * draws.num))
     rows = torch.arange(draws.num)
     train, validation = draws.select(rows[held_out:]), draws.select(rows[:held_out])
-    steps = steps or int(min(max(20 * draws.num**0.5, 500), 10_000))
+    steps = steps or _steps(draws.num)
     plain, learned, given_up = guide, list[str](), dict[str, Any]()
     if plain is None:
         plain, learned, given_up = _plain(simulator, draws, own=isinstance(simulations, int))
         if not plain.num_parameters:
             return AmortizedPosterior(model, args, kwargs, plain, seen)
-    families = dict.fromkeys(learned, flow(_BINS, _TRANSFORMS))
+    families = dict.fromkeys(learned, flow(_BINS, _transforms(draws.num)))
 
     def trained(setting: _Setting) -> tuple[float, AutoNaMIGuide, History]:
         """Returns the loss on held-out simulations, the guide that has it, and how it came to it."""
@@ -264,6 +266,18 @@ def _share(step: int, steps: int) -> float:
     """Returns the share of the rate at a step."""
     done = step / steps
     return min(1.0, (done + 1e-3) / _WARM) * (1 - min(done, 1.0))
+
+
+def _steps(num: int) -> int:
+    """Returns how long the first training is, for so many simulations."""
+    by_root, by_number, least, most = _STEPS
+    return int(min(max(min(by_root * num**0.5, by_number * num), least), most))
+
+
+def _transforms(num: int) -> int:
+    """Returns the number of splines in sequence that so many simulations are worth the time of."""
+    least, most = _TRANSFORMS
+    return min(max(round(math.log10(num)) - 1, least), most)
 
 
 def _batch_size(step: int, num: int, steps: int) -> int:
