@@ -127,7 +127,7 @@ def _check_index(index: Tensor, size: int, negative: bool = False) -> None:
     if index.numel():
         least, most = torch.stack(index.aminmax()).tolist()
         if least < -size * negative or most >= size:
-            raise IndexError(f"Expected indices within {size} along a dim; got {least} to {most}.")
+            raise IndexError(f"Expected indices of a dim of size {size}; got {least} to {most}, out of bounds.")
 
 
 def on_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
