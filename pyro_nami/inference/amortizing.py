@@ -82,8 +82,8 @@ def amortize(
 
     Latents with exact conditionals are drawn from these, if simulations do not speak against them, also those that the
     model marks for enumeration. Factors that have to be learned are splines of 8 bins, those of vectors whose elements
-    depend on each other more in sequence (two for some 1,000 simulations, three for 10,000, four for 100,000), by
-    networks of two layers of 64 units, at a rate of 0.06 of `SOAP`.
+    depend on each other two to four more in sequence (two for 1,000 simulations, four for 10,000), by networks of two
+    layers of 64 units, at a rate of 0.06 of `SOAP`.
     Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for the last two fifths of
     the steps. Between epochs latents of simulations move by the model's density, if it has one, see `moves`, so that
     they are not learned by heart. A tenth of the simulations is held out; the latest weights that are not worse on
@@ -277,7 +277,7 @@ def _steps(num: int) -> int:
 def _transforms(num: int) -> int:
     """Returns the number of splines in sequence that so many simulations are worth the time of."""
     least, most = _TRANSFORMS
-    return min(max(round(math.log10(num)) - 1, least), most)
+    return min(max(round(2 * math.log10(num)) - 4, least), most)
 
 
 def _batch_size(step: int, num: int, steps: int) -> int:
