@@ -82,8 +82,8 @@ def amortize(
 
     Latents with exact conditionals are drawn from these, if simulations do not speak against them, also those that the
     model marks for enumeration. Factors that have to be learned are splines of 8 bins, those of vectors whose elements
-    depend on each other two to four more in sequence (two for 1,000 simulations, four for 10,000), by networks of two
-    layers of 64 units, at a rate of 0.06 of `SOAP`.
+    depend on each other two to four more in sequence (two for 1,000 simulations, four for 10,000, and without a
+    density), by networks of two layers of 64 units, at a rate of 0.06 of `SOAP`.
     Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for the last two fifths of
     the steps. Between epochs latents of simulations move by the model's density, if it has one, see `moves`, so that
     they are not learned by heart. A tenth of the simulations is held out; the latest weights that are not worse on
@@ -171,7 +171,9 @@ def amortize(
         plain, learned, given_up = _plain(simulator, draws, own=isinstance(simulations, int))
         if not plain.num_parameters:
             return AmortizedPosterior(model, args, kwargs, plain, seen)
-    families = dict.fromkeys(learned, flow(_BINS, _transforms(draws.num)))
+    # Without a density latents do not move, and the most do best for few simulations as well.
+    transforms = _TRANSFORMS[1] if isinstance(model, SimulatorModel) else _transforms(draws.num)
+    families = dict.fromkeys(learned, flow(_BINS, transforms))
 
     def trained(setting: _Setting) -> tuple[float, AutoNaMIGuide, History]:
         """Returns the loss on held-out simulations, the guide that has it, and how it came to it."""
