@@ -4,6 +4,7 @@ A hundred thousand rows, ten thousand rows with fifty groups, tables of counts, 
 the weights of a Bayesian neural network, at three rates of Adam. Seconds are a core's own time. Run with::
 
     python benchmarks/large_models.py [--smoke] [--only NAME ...] [--rates 0.005 0.05 0.5] [--steps 100] [--seed 0]
+                                      [--device cuda]
 """
 
 from __future__ import annotations
@@ -213,8 +214,11 @@ def main() -> None:
     parser.add_argument("--rates", nargs="*", type=float, default=[0.005, 0.05, 0.5])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="another one's results are printed, and not written")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    if arguments.device != "cpu":
+        torch.set_default_device(arguments.device)
     torch.set_num_threads(1)
     torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # whose imports the first call shall not be told to take
     steps = 2 if arguments.smoke else arguments.steps
@@ -229,7 +233,7 @@ def main() -> None:
                 took = f"first {found['first']:.1f} s, a step {1e3 * found['step']:.0f} ms"
                 loss = f"{found['loss']:.1f} +- {found['error']:.1f}"
                 print(f"{name} {rate:g} {guide}: {loss}, {took} {found['rules']}", flush=True)
-    if arguments.smoke:
+    if arguments.smoke or arguments.device != "cpu":
         return
     about = {"torch": torch.__version__, "pyro": pyro.__version__, "python": platform.python_version()}
     found = {**about, "steps": steps, "seed": arguments.seed, "records": records}
