@@ -211,21 +211,21 @@ def _run(
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
 
 
+@bounded_indices()
 def run_for_many(target: Target, difference: Callable[[Target], str | None]) -> tuple[Target, str | None]:
     """Returns the target, with its model, and the guide's, in `Vectorized` where only so it can be run for many draws.
 
     Behind it, why it cannot: what ``difference`` says of the model; None where batched runs are as single ones are.
     """
-    with bounded_indices():
-        reason = difference(target)
-        if reason is None or isinstance(target.model, (SimulatorModel, Vectorized)):  # the first may draw at no site
-            return target, reason
-        other = replace(target, model=Vectorized(target.model, target.nesting))
-        bind(target.guide, target.model, other.model)
-        if difference(other) is None:
-            return other, None
-        bind(target.guide, other.model, target.model)
+    reason = difference(target)
+    if reason is None or isinstance(target.model, (SimulatorModel, Vectorized)):  # the first may draw at no site
         return target, reason
+    other = replace(target, model=Vectorized(target.model, target.nesting))
+    bind(target.guide, target.model, other.model)
+    if difference(other) is None:
+        return other, None
+    bind(target.guide, other.model, target.model)
+    return target, reason
 
 
 def bind(guide: Any, model: Callable, other: Callable) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from types import CellType, FunctionType, MethodType
 from typing import Any, ParamSpec, TypeVar
@@ -27,8 +27,7 @@ R = TypeVar("R")
 _STOCHASTIC_LAYERS = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
 _ATEN = torch.ops.aten
 _BY_DIMS = {_ATEN.index, _ATEN.index_put, _ATEN.index_put_}  # (values, indices of the first dims)
-_ALONG_A_DIM = {_ATEN.index_select, _ATEN.gather}  # (values, dim, index)
-_OF_ROWS = {_ATEN.embedding}  # (values, index)
+_ALONG_A_DIM = {_ATEN.index_select, _ATEN.gather}  # (values, dim, index); of rows: (values, index)
 
 
 @contextmanager
@@ -95,13 +94,15 @@ def _deterministic() -> Iterator[None]:
         torch.set_deterministic_debug_mode(mode)
 
 
-def bounded_indices() -> AbstractContextManager:
+@contextmanager
+def bounded_indices() -> Iterator[None]:
     """Has indices that are out of bounds raise an `IndexError` on a GPU as well, where they would end the process.
 
     A model that is written for one draw, such as ``theta[group]``, has such when it is run for many to see whether it
     can be. Each index is waited for, so this is for runs at set-up.
     """
-    return _BoundedIndices() if torch.cuda.is_initialized() else nullcontext()
+    with _BoundedIndices() if torch.cuda.is_initialized() else nullcontext():
+        yield
 
 
 class _BoundedIndices(TorchDispatchMode):
@@ -116,10 +117,9 @@ class _BoundedIndices(TorchDispatchMode):
                 if index is not None and not masks:
                     _check_index(index, args[0].shape[dim], negative=True)
                 dim += index.dim() if masks else 1
-        elif packet in _ALONG_A_DIM:
-            _check_index(args[2], args[0].shape[args[1]] if args[0].dim() else 1)
-        elif packet in _OF_ROWS:
-            _check_index(args[1], len(args[0]))
+        elif packet in _ALONG_A_DIM or packet is _ATEN.embedding:
+            dim, index = args[1:3] if packet in _ALONG_A_DIM else (0, args[1])
+            _check_index(index, (args[0].shape or (1,))[dim])
         return func(*args, **(kwargs or {}))
 
 
