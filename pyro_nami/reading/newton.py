@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pyro_nami.factors.joint_normal import joint_normal
 from pyro_nami.reading.expansion import TOLERANCE, Expansion, irregular, parameters_of, without_gaps
@@ -285,11 +286,12 @@ class Newton(JointGaussian):
     def rounding(self, sites: Mapping[str, Any]) -> list[Tensor]:
         """Returns how far rounding may take these: constants that cancel in a count's are as large as log(count!)."""
         found, names = [], [name for name in self.group.children if name in sites]
-        eps = max((torch.finfo(self.density(sites, name).dtype).eps for name in names[:1]), default=0.0)
         for name in names:
-            value, events = without_gaps(sites[name]).detach().abs(), len(sites[name]["fn"].event_shape)
-            value = value.double().nan_to_num().flatten(-events).amax(-1) if events else value.double().nan_to_num()
-            found.append(1e3 * eps * (10 + value * value.log1p()))
+            density, value = self.density(sites, name).detach(), without_gaps(sites[name]).detach().abs()
+            value, events = value.double().nan_to_num(), len(sites[name]["fn"].event_shape)
+            value = pad(value.flatten(-events), (0, 1)).amax(-1) if events else value  # a factor's has no elements
+            terms = 10 + value * value.log1p() + 0.1 * density.abs().double().nan_to_num()
+            found.append(1e3 * torch.finfo(density.dtype).eps * terms)
         return found
 
 

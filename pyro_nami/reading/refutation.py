@@ -30,7 +30,7 @@ _PROBED_AT = {"Gaussian": (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)}
 _OTHERS_PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
 _LINE = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)  # about the mode, in deviations of the Normals there
 _ACROSS = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))  # in those of the priors
-_MOST_STEPS = 60  # to a mode
+_MOST_STEPS, _MOST_ROUNDING = 60, 1e4  # to a mode; nats there, in a density
 # Points, or offsets, times rows of data: of more, steps of training take too long beside those of other guides. Of the
 # latter, each element of a latent counts as some rows.
 _MOST_TABLE, _MOST_WORK, _ROWS = 5e5, 4e5, 10
@@ -201,6 +201,8 @@ class Refutation:
         here = near.mode()
         line = {0.0: here.densities(sites := run(here))}
         errors = here.rounding(sites)
+        if any((each > _MOST_ROUNDING).any() for each in errors):
+            return _NOT_FINITE
         for place in _ACROSS:
             far = near.across(place)
             line[place] = far.densities(run(far))

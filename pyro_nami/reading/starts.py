@@ -7,7 +7,7 @@ does not, so it is the data that say. Change this module to start elsewhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
@@ -29,15 +29,17 @@ _OF_PRIOR, _ELEMENTS = 101, 2**22  # draws whose median is taken, and the most n
 _FAR = 0.5  # in unconstrained space; less is no other start
 _BETTER, _ERRORS = 1.0, 2.0  # nats, and standard errors
 _ROUNDS = 2  # over all kinds, at most
+_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of the way to a median
+_INFINITE = 64.0  # in unconstrained space, how far draws are that rounding takes to a bound
 
 
 def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale: float) -> poutine.Trace:
     """Returns the trace of a run with every continuous latent where it starts.
 
-    Latents are near the origin of unconstrained space, or as near to the median of their prior. Those of one kind,
-    whose names differ in digits, are at the median if data are likelier there, by Normals of a ``scale`` about all
-    latents: first all or none, then one kind after another, while some is better elsewhere. The prior has no say: a
-    scale that suits what has yet to move only holds it.
+    Latents are near the origin of unconstrained space, or as near to the median of their prior, or to a place between
+    that a vague prior reaches. Those of one kind, whose names differ in digits, are where data are likeliest, by
+    Normals of a ``scale`` about all latents: first all or none at medians, then one kind after another, while some is
+    better elsewhere. The prior has no say: a scale that suits what has yet to move only holds it.
     """
     first = first_run(model, args, kwargs, near_origin)
     samples = {name: site for name, site in first.nodes.items() if site["type"] == "sample"}
@@ -48,10 +50,10 @@ def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale:
     for name in subsamples(first.nodes):
         seen.add_node(name, **first.nodes[name])
     model = poutine.replay(model, trace=seen)
-    far: dict[str, None] = {}  # kinds whose medians are not at the origin
+    shares: dict[str, tuple[float, ...]] = {}  # of the ways to medians that are not at the origin
 
-    def run(at: Collection[str], scale: float) -> poutine.Trace:
-        """Returns a run with these kinds about their medians."""
+    def run(at: Mapping[str, float], scale: float) -> poutine.Trace:
+        """Returns a run with these kinds at shares of the way to their medians."""
 
         def start(site: Any) -> Tensor:
             if site["name"] not in latent:
@@ -59,15 +61,15 @@ def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale:
             transform, kind = biject_to(site["fn"].support), _kind(site["name"])
             place = transform.inv(latent[site["name"]])
             if kind in at:
-                median = _median(site["fn"], transform)
+                median, nearest = _median(site["fn"], transform)
                 if median.abs().max() > _FAR:
-                    far[kind] = None
-                place = place + median
+                    shares[kind] = (0.0, *(share for share in _SHARES if share >= nearest))
+                place = place + at[kind] * median
             return transform(place + scale * torch.randn_like(place))
 
         return first_run(model, args, kwargs, start)
 
-    def likelihoods(at: Collection[str]) -> Tensor:
+    def likelihoods(at: Mapping[str, float]) -> Tensor:
         """Returns the log density of the data at each of a few draws, in nats."""
         found = []
         for seed in range(_DRAWS):
@@ -81,19 +83,20 @@ def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale:
                 found.append(-torch.inf)
         return torch.tensor(found, dtype=torch.float64).nan_to_num(-1e300, neginf=-1e300, posinf=-1e300)
 
-    at = set[str]()
+    at = dict[str, float]()
     with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
-        here, whole = likelihoods(()), likelihoods({_kind(name) for name in latent})
+        here, whole = likelihoods({}), likelihoods(dict.fromkeys(map(_kind, latent), 1.0))
         if _is_better(whole - here):
-            at, here = set(far), whole
+            at, here = dict.fromkeys(shares, 1.0), whole
         for _ in range(_ROUNDS):
             before = at
-            for kind in far:
-                if _is_better((other := likelihoods(at ^ {kind})) - here):
-                    at, here = at ^ {kind}, other
+            for kind, share in [(name, each) for name in shares for each in shares[name]]:
+                other = {**at, kind: share}
+                if share != at.get(kind, 0.0) and _is_better((there := likelihoods(other)) - here):
+                    at, here = other, there
             if at == before:
                 break
-    return run(at, 0.0) if at else first
+    return run(at, 0.0) if any(at.values()) else first
 
 
 def _is_better(gain: Tensor) -> bool:
@@ -104,8 +107,10 @@ def _kind(name: str) -> str:
     return re.sub(r"\d+", "", name)
 
 
-def _median(fn: Any, transform: Any) -> Tensor:
-    """Returns the median of a prior in unconstrained space, of every element; 0 where it has no draws, or too many."""
+def _median(fn: Any, transform: Any) -> tuple[Tensor, float]:
+    """Returns the median of a prior in unconstrained space, of every element, 0 where it has no draws, or too many; and
+    to what share of the way there draws from the prior come near the origin, as those of vague ones do.
+    """
     shape = transform.inverse_shape(fn.shape())
     num = min(_OF_PRIOR, _ELEMENTS // max(1, shape.numel()))
     try:
@@ -113,7 +118,7 @@ def _median(fn: Any, transform: Any) -> Tensor:
         while isinstance(support, constraints.independent):
             support = support.base_constraint
         if support is constraints.real and fn.mean.isfinite().all():
-            return fn.mean.detach()
+            return fn.mean.detach(), 1.0
     except (NotImplementedError, AttributeError):
         pass
     with forked_rng():
@@ -123,5 +128,7 @@ def _median(fn: Any, transform: Any) -> Tensor:
         except NotImplementedError:  # an improper prior
             draws = None
     if draws is None:
-        return torch.zeros(())
-    return transform.inv(draws).nan_to_num(0.0).median(0).values
+        return torch.zeros(()), 1.0
+    draws = transform.inv(draws).nan_to_num(0.0, _INFINITE, -_INFINITE)
+    median = draws.median(0).values
+    return median, float((draws.abs().amin(0) / median.abs()).nan_to_num(1.0).max())

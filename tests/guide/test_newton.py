@@ -120,7 +120,27 @@ def walk_joint(v, s):
     return prior + dist.Poisson(v.exp()).log_prob(COUNTS[:6]).sum()
 
 
+def ties(b):
+    """Of neighbours in a field, as a log density; their sum is near zero."""
+    return -2.0 * (b[..., 1:] - b[..., :-1]).square().sum(-1) - 50.0 * b.sum(-1).square()
+
+
+def field(y):
+    """Latents that a factor ties, as in conditional autoregressions."""
+    s, a, b = spread(), normal("a", 2.0), weights("b", 5)
+    pyro.factor("ties", ties(b))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Poisson((a + s * b[..., GROUP]).exp()), obs=y)
+
+
+def field_joint(v, s):
+    b, a = v.split([5, 1])
+    prior = dist.Normal(0.0, 2.0).log_prob(v).sum() + ties(b)
+    return prior + dist.Poisson((a + s * b[GROUP]).exp()).log_prob(COUNTS).sum()
+
+
 DESIGNS = {
+    "field": Design(field, COUNTS, ("b", 5), 6, field_joint),
     "regression": Design(regression, COUNTS, ("w", 3), 9, regression_joint),
     "vectors": Design(slopes, BITS, ("m", 2), 12, slopes_joint),
     "crossed": Design(crossed, BITS, ("w", 3), 12, crossed_joint),

@@ -35,6 +35,21 @@ def test_a_scale_starts_at_the_median_of_its_prior_where_data_are_likelier_there
     assert nodes["a"]["value"].abs() < 0.06
 
 
+@pytest.mark.parametrize("rate", [1e-2, 1e-3])
+def test_a_precision_with_a_vague_prior_starts_within_reach_of_the_data(rate):
+    """Its median is about 1e-30, or zero by rounding; data are likelier there than at 1, and the likeliest between."""
+
+    def model(y):
+        a, tau = pyro.sample("a", dist.Normal(0.0, 100.0)), pyro.sample("tau", dist.Gamma(rate, rate))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.StudentT(4.0, a, tau.rsqrt()), obs=y)
+
+    y = 50.0 + torch.randn(40, generator=torch.Generator().manual_seed(0))
+    nodes, moved = starts(model, y)
+    assert moved == {"tau"}
+    assert 1e-5 < nodes["tau"]["value"] < 1e-2  # 1 / 50^2 is 4e-4
+
+
 def test_a_prior_that_is_of_other_units_than_the_data_has_no_say():
     _, moved = starts(prices, torch.randn(40, generator=torch.Generator().manual_seed(0)))
     assert not moved
