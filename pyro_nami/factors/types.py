@@ -51,7 +51,7 @@ class Row(NamedTuple):
     layout_type: type[Layout] = Layout  # of continuous values as elements
     normal: bool = False  # whether it is a Normal in unconstrained space, so that this is its own type
     classes: bool = False  # whether its values are classes, which its support does not tell
-    hard: bool = False  # whether the model sees hard values of a relaxed variable, which no factor would give
+    hard: bool = False  # whether the model draws hard values of a relaxed variable, which no factor gives
 
 
 def type_of(prior: td.Distribution) -> Row:
@@ -287,6 +287,6 @@ TYPES: dict[type, Row] = {
     td.RelaxedOneHotCategorical: Row(
         None, ExpRelaxedElements, _BY_LOGITS, vector=True, given="temperature", layout_type=LogLayout
     ),
-    dist.RelaxedBernoulliStraightThrough: Row(hard=True),
-    dist.RelaxedOneHotCategoricalStraightThrough: Row(hard=True),
+    dist.RelaxedBernoulliStraightThrough: Row(given="temperature", hard=True),
+    dist.RelaxedOneHotCategoricalStraightThrough: Row(given="temperature", hard=True),
 }

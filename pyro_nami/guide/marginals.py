@@ -22,6 +22,7 @@ from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
 from pyro_nami.messages import warn
+from pyro_nami.reading.batched import of_rank
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import broadcast, leading_shape, log_density_of, parameters_of, plate_shape
 from pyro_nami.reading.isolation import forked_rng
@@ -105,6 +106,7 @@ def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> s
     if points_of(group) * joint.rows() * _GRID ** len(grids) > _MOST_TABLE:
         return "a grid for all rows of data is too large"
     try:
+        joint.check_runs_for_many(group)
         table, values, given = joint.table(group), dict[str, Tensor](), torch.zeros(())
         with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
             pyro.set_rng_seed(1)
@@ -141,6 +143,13 @@ class _Joint(NamedTuple):
     def rows(self) -> int:
         """Returns the number of values of the site that has most."""
         return max((value.numel() for value in self.call.values.values()), default=1)
+
+    def check_runs_for_many(self, group: ConjugateGroup) -> None:
+        """Raises ValueError where the model mixes up draws in a way that would take much memory for those of a grid."""
+        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+            sites = self.call.run(self.call.held, until=group.members)
+            few = {name: sites[name]["fn"].sample((2, *self.leading)) for name in group.members}
+            self.call.run({**self.call.held, **self._with_others(few)[0]}, note=of_rank(1 + len(self.leading)))
 
     def table(self, group: ConjugateGroup, near: Marginal | None = None) -> Marginal:
         """Returns the conditionals of a group, from runs of the model at points of a grid."""

@@ -103,6 +103,39 @@ def test_two_at_once_are_those_of_a_dense_grid():
     assert float(log_q) == pytest.approx(float(pumps_density(at["a"], at["b"])[1] - evidence), abs=5e-3)
 
 
+def test_a_model_that_mixes_up_draws_is_not_run_for_all_of_a_grid():
+    """Its runs for many would hold a number for every two of them; it is mapped over draws instead."""
+    sizes = []
+
+    def model(y):
+        level, step = pyro.sample("level", dist.Normal(100.0, 9.0)), pyro.sample("step", dist.LogNormal(0.0, 1.0))
+        noise = pyro.sample("noise", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("steps", len(y)):
+            e = pyro.sample("e", dist.Normal(0.0, 1.0))
+        walk = level[..., None] + (step[..., None] * e).cumsum(-1)
+        sizes.append(walk.numel())
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(walk, noise), obs=y)
+
+    y = 100.0 + torch.randn(8, generator=torch.Generator().manual_seed(0)).cumsum(0)
+    guide = called(model, y)
+    assert {name: note.rule for name, note in guide.rules.items() if note.rule != "exact"} == {
+        "step": "quadrature",
+        "noise": "quadrature",
+    }
+    assert max(sizes) < 10_000
+    # What is left given step and noise is Gaussian.
+    half, ones = torch.linspace(-4.0, 3.0, 200, dtype=torch.float64), torch.ones(8, 8, dtype=torch.float64)
+    step, noise = (each.exp()[..., None, None] for each in torch.meshgrid(half, half, indexing="ij"))
+    covariance = 81.0 * ones + step**2 * ones.tril() @ ones.tril().mT + noise**2 * torch.eye(8, dtype=torch.float64)
+    joint = dist.MultivariateNormal(100.0 * ones[0], covariance).log_prob(y.double())
+    prior = dist.Normal(0.0, 1.0).log_prob(half)
+    evidence = (joint + prior[:, None] + prior).flatten().logsumexp(0) + 2 * (half[1] - half[0]).log()
+    found, error = spread(model, guide, y)
+    assert abs(found - float(evidence)) < 0.01
+    assert error < 0.05
+
+
 @pytest.mark.parametrize("rows", [3, 100, 3000])
 def test_noise_of_a_regression(rows):
     torch.manual_seed(rows)

@@ -211,6 +211,10 @@ DISCRETE = {
     "negative binomial": dist.NegativeBinomial(torch.tensor(3.0), torch.tensor(0.4)),
     "relaxed bernoulli": dist.RelaxedBernoulli(torch.tensor(0.5), torch.tensor(0.3)),
     "relaxed one-hot": dist.RelaxedOneHotCategorical(torch.tensor(0.5), torch.tensor([0.2, 0.3, 0.5])),
+    "straight through": dist.RelaxedBernoulliStraightThrough(torch.tensor(0.5), torch.tensor(0.3)),
+    "straight-through one-hot": dist.RelaxedOneHotCategoricalStraightThrough(
+        torch.tensor(0.5), torch.tensor([0.2, 0.3, 0.5])
+    ),
 }
 
 
