@@ -8,7 +8,9 @@ and `network_state` gives the parameters. `lazy` does what comes before, `densit
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pyro
@@ -24,14 +26,15 @@ from pyro_nami.guide.densities import DensityGuide
 from pyro_nami.guide.draw import draw, start_pass
 from pyro_nami.guide.inverse_network import as_pyro_module
 from pyro_nami.guide.options import Options
-from pyro_nami.guide.plan import differences
+from pyro_nami.guide.plan import Plan, differences
 from pyro_nami.guide.rules import RuleNotes
 from pyro_nami.guide.shapes import own_shape, quantiles_of
+from pyro_nami.reading.batched import takes_many
 from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
 
 __all__ = ["AutoNaMIGuide"]
 
-_MEDIAN_DRAWS = 1000
+_MEDIAN_DRAWS, _FEW_DRAWS = 1000, 8  # for quantiles; to see whether the model can be run for many
 _ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]  # made by Pyro's metaclass, which type checkers do not follow
 
 
@@ -268,14 +271,31 @@ class AutoNaMIGuide(DensityGuide):
         """Returns the Monte Carlo median of every latent, elementwise in constrained space; see `quantiles`."""
         return {name: value[0] for name, value in self.quantiles([0.5], *args, **kwargs).items()}
 
-    def _draws(self, count: int, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Returns draws of every latent, ``(count, *site shape)``, from a seed of their own."""
+    def _draws(self, count: int, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """Returns draws of every latent, ``(count, *site shape)``, from a seed of their own.
+
+        Where the model is written for one draw, it is mapped over them, or run for one after another.
+        """
         if self._plan is None:
             with poutine.block():
                 self(*args, **kwargs)
+        plan, sites = self._made(), self.prototype_trace.nodes
         with untouched(self.model), poutine.block():
             pyro.set_rng_seed(0)
-            with pyro.plate("_draws", count, dim=-1 - self._made().plates.nesting):
-                values = self(*args, **kwargs)
-        sites = self.prototype_trace.nodes
+            call, nesting = self._begin(args, kwargs), plan.plates.nesting
+            few = [{**call.held, **self(*args, **kwargs)} for _ in range(_FEW_DRAWS)]
+
+            def takes(each: Plan) -> bool:
+                model = each.for_many(self.model)
+                return bool(plan.plates.subsampled) or takes_many(model, call.args, call.kwargs, few, nesting)
+
+            at_once = next(filter(takes, (plan, dataclasses.replace(plan, vectorized=True))), None)
+            self._plan = at_once or plan
+            pyro.set_rng_seed(0)
+            try:
+                with pyro.plate("_draws", count, dim=-1 - nesting) if at_once else nullcontext():
+                    runs = [self(*args, **kwargs) for _ in range(1 if at_once else count)]
+            finally:
+                self._plan = plan
+        values = runs[0] if at_once else {name: torch.stack([run[name] for run in runs]) for name in runs[0]}
         return {name: own_shape(value, count, sites[name]) for name, value in values.items() if name in sites}

@@ -403,6 +403,34 @@ def test_median_and_quantiles(name, inverse):
         assert (quantiles[key][0] <= quantiles[key][2]).all()
 
 
+@pytest.mark.parametrize("looks", [False, True], ids=["mapped", "one by one"])
+def test_median_of_a_model_that_is_written_for_one_draw(looks):
+    """Run for all draws at once it would mix them up, in tensors with a number for every two of them."""
+    sizes = []
+
+    def model(y):
+        s = pyro.sample("s", dist.LogNormal(0.0, 0.5))
+        z = pyro.sample("z", dist.Normal(torch.zeros(6), 1.0).to_event(1))
+        if looks and s < 0.0:
+            raise ValueError
+        total = s.sqrt() * z
+        sizes.append(total.numel())
+        with pyro.plate("rows", 6):
+            pyro.sample("y", dist.Poisson(total.exp()), obs=y)
+
+    guide = AutoNaMIGuide(model)
+    y = torch.tensor([0.0, 1.0, 0.0, 7.0, 2.0, 9.0])
+    found = guide.quantiles([0.16, 0.5, 0.84], y, num_samples=200)
+    with torch.no_grad():
+        draws = [guide(y) for _ in range(200)]
+    for name, value in found.items():
+        alone = torch.stack([draw[name] for draw in draws])
+        for share, quantile in zip([0.16, 0.5, 0.84], value):
+            below = (alone <= quantile).double().mean(0)
+            assert (below - share).abs().max() < 0.18  # five standard errors of both
+    assert max(sizes) < 2000
+
+
 def test_median_of_a_known_law():
     """At step 0 mu ~ Normal(0, 0.1) in the guide; 1,000 draws have a median error of 0.004."""
     guide = AutoNaMIGuide(nested, anchor=False, init_scale=0.1, init_loc_fn=init_to_feasible)
