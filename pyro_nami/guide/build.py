@@ -42,6 +42,7 @@ __all__ = ["assemble"]
 
 _POOLED_FEATURES, _POOLING_UNITS = 16, (16,)
 _MOST_OFFSETS = 100_000  # instances of a factor
+_WIDEST = 2.0  # of a factor's first scale, in units of its prior's
 _PLENTY = 5  # instances from which an observed site is standardized by its own data
 
 
@@ -140,7 +141,8 @@ def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor
     if rule.expert and anchor is not None:
         raw = initial_expert(rule.family, value, scale, anchor)
     else:
-        raw = rule.family.initial(value, scale, anchor)
+        first_scale = scale if anchor is None else (_WIDEST * anchor[..., 1]).clamp(max=scale)
+        raw = rule.family.initial(value, first_scale, anchor)
     raw = _averaged(first, raw, factor)
     if not factor.pseudo:
         return raw
@@ -155,11 +157,14 @@ def _anchor(first: FirstCall, rule: Learned) -> Tensor | None:
 
 
 def _anchor_scale(first: FirstCall, rule: Learned) -> Tensor:
-    """Returns the scale of a factor's anchor at the initial value, ``(elements,)``; ones if it has none."""
+    """Returns the scale of a factor's anchor at the initial value, ``(elements,)``; ones if it has none.
+
+    That is at least the one of which the factor's own first scale is the widest multiple, so that steps fit that.
+    """
     anchor = _anchor(first, rule)
     if anchor is None or not rule.factor.locations or rule.expert:
         return torch.ones(rule.factor.num_elements)
-    return _averaged(first, anchor.log(), rule.factor)[:, 1].exp()
+    return _averaged(first, anchor.log(), rule.factor)[:, 1].exp().clamp(min=first.options.init_scale / _WIDEST)
 
 
 def _offset_plates(first: FirstCall, network: InverseNetwork) -> dict[str, dict[str, tuple[int, int]]]:

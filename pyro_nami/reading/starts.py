@@ -22,8 +22,6 @@ from pyro_nami.reading.isolation import forked_rng, untouched
 
 __all__ = ["likely_start", "near_origin"]
 
-near_origin = init_to_uniform(radius=0.05)
-
 _DRAWS = 4  # about each start
 _OF_PRIOR, _ELEMENTS = 101, 2**22  # draws whose median is taken, and the most numbers in them
 _FAR = 0.5  # in unconstrained space; less is no other start
@@ -31,6 +29,13 @@ _BETTER, _ERRORS = 1.0, 2.0  # nats, and standard errors
 _ROUNDS = 2  # over all kinds, at most
 _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of the way to a median
 _INFINITE = 64.0  # in unconstrained space, how far draws are that rounding takes to a bound
+
+
+def near_origin(site: Any) -> Tensor:
+    """Returns a value near the origin of unconstrained space: by a uniform number of less than 0.05 for each element,
+    and of less than half a standard deviation of a prior on the real line.
+    """
+    return init_to_uniform(site, radius=0.05) * _narrowness(site["fn"])
 
 
 def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale: float) -> poutine.Trace:
@@ -65,7 +70,7 @@ def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale:
                 if median.abs().max() > _FAR:
                     shares[kind] = (0.0, *(share for share in _SHARES if share >= nearest))
                 place = place + at[kind] * median
-            return transform(place + scale * torch.randn_like(place))
+            return transform(place + scale * _narrowness(site["fn"]) * torch.randn_like(place))
 
         return first_run(model, args, kwargs, start)
 
@@ -103,6 +108,21 @@ def _is_better(gain: Tensor) -> bool:
     return bool(gain.mean() > max(_BETTER, _ERRORS * float(gain.std()) / len(gain) ** 0.5))
 
 
+def _is_real(fn: Any) -> bool:
+    support = fn.support
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support is constraints.real
+
+
+def _narrowness(fn: Any) -> Tensor | float:
+    """Returns standard deviations of a prior on the real line, in tenths; at most 1."""
+    try:
+        return (10 * fn.stddev.detach()).nan_to_num(1.0).clamp(max=1.0) if _is_real(fn) else 1.0
+    except (NotImplementedError, AttributeError):
+        return 1.0
+
+
 def _kind(name: str) -> str:
     return re.sub(r"\d+", "", name)
 
@@ -114,10 +134,7 @@ def _median(fn: Any, transform: Any) -> tuple[Tensor, float]:
     shape = transform.inverse_shape(fn.shape())
     num = min(_OF_PRIOR, _ELEMENTS // max(1, shape.numel()))
     try:
-        support = fn.support
-        while isinstance(support, constraints.independent):
-            support = support.base_constraint
-        if support is constraints.real and fn.mean.isfinite().all():
+        if _is_real(fn) and fn.mean.isfinite().all():
             return fn.mean.detach(), 1.0
     except (NotImplementedError, AttributeError):
         pass

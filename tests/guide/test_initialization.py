@@ -210,3 +210,24 @@ def test_a_robust_regression_in_its_own_units_is_learned_at_any_rate(rate):
         svi = SVI(model, kind(model), Adam({"lr": rate}), Trace_ELBO())
         losses.append([svi.step() for _ in range(100)][-30:])
     assert statistics.fmean(losses[1]) < statistics.fmean(losses[0]) - 5
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.01, 0.001])
+def test_data_in_small_units_are_learned_at_any_rate(rate):
+    """A scale of 0.1, where factors start, is a thousand standard deviations of the prior, which a step hardly leaves.
+
+    The density of the data at the posterior is about exp(460).
+    """
+    y = 1e-5 * (3.0 + 2.0 * torch.randn(50, generator=torch.Generator().manual_seed(0)))
+
+    def model():
+        a, s = pyro.sample("a", dist.Normal(0.0, 1e-4)), pyro.sample("s", dist.LogNormal(-10.0, 3.0))
+        with pyro.plate("rows", 50):
+            pyro.sample("y", dist.Laplace(a, s), obs=y)
+
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": rate}), Trace_ELBO())
+    with torch.no_grad():
+        draws = torch.stack([guide()["a"] for _ in range(200)])
+    assert draws.std() < 3e-4 and draws.mean().abs() < 2e-4
+    assert statistics.fmean([svi.step() for _ in range(100)][-30:]) < 0.0
