@@ -140,9 +140,10 @@ def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor
     anchor = _anchor(first, rule)
     if rule.expert and anchor is not None:
         raw = initial_expert(rule.family, value, scale, anchor)
+    elif anchor is not None and factor.locations:
+        raw = rule.family.initial(value, (_WIDEST * anchor[..., 1]).clamp(max=scale), anchor)
     else:
-        first_scale = scale if anchor is None else (_WIDEST * anchor[..., 1]).clamp(max=scale)
-        raw = rule.family.initial(value, first_scale, anchor)
+        raw = rule.family.initial(value, scale, anchor)
     raw = _averaged(first, raw, factor)
     if not factor.pseudo:
         return raw
