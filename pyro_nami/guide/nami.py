@@ -84,8 +84,9 @@ class AutoNaMIGuide(DensityGuide):
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step; by default a little
             off the origin of unconstrained space, where gradients of many models are zero for reasons of symmetry, or
-            off the medians of priors of those latents for which data are likelier there (not with ``observed``).
-        init_scale: scale at the first step, in unconstrained space.
+            off the medians of priors, or places on the way there, of those latents for which data are likelier there
+            (not with ``observed``).
+        init_scale: scale at the first step, in unconstrained space; at most twice that of a known prior.
         create_plates: as in Pyro: a callable from the model's arguments to plates.
         activation: of all hidden layers; by default tanh, and silu in the encoders of sets.
         save_data: whether ``state_dict`` holds the data last seen in training, for calls without; else their checksums.
