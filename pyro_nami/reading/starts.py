@@ -35,7 +35,9 @@ def near_origin(site: Any) -> Tensor:
     """Returns a value near the origin of unconstrained space: by a uniform number of less than 0.05 for each element,
     and of less than half a standard deviation of a prior on the real line.
     """
-    return init_to_uniform(site, radius=0.05) * _narrowness(site["fn"])
+    value = init_to_uniform(site, radius=0.05) * _narrowness(site["fn"])
+    value._pyro_custom_init = False  # nobody asked for it, so a reparametrization may replace it without a warning
+    return value
 
 
 def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale: float) -> poutine.Trace:
