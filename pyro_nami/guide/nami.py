@@ -283,14 +283,14 @@ class AutoNaMIGuide(DensityGuide):
         plan, sites = self._made(), self.prototype_trace.nodes
         with untouched(self.model), poutine.block():
             pyro.set_rng_seed(0)
-            call, nesting = self._begin(args, kwargs), plan.plates.nesting
-            few = [{**call.held, **self(*args, **kwargs)} for _ in range(_FEW_DRAWS)]
-
-            def takes(each: Plan) -> bool:
-                model = each.for_many(self.model)
-                return bool(plan.plates.subsampled) or takes_many(model, call.args, call.kwargs, few, nesting)
-
-            at_once = next(filter(takes, (plan, dataclasses.replace(plan, vectorized=True))), None)
+            at_once: Plan | None = plan
+            nesting = plan.plates.nesting
+            if not plan.plates.subsampled:  # whose instances are others in each run
+                call = self._begin(args, kwargs)
+                few = [{**call.held, **self(*args, **kwargs)} for _ in range(_FEW_DRAWS)]
+                check = call.args, call.kwargs, few, nesting
+                plans = plan, dataclasses.replace(plan, vectorized=True)
+                at_once = next((each for each in plans if takes_many(each.for_many(self.model), *check)), None)
             self._plan = at_once or plan
             pyro.set_rng_seed(0)
             try:

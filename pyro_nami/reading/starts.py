@@ -17,6 +17,7 @@ from pyro.infer.autoguide.initialization import init_to_uniform
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
+from pyro_nami.factors.bijections import peel_support
 from pyro_nami.reading.first_run import first_run, subsamples
 from pyro_nami.reading.isolation import forked_rng, untouched
 
@@ -111,10 +112,7 @@ def _is_better(gain: Tensor) -> bool:
 
 
 def _is_real(fn: Any) -> bool:
-    support = fn.support
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support is constraints.real
+    return peel_support(fn.support)[0] is constraints.real
 
 
 def _narrowness(fn: Any) -> Tensor | float:
