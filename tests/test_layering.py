@@ -11,7 +11,8 @@ ORDER = {
     "": "messages",
     "graph": "sites network elimination min_fill inverse inversions verification",
     "factors": "wrappers links sparse noisy_or bounds joint bijections layout gumbel_softmax elements knots "
-    "path_scored joint_normal normals types anchors distribution family own_type unconstrained registry",
+    "truncated_normal path_scored joint_normal normals types anchors distribution family own_type unconstrained "
+    "registry",
     "networks": "masks pace reductions running pooling precision_sums stepped masked "
     "separate stack",
     "reading": "isolation provenance group_testing runner batched parts vectorized first_run starts draws covariates "

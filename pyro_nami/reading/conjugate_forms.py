@@ -14,10 +14,13 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_nami.factors.truncated_normal import TruncatedNormal
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.reading.expansion import TOLERANCE, Expansion, agree, derivatives, irregular, trimmed
 
-__all__ = ["FORMS", "ByStatistics", "Form", "form_of"]
+__all__ = ["FORMS", "ByStatistics", "Form", "forms_of"]
+
+_FLAT = 1e-5  # least deviation of a prior in those of the Normal that it cuts, which is flat then
 
 
 class Form(NamedTuple):
@@ -56,6 +59,21 @@ def _beta(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
     if isinstance(prior, dist.Uniform):
         return 1 + e1, 1 + e2
     return prior.concentration1 + e1, prior.concentration0 + e2
+
+
+def _within(prior: Any, t: Tensor) -> Tensor:
+    if isinstance(prior, dist.Uniform):
+        return prior.low + (prior.high - prior.low) * t.sigmoid()
+    return prior.mean * t.exp()
+
+
+def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
+    low, high = (prior.low, prior.high) if isinstance(prior, dist.Uniform) else (0 * prior.mean, prior.mean + torch.inf)
+    slope = -prior.rate if isinstance(prior, dist.Exponential) else 0.0
+    own = prior.scale.square().reciprocal() if isinstance(prior, dist.HalfNormal) else 0.0
+    precision, least = own - e2, (_FLAT / prior.stddev).square()
+    precision = torch.where(precision > -least, precision.clamp(min=least), torch.nan)
+    return (slope + e1) / precision, precision.rsqrt(), low, high
 
 
 FORMS: dict[str, Form] = {
@@ -105,18 +123,28 @@ FORMS: dict[str, Form] = {
         dist.Dirichlet,
         lambda prior, e1, e2: (prior.concentration + e1,),
     ),
+    "TruncatedNormal": Form(
+        (dist.Uniform, dist.HalfNormal, dist.Exponential),
+        _within,
+        lambda z: (z, z.square() / 2),
+        lambda z: (z, z.square()),
+        lambda z: (torch.zeros_like(z), z.square()),
+        TruncatedNormal,
+        _truncated,
+    ),
 }
 
 
 _ASIDE = 0.0317
 
 
-def form_of(prior: Any) -> str | None:
-    """Returns the name of the form that a prior has; None if it has none."""
+def forms_of(prior: Any, moving: bool = False) -> list[str]:
+    """Returns the names of the forms that a prior may have; ``moving`` says that its bounds may depend on latents."""
     base = innermost(prior)
-    if isinstance(base, dist.Uniform) and not bool(((base.low == 0) & (base.high == 1)).all()):
-        return None
-    return next((name for name, form in FORMS.items() if type(base) in form.priors), None)
+    names = [name for name, form in FORMS.items() if type(base) in form.priors]
+    if type(base) is dist.Uniform and (moving or not bool(((base.low == 0) & (base.high == 1)).all())):
+        names.remove("Beta")
+    return names
 
 
 class ByStatistics(Expansion):
@@ -133,7 +161,7 @@ class ByStatistics(Expansion):
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         base = innermost(prior)
-        if form_of(prior) != self.group.form:
+        if self.group.form not in forms_of(prior):
             raise ValueError(
                 f"Expected '{name}' to be uniform on (0, 1), as at the guide's first call; got other bounds. "
                 f"Make the guide with rules={{'{name}': 'learned'}}."

@@ -27,7 +27,7 @@ from pyro_nami.graph.elimination import eliminate
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.inversions import nami
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.reading.conjugate_forms import form_of
+from pyro_nami.reading.conjugate_forms import FORMS, forms_of
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.enumeration import num_values
 from pyro_nami.reading.refutation import Refutation
@@ -61,6 +61,12 @@ class Finder(Refutation):
     predictive: Collection[Any]
     bounds: Mapping[str, str] = field(default_factory=dict)
     obstacles: dict[str, str] = field(default_factory=dict)  # latent -> what speaks against it, if anything; found once
+
+    def holding(self, group: ConjugateGroup) -> ConjugateGroup | None:
+        """As for `Refutation`, by the first form that holds of those that a prior may have."""
+        forms = self._forms(group.members[0]) if group.form in FORMS else [group.form]
+        found = (super(Finder, self).holding(group._replace(form=form)) for form in forms)
+        return next(filter(None, found), None)
 
     # ---- in a given inverse
 
@@ -210,8 +216,7 @@ class Finder(Refutation):
     def _obstacles(self, name: str) -> Iterator[str]:
         """Yields what the network and the site itself say against an exact conditional."""
         site, data = self.nodes[name], self._data(name)
-        moving = isinstance(innermost(site["fn"]), dist.Uniform) and not self._parents(name) <= set(self.net.observed)
-        if moving or not self._is_normal(name) and self._form(name) is None:
+        if not self._is_normal(name) and self._form(name) is None:
             yield f"its prior, {type(innermost(site['fn'])).__name__}, is of no such form"
         if site["mask"] is not None or any(isinstance(layer, MaskedDistribution) for layer in layers(site["fn"])):
             yield "it is masked"
@@ -246,7 +251,11 @@ class Finder(Refutation):
         fn = self.nodes[name]["fn"]
         if isinstance(innermost(fn), dist.Bernoulli) and (name in self.bounds or self._is_bounded(name)):
             return "Bernoulli"
-        return "enumeration" if num_values(fn) else form_of(fn)
+        return "enumeration" if num_values(fn) else next(iter(self._forms(name)), None)
+
+    def _forms(self, name: str) -> list[str]:
+        """Returns the forms that a prior may have, whatever the values of other latents."""
+        return forms_of(self.nodes[name]["fn"], moving=not self._parents(name) <= set(self.net.observed))
 
     def _is_bounded(self, name: str) -> bool:
         """Whether a binary latent is one of many that its children read, and all these have bounds."""

@@ -13,6 +13,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_nami import AutoNaMIGuide
+from pyro_nami.factors.truncated_normal import TruncatedNormal
 
 pytestmark = pytest.mark.usefixtures("double", "own_parameters")
 
@@ -78,6 +79,11 @@ def dirichlet(h):
 
 def more(h, extra):
     return dist.Dirichlet(dirichlet(h).concentration + extra)
+
+
+def cut(slope, precision, low, high):
+    precision = precision.clamp(min=1e-10)  # where there are no rows
+    return TruncatedNormal(slope / precision, precision.rsqrt(), torch.as_tensor(low), torch.as_tensor(high))
 
 
 one_hot = torch.nn.functional.one_hot
@@ -247,6 +253,24 @@ PAIRS = {
         lambda z: dist.LogNormal(z, 1.5),
         positive,
         lambda h, y, w: dist.Normal(*normal(h, y.log(), w, 1.5)),
+    ),
+    "Uniform-Normal": Pair(
+        lambda h: dist.Uniform(-h, 1.5 * h),
+        lambda z: dist.Normal(1 - 2 * z, 1.5),
+        real,
+        lambda h, y, w: cut(total((1 - y) / 2, w) / 0.75**2, number(y, w) / 0.75**2, -h, 1.5 * h),
+    ),
+    "HalfNormal-Normal": Pair(
+        dist.HalfNormal,
+        lambda z: dist.Normal(z, 1.5),
+        real,
+        lambda h, y, w: cut(total(y, w) / 1.5**2, h**-2 + number(y, w) / 1.5**2, 0, torch.inf),
+    ),
+    "Exponential-Normal": Pair(
+        dist.Exponential,
+        lambda z: dist.Normal(-z, 1.5),
+        real,
+        lambda h, y, w: cut(-h - total(y, w) / 1.5**2, number(y, w) / 1.5**2, 0, torch.inf),
     ),
 }
 GROUP = torch.tensor([3, 0, 0, 1, 4, 4, 4, 1, 2, 3])  # of ten rows, in five groups

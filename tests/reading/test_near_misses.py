@@ -305,13 +305,23 @@ NOT_OF_THAT_FORM = {
 }
 
 OTHER_PRIORS = {
-    "HalfNormal": of(lambda: dist.HalfNormal(torch.tensor(1.0)), mean(lambda z: z)),
+    "HalfNormal": of(lambda: dist.HalfNormal(torch.tensor(1.0)), mean(lambda z: z.square())),
+    "HalfNormal of a scale": of(lambda: dist.HalfNormal(torch.tensor(1.0)), lambda z: dist.Normal(0.0, z)),
+    "HalfNormal of a tiny quartic": of(lambda: dist.HalfNormal(torch.tensor(1.0)), tiny_quartic),
+    "HalfCauchy": of(lambda: dist.HalfCauchy(torch.tensor(1.0)), mean(lambda z: z)),
+    "Exponential": of(lambda: dist.Exponential(torch.tensor(1.0)), mean(torch.sqrt)),
     "FoldedDistribution": of(
         lambda: dist.FoldedDistribution(dist.Normal(torch.tensor(1.0), 1.0)), mean(lambda z: z)
     ),
     "Laplace": of(lambda: dist.Laplace(torch.tensor(0.0), 1.0), mean(lambda z: z)),
     "StudentT": of(lambda: dist.StudentT(3.0, torch.tensor(0.0), 1.0), mean(lambda z: z)),
-    "Uniform": of(lambda: dist.Uniform(torch.tensor(-1.0), 1.0), mean(lambda z: z)),
+    "Uniform": of(lambda: dist.Uniform(torch.tensor(-1.0), 1.0), mean(torch.sin)),
+    "Uniform on (0, 1)": of(lambda: dist.Uniform(torch.tensor(0.0), 1.0), mean(torch.log)),
+    "Uniform of a precision": of(lambda: dist.Uniform(torch.tensor(1.0), 2.0), lambda z: dist.Normal(0.0, z.rsqrt())),
+    "Uniform whose elements hang together": of(
+        lambda: dist.Uniform(torch.zeros(3), 1.0).to_event(1), mean(lambda z: z.sum(-1))
+    ),
+    "Uniform of a detached one": of(lambda: dist.Uniform(torch.tensor(-1.0), 1.0), mean(lambda z: z + z.detach())),
     "improper": of(lambda: dist.ImproperUniform(dist.constraints.real, (), ()), mean(lambda z: z))._replace(
         options={"init_loc_fn": init_to_value(values={"z": torch.tensor(0.5)})}
     ),
