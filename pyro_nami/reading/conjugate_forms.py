@@ -73,7 +73,7 @@ def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
     own = prior.scale.square().reciprocal() if isinstance(prior, dist.HalfNormal) else 0.0
     precision, least = own - e2, (_FLAT / prior.stddev).square()
     precision = torch.where(precision > -least, precision.clamp(min=least), torch.nan)
-    return (slope + e1) / precision, precision.rsqrt(), low, high
+    return torch.broadcast_tensors((slope + e1) / precision, precision.rsqrt(), low, high)
 
 
 FORMS: dict[str, Form] = {
