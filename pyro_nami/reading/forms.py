@@ -37,6 +37,7 @@ __all__ = ["MOST_DENSE", "Finder"]
 
 MOST_DENSE = 500  # elements of a joint block that are eliminated as one vector
 _MOST_TRIED = 12
+_LATER = "its data depend on '{}', which is drawn later"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,8 @@ class Finder(Refutation):
         for i, name in enumerate(order):
             members = self._members(name, order[i:]) if name not in found else []
             group = self._group(sorted(members, key=order.index), inverse) if members else None
+            if group is None and len(members) > 1:
+                self.refused.setdefault(name, _LATER.format(members[1]))
             halved = failed.issuperset(members) and (halved or len(failed) > _MOST_TRIED)
             if group is None or halved and 2 * len(members) > len(failed):
                 continue  # as to try each end of a long chain would take too many runs of the model
@@ -130,7 +133,7 @@ class Finder(Refutation):
         for member in members:  # which grows
             if not self._is_able(member):
                 if member != name:
-                    self.refused.setdefault(name, f"its data depend on '{member}', which is drawn later")
+                    self.refused.setdefault(name, _LATER.format(member))
                 return []
             near = self._children(member).union(*map(self._parents, [member, *self._data(member)]))
             before = self._children(member).difference(self.net.observed, left)

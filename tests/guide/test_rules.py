@@ -53,6 +53,19 @@ def test_the_inverse_says_what_went_first_as_it_is_exact():
         assert line not in str(called(model, Y, **options).inverse)
 
 
+def test_a_latent_that_would_be_exact_without_another_says_so():
+    """A precision is conjugate and so is a mean, but not both together."""
+
+    def normals(y):
+        precision, mean = pyro.sample("precision", dist.Gamma(2.0, 1.0)), pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(mean, precision.rsqrt()), obs=y)
+
+    rules = called(normals, Y).rules
+    assert rules["precision"].rule == "quadrature" and rules["mean"].rule == "exact"
+    assert rules["precision"].reason == "its data depend on 'mean', which is drawn later"
+
+
 def test_exact_rules_are_the_conjugate_latents_and_only_they_have_no_reason():
     guide = called(model, Y)
     assert tuple(name for name, note in guide.rules.items() if note.rule == "exact") == guide.conjugate
