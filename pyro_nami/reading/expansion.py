@@ -45,6 +45,7 @@ class Expansion:
         nesting: number of plate dims.
         differentiable: whether gradients are to flow to what was drawn before.
         away: if given, all there is is one point, this far out in prior deviations.
+        given: values of the members at that point, if it is not to be told by deviations.
 
     Attributes:
         points: member -> a function of its prior that makes its value.
@@ -63,8 +64,10 @@ class Expansion:
         nesting: int,
         differentiable: bool,
         away: float | None = None,
+        given: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.group, self.nesting, self.away, self.differentiable = group, nesting, away, differentiable
+        self._given = given or {}
         self.points = {name: functools.partial(self.choose, name) for name in group.members}
         self.until = (*group.members, *group.children)
         self.priors: dict[str, Any] = {}
@@ -150,7 +153,8 @@ class Expansion:
         if len(batch) > len(leading):
             raise RuntimeError(f"'{name}' has more batch dims than its plates and the dims of the points.")
         self.priors[name], self.shapes[name] = prior, batch + event
-        value = self.start(name, prior, batch + event)
+        given = self._given.get(name)
+        value = self.start(name, prior, batch + event) if given is None else given.expand(batch + event)
         if self.count is None and leading.numel() == 1:  # with one point a model sees the dims that it is used to
             value = value.reshape(prior.batch_shape + event)
         self.values[name] = value.clone().requires_grad_(value.is_floating_point())

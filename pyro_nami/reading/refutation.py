@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.reading.bounded import LinearBernoulli
-from pyro_nami.reading.conjugate_forms import ByStatistics
+from pyro_nami.reading.conjugate_forms import FORMS, ByStatistics
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.enumeration import Enumeration
 from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of
@@ -102,9 +102,11 @@ class Refutation:
         """Returns why the form does not hold at some draw; empty if it does."""
         told, flat = 0, ""
         for draw in self.draws:
-            if draw.keys() >= group.needed and told <= _PROBED_DRAWS:
+            closed = group.form in ("Gaussian", *FORMS) and not group.bound and draw is not self.draws[0]
+            own = {name: draw[name] for name in group.members} if closed and draw.keys() >= {*group.members} else {}
+            if draw.keys() >= group.needed and (told <= _PROBED_DRAWS or own):
                 given = draw.keys() & {*group.children, *group.needed}
-                reason = self._flaw(group, {name: draw[name] for name in given})
+                reason = self._flaw(group, {name: draw[name] for name in given}, own, told > _PROBED_DRAWS)
                 # A draw at which numbers overflow says nothing; the first is the data themselves.
                 if reason and reason != _FLAT and (reason != _NOT_FINITE or draw is self.draws[0]):
                     return reason
@@ -133,30 +135,53 @@ class Refutation:
                 for parameter, value in zip(parameters, before):
                     parameter.copy_(value)
 
-    def _flaw(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
-        """Returns in what the log density is not of the form; empty if it is."""
+    def _flaw(
+        self,
+        group: ConjugateGroup,
+        drawn: Mapping[str, Tensor],
+        own: Mapping[str, Tensor] | None = None,
+        only: bool = False,
+    ) -> str:
+        """Returns in what the log density is not of the form; empty if it is.
+
+        Args:
+            group: the group.
+            drawn: values of its children and what else it needs.
+            own: those of its members in the same draw; where data say most, many a density is bent most.
+            only: whether to look there and nowhere else.
+        """
 
         def run(expansion: Expansion) -> Mapping[str, Any]:
             with expanding():
                 return self.run({**drawn, **expansion.points}, expansion.until)
 
         try:
-            return self._flaw_about_mode(group, run) if group.has_mode else self._flaw_at_points(group, run)
+            if group.has_mode:
+                return self._flaw_about_mode(group, run)
+            return self._flaw_at_points(group, run, own or {}, only)
         except Exception as error:  # noqa: BLE001  whatever a model does at values far out
             return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
 
-    def _flaw_at_points(self, group: ConjugateGroup, run: Callable[[Expansion], Mapping[str, Any]]) -> str:
+    def _flaw_at_points(
+        self,
+        group: ConjugateGroup,
+        run: Callable[[Expansion], Mapping[str, Any]],
+        own: Mapping[str, Tensor],
+        only: bool,
+    ) -> str:
         """Returns the flaw that shows far from the prior's mean.
 
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
         """
-        kind, distances = expansion_of(group), _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)
+        kind, distances = expansion_of(group), _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)[: 1 if only else None]
         children = ", ".join(map(repr, group.children))
         of = "a bound on " if group.bound else ""
         what = f"{of}the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
         here = kind(group, (1,) * self.nesting, self.nesting, False)
         flat = False
-        others = [kind(group, (1,) * self.nesting, self.nesting, False, away=away) for away in distances]
+        line = [kind(group, (1,) * self.nesting, self.nesting, False, away=away) for away in distances]
+        others = [*line, *([kind(group, (1,) * self.nesting, self.nesting, False, 0.0, own)] if own else [])]
+        places = [*(f"{away:g} deviations away" for away in distances), "at a draw and its own data"]
         for each in (here, *others):
             each.measure(sites := run(each))
             if not (here.is_finite() if each is here else each.totals.isfinite().all()):
@@ -166,16 +191,16 @@ class Refutation:
             if each is here and here.count is not None and (wide := self._wide(sites, group)):
                 return wide
             flat = flat or each is here and not here.reaches(sites)
-        for other, away in zip(others, distances):
+        for other, place in zip(others, places):
             if not here.explains(other):
-                return f"{what}: its slopes are others {away:g} deviations away" if away else f"{_AT_ONCE}: {what}"
+                return f"{_AT_ONCE}: {what}" if other is others[0] else f"{what}: its slopes are others {place}"
         first, *rest = others
-        for other, away in zip(rest, distances[1:]):
+        for other, place in zip(rest, places[1:]):
             gain, size = here.gain(first, other)
             off = (other.totals.sum() - first.totals.sum() - gain).abs()
             if not off <= TOLERANCE**2 * first.totals.sum().abs() + TOLERANCE * size:
-                return f"{what}: it is off by {off:.2g} nats {away:g} deviations away"
-        if not here.fits(others):
+                return f"{what}: it is off by {off:.2g} nats {place}"
+        if not only and not here.fits(line):
             return f"{what}: not every one of them by itself"
         return _FLAT if flat else ""
 

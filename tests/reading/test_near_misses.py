@@ -87,6 +87,13 @@ def mean(function: Callable) -> Callable:
     return lambda z: dist.Normal(function(z), 1.0)
 
 
+def spiked(narrow: float) -> Callable:
+    """A likelihood that is Normal but for what is near the data."""
+    return lambda z: dist.MixtureSameFamily(
+        dist.Categorical(torch.ones(2)), dist.Normal(z.unsqueeze(-1), torch.tensor([1.0, narrow]).to(z))
+    )
+
+
 def shifted(noise: Any) -> Callable:
     return lambda z: dist.TransformedDistribution(noise, [transforms.AffineTransform(z, 1.0)])
 
@@ -212,6 +219,8 @@ NOT_QUADRATIC = {
             dist.Categorical(torch.ones(2)), dist.Normal(torch.stack([z, 0 * z], -1), torch.ones(2))
         ),
     ),
+    "a spike in a bell": of(lambda: dist.Normal(torch.tensor(0.0), 10.0), spiked(0.1)),
+    "a needle in a bell": of(lambda: dist.Normal(torch.tensor(0.0), 100.0), spiked(0.01), Y[:1]),
     "exponential noise": of(normal(), shifted(dist.Exponential(torch.tensor(1.0))), Y + 3),
     "half-normal noise": of(normal(), shifted(dist.HalfNormal(torch.tensor(1.0))), Y + 3),
     "gamma noise": of(normal(), shifted(dist.Gamma(torch.tensor(2.0), 1.0)), Y + 3),
@@ -306,6 +315,8 @@ NOT_OF_THAT_FORM = {
 
 OTHER_PRIORS = {
     "HalfNormal": of(lambda: dist.HalfNormal(torch.tensor(1.0)), mean(lambda z: z.square())),
+    "HalfNormal of a spike": of(lambda: dist.HalfNormal(torch.tensor(10.0)), spiked(0.01)),
+    "Uniform of a spike": of(lambda: dist.Uniform(torch.tensor(-10.0), 10.0), spiked(0.01)),
     "HalfNormal of a scale": of(lambda: dist.HalfNormal(torch.tensor(1.0)), lambda z: dist.Normal(0.0, z)),
     "HalfNormal of a tiny quartic": of(lambda: dist.HalfNormal(torch.tensor(1.0)), tiny_quartic),
     "HalfCauchy": of(lambda: dist.HalfCauchy(torch.tensor(1.0)), mean(lambda z: z)),
