@@ -135,8 +135,9 @@ class _DrawingRun(Runner):
 
     def _point(self, msg: Any) -> Tensor | None:
         """Returns the values that a latent has where the log density is expanded."""
-        points = self._expansion.points if self._expansion is not None and not msg["is_observed"] else {}
-        return points[msg["name"]](msg["fn"]) if msg["name"] in points else None
+        if self._expansion is None or msg["is_observed"] or msg["name"] not in self._expansion.group.members:
+            return None
+        return self._expansion.choose(msg["name"], msg["fn"])
 
     def _process_message(self, msg: Any) -> None:
         name, current = msg["name"], self._current

@@ -118,7 +118,7 @@ def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> s
         with torch.enable_grad():
             sites = call.run({**call.held, **{name: value[:1] for name, value in values.items()}})
             densities = [log_density_of(sites[name]) for name in (*plan.order, *plan.read) if name in sites]
-        if parameters_of(*densities):
+        if next(parameters_of(*densities), None) is not None:
             return "the model has parameters, which are still to be learned"
         return "" if spread < _MOST_SPREAD else f"by quadrature it would be off by {spread:.2g} nats"
     except Exception as error:  # noqa: BLE001  whatever a model does at values far out

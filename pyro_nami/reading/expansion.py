@@ -48,7 +48,6 @@ class Expansion:
         given: values of the members at that point, if it is not to be told by deviations.
 
     Attributes:
-        points: member -> a function of its prior that makes its value.
         until: the sites that the run has to reach.
         priors, values: of each member, once the run has met it.
         shapes: of the values, with all batch dims.
@@ -68,7 +67,6 @@ class Expansion:
     ) -> None:
         self.group, self.nesting, self.away, self.differentiable = group, nesting, away, differentiable
         self._given = given or {}
-        self.points = {name: functools.partial(self.choose, name) for name in group.members}
         self.until = (*group.members, *group.children)
         self.priors: dict[str, Any] = {}
         self.values: dict[str, Tensor] = {}
@@ -77,6 +75,11 @@ class Expansion:
         self.count: int | None = None
         self.leading = torch.Size(leading)
         self.xi: dict[str, Tensor] = {}  # parameters of the bounds of children, 1 where none are given
+
+    @property
+    def points(self) -> dict[str, Any]:
+        """Member -> a function of its prior that makes its value."""
+        return {name: functools.partial(self.choose, name) for name in self.group.members}
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         """Returns a member's values, ``(*batch, *plates, *event)``; points lie along the first dim if counted."""
@@ -215,20 +218,17 @@ def log_density_of(site: Mapping[str, Any], log_prob_of: Callable[[Any, Tensor],
     return log_prob if mask is None else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
 
 
-def parameters_of(*tensors: Tensor) -> list[Tensor]:
-    """Returns the leaves with gradients that tensors were computed from."""
-    seen: set[Any] = set()
-    found: list[Tensor] = []
+def parameters_of(*tensors: Tensor) -> Iterator[Tensor]:
+    """Yields the leaves with gradients that tensors were computed from."""
+    seen: set[Any] = {None}
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        nodes += [parent for parent, _ in node.next_functions]
-    return found
+        if node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            nodes += [parent for parent, _ in node.next_functions]
 
 
 def plate_shape(site: Mapping[str, Any]) -> torch.Size:

@@ -116,10 +116,15 @@ class InTurn(Expansion):
         stops = list(itertools.accumulate(order.num_elements for order in orders.values()))
         self._places = {name: slice(stop - orders[name].num_elements, stop) for name, stop in zip(orders, stops)}
         self.count = 1 + stops[-1]
+        self._observed = dict[str, Tensor]()
         for name in observed:
             value, dims = sites[name]["value"], len(self.leading) + len(sites[name]["fn"].event_shape)
             value = value.reshape((1,) * (1 + dims - value.dim()) + value.shape)
-            self.points[name] = value.expand(self.count, *value.shape[1:])
+            self._observed[name] = value.expand(self.count, *value.shape[1:])
+
+    @property
+    def points(self) -> dict[str, Any]:
+        return super().points | self._observed
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         order, place, event = self._orders[name], self._places[name], prior.event_shape
