@@ -178,22 +178,22 @@ class Refutation:
         of = "a bound on " if group.bound else ""
         what = f"{of}the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
         here = kind(group, (1,) * self.nesting, self.nesting, False)
+        flat = False
         line = [kind(group, (1,) * self.nesting, self.nesting, False, away=away) for away in distances]
         others = [*line, *([kind(group, (1,) * self.nesting, self.nesting, False, 0.0, own)] if own else [])]
         places = [*(f"{away:g} deviations away" for away in distances), "at a draw and its own data"]
-        for each, place in zip((here, *others), ("", *places)):
+        for each in (here, *others):
             each.measure(sites := run(each))
             if not (here.is_finite() if each is here else each.totals.isfinite().all()):
                 return _NOT_FINITE
             if _is_scaled_apart(sites, group):
                 return _SCALED_APART
-            if each is not here:
-                if not here.explains(each):
-                    return f"{_AT_ONCE}: {what}" if each is others[0] else f"{what}: its slopes are others {place}"
-            elif here.count is not None and (wide := self._wide(sites, group)):
+            if each is here and here.count is not None and (wide := self._wide(sites, group)):
                 return wide
-            else:
-                flat = not here.reaches(sites)
+            flat = flat or each is here and not here.reaches(sites)
+        for other, place in zip(others, places):
+            if not here.explains(other):
+                return f"{_AT_ONCE}: {what}" if other is others[0] else f"{what}: its slopes are others {place}"
         first, *rest = others
         for other, place in zip(rest, places[1:]):
             gain, size = here.gain(first, other)
