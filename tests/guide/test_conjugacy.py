@@ -548,3 +548,25 @@ def test_copies_of_guides_whose_arguments_have_a_graph_or_no_tensors():
     values = {name: value.detach() for name, value in guide(X, y).items()}
     other = copy.deepcopy(guide)
     assert torch.equal(other.log_prob(values, X[:3]), guide.log_prob(values, X[:3]))
+
+
+def test_priors_so_vague_that_draws_of_the_model_overflow_refute_nothing():
+    """Variances as BUGS has them: nearly all draws of these are 0 or infinite, in single precision."""
+    group = torch.arange(60) % 6
+
+    def effects(y):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1000.0))
+        precision = pyro.sample("precision", dist.Gamma(0.001, 0.001))
+        variance = pyro.sample("variance", dist.InverseGamma(0.001, 0.001))
+        with pyro.plate("groups", 6):
+            effect = pyro.sample("effect", dist.Normal(0.0, precision.rsqrt()))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(mean + effect[..., group], variance.sqrt()), obs=y)
+
+    torch.set_default_dtype(torch.float32)
+    guide = AutoNaMIGuide(effects)
+    guide(torch.linspace(-1, 2, 60))
+    assert set(guide.conjugate) == {"mean", "effect"}
+    assert {name: note.rule for name, note in guide.rules.items() if name not in guide.conjugate} == dict.fromkeys(
+        ("precision", "variance"), "quadrature"
+    )
