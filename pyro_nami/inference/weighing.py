@@ -70,10 +70,13 @@ def weighed_run(
                 raise bad from error
             except Exception:  # the same error, or what follows from it
                 raise error from None
-        if (lost := lost_draws(run)).all():
+        # Without validation a refused draw may be one of no density as well.
+        refused = {name: part.isnan() | part.isneginf() for name, part in run.log_p.items()}
+        lost = torch.stack([part > 0 for part in per_draw(refused, run.extent).values()]).any(0)
+        if lost.all():
             return run
         again = weigh(target, extent, {**_filled(run, lost), **(values or {})})
-        log_p = {name: torch.where(part.isnan(), part, again.log_p[name]) for name, part in run.log_p.items()}
+        log_p = {name: torch.where(refused[name], part, again.log_p[name]) for name, part in run.log_p.items()}
         return again._replace(log_p=log_p)
 
 

@@ -531,6 +531,30 @@ def test_latents_that_rounding_takes_out_of_their_support_weigh_nothing():
     assert 30 < tied.sum() < 120 and found.log_weights.isneginf().equal(tied)
 
 
+def test_draws_that_a_distribution_refuses_and_that_have_no_density_weigh_nothing():
+    """A Beta of which one side has underflown to 0 is refused, and its log density is minus infinity, and not NaN."""
+    y = torch.tensor([0.6, 0.7, 0.9])
+
+    def prior(y):
+        return pyro.sample("z", dist.Normal(torch.zeros(()), 30.0))
+
+    def sides(z):
+        return 10 * z.sigmoid(), 10 * (1 - z.sigmoid())
+
+    def model(y):
+        parameters = sides(prior(y))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Beta(*parameters), obs=y)
+
+    grid = torch.linspace(-12.0, 12.0, 24_001, dtype=torch.float64)
+    beta = dist.Beta(*sides(grid.unsqueeze(-1))).log_prob(y.double()).sum(-1)
+    expected = torch.trapezoid((beta + dist.Normal(0.0, 30.0).log_prob(grid)).exp(), grid).log()
+    found = importance_sample(model, prior, y, num_samples=20_000)
+    assert 0.2 < found.log_weights.isneginf().double().mean() < 0.4
+    assert all((side > 0).all() for side in sides(found.samples["z"][found.log_weights.isfinite()]))
+    assert abs(found.log_evidence - expected) < 4 * found.log_evidence_error
+
+
 def more(y):
     prior_guide(y)
     pyro.sample("nu", dist.Normal(0.0, 1.0))
