@@ -181,7 +181,8 @@ class Refutation:
         flat = False
         line = [kind(group, (1,) * self.nesting, self.nesting, False, away=away) for away in distances]
         others = [*line, *([kind(group, (1,) * self.nesting, self.nesting, False, 0.0, own)] if own else [])]
-        places = [*(f"{away:g} deviations away" for away in distances), "at a draw and its own data"]
+        places = ["at the prior's mean", *(f"{away:g} deviations away" for away in distances[1:])]
+        places.append("at a draw and its own data")
         for each in (here, *others):
             each.measure(sites := run(each))
             if not (here.is_finite() if each is here else each.totals.isfinite().all()):
@@ -193,7 +194,8 @@ class Refutation:
             flat = flat or each is here and not here.reaches(sites)
         for other, place in zip(others, places):
             if not here.explains(other):
-                return f"{_AT_ONCE}: {what}" if other is others[0] else f"{what}: its slopes are others {place}"
+                at_once = here.count is not None and other is others[0]
+                return f"{_AT_ONCE}: {what}" if at_once else f"{what}: its slopes are others {place}"
         first, *rest = others
         for other, place in zip(rest, places[1:]):
             gain, size = here.gain(first, other)
