@@ -58,13 +58,15 @@ class TruncatedNormal(TorchDistribution):
         at, left = self._mode()
         u = torch.rand(torch.Size(sample_shape) + self.batch_shape, dtype=at.scale.dtype, device=at.scale.device)
         u = torch.where(at.sign > 0, u, 1 - u).clamp(min=2.0**-54)  # so that draws are continuous in the parameters
-        log_p = (torch.lerp(left, torch.ones_like(left), u) * at.mass / _mills(at.place)).log()
+        log_mass = (torch.lerp(left, torch.ones_like(left), u) * at.mass).log()
         with torch.no_grad():
-            t = (-log_p * _mills(at.place)).clamp(min=0)
+            mills = _mills(at.place)
+            log_p = log_mass - mills.log()
+            t = (-log_p * mills).clamp(min=0)
             for _ in range(_STEPS):  # of Newton's, as the log of a distribution function is concave
-                t = _stepped(t, at.place, log_p)
+                t = _stepped(t, at.place, log_mass)
             t = torch.where(log_p > 0, -ndtri(log_p.exp() / 2).clamp(max=_UPMOST), t)
-        value = (at.edge - at.sign * at.scale * _stepped(t, at.place, log_p)).to(self.loc)
+        value = (at.edge - at.sign * at.scale * _stepped(t, at.place, log_mass)).to(self.loc)
         with torch.no_grad():  # as a Uniform has no density at its upper bound
             low, high = self.low.nextafter(self.high), self.high.nextafter(self.low)
         return value.clamp(low, high)
@@ -117,11 +119,11 @@ def _mills(z: Tensor) -> Tensor:
     return math.sqrt(math.pi / 2) * erfcx(-z / math.sqrt(2))
 
 
-def _stepped(t: Tensor, place: Tensor, log_p: Tensor) -> Tensor:
-    """Returns the deviations below ``place`` by a step towards where the distribution function has fallen to p.
+def _stepped(t: Tensor, place: Tensor, log_mass: Tensor) -> Tensor:
+    """Returns the deviations below ``place`` by a step towards where the mass is that, relative to the density there.
 
-    Its gradient by ``place`` and ``log_p`` is that of the solution.
+    Its gradient by ``place`` and ``log_mass`` is that of the solution.
     """
     t = t.detach()
     mills = _mills(place - t)
-    return t + mills.detach() * ((mills / _mills(place)).log() + t * (place - t / 2) - log_p)
+    return t + mills.detach() * (mills.log() + t * (place - t / 2) - log_mass)
