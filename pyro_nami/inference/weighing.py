@@ -72,8 +72,7 @@ def weighed_run(
                 raise error from None
         # Without validation a refused draw may be one of no density as well.
         refused = {name: part.isnan() | part.isneginf() for name, part in run.log_p.items()}
-        lost = torch.stack([part > 0 for part in per_draw(refused, run.extent).values()]).any(0)
-        if lost.all():
+        if (lost := _draws_of(refused, run.extent)).all():
             return run
         again = weigh(target, extent, {**_filled(run, lost), **(values or {})})
         log_p = {name: torch.where(refused[name], part, again.log_p[name]) for name, part in run.log_p.items()}
@@ -82,7 +81,12 @@ def weighed_run(
 
 def lost_draws(run: Weighed) -> Tensor:
     """Returns the draws at which the model's log density is NaN."""
-    return torch.stack([part.isnan() for part in per_draw(run.log_p, run.extent).values()]).any(0)
+    return _draws_of({name: part.isnan() for name, part in run.log_p.items()}, run.extent)
+
+
+def _draws_of(flags: Mapping[str, Tensor], extent: Extent) -> Tensor:
+    """Returns the draws at which any part of a site's log density has a flag."""
+    return torch.stack([count > 0 for count in per_draw(flags, extent).values()]).any(0)
 
 
 def _filled(run: Weighed, lost: Tensor) -> dict[str, Tensor]:
