@@ -397,7 +397,7 @@ def minimize(optimizer, loss):
 
 def amortized(model: Callable, **options: Any) -> AutoNaMIGuide:
     """A guide whose networks read the data from the first step on, though these may be the same in all of them."""
-    return AutoNaMIGuide(model, **{"refine": None, **options})
+    return AutoNaMIGuide(model, **{"mode": "amortized", **options})
 
 
 def learned(model: Callable, **options: Any) -> AutoNaMIGuide:

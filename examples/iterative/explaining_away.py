@@ -50,7 +50,7 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
     torch.manual_seed(cell["seed"])
     model = NoisyOrModel(patterns()).to(device)
     with torch.device(device):
-        base = AutoNaMIGuide(model, hidden_features=(64,), refine=None, **SYSTEMS[BASES[cell["base"]]])
+        base = AutoNaMIGuide(model, hidden_features=(64,), mode="amortized", **SYSTEMS[BASES[cell["base"]]])
         guide = AutoIterativeGuide(base, steps=cell["steps"], temperature=0.5, hidden_features=(64, 64))
         guide(x[:BATCH])
     optimizer = torch.optim.Adam(guide.parameters(), lr=cell["rate"])

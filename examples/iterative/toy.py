@@ -61,7 +61,7 @@ def simulated(model: Model, count: int) -> Tensor:
 
 def trained(model: Model, steps: int) -> AutoIterativeGuide:
     """Returns the guide, its steps trained on data that are simulated anew, its first estimate left as it is."""
-    base = AutoNaMIGuide(model, inverse="mean_field", within="independent", exact=False, refine=None)
+    base = AutoNaMIGuide(model, inverse="mean_field", within="independent", exact=False, mode="amortized")
     guide = AutoIterativeGuide(base, steps=STEPS, inputs=("estimate",), samples=SAMPLES)
     decay = 0.1 ** (1 / steps)
     optimizer = pyro.optim.ClippedAdam(lambda name: {"lr": 3e-3 if "updaters" in name else 0.0, "lrd": decay})

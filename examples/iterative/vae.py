@@ -79,7 +79,7 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
             hidden_features=hidden,
             activation=nn.functional.elu,
             exact=False,
-            refine=None,
+            mode="amortized",
         )
         guide = AutoIterativeGuide(base, hidden_features=hidden, **SYSTEMS[cell["system"]])
         guide(train[: chosen.batch])

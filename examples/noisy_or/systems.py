@@ -127,7 +127,7 @@ def fit(
     pyro.clear_param_store()  # where a guide that was trained before would lend a new one its weights
     if guide is None:
         with torch.device(x.device):
-            guide = AutoNaMIGuide(model, hidden_features=chosen.hidden, refine=None, **SYSTEMS[system])
+            guide = AutoNaMIGuide(model, hidden_features=chosen.hidden, mode="amortized", **SYSTEMS[system])
             guide(_batch(x))
     if system == "CDI":
         return guide

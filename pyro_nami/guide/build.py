@@ -25,6 +25,7 @@ from pyro_nami.guide.group_network import TooLargeError
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inverse_network import InverseNetwork
 from pyro_nami.guide.marginals import flaw_of_tables
+from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
@@ -41,7 +42,6 @@ from pyro_nami.reading.runner import own_dims
 __all__ = ["assemble"]
 
 _POOLED_FEATURES, _POOLING_UNITS = 16, (16,)
-_MOST_OFFSETS = 100_000  # instances of a factor
 _WIDEST = 2.0  # of a factor's first scale, in units of its prior's
 _PLENTY = 5  # instances from which an observed site is standardized by its own data
 
@@ -116,7 +116,10 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         for name, rule in plan.learned.items():
             factor = network.factors[name]
             network.group_of[name].set_units(factor, options.init_scale, _anchor_scale(first, rule))
-        network.set_offsets(_offset_plates(first, network))
+        if options.mode is Mode.MINIBATCHES:
+            network.vary([group for group in network.groups if group.factors[0].batch])
+        else:
+            network.set_offsets(_offset_plates(first, network))
     initial: dict[Hashable, Tensor] = {name: _initial(first, rule, network) for name, rule in plan.learned.items()}
     bounds = {factor.name: initial_bounds(first, child) for child, factor in plan.bounds.items()}
     network.starts = [{**initial, **dict(zip(bounds, each))} for each in zip(*bounds.values())] or [initial]
@@ -175,8 +178,7 @@ def _offset_plates(first: FirstCall, network: InverseNetwork) -> dict[str, dict[
         site = first.nodes[name if name in first.nodes else name[1]]  # of a bound's parameters, that of the child
         frames = [frame for frame in site["cond_indep_stack"] if frame.name in factor.batch]
         plates = {frame.name: (frame.dim, frame.full_size or frame.size) for frame in frames if frame.vectorized}
-        few = math.prod(size for _, size in plates.values()) <= _MOST_OFFSETS
-        if plates and (few or first.options.refine == "free"):
+        if plates and math.prod(size for _, size in plates.values()) <= first.options.max_offsets:
             found[name] = plates
     return found
 

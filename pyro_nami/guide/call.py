@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_nami.guide.inputs import IndexMaps
-from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.guide.target import Target
 from pyro_nami.reading.runner import Runner
 
 __all__ = ["Call"]
@@ -18,10 +18,7 @@ __all__ = ["Call"]
 
 @dataclass(frozen=True)
 class Call:
-    """One call's data.
-
-    Where it lacks data of a latent, the exact conditional is ``derived`` from ``context``, the last call in training.
-    """
+    """One call's data. Where another call is answered with the posterior of these, ``target`` is that one."""
 
     model: Callable
     args: tuple
@@ -35,13 +32,12 @@ class Call:
     new: tuple[str, ...] = ()  # latents that the first call lacked: drawn from the model's own conditional
     covariates: Mapping[str, Tensor] = field(default_factory=dict)  # site -> its covariates
     maps: IndexMaps = field(default_factory=lambda: IndexMaps({}, {}))  # of the rows that the factors read
-    familiar: bool = False  # whether the data are those that the guide has been trained on in all steps so far
+    moving: frozenset[str] = frozenset()  # observed sites whose values move with the model's parameters
     unseen: frozenset[str] = frozenset()  # latents of rows that no data covers
     constants: dict[Any, Any] | None = None  # of exact conditionals, kept from step to step in training
     tables: dict[Any, Any] = field(default_factory=dict)  # what was found of latents that come first, with its data
     starts: dict[Any, Any] = field(default_factory=dict)  # of Newton's method, group -> `Starts`
-    context: Call | None = None
-    derived: frozenset[str] = frozenset()
+    target: Target | None = None
 
     def argument(self, slot: int | str) -> Any:
         """Returns the model's argument at a position or of a name; None if this call has none."""
@@ -54,10 +50,6 @@ class Call:
         """Plate -> its frame, of the plates that `sites` are in."""
         frames = (frame for site in self.sites.values() for frame in site["cond_indep_stack"])
         return {frame.name: frame for frame in frames if frame.vectorized}
-
-    def source(self, group: ConjugateGroup) -> Call:
-        """Returns the call that the exact conditionals of some latents are derived from."""
-        return self if self.context is None or self.derived.isdisjoint(group.members) else self.context
 
     def run(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Returns the sites of a hidden run of the model on this call's arguments and instances; see `Runner`."""

@@ -74,7 +74,7 @@ def _search(first: FirstCall, sites: Collection[str]) -> tuple[dict[str, ColumnS
 
 def _explained(first: FirstCall, name: str, search: ColumnSearch) -> bool:
     """Whether arguments of the model hold the covariates of a site; then it needs no more draws."""
-    if len(first.frames[name]) != 1 or first.frames[name] & first.plates.subsampled:
+    if len(first.frames[name]) != 1 or first.frames[name] & first.plates.partial:
         return False
     (plate,) = first.frames[name]
     leaves = tree_leaves((first.args, first.kwargs))

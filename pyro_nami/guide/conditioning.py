@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 __all__ = [
     "Direct", "Flattened", "Gathered", "Plates", "Pooled", "Read", "Source",
-    "covariates_of", "flattened", "nodes_of", "parts_of", "plan_sources", "pooled_part",
+    "covariates_of", "flattened", "nodes_of", "parts_of", "plan_sources", "pooled_part", "site_of",
 ]
 
 
@@ -88,6 +88,11 @@ def covariates_of(site: Hashable) -> Hashable:
     return ("covariates", site)
 
 
+def site_of(node: Hashable) -> Any:
+    """Returns the site of a node: itself, or the site that the node holds the covariates of."""
+    return node[1] if isinstance(node, tuple) and node[:1] == ("covariates",) else node
+
+
 class Read(NamedTuple):
     """How elimination joins a factor and one of its parents."""
 
@@ -100,10 +105,16 @@ class Plates(NamedTuple):
 
     order: tuple[str, ...]  # all of them, outermost first
     fixed: frozenset[str] = frozenset()  # those of fixed size: flattened rather than pooled
-    subsampled: frozenset[str] = frozenset()  # of which a call may see a part; no node is read across one of them
+    subsampled: frozenset[str] = frozenset()  # of which the model or `create_plates` takes a part
+    minibatched: frozenset[str] = frozenset()  # of which the data of a call are a part
     determined: Mapping[str, frozenset[str]] = {}  # plate -> those that index maps lead to, closed transitively
     dims: Mapping[str, int] = {}  # plate -> its (negative) batch dim
     sizes: Mapping[str, int] = {}  # plate -> its size at the guide's first call
+
+    @property
+    def partial(self) -> frozenset[str]:
+        """Those of which a call may see a part; no node is read across one of them."""
+        return self.subsampled | self.minibatched
 
     @property
     def nesting(self) -> int:
@@ -195,11 +206,11 @@ class _Plan(NamedTuple):
             yield _DONE, self._at(Direct(node), frames)
             return
         there = frames <= plates.closure(rows)  # else the rows do not say which of its instances they read
-        if there and not plates.generators(lies | rows) - frames & (plates.subsampled | plates.fixed):
+        if there and not plates.generators(lies | rows) - frames & (plates.partial | plates.fixed):
             lies |= rows
         dims = plates.generators(lies)
         read = lies - (self.batch - across)
-        if read & plates.subsampled:
+        if read & plates.partial:
             return
         # A block is flattened, but not where the factor has rows of its own in it.
         kept = lies - read

@@ -18,6 +18,7 @@ from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import new_site
 from pyro_nami.guide.regression import regress
 from pyro_nami.guide.shapes import left_of_plates, sum_plates
+from pyro_nami.reading.expansion import log_density_of
 from pyro_nami.reading.isolation import on_ordinary_tensors
 
 __all__ = ["DensityGuide"]
@@ -71,16 +72,24 @@ class DensityGuide(LazyGuide):
         with self._pyro_context:
             call = self._begin(args, kwargs, draws=False)
             plan, state = self._made(), self._start(call)
-            if call.new:
-                raise ValueError(new_site(call.new[0]))
-            values = left_of_plates(latents, plan, call.held.keys() | call.lacking)
-            names = plan.rules if names is None else names
+            target = call.target
+            hidden = target.hidden if target is not None else frozenset()
+            new = [*call.new, *(name for name in (target.fresh if target else ()) if name not in plan.rules)]
+            if new:
+                raise ValueError(new_site(new[0]))
+            values = left_of_plates(latents, plan, call.held.keys() | call.lacking | hidden)
+            names = (plan.rules.keys() if names is None else set(names)) - hidden
             if sites is None:
                 needed = names and (plan.masked or any(plan.rules[name].reads_prior for name in names))
                 sites = call.run({**call.held, **values}, until=plan.rules) if needed else {}
             total = self.network.zero()
             for log_prob in densities(start_pass(plan, state, call), plan, call, values, sites, names):
                 total = total + sum_plates(log_prob, plan.plates.nesting)
+            if target is not None and target.fresh:
+                fresh = left_of_plates(latents, plan, plan.rules.keys() - target.fresh)
+                sites = target.call.run({**values, **fresh}, until=fresh)
+                for name in fresh:
+                    total = total + sum_plates(log_density_of(sites[name]), plan.plates.nesting)
             return total
 
     @torch.no_grad()

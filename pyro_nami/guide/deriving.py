@@ -36,7 +36,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     """Returns the exact conditionals of a group at what is drawn before it, by runs of the model of their own."""
     if group.form == "marginal":
         return marginal(plan, call, current, group, derive)
-    source, kept = call.source(group), call.source(group).constants
+    kept = call.constants
     values = {name: value for name, value in current.values.items() if name not in group.members}
     known = {name: value.clone() if value.is_inference() else value for name, value in values.items()}
     while True:
@@ -45,10 +45,9 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
             while following is not None:
                 expansion = following
                 with expanding():
-                    sites = source.run({**source.held, **known, **expansion.points}, until=expansion.until)
+                    sites = call.run({**call.held, **known, **expansion.points}, until=expansion.until)
                 check_members(expansion, sites, current)
-                if source is call:
-                    keep_constants(expansion, current, call, known)
+                keep_constants(expansion, current, call, known)
                 following = expansion.solve(sites)
                 if isinstance(expansion, Newton):
                     current.near[group] = expansion
@@ -57,10 +56,9 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {name: at.detach() for name, at in near.references.items()}
     elif near is not None and near.has_moved:
-        for starts, data in _starts(group, current, plan, source):
+        for starts, data in _starts(group, current, plan, call):
             starts.note(data, near.references)
-    if source is call:
-        current.ready.update({name: sites[name] for name in expansion.group.members})
+    current.ready.update({name: sites[name] for name in expansion.group.members})
     return expansion
 
 
@@ -73,13 +71,13 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
     if draws:  # what is drawn on the way will have the batch dims of plates outside
         leading = broadcast(leading, current.outer + (1,) * nesting)
-    lacking, observed = call.source(group).lacking, current.observed.intersection(group.members)
+    lacking, observed = call.lacking, current.observed.intersection(group.members)
     group = group.without(lacking, current.observed) if lacking or current.observed else group
     options: dict[str, Any] = {}
     if group.depths:
         options["sizes"] = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
     differentiable = torch.is_grad_enabled() and current.state.learns()
-    kept = (call.source(group).constants if differentiable and not torch.jit.is_tracing() else None) or {}
+    kept = (call.constants if differentiable and not torch.jit.is_tracing() else None) or {}
     constants = kept.get((group, leading))
     if constants is not None:
         forget = functools.partial(kept.__setitem__, (group, leading), None)
@@ -87,8 +85,8 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
     if group.has_mode or group.form == "Gaussian":
         wider = [each for each in current.near.values() if set(group.members) <= set(each.group.members)]
         at = wider[-1].means(current.values, group.members) if wider else kept.get((group, leading, "at"))
-        if not at and (group.has_mode or group in call.source(group).starts):
-            for starts, data in _starts(group, current, plan, call.source(group)):
+        if not at and (group.has_mode or group in call.starts):
+            for starts, data in _starts(group, current, plan, call):
                 at = starts.find(data, at or {})
         options["at"] = at  # where to start
     if group.in_turn:

@@ -29,13 +29,14 @@ from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
 from pyro_nami.guide.rules import Prior
+from pyro_nami.guide.target import Target
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, plate_shape
 from pyro_nami.reading.first_run import is_latent
 from pyro_nami.reading.runner import AllSeen, Runner, outer_sizes
 from pyro_nami.reading.vectorized import Vectorized
 
-__all__ = ["densities", "draw", "know_all", "start_pass"]
+__all__ = ["densities", "draw", "draw_fresh", "know_all", "start_pass"]
 
 _OF_THE_MODEL = frozenset({"enumerate", "_markov_scope", "_markov_depth"})
 
@@ -49,9 +50,44 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     rules = {name: rule for name, rule in plan.rules.items() if name not in call.lacking}
     rules |= {name: Prior(name) for name in (*(rules.keys() & call.unseen), *call.new)}
     validate = is_validation_enabled() and not torch.jit.is_tracing()
+    hidden = call.target.hidden if call.target is not None else frozenset()
+    private = _read_by_others(plan, hidden.intersection(rules))
+    rules = {name: rule for name, rule in rules.items() if name not in hidden or name in private}
     current = Pass(rules, plan.families, state, functools.partial(derive, plan, call), _relocation(plan), validate)
+    current.private = private
     current.outer = outer_sizes(plan.plates.nesting)
+    if private and (current.is_relocated() or pyro.poutine.get_mask() is not False):
+        raise NotImplementedError(
+            f"Expected a guide that draws '{min(private)}' after all others, in order to score a call that has other "
+            "instances of it; this one draws others given those of training. `Predictive` works; for densities use "
+            "another `inverse`, or give the data as observations=."
+        )
     return current
+
+
+def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
+    """Returns those of hidden latents that others are drawn given."""
+    found, left = set[str](), [name for name in plan.rules if name not in hidden]
+    while left:
+        name = left.pop()
+        needed = plan.groups[name].needed if name in plan.groups else ()
+        reads = {*plan.inverse.parents.get(name, ()), *needed}.intersection(hidden).difference(found)
+        found |= reads
+        left += reads
+    return frozenset(found)
+
+
+def draw_fresh(current: Pass, plan: Plan, target: Target) -> dict[str, Tensor]:
+    """Draws what a call has and training had not, given all others, from the model's own conditional; returns it."""
+    rules = {name: Prior(name) for name in target.fresh}
+    deriving = functools.partial(derive, plan, target.call)
+    follow = Pass(rules, {}, current.state, deriving, _relocation(plan), current.validate)
+    follow.values = {name: value for name, value in current.values.items() if name not in target.hidden}
+    follow.outer = current.outer
+    if rules:
+        _draw_along(follow, plan, target.call)
+    follow.check()
+    return follow.returned
 
 
 def draw(current: Pass, plan: Plan, call: Call) -> None:
@@ -127,7 +163,7 @@ class _DrawingRun(Runner):
         known = current.values.keys() | current.observed
         left = [name for name in group.members if name in current.rules and name not in known]
         sites = current.ready
-        if not sites.keys() >= set(left):  # as the conditionals were derived from another call
+        if not sites.keys() >= set(left):  # as the run that derived the conditionals ended before them
             sites = self._call.run({**self._call.held, **current.values}, until=left)
         for name in left:
             if current.rules[name].group is not None:
@@ -161,10 +197,11 @@ class _DrawingRun(Runner):
                 raise ValueError(observed_latent(name))
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
         else:
-            msg["stop"] = False
             self._drawn.add(name)
             msg["infer"] = _own_infer(msg)
-            msg["fn"] = current.outside(rule.distribution(current, msg["fn"].batch_shape, msg["fn"]))
+            fn = rule.distribution(current, msg["fn"].batch_shape, msg["fn"])
+            msg["stop"] = name in current.private
+            msg["fn"] = _for_each(current, fn) if msg["stop"] else current.outside(fn)
 
     def _first(self, group: ConjugateGroup) -> ConjugateGroup:
         """Returns the group to derive first: what another one's density reads has to be drawn before that."""
@@ -180,9 +217,8 @@ class _DrawingRun(Runner):
         waiting = group.needed.intersection(current.rules).difference(current.values, self.values)
         passed = not current.values.keys().isdisjoint(group.members)
         moved = bool(waiting) and current.is_relocated()  # where what is drawn lies is not known before
-        other = self._call.source(group) is not self._call
         again = isinstance(self._call.model, Vectorized)  # starts again where points bring batch dims
-        alone = passed or moved or other or again or group.iterates
+        alone = passed or moved or again or group.iterates
         if not waiting and (alone or not (self._gradients and torch.is_grad_enabled())):
             raise AllSeen
         if not alone and self._gradients and torch.is_grad_enabled():
@@ -191,7 +227,8 @@ class _DrawingRun(Runner):
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self._drawn and msg["value"] is not None:
-            msg["value"] = self._current.take(msg["name"], msg["value"], msg["fn"])
+            private = msg["name"] in self._current.private
+            msg["value"] = self._current.take(msg["name"], msg["value"], msg["fn"], seen=not private)
         super()._postprocess_message(msg)
 
 
@@ -214,8 +251,18 @@ def _draw_at(current: Pass, name: str, site: Mapping[str, Any], prior: Distribut
     if current.rules[name].group is not None:  # at points of an expansion the site has further dims
         shape = plate_shape(site)
     fn = current.rules[name].distribution(current, shape, prior)
+    if name in current.private:
+        fn = _for_each(current, fn)
+        current.take(name, fn(), fn, seen=False)
+        return
     with _At(site):
         current.take(name, pyro.sample(name, current.outside(fn)), fn)
+
+
+def _for_each(current: Pass, fn: Any) -> Any:
+    """Returns a distribution with the batch dims of the plates around the guide."""
+    ones = (1,) * (current.state.nesting - len(fn.batch_shape))
+    return fn.expand(current.outer + ones + fn.batch_shape) if current.outer else fn
 
 
 class _At(Messenger):

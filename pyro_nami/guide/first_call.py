@@ -19,6 +19,7 @@ from pyro_nami.factors.registry import features_of
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.conditioning import Plates
 from pyro_nami.guide.inversion import with_hidden_evidence, with_latent_blocks
+from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.options import Options
 from pyro_nami.reading.batched import takes_many
 from pyro_nami.reading.first_run import first_run, is_latent, is_passing, subsamples
@@ -47,6 +48,7 @@ class FirstCall(NamedTuple):
     plates: Plates
     frames: Mapping[str, frozenset[str]]  # site -> the plates that its tensor has dims for
     passing: frozenset[str]  # sites that other calls may lack
+    unread: frozenset[str]  # these, and data of which a call sees a part that no plate tells
     apart: frozenset[str] = frozenset()  # latents too large for networks to say how they depend on others
 
     @property
@@ -137,6 +139,9 @@ def first_call(
             f"Expected latent '{name}' in every call; it is in a sequential plate that the model subsamples. Use a "
             "vectorized plate, `with pyro.plate(...)`, or hide such latents: poutine.block(model, expose=[...])."
         )
+    plates = _plates(stacks.values(), net, {*subsampled, *subsamples(nodes)})
+    moving = _moving(options, net, stacks)
+    minibatched = {plate for name in moving for plate in _outermost(stacks[name], plates)}
     return FirstCall(
         model=model,
         args=args,
@@ -146,10 +151,24 @@ def first_call(
         net=with_hidden_evidence(net) if is_blocked(model) else net,
         prototype=prototype,
         draws=draws,
-        plates=_plates(stacks.values(), net, {*subsampled, *subsamples(nodes)}),
+        plates=plates._replace(minibatched=frozenset(minibatched)),
         frames={name: frozenset(frame.name for frame in stack) for name, stack in stacks.items()},
         passing=passing,
+        unread=passing.union(name for name in moving if not stacks[name]),
     )
+
+
+def _moving(options: Options, net: BayesNet, stacks: Mapping[str, list]) -> list[str]:
+    """Returns the sites whose values or covariates differ from minibatch to minibatch."""
+    if options.mode is not Mode.MINIBATCHES:
+        return []
+    named = options.moving or {name for name in net.observed if name in stacks and stacks[name]}
+    return [name for name in stacks if name in named]
+
+
+def _outermost(stack: list, plates: Plates) -> list[str]:
+    """Returns the outermost of some plates: minibatches are along that, as data of one row lie together."""
+    return sorted((frame.name for frame in stack), key=plates.order.index)[:1]
 
 
 def _is_compiled() -> bool:

@@ -104,10 +104,10 @@ class InverseNetwork(PyroModule):
     ) -> None:
         super().__init__()
         self.dims, self.nesting = dict(plates.dims), plates.nesting
-        self.simulated = self.varied = simulated  # whether the data vary in training
+        self.simulated = simulated
         self.starts: list[Mapping[Hashable, Tensor]] = []  # of which a guide's first call chooses one
         self.told: frozenset[str] = frozenset()  # latents that a user was warned of
-        self._stepped = False  # whether gradients have come back since the speeds were looked at
+        self.passes, self._stepped = 0, False  # that gradients came back from; whether since the speeds were looked at
         self.register_buffer("like", torch.empty(0, **factory), persistent=False)
         self._affine = {node: (f"shift_{i}", f"scale_{i}") for i, node in enumerate(standard)}
         for node, names in self._affine.items():
@@ -238,7 +238,14 @@ class InverseNetwork(PyroModule):
 
     def with_gradient(self) -> AbstractContextManager:
         """Returns a context of the guide's sites in which their densities have a gradient as `zero` has."""
-        return nullcontext() if self.groups else poutine.scale(scale=1 + self.zero())
+        if self.groups:
+            return nullcontext()
+        zero = self.zero()
+        if zero.requires_grad:
+            zero.register_hook(torch.zeros_like)  # whatever the densities are
+        scale = 1 + zero
+        self.count(scale)
+        return poutine.scale(scale=scale)
 
     # ---- what is learned beside gradients
 
@@ -257,10 +264,13 @@ class InverseNetwork(PyroModule):
                 module.restart()
                 module.speed.fill_(1.0)
 
-    @property
-    def passes(self) -> int:
-        """The number of passes that gradients have come back from."""
-        return self.groups[0].running.passes if self.groups else 0  # all groups count the same ones
+    def count(self, value: Tensor) -> None:
+        """Counts a pass once a gradient comes back to a value that all losses of it depend on."""
+        if value.requires_grad and not torch.jit.is_tracing():  # no Python runs in what is compiled
+            value.register_hook(self._count)
+
+    def _count(self, gradient: Tensor) -> None:
+        self.passes += 1
 
     @torch.no_grad()  # as a hook may run with gradients on
     def learn(self, record: TrainingRecord | None, gradient: Tensor) -> None:
@@ -299,20 +309,17 @@ class InverseNetwork(PyroModule):
             for part in (*networks, self.offsets, self.couplings):
                 part.quicken()
 
-    def vary(self) -> None:
-        """Lets the networks learn from data that vary, from now on."""
-        self.varied = True
-        for group in self.groups:
+    def vary(self, groups: Collection[GroupNetwork]) -> None:
+        """Has the networks of some groups learn from data that differ from step to step."""
+        for group in groups:
             group.vary()
 
     def get_extra_state(self) -> list[int]:
-        """Returns whether the data varied in training, and whether speeds are to be looked at."""
-        return [int(self.varied), int(self._stepped)]
+        """Returns the number of passes, and whether speeds are to be looked at."""
+        return [self.passes, int(self._stepped)]
 
     def set_extra_state(self, state: Sequence[int]) -> None:
-        if state[0] and not self.varied:
-            self.vary()
-        self._stepped = bool(state[1])
+        self.passes, self._stepped = state[0], bool(state[1])
 
 
 def _encoders(

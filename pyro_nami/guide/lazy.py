@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import pickle
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -25,12 +26,14 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call
+from pyro_nami.guide.conditioning import site_of
 from pyro_nami.guide.inverse_network import InverseNetwork
+from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Covariates, Plan
-from pyro_nami.guide.reader import CallReader
+from pyro_nami.guide.reader import CallReader, has_first_sizes
 from pyro_nami.guide.store_names import check_store
 from pyro_nami.messages import warn
 from pyro_nami.reading.covariates import column_of, plain_column
@@ -54,7 +57,7 @@ class LazyGuide(AutoGuide):
     _observed: ObservedFeatures
     _options: Options
     _waiting_state: tuple[dict[str, Any], bool, bool] | None
-    _told: bool = False  # that data are not those of training
+    _unmoved: list[tuple[Tensor, int]]  # parameters made by a change of mode, and their versions then
     network: InverseNetwork
 
     # ---- the first call
@@ -79,7 +82,10 @@ class LazyGuide(AutoGuide):
         subsampled = self._subsampled(*args, **kwargs)
         plan, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
         self._plan, self.network = plan, network
-        self._reader = CallReader(plan, self._options.covariates, self._options.index_maps)
+        mode = self._options.mode or (Mode.AMORTIZED if plan.semi_observed else Mode.FIXED)
+        if mode is Mode.AMORTIZED and not network.simulated:
+            network.vary(network.groups)
+        self._reader = CallReader(plan, self._options.covariates, self._options.index_maps, mode)
         self._observed = ObservedFeatures(self._options.embeddings)
         for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
             prototype.remove_node(name)
@@ -127,24 +133,29 @@ class LazyGuide(AutoGuide):
 
         Without arguments, where the model needs some, those are meant that it had in training.
         """
-        latest = None if self._plan is None or args or kwargs else self._reader.memory.latest
-        if latest is not None and needs_arguments(self.model):
-            args, kwargs = latest
+        context = None if self._plan is None or args or kwargs else self._reader.memory.context
+        if context is not None and needs_arguments(self.model):
+            args, kwargs = context[:2]
         observations = kwargs.get("observations") or {}
         if "observations" in kwargs and not takes_observations(self.model):
             kwargs = {key: value for key, value in kwargs.items() if key != "observations"}
+        may_train = self.training and torch.is_grad_enabled()
+        # A guide that scores first, or that is replayed (`pyro.infer.CSIS`), is trained on simulations.
+        replayed = bool(observations) and any(isinstance(handler, ReplayMessenger) for handler in _PYRO_STACK)
         if self._plan is None:
             first = kwargs
             if observations:
                 single = self._note_observations(observations, args, kwargs)
                 first = {**kwargs, "observations": single} if "observations" in kwargs else kwargs
-            # A guide that scores first, or that is replayed (`pyro.infer.CSIS`), is trained on simulations.
-            replayed = bool(observations) and any(isinstance(handler, ReplayMessenger) for handler in _PYRO_STACK)
-            simulated = self._options.simulated or replayed or not draws
             if self._waiting_state is not None:
-                simulated = self._waiting_state[0].get("_extra_state", {}).get("simulated", simulated)
-            self._options = self._options._replace(simulated=simulated)
+                self._take_mode(self._waiting_state[0].get("_extra_state", {}))
+            elif replayed or not draws:
+                self._options = self._options._replace(mode=Mode.AMORTIZED)
             self._setup_prototype(*args, **first)
+        else:
+            self._settle()
+            if self._reader.memory.mode is Mode.MINIBATCHES and self._options.mode is not Mode.MINIBATCHES:
+                self._go_over_to_minibatches(args, kwargs)
         plan = self._made()
         for name in observations:
             if name not in plan.names:
@@ -152,12 +163,44 @@ class LazyGuide(AutoGuide):
                 raise ValueError(f"Expected observations of the model's sites, {known}; got one of '{name}'.")
         if "observations" in kwargs:  # of several data sets, whose values the model's runs hold, it sees the first
             kwargs = {**kwargs, "observations": _first_set(observations, plan)}
-        plates, remember = self._create_plates(*args, **kwargs), self.training and torch.is_grad_enabled()
+        plates = self._create_plates(*args, **kwargs)
         call = Call(plan.for_many(self.model), args, kwargs)
         passes = self.network.passes
-        if remember:
-            self._reader.memory.latest = args, kwargs
-        return self._reader.read(call, plates, observations, remember=remember, passes=passes, draws=draws)
+        return self._reader.read(call, plates, observations, may_train=may_train, passes=passes, draws=draws)
+
+    def _go_over_to_minibatches(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Makes the guide anew for data that differ from step to step."""
+        memory = self._reader.memory
+        moving = frozenset(name for name in self._plan.sites if name in set(map(site_of, memory.history.moving)))
+        self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving)
+        del self.network  # and its parameters in the store, whose names the new ones have
+        self._setup_prototype(*args, **kwargs)
+        self._reader.memory = memory
+        memory.forget_derived()
+        self._unmoved = [(parameter, parameter._version) for parameter in self.network.parameters()]
+        logging.getLogger(__name__).warning(
+            "The data of %s differ from step to step, so the guide takes them for minibatches of one data set, over "
+            "%s: latents outside are learned from all steps, latents inside are inferred from the data of each call. "
+            "To say otherwise make the guide with mode='fixed', for one data set, or mode='amortized', for a posterior "
+            "of each data set.",
+            ", ".join(map(repr, sorted(moving))),
+            " and ".join(f"plate {plate!r}" for plate in sorted(self._plan.plates.minibatched)) or "no plate",
+        )
+
+    def _check_optimizer(self) -> None:
+        """Warns where an optimizer does not know the parameters that a change of mode made."""
+        unmoved, self._unmoved = self._unmoved, []
+        if unmoved and all(parameter._version == version for parameter, version in unmoved):
+            warn(
+                "The optimizer moves none of the parameters that the guide made when it took the data for minibatches. "
+                "Make the optimizer anew, with guide.parameters(), or the guide with mode='minibatches'."
+            )
+
+    def _take_mode(self, state: Mapping[str, Any]) -> None:
+        """Makes the options' mode that of a saved guide, unless that one was fixed, as guides are at first."""
+        mode = Mode(state.get("mode", Mode.FIXED.value))
+        if mode is not Mode.FIXED:
+            self._options = self._options._replace(mode=mode, moving=frozenset(state.get("moving", ())))
 
     def _note_observations(
         self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
@@ -172,7 +215,8 @@ class LazyGuide(AutoGuide):
         sampled = {name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site)}
         extra = [name for name in observations if name in sampled and name not in self._options.observed]
         observed = (*self._options.observed, *extra)
-        self._options = self._options._replace(observed=observed, simulated=bool(observed) or self._options.simulated)
+        mode = Mode.AMORTIZED if observed else self._options.mode
+        self._options = self._options._replace(observed=observed, mode=mode)
         more = {
             name: value.dim() - len(sites[name]["fn"].shape())
             for name, value in observations.items()
@@ -184,35 +228,25 @@ class LazyGuide(AutoGuide):
         self, call: Call, *, learning: bool = False, refinement: Mapping[Hashable, Tensor] | None = None
     ) -> NetworkState:
         """Returns the networks' state with everything observed known."""
-        plan, varied = self._made(), self._reader.memory.varied
-        others = varied and not self.network.varied
-        if self._reader.renewed:
-            self._reader.renewed = False
-            self.network.renew()
-        if others and not self.network.simulated or not self.network.settled:
+        plan, network = self._made(), self.network
+        if self._reader.moved:
+            self._reader.moved = False
+            network.renew()
+        if not network.settled:
             with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
-                state = NetworkState(self.network, call.maps)
-                self._observed.tell(state, plan, call, self.network)
+                state = NetworkState(network, call.maps)
+                self._observed.tell(state, plan, call, network)
                 state.settle()
-        if others:
-            self.network.vary()
-        looks = call.own and not (self.training and torch.is_grad_enabled())
-        if looks and not (varied or call.familiar or self._told) and self.network.passes:
-            self._told = True
-            warn(
-                "The guide was trained on the same data in every step, and these are others: what it learned of the "
-                "former by themselves is left out, and its networks have not learned to read data. Train it on data "
-                "that differ from step to step, or on simulations by InferenceCompilation, for it to serve all."
-            )
         state = NetworkState(
-            self.network,
+            network,
             call.maps,
             learning=learning,
-            constant=(call.familiar or learning and self._reader.waits) and not varied,
+            constant=self._reader.memory.mode is not Mode.AMORTIZED,
+            offsets=self._reader.memory.mode is Mode.FIXED and has_first_sizes(call, plan),
             indices=call.indices,
             refinement=refinement,
         )
-        self._observed.tell(state, plan, call, self.network)
+        self._observed.tell(state, plan, call, network)
         return state
 
     def serve_refinement(self) -> None:
@@ -222,11 +256,11 @@ class LazyGuide(AutoGuide):
             ValueError: where it was called already, and keeps some.
         """
         if self._plan is None:
-            self._options = self._options._replace(simulated=True)
+            self._options = self._options._replace(mode=Mode.AMORTIZED)
         elif not self.network.simulated:
             raise ValueError(
                 "Expected a guide that keeps no offsets for the data that it is trained on; got one that was called "
-                "already, with refine='auto'. Make it with refine=None, or call it later."
+                "already, and is fixed. Make it with mode='amortized', or call it later."
             )
 
     # ---- between calls
@@ -262,34 +296,43 @@ class LazyGuide(AutoGuide):
         return result
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What belongs to the weights: which covariates are read, at which draws, and marks of the data last seen.
+        """What belongs to the weights: the mode, which covariates are read, and fingerprints of the data of training.
 
-        With ``save_data=True`` these data, and the arguments that exact conditionals need, if these can be saved.
+        With ``save_data=True`` the arguments and data of training as well, if these are tensors and plain values.
         """
-        state: dict[str, Any] = {"simulated": self._options.simulated}
+        mode = self._options.mode
         if self._plan is None:
-            return state
+            return {} if mode is None else {"mode": mode.value}
         self._settle()
         memory, covariates = self._reader.memory, self._plan.covariates
-        state.update(references=list(covariates.references), varied=memory.varied)
-        state["columns"] = {site: [plain_column(c) for c in found] for site, found in covariates.columns.items()}
-        state["marks"] = {_key(name): mark for name, mark in memory.all_marks().items()}
-        if self._options.save_data:
-            state["seen"] = {_key(name): value for name, value in memory.seen.items()}
-            state["context"] = memory.plain_context()
-        return state
+        history = memory.history
+        return {
+            "mode": (mode or memory.mode).value,
+            "moving": sorted(self._options.moving),
+            "trained": history.is_trained,
+            "one_context": memory.has_one_context,
+            "data": {_key(node): each for node, each in (history.current or {}).items()},
+            "references": list(covariates.references),
+            "columns": {site: [plain_column(c) for c in found] for site, found in covariates.columns.items()},
+            "context": memory.plain_context() if self._options.save_data else None,
+        }
 
     def _settle(self) -> None:
+        """Takes in the latest call as a training step, if it was one."""
         if self._plan is not None:
             self._reader.settle(self.network.passes)
+            if self._unmoved and self.network.passes > 1:
+                self._check_optimizer()
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         device = self._plan.factory["device"]
         state = tree_map_only(Tensor, lambda value: value.to(device), dict(state))
+        if "columns" not in state:  # of a guide that was not called
+            return
         self._reader.memory.load(state, {_key(name): name for name in self._reader.names})
-        columns = {site: tuple(map(column_of, found)) for site, found in state.get("columns", {}).items()}
+        columns = {site: tuple(map(column_of, found)) for site, found in state["columns"].items()}
         columns = {**self._plan.columns, **columns}
-        covariates = Covariates(columns, list(state.get("references", ())))
+        covariates = Covariates(columns, list(state["references"]))
         self._set_plan(dataclasses.replace(self._plan, covariates=covariates))
 
     def _set_plan(self, plan: Plan) -> None:
@@ -299,7 +342,12 @@ class LazyGuide(AutoGuide):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state, or keeps it for the first call, when the guide gets its structure and parameters."""
-        if self._plan is None:
+        before = self._options.mode
+        self._take_mode(state_dict.get("_extra_state", {}))
+        if self._plan is None or self._options.mode is not before:
+            if self._plan is not None:  # of another mode, and so of other networks
+                self._plan = None  # type: ignore[assignment]
+                del self.network
             self._waiting_state = dict(state_dict), strict, assign
             return nn.modules.module._IncompatibleKeys([], [])
         self._set_plan(self._plan)

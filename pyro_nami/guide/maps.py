@@ -35,48 +35,25 @@ class MapReader:
         self._slots: dict[Pair, int] = {}
         self.forget()
 
-    @property
-    def names(self) -> list[tuple[str, ...]]:
-        """The names of the guide's state that hold maps, and those of the sizes of the plates that they lead to."""
-        return [("index", *pair) for pair in self._pairs] + [("size", p) for p in {p for _, p in self._pairs}]
-
     def forget(self) -> None:
         """Forgets the maps of earlier calls."""
         self._kept: tuple[Arguments, IndexMaps] | None = None
         self._table: dict[Pair, Tensor] = {}
         self._table_key = Arguments()
 
-    def read(self, call: Any, leaves: Sequence[Any], seen: Mapping[Any, Tensor], stale: frozenset[str]) -> IndexMaps:
-        """Returns the maps of a call with arguments ``leaves``.
-
-        For plates that are ``stale`` it brings no data, so factors read the rows seen last, by the maps in ``seen``.
-        """
-        lasting = not stale and not call.indices
-        if lasting and self._kept is not None:
+    def read(self, call: Any, leaves: Sequence[Any]) -> IndexMaps:
+        """Returns the maps of a call with arguments ``leaves``."""
+        if not call.indices and self._kept is not None:
             arguments, kept = self._kept
             if torch.jit.is_tracing():  # where no search can run; a map that is an argument is that of later calls
                 return IndexMaps({**kept.maps, **{pair: leaves[i] for pair, i in self._slots.items()}}, kept.sizes)
             if arguments.are(leaves):
                 return kept
-        old: dict[Pair, Any] = {pair: seen.get(("index", *pair)) for pair in self._pairs if pair[0] in stale}
-        old = {pair: index for pair, index in old.items() if index is not None}
         with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
-            maps, sizes = self._find(call, leaves, [pair for pair in self._pairs if pair not in old])
-        sizes |= {plate: int(seen["size", plate]) for _, plate in old}
-        found = IndexMaps({**maps, **old}, sizes)
-        if lasting:
+            found = IndexMaps(*self._find(call, leaves, self._pairs))
+        if not call.indices:
             self._kept = Arguments(leaves), found
         return found
-
-    def state(self, maps: IndexMaps) -> dict[Any, Tensor]:
-        """Returns a call's maps as part of the guide's state."""
-        state: dict[Any, Tensor] = {("index", *pair): maps.maps[pair] for pair in self._pairs}
-        return state | {("size", plate): torch.tensor(size, device="cpu") for plate, size in maps.sizes.items()}
-
-    def resized(self, call: Any) -> dict[str, int]:
-        """Returns the plates, with their sizes now, that had another size in the data that the call reads."""
-        now = {each.plate: _size(each, call.sites) for each in self.plan.map_plans}
-        return {plate: size for plate, size in now.items() if size != call.maps.sizes[plate]}
 
     def _find(
         self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]

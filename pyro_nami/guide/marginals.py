@@ -46,7 +46,7 @@ def first_ones(
     searched = options.inverse == "auto" and options.blocks is None and options.rules.keys().isdisjoint(rest)
     if not searched or not groups or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
         return None
-    if not all(group.is_exact for group in groups.values()) or first.plates.subsampled or first.passing or hidden:
+    if not all(group.is_exact for group in groups.values()) or first.plates.partial or first.unread or hidden:
         return None
     if options.simulated and any(group.is_tabulated for group in groups.values()):
         return None  # grids of grids take seconds for one data set
@@ -69,8 +69,7 @@ def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, deriv
 
     ``derive`` is `pyro_nami.guide.deriving.derive`.
     """
-    source = call.source(group)
-    leaves = tree_leaves([source.args, source.kwargs, source.values, source.held])
+    leaves = tree_leaves([call.args, call.kwargs, call.values, call.held])
     first = group.members[0]
     if torch.jit.is_tracing() and current.state.tells(f"{first}, compiled"):
         warn(
@@ -78,7 +77,7 @@ def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, deriv
             f"another size. Where data change, make the guide with rules={{'{first}': 'learned'}}."
         )
     known, found, seen = call.tables.get(group, (None, None, None))
-    joint = _Joint.of(plan, source, current, derive)
+    joint = _Joint.of(plan, call, current, derive)
     same = known is not None and known.are(leaves)
     sites = joint.sites_if_same(seen) if same else None
     if sites is None:
@@ -88,7 +87,7 @@ def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, deriv
             learned = dict.fromkeys(group.members, "learned")
             raise ValueError(f"At these data {error}. A guide with rules={learned} takes them.") from error
         call.tables[group] = known, found, joint.seen(group, found)
-    elif source is call:
+    else:
         current.ready.update({name: sites[name] for name in group.members})
     return found
 

@@ -23,8 +23,9 @@ from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.densities import DensityGuide
-from pyro_nami.guide.draw import draw, start_pass
+from pyro_nami.guide.draw import draw, draw_fresh, start_pass
 from pyro_nami.guide.inverse_network import as_pyro_module
+from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Plan, differences
 from pyro_nami.guide.rules import RuleNotes
@@ -35,6 +36,7 @@ from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
 __all__ = ["AutoNaMIGuide"]
 
 _MEDIAN_DRAWS, _FEW_DRAWS = 1000, 8  # for quantiles; to see whether the model can be run for many
+MODES = {"auto": None, **{mode.value: mode for mode in Mode}}
 _ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]  # made by Pyro's metaclass, which type checkers do not follow
 
 
@@ -77,10 +79,12 @@ class AutoNaMIGuide(DensityGuide):
             none; ``"bounded"`` for its conditional by a bound on its children's likelihood (`pyro_nami.Bound`), whose
             parameters networks give, the default for binary vectors under a `NoisyOr`; ``"bound"`` for that of the
             tightest bound, without networks. Where the inverse is no mean field, networks correct a bounded one.
-        refine: ``"auto"``: where the guide is trained on the same data in every step, what these say is left to
-            constants, those of each instance of a plate included (see `pyro_nami.guide.free_parameters`), unless it
-            has more than 1e5; networks read the latents alone, and data only once they vary. ``"free"``: in larger
-            plates as well. None: networks read the data from the first step on.
+        mode: what the guide answers for. ``"fixed"``: the one data set that it is trained on, subsampled plates
+            included; later calls have that posterior, whatever their arguments. ``"minibatches"``: one data set of
+            which each training step has another part among its arguments. ``"amortized"``: the data of each call.
+            ``"auto"``: fixed, until training steps turn out to be on minibatches.
+        max_offsets: in a fixed guide each instance of a plate has parameters of its own (offsets, see
+            `pyro_nami.guide.free_parameters`), unless a latent has more instances than this.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step; by default a little
             off the origin of unconstrained space, where gradients of many models are zero for reasons of symmetry, or
@@ -131,7 +135,8 @@ class AutoNaMIGuide(DensityGuide):
         anchor: bool = True,
         exact: bool = True,
         rules: Mapping[str, str] | None = None,
-        refine: str | None = "auto",
+        mode: str = "auto",
+        max_offsets: int = 100_000,
         init_loc_fn: Callable | None = None,
         init_scale: float = 0.1,
         create_plates: Callable | None = None,
@@ -147,10 +152,14 @@ class AutoNaMIGuide(DensityGuide):
         given["hidden_features"] = None if hidden_features is None else tuple(hidden_features)
         given["index_maps"] = dict(index_maps or {})
         given["rules"] = dict(rules or {})
-        self._options = Options(**{**given, "embeddings": embeddings}, simulated=bool(observed) or refine is None)
+        if mode not in MODES:
+            raise ValueError(f"Expected mode to be one of {', '.join(map(repr, MODES))}; got {mode!r}.")
+        given["mode"] = Mode.AMORTIZED if observed else MODES[mode]
+        self._options = Options(**{**given, "embeddings": embeddings}, moving=frozenset())
         self._options.check()
         self._plan = self._reader = None  # type: ignore[assignment]
         self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None
+        self._unmoved: list[tuple[Tensor, int]] = []
 
     # ---- what was found
 
@@ -194,6 +203,14 @@ class AutoNaMIGuide(DensityGuide):
         return RuleNotes({name: plan.note(name) for name in plan.rules})
 
     @property
+    def mode(self) -> str:
+        """What the guide answers for: ``"fixed"``, ``"minibatches"`` or ``"amortized"``; see the option."""
+        if self._plan is None:
+            return (self._options.mode or Mode.FIXED).value
+        self._settle()
+        return self._reader.memory.mode.value
+
+    @property
     def num_parameters(self) -> int:
         """Number of weights that the guide computes with: masked ones and padding do not count."""
         self._made()
@@ -219,7 +236,7 @@ class AutoNaMIGuide(DensityGuide):
         if self._plan is None:
             return "not called yet"
         exact = "".join(f", '{name}' by its exact conditional" for name in self.conjugate)
-        return f"{len(self._plan.rules)} latents{exact}; {self.num_parameters} weights"
+        return f"{self.mode}; {len(self._plan.rules)} latents{exact}; {self.num_parameters} weights"
 
     # ---- one call
 
@@ -243,9 +260,11 @@ class AutoNaMIGuide(DensityGuide):
         try:
             with self.network.with_gradient():
                 draw(current, plan, call)
+                fresh = draw_fresh(current, plan, call.target) if call.target is not None else {}
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
-        return {name: current.returned[name] for name in current.rules if name in current.returned}
+        found = {**current.returned, **fresh}
+        return {name: found[name] for name in (*plan.rules, *fresh) if name in found}
 
     # ---- summaries
 

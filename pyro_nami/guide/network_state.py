@@ -36,7 +36,8 @@ class NetworkState:
         network: the networks.
         maps: the call's index maps.
         learning: whether the pass goes into averages if it is trained on.
-        constant: whether the call's data are the same in every call.
+        constant: whether the data of training are the same in every step.
+        offsets: whether the call has the instances that offsets are of.
         indices: subsampled plate -> its instances.
         refinement: factor -> what is added to the parameters of this call's instances, ``(*plates, elements, params)``.
 
@@ -60,19 +61,23 @@ class NetworkState:
         *,
         learning: bool = False,
         constant: bool = False,
+        offsets: bool = False,
         indices: Mapping[str, Tensor] | None = None,
         refinement: Mapping[Hashable, Tensor] | None = None,
     ) -> None:
         learning, constant = learning and not network.simulated, constant and not network.simulated
-        options: dict[str, Any] = {"constant": constant, "indices": indices, "refinement": refinement}
+        offsets = offsets and not network.simulated
+        options: dict[str, Any] = {"constant": constant, "offsets": offsets}
+        options |= {"indices": indices, "refinement": refinement}
         self._remake = functools.partial(NetworkState, network, maps, **options)
         self._fixed: NetworkState | None = None
         self._drawn: set[Hashable] = set()
         self._network, self._constant = network, constant
         self._noting = learning and not torch.jit.is_tracing()  # a compiled pass runs no Python
+        self._counted = False
         if self._noting:
             network.quicken()
-        self._offsets = network.offsets.start(indices) if constant else {}
+        self._offsets = network.offsets.start(indices) if offsets else {}
         for name, added in (refinement or {}).items():
             self._offsets[name] = self._offsets[name] + added if name in self._offsets else added
         self._couplings: dict[Hashable, Any] = network.couplings.start()
@@ -84,6 +89,11 @@ class NetworkState:
         self._learning, self._pulls = learning, dict[GroupNetwork, Tensor]()
         self._rows: dict[Hashable, Tensor] = {}
         self._read: dict[GroupNetwork, Tensor] = {}  # what a group's network has read so far, for stacks
+
+    @property
+    def nesting(self) -> int:
+        """The number of plate dims."""
+        return self._network.nesting
 
     # ---- what is known
 
@@ -233,6 +243,9 @@ class NetworkState:
         rows, self._states[group] = self._states[group].advance(x, stop)
         if group.stacks:
             self._read[group] = concatenate([self._read[group], x]) if group in self._read else x
+        if not self._counted and rows.requires_grad:
+            self._network.count(rows)
+            self._counted = True
         if self._noting and rows.requires_grad:
             # Bound to no state, as a graph that holds what holds the graph is never freed.
             rows.register_hook(functools.partial(self._network.learn, self._record))

@@ -81,6 +81,7 @@ class Pass:
         self.ready: dict[str, Mapping[str, Any]] = {}  # latents whose site a run that derived conditionals has shown
         self.anchors: dict[str, Tensor | None] = {}  # location and scale of the prior, if the factor is relative to it
         self.freedom: dict[str, Tensor] = {}  # how much of its factor's own location each draw of a latent takes
+        self.private: frozenset[str] = frozenset()  # latents that handlers outside do not see
         self.outer = torch.Size()  # sizes of the plates around the guide, to the left of the model's own
         self._terms: dict[tuple, list[Term]] = {}
 
@@ -120,9 +121,13 @@ class Pass:
         """Returns a distribution as the handlers outside see it."""
         return fn if self._relocation is None else Relocated(fn, self._relocation)
 
-    def take(self, name: str, value: Tensor, fn: TorchDistribution) -> Tensor:
-        """Takes in the value that a latent got outside, by ``fn`` or by a replay; returns it as the model sees it."""
-        self.returned[name] = value
+    def take(self, name: str, value: Tensor, fn: TorchDistribution, seen: bool = True) -> Tensor:
+        """Takes in the value that a latent got outside, by ``fn`` or by a replay; returns it as the model sees it.
+
+        What handlers outside have not ``seen`` is known to other latents alone.
+        """
+        if seen:
+            self.returned[name] = value
         if self._relocation is not None:
             value = self._relocation.value_inside(value, len(fn.event_shape))
         elements = fn.recall(value) if isinstance(fn, SiteDistribution) else None

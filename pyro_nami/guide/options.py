@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from pyro_nami.guide.mode import Mode
 from pyro_nami.networks.pooling import ENCODERS
 
 __all__ = ["Options", "check_names"]
@@ -18,12 +19,13 @@ RULES = ("exact", "learned", "bounded", "bound")
 
 
 class Options(NamedTuple):
-    """The options of a guide, as `AutoNaMIGuide` documents them, and whether it is trained on simulations."""
+    """The options of a guide, as `AutoNaMIGuide` documents them; no mode is one that training steps decide."""
 
     inverse: Any
     blocks: Sequence[Sequence[str]] | None
     observed: tuple[str, ...]
-    simulated: bool
+    mode: Mode | None
+    moving: frozenset[str]
     families: Any
     hidden_features: tuple[int, ...] | None
     shared: bool
@@ -37,11 +39,16 @@ class Options(NamedTuple):
     anchor: bool
     exact: bool
     rules: Mapping[str, str]
-    refine: str | None
+    max_offsets: int
     init_loc_fn: Callable | None
     init_scale: float
     activation: Callable[[Tensor], Tensor] | None
     save_data: bool
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the data of each call decide, as where a guide is trained on simulations."""
+        return self.mode is Mode.AMORTIZED
 
     def check(self) -> None:
         """Raises for what can be told to be wrong before the guide's first call."""
@@ -54,8 +61,8 @@ class Options(NamedTuple):
         if self.pooling not in ENCODERS and not callable(self.pooling):
             names = ", ".join(ENCODERS)
             raise ValueError(f"Expected pooling to be one of {names}, or a callable; got {self.pooling!r}.")
-        if self.refine not in ("auto", "free", None):
-            raise ValueError(f"Expected refine to be 'auto', 'free' or None; got {self.refine!r}.")
+        if self.max_offsets < 0:
+            raise ValueError(f"Expected max_offsets >= 0; got {self.max_offsets}.")
         for site, rule in self.rules.items():
             if rule not in RULES:
                 names = ", ".join(map(repr, RULES))

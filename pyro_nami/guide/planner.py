@@ -106,7 +106,7 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
     covariates = find_covariates(first)
     # A ``pyro.factor`` couples what it reads, but holds no value; and of a part no data set can be told.
     empty = {name for name in net.sites if name not in nodes or nodes[name]["value"].numel() == 0}
-    reads = _in_reach(first, plan_reads(net, inverse, order, covariates.columns, empty | first.passing))
+    reads = _in_reach(first, plan_reads(net, inverse, order, covariates.columns, empty | first.unread))
     blocks = {name: block_of(first, name, inverse) if name not in bent else frozenset() for name in order}
     plates = first.plates._replace(fixed=frozenset().union(*blocks.values()))
     served = [name for name in order if name not in groups or name in near]
@@ -294,7 +294,8 @@ def _finder(first: FirstCall) -> Finder | None:
         nodes=first.nodes,
         frames=first.frames,
         nesting=first.plates.nesting,
-        subsampled=first.plates.subsampled,
+        subsampled=first.plates.partial,
+        unread=first.unread,
         excluded=first.semi_observed.union(hidden, first.passing, learned, given),
         predictive=set(first.net.latent) - seen,
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},

@@ -1,16 +1,16 @@
-"""Finding the data of each call of one guide: observed values, covariates and index maps.
+"""Finding the data of each call of one guide: observed values, covariates and index maps; and whose data decide.
 
 The sources of observed values are, in this order, ``observations=``; the model's arguments, where an observed site's
-value is one of them; a run of the model at reference values of its latents, where these do not tell; and what was last
-seen in training (`last_seen`). Each is a function from a call to one that knows more. Change this module to feed a
-guide from elsewhere, or to change what is kept from call to call.
+value is one of them; and a run of the model at reference values of its latents, where these do not tell. Each is a
+function from a call to one that knows more. `CallReader.read` says whose data the call is answered for: its own, or
+those of training (see `mode`). Change this module to feed a guide from elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -21,20 +21,31 @@ from torch.utils._pytree import tree_leaves
 from pyro_nami.guide.arguments import Arguments, Look, Looks
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
-from pyro_nami.guide.conditioning import covariates_of
+from pyro_nami.guide.conditioning import covariates_of, site_of
 from pyro_nami.guide.inputs import IndexMaps
 from pyro_nami.guide.maps import MapReader
-from pyro_nami.guide.memory import Memory, last_seen, same_values
+from pyro_nami.guide.memory import Memory
+from pyro_nami.guide.mode import Change, Data, Mode
 from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.guide.rules import fixed_size
+from pyro_nami.guide.target import Target, sites_of, target_of
 from pyro_nami.messages import warn
 from pyro_nami.reading.first_run import is_latent, is_passing
 from pyro_nami.reading.isolation import forked_rng, untouched
 from pyro_nami.reading.runner import is_fixed
 
-__all__ = ["CallReader"]
+__all__ = ["CallReader", "has_first_sizes"]
 
-_ARGUMENTS = ("arguments of the model",)  # the node of all of them, in memory
+_ARGUMENTS = ("arguments of the model",)  # the node of all of them, where data are made of parameters
+
+
+class _Step(NamedTuple):
+    """A call that is a training step if a backward pass comes back from it."""
+
+    passes: int  # that had come back before
+    call: Call
+    data: Data
+    notice: str  # what to warn of if it is none
 
 
 class CallReader:
@@ -43,19 +54,24 @@ class CallReader:
     Args:
         plan: the guide's; another one may take its place.
         covariates, index_maps: the guide's options of these names.
+        mode: the guide's.
     """
 
-    def __init__(self, plan: Plan, covariates: Any, index_maps: Mapping[tuple[str, str], Callable]) -> None:
+    def __init__(
+        self, plan: Plan, covariates: Any, index_maps: Mapping[tuple[str, str], Callable], mode: Mode
+    ) -> None:
         self.plan, self.covariates = plan, covariates
-        self.memory = Memory(varied=bool(plan.semi_observed))
+        self.memory = Memory(mode)
         self._maps = MapReader(plan, index_maps)
         self._looks = Looks()
         self._probed: tuple[Arguments, dict[str, Tensor]] | None = None
-        self._awaited: tuple[int, Call, Any] | None = None  # passes, and a call that is training if others follow; data
-        self.renewed = False  # whether training goes on with other data, which networks are yet to be centered on
+        self._step: _Step | None = None
+        self._latest_target: tuple[Arguments, Any, Target] | None = None
+        self._told: frozenset[str] = frozenset()
+        self.moved = False  # whether training goes on with another data set, which networks are yet to be centered on
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_awaited": None}
+        return {**self.__dict__, "_step": None, "_latest_target": None}
 
     def read(
         self,
@@ -63,28 +79,252 @@ class CallReader:
         plates: Mapping[str, pyro.plate],
         observations: Any,
         *,
-        remember: bool,
+        may_train: bool,
         passes: int,
         draws: bool,
     ) -> Call:
-        """Returns a call with its data; ValueError where a site has none, or is missing from the run.
+        """Returns the call whose data decide, with these; its ``target`` is the given one where this is another.
 
         Args:
             call: with model and arguments.
             plates: made outside the model.
             observations: values by site; those that are no observed sites are passed over.
-            remember: whether to keep what the call's own arguments bring, for calls that bring none.
-            passes: those of the networks in training that gradients have come back from.
+            may_train: whether a backward pass may come back from the call.
+            passes: how many have come back so far.
             draws: whether latents will be drawn; unless the model is run for that, it has to be run for their plates.
+
+        Raises:
+            ValueError: where a site has no data, or is missing from the run.
+        """
+        memory, plan = self.memory, self.plan
+        self.settle(passes)
+        given = any(observations.get(name) is not None for name in plan.read)
+        trained = memory.mode is Mode.FIXED and memory.history.is_trained
+        subsampled, predicts = bool(plan.plates.subsampled), trained and not may_train
+        if predicts and not subsampled and self._has_call(call.model):
+            return self._answer(call)
+        own = self._with_values(call, plates, observations, draws)
+        if predicts and subsampled and memory.has_one_context and self._has_call(call.model):
+            return self._answer(call, own)
+        absent = [name for name in plan.read if name not in own.values and name not in own.lacking]
+        if absent:
+            return self._without(absent, own, call, given)
+        own = self._completed(own)
+        if given:
+            return self._explicit(own) if trained else own
+        if trained:
+            return self._compared(own, call, may_train, passes)
+        return self._noted(own, may_train, passes)
+
+    def settle(self, passes: int) -> None:
+        """Takes in the latest call as a training step if a backward pass has come back from it."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if passes == step.passes:
+            self._tell(step.notice)
+            return
+        memory = self.memory
+        change = memory.history.step(step.data)
+        if change is Change.MINIBATCHES:
+            memory.mode = Mode.MINIBATCHES
+        if change is Change.MOVED:
+            memory.forget_derived()
+            self.moved = True
+        if change in (Change.NONE, Change.MOVED):
+            memory.keep(step.call)
+
+    def forget(self) -> None:
+        """Forgets what was found for the arguments of earlier calls."""
+        self._probed = None
+        self.memory.forget_derived()
+        self._maps.forget()
+
+    @property
+    def names(self) -> list[Any]:
+        """The nodes that a state may be of."""
+        return [*self.plan.sites, *map(covariates_of, self.plan.sites), _ARGUMENTS]
+
+    def apply(self, fn: Callable[[Tensor], Tensor], plan: Plan) -> None:
+        """Applies ``fn`` to all tensors kept, to move them to another device, where ``plan`` is."""
+        self.plan = self._maps.plan = plan
+        self.memory.apply(fn)
+        self.forget()
+
+    # ---- whose data decide
+
+    def _has_call(self, model: Callable) -> bool:
+        """Whether there is a call whose data the guide answers for; a loaded guide makes it of what was saved."""
+        memory = self.memory
+        if memory.call is None and memory.context is not None:
+            args, kwargs, indices, values = memory.context
+            call = Call(model, args, kwargs, indices=indices, values=values, held=values)
+            memory.call = self._with_data(call)
+        return memory.call is not None
+
+    def _answer(self, call: Call, own: Call | None = None) -> Call:
+        """Returns the call whose data the guide answers for, as the answer to another one.
+
+        Where plates are subsampled, that is at the instances of the other one, which ``own`` has.
+        """
+        memory = self.memory
+        answer = memory.call
+        assert answer is not None
+        answer = replace(answer, model=call.model)
+        if own is not None and own.indices:
+            answer = self._at_instances(answer, own)
+        elif answer.moving:
+            held = {name: value for name, value in answer.held.items() if name not in answer.moving}
+            answer = self._with_data(replace(answer, values=held, held=held))
+        answer = replace(answer, target=self._target(answer, own or call), constants=memory.constants)
+        return replace(answer, tables=memory.tables, starts=memory.starts)
+
+    def _at_instances(self, answer: Call, own: Call) -> Call:
+        """Returns a call with its data at other instances of subsampled plates, by a run of the model."""
+        plan, parts = self.plan, self.plan.plates.subsampled
+        for plate, index in own.indices.items():
+            if plate in answer.indices and len(index) != len(answer.indices[plate]):
+                return replace(own, target=None)
+        kept = {name: value for name, value in answer.values.items() if parts.isdisjoint(plan.sites[name].plates)}
+        held = {name: value for name, value in answer.held.items() if name in kept}
+        return self._with_data(replace(answer, indices=own.indices, values=kept, held=held, own={}))
+
+    def _target(self, answer: Call, call: Call) -> Target:
+        """Returns how a call differs from the one that answers it; found anew where its arguments are others."""
+        leaves = _leaves(call)
+        kept = self._latest_target
+        if kept is None or kept[1] is not answer.values or not kept[0].are(leaves) or call.indices:
+            before, now = (each.sites or sites_of(each, self.plan) for each in (answer, call))
+            kept = self._latest_target = Arguments(leaves), answer.values, target_of(call, before, now, self.plan)
+        if self._step is None:
+            self._tell(kept[2].notice)
+        return kept[2]
+
+    def _compared(self, own: Call, call: Call, may_train: bool, passes: int) -> Call:
+        """Returns the answer of a trained guide to a call with data: these, if they are those of training."""
+        memory = self.memory
+        data, tracing = self._data_of(own), torch.jit.is_tracing()
+        same = tracing or data == memory.history.current
+        if may_train and not tracing:
+            self._step = _Step(passes, memory.frozen(own, data), data, "")
+        if same:
+            _check_sizes(own, self.plan)
+            if memory.call is None:
+                memory.keep(memory.frozen(own, data))
+            return replace(own, constants=self._constants(own), tables=memory.tables, starts=memory.starts)
+        if not self._has_call(call.model):
+            if self.plan.read or self.plan.groups:
+                raise ValueError(_no_data(next(iter(self.plan.read or self.plan.groups))))
+            return own
+        answer = self._answer(call, own)
+        if self._step is not None and answer.target is not None:
+            self._step = self._step._replace(notice=answer.target.notice)
+        return answer
+
+    def _noted(self, own: Call, may_train: bool, passes: int) -> Call:
+        """Returns a call whose own data decide, and keeps it for calls that bring none."""
+        memory = self.memory
+        _check_sizes(own, self.plan)
+        fixed, data = memory.mode is Mode.FIXED, self._data_of(own)
+        if fixed or memory.mode is Mode.AMORTIZED and (may_train or memory.call is None):
+            frozen = memory.frozen(own, data)
+            if frozen is not memory.call:
+                memory.constants.clear()
+            memory.keep(frozen)
+            if fixed and may_train and torch.jit.is_tracing():  # compiled steps do not come here again
+                memory.history.step(data)
+            elif fixed and may_train:
+                self._step = _Step(passes, frozen, data, "")
+        return replace(own, constants=self._constants(own), tables=memory.tables, starts=memory.starts)
+
+    def _constants(self, own: Call) -> dict[Any, Any] | None:
+        return None if own.indices or self.memory.mode is Mode.MINIBATCHES else self.memory.constants
+
+    def _without(self, absent: Sequence[str], own: Call, call: Call, given: bool) -> Call:
+        """Returns the answer to a call that lacks data of some sites.
+
+        Raises:
+            ValueError: where nothing else says what these data are.
+        """
+        memory, plan = self.memory, self.plan
+        known = self._has_call(call.model)
+        brings_none = not any(name in own.values for name in plan.read)
+        if known and not given and (memory.mode is Mode.FIXED or memory.mode is Mode.AMORTIZED and brings_none):
+            return self._answer(call, own)
+        held = memory.call.values if memory.call is not None and memory.mode is not Mode.AMORTIZED else {}
+        if memory.mode is Mode.MINIBATCHES:
+            held = {name: value for name, value in held.items() if name not in memory.history.moving}
+        values = {name: held[name] for name in absent if name in held}
+        absent = [name for name in absent if name not in values]
+        own = replace(own, values={**own.values, **values}, held={**own.held, **values})
+        if not absent:
+            return replace(self._completed(own), tables=memory.tables, starts=memory.starts)
+        if memory.mode is not Mode.MINIBATCHES or not memory.history.moving.issuperset(absent):
+            raise ValueError(_no_data(absent[0]))
+        unseen = [name for name in plan.order if not set(plan.inverse.parents[name]).isdisjoint(absent)]
+        names, sites = ", ".join(map(repr, unseen)), ", ".join(map(repr, absent))
+        self._tell(
+            f"This call brings no data of {sites}, by which the guide infers {names} row by row: they are drawn from "
+            "the model's own conditional given all others."
+        )
+        own = replace(self._completed(own), tables=memory.tables, starts=memory.starts)
+        return replace(own, unseen=own.unseen.union(unseen))
+
+    def _explicit(self, own: Call) -> Call:
+        """Returns the answer of a trained guide to a call with ``observations=``: what is derived is of these data."""
+        plan = self.plan
+        unseen: frozenset[str] = frozenset()
+        _check_sizes(own, plan)
+        if self._has_call(own.model) and self.memory.call is not None:
+            unseen = frozenset(self._target(self.memory.call, own).fresh).intersection(plan.learned)
+        names = [name for name in plan.learned if name not in unseen]
+        if names:
+            self._tell(
+                f"These observations are not the data that the guide was trained on: {', '.join(map(repr, names))} "
+                "were learned on those alone and answer as they were trained. Train the guide on these data, or on "
+                "simulations by InferenceCompilation, for it to serve both."
+            )
+        return replace(own, unseen=unseen, starts=self.memory.starts)
+
+    def _data_of(self, call: Call) -> Data:
+        """Returns what tells whether a call's data are those of training: fingerprints of values and covariates.
+
+        Minibatches of a subsampled plate are taken to be the same data. Values that move with the model's parameters
+        (a residual, say) are the same if the arguments are.
         """
         plan = self.plan
-        leaves = [*call.args, *call.kwargs.values(), *call.kwargs]
-        if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
-            leaves = tree_leaves(leaves)
+        values: dict[Hashable, Tensor] = {}
+        for name in plan.read:
+            if name in call.values and name not in call.moving:
+                values[name] = call.values[name]
+        values |= {covariates_of(name): value for name, value in call.covariates.items()}
+        parts = plan.plates.subsampled
+        values = {node: each for node, each in values.items() if parts.isdisjoint(plan.sites[site_of(node)].plates)}
+        if call.moving:
+            values[_ARGUMENTS] = _joined(_leaves(call))
+        return self.memory.data_of(values)
+
+    def _tell(self, notice: str) -> None:
+        """Warns of something once."""
+        if notice and notice not in self._told:
+            self._told |= {notice}
+            warn(notice)
+
+    # ---- what a call's data are
+
+    def _with_data(self, call: Call) -> Call:
+        """Returns a call with all that its arguments say."""
+        return self._completed(self._with_values(call, {}, {}, draws=True))
+
+    def _with_values(
+        self, call: Call, plates: Mapping[str, pyro.plate], observations: Mapping[str, Any], draws: bool
+    ) -> Call:
+        """Returns a call with the observed values that it brings."""
+        plan, leaves = self.plan, _leaves(call)
         kind = self._looks.kind(leaves)
         look = self._looks.known(kind)
         parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
-        call = replace(call, indices=parts) if parts else call
+        call = replace(call, indices={**call.indices, **parts}) if parts else call
         call = _from_observations(call, plan, observations) if observations else call
         call = _from_arguments(call, plan, look.slots if look is not None else {})
         complete = all(name in call.values for name in plan.read)
@@ -94,40 +334,16 @@ class CallReader:
         if look is None:
             look = _look_at(call, plan)
             self._looks.note(kind, look)
+        return replace(call, moving=look.moving)
+
+    def _completed(self, call: Call) -> Call:
+        """Returns a call whose values are known with its covariates and index maps."""
+        plan, leaves = self.plan, _leaves(call)
         if plan.columns:
             call = replace(call, covariates=self._covariates(call, leaves))
-        absent = [name for name in plan.read if name not in call.values]
-        if observations or any(map(_is_data, call.sites.values())):
-            absent = [name for name in absent if name not in call.lacking]
         if plan.map_plans:
-            call = replace(call, maps=self._index_maps(call, leaves, absent))
-        call = self._compared(call, observations, remember, passes, look.moving, leaves)
-        if call.familiar and remember and draws and not call.indices:
-            call = replace(call, constants=self.memory.constants)
-        call = replace(call, tables=self.memory.tables, starts=self.memory.starts)
-        if absent:
-            call = last_seen(call, plan, self.memory, absent, self._maps.resized(call))
-        _check_sizes(call, plan)
+            call = replace(call, maps=self._index_maps(call, leaves))
         return call
-
-    def forget(self) -> None:
-        """Forgets what was found for the arguments of earlier calls."""
-        self._probed = None
-        self.memory.constants.clear()
-        self.memory.tables.clear()
-        self.memory.starts.clear()
-        self._maps.forget()
-
-    @property
-    def names(self) -> list[Any]:
-        """The names under which values may be remembered."""
-        return [*self.plan.sites, *map(covariates_of, self.plan.sites), *self._maps.names, _ARGUMENTS]
-
-    def apply(self, fn: Callable[[Tensor], Tensor], plan: Plan) -> None:
-        """Applies ``fn`` to all tensors kept, to move them to another device, where ``plan`` is."""
-        self.plan = self._maps.plan = plan
-        self.memory.apply(fn, plan.factory["device"])
-        self.forget()
 
     def _covariates(self, call: Call, leaves: list) -> dict[str, Tensor]:
         """Returns the covariates of every site, probed anew only where the model's arguments changed."""
@@ -145,84 +361,27 @@ class CallReader:
         self._probed = Arguments(leaves), values
         return values
 
-    def _index_maps(self, call: Call, leaves: list, absent: Collection[str]) -> IndexMaps:
-        plan = self.plan
-        for name in [name for each in plan.map_plans for name in (*each.values, *each.targets)]:
+    def _index_maps(self, call: Call, leaves: list) -> IndexMaps:
+        for name in [name for each in self.plan.map_plans for name in (*each.values, *each.targets)]:
             if name in call.lacking:
                 raise ValueError(missing_site(name))
-        stale = frozenset().union(*(plan.sites[name].plates for name in absent))
-        return self._maps.read(call, leaves, self.memory.seen, stale)
-
-    def settle(self, passes: int, data: Mapping[Hashable, Tensor] | None = None) -> None:
-        """Takes in the last call's data, other than all before, if gradients have come back from it since.
-
-        A look at other data is no training on them. If this call has the same ``data`` again, and as many latents as
-        before, training goes on with them: they are the data now. Else data vary.
-        """
-        if self._awaited is not None and passes > self._awaited[0]:
-            _, call, last = self._awaited
-            again = data is not None and last is not None and _are_equal(data, last) and self._fits(call)
-            self._take_in(call, varied=not again)
-            if again:
-                self.memory.renew()
-                self.renewed = True
-        self._awaited = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is yet to be seen if the last call's data are what training goes on with."""
-        return self._awaited is not None and self._awaited[2] is not None and self._fits(self._awaited[1])
-
-    def _fits(self, call: Call) -> bool:
-        """Whether plates of latents are of the sizes that they had at first."""
-        local = frozenset().union(*(self.plan.sites[name].plates for name in self.plan.rules))
-        return not any(_other_sizes(call, self.plan, call.values, local))
-
-    def _compared(
-        self,
-        call: Call,
-        observations: Mapping[str, Any],
-        remember: bool,
-        passes: int,
-        moving: Collection[str],
-        leaves: Sequence[Any],
-    ) -> Call:
-        """Returns a call that knows whether its data are those of training, and remembers them if they belong there.
-
-        Minibatches are taken to be the data seen; data given by ``observations`` are those of one call. Data that are
-        ``moving`` with the model's parameters (a residual, say) are the same if the tensors of its arguments are.
-        """
-        plan, memory = self.plan, self.memory
-        values: list[tuple[str, Hashable, Tensor]] = []
-        values += [(name, name, call.values[name]) for name in plan.read if name in call.values]
-        values += [(name, covariates_of(name), value) for name, value in call.covariates.items()]
-        still = [each for each in values if each[0] not in moving]
-        data = [(n, value) for name, n, value in still if plan.plates.subsampled.isdisjoint(plan.sites[name].plates)]
-        arguments = {_ARGUMENTS: _joined(leaves)} if moving else {}
-        data += arguments.items()
-        given = any(observations.get(name) is not None for name in plan.read)
-        self.settle(passes, dict(data))
-        familiar = not memory.varied and not given and memory.holds(data)
-        if remember and not familiar and not memory.varied and passes:
-            self._awaited = passes, call, None if given else dict(data)
-        elif remember:
-            self._take_in(call, varied=not familiar)
-        if remember:
-            self.memory.keep(arguments, None)
-        return replace(call, familiar=familiar)
-
-    def _take_in(self, call: Call, varied: bool) -> None:
-        """Remembers the data of a call that belongs to training."""
-        self.memory.varied = self.memory.varied or varied
-        if call.own:
-            covariates = {covariates_of(name): value for name, value in call.covariates.items()}
-            context = call.args, dict(call.kwargs), dict(call.indices), dict(call.values)
-            kept = {**call.own, **covariates, **self._maps.state(call.maps)}
-            self.memory.keep(kept, context if self.plan.groups else None)
+        return self._maps.read(call, leaves)
 
 
-def _are_equal(one: Mapping[Hashable, Tensor], other: Mapping[Hashable, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(same_values(value, other[node]) for node, value in one.items())
+def _leaves(call: Call) -> list[Any]:
+    """Returns all that a call's arguments hold, and the names of those that have one."""
+    leaves = [*call.args, *call.kwargs.values(), *call.kwargs]
+    if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
+        leaves = tree_leaves(leaves)
+    return leaves
+
+
+def _no_data(site: str) -> str:
+    return (
+        f"Expected data for the observed site '{site}'; this call brings none, and the guide has seen none. Pass the "
+        f"data that the guide is to answer for as the model takes them, or as observations={{'{site}': value}}. A "
+        "loaded guide has the data of its training only if it was saved with save_data=True: call it once with these."
+    )
 
 
 def _look_at(call: Call, plan: Plan) -> Look:
@@ -332,6 +491,12 @@ def _check_sizes(call: Call, plan: Plan) -> None:
     for plate, held in _other_sizes(call, plan, call.values.keys() & plan.read, plan.blocks.keys()):
         if held != 1:
             raise ValueError(fixed_size(plan.blocks[plate], plate, plan.plates.sizes[plate], held))
+
+
+def has_first_sizes(call: Call, plan: Plan) -> bool:
+    """Whether the plates of latents, but for those that are subsampled, have the sizes of the guide's first call."""
+    plates = frozenset().union(*(plan.sites[name].plates for name in plan.rules)) - plan.plates.subsampled
+    return not any(_other_sizes(call, plan, call.values, plates))
 
 
 def _other_sizes(

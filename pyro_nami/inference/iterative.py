@@ -58,7 +58,8 @@ class AutoIterativeGuide(AutoGuide):
     Use it as any guide of Pyro's. With `IterativeELBO` all steps are trained, not only the last.
 
     Args:
-        guide: an `AutoNaMIGuide`, made with ``refine=None`` or ``observed=`` or not called yet; trained with this one.
+        guide: an `AutoNaMIGuide`, made with ``mode="amortized"`` or ``observed=`` or not called yet; trained with
+            this one.
         steps: learned steps in a call. With 0 it is ``guide``.
         encode: ``"gradients"``, or ``"errors"``: for latent Gaussian models, (x - mean) / variance of each site.
         update: ``"highway"`` (gated) or ``"direct"``; see `Updater`.
@@ -69,7 +70,7 @@ class AutoIterativeGuide(AutoGuide):
         temperature: of relaxed draws of binary and one-hot latents in steps; None leaves these unrefined.
 
     Raises:
-        ValueError: for options that are none, or a guide that keeps offsets of its own (``refine="auto"``).
+        ValueError: for options that are none, or a guide that keeps offsets of its own (a fixed one).
 
     References:
         Marino, Yue and Mandt 2018, Iterative Amortized Inference.

@@ -48,6 +48,7 @@ class Finder(Refutation):
         net: the model's network.
         nodes: the sites of a run of the model, and ``frames`` the plates of each.
         subsampled: plates of which a call sees a part only.
+        unread: observed sites of which a call sees a part only.
         excluded: latents that are to have no exact conditional.
         predictive: latents without data.
         bounds: latents whose conditionals are to be by bounds -> "bounded" or "bound", see `ConjugateGroup`.
@@ -58,6 +59,7 @@ class Finder(Refutation):
     nodes: Mapping[str, Any]
     frames: Mapping[str, frozenset[str]]
     subsampled: Collection[str]
+    unread: Collection[str]
     excluded: Collection[str]
     predictive: Collection[Any]
     bounds: Mapping[str, str] = field(default_factory=dict)
@@ -239,7 +241,7 @@ class Finder(Refutation):
                 yield f"'{child}' depends on it, which is no site with a density"
             elif self._form(name) == "enumeration" and not self.frames[name] <= self.frames[child]:
                 yield f"'{child}' reads several of its instances"
-            elif not self.frames[child].intersection(self.subsampled) <= self.frames[name]:
+            elif child in self.unread or not self.frames[child].intersection(self.subsampled) <= self.frames[name]:
                 yield f"a call sees a part only of '{child}', which depends on it"
         if name in self.excluded:
             yield "the options, or its role in the model, exclude it"

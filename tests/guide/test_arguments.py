@@ -76,7 +76,7 @@ def test_a_flag_that_comes_late_is_seen_at_once():
             if second:
                 pyro.sample("w", dist.Normal(z, 1.0), obs=y)
 
-    guide = AutoNaMIGuide(model, refine=None)
+    guide = AutoNaMIGuide(model, mode="amortized")
     guide(Y, True)
     for _ in range(20):
         guide(Y, True)

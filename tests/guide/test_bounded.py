@@ -258,7 +258,7 @@ def test_the_correction_closes_the_gap_that_independence_leaves():
     for inverse in ("mean_field", "auto"):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        guide = called(model, X, inverse=inverse, refine=None)
+        guide = called(model, X, inverse=inverse, mode="amortized")
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Trace_ELBO(num_particles=10, vectorize_particles=True))
         for _ in range(400):
             svi.step(X)

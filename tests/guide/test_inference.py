@@ -387,7 +387,7 @@ def line(x, y=None):
 def test_predictive_without_data_uses_the_data_last_seen_in_training(inverse, exact):
     """At the same inputs, and at others of another size: global latents still read the training data."""
     x, y, new = torch.randn(6), torch.randn(6), torch.randn(9)
-    guide = AutoNaMIGuide(line, inverse=inverse, exact=exact, refine=None)  # whose networks read data
+    guide = AutoNaMIGuide(line, inverse=inverse, exact=exact, mode="amortized")  # whose networks read data
     steps(line, guide, x, y, count=1)
     scatter(guide)
     for parallel in (False, True):

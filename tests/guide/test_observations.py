@@ -115,12 +115,18 @@ def shifted(x, y=None):
 
 @pytest.mark.parametrize("rows", [3, 6, 9])
 def test_latents_of_new_rows_come_from_the_model(rows):
-    """In a call without data: those of a plate of another size, and those whose covariates are others."""
+    """In a call without data: those of a plate of another size. Those of a plate of the same size stay."""
     x, y = torch.randn(6), torch.randn(6)
     guide = ready(shifted, x, y, inverse="reverse", exact=False)
     assert not isinstance(poutine.trace(guide).get_trace(x).nodes["z"]["fn"], dist.Normal)
     new = torch.linspace(-1, 1, rows)
-    trace = poutine.trace(guide).get_trace(new)
+    if rows == 6:
+        with torch.no_grad():
+            values = guide(x, y)
+            assert torch.equal(guide.log_prob(values, new), guide.log_prob(values, x, y))
+        return
+    with pytest.warns(UserWarning, match=f"'data' has {rows} instances, 6 in training"):
+        trace = poutine.trace(guide).get_trace(new)
     fn, mu = trace.nodes["z"]["fn"], trace.nodes["mu"]["value"]
     assert isinstance(fn, dist.Normal) and trace.nodes["z"]["value"].shape == (rows,)
     assert torch.allclose(fn.mean, mu + new) and (fn.stddev == 0.1).all()

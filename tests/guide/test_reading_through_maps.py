@@ -435,7 +435,8 @@ def test_prediction_for_new_rows(exact):
 
 def test_groups_that_were_never_seen_come_from_the_model():
     guide, (_, size, _), _ = trained(varying_intercept)
-    trace = poutine.trace(guide).get_trace(torch.arange(size + 2), size + 2)
+    with pytest.warns(UserWarning, match=f"'county' has {size + 2} instances, {size} in training"):
+        trace = poutine.trace(guide).get_trace(torch.arange(size + 2), size + 2)
     fn, mu = trace.nodes["alpha"]["fn"], trace.nodes["mu"]["value"]
     assert trace.nodes["alpha"]["value"].shape == (size + 2,)
     assert torch.allclose(fn.mean, mu) and (fn.stddev == 1).all()

@@ -286,7 +286,7 @@ def test_trained_guide_gives_the_evidence_of_eight_schools(schools_guide):
 def test_a_batch_of_data_sets_has_the_weights_of_each_alone():
     """With networks that read the data: those of a guide trained on one data set are for that one."""
     y, sigma = eight_schools_data()
-    schools_guide = AutoNaMIGuide(eight_schools, refine=None)
+    schools_guide = AutoNaMIGuide(eight_schools, mode="amortized")
     batch = torch.stack([y, -y, y.flip(0)])
     draws = importance_sample(
         eight_schools, schools_guide, y, sigma, num_samples=40, observations={"y": batch}, chunk_size=16

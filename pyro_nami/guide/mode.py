@@ -1,0 +1,91 @@
+"""What a guide is trained on: one data set, minibatches of one, or any data set. This is decided here alone.
+
+A guide is *fixed* unless it is asked to be *amortized*. A `History` of training steps tells when a fixed guide goes
+over to another data set, and when the data turn out to be *minibatches*, which happens once.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Hashable, Mapping
+
+from torch import Tensor
+
+__all__ = ["Change", "Data", "History", "Mode", "fingerprint"]
+
+MOST_CHANGES = 3  # between data sets that do not stay, after which data are minibatches; 1 would take a warm-up for one
+STEPS_TO_STAY = 10  # in a row on one data set, after which earlier changes are forgotten
+
+Data = Mapping[Hashable, str]  # node -> the fingerprint of its value
+
+
+class Mode(enum.Enum):
+    """What a guide answers for.
+
+    Attributes:
+        FIXED: the one data set that it is trained on, whatever arguments later calls have.
+        MINIBATCHES: a data set of which each training step sees another part.
+        AMORTIZED: the data of each call.
+    """
+
+    FIXED = "fixed"
+    MINIBATCHES = "minibatches"
+    AMORTIZED = "amortized"
+
+
+class Change(enum.Enum):
+    """What a training step says about the data of training."""
+
+    NONE = enum.auto()  # they are the same
+    VISIT = enum.auto()  # this step had others; it is to be seen whether these stay
+    MOVED = enum.auto()  # others have come to stay
+    MINIBATCHES = enum.auto()  # they differ from step to step
+
+
+class History:
+    """The data of the training steps of a fixed guide.
+
+    Example:
+        >>> history = History()
+        >>> [history.step({"y": data}).name for data in "AABB"]
+        ['NONE', 'NONE', 'VISIT', 'MOVED']
+        >>> [history.step({"y": data}).name for data in "CD"]
+        ['VISIT', 'MINIBATCHES']
+    """
+
+    def __init__(self) -> None:
+        self.current: Data | None = None  # of training; None before the first step
+        self.moving: frozenset[Hashable] = frozenset()  # nodes whose values differed between steps
+        self._visited: Data | None = None  # of the latest step, where these were others
+        self._changes, self._stay = 0, 0
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there was a training step."""
+        return self.current is not None
+
+    def step(self, data: Data) -> Change:
+        """Takes in the data of a step that a backward pass came back from."""
+        latest = self._visited or self.current or data
+        if data != latest:
+            self.moving |= {node for node in data.keys() | latest.keys() if data.get(node) != latest.get(node)}
+            self._changes, self._stay = self._changes + 1, 0
+            if self._changes >= MOST_CHANGES:
+                return Change.MINIBATCHES
+        self._stay += 1
+        self._changes = 0 if self._stay >= STEPS_TO_STAY else self._changes
+        if self.current is None or data == self.current:
+            self.current, self._visited = data, None
+            return Change.NONE
+        if data == self._visited:
+            self.current, self._visited = data, None
+            return Change.MOVED
+        self._visited = data
+        return Change.VISIT
+
+
+def fingerprint(value: Tensor) -> str:
+    """Returns a hash of a tensor's shape and values, the same in float32 as in float64, from which none can be read."""
+    array = value.detach().to("cpu").float().contiguous().numpy()
+    return hashlib.blake2b(array.tobytes() + repr(array.shape).encode(), digest_size=16).hexdigest()
