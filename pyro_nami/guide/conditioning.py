@@ -15,7 +15,7 @@ To add a way of reading, plan it here and compute it in `inputs`; networks and f
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
     "Direct", "Flattened", "Gathered", "Plates", "Pooled", "Read", "Source",

@@ -18,6 +18,7 @@ import torch
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK, get_plates
+from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import is_validation_enabled, site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
@@ -33,6 +34,7 @@ from pyro_nami.guide.target import Target
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, plate_shape
 from pyro_nami.reading.first_run import is_latent
+from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.runner import AllSeen, Runner, outer_sizes
 from pyro_nami.reading.vectorized import Vectorized
 
@@ -56,7 +58,9 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     current = Pass(rules, plan.families, state, functools.partial(derive, plan, call), _relocation(plan), validate)
     current.private = private
     current.outer = outer_sizes(plan.plates.nesting)
-    if private and (current.is_relocated() or pyro.poutine.get_mask() is not False):
+    traced = any(isinstance(handler, TraceMessenger) for handler in _PYRO_STACK)
+    scored = traced and pyro.poutine.get_mask() is not False
+    if private and (scored or current.is_relocated()):
         raise NotImplementedError(
             f"Expected a guide that draws '{min(private)}' after all others, in order to score a call that has other "
             "instances of it; this one draws others given those of training. `Predictive` works; for densities use "
@@ -164,7 +168,8 @@ class _DrawingRun(Runner):
         left = [name for name in group.members if name in current.rules and name not in known]
         sites = current.ready
         if not sites.keys() >= set(left):  # as the run that derived the conditionals ended before them
-            sites = self._call.run({**self._call.held, **current.values}, until=left)
+            with forked_rng():  # as draws shall not depend on what was derived before
+                sites = self._call.run({**self._call.held, **current.values}, until=left)
         for name in left:
             if current.rules[name].group is not None:
                 _draw_at(current, name, sites[name])

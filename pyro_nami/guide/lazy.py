@@ -57,7 +57,7 @@ class LazyGuide(AutoGuide):
     _observed: ObservedFeatures
     _options: Options
     _waiting_state: tuple[dict[str, Any], bool, bool] | None
-    _unmoved: list[tuple[Tensor, int]]  # parameters made by a change of mode, and their versions then
+    _unmoved: list[tuple[Tensor, Tensor]]  # parameters made by a change of mode, and their values then
     network: InverseNetwork
 
     # ---- the first call
@@ -85,7 +85,8 @@ class LazyGuide(AutoGuide):
         mode = self._options.mode or (Mode.AMORTIZED if plan.semi_observed else Mode.FIXED)
         if mode is Mode.AMORTIZED and not network.simulated:
             network.vary(network.groups)
-        self._reader = CallReader(plan, self._options.covariates, self._options.index_maps, mode)
+        is_asked = self._options.mode is not None
+        self._reader = CallReader(plan, self._options.covariates, self._options.index_maps, mode, is_asked)
         self._observed = ObservedFeatures(self._options.embeddings)
         for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
             prototype.remove_node(name)
@@ -147,11 +148,14 @@ class LazyGuide(AutoGuide):
             if observations:
                 single = self._note_observations(observations, args, kwargs)
                 first = {**kwargs, "observations": single} if "observations" in kwargs else kwargs
+            set_up = args, first
             if self._waiting_state is not None:
-                self._take_mode(self._waiting_state[0].get("_extra_state", {}))
+                state = self._waiting_state[0].get("_extra_state", {})
+                self._take_mode(state)
+                set_up = (state.get("context") or set_up)[:2]  # as the saved guide was
             elif replayed or not draws:
                 self._options = self._options._replace(mode=Mode.AMORTIZED)
-            self._setup_prototype(*args, **first)
+            self._setup_prototype(*set_up[0], **set_up[1])
         else:
             self._settle()
             if self._reader.memory.mode is Mode.MINIBATCHES and self._options.mode is not Mode.MINIBATCHES:
@@ -177,7 +181,7 @@ class LazyGuide(AutoGuide):
         self._setup_prototype(*args, **kwargs)
         self._reader.memory = memory
         memory.forget_derived()
-        self._unmoved = [(parameter, parameter._version) for parameter in self.network.parameters()]
+        self._unmoved = [(parameter, parameter.detach().clone()) for parameter in self.network.parameters()]
         logging.getLogger(__name__).warning(
             "The data of %s differ from step to step, so the guide takes them for minibatches of one data set, over "
             "%s: latents outside are learned from all steps, latents inside are inferred from the data of each call. "
@@ -190,7 +194,7 @@ class LazyGuide(AutoGuide):
     def _check_optimizer(self) -> None:
         """Warns where an optimizer does not know the parameters that a change of mode made."""
         unmoved, self._unmoved = self._unmoved, []
-        if unmoved and all(parameter._version == version for parameter, version in unmoved):
+        if unmoved and all(torch.equal(*pair) for pair in unmoved):
             warn(
                 "The optimizer moves none of the parameters that the guide made when it took the data for minibatches. "
                 "Make the optimizer anew, with guide.parameters(), or the guide with mode='minibatches'."

@@ -100,7 +100,8 @@ class Memory:
         The call that is kept stays where it has the data of the saved guide.
         """
         data = {names[key]: value for key, value in state.get("data", {}).items()}
-        if state.get("context") is not None or self.history.current != data:
+        kept = self._frozen[1] if self._frozen is not None and self._frozen[2] is self.call else None
+        if state.get("context") is not None or kept != data:
             self.context, self.call = state.get("context"), None
         self.mode, self.history = Mode(state["mode"]), History()
         self.history.current = data if state["trained"] else None

@@ -159,7 +159,7 @@ class AutoNaMIGuide(DensityGuide):
         self._options.check()
         self._plan = self._reader = None  # type: ignore[assignment]
         self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None
-        self._unmoved: list[tuple[Tensor, int]] = []
+        self._unmoved: list[tuple[Tensor, Tensor]] = []
 
     # ---- what was found
 

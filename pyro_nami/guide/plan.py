@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.guide.conditioning import Plates
+from pyro_nami.guide.conditioning import Plates, nodes_of
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.rules import Learned, Rule, RuleNote
 from pyro_nami.reading.conjugate_group import ConjugateGroup
@@ -121,6 +121,14 @@ class Plan:
     def event_dims(self) -> dict[str, int]:
         """Event dims of every site."""
         return {name: site.event_dim for name, site in self.sites.items()}
+
+    def data_of(self, name: str) -> set[str]:
+        """Returns the observed sites whose data a latent's distribution is made of."""
+        group = self.groups.get(name)
+        found: set[Any] = set() if group is None else set(group.children)
+        if name in self.learned:
+            found.update(*(nodes_of(source) for source in self.learned[name].factor.sources))
+        return found & set(self.read)
 
     def note(self, name: str) -> RuleNote:
         """Returns how a latent is drawn."""

@@ -9,6 +9,7 @@ those of training (see `mode`). Change this module to feed a guide from elsewher
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -54,14 +55,19 @@ class CallReader:
     Args:
         plan: the guide's; another one may take its place.
         covariates, index_maps: the guide's options of these names.
-        mode: the guide's.
+        mode: the guide's; ``is_asked`` says whether its user asked for it, so that it is not to change.
     """
 
     def __init__(
-        self, plan: Plan, covariates: Any, index_maps: Mapping[tuple[str, str], Callable], mode: Mode
+        self,
+        plan: Plan,
+        covariates: Any,
+        index_maps: Mapping[tuple[str, str], Callable],
+        mode: Mode,
+        is_asked: bool,
     ) -> None:
         self.plan, self.covariates = plan, covariates
-        self.memory = Memory(mode)
+        self.memory, self._is_asked = Memory(mode), is_asked
         self._maps = MapReader(plan, index_maps)
         self._looks = Looks()
         self._probed: tuple[Arguments, dict[str, Tensor]] | None = None
@@ -100,7 +106,7 @@ class CallReader:
         self.settle(passes)
         given = any(observations.get(name) is not None for name in plan.read)
         trained = memory.mode is Mode.FIXED and memory.history.is_trained
-        subsampled, predicts = bool(plan.plates.subsampled), trained and not may_train
+        subsampled, predicts = bool(plan.plates.subsampled), trained and not (given or may_train)
         if predicts and not subsampled and self._has_call(call.model):
             return self._answer(call)
         own = self._with_values(call, plates, observations, draws)
@@ -126,8 +132,13 @@ class CallReader:
             return
         memory = self.memory
         change = memory.history.step(step.data)
-        if change is Change.MINIBATCHES:
+        if change is Change.MINIBATCHES and not self._is_asked:
             memory.mode = Mode.MINIBATCHES
+        elif change is Change.MINIBATCHES:
+            self._tell(
+                "The data differ from step to step, and the guide is asked to be fixed: it answers for those of its "
+                "first step. Use mode='minibatches', or subsample a plate of the model."
+            )
         if change is Change.MOVED:
             memory.forget_derived()
             self.moved = True
@@ -261,7 +272,7 @@ class CallReader:
             return replace(self._completed(own), tables=memory.tables, starts=memory.starts)
         if memory.mode is not Mode.MINIBATCHES or not memory.history.moving.issuperset(absent):
             raise ValueError(_no_data(absent[0]))
-        unseen = [name for name in plan.order if not set(plan.inverse.parents[name]).isdisjoint(absent)]
+        unseen = [name for name in plan.order if not plan.data_of(name).isdisjoint(absent)]
         names, sites = ", ".join(map(repr, unseen)), ", ".join(map(repr, absent))
         self._tell(
             f"This call brings no data of {sites}, by which the guide infers {names} row by row: they are drawn from "
@@ -442,7 +453,7 @@ def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
     shown = subsampled - indices.keys()
     # A semi-observed site may bring its own value.
     latents = {name: value for name, value in plan.initial.items() if name not in plan.semi_observed}
-    with torch.no_grad():
+    with torch.no_grad(), nullcontext() if shown else forked_rng():  # a choice of instances is the user's
         sites = replace(call, indices=indices).run(latents, shown=shown, broadcast=True)
     indices.update({name: sites[name]["value"] for name in shown if name in sites})
     fresh = [name for name in sites if name not in plan.names and not is_passing(sites[name])]
