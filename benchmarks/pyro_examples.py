@@ -45,7 +45,7 @@ __all__ = ["EXAMPLES", "Example", "Row", "run"]
 RESULTS = Path(__file__).parent / "results" / "pyro_examples.json"
 OURS, BASELINE = "AutoNaMIGuide", "AutoNormal"
 GUIDES = (BASELINE, "AutoMultivariateNormal", OURS)
-VARIANTS: dict[str, dict] = {OURS: {}, "mode="amortized"": {"refine": None}}  # of ours, to be asked for by ``--guides``
+VARIANTS: dict[str, dict] = {OURS: {}, "amortized": {"mode": "amortized"}}  # of ours, for ``--guides``
 RATES = (0.001, 0.01, 0.05)
 PARTICLES = 200
 SECONDS = 90

@@ -107,10 +107,10 @@ def learned(case: Case, seeds: int) -> list[dict[str, Any]]:
     """Rows of both ways at all rates, and five times as long at the middle one; gaps to the best ELBO of all."""
     long = case._replace(steps=5 * case.steps)
     rows = []
-    for refine in ("auto", None):
+    for mode in ("auto", "amortized"):
         for rate, tried in ((case.rates[1], long), *((rate, case) for rate in case.rates)):
-            elbos = [-gap(tried, rate, seed, exact=False, refine=refine) for seed in range(seeds)]
-            rows.append({"refine": refine, "rate": rate, "steps": tried.steps, "elbos": elbos})
+            elbos = [-gap(tried, rate, seed, exact=False, mode=mode) for seed in range(seeds)]
+            rows.append({"mode": mode, "rate": rate, "steps": tried.steps, "elbos": elbos})
     best = max(max(row["elbos"]) for row in rows)
     return [{**row, "gaps": [round(best - elbo, 4) for elbo in row.pop("elbos")]} for row in rows]
 
@@ -138,7 +138,7 @@ def main() -> None:
                 for rate, values in gaps.items()
             ]
         for row in found:
-            told = f", refine={row['refine']!r}" if arguments.learned else ""
+            told = f", mode={row['mode']!r}" if arguments.learned else ""
             print(f"{name:14} rate {row['rate']:<6} {row['steps']} steps{told} gap {row['gaps']} nats "
                   f"(limit {case.limit})", flush=True)
             rows.append({"model": name, **row, "limit": case.limit})

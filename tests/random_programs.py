@@ -640,7 +640,7 @@ def _options(draw: random.Random, program: Program) -> dict[str, Any]:
     """Draws the guide's options; most are left at their defaults."""
     moving = bool({"moving", "interval", "greater than"} & program.ingredients)
     inverses = [name for name in _INVERSES if name != "stuhlmueller" or not moving]
-    options: dict[str, Any] = {"inverse": draw.choice(inverses), "refine": draw.choice(["auto", None])}
+    options: dict[str, Any] = {"inverse": draw.choice(inverses), "mode": draw.choice(["auto", "amortized"])}
     choices: dict[str, list[Any]] = {
         "hidden_features": [(), (8,), (8, 8)],
         "shared": [False],

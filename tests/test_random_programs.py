@@ -338,7 +338,7 @@ def one_of(values: Tensor, number: int, count: int) -> Tensor:
 
 def instances_of_a_plate_are_exchangeable(program: Program, guide: AutoNaMIGuide) -> None:
     """Where no instance has parameters of its own, and none is drawn given the others one by one."""
-    if not (program.options["refine"] is None or is_compiled(program)) or program.style == "condition":
+    if not (program.options["mode"] == "amortized" or is_compiled(program)) or program.style == "condition":
         return
     joint = frozenset().union(*guide.inverse.joint.values())
     plates = program.plan.plates

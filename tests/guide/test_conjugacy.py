@@ -498,7 +498,7 @@ def test_new_rows_are_predicted_from_the_arguments_of_the_data(rules, conjugate)
 
 def test_arguments_that_no_state_holds_are_asked_for():
     y = torch.randn(10)
-    guide = trained(regression, X, y, Setting(), save_data=True, refine="auto")
+    guide = trained(regression, X, y, Setting(), save_data=True, mode="auto")
     guide(X[:3])
     other = AutoNaMIGuide(regression, inverse="reverse")
     other(X, y + 1)
@@ -534,7 +534,7 @@ def two_children(w, y=None):
 @BOTH
 def test_what_a_call_brings_is_used_beside_what_it_does_not(rules, conjugate):
     w, y = torch.randn(5), torch.tensor(0.3)
-    guide = trained(two_children, w, y, refine="auto", rules=rules)
+    guide = trained(two_children, w, y, mode="auto", rules=rules)
     assert guide.conjugate == conjugate
     trace = poutine.trace(guide).get_trace(w + 10)
     expected = (trace.nodes["mu"]["value"] + (w + 10) / 0.09) / (1 + 1 / 0.09)
@@ -544,7 +544,7 @@ def test_what_a_call_brings_is_used_beside_what_it_does_not(rules, conjugate):
 def test_copies_of_guides_whose_arguments_have_a_graph_or_no_tensors():
     y = torch.randn(10)
     slope = torch.ones((), requires_grad=True)
-    guide = trained(regression, slope * X, y, Setting(), refine="auto")
+    guide = trained(regression, slope * X, y, Setting(), mode="auto")
     values = {name: value.detach() for name, value in guide(X, y).items()}
     other = copy.deepcopy(guide)
     assert torch.equal(other.log_prob(values, X[:3]), guide.log_prob(values, X[:3]))

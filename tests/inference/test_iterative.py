@@ -315,7 +315,7 @@ def test_options_that_are_none():
         made(inputs=("gradient",))
     base = AutoNaMIGuide(model, exact=False)
     base(data(3))
-    with pytest.raises(ValueError, match="Make it with mode="amortized", or call it later"):
+    with pytest.raises(ValueError, match="Make it with mode='amortized', or call it later"):
         AutoIterativeGuide(base)
 
 
