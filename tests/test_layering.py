@@ -19,8 +19,8 @@ ORDER = {
     "changes probe interventions index_maps.finder index_maps.nesting index_maps.given index_maps.search network "
     "conjugate_group expansion conjugate_forms in_turn bounded enumeration gaussian_levels second_order "
     "joint_gaussian gaussian_constants grids modes tabulated newton refutation forms marginal",
-    "guide": "arguments mode options conditioning free_parameters store_names parameters groups group_network inputs "
-    "inversion inverse_network network_state regression one_pass rules plan target shapes first_call columns "
+    "guide": "arguments ahead mode options conditioning free_parameters store_names parameters groups group_network "
+    "inputs inversion inverse_network network_state regression one_pass rules plan target shapes first_call columns "
     "element_reads placing bound_factors call starts marginals planner deriving build maps memory reader observed draw "
     "lazy misfits densities nami",
     "inference": "site_messages simulator_model observations target checkpoint history psis processes trackers "

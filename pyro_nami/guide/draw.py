@@ -14,8 +14,12 @@ from contextlib import suppress
 from typing import Any
 
 import pyro
+import pyro.distributions as dist
 import torch
+from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.mask_messenger import MaskMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK, get_plates
 from pyro.poutine.trace_messenger import TraceMessenger
@@ -30,7 +34,7 @@ from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
 from pyro_nami.guide.rules import Prior
-from pyro_nami.guide.target import Target
+from pyro_nami.guide.target import Target, sites_of
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, plate_shape
 from pyro_nami.reading.first_run import is_latent
@@ -38,7 +42,7 @@ from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.runner import AllSeen, Runner, outer_sizes
 from pyro_nami.reading.vectorized import Vectorized
 
-__all__ = ["densities", "draw", "draw_fresh", "know_all", "start_pass"]
+__all__ = ["densities", "draw", "draw_fresh", "hand_out", "is_predicting", "know_all", "start_pass"]
 
 _OF_THE_MODEL = frozenset({"enumerate", "_markov_scope", "_markov_depth"})
 
@@ -79,6 +83,25 @@ def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
         found |= reads
         left += reads
     return frozenset(found)
+
+
+def is_predicting() -> bool:
+    """Whether the handlers outside ask for draws alone, as `pyro.infer.Predictive` does."""
+    return pyro.poutine.get_mask() is False and all(map(_only_looks, _PYRO_STACK))
+
+
+def _only_looks(handler: Any) -> bool:
+    looks = isinstance(handler, (TraceMessenger, MaskMessenger, InitMessenger))
+    return looks or isinstance(handler, ConditionMessenger) and not handler.data
+
+
+def hand_out(current: Pass, plan: Plan, call: Call, values: Mapping[str, Tensor]) -> None:
+    """Samples every latent at its site, as a draw that was made before."""
+    sites = call.sites or sites_of(call, plan)
+    for name in [name for name in plan.rules if name in values and name in current.rules]:
+        fn = dist.Delta(values[name], event_dim=sites[name]["fn"].event_dim)
+        with _At(sites[name]):
+            current.take(name, pyro.sample(name, fn), fn)
 
 
 def draw_fresh(current: Pass, plan: Plan, target: Target) -> dict[str, Tensor]:

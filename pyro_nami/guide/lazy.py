@@ -143,6 +143,8 @@ class LazyGuide(AutoGuide):
         may_train = self.training and torch.is_grad_enabled()
         # A guide that scores first, or that is replayed (`pyro.infer.CSIS`), is trained on simulations.
         replayed = bool(observations) and any(isinstance(handler, ReplayMessenger) for handler in _PYRO_STACK)
+        if replayed and self._plan is not None and not self._reader.memory.history.is_trained:
+            self.serve_any_data()
         if self._plan is None:
             first = kwargs
             if observations:
@@ -177,7 +179,7 @@ class LazyGuide(AutoGuide):
         memory = self._reader.memory
         moving = frozenset(name for name in self._plan.sites if name in set(map(site_of, memory.history.moving)))
         self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving)
-        del self.network  # and its parameters in the store, whose names the new ones have
+        self._unmake()
         self._setup_prototype(*args, **kwargs)
         self._reader.memory = memory
         memory.forget_derived()
@@ -253,19 +255,27 @@ class LazyGuide(AutoGuide):
         self._observed.tell(state, plan, call, network)
         return state
 
-    def serve_refinement(self) -> None:
-        """Prepares the guide for one that refines what it gives for any data, so that it keeps no offsets itself.
+    def serve_any_data(self) -> None:
+        """Makes the guide amortized: it is made anew at the next call, if there was one.
 
         Raises:
-            ValueError: where it was called already, and keeps some.
+            ValueError: where it was trained on one data set already, or on minibatches of one.
         """
-        if self._plan is None:
-            self._options = self._options._replace(mode=Mode.AMORTIZED)
-        elif not self.network.simulated:
+        if self.mode == Mode.AMORTIZED.value:
+            return
+        if self._plan is not None and self._reader.memory.history.is_trained:
             raise ValueError(
-                "Expected a guide that keeps no offsets for the data that it is trained on; got one that was called "
-                "already, and is fixed. Make it with mode='amortized', or call it later."
+                "Expected a guide that serves any data; got one that was trained on one data set already, which says "
+                "nothing of others. Make it with mode='amortized'."
             )
+        self._options = self._options._replace(mode=Mode.AMORTIZED)
+        self._unmake()
+
+    def _unmake(self) -> None:
+        """Forgets what the first call made, so that the next one is the first."""
+        if self._plan is not None:
+            self._plan = None  # type: ignore[assignment]
+            del self.network  # and its parameters in the store, whose names new ones have
 
     # ---- between calls
 
@@ -349,9 +359,7 @@ class LazyGuide(AutoGuide):
         before = self._options.mode
         self._take_mode(state_dict.get("_extra_state", {}))
         if self._plan is None or self._options.mode is not before:
-            if self._plan is not None:  # of another mode, and so of other networks
-                self._plan = None  # type: ignore[assignment]
-                del self.network
+            self._unmake()  # as another mode has other networks
             self._waiting_state = dict(state_dict), strict, assign
             return nn.modules.module._IncompatibleKeys([], [])
         self._set_plan(self._plan)

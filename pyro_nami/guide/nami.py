@@ -8,9 +8,9 @@ and `network_state` gives the parameters. `lazy` does what comes before, `densit
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -20,16 +20,18 @@ from torch import Tensor, nn
 
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
+from pyro_nami.guide.ahead import DrawsAhead
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.densities import DensityGuide
-from pyro_nami.guide.draw import draw, draw_fresh, start_pass
+from pyro_nami.guide.draw import draw, draw_fresh, hand_out, is_predicting, start_pass
 from pyro_nami.guide.inverse_network import as_pyro_module
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Plan, differences
 from pyro_nami.guide.rules import RuleNotes
 from pyro_nami.guide.shapes import own_shape, quantiles_of
+from pyro_nami.guide.target import Target
 from pyro_nami.reading.batched import takes_many
 from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
 
@@ -160,6 +162,8 @@ class AutoNaMIGuide(DensityGuide):
         self._plan = self._reader = None  # type: ignore[assignment]
         self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None
         self._unmoved: list[tuple[Tensor, Tensor]] = []
+        self._ahead = DrawsAhead()
+        self._many: tuple[Plan, Plan | None] | None = None  # the plan, and by which many draws are made at once
 
     # ---- what was found
 
@@ -251,7 +255,30 @@ class AutoNaMIGuide(DensityGuide):
         Returns:
             Latent -> value, in model order.
         """
-        return self._drawn(self._begin(args, kwargs))
+        call = self._begin(args, kwargs)
+        if call.target is None or call.indices or not is_predicting():
+            return self._drawn(call)
+        is_due = self._ahead.is_due((self.network.passes, id(call.values)))
+        found = self._drawn_ahead(call, call.target) if is_due else None
+        found = self._drawn(call) if found is None else found
+        self._ahead.leave()
+        return found
+
+    def _drawn_ahead(self, call: Call, target: Target) -> dict[str, Tensor] | None:
+        """Returns draws for a prediction, made in a pass for many; None where the model is run one by one."""
+        plan = self._made()
+        with untouched(self.model), poutine.block():
+            if self._plan_for_many(call) is None:
+                return None
+
+        def make(count: int) -> dict[str, Tensor]:
+            return self._draws(count, call.args, dict(call.kwargs), seed=int(torch.randint(2**31, ())))
+
+        values = self._ahead.next(make)
+        current = start_pass(plan, self._start(call), call)
+        hand_out(current, plan, call, values)
+        found = {**current.returned, **draw_fresh(current, plan, target)}
+        return {name: found[name] for name in (*plan.rules, *found) if name in found}
 
     def _drawn(self, call: Call, refinement: Mapping[Hashable, Tensor] | None = None) -> dict[str, Tensor]:
         """Returns draws of every latent of a call, with parameters of its instances refined."""
@@ -291,7 +318,7 @@ class AutoNaMIGuide(DensityGuide):
         """Returns the Monte Carlo median of every latent, elementwise in constrained space; see `quantiles`."""
         return {name: value[0] for name, value in self.quantiles([0.5], *args, **kwargs).items()}
 
-    def _draws(self, count: int, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    def _draws(self, count: int, args: tuple, kwargs: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
         """Returns draws of every latent, ``(count, *site shape)``, from a seed of their own.
 
         Where the model is written for one draw, it is mapped over them, or run for one after another.
@@ -300,22 +327,27 @@ class AutoNaMIGuide(DensityGuide):
             with poutine.block():
                 self(*args, **kwargs)
         plan, sites = self._made(), self.prototype_trace.nodes
-        with untouched(self.model), poutine.block():
-            pyro.set_rng_seed(0)
-            at_once: Plan | None = plan
-            nesting = plan.plates.nesting
-            if not plan.plates.subsampled:  # whose instances are others in each run
-                call = self._begin(args, kwargs)
-                few = [{**call.held, **self(*args, **kwargs)} for _ in range(_FEW_DRAWS)]
-                check = call.args, call.kwargs, few, nesting
-                plans = plan, dataclasses.replace(plan, vectorized=True)
-                at_once = next((each for each in plans if takes_many(each.for_many(self.model), *check)), None)
+        with untouched(self.model), poutine.block(), poutine.mask(mask=True):
+            at_once = self._plan_for_many(self._begin(args, kwargs))
             self._plan = at_once or plan
-            pyro.set_rng_seed(0)
+            pyro.set_rng_seed(seed)
             try:
-                with pyro.plate("_draws", count, dim=-1 - nesting) if at_once else nullcontext():
+                with pyro.plate("_draws", count, dim=-1 - plan.plates.nesting) if at_once else nullcontext():
                     runs = [self(*args, **kwargs) for _ in range(1 if at_once else count)]
             finally:
                 self._plan = plan
         values = runs[0] if at_once else {name: torch.stack([run[name] for run in runs]) for name in runs[0]}
         return {name: own_shape(value, count, sites[name]) for name, value in values.items() if name in sites}
+
+    def _plan_for_many(self, call: Call) -> Plan | None:
+        """Returns a plan by which many draws of a call are made at once, that of a mapped model if need be, or None."""
+        plan = self._made()
+        if plan.plates.subsampled:  # whose instances are others in each run
+            return plan
+        if self._many is None or self._many[0] is not plan:
+            pyro.set_rng_seed(0)
+            few = [{**call.held, **self._drawn(replace(call, target=None))} for _ in range(_FEW_DRAWS)]
+            check = call.args, call.kwargs, few, plan.plates.nesting
+            plans = plan, replace(plan, vectorized=True)
+            self._many = plan, next((each for each in plans if takes_many(each.for_many(self.model), *check)), None)
+        return self._many[1]

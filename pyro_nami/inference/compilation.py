@@ -102,6 +102,7 @@ class InferenceCompilation:
             ValueError: if loss or gradient are not finite, naming the site; the guide then has the weights of the last
                 step at which they were. If more than a tenth of all simulations are not finite, naming the site.
         """
+        self._ask_for_any_data()
         trainer, simulations = self._set_up(_constant(args, kwargs))
         return trainer.step(simulations.fresh(0))
 
@@ -168,6 +169,7 @@ class InferenceCompilation:
                 f"Expected simulations all at once in data, of the same arguments, with refresh={refresh}; got {given}."
             )
         arguments = args if callable(args) else _constant(tuple(args), dict(kwargs or {}))
+        self._ask_for_any_data()
         trainer, simulations = self._set_up(arguments, data)
         held_out = simulations.held_out(validation)
         checkpoint, place = _resume(trainer, checkpoint)
@@ -180,6 +182,12 @@ class InferenceCompilation:
         plan = _Plan(ahead, validate_every, patience, checkpoint, checkpoint_every, callback(tracker), progress)
         _train(trainer, stream, held_out, plan)
         return trainer.history
+
+    def _ask_for_any_data(self) -> None:
+        """Has a guide that can be for one data set or for any be for any."""
+        ask = getattr(self.guide, "serve_any_data", None)
+        if ask is not None:
+            ask()
 
     def _set_up(self, arguments: Arguments, data: Any = None) -> tuple[Trainer, Simulations]:
         """Returns the trainer, which the first call makes with the guide's structure, and simulations at arguments."""

@@ -70,7 +70,7 @@ class AutoIterativeGuide(AutoGuide):
         temperature: of relaxed draws of binary and one-hot latents in steps; None leaves these unrefined.
 
     Raises:
-        ValueError: for options that are none, or a guide that keeps offsets of its own (a fixed one).
+        ValueError: for options that are none, or a guide that was trained on one data set.
 
     References:
         Marino, Yue and Mandt 2018, Iterative Amortized Inference.
@@ -108,7 +108,7 @@ class AutoIterativeGuide(AutoGuide):
             raise ValueError(f"Expected inputs among {', '.join(map(repr, INPUTS))}; got {tuple(inputs)}.")
         if steps < 0 or samples < 1:
             raise ValueError(f"Expected steps of at least 0 and samples of at least 1; got {steps} and {samples}.")
-        guide.serve_refinement()
+        guide.serve_any_data()
         self.guide = guide
         guide.master = None  # it has plates of its own
         self.steps, self.encode, self.update, self.samples = steps, encode, update, samples

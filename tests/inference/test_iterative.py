@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import steps
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 
@@ -314,8 +315,8 @@ def test_options_that_are_none():
     with pytest.raises(ValueError, match="inputs among 'data', 'estimate'"):
         made(inputs=("gradient",))
     base = AutoNaMIGuide(model, exact=False)
-    base(data(3))
-    with pytest.raises(ValueError, match="Make it with mode='amortized', or call it later"):
+    steps(model, base, data(3), count=1)
+    with pytest.raises(ValueError, match="trained on one data set already.*mode='amortized'"):
         AutoIterativeGuide(base)
 
 
