@@ -43,10 +43,10 @@ def test_the_density_is_a_normals_over_its_mass(case):
 def test_draws_have_the_distribution_function_of_the_density(case):
     x, density = grid(case)
     below = torch.cumulative_trapezoid(density, x)
-    draws = made(case)[0].sample((20_000,)).sort().values
+    draws = made(case)[0].sample((40_000,)).sort().values
     place = torch.searchsorted(x, draws).clamp(1, len(below)) - 1
-    ranks = (torch.arange(20_000) + 0.5) / 20_000
-    assert ((below / below[-1])[place] - ranks).abs().max() < 1.7 / 20_000**0.5  # in less than one of 100 seeds
+    ranks = (torch.arange(40_000) + 0.5) / 40_000
+    assert ((below / below[-1])[place] - ranks).abs().max() < 2.3 / 40_000**0.5  # in 1 of 20,000 seeds it is not
 
 
 @pytest.mark.parametrize("case", CASES)
