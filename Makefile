@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 
 PAPER := structure time_series trees minimality tree_depths gaussian_mixture
 
-.PHONY: demo test test-all test-device contract lint bench paper setup clean
+.PHONY: demo test test-all test-seeds test-device contract lint bench paper setup clean
 .NOTPARALLEL:
 
 demo: setup  ## eight schools with Pyro's guides and this one; plots go to out/
@@ -25,6 +25,9 @@ test: setup  ## all tests and doctests, then the linters
 
 test-all: setup  ## all tests, with 2,000 random programs in place of 300
 	@PYRO_NAMI_PROGRAMS=2000 $(RUN) -m pytest -q -n 2
+
+test-seeds: setup  ## all tests with ten other seeds, each in an order of its own
+	@for seed in 1 2 3 4 5 6 7 8 9 10; do PYRO_NAMI_SEED=$$seed $(RUN) -m pytest -q -n 2 || exit 1; done
 
 test-device: setup  ## a second device without a GPU, and our tests on it, where the check is at hand; compiles for minutes
 	@$(RUN) tests/second_device.py

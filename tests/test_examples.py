@@ -157,7 +157,6 @@ def test_exact_draws_of_radon_given_sds_have_the_moments_of_conditioning_on_the_
     examples = example("mixed_models")
     county, floor, y = examples.read_radon()
     tau_a, tau_b, sigma, count = 0.3, 0.2, 0.7, 4000
-    torch.manual_seed(0)
     draws = examples.linear_radon(county, floor, y).sample(
         torch.tensor([[tau_a, tau_b, sigma]]).double().expand(count, 3)
     )
@@ -219,7 +218,6 @@ def test_epilepsy_evidence_and_draws_given_globals_are_those_of_a_patients_dense
     weights = joint.softmax(0)
     mean = weights @ own
     variance = weights @ (own - mean).square()
-    torch.manual_seed(0)
     draws = only.sample(values.expand(4000, -1))
     assert (draws["own"].mean() - mean).abs() < 4.5 * (variance / 4000).sqrt()
     assert (draws["own"].var() / variance - 1).abs() < 4.5 * math.sqrt(2 / 4000)

@@ -17,6 +17,8 @@ from torch.distributions import Distribution, biject_to, transforms
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
 
+from pyro_nami.factors.links import within
+
 __all__ = [
     "TriangularTransform", "bijection_to", "detached_support", "has_tensor_bounds", "interior", "is_interval",
     "normal_bijection_to", "peel_support", "support_of", "support_on",
@@ -123,16 +125,16 @@ def interior(support: Constraint, value: Tensor) -> Tensor:
     least, most = min(finfo.tiny * 2**26, finfo.eps**2), max(finfo.max**0.5, 1e4)  # the latter of each for float16
     if isinstance(base, (constraints.greater_than, constraints.greater_than_eq)):
         lower = base.lower_bound + (finfo.eps * abs(base.lower_bound) + least)
-        return value.clamp(min=lower) if isinstance(lower, Tensor) else value.clamp(lower, max(most, 2 * lower))
+        return within(value, lower, None if isinstance(lower, Tensor) else max(most, 2 * lower))
     if isinstance(base, constraints.less_than):
-        return value.clamp(max=base.upper_bound - (finfo.eps * abs(base.upper_bound) + least))
+        return within(value, high=base.upper_bound - (finfo.eps * abs(base.upper_bound) + least))
     if isinstance(base, (constraints.interval, constraints.half_open_interval)):
         margin = finfo.eps * (base.upper_bound - base.lower_bound)
         at_zero = not isinstance(base.lower_bound, Tensor) and base.lower_bound == 0
         lower = base.lower_bound + (least if at_zero else margin)
-        return value.clamp(min=lower).clamp(max=base.upper_bound - margin)
+        return within(value, lower, base.upper_bound - margin)
     if isinstance(base, type(constraints.simplex)):  # a copied guide has a copy of it
-        return value.clamp(min=least)
+        return within(value, least)
     return value
 
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Transform, constraints
 
+from pyro_nami.factors.links import within
+
 __all__ = ["KnotTransform", "NeuralSpline", "bent_normal"]
 
 _BOUND = 5.0
@@ -44,7 +46,7 @@ class KnotTransform(Transform):
         """Returns y, and the log of dy/dx."""
         left, width, low, height, up, down = self._bin(x, 0)
         at, rise = (x - left) / width, height / width
-        t = at.clamp(0, 1)
+        t = within(at, 0, 1)
         rest = 1 - t
         both = t * rest
         bottom = torch.addcmul(rise, up + down - 2 * rise, both)
@@ -56,7 +58,7 @@ class KnotTransform(Transform):
         """Returns x, and the log of dy/dx there."""
         left, width, low, height, up, down = self._bin(y, 1)
         at, rise = (y - low) / height, height / width
-        done = at.clamp(0, 1)
+        done = within(at, 0, 1)
         curve = up + down - 2 * rise
         bend = done * curve
         b, c = up - bend, -rise * done

@@ -11,15 +11,29 @@ from torch.nn.functional import softplus
 
 __all__ = [
     "POSITIVE", "RANGE", "RATE", "REAL", "Link",
-    "log", "positive", "raw_positive", "raw_scale", "relative_scale",
+    "log", "positive", "raw_positive", "raw_scale", "relative_scale", "within",
 ]
 
 RANGE = 40.0  # of raw parameters: squares of what they stand for are finite
 
 
+def within(value: Tensor, low: float | Tensor | None = None, high: float | Tensor | None = None) -> Tensor:
+    """Returns `value`, or the bound that it lies beyond; the slope by `value` is 1 on a bound, as it is inside.
+
+    ``Tensor.clamp`` has slope 0 or 1/2 on a bound from torch 2.14 on, and a parameter that starts there would stay.
+
+    Args:
+        value: of any shape.
+        low, high: numbers, or tensors that broadcast to `value`; None for no bound.
+    """
+    if low is not None:
+        value = torch.where(value < low, low, value)
+    return value if high is None else torch.where(value > high, high, value)
+
+
 def positive(raw: Tensor) -> Tensor:
     """Returns ``exp(raw)`` with `raw` clamped to [-40, 40]: the positive number that a raw parameter stands for."""
-    return raw.clamp(-RANGE, RANGE).exp()
+    return within(raw, -RANGE, RANGE).exp()
 
 
 def raw_positive(value: Tensor) -> Tensor:
@@ -37,12 +51,12 @@ def relative_scale(raw: Tensor) -> Tensor:
         >>> relative_scale(torch.tensor([0.5413, 100.0]))
         tensor([  1.0000, 100.0000])
     """
-    return softplus(raw.clamp(min=-RANGE))
+    return softplus(within(raw, -RANGE))
 
 
 def raw_scale(scale: Tensor) -> Tensor:
     """Returns the raw parameter at which `relative_scale` is ``scale``."""
-    return torch.where(scale > RANGE / 2, scale, scale.clamp(max=RANGE / 2).expm1().log()).clamp(min=-RANGE)
+    return within(torch.where(scale > RANGE / 2, scale, within(scale, high=RANGE / 2).expm1().log()), -RANGE)
 
 
 def log(value: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch.distributions import constraints
 from torch.distributions.utils import broadcast_all
 from torch.special import erfcx, ndtr, ndtri
 
+from pyro_nami.factors.links import within
+
 __all__ = ["TruncatedNormal"]
 
 _FARTHEST, _UPMOST = 1e10, 8.0  # deviations below the mode, and above the location, from where nothing is lost
@@ -69,7 +71,7 @@ class TruncatedNormal(TorchDistribution):
         value = (at.edge - at.sign * at.scale * _stepped(t, at.place, log_mass)).to(self.loc)
         with torch.no_grad():  # as a Uniform has no density at its upper bound
             low, high = self.low.nextafter(self.high), self.high.nextafter(self.low)
-        return value.clamp(low, high)
+        return within(value, low, high)
 
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:

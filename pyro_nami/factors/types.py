@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from pyro_nami.factors.elements import ExpRelaxedElements, LogisticElements, StableKumaraswamy, StableVonMises
 from pyro_nami.factors.layout import Layout, LogLayout, UnconstrainedLayout
-from pyro_nami.factors.links import POSITIVE, RATE, REAL, Link, log, positive, raw_positive
+from pyro_nami.factors.links import POSITIVE, RATE, REAL, Link, log, positive, raw_positive, within
 from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["TYPES", "Row", "type_of"]
@@ -98,15 +98,15 @@ def _von_mises_start(value: Tensor, scale: Tensor) -> RawParameters:
 
 
 # Far above this, torch's rejection sampler does not end.
-_CONCENTRATION = Link(lambda raw: positive(raw.clamp(max=math.log(1e6))), log)
+_CONCENTRATION = Link(lambda raw: positive(within(raw, high=math.log(1e6))), log)
 
 
 def _log_ratio(one: Tensor, zero: Tensor | None = None, shift: float | Tensor = 0.0) -> Anchor:
     """Returns mean and standard deviation of a shift plus the log ratio of standard Gamma variables, or one's log."""
-    one = one.clamp(min=0.01)  # below, such a variable underflows in single precision anyway
+    one = within(one, 0.01)  # below, such a variable underflows in single precision anyway
     mean, variance = one.digamma(), torch.polygamma(1, one)
     if zero is not None:
-        zero = zero.clamp(min=0.01)
+        zero = within(zero, 0.01)
         mean, variance = mean - zero.digamma(), variance + torch.polygamma(1, zero)
     return mean + shift, variance.sqrt()
 

@@ -326,8 +326,8 @@ def _read_set(queries: Tensor, key: Tensor, value: Tensor, over: Reduction) -> T
     scores = F.linear(key, queries) * queries.shape[-1] ** -0.5
     weight = (scores - over.gather(over.amax(scores.detach()))).exp()
     total = over.sum((weight.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-2)).unflatten(-1, (len(queries), -1))
-    # The largest weight of a set is 1, so the bound concerns empty sets only.
-    return total / over.sum(weight).clamp(min=1.0).unsqueeze(-1)
+    # The largest weight of a set is 1, so the bound concerns empty sets only, and no sum lies on it.
+    return total / over.sum(weight).clamp(min=0.5).unsqueeze(-1)
 
 
 def _read_points(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

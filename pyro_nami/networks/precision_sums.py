@@ -64,7 +64,7 @@ class PrecisionSums(nn.Module):
         x = x.movedim(over.axis, -1)  # products are fast where the instances are contiguous
         log_precision, slope = (weight[:, :-1] @ x + weight[:, -1:]).chunk(2, -2)
         force = F.hardtanh(log_precision, -_MAX_LOG_PRECISION, _MAX_LOG_PRECISION).exp() * slope
-        sums = over.products(force, F.pad(x, (0, 0, 0, 1), value=1.0))
+        sums = over.products(force, torch.cat((x, torch.ones_like(x[..., :1, :])), -2))
         # As q is linear in the inputs; rounding may take what is next to nothing below zero.
         squares = (sums * weight[self.heads :].unsqueeze(-1)).sum(-2, keepdim=True).clamp(min=0)
         products, forces = sums.split((self.num_inputs, 1), -2)

@@ -208,7 +208,6 @@ def test_data_that_do_not_fit_are_refused(options, message):
 
 
 def test_shrinkage_is_ledoit_and_wolfs():
-    torch.manual_seed(0)
     sample = torch.randn(40, 6, dtype=torch.float64) @ torch.randn(6, 6, dtype=torch.float64)
     space = _Space(sample)
     x = (sample - sample.mean(0)) / sample.std(0)

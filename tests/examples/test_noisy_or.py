@@ -155,7 +155,6 @@ def test_exact_evidences_of_all_data_sum_to_one_and_the_joint_is_that_of_the_mod
 
 
 def test_draws_of_the_exact_posterior_have_its_frequencies():
-    torch.manual_seed(0)
     world = small_world()
     posterior = measures.exact(world, torch.tensor([[1.0, 0.0, 1.0, 1.0]]).expand(20_000, -1))
     expected = posterior.log_joint[0].softmax(-1) @ posterior.states
@@ -215,7 +214,6 @@ def test_full_steps_of_cdi_do_not_descend_on_the_patterns_and_searched_ones_end_
 
 
 def test_f1_and_exact_match_are_those_of_counting():
-    torch.manual_seed(0)
     found, true = (torch.bernoulli(torch.full((50, 4), 0.4)) for _ in range(2))
     true[:, 3] = found[:, 3] = 0.0
     scores = []
@@ -239,7 +237,6 @@ def test_patterns_are_matched_as_by_trying_all_matchings(latents):
 
 
 def test_pmi_is_that_of_counting_and_zero_for_words_that_are_independent():
-    torch.manual_seed(0)
     x = torch.bernoulli(torch.full((60, 5), 0.3))
     values = []
     for i, j in itertools.combinations((0, 2, 3), 2):

@@ -95,7 +95,6 @@ def test_logistic_compares_guides_with_the_exact_evidence(finished):
 
 
 def test_evidence_of_logistic_models_is_that_of_draws_and_of_all_data_is_one():
-    torch.manual_seed(0)
     weights, bias = 2 * torch.randn(3, 2), torch.randn(3)
     x = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)
     found = logistic.log_evidence(weights, bias, x).exp()
@@ -106,7 +105,6 @@ def test_evidence_of_logistic_models_is_that_of_draws_and_of_all_data_is_one():
 
 
 def test_the_loss_is_that_of_the_sum_over_states_in_any_parts():
-    torch.manual_seed(0)
     world = worlds.patterns()
     x = worlds.draw(world, 40, 0).x
     slopes = 0.3 * torch.randn(64, 8)

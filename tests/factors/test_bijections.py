@@ -47,7 +47,6 @@ SUPPORTS = {
 @pytest.mark.parametrize("name", SUPPORTS)
 def test_values_lie_in_the_support_and_the_jacobian_is_autograds(name):
     support, length, free = SUPPORTS[name]
-    torch.manual_seed(0)
     x = torch.randn(length, dtype=torch.float64)
     bijection = bijection_to(support)
     y = bijection(x)
@@ -129,3 +128,11 @@ def test_interior_moves_the_boundary_only(dtype):
         moved = interior(support, torch.tensor([outside, inside], dtype=dtype))
         assert moved[1] == torch.tensor(inside, dtype=dtype)
         assert bijection_to(support).inv(moved).isfinite().all()
+
+
+@pytest.mark.parametrize("support", [constraints.positive, constraints.less_than(-5.0), constraints.unit_interval])
+def test_what_interior_has_moved_it_takes_for_inside(support):
+    moved = interior(support, torch.tensor([-9.0, 9.0])).unique().requires_grad_()
+    again = interior(support, moved)
+    assert torch.equal(again, moved)
+    assert (torch.autograd.grad(again.sum(), moved)[0] == 1).all()

@@ -47,7 +47,6 @@ def test_a_mixture_draw_moves_with_its_parameters_as_its_quantile_does(seed, anc
 
 def test_a_mixture_gives_the_gradient_of_an_expectation():
     """d/dp E[x^2] is known in closed form."""
-    torch.manual_seed(0)
     params = torch.tensor([[0.3, -0.2, -1.0, 2.0, 0.1, -0.5]], dtype=DTYPE, requires_grad=True)
     logits, location, raw = params.chunk(3, -1)
     oracle = torch.autograd.grad((logits.softmax(-1) * (location**2 + softplus(raw) ** 2)).sum(), params)[0]
@@ -67,7 +66,6 @@ def test_a_mixture_gradient_is_finite_in_single_precision_tails():
 
 @pytest.mark.parametrize(("kind", "width"), [(FlowElements, 25), (SinhArcsinhElements, 4)])
 def test_flexible_elements_at_zero_are_normal_and_bend_elsewhere(kind, width):
-    torch.manual_seed(0)
     x = torch.linspace(-20, 20, 101, dtype=DTYPE)[:, None]
     params = torch.zeros(1, width, dtype=DTYPE)
     params[0, :2] = torch.tensor([0.7, -0.4])
@@ -97,7 +95,6 @@ def test_sinh_arcsinh_of_equal_tails_is_that_of_jones_and_pewsey(slope):
 @pytest.mark.parametrize("left,right", [(0.55, 1.9), (1.9, 0.55), (1.7, 1.2), (1.0, 1.0)])
 def test_sinh_arcsinh_draws_have_its_density(left, right):
     """The histogram of draws against the integral of the density; and both ways to a density of a draw agree."""
-    torch.manual_seed(0)
     elements = bent(left, right)
     draws = elements.draw(torch.Size((200_000, 1)))
     kept = elements.log_prob(draws)
@@ -123,7 +120,6 @@ def test_sinh_arcsinh_tails_fall_off_as_their_slopes_say():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sinh_arcsinh_is_finite_with_finite_gradients_everywhere(dtype):
-    torch.manual_seed(0)
     params = (torch.randn(200, 1, 4, dtype=dtype) * torch.tensor([1, 3, 50, 50], dtype=dtype)).requires_grad_()
     for size in (0.0, 1.0, 1e10, 1e30):
         x = (torch.randn(200, 1, dtype=dtype) * size).requires_grad_()
@@ -134,7 +130,6 @@ def test_sinh_arcsinh_is_finite_with_finite_gradients_everywhere(dtype):
 
 def test_sinh_arcsinh_holds_the_skew_of_a_log_variance():
     """The logarithm of a Gamma variable (a variance's inverse, say), to a thousandth of a nat; a Normal is far off."""
-    torch.manual_seed(0)
     noise = dist.Normal(0.0, 1.0).icdf((torch.arange(1000, dtype=DTYPE) + 0.5) / 1000)[:, None]
     gaps = {}
     for kind, width in ((NormalElements, 2), (SinhArcsinhElements, 4)):

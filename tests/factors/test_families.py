@@ -440,7 +440,6 @@ def test_a_mixture_starts_with_the_given_mean_and_scale_and_distinct_components(
 @pytest.mark.parametrize("case", [name for name in ids if name.startswith("match") and "discrete" not in name])
 def test_matching_types_start_around_the_init_value_with_the_init_scale(case):
     family, prior, _, _ = build(case)
-    torch.manual_seed(1)
     value = prior.sample()
     q = family.distribution(family.initial(value, 0.1))
     free = make_family("normal", "z", prior, value).layout

@@ -55,3 +55,18 @@ def test_slopes_at_knots_count_once(way):
     x = torch.tensor([-5.0, 0.0, 5.0], requires_grad=True)
     (slope,) = torch.autograd.grad(getattr(NeuralSpline(torch.zeros(3, 23)), way)(x)[0].sum(), x)
     torch.testing.assert_close(slope, torch.ones(3))
+
+
+@pytest.mark.parametrize(("axis", "way"), [(0, "bend"), (1, "straighten")])
+def test_a_knot_has_the_gradients_of_the_piece_that_starts_there(axis, way):
+    knots = torch.linspace(-3, 3, 9, dtype=torch.double)
+    knots = torch.stack([knots, knots.sinh(), knots.cosh()]).requires_grad_()
+
+    def slopes(places):
+        places = places.detach().requires_grad_()
+        _, log_slope = getattr(KnotTransform(knots), way)(places)
+        return torch.autograd.grad(log_slope.sum(), (places, knots))
+
+    inner = knots[axis, 1:-1]
+    for on, beside in zip(slopes(inner), slopes(inner + 1e-9)):
+        torch.testing.assert_close(on, beside, atol=1e-6, rtol=1e-6)

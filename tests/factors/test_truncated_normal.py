@@ -41,13 +41,12 @@ def test_the_density_is_a_normals_over_its_mass(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_draws_have_the_distribution_function_of_the_density(case):
-    torch.manual_seed(0)
     x, density = grid(case)
     below = torch.cumulative_trapezoid(density, x)
-    draws = made(case)[0].sample((20_000,)).sort().values
+    draws = made(case)[0].sample((40_000,)).sort().values
     place = torch.searchsorted(x, draws).clamp(1, len(below)) - 1
-    ranks = (torch.arange(20_000) + 0.5) / 20_000
-    assert ((below / below[-1])[place] - ranks).abs().max() < 1.7 / 20_000**0.5  # in less than one of 100 seeds
+    ranks = (torch.arange(40_000) + 0.5) / 40_000
+    assert ((below / below[-1])[place] - ranks).abs().max() < 2.3 / 40_000**0.5  # in 1 of 20,000 seeds it is not
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -73,7 +72,6 @@ def test_draws_follow_their_parameters(case):
 @pytest.mark.parametrize("loc", [0.0, 10.0, -1e3, 1e6, -1e8])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 def test_draws_are_within_what_a_uniform_prior_scores_however_far_the_location(loc, scale, dtype):
-    torch.manual_seed(0)
     fn, parameters = made((loc, scale, -1.0, 1.0), dtype)
     draws = fn.rsample((1000,))
     log_prob = fn.log_prob(draws)

@@ -352,7 +352,6 @@ def test_compilation_and_other_numbers_of_rows():
             z = pyro.sample("z", dist.Bernoulli(PRIOR.double()).to_event(1))
             pyro.sample("x", NoisyOr(W, LEAK, z), obs=x)
 
-    pyro.set_rng_seed(0)
     guide = AutoNaMIGuide(simulator, observed=["x"])
     InferenceCompilation(simulator, guide, pyro.optim.Adam({"lr": 1e-3}), batch_size=16).fit(30, progress=False)
     assert guide.rules["z"].rule == "bounded"
@@ -370,7 +369,6 @@ def logistic(design, y):
 
 
 def test_a_logistic_regression_has_jaakkola_and_jordans_gaussian():
-    pyro.set_rng_seed(1)
     design = torch.randn(30, 3, dtype=torch.float64)
     y = torch.bernoulli(torch.sigmoid(design.sum(-1)))
     assert called(logistic, design, y).rules["w"].rule == "newton"  # which needs no bound

@@ -190,7 +190,6 @@ HANDLED = {
         (NAN,),
         {"mu": (), "z": (3,)},
     ),
-    "equalized": (poutine.equalize(two_of_which_one_is_read, ["a", "b"]), (Y,), {"a": ()}),
     "lifted": (  # the model's parameters are latents, the guide's stay parameters
         poutine.lift(with_a_parameter(), prior={"loc": dist.Normal(0.0, 1.0)}),
         (Y,),
@@ -198,6 +197,8 @@ HANDLED = {
     ),
     "undeclared independence": (undeclared_independence, (torch.arange(3.0),), {"z": (3,)}),
 }
+if hasattr(poutine, "equalize"):  # from Pyro 1.9.2 on
+    HANDLED["equalized"] = (poutine.equalize(two_of_which_one_is_read, ["a", "b"]), (Y,), {"a": ()})
 
 
 @DIRECTIONS

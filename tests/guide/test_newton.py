@@ -306,7 +306,6 @@ def spread_along():
 def test_densities_that_are_not_concave_leave_the_guide_finite(model):
     """Their curvature is the wrong one on the way to the mode, where data are many deviations from it, say."""
 
-    pyro.set_rng_seed(3)
     draws = Simulator(model, observed=["x"]).draw(500)
     guide = AutoNaMIGuide(model, observed=["x"])
     with torch.no_grad():
@@ -323,7 +322,6 @@ def test_data_sets_do_not_wait_for_each_other(monkeypatch):
     """Far from heavy-tailed data the way is long, and each has its own."""
     steps, solve = [], newton.Newton.solve
     monkeypatch.setattr(newton.Newton, "solve", lambda self, sites: steps.append(self) or solve(self, sites))
-    pyro.set_rng_seed(0)
     draws = Simulator(far_off, observed=["x"]).draw(1000)
     guide = AutoNaMIGuide(far_off, observed=["x"])
     few, *each = map(draws.select, [torch.arange(2), *torch.arange(20).split(1)])

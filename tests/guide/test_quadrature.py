@@ -112,7 +112,6 @@ def test_particles_are_as_one_by_one():
 def test_draws_follow_the_density():
     y = COUNTS
     guide = called(effects(LIKELIHOODS["Poisson"][0]), y)
-    pyro.set_rng_seed(1)
     draws = conditional(guide, "z", y, s=torch.tensor(1.5)).sample((20_000,))
     z = GRID.unsqueeze(-1).expand(-1, 4)
     weight = (dist.Normal(0.3, 1.5).log_prob(z) + dist.Poisson(z.exp()).log_prob(y)).softmax(0)

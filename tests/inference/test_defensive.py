@@ -42,7 +42,6 @@ OBSERVED = {"x": DATA[:, None]}
 
 
 def test_a_mode_that_the_guide_misses_is_found_by_draws_of_the_prior():
-    pyro.set_rng_seed(0)
     draw = {"num_samples": 20_000, "observations": OBSERVED, "chunk_size": 6000}
     plain = importance_sample(folded, one_mode, **draw)
     assert (plain.pareto_k < 0.7).all()  # nothing shows that half of the evidence is missed
@@ -58,7 +57,6 @@ def test_a_mode_that_the_guide_misses_is_found_by_draws_of_the_prior():
 
 
 def test_no_weight_is_above_the_likelihood_by_the_share():
-    pyro.set_rng_seed(0)
 
     def narrow(observations):
         with pyro.plate("rows", 1):
@@ -86,7 +84,6 @@ def test_a_guide_without_a_density_far_out_draws_nothing_there():
             log_q = dist.Normal(observations["x"] * share, SD * share**0.5).log_prob(z).sum(-1)
             return torch.where(z[..., 0] < -1.0, torch.nan, log_q)
 
-    pyro.set_rng_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = importance_sample(folded, Guide(), num_samples=20_000, observations=OBSERVED, defensive=0.1)
@@ -94,7 +91,6 @@ def test_a_guide_without_a_density_far_out_draws_nothing_there():
 
 
 def test_chains_that_start_from_the_prior_find_the_mode():
-    pyro.set_rng_seed(0)
     options = {"num_chains": 2000, "num_temperatures": 20, "num_leapfrog_steps": 3, "observations": OBSERVED}
     for resample in (False, True):
         plain = annealed_importance_sampling(folded, one_mode, **options, resample=resample)
@@ -113,7 +109,6 @@ def test_models_that_are_run_draw_by_draw():
     def guide():
         pyro.sample("z", dist.Normal(0.0, 1.0))
 
-    pyro.set_rng_seed(0)
     with pytest.warns(UserWarning, match="one by one"):
         found = importance_sample(model, guide, num_samples=300, defensive=0.3)
     expected = 0.5 * dist.Normal(torch.tensor([0.0, 1.0]), 1.0).log_prob(torch.tensor(1.0)).exp().sum()
@@ -130,7 +125,6 @@ def test_a_share_outside_of_zero_and_one_is_refused():
 
 
 def test_posteriors_find_modes_that_learned_guides_miss():
-    pyro.set_rng_seed(0)
     guide = partial(one_mode)
     guide.rules = {"z": SimpleNamespace(rule="learned")}
     posterior = AmortizedPosterior(folded, (), {}, guide, History())
@@ -146,7 +140,6 @@ def test_posteriors_find_modes_that_learned_guides_miss():
 
 
 def test_eight_schools_has_the_same_evidence_with_and_without():
-    pyro.set_rng_seed(0)
     y, sds = eight_schools_data()
     guide = AutoNaMIGuide(eight_schools)
     with torch.no_grad(), warnings.catch_warnings():

@@ -272,8 +272,9 @@ def schools_guide():
 def test_trained_guide_gives_the_evidence_of_eight_schools(schools_guide):
     draws = importance_sample(eight_schools, schools_guide, *eight_schools_data(), num_samples=10_000)
     assert float(draws.effective_sample_size) > 9000 and float(draws.pareto_k) < 0.7
-    # k-hat is near 0.5, where the sd of the weights is itself uncertain: 5 standard errors.
-    error = 5 * float(draws.log_evidence_error)
+    # Weights that are all the same have no standard error; 28 densities are added, each rounded to single precision.
+    rounding = 28 * torch.finfo(torch.float32).eps * abs(EIGHT_SCHOOLS)
+    error = 5 * float(draws.log_evidence_error) + rounding
     assert float(draws.log_evidence) == pytest.approx(EIGHT_SCHOOLS, abs=error) and error < 0.05
     # Stan's reference draws: 4.41 (3.31), 3.60 (3.20).
     assert float(draws.mean("mu")) == pytest.approx(4.41, abs=0.25)

@@ -143,7 +143,6 @@ def test_particles_and_predictive_see_an_ordinary_guide():
 def test_steps_beyond_the_trained_ones_average():
     guide, x = made(steps=2, inputs=()), data(5)
     random_updaters(guide, x)
-    pyro.set_rng_seed(0)
     found = guide.trajectory(x, steps=5)
     for step, gain in ((2, 1 / 2), (3, 1 / 3), (4, 1 / 4)):
         whole = guide.advance(found, step, found.estimates[step])["z"]

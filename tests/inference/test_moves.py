@@ -45,7 +45,6 @@ def standardized(draws):
 def test_joint_draws_stay_joint_draws_whatever_the_guide(worth, least, most, monkeypatch):
     """Of so poor a guide few draws take a place: by default others than the first tenth are left."""
     monkeypatch.setattr("pyro_nami.inference.moves._WORTH", worth)
-    pyro.set_rng_seed(0)
     simulator = Simulator(plated, observed=["x"])
     draws = simulator.draw(20_000)
     moves, now, state = LatentMoves(simulator, off, 3), draws, {}
@@ -64,7 +63,6 @@ def test_few_draws_move_by_several_of_the_guide_made_at_once(monkeypatch):
     monkeypatch.setattr(
         Proposal, "at_once", lambda self, num, **options: counts.append(num) or at_once(self, num, **options)
     )
-    pyro.set_rng_seed(0)
     simulator = Simulator(plated, observed=["x"])
     draws = simulator.draw(20_000)
     moves, state = LatentMoves(simulator, off, 3), {}
@@ -170,7 +168,6 @@ def test_what_takes_long_to_draw_moves_rarely():
             z = pyro.sample("z", dist.Normal(m, s))
             pyro.sample("x", dist.Poisson(z.exp().unsqueeze(-1) * torch.ones(5)).to_event(1))
 
-    pyro.set_rng_seed(0)
     simulator = Simulator(model, observed=["x"])
     draws = simulator.draw(20)
     guide = AutoNaMIGuide(model, observed=["x"], rules={"s": "learned"})

@@ -48,7 +48,6 @@ def test_a_posterior_of_two_modes_is_learned_and_weighted():
 
 
 def test_simulations_may_be_fresh_in_each_step():
-    pyro.set_rng_seed(0)
     posterior = amortize(folded, observed=["x"], simulations="fresh", steps=60, progress=False)
     assert posterior.history.simulations == (36 + 24 * 2) * 332
     z, x = (part["z"] if "z" in part else part["x"] for part in Simulator(folded, observed=["x"]).draw(2000)[:2])
@@ -64,7 +63,6 @@ def test_where_weights_are_bad_draws_are_carried_to_the_posterior():
         z = pyro.sample("z", dist.Normal(0.0, 1.0))
         pyro.sample("x", dist.Normal(z.abs(), 0.02))
 
-    pyro.set_rng_seed(0)
     posterior = amortize(sharp, observed=["x"], simulations=200, steps=2, progress=False)
     data = {"x": torch.tensor([1.5, 0.6])}
     assert (posterior(data, num_temperatures=2).effective_sample_size < 200).any()
@@ -102,7 +100,6 @@ def test_data_sets_with_good_weights_are_left_alone():
             with pyro.plate("rows", 2):
                 pyro.sample("z", dist.Normal(x / 2 + off, 0.5**0.5))
 
-    pyro.set_rng_seed(0)
     x = torch.tensor([[0.0, -1.0], [2.0, 1.0], [0.5, 0.0], [-1.0, 3.0]])
     drawn = AmortizedPosterior(model, (), {}, Guide(), History())({"x": x}, 1000)
     evidence = dist.Normal(0.0, 2**0.5).log_prob(x).sum(-1)
@@ -134,7 +131,6 @@ def test_where_few_draws_are_effective_there_are_more(monkeypatch):
             with pyro.plate("rows", 6):
                 pyro.sample("z", dist.Normal(x / 2, scale))
 
-    pyro.set_rng_seed(0)
     x = torch.tensor([[0.0], [2.0], [-1.0], [1.5]]).expand(4, 6)
     posterior = AmortizedPosterior(model, (), {}, Wide(), History())
     drawn, left = posterior({"x": x}), posterior({"x": x}, num_temperatures=2)
@@ -388,7 +384,6 @@ def test_where_simulations_are_learned_by_heart_further_guides_have_more_restrai
         return SOAP(parameters, lr=lr, **options)
 
     monkeypatch.setattr("pyro_nami.inference.amortizing.SOAP", recorded)
-    pyro.set_rng_seed(0)
     prior = dist.Normal(torch.zeros(2), 1.0).to_event(1)
     model = from_simulator(prior, lambda theta: torch.randn(len(theta), 10))
     posterior = amortize(model, observed=["x"], simulations=300, steps=120, progress=False)

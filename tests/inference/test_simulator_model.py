@@ -24,7 +24,6 @@ def noisy(theta):
 
 
 def test_posteriors_are_those_of_the_simulator_and_have_no_weights():
-    pyro.set_rng_seed(0)
     np.random.seed(0)
     posterior = amortize(from_simulator(PRIOR, noisy), observed=["x"], simulations=2000, steps=200, progress=False)
     found = posterior({"x": torch.tensor([[1.0, -1.0], [0.0, 2.0]])}, num_samples=4000)
@@ -61,7 +60,6 @@ def test_counts_are_numbers_and_nan_is_left_out():
 
 def test_most_simulations_may_fail():
     """The posterior of the rest given finite data is that of all: exact here by a grid."""
-    pyro.set_rng_seed(0)
 
     def failing(theta):
         x = theta + 0.5 * torch.randn_like(theta)
@@ -115,7 +113,6 @@ def test_regions_hold_the_prior_cut_to_where_a_guide_has_its_mass():
         def log_prob(self, latents, observations):
             return self.factor(observations["x"]).log_prob(latents["theta"])
 
-    pyro.set_rng_seed(0)
     simulator, guide = Simulator(from_simulator(PRIOR, noisy), observed=["x"]), Guide()
     region = Region(simulator, guide, {"x": torch.tensor([0.5, 0.0])})
     theta = region.draw(3000)["theta"]
@@ -142,7 +139,6 @@ def test_rounds_at_one_data_set_simulate_where_its_posterior_is():
         seen.append(theta)
         return theta.square() + 0.02 * torch.randn_like(theta)
 
-    pyro.set_rng_seed(0)
     model, x = from_simulator(PRIOR, square), {"x": torch.tensor([1.0, 2.0])}
     grid = torch.linspace(-6.0, 6.0, 100_001)
     joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Normal(grid.square(), 0.02).log_prob(x["x"][:, None])
@@ -215,7 +211,6 @@ def in_a_plate():
 
 @pytest.mark.parametrize("model", [deterministic, degenerate, in_a_plate])
 def test_values_are_data_without_a_density(model, recwarn):
-    pyro.set_rng_seed(0)
     posterior = amortize(model, observed=["x"], simulations=2000, steps=300, progress=False)
     found = posterior({"x": torch.tensor([[1.0, -1.0], [0.0, 2.0]])}, num_samples=4000)
     assert "without weights" in repr(found)
@@ -228,7 +223,6 @@ def test_one_value_for_all_draws_is_no_vectorized_simulation():
         theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
         pyro.deterministic("x", torch.tensor(theta.reshape(-1)[0].item()) + 0.5 * torch.randn(()))
 
-    pyro.set_rng_seed(0)
     with pytest.warns(UserWarning, match="one for all"):
         posterior = amortize(model, observed=["x"], simulations=500, steps=200, progress=False)
     assert abs(posterior({"x": torch.tensor(2.0)}, num_samples=1000).mean("theta") - 1.6) < 0.25

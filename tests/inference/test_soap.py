@@ -34,7 +34,6 @@ def rotation(size):
 
 
 def test_a_vector_and_sides_that_are_too_long_are_moved_by_cautious_adam():
-    torch.manual_seed(0)
     starts = [torch.randn(3), torch.randn(4, 5), torch.randn(2, 4, 5)]
     gradients = [[torch.randn_like(start) for start in starts] for _ in range(30)]
     ours, theirs = ([start.clone().requires_grad_() for start in starts] for _ in range(2))
@@ -47,7 +46,6 @@ def test_a_vector_and_sides_that_are_too_long_are_moved_by_cautious_adam():
 @pytest.mark.parametrize("shape", [(4, 6), (2, 4, 6)])
 def test_in_the_eigenbasis_of_gradients_it_is_cautious_adam(shape):
     """Gradients that a rotation makes of independent ones of unequal sizes, whose coordinates are the eigenbasis."""
-    torch.manual_seed(1)
     left, right = rotation(4), rotation(6)
     sizes = torch.logspace(0, -1.5, 4)[:, None] * torch.logspace(0, -2, 6)
     drift = 0.5 * sizes * torch.randn(shape).sign()
@@ -93,7 +91,6 @@ def test_weights_decay_but_not_those_of_vectors():
 
 
 def test_parameters_of_one_shape_do_not_mix():
-    torch.manual_seed(4)
     gradients = [[torch.randn(4, 5), torch.randn(4, 5), torch.randn(3), torch.randn(3)] for _ in range(30)]
     together = [torch.zeros_like(each, requires_grad=True) for each in gradients[0]]
     descend(SOAP(together), together, gradients)
@@ -105,7 +102,6 @@ def test_parameters_of_one_shape_do_not_mix():
 
 @pytest.mark.parametrize("shape", [(3,), (4, 5)])
 def test_without_a_gradient_parameters_stay(shape):
-    torch.manual_seed(5)
     first, second = (torch.ones(shape, requires_grad=True) for _ in range(2))
     optimizer = SOAP([first, second], weight_decay=1.0)
     descend(optimizer, [first], [[torch.randn(shape)] for _ in range(3)])
@@ -115,7 +111,6 @@ def test_without_a_gradient_parameters_stay(shape):
 
 
 def test_it_goes_on_from_its_state():
-    torch.manual_seed(3)
     gradients = [[torch.randn(4, 5), torch.randn(3)] for _ in range(40)]
     whole, halves = ([torch.zeros(4, 5, requires_grad=True), torch.zeros(3, requires_grad=True)] for _ in range(2))
     descend(SOAP(whole), whole, gradients)

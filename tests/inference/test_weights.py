@@ -54,7 +54,6 @@ def test_estimates_are_those_of_normal_theory(sets, dtype):
 @pytest.mark.parametrize("num", [40, 100, 400])
 def test_draws_of_equal_weight_keep_the_errors_of_those_they_come_from(num):
     """400 draws of which some 330 are effective, resampled in 2,000 repetitions."""
-    torch.manual_seed(1)
     z = 1.5 * torch.randn(400, 2000, dtype=torch.float64)
     draws = WeightedSamples({"z": z}, log_ratio(z, torch.zeros(2000, dtype=z.dtype)))
     equal = draws.equally_weighted(num)
@@ -73,7 +72,6 @@ def test_draws_of_equal_weight_keep_the_errors_of_those_they_come_from(num):
 
 
 def test_error_of_the_evidence_is_the_spread_over_repetitions():
-    torch.manual_seed(1)
     z = 1.5 * torch.randn(400, 500, dtype=torch.float64)  # 400 draws for each of 500 repetitions
     draws = WeightedSamples({}, log_ratio(z, torch.zeros((), dtype=z.dtype)))
     # The sd of 500 numbers is known to 1 / sqrt(1000) = 3%.

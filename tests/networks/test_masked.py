@@ -241,7 +241,6 @@ def test_separate_networks_are_small_perceptrons(skip):
 @both
 def test_linear_gaussian_posterior_is_exact(build):
     """Oracle: the conditional of a multivariate normal; skip weights are its regressions in sampling order."""
-    torch.manual_seed(0)
     factor = torch.randn(7, 7, dtype=torch.double)
     joint = MultivariateNormal(torch.zeros(7, dtype=torch.double), factor @ factor.T + torch.eye(7))
     context, covariance = 3, joint.covariance_matrix
@@ -422,7 +421,6 @@ def test_the_output_starts_at_the_bias_that_is_set(build):
 @both
 def test_units_start_at_unit_scale_however_many_inputs_they_have(build):
     """Weights of variance 1/n on n standardized inputs, and biases of variance 1/(3n); 5 standard errors."""
-    torch.manual_seed(0)
     taken = []
     dependency = ones(30, 30).tril()[[0, 4, 29]]
     mlp = build(dependency, (3000,), activation=lambda x: taken.append(x) or x, dtype=torch.double)

@@ -46,7 +46,6 @@ class FlatSums(PrecisionSums):
 @pytest.fixture(params=[*ENCODERS, "precision sums"])
 def pooled_net(request):
     """An encoder, or a sum of pseudo-observations: what holds of every function of sets."""
-    torch.manual_seed(0)
     if request.param != "precision sums":
         return make_encoder(ENCODERS[request.param], 3, 5, (16, 16), dtype=torch.double)
     sums = FlatSums(3, 2, dtype=torch.double)
@@ -56,7 +55,6 @@ def pooled_net(request):
 
 @pytest.fixture(params=ENCODERS)
 def net(request):
-    torch.manual_seed(0)
     return make_encoder(ENCODERS[request.param], 3, 5, (16, 16), dtype=torch.double)
 
 

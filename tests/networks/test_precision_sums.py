@@ -18,7 +18,6 @@ def randn(*shape):
 
 @pytest.fixture
 def net():
-    torch.manual_seed(0)
     evidence = PrecisionSums(3, 2, dtype=torch.double)
     nn.init.normal_(evidence.heads_weight, std=0.3)
     return evidence

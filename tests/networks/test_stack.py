@@ -16,7 +16,6 @@ from pyro_nami.networks.stack import SplineStack
 
 @pytest.fixture
 def stack():
-    torch.manual_seed(0)
     made = SplineStack(3, 2, transforms=3, bins=4, hidden_features=(16, 16), dtype=torch.double)
     for layer in made.layers:
         torch.nn.init.normal_(layer.output)
@@ -84,7 +83,6 @@ def test_densities_are_normalized_and_those_of_draws(guide):
 
 def test_a_ring_needs_a_stack(guide):
     """The exact density is that of z given x: N(z) N(x; |z|) / p(x), with p(x) by quadrature."""
-    pyro.set_rng_seed(1)
     z = torch.randn(2000, 2)
     x = z.norm(dim=-1) + 0.1 * torch.randn(2000)
     radius = torch.linspace(1e-3, 8, 4001)
@@ -110,7 +108,9 @@ def test_weights_are_saved_and_copied(guide):
     assert any(name.startswith("network.stacks") for name, _ in guide.named_parameters())
 
 
+@pytest.mark.slow
 def test_svi_trains_it_and_blocks_of_plates_are_coupled():
+    """The mean of the three correlations is -0.463, by weights of two million draws from the prior."""
     x = torch.tensor([0.5, -1.0, 2.0])
 
     def model():
@@ -120,14 +120,13 @@ def test_svi_trains_it_and_blocks_of_plates_are_coupled():
         with pyro.plate("data", 3):
             pyro.sample("x", dist.StudentT(3.0, z, 1.0), obs=x)
 
-    pyro.set_rng_seed(0)
     guide = AutoNaMIGuide(model, families={"z": flow(4, 2)}, init_scale=0.5)
     elbo = Trace_ELBO(num_particles=4, vectorize_particles=True, max_plate_nesting=1)
     svi = SVI(model, guide, Adam({"lr": 0.03}), elbo)
-    losses = [svi.step() for _ in range(150)]
+    losses = [svi.step() for _ in range(300)]
     assert sum(losses[-50:]) < sum(losses[:50]) - 5
     z = Predictive(model, guide=guide, num_samples=2000, parallel=True)()["z"].reshape(-1, 3)
-    assert torch.corrcoef(z.T)[0, 1] < -0.2  # as the sum is known
+    assert abs((torch.corrcoef(z.T).sum() - 3) / 6 + 0.463) < 0.15  # training noise over seeds is below 0.02
 
 
 def test_fewer_than_no_transforms():

@@ -25,7 +25,6 @@ both = pytest.mark.parametrize("build", [masked, separate])
 @pytest.mark.parametrize("width", [4, 64, 512])
 def test_a_step_moves_a_row_by_the_rate_times_the_bases(build, inputs, width):
     """The bias gives 1, the direct weights at most their base, the units theirs, whatever the numbers."""
-    torch.manual_seed(0)
     base = Base(2.0, 4.0, 3.0)
     mlp, x = build(inputs, width, base), torch.ones(1, inputs)
     before = mlp(x).detach()
@@ -38,7 +37,6 @@ def test_a_step_moves_a_row_by_the_rate_times_the_bases(build, inputs, width):
 
 @both
 def test_another_base_leaves_the_function_as_it_is(build):
-    torch.manual_seed(0)
     mlp, x = build(30, 50, Base(1.0, 2.0, 1.0)), torch.randn(4, 30)
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter)
@@ -49,7 +47,6 @@ def test_another_base_leaves_the_function_as_it_is(build):
 
 @both
 def test_units_and_speeds_scale_rows_and_survive_saving(build):
-    torch.manual_seed(0)
     mlp, x = build(3, 5, Base()), torch.randn(4, 3)
     torch.nn.init.normal_(mlp.output)
     before, bias = mlp(x).detach(), mlp.output_bias().detach()
@@ -63,7 +60,6 @@ def test_units_and_speeds_scale_rows_and_survive_saving(build):
 
 def test_a_speed_grows_with_steps_that_agree_and_falls_with_those_that_do_not():
     pace, value = Pace(torch.zeros(2)), torch.tensor([-4.0, 3.0])
-    torch.manual_seed(0)
     for number in range(400):
         noise = 10 * (2.0 * torch.randint(0, 2, ()) - 1)
         value += RATE * torch.stack((torch.ones(()), noise))
@@ -88,7 +84,6 @@ def test_a_pace_makes_no_step_longer_than_five_hundredths_by_itself():
 @pytest.mark.parametrize("rate", [0.05, 0.01, 0.001])
 @pytest.mark.parametrize("agree", [True, False])
 def test_a_patient_parameter_goes_by_short_steps_until_they_agree(rate, agree):
-    torch.manual_seed(0)
     pace, value, moved = Pace(torch.zeros(2, 200)), torch.zeros(2, 200), torch.zeros(2)
     pace.patient[0] = True
     for number in range(400):
@@ -104,7 +99,6 @@ def test_a_patient_parameter_goes_by_short_steps_until_they_agree(rate, agree):
 
 
 def test_one_wild_step_moves_no_patient_parameter_far_but_what_somebody_sets_stays():
-    torch.manual_seed(0)
     pace, value = Pace(torch.zeros(2)), torch.zeros(2)
     pace.patient[0] = True
     pace.adapt(value)
@@ -138,7 +132,6 @@ def test_a_shared_bias_goes_as_far_as_those_added_to_it_leave_of_a_step(step, lo
 
 
 def test_running_inputs_are_standard_and_those_that_do_not_follow_stay():
-    torch.manual_seed(0)
     running = Running(torch.full((2,), 1e-6), torch.tensor([True, False]))
     draws = torch.tensor([5.0, 5.0]) + 0.01 * torch.randn(600, 2)
     for x in draws:

@@ -2,7 +2,6 @@
 
 import gaussian_mixture
 import mixture_model
-import pyro
 import pytest
 import torch
 from pyro import poutine
@@ -13,7 +12,6 @@ from pyro_nami.inference import Simulator
 
 @pytest.fixture
 def simulations():
-    pyro.set_rng_seed(0)
     return Simulator(mixture_model.plated, (torch.zeros(7, 2),)).draw(3)
 
 

@@ -50,7 +50,6 @@ def test_draws_at_which_the_model_fails_are_left_out():
         z = pyro.sample("z", dist.Normal(0.0, 1.0))
         pyro.factor("f", (1e3 * z.clamp(min=0.0)).exp() * 0.0)
 
-    pyro.set_rng_seed(0)
     draws = prior_draws(failing, (), {}, 40)
     assert 5 < len(draws) < 35 and all(draw["z"] < 0.1 for draw in draws)
 

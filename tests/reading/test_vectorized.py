@@ -123,7 +123,7 @@ def regression(y=None):
     with pyro.plate("groups", 3):
         b = pyro.sample("b", dist.Normal(0.0, 1.0))
     with pyro.plate("rows", 6):
-        pyro.sample("y", dist.Normal(DESIGN @ w + b[GROUP], 0.5), obs=y)
+        pyro.sample("y", dist.Normal(DESIGN.to(w) @ w + b[GROUP], 0.5), obs=y)
 
 
 DESIGN = torch.linspace(-1, 2, 12).sin().reshape(6, 2)
@@ -138,14 +138,15 @@ def exact(y):
     return float(dist.MultivariateNormal(torch.zeros(6), covariance).log_prob(y))
 
 
-def test_gradients_are_those_of_single_runs():
+def test_gradients_are_those_of_single_runs(double):  # single precision rounds by the order of sums
+    data = DATA.double()
     values = {"w": torch.randn(4, 1, 2).requires_grad_(), "b": torch.randn(4, 3).requires_grad_()}
-    sites = Runner(values).run(Vectorized(regression, 1), (DATA,), {})
+    sites = Runner(values).run(Vectorized(regression, 1), (data,), {})
     slopes = torch.autograd.grad(log_densities({"y": sites["y"]})["y"].sum(), list(values.values()), create_graph=True)
     curvature = torch.autograd.grad(slopes[0].square().sum(), values["b"])[0]
     for draw in range(4):
         w, b = values["w"][draw, 0].detach().requires_grad_(), values["b"][draw].detach().requires_grad_()
-        alone = log_densities({"y": Runner({"w": w, "b": b}).run(regression, (DATA,), {})["y"]})["y"].sum()
+        alone = log_densities({"y": Runner({"w": w, "b": b}).run(regression, (data,), {})["y"]})["y"].sum()
         expected = torch.autograd.grad(alone, (w, b), create_graph=True)
         torch.testing.assert_close(slopes[0][draw, 0], expected[0])
         torch.testing.assert_close(slopes[1][draw], expected[1])

@@ -1,13 +1,20 @@
-"""What every test starts from: an empty parameter store, one seed, float32, validation on."""
+"""What every test and doctest starts from: an empty parameter store, one seed, float32, validation on."""
 
 from __future__ import annotations
+
+import os
+import random
 
 import pyro
 import pytest
 import torch
 
+SEED = int(os.environ.get("PYRO_NAMI_SEED", "0"))  # of every test's draws and, if it is not 0, of the order of tests
+
 
 def pytest_collection_modifyitems(items):
+    if SEED:
+        random.Random(SEED).shuffle(items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # so that no process waits for one at the end
     if torch.cuda.is_available():
         return
@@ -21,7 +28,7 @@ def pytest_collection_modifyitems(items):
 def _fresh_session():
     before = torch.get_default_dtype()
     pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    pyro.set_rng_seed(SEED)
     with pyro.validation_enabled(True):
         yield
     torch.set_default_dtype(before)
