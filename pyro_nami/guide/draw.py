@@ -56,8 +56,7 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     rules = {name: rule for name, rule in plan.rules.items() if name not in call.lacking}
     rules |= {name: Prior(name) for name in (*(rules.keys() & call.unseen), *call.new)}
     validate = is_validation_enabled() and not torch.jit.is_tracing()
-    hidden = call.target.hidden if call.target is not None else frozenset()
-    private = _read_by_others(plan, hidden.intersection(rules))
+    hidden, private = (frozenset[str](), frozenset[str]()) if call.target is None else call.target[1:3]
     rules = {name: rule for name, rule in rules.items() if name not in hidden or name in private}
     current = Pass(rules, plan.families, state, functools.partial(derive, plan, call), _relocation(plan), validate)
     current.private = private
@@ -71,18 +70,6 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
             "another `inverse`, or give the data as observations=."
         )
     return current
-
-
-def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
-    """Returns those of hidden latents that others are drawn given."""
-    found, left = set[str](), [name for name in plan.rules if name not in hidden]
-    while left:
-        name = left.pop()
-        needed = plan.groups[name].needed if name in plan.groups else ()
-        reads = {*plan.inverse.parents.get(name, ()), *needed}.intersection(hidden).difference(found)
-        found |= reads
-        left += reads
-    return frozenset(found)
 
 
 def is_predicting() -> bool:

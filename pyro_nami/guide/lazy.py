@@ -161,7 +161,7 @@ class LazyGuide(AutoGuide):
         else:
             self._settle()
             if self._reader.memory.mode is Mode.MINIBATCHES and self._options.mode is not Mode.MINIBATCHES:
-                self._go_over_to_minibatches(args, kwargs)
+                self._go_over_to_minibatches()
         plan = self._made()
         for name in observations:
             if name not in plan.names:
@@ -174,9 +174,10 @@ class LazyGuide(AutoGuide):
         passes = self.network.passes
         return self._reader.read(call, plates, observations, may_train=may_train, passes=passes, draws=draws)
 
-    def _go_over_to_minibatches(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Makes the guide anew for data that differ from step to step."""
+    def _go_over_to_minibatches(self) -> None:
+        """Makes the guide anew, at the arguments of its first steps, for data that differ from step to step."""
         memory = self._reader.memory
+        args, kwargs = (memory.context or ((), {}))[:2]
         moving = frozenset(name for name in self._plan.sites if name in set(map(site_of, memory.history.moving)))
         self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving)
         self._unmake()

@@ -110,14 +110,14 @@ class CallReader:
         if predicts and not subsampled and self._has_call(call.model):
             return self._answer(call)
         own = self._with_values(call, plates, observations, draws)
-        if predicts and subsampled and memory.has_one_context and self._has_call(call.model):
+        if predicts and subsampled and self._has_call(call.model) and not self._reads_own_rows(own):
             return self._answer(call, own)
         absent = [name for name in plan.read if name not in own.values and name not in own.lacking]
         if absent:
             return self._without(absent, own, call, given)
         own = self._completed(own)
         if given:
-            return self._explicit(own) if trained else own
+            return self._explicit(own) if trained else self._with_kept(own)
         if trained:
             return self._compared(own, call, may_train, passes)
         return self._noted(own, may_train, passes)
@@ -182,21 +182,54 @@ class CallReader:
         answer = memory.call
         assert answer is not None
         answer = replace(answer, model=call.model)
-        if own is not None and own.indices:
+        target = self._target(answer, own or call)
+        if own is not None and any(not self._is_whole(name) for name in self.plan.rules if name not in target.hidden):
             answer = self._at_instances(answer, own)
         elif answer.moving:
             held = {name: value for name, value in answer.held.items() if name not in answer.moving}
             answer = self._with_data(replace(answer, values=held, held=held))
-        answer = replace(answer, target=self._target(answer, own or call), constants=memory.constants)
-        return replace(answer, tables=memory.tables, starts=memory.starts)
+        return self._with_kept(replace(answer, target=target), constants=True)
+
+    def _is_whole(self, site: str) -> bool:
+        """Whether a site is in no plate of which the model takes a part."""
+        return self.plan.plates.subsampled.isdisjoint(self.plan.sites[site].plates)
+
+    def _reads_own_rows(self, own: Call) -> bool:
+        """Whether latents of subsampled plates are inferred from a call's own rows, as those of training are gone.
+
+        That is where each step had other rows among its arguments, or another number of them.
+        """
+        memory, plan = self.memory, self.plan
+        names = [name for name in plan.rules if not self._is_whole(name) and plan.data_of(name)]
+        complete = all(name in own.values for name in plan.read)
+        before = memory.call.indices if memory.call is not None else {}
+        alike = all(len(index) == len(before.get(plate, index)) for plate, index in own.indices.items())
+        if not names or not complete or memory.has_one_context and alike:
+            return False
+        self._tell(
+            f"{', '.join(map(repr, names))} are inferred from the rows of data that this call brings, whatever these "
+            "were in training, as training had its rows of subsampled plates among the arguments of each step, or "
+            "another number of rows. Pass all data to the model and subsample them there for the guide to keep to them."
+        )
+        return True
 
     def _at_instances(self, answer: Call, own: Call) -> Call:
-        """Returns a call with its data at other instances of subsampled plates, by a run of the model."""
-        plan, parts = self.plan, self.plan.plates.subsampled
-        for plate, index in own.indices.items():
-            if plate in answer.indices and len(index) != len(answer.indices[plate]):
-                return replace(own, target=None)
-        kept = {name: value for name, value in answer.values.items() if parts.isdisjoint(plan.sites[name].plates)}
+        """Returns a call with its data at other instances of subsampled plates, by a run of the model.
+
+        Raises:
+            ValueError: where its arguments do not hold the data of these instances.
+        """
+        plan = self.plan
+        alike = all(len(index) == len(answer.indices.get(plate, index)) for plate, index in own.indices.items())
+        rows = [name for name in plan.read if not self._is_whole(name)]
+        if rows and not (alike and self.memory.has_one_context):
+            plates = ", ".join(map(repr, sorted(plan.plates.subsampled)))
+            raise ValueError(
+                f"Expected data for the observed site '{rows[0]}' at the instances of {plates} that this call has; the "
+                "arguments of training do not hold them. Pass the data as the model takes them, or as "
+                f"observations={{'{rows[0]}': value}}; or subsample as many instances as in training."
+            )
+        kept = {name: value for name, value in answer.values.items() if self._is_whole(name)}
         held = {name: value for name, value in answer.held.items() if name in kept}
         return self._with_data(replace(answer, indices=own.indices, values=kept, held=held, own={}))
 
@@ -222,13 +255,15 @@ class CallReader:
             _check_sizes(own, self.plan)
             if memory.call is None:
                 memory.keep(memory.frozen(own, data))
-            return replace(own, constants=self._constants(own), tables=memory.tables, starts=memory.starts)
+            return self._with_kept(own, constants=True)
         if not self._has_call(call.model):
             if self.plan.read or self.plan.groups:
                 raise ValueError(_no_data(next(iter(self.plan.read or self.plan.groups))))
             return own
         answer = self._answer(call, own)
         if self._step is not None and answer.target is not None:
+            if answer.target.private:  # no step could be scored given those that this call has no place for
+                return self._with_kept(own)
             self._step = self._step._replace(notice=answer.target.notice)
         return answer
 
@@ -246,10 +281,13 @@ class CallReader:
                 memory.history.step(data)
             elif fixed and may_train:
                 self._step = _Step(passes, frozen, data, "")
-        return replace(own, constants=self._constants(own), tables=memory.tables, starts=memory.starts)
+        return self._with_kept(own, constants=memory.mode is not Mode.MINIBATCHES)
 
-    def _constants(self, own: Call) -> dict[Any, Any] | None:
-        return None if own.indices or self.memory.mode is Mode.MINIBATCHES else self.memory.constants
+    def _with_kept(self, call: Call, constants: bool = False) -> Call:
+        """Returns a call with what was found in earlier ones, ``constants`` of its data included."""
+        memory = self.memory
+        kept = memory.constants if constants and not call.indices else None
+        return replace(call, constants=kept, tables=memory.tables, starts=memory.starts)
 
     def _without(self, absent: Sequence[str], own: Call, call: Call, given: bool) -> Call:
         """Returns the answer to a call that lacks data of some sites.
@@ -269,7 +307,7 @@ class CallReader:
         absent = [name for name in absent if name not in values]
         own = replace(own, values={**own.values, **values}, held={**own.held, **values})
         if not absent:
-            return replace(self._completed(own), tables=memory.tables, starts=memory.starts)
+            return self._with_kept(self._completed(own))
         if memory.mode is not Mode.MINIBATCHES or not memory.history.moving.issuperset(absent):
             raise ValueError(_no_data(absent[0]))
         unseen = [name for name in plan.order if not plan.data_of(name).isdisjoint(absent)]
@@ -278,7 +316,7 @@ class CallReader:
             f"This call brings no data of {sites}, by which the guide infers {names} row by row: they are drawn from "
             "the model's own conditional given all others."
         )
-        own = replace(self._completed(own), tables=memory.tables, starts=memory.starts)
+        own = self._with_kept(self._completed(own))
         return replace(own, unseen=own.unseen.union(unseen))
 
     def _explicit(self, own: Call) -> Call:
@@ -295,7 +333,7 @@ class CallReader:
                 "were learned on those alone and answer as they were trained. Train the guide on these data, or on "
                 "simulations by InferenceCompilation, for it to serve both."
             )
-        return replace(own, unseen=unseen, starts=self.memory.starts)
+        return self._with_kept(replace(own, unseen=unseen))
 
     def _data_of(self, call: Call) -> Data:
         """Returns what tells whether a call's data are those of training: fingerprints of values and covariates.

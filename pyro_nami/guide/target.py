@@ -5,7 +5,7 @@ Change this module when latents are to be matched between calls in another way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +24,14 @@ class Target(NamedTuple):
     Attributes:
         call: the call.
         hidden: latents of training that the call has no place for: it lacks or observes them, or has other instances.
+        private: those of them that others are drawn given.
         fresh: latents of the call that training had no data for: drawn from the model's own conditional.
         notice: what the user is to know of these; empty where there are none.
     """
 
     call: Any
     hidden: frozenset[str]
+    private: frozenset[str]
     fresh: tuple[str, ...]
     notice: str
 
@@ -42,7 +44,19 @@ def target_of(call: Any, before: Mapping[str, Any], now: Mapping[str, Any], plan
     new = [name for name in now if name in open_sites and name not in plan.names]
     hidden = frozenset(name for name in latents if name not in open_sites or name in other)
     fresh = tuple(name for name in now if name in other or name in new)
-    return Target(call, hidden, fresh, _notice(fresh, before, now))
+    return Target(call, hidden, _read_by_others(plan, hidden), fresh, _notice(fresh, before, now))
+
+
+def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
+    """Returns those of hidden latents that others are drawn given."""
+    found, left = set[str](), [name for name in plan.rules if name not in hidden]
+    while left:
+        name = left.pop()
+        needed = plan.groups[name].needed if name in plan.groups else ()
+        reads = {*plan.inverse.parents.get(name, ()), *needed}.intersection(hidden).difference(found)
+        found |= reads
+        left += reads
+    return frozenset(found)
 
 
 def sites_of(call: Any, plan: Plan) -> Mapping[str, Any]:
