@@ -21,6 +21,7 @@ from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.starts import DataSets, Starts
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, broadcast, expanding, leading_shape
+from pyro_nami.reading.flat import improper_posterior
 from pyro_nami.reading.gaussian_constants import FromConstants, constants_of
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.joint_gaussian import JointGaussian
@@ -54,6 +55,8 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
                     current.near[group] = expansion
             break
     near = expansion if type(expansion) is JointGaussian else current.near.get(group)
+    if near is not None and group.flat and not torch.jit.is_tracing():
+        _check_decided(near)
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {name: at.detach() for name, at in near.references.items()}
     elif near is not None and near.has_moved:
@@ -62,6 +65,13 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     if source is call:
         current.ready.update({name: sites[name] for name in expansion.group.members})
     return expansion
+
+
+def _check_decided(solved: JointGaussian) -> None:
+    """Raises ValueError where a prior is improper, and data leave the latent open."""
+    for name in solved.undecided():
+        if not solved.flat[name].is_bounded:
+            raise ValueError(improper_posterior(name))
 
 
 def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, draws: bool = False) -> Expansion:
@@ -90,7 +100,7 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
         if not at and (group.has_mode or group in call.source(group).starts):
             for starts, data in _starts(group, current, plan, call.source(group)):
                 at = starts.find(data, at or {})
-        options["at"] = at  # where to start
+        options["at"] = {**{name: plan.initial[name] for name in group.flat}, **(at or {})}  # where to start
     if group.in_turn:
         rules: Any = plan.rules
         options |= {"orders": {name: rules[name].order for name in group.members}, "observed": observed}

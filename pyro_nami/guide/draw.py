@@ -161,7 +161,7 @@ class _DrawingRun(Runner):
                 raise ValueError(observed_latent(name))
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
         else:
-            msg["stop"] = False
+            msg["stop"], msg["value"] = False, None
             self._drawn.add(name)
             msg["infer"] = _own_infer(msg)
             msg["fn"] = current.outside(rule.distribution(current, msg["fn"].batch_shape, msg["fn"]))

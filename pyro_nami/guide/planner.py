@@ -51,9 +51,15 @@ class Derived(NamedTuple):
     lost: set[str]  # which of these may have one, as the model cannot be run for many
 
     @classmethod
-    def of(cls, first: FirstCall, flaw: str = "") -> Derived:
-        """Returns what the first call shows; ``flaw`` says why latents that come first are not found by quadrature."""
-        options, finder = first.options, _finder(first)
+    def of(cls, first: FirstCall, flaw: str = "", cut: Mapping[str, str] | None = None) -> Derived:
+        """Returns what the first call shows.
+
+        Args:
+            first: the call.
+            flaw: why latents that come first are not found by quadrature.
+            cut: latents whose priors are not to be taken for flat -> why.
+        """
+        options, finder = first.options, _finder(first, cut or {})
         check_names("rules", options.rules, first.net.latent, "a latent site")
         searched = finder is not None and options.inverse == "auto" and options.blocks is None
         parts = finder.block() if finder and searched else []
@@ -279,7 +285,7 @@ def _with_all_read(group: ConjugateGroup, inverse: Inverse, order: Sequence[str]
     return group._replace(needed=frozenset(needed))
 
 
-def _finder(first: FirstCall) -> Finder | None:
+def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
     """Returns what finds exact conditionals, unless the options say that there shall be none."""
     options = first.options
     given = options.families or {}
@@ -298,6 +304,7 @@ def _finder(first: FirstCall) -> Finder | None:
         excluded=first.semi_observed.union(hidden, first.passing, learned, given),
         predictive=set(first.net.latent) - seen,
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
+        cut=cut,
         run=first.run,
         draws=[own, *first.draws[:6]],
     )

@@ -152,7 +152,7 @@ class Expansion:
     def choose(self, name: str, prior: Any) -> Tensor:
         """Returns a member's values at the points, given its prior."""
         leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
-        batch, event = broadcast(leading, prior.batch_shape), prior.event_shape
+        batch, event = broadcast(leading, torch.Size(prior.batch_shape)), torch.Size(prior.event_shape)
         if len(batch) > len(leading):
             raise RuntimeError(f"'{name}' has more batch dims than its plates and the dims of the points.")
         self.priors[name], self.shapes[name] = prior, batch + event

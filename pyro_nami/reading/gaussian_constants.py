@@ -162,7 +162,7 @@ class _OfOne(SecondOrder):
             for some in [[name] for name in names] if self._is_lifted(names[0]) else [names]:
                 begin, size = self._first[some[0]] - level.start, sum(self.sizes[name] for name in some)
                 own = (..., slice(begin, begin + size), slice(begin, None))
-                found.append(Level(level.start + begin, size, level.dims, rows[own], prior[own]))
+                found.append(Level(level.start + begin, size, level.dims, rows[own], prior[own], level.proper[:size]))
         return found
 
 
@@ -170,6 +170,8 @@ def constants_of(
     group: ConjugateGroup, leading: torch.Size, nesting: int, sizes: dict[str, int], run: RunModel
 ) -> Constants | None:
     """Returns the constants of a block's derivation, by two runs of the model; None where they depend on more."""
+    if group.flat:  # whose units no prior gives
+        return None
     group = group._replace(vectorized=False)
     probe = _OfOne(group, leading, nesting, True, sizes=sizes)
     there = SecondOrder(group, leading, nesting, True, sizes=sizes)

@@ -265,15 +265,20 @@ class Newton(JointGaussian):
 
     def is_wider(self, far: Newton) -> bool:
         """Whether Normals are wider than priors, on a line to another point; concave densities only narrow them."""
-        way = sum(float((self._noise(name, far) - self._noise(name, self)).square().sum()) for name in self._order)
+        names = [name for name in self._order if name not in self.flat]
+        way = sum(float((self._noise(name, far) - self._noise(name, self)).square().sum()) for name in names)
         return not way <= _WIDER * far.length
 
     def across(self, place: float) -> Newton:
-        """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved."""
-        found = {}
+        """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved.
+
+        Of flat priors that is as far as data tell ten times over, and within their bounds.
+        """
+        found, wide = {}, self.widths()
         for i, (name, mean) in enumerate(self.means().items()):
-            spread = self.priors[name].stddev.detach().expand(mean.shape).nan_to_num(posinf=0.0)
-            found[name] = mean + place * spread * irregular(mean.shape, mean, i)
+            spread = wide[name] if name in wide else self.priors[name].stddev.detach().nan_to_num(posinf=0.0)
+            found[name] = mean + place * spread.expand(mean.shape) * irregular(mean.shape, mean, i)
+            found[name] = self.flat[name].within(found[name]) if name in wide else found[name]
         return self.moved_to(found)
 
     def has_converged(self, most: int) -> bool:
