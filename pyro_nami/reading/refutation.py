@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyro
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from pyro_nami.reading.bounded import LinearBernoulli
 from pyro_nami.reading.conjugate_forms import FORMS, ByStatistics
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.enumeration import Enumeration
-from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of
+from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of, without_gaps
 from pyro_nami.reading.flat import CUT, MOST_LOST
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.joint_gaussian import JointGaussian
@@ -49,6 +50,7 @@ _NOT_LINEAR = "the prior of one is not linear in the others"
 OPEN = "its prior is flat, and data leave it, or a sum with others, open"
 _LOOSE = "its prior is flat, and data hardly tell it: within a deviation of the mode their curvature is another"
 _LOOSENED = 30.0  # times: by how much a curvature may differ there, as it does where a density never falls again
+_MOVES, _ROUNDED = 2, 10.0  # steps to a mean, and how much more than the usual rounding it may be off by
 _SAMPLED = 256  # draws, by which the share out of bounds is told
 _BEYOND = 1e4, 3.0, 4.0  # how far beyond a deviation, and beyond zero, flat priors are looked at, and others meanwhile
 _SCALED_APART = "latents that hang together are scaled by themselves"
@@ -262,11 +264,14 @@ class Refutation:
         if not here.is_finite():
             return here, [], [], _NOT_FINITE
         if not reason:
-            here = here.moved_to(here.means())
-            here.solve(run(here))
+            for _ in range(_MOVES):
+                here = here.moved_to(here.means())
+                here.solve(sites := run(here))
+            here.noise = _ROUNDED * max(_rounding(sites[name]) for name in group.children if name in sites)
             if is_data and (cut := self._cut(here)):
                 return here, [], [], cut
-        wide, ways = here.widths(), dict[str, Tensor]()
+        wide = {name: max(1.0, here.noise / TOLERANCE) * width for name, width in here.widths().items()}
+        ways = dict[str, Tensor]()
         reach, most = 1.0, float(max(map(abs, distances)))
         for i, (name, width) in enumerate(wide.items()):
             center, flat = here.references[name], here.flat[name]
@@ -393,6 +398,15 @@ class Refutation:
         dims = ((name, len(getattr(sites[name]["fn"], "batch_shape", ()))) for name in others)
         wide = next((name for name, count in dims if count > self.nesting), "")
         return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim" if wide else ""
+
+
+def _rounding(site: Mapping[str, Any]) -> float:
+    """Returns by how many deviations rounding of a Normal child's values may move a mean; of others none are told."""
+    fn, value = site["fn"], without_gaps(site).detach()
+    if type(fn) is not dist.Normal:
+        return 0.0
+    sizes = (value.abs() + fn.loc.detach().abs()) / fn.scale.detach()
+    return torch.finfo(sizes.dtype).eps * float(sizes.double().square().sum().sqrt())
 
 
 def _is_scaled_apart(sites: Mapping[str, Any], group: ConjugateGroup) -> bool:

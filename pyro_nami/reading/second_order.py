@@ -50,6 +50,8 @@ class SecondOrder(Expansion):
         sizes: member -> number of its elements, where they are not those of the group; is kept up to date.
     """
 
+    noise = 0.0  # deviations by which rounding moves means
+
     def __init__(self, group: ConjugateGroup, *args: Any, sizes: dict[str, int] | None = None, **kwargs: Any) -> None:
         super().__init__(group, *args, **kwargs)
         self.sizes = dict(zip(group.members, group.elements)) if sizes is None else sizes
@@ -181,7 +183,8 @@ class SecondOrder(Expansion):
             for (name, start), change in zip(starts.items(), changes):
                 change = change if change.dim() > start.dim() else change.expand(1 + self._end, *start.shape)  # zeros
                 idle = (1,) * (self.values[name].dim() - start.dim())
-                points = (start + change).reshape((1 + self._end,) + idle + start.shape)
+                # In doubles, as far from the mean changes are small beside slopes.
+                points = (start.double() + change.double()).reshape((1 + self._end,) + idle + start.shape)
                 points = points.expand((-1, *self.values[name].shape))
                 found[name] = points.reshape((-1, *self.shapes[name]))
             return found
@@ -240,14 +243,15 @@ class SecondOrder(Expansion):
             found = torch.cat([self._flat(name, far.slopes[name]).double() for name in each], -1)
             terms = [times(level.columns(other), step) for other, step in zip(self._levels[i:], steps[i:])]
             terms += [other.summed(level, step) for other, step in zip(self._levels[:i], steps[:i])]
-            if not agree(found, -level.rows[..., -1], [-term for term in terms], torch.float32):
-                return False
+            off = (found + level.rows[..., -1] + sum(terms)).abs()
             # Where data are precise, what is small beside their pull may be large beside what they leave open.
             own = [each[..., : level.size].diagonal(dim1=-2, dim2=-1) for each in (level.rows, level.prior)]
             precision = (own[0] + level.proper * own[1].square()).clamp(min=0)
+            rounded = bool((off <= self.noise * precision.sqrt()).all())
+            if not rounded and not agree(found, -level.rows[..., -1], [-term for term in terms], torch.float32):
+                return False
             rounding = 100 * torch.finfo(far.values[each[0]].dtype).eps * sum(term.abs() for term in terms)
-            off = (found + level.rows[..., -1] + sum(terms)).abs()
-            if abs(far.away or 0.0) <= _NEAR and not (off <= 0.05 * precision.sqrt() + rounding).all():
+            if abs(far.away or 0.0) <= _NEAR and not (off <= (0.05 + self.noise) * precision.sqrt() + rounding).all():
                 return False
         return self.explains_priors(far)
 
