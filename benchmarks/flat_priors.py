@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -223,7 +224,10 @@ def main() -> None:
             continue
         for style, make in STYLES.items():
             for bound in (case.bound, None):
-                row = measured(make, case, bound, summary)
+                try:
+                    row = measured(make, case, bound, summary)
+                except Exception as error:  # noqa: BLE001  which is told, as a row
+                    row = {"learned": [f"fails with {type(error).__name__}"], "mean": math.nan, "sd": math.nan, "seconds": math.nan}
                 prior = "improper" if bound is None else "uniform"
                 rows.append({"posterior": name, "style": style, "prior": prior, **row})
                 learned = "; ".join(row["learned"])

@@ -26,7 +26,7 @@ from pyro_nami.reading.conjugate_group import ConjugateGroup
 __all__ = [
     "TOLERANCE", "Changed", "Expansion",
     "agree", "broadcast", "derivatives", "expanding", "irregular", "leading_shape", "log_density_of", "narrowed",
-    "parameters_of", "plate_shape", "trimmed", "without_gaps",
+    "parameters_of", "plate_shape", "rounding_of", "trimmed", "without_gaps",
 ]
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
@@ -54,7 +54,10 @@ class Expansion:
         finite: where what was solved of each member is a number; elsewhere its data say nothing, which leaves its
             prior, given what is drawn before.
         count: number of points, along a dim of their own to the left of all others; None without such a dim.
+        noise: by how many deviations rounding may move means; found where these are not those of a prior.
     """
+
+    noise = 0.0
 
     def __init__(
         self,
@@ -216,6 +219,17 @@ def log_density_of(site: Mapping[str, Any], log_prob_of: Callable[[Any, Tensor],
     fn, value, mask = site["fn"], without_gaps(site), site["mask"]
     log_prob = log_prob_of(fn, value) if log_prob_of else fn.log_prob(value)
     return log_prob if mask is None else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
+
+
+def rounding_of(site: Mapping[str, Any]) -> Tensor | None:
+    """Returns by how many of its deviations rounding moves a Normal site's values; None of another one.
+
+    That is much where data are large beside their noise, as draws from wide priors are.
+    """
+    fn, value = site["fn"], without_gaps(site).detach()
+    if type(fn) is not dist.Normal:
+        return None
+    return torch.finfo(value.dtype).eps * (value.abs() + fn.loc.detach().abs()) / fn.scale.detach()
 
 
 def parameters_of(*tensors: Tensor) -> Iterator[Tensor]:

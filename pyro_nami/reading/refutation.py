@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from pyro_nami.reading.bounded import LinearBernoulli
 from pyro_nami.reading.conjugate_forms import FORMS, ByStatistics
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.enumeration import Enumeration
-from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of, without_gaps
+from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of, rounding_of
 from pyro_nami.reading.flat import CUT, MOST_LOST
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.joint_gaussian import JointGaussian
@@ -236,7 +235,8 @@ class Refutation:
         for other, place in zip(rest, places[1:]):
             gain, size = here.gain(first, other)
             off = (other.totals.sum() - first.totals.sum() - gain).abs()
-            if not off <= TOLERANCE**2 * first.totals.sum().abs() + TOLERANCE * size:
+            rounded = here.noise * (1 + size.sqrt())
+            if not off <= TOLERANCE**2 * first.totals.sum().abs() + TOLERANCE * size + rounded:
                 return f"{what}: it is off by {off:.2g} nats {place}"
         if not only and not here.fits(line):
             return f"{what}: not every one of them by itself"
@@ -268,6 +268,8 @@ class Refutation:
                 here = here.moved_to(here.means())
                 here.solve(sites := run(here))
             here.noise = _ROUNDED * max(_rounding(sites[name]) for name in group.children if name in sites)
+            if not is_data and here.noise > 1.0:  # as rounding is all that there is to see
+                return here, [], [], _NOT_FINITE
             if is_data and (cut := self._cut(here)):
                 return here, [], [], cut
         wide = {name: max(1.0, here.noise / TOLERANCE) * width for name, width in here.widths().items()}
@@ -402,11 +404,8 @@ class Refutation:
 
 def _rounding(site: Mapping[str, Any]) -> float:
     """Returns by how many deviations rounding of a Normal child's values may move a mean; of others none are told."""
-    fn, value = site["fn"], without_gaps(site).detach()
-    if type(fn) is not dist.Normal:
-        return 0.0
-    sizes = (value.abs() + fn.loc.detach().abs()) / fn.scale.detach()
-    return torch.finfo(sizes.dtype).eps * float(sizes.double().square().sum().sqrt())
+    off = rounding_of(site)
+    return 0.0 if off is None else float(off.double().square().sum().sqrt())
 
 
 def _is_scaled_apart(sites: Mapping[str, Any], group: ConjugateGroup) -> bool:

@@ -50,8 +50,6 @@ class SecondOrder(Expansion):
         sizes: member -> number of its elements, where they are not those of the group; is kept up to date.
     """
 
-    noise = 0.0  # deviations by which rounding moves means
-
     def __init__(self, group: ConjugateGroup, *args: Any, sizes: dict[str, int] | None = None, **kwargs: Any) -> None:
         super().__init__(group, *args, **kwargs)
         self.sizes = dict(zip(group.members, group.elements)) if sizes is None else sizes
