@@ -148,8 +148,7 @@ def summed(case: Regression, bound: float | None, scale: str = "") -> Callable[[
         beta = pyro.sample("beta", prior)
         sigma = _scale(case, bound, scale)
         with pyro.plate("rows", len(case.design)):
-            mean = (case.design * beta.unsqueeze(-2)).sum(-1)
-            pyro.sample("y", dist.Normal(mean, sigma.unsqueeze(-1) if sigma.dim() else sigma), obs=y)
+            pyro.sample("y", dist.Normal((case.design * beta).sum(-1), sigma), obs=y)
 
     return model
 

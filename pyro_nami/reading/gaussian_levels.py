@@ -94,11 +94,13 @@ class Level(NamedTuple):
         posterior = lower.mT @ whitening if self.size > 1 else lower * whitening
         after = (lower.mT @ others if self.size > 1 else lower * others) + gain
         left = torch.cat([mean, rest, -gain], -2), torch.cat([moved, mean, gain], -2)
-        undecided = None if bool(self.proper.all()) else self._open(told, rounding)
+        undecided = self._undecided(told, rounding)
         return self._replace(prior=torch.cat([posterior, after], -1), open=undecided), left
 
-    def _open(self, precision: Tensor, rounding: float) -> Tensor:
+    def _undecided(self, precision: Tensor, rounding: float) -> Tensor | None:
         """Returns which elements with a flat prior data say nothing of, but for rounding, given those behind them."""
+        if bool(self.proper.all()):
+            return None
         size = precision.diagonal(dim1=-2, dim2=-1)
         root = size.clamp(min=torch.finfo(size.dtype).tiny).rsqrt()
         lower, failed = torch.linalg.cholesky_ex(root.unsqueeze(-1) * precision * root.unsqueeze(-2))
@@ -110,23 +112,25 @@ class Level(NamedTuple):
         """Returns the columns of a later level times a matrix, at the place of that one's columns and those behind."""
         return F.pad(self.columns(level) @ matrix, (level.start - self.start, 0))
 
-    def without_noise(self, scale: Tensor) -> tuple[Tensor, Level]:
-        """Returns W and G of the level's posterior W e + G r ~ N(0, I), where its rows are by e ~ N(0, S^2).
+    def without_noise(self, scale: Tensor, rounding: float) -> tuple[Tensor, Level]:
+        """Returns W and G of the level's posterior W e + G r ~ N(0, I), where its rows are by e ~ N(0, S D S).
 
         G is a level behind this one; G^T G is what elimination takes from the rows left. ``scale`` is the diagonal of
-        S, ``(*batch, *plates, size or 1, 1)``.
+        S, ``(*batch, *plates, size or 1, 1)``; ``rounding`` as for `eliminated`.
         """
         own, rest = self.rows[..., : self.size], self.rows[..., self.size :]
-        precision = scale * own * scale.mT
+        precision = scale * own * scale.mT + self.proper.diag()
+        eps = torch.finfo(own.dtype).eps
         if self.size == 1:
-            lower = (1 + precision).clamp(min=torch.finfo(own.dtype).eps).sqrt()
+            least = eps if bool(self.proper) else torch.finfo(own.dtype).tiny ** 0.5
+            lower = precision.clamp(min=least).sqrt()
             whitening, gain = lower / scale, scale / lower * rest
         else:
-            eye = torch.eye(self.size, dtype=own.dtype, device=own.device)
-            ridge = 4 * torch.finfo(own.dtype).eps * (1 + precision.detach().diagonal(dim1=-2, dim2=-1).abs())
-            lower = torch.linalg.cholesky_ex(precision + (eye + torch.diag_embed(ridge)))[0]
+            ridge = 4 * eps * precision.detach().diagonal(dim1=-2, dim2=-1).abs()
+            lower = torch.linalg.cholesky_ex(precision + torch.diag_embed(ridge))[0]
             whitening, gain = lower.mT / scale.mT, torch.linalg.solve_triangular(lower, scale * rest, upper=False)
-        return whitening, self._replace(start=self.start + self.size, rows=gain)
+        undecided = self._undecided(precision.detach(), rounding)
+        return whitening, self._replace(start=self.start + self.size, rows=gain, open=undecided)
 
     def reduced(self, gain: Level, nesting: int) -> Level:
         """Returns the level without what elimination of a deeper one by its noise takes from its rows."""

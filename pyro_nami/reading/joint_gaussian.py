@@ -89,11 +89,15 @@ class JointGaussian(SecondOrder):
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         with derivatives():
             self._read(sites, whole=False)
-            rounding = _PIVOT * torch.finfo(next(iter(self.references.values())).dtype).eps
+            rounding = self._rounding()
             for i, level in enumerate(self._levels):
                 self._levels[i], update = level.eliminated(self.concave, rounding)
                 self._levels[i + 1 :] = [later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]]
             return self._closer()
+
+    def _rounding(self) -> float:
+        """Returns the least pivot of a precision, relative to its diagonal, that rounding leaves a digit of."""
+        return _PIVOT * torch.finfo(next(iter(self.references.values())).dtype).eps
 
     def widths(self) -> dict[str, Tensor]:
         """Returns for members with flat priors some deviations that data leave each element, given all others."""
