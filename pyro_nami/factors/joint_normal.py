@@ -56,6 +56,13 @@ class JointNormal(PathScored):
     def mean(self) -> Tensor:
         return self.loc.reshape(self.loc.shape[:-1] + self._held).expand(self.batch_shape + self.event_shape)
 
+    @property
+    def variance(self) -> Tensor:
+        eye = torch.eye(self.lower.shape[-1], dtype=self.lower.dtype, device=self.lower.device)
+        root = torch.linalg.solve_triangular(self.lower, eye, upper=False)
+        variance = root.square().sum(-1).expand(self.loc.shape)
+        return variance.reshape(self.loc.shape[:-1] + self._held).expand(self.batch_shape + self.event_shape)
+
     def expand(self, batch_shape: Any, _instance: Any = None) -> JointNormal:
         shape = torch.Size(batch_shape)
         cut = len(shape) - (len(self._held) - self.event_dim)

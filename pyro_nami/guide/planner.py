@@ -31,10 +31,13 @@ from pyro_nami.guide.options import check_names
 from pyro_nami.guide.placing import block_of, factor_of
 from pyro_nami.guide.plan import Plan, SitePlan
 from pyro_nami.guide.rules import Bounded, Exact, Learned, Newton, Prior, Rule
+from pyro_nami.messages import warn
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
+from pyro_nami.reading.flat import improper_posterior, is_improper
 from pyro_nami.reading.forms import Finder
 from pyro_nami.reading.network import is_blocked
+from pyro_nami.reading.refutation import OPEN
 from pyro_nami.reading.vectorized import Vectorized
 
 __all__ = ["Derived", "make_plan"]
@@ -88,7 +91,24 @@ class Derived(NamedTuple):
             reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
             what = "a latent with an exact conditional" if options.rules[name] == "exact" else "a latent under a bound"
             raise ValueError(f"Expected {what}, as `rules` asks; got '{name}': {reason}.")
+        _check_improper(first, order, groups, refused, finder.open if finder else ())
         return cls(inverse, order, interleaved, groups, refused, lost)
+
+
+def _check_improper(
+    first: FirstCall, order: Sequence[str], groups: Collection[str], refused: Mapping[str, str], left_open: Collection[str]
+) -> None:
+    """Raises ValueError where no posterior is to be had, as a prior is improper; warns where there may be none."""
+    improper = [name for name, site in first.nodes.items() if name in first.net.latent and is_improper(site["fn"])]
+    for name in improper:
+        if name not in order or refused.get(name) == OPEN:
+            raise ValueError(improper_posterior(name))
+        if name in left_open and name not in groups:
+            warn(
+                f"No mode of the posterior of '{name}' was found, whose prior is improper: there may be no posterior, as "
+                "where a covariate tells outcomes apart without an error. It is learned as if there were one; give "
+                f"'{name}' a proper prior."
+            )
 
 
 def make_plan(first: FirstCall, derived: Derived) -> Plan:

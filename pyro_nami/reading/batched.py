@@ -119,7 +119,7 @@ def _rounding(sites: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, site in sites.items():
         if (off := rounding_of(site)) is not None:
             error = (site["value"] - site["fn"].loc).abs() / site["fn"].scale
-            found[name] = _ROUNDED * off * (1 + error)
+            found[name] = _ROUNDED * off * (1 + error + _ROUNDED * off)
     return found
 
 

@@ -22,6 +22,7 @@ from torch.distributions import TransformedDistribution
 from pyro_nami.factors.bounds import log_prob_or_bound
 from pyro_nami.factors.wrappers import base_of, layers
 from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.reading.flat import flat_prior
 
 __all__ = [
     "TOLERANCE", "Changed", "Expansion",
@@ -168,6 +169,8 @@ class Expansion:
 
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns a site's log density as far as its mask counts it, at its scale relative to that of the members."""
+        if name in self.group.flat and (flat := flat_prior(sites[name]["fn"])) is not None:
+            return flat.log_prob(sites[name]["value"], sites[name]["fn"].event_dim)
         weight = self.weight(sites, name)
         bound = functools.partial(log_prob_or_bound, xi=self.xi.get(name)) if self.group.bound else None
         log_prob = log_density_of(sites[name], bound)

@@ -46,6 +46,16 @@ class Flat(NamedTuple):
         off = 1e-3 * torch.where((self.high - self.low).isfinite(), self.high - self.low, 0.0)
         return torch.minimum(torch.maximum(value, (self.low + off).to(value)), (self.high - off).to(value))
 
+    def room(self, center: Tensor, way: Tensor) -> float:
+        """Returns how many times a way may be gone from a center, to both sides, within the bounds."""
+        return float((torch.minimum(center - self.low, self.high - center) / way.abs()).amin())
+
+    def log_prob(self, value: Tensor, event_dim: int) -> Tensor:
+        """Returns the log density ``(*batch)`` relative to that within the bounds: 0 there, else minus infinity."""
+        inside = (self.low <= value) & (value <= self.high)
+        inside = inside.flatten(-event_dim).all(-1) if event_dim else inside
+        return torch.where(inside, 0.0, -torch.inf).to(value.dtype)
+
     @property
     def is_bounded(self) -> bool:
         """Whether there are bounds, at some element at least."""

@@ -170,7 +170,7 @@ class Finder(Refutation):
         if self.flat.keys().isdisjoint(block):
             block = self._most(block)
         elif not self._is_block(block, near=False):
-            block = self._with_flat(latents, self._most([name for name in block if name not in self.flat]))
+            block = self._with_flat(latents, [name for name in block if name not in self.flat])
         self.flat.update({name: name in block for name in self.flat})
         self.bent.update({name: self.refused.get(name, "") for name in self.flat if not self.flat[name]})
         self.obstacles.clear()  # as these are priors of another kind then
@@ -185,23 +185,28 @@ class Finder(Refutation):
         return self._parts([*_by_depth(depths), single]) if block or single else []
 
     def _most(self, able: list[str]) -> list[str]:
-        """Returns the latents with Normal priors that are one block: all of them, or as many as are."""
+        """Returns the latents with Normal priors that are one block: all of them, or as many as are, best a Gaussian."""
         if not able or self._is_block(able):
             return able
+        exact, most = (self._as_many(able, near) for near in (False, True))
+        return most if len(most) > len(exact) else exact
+
+    def _as_many(self, able: list[str], near: bool) -> list[str]:
+        """Returns as many latents as are one block, added one kind after another."""
         block: list[str] = []
         # Latents of the same plates come together where there are many, as each trial takes runs of the model.
         frames = dict.fromkeys(self.frames[name] for name in reversed(able))
         alike = [[name for name in able if self.frames[name] == each] for each in frames]
         for names in alike if len(able) > _MOST_TRIED else [[name] for name in reversed(able)]:
             trial = self._closed([each for each in able if each in {*names, *block}])
-            if len(trial) > len(block) and self._is_block(trial):
+            if len(trial) > len(block) and self._is_block(trial, near):
                 block = trial
         return block
 
-    def _with_flat(self, latents: list[str], block: list[str]) -> list[str]:
-        """Returns a block with latents with flat priors: as many as leave it Gaussian, or about a mode if it is that.
+    def _with_flat(self, latents: list[str], normal: list[str]) -> list[str]:
+        """Returns a block of latents with Normal and with flat priors: Gaussian if there is one, else about a mode.
 
-        Those between zero and some number come last, as these mostly are scales.
+        Flat ones between zero and some number come last, as these mostly are scales.
         """
         flat = [name for name in latents if self.flat.get(name)]
         scales = [name for name in flat if bool((flat_prior(self.nodes[name]["fn"]).low == 0).all())]  # type: ignore[union-attr]
@@ -216,11 +221,9 @@ class Finder(Refutation):
             half = len(names) // 2
             return grown(grown(block, names[:half], near), names[half:], near) if half else block
 
-        is_gaussian = not block or self._is_block(block, near=False)
-        for near in (False, True) if is_gaussian else (True,):
-            if not block or not near or not is_gaussian:
-                block = grown(grown(block, places, near), scales, near)
-        return block
+        exact = grown(grown(self._as_many(normal, near=False), places, False), scales, False)
+        most = self._most(normal)
+        return exact if exact and len(exact) >= len(most) else grown(grown(most, places, True), scales, True)
 
     def _parts(self, first: Sequence[Sequence[str]]) -> list[list[str]]:
         """Returns blocks of all latents: those without data, some that come first, and the rest."""

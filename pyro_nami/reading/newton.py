@@ -10,6 +10,7 @@ taken there once more. Change this module to find modes in another way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -270,16 +271,22 @@ class Newton(JointGaussian):
         return not way <= _WIDER * far.length
 
     def across(self, place: float) -> Newton:
-        """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved.
+        """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved."""
+        ways = self._ways()
+        return self.moved_to({name: mean + place * ways[name] for name, mean in self.means().items()})
 
-        Of flat priors that is as far as data tell ten times over, and within their bounds.
-        """
+    def room(self) -> float:
+        """Returns the most such deviations that are within the bounds of flat priors."""
+        ways, means = self._ways(), self.means()
+        return min((flat.room(means[name], ways[name]) for name, flat in self.flat.items()), default=math.inf)
+
+    def _ways(self) -> dict[str, Tensor]:
+        """Returns where a deviation of the priors leads, by member; of flat ones, a few of those that data leave."""
         found, wide = {}, self.widths()
         for i, (name, mean) in enumerate(self.means().items()):
             spread = wide[name] if name in wide else self.priors[name].stddev.detach().nan_to_num(posinf=0.0)
-            found[name] = mean + place * spread.expand(mean.shape) * irregular(mean.shape, mean, i)
-            found[name] = self.flat[name].within(found[name]) if name in wide else found[name]
-        return self.moved_to(found)
+            found[name] = spread.expand(mean.shape) * irregular(mean.shape, mean, i)
+        return found
 
     def has_converged(self, most: int) -> bool:
         return self._runs < most

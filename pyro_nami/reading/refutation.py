@@ -34,6 +34,7 @@ _PROBED_AT = {"Gaussian": (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)}
 _OTHERS_PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
 _LINE = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)  # about the mode, in deviations of the Normals there
 _ACROSS = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))  # in those of the priors
+_FAR_ACROSS = tuple(side * 1.6**i for i in range(4, 18) for side in (-1, 1))  # where no prior's deviation says how far
 _MOST_STEPS, _MOST_ROUNDING = 60, 1e4  # to a mode; nats there, in a density
 # Points, or offsets, times rows of data: of more, steps of training take too long beside those of other guides. Of the
 # latter, each element of a latent counts as some rows.
@@ -50,6 +51,7 @@ OPEN = "its prior is flat, and data leave it, or a sum with others, open"
 _LOOSE = "its prior is flat, and data hardly tell it: within a deviation of the mode their curvature is another"
 _LOOSENED = 30.0  # times: by how much a curvature may differ there, as it does where a density never falls again
 _MOVES, _ROUNDED = 2, 10.0  # steps to a mean, and how much more than the usual rounding it may be off by
+_INSIDE = 0.9  # of the way to bounds, up to which a density is looked at
 _SAMPLED = 256  # draws, by which the share out of bounds is told
 _BEYOND = 1e4, 3.0, 4.0  # how far beyond a deviation, and beyond zero, flat priors are looked at, and others meanwhile
 _SCALED_APART = "latents that hang together are scaled by themselves"
@@ -102,7 +104,7 @@ class Refutation:
             reason = self._reason(near)
             if reason.endswith(_TOO_MANY):
                 self.refused.update(dict.fromkeys(group.members, reason))
-            if reason in (OPEN, _NOT_FINITE):
+            if reason in (OPEN, _LOOSE, _NOT_FINITE):
                 self.open.update(group.flat)
             self.tested[key] = "" if reason else near.form, False
         return self.tested[key][0]
@@ -136,8 +138,10 @@ class Refutation:
             if draw.keys() >= group.needed and (told <= _PROBED_DRAWS or own):
                 given = draw.keys() & {*group.children, *group.needed}
                 reason = self._flaw(group, {name: draw[name] for name in given}, own, told > _PROBED_DRAWS)
-                # A draw at which numbers overflow says nothing; the first is the data themselves.
-                if reason and reason != _FLAT and (reason != _NOT_FINITE or draw is self.draws[0]):
+                # A draw at which numbers overflow says nothing, nor does one whose data lie at bounds, or leave a latent
+                # open; the first is the data themselves.
+                mute = reason.startswith((_NOT_FINITE, OPEN, _LOOSE, CUT[: CUT.index("{")]))
+                if reason and reason != _FLAT and (not mute or draw is self.draws[0]):
                     return reason
                 told, flat = told + (not reason), reason if reason == _FLAT else flat
                 reason = self._flaw_elsewhere(group, {name: draw[name] for name in given}) if told == 1 else ""
@@ -207,12 +211,11 @@ class Refutation:
         of = "a bound on " if group.bound else ""
         what = f"{of}the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
         at = functools.partial(kind, group, (1,) * self.nesting, self.nesting, False)
-        here, flat, is_open = at(), False, False
+        here, flat, in_the_end = at(), False, ""
         if group.form == "Gaussian" and group.flat:
-            here, line, beyond, reason = self._about_flat(group, run, distances, is_data=not own)
-            if reason and reason != OPEN:
-                return reason
-            is_open = reason == OPEN
+            here, line, beyond, in_the_end = self._about_flat(group, run, distances, is_data=not own)
+            if in_the_end == _NOT_FINITE:
+                return _NOT_FINITE
         else:
             line, beyond = [at(away) for away in distances], []
         others = [*line, *beyond, *([at(0.0, own)] if own else [])]
@@ -240,7 +243,7 @@ class Refutation:
                 return f"{what}: it is off by {off:.2g} nats {place}"
         if not only and not here.fits(line):
             return f"{what}: not every one of them by itself"
-        return OPEN if is_open else _FLAT if flat else ""
+        return in_the_end or (_FLAT if flat else "")
 
     def _about_flat(
         self,
@@ -270,17 +273,15 @@ class Refutation:
             here.noise = _ROUNDED * max(_rounding(sites[name]) for name in group.children if name in sites)
             if not is_data and here.noise > 1.0:  # as rounding is all that there is to see
                 return here, [], [], _NOT_FINITE
-            if is_data and (cut := self._cut(here)):
-                return here, [], [], cut
+            reason = self._cut(here) if is_data else ""
         wide = {name: max(1.0, here.noise / TOLERANCE) * width for name, width in here.widths().items()}
         ways = dict[str, Tensor]()
         reach, most = 1.0, float(max(map(abs, distances)))
         for i, (name, width) in enumerate(wide.items()):
             center, flat = here.references[name], here.flat[name]
             ways[name] = width * irregular(width.shape, width, i)
-            room = torch.minimum(center - flat.low, flat.high - center) / ways[name].abs()
-            reach = min(reach, 0.9 * float(room.amin())) if room.isfinite().all() else reach
-            most = min(most, 0.9 * float(room.amin()))
+            room = _INSIDE * flat.room(center, ways[name])
+            reach, most = min(reach, room), min(most, room)
         places = [place * reach if abs(place) <= 1 else place for place in distances]
         line = [
             at(place, {name: here.references[name] + place * way for name, way in ways.items()})
@@ -348,7 +349,9 @@ class Refutation:
         errors = here.rounding(sites)
         if any((each > _MOST_ROUNDING).any() for each in errors):
             return _NOT_FINITE
-        for place in _ACROSS:
+        room = near.room()
+        places = [place for place in (*_ACROSS, *(_FAR_ACROSS if group.flat else ())) if abs(place) < room]
+        for place in [*places, -room, room] if room < _FAR_ACROSS[-1] else places:
             far = near.across(place)
             line[place] = far.densities(run(far))
         if not has_one_mode(line, errors):
