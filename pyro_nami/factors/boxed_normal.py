@@ -1,12 +1,17 @@
-"""A joint Normal within bounds, nearly all of which lies there: each element is cut to them, given those before it."""
+"""A joint Normal within bounds, nearly all of which lies there: each element is cut to them, given those before it.
+
+Change this module to draw within other regions.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_nami.factors.elements import Elements, LatestDraw
+from pyro_nami.factors.elements import LatestDraw
 from pyro_nami.factors.joint_normal import JointNormal
 from pyro_nami.factors.truncated_normal import TruncatedNormal
 
@@ -17,7 +22,7 @@ _FARTHEST = 1e6  # deviations: bounds further off are taken to be there, where b
 
 
 class BoxedNormal(JointNormal):
-    """A `JointNormal` whose elements, in sequence, are truncated to bounds: never outside, of density that integrates to 1.
+    """A `JointNormal` whose elements, in sequence, are truncated to bounds: never outside, with a density of mass 1.
 
     That is the Normal given that it is within the bounds, up to about the share of the Normal that is not. Where bounds
     are far from all draws, it costs as much as a `JointNormal`.
@@ -43,11 +48,12 @@ class BoxedNormal(JointNormal):
         lower: Tensor,
         shape: torch.Size,
         event_dim: int,
-        elements: Elements | None,
+        elements: Any,
         low: Tensor,
         high: Tensor,
     ) -> None:
         super().__init__(loc, lower, shape, event_dim, elements)
+        self._elements: Any = elements
         self.low, self.high = low.to(loc), high.to(loc)
         self._lost = [loc.new_zeros(())]  # shared with what this is expanded to
 
@@ -62,7 +68,7 @@ class BoxedNormal(JointNormal):
         interval = constraints.interval(low, high)
         return constraints.independent(interval, self.event_dim) if self.event_dim else interval
 
-    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         value = super().rsample(sample_shape)
         x = self._vector(value)
         below, above = self._edges(x, self._noise(x))
@@ -86,7 +92,7 @@ class BoxedNormal(JointNormal):
         log_mass = log_mass.reshape(log_mass.shape[:-1] + self._held)
         return log_prob - (log_mass.sum(tuple(range(-self.event_dim, 0))) if self.event_dim else log_mass)
 
-    def _made(self, loc: Tensor, elements: Elements | None) -> BoxedNormal:
+    def _made(self, loc: Tensor, elements: Any) -> BoxedNormal:
         other = BoxedNormal(loc, self.lower, self._held, self.event_dim, elements, *self._bounds)
         other._lost = self._lost
         return other

@@ -140,5 +140,6 @@ def bent_normal(
     if bounds is None:
         normal: torch.distributions.Distribution = dist.Normal(zero, one, validate_args=False)
     else:
-        normal = TruncatedNormal(zero, one, *(bend.straighten(each.expand(zero.shape))[0] for each in bounds))
+        low, high = (bend.straighten(each.expand(zero.shape))[0] for each in bounds)
+        normal = TruncatedNormal(zero, one, low, high, validate_args=False)
     return dist.TransformedDistribution(normal, [bend], validate_args=False)

@@ -57,6 +57,12 @@ def assemble(
             further = _found(mapped)
             if further[0].num_underived < plan.num_underived:  # else steps are faster without
                 plan, network = further
+        for name, reason in plan.doubts.items():
+            warn(
+                f"The prior of '{name}' is improper, and there may be no posterior: {reason}. That is so where there "
+                "are too few data, or where a covariate tells outcomes apart without an error. It is learned as if "
+                f"there were one; give '{name}' a proper prior."
+            )
         return plan, network, first.prototype
 
 

@@ -24,6 +24,7 @@ from pyro_nami.guide.plan import Plan
 from pyro_nami.messages import warn
 from pyro_nami.reading.batched import of_rank
 from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.reading.draws import any_value
 from pyro_nami.reading.expansion import (
     broadcast,
     leading_shape,
@@ -32,7 +33,6 @@ from pyro_nami.reading.expansion import (
     plate_shape,
     rounding_of,
 )
-from pyro_nami.reading.draws import any_value
 from pyro_nami.reading.flat import CUT, MOST_LOST
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.marginal import MOST_MARGINAL, Marginal, points_of

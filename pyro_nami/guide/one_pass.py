@@ -198,9 +198,9 @@ class Pass:
         for name, share in self.lost().items():
             if share > _MOST_LOST and self.state.tells(f"{name}, bounds"):
                 warn(
-                    f"At these data {share:.1g} of what they leave of '{name}' lies outside of the bounds of its prior, "
-                    "which was taken for flat: it is drawn within them, but no longer from the exact conditional. Widen "
-                    f"the prior, or make the guide with rules={{'{name}': 'learned'}}."
+                    f"At these data {share:.1g} of what they leave of '{name}' lies outside of the bounds of its "
+                    "prior, which was taken for flat: it is drawn within them, but no longer from the exact "
+                    f"conditional. Widen the prior, or make the guide with rules={{'{name}': 'learned'}}."
                 )
 
     def _warn(self, finite: Mapping[str, Tensor]) -> None:

@@ -31,7 +31,6 @@ from pyro_nami.guide.options import check_names
 from pyro_nami.guide.placing import block_of, factor_of
 from pyro_nami.guide.plan import Plan, SitePlan
 from pyro_nami.guide.rules import Bounded, Exact, Learned, Newton, Prior, Rule
-from pyro_nami.messages import warn
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
 from pyro_nami.reading.flat import improper_posterior, is_improper
@@ -52,6 +51,7 @@ class Derived(NamedTuple):
     groups: dict[str, ConjugateGroup]  # of latents with exact conditionals
     refused: dict[str, str]  # why others have none
     lost: set[str]  # which of these may have one, as the model cannot be run for many
+    doubts: dict[str, str]  # latents with improper priors that may have no posterior -> why
 
     @classmethod
     def of(cls, first: FirstCall, flaw: str = "", cut: Mapping[str, str] | None = None) -> Derived:
@@ -78,7 +78,8 @@ class Derived(NamedTuple):
         before = order if last else ()
         groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()} if interleaved else {}
         refused, lost = (dict(finder.refused), set(finder.lost)) if finder else ({}, set())
-        if finder and interleaved and (marginal := first_ones(first, inverse, order, groups)):
+        marginal = first_ones(first, inverse, order, groups) if finder and interleaved else None
+        if marginal:
             if flaw:
                 refused.update({name: f"{refused[name]}, and {flaw}" for name in marginal.members if name in refused})
                 lost.update(marginal.members)
@@ -91,24 +92,15 @@ class Derived(NamedTuple):
             reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
             what = "a latent with an exact conditional" if options.rules[name] == "exact" else "a latent under a bound"
             raise ValueError(f"Expected {what}, as `rules` asks; got '{name}': {reason}.")
-        _check_improper(first, order, groups, refused, finder.open if finder else ())
-        return cls(inverse, order, interleaved, groups, refused, lost)
-
-
-def _check_improper(
-    first: FirstCall, order: Sequence[str], groups: Collection[str], refused: Mapping[str, str], left_open: Collection[str]
-) -> None:
-    """Raises ValueError where no posterior is to be had, as a prior is improper; warns where there may be none."""
-    improper = [name for name, site in first.nodes.items() if name in first.net.latent and is_improper(site["fn"])]
-    for name in improper:
-        if name not in order or refused.get(name) == OPEN:
-            raise ValueError(improper_posterior(name))
-        if name in left_open and name not in groups:
-            warn(
-                f"No mode of the posterior of '{name}' was found, whose prior is improper: there may be no posterior, as "
-                "where a covariate tells outcomes apart without an error. It is learned as if there were one; give "
-                f"'{name}' a proper prior."
-            )
+        improper = [name for name in first.net.latent if name in first.nodes and is_improper(first.nodes[name]["fn"])]
+        for name in improper:
+            if name not in order or refused.get(name) == OPEN:
+                raise ValueError(improper_posterior(name))
+        doubts = dict.fromkeys(finder.open if finder else (), "no mode of it was found")
+        if flaw and marginal:
+            doubts.update(dict.fromkeys(marginal.members, flaw))
+        doubts = {name: reason for name, reason in doubts.items() if name in improper and name not in groups}
+        return cls(inverse, order, interleaved, groups, refused, lost, doubts)
 
 
 def make_plan(first: FirstCall, derived: Derived) -> Plan:
@@ -123,7 +115,7 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
     """
     net, nodes, options = first.net, first.nodes, first.options
     latents = _latents(first)
-    inverse, order, interleaved, groups, refused, lost = derived
+    inverse, order, interleaved, groups, refused, lost, doubts = derived
     near = {name for name, group in groups.items() if group.form == "Newton" or is_corrected(first, group)}
     bent = {name for name in near if groups[name].form != "Bernoulli"}
     families = {name: _family(first, name, bent) for name in order}
@@ -189,6 +181,7 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
         factory=first.factory(order),
         refused=refused,
         lost=frozenset(lost),
+        doubts=doubts,
         bounds=bounds,
         vectorized=isinstance(first.model, Vectorized),
     )

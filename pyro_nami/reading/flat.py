@@ -1,4 +1,4 @@
-"""Priors that are flat: of one density between two bounds, or everywhere, and so without a say in where data are precise.
+"""Priors that are flat: of one density between two bounds, or everywhere.
 
 A Gaussian block, or a mode, takes such a prior as one without precision, in the latent's own coordinates; that is right
 where next to nothing of the result lies outside of the bounds. Change this module to take further priors for flat.

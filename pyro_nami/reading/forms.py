@@ -66,7 +66,7 @@ class Finder(Refutation):
     bounds: Mapping[str, str] = field(default_factory=dict)
     cut: Mapping[str, str] = field(default_factory=dict)
     obstacles: dict[str, str] = field(default_factory=dict)  # latent -> what speaks against it, if anything; found once
-    flat: dict[str, bool] = field(default_factory=dict)  # latent with a flat prior -> whether it is one of a joint block
+    flat: dict[str, bool] = field(default_factory=dict)  # latent with a flat prior -> whether a joint block has it
     bent: dict[str, str] = field(default_factory=dict)  # why others of these are not
 
     def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
@@ -185,7 +185,7 @@ class Finder(Refutation):
         return self._parts([*_by_depth(depths), single]) if block or single else []
 
     def _most(self, able: list[str]) -> list[str]:
-        """Returns the latents with Normal priors that are one block: all of them, or as many as are, best a Gaussian."""
+        """Returns the latents with Normal priors that are one block: all of them, or as many as are, Gaussian first."""
         if not able or self._is_block(able):
             return able
         exact, most = (self._as_many(able, near) for near in (False, True))

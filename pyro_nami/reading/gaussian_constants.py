@@ -41,7 +41,7 @@ from pyro_nami.reading.second_order import SecondOrder
 __all__ = ["Constants", "FromConstants", "constants_of"]
 
 
-_ROUNDED = 16.0  # times the rounding error of the largest number: what sums may differ by that are taken in another order
+_ROUNDED = 16.0  # times the rounding error of the largest number: what sums in another order may differ by
 
 
 class Part(NamedTuple):
@@ -121,7 +121,8 @@ class FromConstants(JointGaussian):
         constants, left = self._constants, []
         weights = {name: self.precision(sites, name).double()[..., None, None] for name in constants.factors}
         marks = [_told(mark, own) for mark, own in _marks(self, sites, constants.factors, constants.scales)]
-        if not _same(constants.marks, marks, self._is_rounded) or not all(bool(each.isfinite().all()) for each in weights.values()):
+        finite = all(bool(each.isfinite().all()) for each in weights.values())
+        if not finite or not _same(constants.marks, marks, self._is_rounded):
             self._forget()
             raise Changed
         for part in constants.parts:
@@ -139,8 +140,8 @@ class FromConstants(JointGaussian):
                 size = part.level.size
                 more = own * part.others if size == 1 else own @ part.others
                 own, after = own + more[..., :size], after + more[..., size:]
-            rows, prior = left[i].rows, torch.cat([own, after], -1)
-            self._levels.append(part.level._replace(rows=rows, prior=prior, open=gain.open))
+            posterior = torch.cat([own, after], -1)
+            self._levels.append(part.level._replace(rows=left[i].rows, prior=posterior, open=gain.open))
 
     def _base(self, name: str) -> Any:
         return self._bases[name]

@@ -61,8 +61,8 @@ class Level(NamedTuple):
         With x = M r + S u by the prior, where r ends in a 1: C = H_x M + H_xr, P = D^-1 + S^T H_x S = L L^T and
         T = L^-1 S^T the posterior is L^T (Q_x x + Q_r r) + T C r ~ N(0, I), and the rows left get
         M^T C + H_xr^T M - (T C)^T (T C). Where P may not be positive, as the log density is not ``concave``, H_x is
-        another, such that it is. Of flat priors D^-1 is 0; there a pivot of P that is no more than ``rounding``, relative
-        to its diagonal, says nothing.
+        another, such that it is. Of flat priors D^-1 is 0; there a pivot of P that is no more than ``rounding``,
+        relative to its diagonal, says nothing.
         """
         own, rest = self.rows[..., : self.size], self.rows[..., self.size :]
         whitening, others = self.prior[..., : self.size], self.prior[..., self.size :]

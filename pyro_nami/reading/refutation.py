@@ -138,8 +138,8 @@ class Refutation:
             if draw.keys() >= group.needed and (told <= _PROBED_DRAWS or own):
                 given = draw.keys() & {*group.children, *group.needed}
                 reason = self._flaw(group, {name: draw[name] for name in given}, own, told > _PROBED_DRAWS)
-                # A draw at which numbers overflow says nothing, nor does one whose data lie at bounds, or leave a latent
-                # open; the first is the data themselves.
+                # A draw at which numbers overflow says nothing, nor does one whose data lie at bounds, or leave a
+                # latent open; the first is the data themselves.
                 mute = reason.startswith((_NOT_FINITE, OPEN, _LOOSE, CUT[: CUT.index("{")]))
                 if reason and reason != _FLAT and (not mute or draw is self.draws[0]):
                     return reason
@@ -212,12 +212,13 @@ class Refutation:
         what = f"{of}the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
         at = functools.partial(kind, group, (1,) * self.nesting, self.nesting, False)
         here, flat, in_the_end = at(), False, ""
+        line: list[Any]
         if group.form == "Gaussian" and group.flat:
             here, line, beyond, in_the_end = self._about_flat(group, run, distances, is_data=not own)
             if in_the_end == _NOT_FINITE:
                 return _NOT_FINITE
         else:
-            line, beyond = [at(away) for away in distances], []
+            line, beyond = [at(away) for away in distances], list[Any]()
         others = [*line, *beyond, *([at(0.0, own)] if own else [])]
         places = ["at the prior's mean", *(f"{each.away:g} deviations away" for each in line[1:])]
         places += [*("between its bounds" for _ in beyond), "at a draw and its own data"]
@@ -295,7 +296,8 @@ class Refutation:
             for name, way in ways.items():
                 center, flat = here.references[name], here.flat[name]
                 far = zero * center.abs() + factor * way.abs()
-                low, high = torch.maximum(flat.low.to(far), center - far), torch.minimum(flat.high.to(far), center + far)
+                low = torch.maximum(flat.low.to(far), center - far)
+                high = torch.minimum(flat.high.to(far), center + far)
                 values[name] = flat.within((low + high) / 2 + side * (high - low) / 2 * way / wide[name])
             beyond.append(at(side * others, values))
         return here, line, beyond, reason

@@ -115,9 +115,9 @@ class SecondOrder(Expansion):
             dims = frozenset(frame.dim for frame in frames if frame.vectorized)
             rows = [self._differences(self._flat(name, slopes[name]), begin, sign=-1) for name in names]
             priors = [self._whitening(name, locs[name], name in moved, begin) for name in names]
-            both = [each[0] if len(each) == 1 else torch.cat(each, -2) for each in (rows, priors)]
-            proper = [both[0].new_full((self.sizes[name],), float(name not in self.flat)) for name in names]
-            self._levels.append(Level(begin, size, dims, *both, torch.cat(proper)))
+            own, prior = (each[0] if len(each) == 1 else torch.cat(each, -2) for each in (rows, priors))
+            proper = [own.new_full((self.sizes[name],), float(name not in self.flat)) for name in names]
+            self._levels.append(Level(begin, size, dims, own, prior, torch.cat(proper)))
         self._levels, finite = without_gaps(self._levels)
         for names, each in zip(self._by_level(), finite):
             self.finite.update(zip(names, each.split([self.sizes[name] for name in names], -1)))
@@ -157,7 +157,7 @@ class SecondOrder(Expansion):
         return torch.cat([*before, inverse, -mean], -1)
 
     def _base(self, name: str) -> Any:
-        """Returns a member's Normal or multivariate Normal prior; of a flat one what offsets are from, and their unit."""
+        """Returns a member's Normal or multivariate Normal prior; of a flat one where offsets begin, and their unit."""
         if name not in self.flat:
             return innermost(self.priors[name])
         reference = self.references[name].detach()
@@ -249,7 +249,8 @@ class SecondOrder(Expansion):
             if not rounded and not agree(found, -level.rows[..., -1], [-term for term in terms], torch.float32):
                 return False
             rounding = 100 * torch.finfo(far.values[each[0]].dtype).eps * sum(term.abs() for term in terms)
-            if abs(far.away or 0.0) <= _NEAR and not (off <= (0.05 + self.noise) * precision.sqrt() + rounding).all():
+            least = (0.05 + self.noise) * precision.sqrt() + rounding
+            if abs(far.away or 0.0) <= _NEAR and not (off <= least).all():
                 return False
         return self.explains_priors(far)
 

@@ -106,12 +106,12 @@ class Tabulated(Expansion):
         center, scale = (each.unsqueeze(-1) for each in (self._center, self._scale))
         events = (1,) * len(self.priors[name].event_shape)
         batch = trimmed(at.shape[:-1], dims)
-        knots: Any = (each.to(center).expand(at.shape) for each in (at, center + scale * grid, scale * slopes))
-        knots = [each.reshape(batch + events + at.shape[-1:]) for each in knots]
+        knots = (each.to(center).expand(at.shape) for each in (at, center + scale * grid, scale * slopes))
+        x, y, slopes = (each.reshape(batch + events + at.shape[-1:]) for each in knots)
         flat, bounds = flat_prior(self.priors[name]), None
         if flat is not None and flat.is_bounded:
             bounds = flat.low.to(center), flat.high.to(center)
-        return bent_normal(*knots, bounds).to_event(len(events))
+        return bent_normal(x, y, slopes, bounds).to_event(len(events))
 
     def is_finite(self) -> bool:
         return super().is_finite() and all(bool(each.isfinite().all()) for each in self._knots)

@@ -653,10 +653,13 @@ RIGHT = {
     "log of exp": of(normal(), mean(lambda z: z.exp().log()), Y, Y + 3),
     "improper": of(improper, mean(lambda z: z), Y, Y + 3),
     "improper, started elsewhere": of(improper, mean(lambda z: z), Y, Y + 3)._replace(
-        options={"init_loc_fn": init_to_value(values={"z": torch.tensor(0.5)})}
+        options={"init_loc_fn": init_to_value(values={"z": number(0.5)})}
     ),
     "flat vector": of(
-        flat_vector(1000.0), lambda z: dist.Normal(z[..., :1] + z[..., 1:] * Y, 1.0).to_event(1), Y.expand(3, 4), Y.expand(2, 4)
+        flat_vector(1000.0),
+        lambda z: dist.Normal(z[..., :1] + z[..., 1:] * Y, 1.0).to_event(1),
+        Y.expand(3, 4),
+        Y.expand(2, 4),
     ),
     "flat, in log space": of(lambda: dist.Uniform(torch.tensor(-50.0), 50.0), mean(lambda z: z.exp().log()), Y, Y + 3),
     "logits of a Gamma": of(gamma(), lambda z: dist.Poisson(z.log().exp()), COUNTS, COUNTS + 5),
