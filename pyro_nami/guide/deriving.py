@@ -28,7 +28,7 @@ from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.newton import Newton
 from pyro_nami.reading.refutation import expansion_of
 
-__all__ = ["check_members", "derive", "expansion_in", "keep_constants"]
+__all__ = ["check_decided", "check_members", "derive", "expansion_in", "keep_constants"]
 
 _MANY = 16  # draws, for which it pays to look first at what one of them shows
 _PASSES, _MOST_KEPT = 2, 16  # passes in training before constants are kept; blocks, and shapes of batches, with some
@@ -58,9 +58,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
                     current.near[group] = expansion
             break
     near = expansion if type(expansion) is JointGaussian else current.near.get(group)
-    told = expansion if isinstance(expansion, JointGaussian) else near
-    if told is not None and group.flat and not torch.jit.is_tracing():
-        _check_decided(told)
+    check_decided(expansion if isinstance(expansion, JointGaussian) else near)
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {name: at.detach() for name, at in near.references.items()}
     elif near is not None and near.has_moved:
@@ -110,9 +108,10 @@ def _from_one(
     return None
 
 
-def _check_decided(solved: JointGaussian) -> None:
-    """Raises ValueError where a prior is improper, and data leave the latent open."""
-    for name in solved.undecided():
+def check_decided(solved: Any) -> None:
+    """Raises ValueError where a prior is improper, and data leave the latent open, in a block that is solved."""
+    flat = isinstance(solved, JointGaussian) and solved.group.flat
+    for name in solved.undecided() if flat and not torch.jit.is_tracing() else ():
         if not solved.flat[name].is_bounded:
             raise ValueError(improper_posterior(name))
 
