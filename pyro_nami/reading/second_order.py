@@ -270,7 +270,7 @@ class SecondOrder(Expansion):
         return [torch.cat([self._moved(name, values[name]) for name in each], -1) for each in self._by_level()]
 
     def _noise(self, name: str, far: SecondOrder) -> Tensor:
-        """Returns S^-1 (z - loc) of a member at another point, by its prior there; flat ones are the same everywhere."""
+        """Returns S^-1 (z - loc) of a member at another point, by its prior there; flat ones are all the same."""
         prior = (self if name in self.flat else far)._base(name)
         error = far.values[name].detach() - prior.loc.detach()
         if isinstance(prior, dist.Normal):
