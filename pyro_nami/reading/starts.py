@@ -40,6 +40,8 @@ def near_origin(site: Any) -> Tensor:
     """
     if is_improper(site["fn"]):  # which Pyro's own start draws from
         value = any_value(site["fn"], unconstrained=lambda *shape, **kind: 0.1 * torch.rand(*shape, **kind) - 0.05)
+        if value is None:  # as no way is known from unconstrained space to its support
+            raise NotImplementedError
     else:
         value = init_to_uniform(site, radius=0.05) * _narrowness(site["fn"])
     value._pyro_custom_init = False  # nobody asked for it, so a reparametrization may replace it without a warning
