@@ -56,17 +56,24 @@ class JointNormal(PathScored):
     def mean(self) -> Tensor:
         return self.loc.reshape(self.loc.shape[:-1] + self._held).expand(self.batch_shape + self.event_shape)
 
+    @property
+    def variance(self) -> Tensor:
+        eye = torch.eye(self.lower.shape[-1], dtype=self.lower.dtype, device=self.lower.device)
+        root = torch.linalg.solve_triangular(self.lower, eye, upper=False)
+        variance = root.square().sum(-1).expand(self.loc.shape)
+        return variance.reshape(self.loc.shape[:-1] + self._held).expand(self.batch_shape + self.event_shape)
+
     def expand(self, batch_shape: Any, _instance: Any = None) -> JointNormal:
         shape = torch.Size(batch_shape)
         cut = len(shape) - (len(self._held) - self.event_dim)
         loc = self.loc.expand(shape[:cut] + self.loc.shape[-1:])
-        wide = JointNormal(loc, self.lower, self._held, self.event_dim, self._elements)
+        wide = self._made(loc, self._elements)
         wide.fixed = self.fixed
         return wide
 
     def with_elements(self, elements: Elements) -> JointNormal:
         """Returns the distribution with other elements of e."""
-        return JointNormal(self.loc, self.lower, self._held, self.event_dim, elements)
+        return self._made(self.loc, elements)
 
     def vectors(self, elements: Tensor) -> Tensor:
         """Returns what the event's elements of each instance have, ``(*batch, n, k)``, as vectors ``(*lead, E, k)``."""
@@ -97,18 +104,28 @@ class JointNormal(PathScored):
         return self.loc + torch.linalg.solve_triangular(self.lower, noise.unsqueeze(-1), upper=False).squeeze(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        full = self.batch_shape + self.event_shape
-        full = full if value.shape == full else torch.broadcast_shapes(value.shape, full)
-        lead = full[: len(full) - len(self._held)]
-        error = value.expand(full).reshape(lead + self.loc.shape[-1:]) - self.loc
-        noise = (self.lower @ error.unsqueeze(-1)).squeeze(-1)
+        noise = self._noise(self._vector(value))
         if self._elements is None:
             log_prob = -noise.square() / 2 - math.log(2 * math.pi) / 2
         else:
             log_prob = self._elements.log_prob(noise)
         log_prob = log_prob + self.lower.diagonal(dim1=-2, dim2=-1).log()
-        log_prob = log_prob.expand(noise.shape).reshape(full)
+        log_prob = log_prob.expand(noise.shape).reshape(noise.shape[:-1] + self._held)
         return log_prob.sum(tuple(range(-self.event_dim, 0))) if self.event_dim else log_prob
+
+    def _vector(self, value: Tensor) -> Tensor:
+        """Returns a value's elements, ``(*lead, E)``."""
+        full = self.batch_shape + self.event_shape
+        full = full if value.shape == full else torch.broadcast_shapes(value.shape, full)
+        return value.expand(full).reshape(full[: len(full) - len(self._held)] + self.loc.shape[-1:])
+
+    def _noise(self, x: Tensor) -> Tensor:
+        """Returns e, ``(*lead, E)``, of a vector."""
+        return (self.lower @ (x - self.loc).unsqueeze(-1)).squeeze(-1)
+
+    def _made(self, loc: Tensor, elements: Elements | None) -> JointNormal:
+        """Returns the distribution with another location, and other elements of e."""
+        return JointNormal(loc, self.lower, self._held, self.event_dim, elements)
 
 
 def joint_normal(fn: Any) -> JointNormal:

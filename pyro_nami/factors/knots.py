@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import Transform, constraints
 
 from pyro_nami.factors.links import within
+from pyro_nami.factors.truncated_normal import TruncatedNormal
 
 __all__ = ["KnotTransform", "NeuralSpline", "bent_normal"]
 
@@ -131,8 +132,15 @@ class NeuralSpline(KnotTransform):
         return left, width, low, height, *slopes.unbind(-1)
 
 
-def bent_normal(x: Tensor, y: Tensor, slopes: Tensor) -> dist.TransformedDistribution:
-    """Returns standard Normal variables ``(*batch)`` after a `KnotTransform`."""
-    normal = dist.Normal(y.new_zeros(y.shape[:-1]), y.new_ones(y.shape[:-1]), validate_args=False)
-    knots = torch.stack(torch.broadcast_tensors(x, y, slopes), -2)
-    return dist.TransformedDistribution(normal, [KnotTransform(knots)], validate_args=False)
+def bent_normal(
+    x: Tensor, y: Tensor, slopes: Tensor, bounds: tuple[Tensor, Tensor] | None = None
+) -> dist.TransformedDistribution:
+    """Returns standard Normal variables ``(*batch)`` after a `KnotTransform`, given that these are within bounds."""
+    zero, one = y.new_zeros(y.shape[:-1]), y.new_ones(y.shape[:-1])
+    bend = KnotTransform(torch.stack(torch.broadcast_tensors(x, y, slopes), -2))
+    if bounds is None:
+        normal: torch.distributions.Distribution = dist.Normal(zero, one, validate_args=False)
+    else:
+        low, high = (bend.straighten(each.expand(zero.shape))[0] for each in bounds)
+        normal = TruncatedNormal(zero, one, low, high, validate_args=False)
+    return dist.TransformedDistribution(normal, [bend], validate_args=False)

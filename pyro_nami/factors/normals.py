@@ -114,6 +114,14 @@ class NormalElements(Elements):
             return -_HALF_LOG_TWO_PI - torch.add(self.log_scale, noise * noise, alpha=0.5)
         return -_HALF_LOG_TWO_PI - 0.5 * noise * noise - log_slope - self.log_scale
 
+    def noise(self, x: Tensor) -> Tensor:
+        """Returns the standard Normal variables that elements are made of."""
+        return self._noise(x)[0]
+
+    def at(self, noise: Tensor) -> Tensor:
+        """Returns the elements that are made of standard Normal variables, where none are coupled."""
+        return torch.addcmul(self.loc, self.scale, self._bend(noise)[0])
+
     def _noise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns the noise of elements, and the logarithm of the slope there (None for zero)."""
         noise, log_slope = self._straighten((x - self.loc) / self.scale)

@@ -24,7 +24,7 @@ from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.group_network import TooLargeError
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inverse_network import InverseNetwork
-from pyro_nami.guide.marginals import flaw_of_tables
+from pyro_nami.guide.marginals import cut_by_bounds, flaw_of_tables
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
@@ -57,20 +57,36 @@ def assemble(
             further = _found(mapped)
             if further[0].num_underived < plan.num_underived:  # else steps are faster without
                 plan, network = further
+        for name, reason in plan.doubts.items():
+            warn(
+                f"The prior of '{name}' is improper, and there may be no posterior: {reason}. That is so where there "
+                "are too few data, or where a covariate tells outcomes apart without an error. It is learned as if "
+                f"there were one; give '{name}' a proper prior."
+            )
         return plan, network, first.prototype
 
 
 def _found(first: FirstCall) -> tuple[Plan, InverseNetwork]:
-    plan, network = _planned(first, Derived.of(first))
+    plan, network, current, call = _tried(first, Derived.of(first))
+    cut = dict[str, str]()
+    while found := cut_by_bounds(plan, call, current, derive):
+        cut.update(found)
+        plan, network, current, call = _tried(first, Derived.of(first, cut=cut))
+    if flaw := flaw_of_tables(plan, call, current, derive):
+        plan, network = _planned(first, Derived.of(first, flaw, cut))
+    return plan, network
+
+
+def _tried(first: FirstCall, derived: Derived) -> tuple[Plan, InverseNetwork, Pass, Call]:
+    """Returns a plan and its networks, and a pass at the first call's data."""
+    plan, network = _planned(first, derived)
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
     call = Call(first.model, first.args, first.kwargs, values=values, held=held)
     state = NetworkState(network, call.maps)
     current = Pass(plan.rules, plan.families, state, functools.partial(derive, plan, call), None, validate=False)
-    if flaw := flaw_of_tables(plan, call, current, derive):
-        plan, network = _planned(first, Derived.of(first, flaw))
-    return plan, network
+    return plan, network, current, call
 
 
 def _planned(first: FirstCall, derived: Derived) -> tuple[Plan, InverseNetwork]:

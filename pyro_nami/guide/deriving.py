@@ -6,7 +6,7 @@ What steps with the same data need not find again is kept. Change this module wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,14 +21,16 @@ from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.starts import DataSets, Starts
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, broadcast, expanding, leading_shape
+from pyro_nami.reading.flat import improper_posterior
 from pyro_nami.reading.gaussian_constants import FromConstants, constants_of
 from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.newton import Newton
 from pyro_nami.reading.refutation import expansion_of
 
-__all__ = ["check_members", "derive", "expansion_in", "keep_constants"]
+__all__ = ["check_decided", "check_members", "derive", "expansion_in", "keep_constants"]
 
+_MANY = 16  # draws, for which it pays to look first at what one of them shows
 _PASSES, _MOST_KEPT = 2, 16  # passes in training before constants are kept; blocks, and shapes of batches, with some
 
 
@@ -39,9 +41,11 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     kept = call.constants
     values = {name: value for name, value in current.values.items() if name not in group.members}
     known = {name: value.clone() if value.is_inference() else value for name, value in values.items()}
+    from_one = _from_one(group, current, plan, call, known)
     while True:
         with suppress(Changed):
-            following: Expansion | None = expansion_in(group, current, plan, call)
+            following: Expansion | None = from_one or expansion_in(group, current, plan, call)
+            from_one = None
             while following is not None:
                 expansion = following
                 with expanding():
@@ -53,6 +57,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
                     current.near[group] = expansion
             break
     near = expansion if type(expansion) is JointGaussian else current.near.get(group)
+    check_decided(expansion if isinstance(expansion, JointGaussian) else near)
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {name: at.detach() for name, at in near.references.items()}
     elif near is not None and near.has_moved:
@@ -60,6 +65,53 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
             starts.note(data, near.references)
     current.ready.update({name: sites[name] for name in expansion.group.members})
     return expansion
+
+
+def _from_one(
+    group: ConjugateGroup, current: Pass, plan: Plan, call: Call, known: Mapping[str, Tensor]
+) -> FromConstants | None:
+    """Returns the expansion of a Gaussian block for many draws, by what one of them shows to be the same for all.
+
+    None for few draws, where there is no such thing, and where it is known from steps before.
+    """
+    nesting = plan.plates.nesting
+    leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
+    of_data = leading_shape(call.values, plan.event_dims, nesting)
+    if leading.numel() < _MANY or of_data.numel() > 1 or group.form != "Gaussian" or group.bound or group.in_turn:
+        return None
+    if call.lacking or current.observed or torch.jit.is_tracing() or (call.constants or {}).get((group, leading)):
+        return None
+    cuts = {name: max(0, v.dim() - plan.event_dims.get(name, 0) - nesting) for name, v in known.items()}
+    first = {name: value[(slice(0, 1),) * cuts[name]].detach().clone() for name, value in known.items()}
+    first = {name: value.requires_grad_(value.is_floating_point()) for name, value in first.items()}
+    sizes = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
+    at = {name: plan.initial[name] for name in group.flat}
+
+    def run(values: Mapping[str, Any], until: Collection[str]) -> dict[str, Any]:
+        return call.run({**call.held, **first, **values}, until=until)
+
+    one = group._replace(vectorized=False), torch.Size((1,) * nesting), nesting
+    following: Any = JointGaussian(*one, False, sizes=dict(sizes), at=at)
+    with suppress(Changed), untouched(call.model):
+        while following is not None:
+            expansion = following
+            with expanding():
+                sites = run(expansion.points, expansion.until)
+            check_members(expansion, sites, current)
+            following = expansion.solve(sites)
+        constants = constants_of(*one, dict(sizes), run, expansion.references)
+        if constants is not None:
+            options: dict[str, Any] = {"constants": constants, "forget": lambda: None, "is_rounded": True}
+            return FromConstants(group, leading, nesting, **options)
+    return None
+
+
+def check_decided(solved: Any) -> None:
+    """Raises ValueError where a prior is improper, and data leave the latent open, in a block that is solved."""
+    flat = isinstance(solved, JointGaussian) and solved.group.flat
+    for name in solved.undecided() if flat and not torch.jit.is_tracing() else ():
+        if not solved.flat[name].is_bounded:
+            raise ValueError(improper_posterior(name))
 
 
 def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, draws: bool = False) -> Expansion:
@@ -88,7 +140,7 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
         if not at and (group.has_mode or group in call.starts):
             for starts, data in _starts(group, current, plan, call):
                 at = starts.find(data, at or {})
-        options["at"] = at  # where to start
+        options["at"] = {**{name: plan.initial[name] for name in group.flat}, **(at or {})}  # where to start
     if group.in_turn:
         rules: Any = plan.rules
         options |= {"orders": {name: rules[name].order for name in group.members}, "observed": observed}

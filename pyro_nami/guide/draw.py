@@ -29,7 +29,7 @@ from torch.distributions import Distribution
 
 from pyro_nami.factors.distribution import Relocation
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.deriving import check_members, derive, expansion_in, keep_constants
+from pyro_nami.guide.deriving import check_decided, check_members, derive, expansion_in, keep_constants
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
@@ -171,6 +171,7 @@ class _DrawingRun(Runner):
             with suppress(Changed):
                 keep_constants(self._expansion, current, self._call, current.values)
                 if self._expansion.solve(self.sites) is None:
+                    check_decided(self._expansion)
                     current.solved[group] = self._expansion
                     current.ready.update({name: self.sites[name] for name in self._expansion.group.members})
         current.derive(group)
@@ -212,6 +213,7 @@ class _DrawingRun(Runner):
                 raise ValueError(observed_latent(name))
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
         else:
+            msg["value"] = None
             self._drawn.add(name)
             msg["infer"] = _own_infer(msg)
             fn = rule.distribution(current, msg["fn"].batch_shape, msg["fn"])

@@ -6,7 +6,7 @@ Change this module when other latents are to be found so.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyro
@@ -24,16 +24,26 @@ from pyro_nami.guide.plan import Plan
 from pyro_nami.messages import warn
 from pyro_nami.reading.batched import of_rank
 from pyro_nami.reading.conjugate_group import ConjugateGroup
-from pyro_nami.reading.expansion import broadcast, leading_shape, log_density_of, parameters_of, plate_shape
+from pyro_nami.reading.draws import any_value
+from pyro_nami.reading.expansion import (
+    broadcast,
+    leading_shape,
+    log_density_of,
+    parameters_of,
+    plate_shape,
+    rounding_of,
+)
+from pyro_nami.reading.flat import CUT, MOST_LOST
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.marginal import MOST_MARGINAL, Marginal, points_of
 
-__all__ = ["first_ones", "flaw_of_tables", "marginal"]
+__all__ = ["cut_by_bounds", "first_ones", "flaw_of_tables", "marginal"]
 
 _DRAWS, _SPREADS, _LEAST_SPREAD = 256, 2.0, 1e-6  # of a prior, for the first grid
 _MOST_AT_ONCE = 2e6  # points times rows of data in one run of the model
 _MOST_TABLE, _GRID = 4e6, 15  # points times rows of data, and the points that a grid of others at each counts as
 _CHECKED, _MOST_SPREAD = 64, 0.03  # draws of a table, and by how many nats they may be off
+_MOST_ROUNDED = 0.3  # nats more, where data are so large beside their noise that single precision tells no better
 
 
 def first_ones(
@@ -52,10 +62,12 @@ def first_ones(
         return None  # grids of grids take seconds for one data set
     if any(name in (options.families or ()) or not known.issuperset(inverse.parents[name]) for name in rest):
         return None
-    if any(first.frames[name] or nodes[name]["fn"].event_shape.numel() != 1 for name in rest):
+    if any(first.frames[name] or torch.Size(nodes[name]["fn"].event_shape).numel() != 1 for name in rest):
         return None
-    supports = [support_of(nodes[name]["fn"]) for name in rest]
-    if any(support.is_discrete or has_tensor_bounds(support) for support in supports):
+    if any(support_of(nodes[name]["fn"]).is_discrete for name in rest):
+        return None
+    moving = (name for name in rest if has_tensor_bounds(support_of(nodes[name]["fn"])))
+    if any(not set(first.net.graph.predecessors(name)) <= set(first.net.observed) for name in moving):
         return None
     for name in (*order, *first.data):
         site = nodes[name]
@@ -119,9 +131,41 @@ def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> s
             densities = [log_density_of(sites[name]) for name in (*plan.order, *plan.read) if name in sites]
         if next(parameters_of(*densities), None) is not None:
             return "the model has parameters, which are still to be learned"
-        return "" if spread < _MOST_SPREAD else f"by quadrature it would be off by {spread:.2g} nats"
+        most = _MOST_SPREAD + min(_MOST_ROUNDED, _rounding(sites[name] for name in plan.read if name in sites))
+        return "" if spread < most else f"by quadrature it would be off by {spread:.2g} nats"
     except Exception as error:  # noqa: BLE001  whatever a model does at values far out
         return f"quadrature fails with {type(error).__name__}: {error}"
+
+
+def _rounding(sites: Iterable[Mapping[str, Any]]) -> float:
+    """Returns by how many nats rounding usually moves the log density of Normal data, whatever finds it."""
+    total = 0.0
+    for site in sites:
+        if (off := rounding_of(site)) is not None:
+            error = (site["value"] - site["fn"].loc).abs() / site["fn"].scale
+            total += float((off * (1 + error)).double().nan_to_num().square().sum())
+    return total**0.5
+
+
+def cut_by_bounds(plan: Plan, call: Call, current: Pass, derive: Callable) -> dict[str, str]:
+    """Returns the latents with flat priors whose bounds cut off some of the result, and what to say of each.
+
+    What is derived as flat is that given the latents that come first, which `Refutation` knows no values of.
+    """
+    group = next((group for group in plan.groups.values() if group.form == "marginal"), None)
+    if group is None or not any(each.flat for each in plan.groups.values()):
+        return {}
+    joint, values = _Joint.of(plan, call, current, derive), dict[str, Tensor]()
+    try:
+        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+            pyro.set_rng_seed(1)
+            table = joint.table(group)
+            for name in group.members:
+                values[name] = table.conditional(name, values).expand((_CHECKED, *joint.leading)).sample()
+            lost = joint._drawn(values)[0].lost()
+    except Exception:  # noqa: BLE001  of which `flaw_of_tables` tells
+        return {}
+    return {name: CUT.format(share) for name, share in lost.items() if share > MOST_LOST}
 
 
 class _Joint(NamedTuple):
@@ -147,23 +191,31 @@ class _Joint(NamedTuple):
         """Raises ValueError where the model mixes up draws in a way that would take much memory for those of a grid."""
         with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
             sites = self.call.run(self.call.held, until=group.members)
-            few = {name: sites[name]["fn"].sample((2, *self.leading)) for name in group.members}
+            few = {name: any_value(sites[name]["fn"].expand((2, *self.leading))) for name in group.members}
             self.call.run({**self.call.held, **self._with_others(few)[0]}, note=of_rank(1 + len(self.leading)))
 
     def table(self, group: ConjugateGroup, near: Marginal | None = None) -> Marginal:
         """Returns the conditionals of a group, from runs of the model at points of a grid."""
-        layouts = {name: self.plan.families[name].layout for name in group.members}
         with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
             pyro.set_rng_seed(0)
             sites = self.call.run(self.call.held, until=group.members)
+            layouts = {name: self.plan.families[name].at(sites[name]["fn"]).layout for name in group.members}
             middle, half = [], []
             for name in group.members:  # the spread of the prior
-                draws = layouts[name].elements(sites[name]["fn"].sample((_DRAWS,))).flatten().double()
+                draws = self._draws(layouts[name], name, sites[name]["fn"])
                 low, center, high = draws.quantile(draws.new_tensor([0.16, 0.5, 0.84]))
                 middle.append(center.expand(self.leading))
                 half.append(_SPREADS * (high - low).clamp(min=_LEAST_SPREAD).expand(self.leading))
             like = self.plan.initial[group.members[0]]
             return Marginal(group, layouts, like, middle, half, self.log_density, near)
+
+    def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
+        """Returns draws from a prior in unconstrained space; numbers about the initial value from an improper one."""
+        try:
+            return layout.elements(prior.sample((_DRAWS,))).flatten().double()
+        except NotImplementedError:
+            start = layout.elements(self.plan.initial[name]).flatten().double()
+            return start + torch.linspace(-1, 1, _DRAWS, dtype=start.dtype, device=start.device)
 
     def seen(self, group: ConjugateGroup, table: Marginal) -> tuple[dict[str, Tensor], Tensor]:
         """Returns two draws by a table, and the log density there: a model may read what no argument shows."""
@@ -198,6 +250,11 @@ class _Joint(NamedTuple):
 
     def _with_others(self, at: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         """Returns values with those of all others, drawn given them, and the log density of these."""
+        inner, log_q = self._drawn(at)
+        return inner.values, log_q
+
+    def _drawn(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
+        """Returns a pass in which all others are drawn, as for `_with_others`."""
         inner = self.current.beside(self.plan.rules, self.derive, at)
         passed = {*at, *self.call.lacking, *self.call.unseen, *self.call.held}
         terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
@@ -205,8 +262,9 @@ class _Joint(NamedTuple):
             fn = inner.rules[name].distribution(inner, torch.Size(), None)
             fn = fn.expand(broadcast(fn.batch_shape, plate_shape(inner.ready[name])))
             value = inner.values[name] = fn.rsample() if fn.has_rsample else fn.sample()
+            inner.note_bounds(name, fn)
             terms.append(_summed(fn.log_prob(value), self.plan.plates.nesting))
-        return inner.values, torch.stack(torch.broadcast_tensors(*terms)).sum(0)
+        return inner, torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
     def _sites(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
         return self.call.run({**self.call.held, **values})

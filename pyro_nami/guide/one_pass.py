@@ -14,6 +14,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_nami.factors.boxed_normal import BoxedNormal
 from pyro_nami.factors.distribution import Relocated, Relocation, SiteDistribution
 from pyro_nami.factors.family import Family
 from pyro_nami.guide.network_state import NetworkState
@@ -24,6 +25,8 @@ from pyro_nami.reading.expansion import Expansion
 from pyro_nami.reading.newton import Newton
 
 __all__ = ["Pass", "Term"]
+
+_MOST_LOST = 1e-3  # share of a conditional that is out of bounds: less is hardly seen in draws, nor told by a few
 
 
 class Term(NamedTuple):
@@ -83,6 +86,7 @@ class Pass:
         self.freedom: dict[str, Tensor] = {}  # how much of its factor's own location each draw of a latent takes
         self.private: frozenset[str] = frozenset()  # latents that handlers outside do not see
         self.outer = torch.Size()  # sizes of the plates around the guide, to the left of the model's own
+        self._boxed: dict[str, BoxedNormal] = {}  # latents with flat priors -> what they are drawn from, within bounds
         self._terms: dict[tuple, list[Term]] = {}
 
     def beside(self, rules: Mapping[str, Any], derive: Callable, values: Mapping[str, Tensor]) -> Pass:
@@ -128,6 +132,7 @@ class Pass:
         """
         if seen:
             self.returned[name] = value
+        self.note_bounds(name, fn)
         if self._relocation is not None:
             value = self._relocation.value_inside(value, len(fn.event_shape))
         elements = fn.recall(value) if isinstance(fn, SiteDistribution) else None
@@ -137,6 +142,15 @@ class Pass:
             value = value.clone()
         self.know(name, value, elements, drawn=True)
         return value
+
+    def note_bounds(self, name: str, fn: Any) -> None:
+        """Takes note of what a latent is drawn from, where bounds may cut it."""
+        if isinstance(fn, BoxedNormal):
+            self._boxed[name] = fn
+
+    def lost(self) -> dict[str, float]:
+        """Returns what share of latents with flat priors is out of bounds, by these draws."""
+        return {name: float(fn.lost.mean()) for name, fn in self._boxed.items()}
 
     def derive(self, group: ConjugateGroup) -> Expansion:
         """Returns the exact conditionals of a group, derived now if they were not before."""
@@ -162,6 +176,8 @@ class Pass:
 
         It looks at all of them at once, as a device has to be waited for each time.
         """
+        if self._boxed and not (torch.is_grad_enabled() and self.state.learns()):
+            self._warn_of_bounds()
         sums = [value.detach().sum() for value in self.returned.values()] if self.validate else []
         if not sums:
             return
@@ -180,6 +196,16 @@ class Pass:
                     + (f", and neither is the guide's parameter '{bad}'" if bad else "")
                     + ". The last gradient was not finite, or its step too large: lower the learning rate, clip "
                     "gradients, or look for a log density of the model that is infinite."
+                )
+
+    def _warn_of_bounds(self) -> None:
+        """Warns once of each latent whose bounds data do touch, though its prior is taken for flat."""
+        for name, share in self.lost().items():
+            if share > _MOST_LOST and self.state.tells(f"{name}, bounds"):
+                warn(
+                    f"At these data {share:.1g} of what they leave of '{name}' lies outside of the bounds of its "
+                    "prior, which was taken for flat: it is drawn within them, but no longer from the exact "
+                    f"conditional. Widen the prior, or make the guide with rules={{'{name}': 'learned'}}."
                 )
 
     def _warn(self, finite: Mapping[str, Tensor]) -> None:

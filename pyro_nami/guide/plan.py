@@ -66,6 +66,7 @@ class Plan:
     factory: Mapping[str, Any]  # dtype and device of the networks
     refused: Mapping[str, str]  # latent -> why it is not drawn from an exact conditional
     lost: frozenset[str]  # latents that might have one if the model could be run for many draws at once
+    doubts: Mapping[str, str]  # latents with improper priors that may have no posterior -> why
     bounds: Mapping[str, Factor]  # observed site -> what networks give for its bound
     vectorized: bool  # whether the model is one for one draw, and mapped over draws
 

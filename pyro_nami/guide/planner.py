@@ -33,8 +33,10 @@ from pyro_nami.guide.plan import Plan, SitePlan
 from pyro_nami.guide.rules import Bounded, Exact, Learned, Newton, Prior, Rule
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
+from pyro_nami.reading.flat import improper_posterior, is_improper
 from pyro_nami.reading.forms import Finder
 from pyro_nami.reading.network import is_blocked
+from pyro_nami.reading.refutation import OPEN
 from pyro_nami.reading.vectorized import Vectorized
 
 __all__ = ["Derived", "make_plan"]
@@ -49,11 +51,18 @@ class Derived(NamedTuple):
     groups: dict[str, ConjugateGroup]  # of latents with exact conditionals
     refused: dict[str, str]  # why others have none
     lost: set[str]  # which of these may have one, as the model cannot be run for many
+    doubts: dict[str, str]  # latents with improper priors that may have no posterior -> why
 
     @classmethod
-    def of(cls, first: FirstCall, flaw: str = "") -> Derived:
-        """Returns what the first call shows; ``flaw`` says why latents that come first are not found by quadrature."""
-        options, finder = first.options, _finder(first)
+    def of(cls, first: FirstCall, flaw: str = "", cut: Mapping[str, str] | None = None) -> Derived:
+        """Returns what the first call shows.
+
+        Args:
+            first: the call.
+            flaw: why latents that come first are not found by quadrature.
+            cut: latents whose priors are not to be taken for flat -> why.
+        """
+        options, finder = first.options, _finder(first, cut or {})
         check_names("rules", options.rules, first.net.latent, "a latent site")
         searched = finder is not None and options.inverse == "auto" and options.blocks is None
         parts = finder.block() if finder and searched else []
@@ -69,7 +78,8 @@ class Derived(NamedTuple):
         before = order if last else ()
         groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()} if interleaved else {}
         refused, lost = (dict(finder.refused), set(finder.lost)) if finder else ({}, set())
-        if finder and interleaved and (marginal := first_ones(first, inverse, order, groups)):
+        marginal = first_ones(first, inverse, order, groups) if finder and interleaved else None
+        if marginal:
             if flaw:
                 refused.update({name: f"{refused[name]}, and {flaw}" for name in marginal.members if name in refused})
                 lost.update(marginal.members)
@@ -82,7 +92,15 @@ class Derived(NamedTuple):
             reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
             what = "a latent with an exact conditional" if options.rules[name] == "exact" else "a latent under a bound"
             raise ValueError(f"Expected {what}, as `rules` asks; got '{name}': {reason}.")
-        return cls(inverse, order, interleaved, groups, refused, lost)
+        improper = [name for name in first.net.latent if name in first.nodes and is_improper(first.nodes[name]["fn"])]
+        for name in improper:
+            if name not in order or refused.get(name) == OPEN:
+                raise ValueError(improper_posterior(name))
+        doubts = dict.fromkeys(finder.open if finder else (), "no mode of it was found")
+        if flaw and marginal:
+            doubts.update(dict.fromkeys(marginal.members, flaw))
+        doubts = {name: reason for name, reason in doubts.items() if name in improper and name not in groups}
+        return cls(inverse, order, interleaved, groups, refused, lost, doubts)
 
 
 def make_plan(first: FirstCall, derived: Derived) -> Plan:
@@ -97,7 +115,7 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
     """
     net, nodes, options = first.net, first.nodes, first.options
     latents = _latents(first)
-    inverse, order, interleaved, groups, refused, lost = derived
+    inverse, order, interleaved, groups, refused, lost, doubts = derived
     near = {name for name, group in groups.items() if group.form == "Newton" or is_corrected(first, group)}
     bent = {name for name in near if groups[name].form != "Bernoulli"}
     families = {name: _family(first, name, bent) for name in order}
@@ -163,6 +181,7 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
         factory=first.factory(order),
         refused=refused,
         lost=frozenset(lost),
+        doubts=doubts,
         bounds=bounds,
         vectorized=isinstance(first.model, Vectorized),
     )
@@ -279,7 +298,7 @@ def _with_all_read(group: ConjugateGroup, inverse: Inverse, order: Sequence[str]
     return group._replace(needed=frozenset(needed))
 
 
-def _finder(first: FirstCall) -> Finder | None:
+def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
     """Returns what finds exact conditionals, unless the options say that there shall be none."""
     options = first.options
     given = options.families or {}
@@ -299,6 +318,7 @@ def _finder(first: FirstCall) -> Finder | None:
         excluded=first.semi_observed.union(hidden, first.passing, learned, given),
         predictive=set(first.net.latent) - seen,
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
+        cut=cut,
         run=first.run,
         draws=[own, *first.draws[:6]],
     )

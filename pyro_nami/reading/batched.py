@@ -14,12 +14,14 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_nami.reading.expansion import rounding_of
 from pyro_nami.reading.runner import Runner
 
 __all__ = ["differing_site", "few_draws", "of_rank", "takes_many"]
 
 _TOLERANCE = {torch.float64: 1e-6}  # of log densities; else what Newton's last step in single precision may leave
 _FEW = 3
+_ROUNDED = 4.0  # times the rounding error of a value: what a sum of a few terms may be off by
 
 
 def few_draws(sites: Iterable[Any], least: int = _FEW) -> int:
@@ -29,17 +31,27 @@ def few_draws(sites: Iterable[Any], least: int = _FEW) -> int:
 
 
 def differing_site(
-    together: Mapping[str, Tensor], index: int | tuple[int, ...], alone: Mapping[str, Tensor]
+    together: Mapping[str, Tensor],
+    index: int | tuple[int, ...],
+    alone: Mapping[str, Tensor],
+    rounding: Mapping[str, Tensor] | None = None,
 ) -> str | None:
-    """Returns the first site whose log densities in a batched run, at an index, are not those ``alone``; or None."""
+    """Returns the first site whose log densities in a batched run, at an index, are not those ``alone``; or None.
+
+    ``rounding`` says by how many nats those of some sites may be off.
+    """
     for name in {**together, **alone}:
         if name not in together or name not in alone:
             return name
         here, there = together[name][index], alone[name]
         tolerance = max(_TOLERANCE.get(x.dtype, 1e-2) for x in (here, there))
-        if here.numel() != there.numel() or not torch.allclose(
-            here, there.reshape(here.shape).to(here), rtol=tolerance, atol=tolerance, equal_nan=True
-        ):
+        if here.numel() != there.numel():
+            return name
+        there = there.reshape(here.shape).to(here)
+        same = torch.isclose(here, there, rtol=tolerance, atol=tolerance, equal_nan=True)
+        if rounding and name in rounding:
+            same |= (here - there).abs() <= rounding[name].reshape(here.shape)
+        if not same.all():
             return name
     return None
 
@@ -65,7 +77,8 @@ def takes_many(
                 return False
             values = {name: _stacked([sites[name] for sites in alone], nesting) for name in first}
             together = _log_densities(_sites(values, model, args, kwargs, note=of_rank(nesting + 1)))
-            return not any(differing_site(together, i, _log_densities(sites)) for i, sites in enumerate(alone))
+            singles = enumerate(alone)
+            return not any(differing_site(together, i, _log_densities(each), _rounding(each)) for i, each in singles)
     except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
         return False
 
@@ -98,6 +111,16 @@ def _stacked(sites: Sequence[Any], nesting: int) -> Tensor:
     fn = sites[0]["fn"]
     idle = (1,) * (nesting - len(fn.batch_shape))
     return torch.stack([site["value"].expand(fn.shape()).reshape(idle + fn.shape()) for site in sites])
+
+
+def _rounding(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns by how many nats rounding may move log densities of Normal sites."""
+    found = {}
+    for name, site in sites.items():
+        if (off := rounding_of(site)) is not None:
+            error = (site["value"] - site["fn"].loc).abs() / site["fn"].scale
+            found[name] = _ROUNDED * off * (1 + error + _ROUNDED * off)
+    return found
 
 
 def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:

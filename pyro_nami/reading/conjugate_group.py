@@ -23,6 +23,7 @@ class ConjugateGroup(NamedTuple):
             by instance of their plates, which are the same in a level; the others are elements of one vector.
         num_lifted: number of such levels.
         elements: number of elements of each member, of one instance or of the vector, at the guide's first call.
+        flat: members with flat priors, which say nothing; see `pyro_nami.reading.flat`.
         needed: latents drawn before that the density reads.
         vectorized: whether the model runs at several points of the members at once; those that a bound serves are then
             drawn in turn.
@@ -34,6 +35,7 @@ class ConjugateGroup(NamedTuple):
     depths: tuple[int, ...] = ()
     num_lifted: int = 0
     elements: tuple[int, ...] = ()
+    flat: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
     vectorized: bool = False
     bound: str = ""
@@ -70,5 +72,6 @@ class ConjugateGroup(NamedTuple):
         parts: dict[str, Any] = {
             field: tuple(getattr(self, field)[i] for i in kept) for field in fields if getattr(self, field)
         }
+        parts["flat"] = self.flat.intersection(parts["members"])
         children = (*self.children, *(name for name in self.members if name in observed))
         return self._replace(children=tuple(name for name in children if name not in lacking), **parts)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Independent, biject_to
+from torch.distributions import Independent
 
+from pyro_nami.factors.bijections import bijection_to
 from pyro_nami.factors.wrappers import without
 
 __all__ = ["any_value", "drawn", "redraw"]
@@ -45,7 +46,7 @@ def any_value(fn: Any, like: Tensor | None = None, unconstrained: Callable[..., 
     if value is not None:
         return value
     try:
-        transform = biject_to(fn.support)
+        transform = bijection_to(fn.support)
     except NotImplementedError:
         if like is not None and like.shape != fn.shape():
             raise

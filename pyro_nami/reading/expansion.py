@@ -22,11 +22,12 @@ from torch.distributions import TransformedDistribution
 from pyro_nami.factors.bounds import log_prob_or_bound
 from pyro_nami.factors.wrappers import base_of, layers
 from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.reading.flat import flat_prior
 
 __all__ = [
     "TOLERANCE", "Changed", "Expansion",
     "agree", "broadcast", "derivatives", "expanding", "irregular", "leading_shape", "log_density_of", "narrowed",
-    "parameters_of", "plate_shape", "trimmed", "without_gaps",
+    "parameters_of", "plate_shape", "rounding_of", "trimmed", "without_gaps",
 ]
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
@@ -54,7 +55,10 @@ class Expansion:
         finite: where what was solved of each member is a number; elsewhere its data say nothing, which leaves its
             prior, given what is drawn before.
         count: number of points, along a dim of their own to the left of all others; None without such a dim.
+        noise: by how many deviations rounding may move means; found where these are not those of a prior.
     """
+
+    noise = 0.0
 
     def __init__(
         self,
@@ -152,7 +156,7 @@ class Expansion:
     def choose(self, name: str, prior: Any) -> Tensor:
         """Returns a member's values at the points, given its prior."""
         leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
-        batch, event = broadcast(leading, prior.batch_shape), prior.event_shape
+        batch, event = broadcast(leading, torch.Size(prior.batch_shape)), torch.Size(prior.event_shape)
         if len(batch) > len(leading):
             raise RuntimeError(f"'{name}' has more batch dims than its plates and the dims of the points.")
         self.priors[name], self.shapes[name] = prior, batch + event
@@ -165,6 +169,8 @@ class Expansion:
 
     def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
         """Returns a site's log density as far as its mask counts it, at its scale relative to that of the members."""
+        if name in self.group.flat and (flat := flat_prior(sites[name]["fn"])) is not None:
+            return flat.log_prob(sites[name]["value"], sites[name]["fn"].event_dim)
         weight = self.weight(sites, name)
         bound = functools.partial(log_prob_or_bound, xi=self.xi.get(name)) if self.group.bound else None
         log_prob = log_density_of(sites[name], bound)
@@ -216,6 +222,17 @@ def log_density_of(site: Mapping[str, Any], log_prob_of: Callable[[Any, Tensor],
     fn, value, mask = site["fn"], without_gaps(site), site["mask"]
     log_prob = log_prob_of(fn, value) if log_prob_of else fn.log_prob(value)
     return log_prob if mask is None else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
+
+
+def rounding_of(site: Mapping[str, Any]) -> Tensor | None:
+    """Returns by how many of its deviations rounding moves a Normal site's values; None of another one.
+
+    That is much where data are large beside their noise, as draws from wide priors are.
+    """
+    fn, value = site["fn"], without_gaps(site).detach()
+    if type(fn) is not dist.Normal:
+        return None
+    return torch.finfo(value.dtype).eps * (value.abs() + fn.loc.detach().abs()) / fn.scale.detach()
 
 
 def parameters_of(*tensors: Tensor) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyro.distributions as dist
+import torch
 from pyro.distributions.torch_distribution import MaskedDistribution
 
 from pyro_nami.factors.bounds import bound_for
@@ -30,6 +31,7 @@ from pyro_nami.graph.network import BayesNet
 from pyro_nami.reading.conjugate_forms import FORMS, forms_of
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.enumeration import num_values
+from pyro_nami.reading.flat import flat_prior
 from pyro_nami.reading.refutation import Refutation
 from pyro_nami.reading.tabulated import MOST_TABULATED
 
@@ -52,6 +54,7 @@ class Finder(Refutation):
         excluded: latents that are to have no exact conditional.
         predictive: latents without data.
         bounds: latents whose conditionals are to be by bounds -> "bounded" or "bound", see `ConjugateGroup`.
+        cut: latents whose priors are not to be taken for flat -> why.
         nesting, run, draws: as for `Refutation`.
     """
 
@@ -63,13 +66,21 @@ class Finder(Refutation):
     excluded: Collection[str]
     predictive: Collection[Any]
     bounds: Mapping[str, str] = field(default_factory=dict)
+    cut: Mapping[str, str] = field(default_factory=dict)
     obstacles: dict[str, str] = field(default_factory=dict)  # latent -> what speaks against it, if anything; found once
+    flat: dict[str, bool] = field(default_factory=dict)  # latent with a flat prior -> whether a joint block has it
+    bent: dict[str, str] = field(default_factory=dict)  # why others of these are not
 
-    def holding(self, group: ConjugateGroup) -> ConjugateGroup | None:
+    def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
         """As for `Refutation`, by the first form that holds of those that a prior may have."""
-        forms = self._forms(group.members[0]) if group.form in FORMS else [group.form]
-        found = (super(Finder, self).holding(group._replace(form=form)) for form in forms)
-        return next(filter(None, found), None)
+        name = group.members[0]
+        alone = group.form == "Gaussian" and group.members == tuple(group.flat)
+        forms = self._forms(name) if group.form in FORMS or alone else []
+        for form in forms:  # a truncated Normal, say, which bounds may cut anywhere
+            of_one = ConjugateGroup((name,), group.children, form, needed=group.needed)
+            if found := super().holding(of_one, near):
+                return found
+        return super().holding(group, near) if group.form not in FORMS else None
 
     # ---- in a given inverse
 
@@ -80,6 +91,8 @@ class Finder(Refutation):
             inverse: what each latent may read.
             order: latents in sampling order.
         """
+        if not self.flat and any(flat_prior(self.nodes[name]["fn"]) for name in order if name in self.nodes):
+            self.block()  # which tells what is to be taken for flat
         found: dict[str, ConjugateGroup] = {}
         exact, failed, halved = self._dependencies(inverse), frozenset[str](), False
         for i, name in enumerate(order):
@@ -99,6 +112,8 @@ class Finder(Refutation):
                 found.update({name: self._own(exact_group, name) for name in group.members})
             else:
                 failed = frozenset(members)
+        bent = {**self.bent, **self.cut}
+        self.refused.update({name: reason for name, reason in bent.items() if reason and name not in found})
         return found
 
     def _own(self, group: ConjugateGroup, name: str) -> ConjugateGroup:
@@ -150,17 +165,18 @@ class Finder(Refutation):
     def block(self) -> list[list[str]]:
         """Returns blocks of all latents, to be eliminated one after another, such that most are exact; or none."""
         shown = [name for name in self.net.latent if name in self.nodes and not self.net.sites[name].marginalized]
+        self.flat.update({name: True for name in shown if self._may_be_flat(name)})
+        self.flat.update({name: False for name in self.flat if self._is_probability(name)})
         latents = [name for name in self.nodes if name in shown and self._is_able(name)]
         block = self._closed([name for name in latents if self._is_normal(name)])
-        if block and not self._is_block(block):
-            able, block = block, []
-            # Latents of the same plates come together where there are many, as each trial takes runs of the model.
-            frames = dict.fromkeys(self.frames[name] for name in reversed(able))
-            alike = [[name for name in able if self.frames[name] == each] for each in frames]
-            for names in alike if len(able) > _MOST_TRIED else [[name] for name in reversed(able)]:
-                trial = self._closed([each for each in able if each in {*names, *block}])
-                if len(trial) > len(block) and self._is_block(trial):
-                    block = trial
+        if self.flat.keys().isdisjoint(block):
+            block = self._most(block)
+        elif not self._is_block(block, near=False):
+            block = self._with_flat(latents, [name for name in block if name not in self.flat])
+        self.flat.update({name: name in block for name in self.flat})
+        self.bent.update({name: self.refused.get(name, "") for name in self.flat if not self.flat[name]})
+        self.obstacles.clear()  # as these are priors of another kind then
+        latents = [name for name in latents if self._is_able(name)]
         taken, single = {child for name in block for child in self._data(name)}, []
         for name in latents:
             data, alone = self._data(name), not self._is_normal(name) and self._children(name) == self._data(name)
@@ -169,6 +185,47 @@ class Finder(Refutation):
                 taken |= data
         depths = dict(zip(block, self._levels(block)[0]))
         return self._parts([*_by_depth(depths), single]) if block or single else []
+
+    def _most(self, able: list[str]) -> list[str]:
+        """Returns the latents with Normal priors that are one block: all of them, or as many as are, Gaussian first."""
+        if not able or self._is_block(able):
+            return able
+        exact, most = (self._as_many(able, near) for near in (False, True))
+        return most if len(most) > len(exact) else exact
+
+    def _as_many(self, able: list[str], near: bool) -> list[str]:
+        """Returns as many latents as are one block, added one kind after another."""
+        block: list[str] = []
+        # Latents of the same plates come together where there are many, as each trial takes runs of the model.
+        frames = dict.fromkeys(self.frames[name] for name in reversed(able))
+        alike = [[name for name in able if self.frames[name] == each] for each in frames]
+        for names in alike if len(able) > _MOST_TRIED else [[name] for name in reversed(able)]:
+            trial = self._closed([each for each in able if each in {*names, *block}])
+            if len(trial) > len(block) and self._is_block(trial, near):
+                block = trial
+        return block
+
+    def _with_flat(self, latents: list[str], normal: list[str]) -> list[str]:
+        """Returns a block of latents with Normal and with flat priors: Gaussian if there is one, else about a mode.
+
+        Flat ones between zero and some number come last, as these mostly are scales.
+        """
+        flat = [name for name in latents if self.flat.get(name)]
+        scales = [name for name in flat if bool((flat_prior(self.nodes[name]["fn"]).low == 0).all())]  # type: ignore[union-attr]
+        places = [name for name in flat if name not in scales]
+
+        def grown(block: list[str], names: list[str], near: bool) -> list[str]:
+            trial = self._closed([each for each in latents if each in {*names, *block}])
+            if not names or len(trial) <= len(block):
+                return block
+            if self._is_block(trial, near):
+                return trial
+            half = len(names) // 2
+            return grown(grown(block, names[:half], near), names[half:], near) if half else block
+
+        exact = grown(grown(self._as_many(normal, near=False), places, False), scales, False)
+        most = self._most(normal)
+        return exact if exact and len(exact) >= len(most) else grown(grown(most, places, True), scales, True)
 
     def _parts(self, first: Sequence[Sequence[str]]) -> list[list[str]]:
         """Returns blocks of all latents: those without data, some that come first, and the rest."""
@@ -202,9 +259,9 @@ class Finder(Refutation):
             names = self._closed([name for name in names if name != largest])
         return names
 
-    def _is_block(self, names: Sequence[str]) -> bool:
+    def _is_block(self, names: Sequence[str], near: bool = True) -> bool:
         group = self._group(names)
-        return group is not None and self.holding(group) is not None
+        return group is not None and self.holding(group, near) is not None
 
     # ---- what the network says
 
@@ -250,7 +307,19 @@ class Finder(Refutation):
         return name not in self.nodes or self.nodes[name]["fn"].has_enumerate_support
 
     def _is_normal(self, name: str) -> bool:
-        return type(innermost(self.nodes[name]["fn"])) in (dist.Normal, dist.MultivariateNormal)
+        kinds = (dist.Normal, dist.MultivariateNormal)
+        return self.flat.get(name, False) or type(innermost(self.nodes[name]["fn"])) in kinds
+
+    def _may_be_flat(self, name: str) -> bool:
+        """Whether a latent has a flat prior, with bounds that no latent moves."""
+        flat = name in self.nodes and flat_prior(self.nodes[name]["fn"]) is not None
+        return flat and name not in self.cut and self._parents(name) <= set(self.net.observed)
+
+    def _is_probability(self, name: str) -> bool:
+        """Whether the conditional of a latent with a flat prior is a Beta distribution."""
+        group = self._group([name]) if "Beta" in self._forms(name) else None
+        beta = group and ConjugateGroup((name,), group.children, "Beta", needed=group.needed)
+        return beta is not None and super().holding(beta) is not None
 
     def _form(self, name: str) -> str | None:
         fn = self.nodes[name]["fn"]
@@ -300,7 +369,10 @@ class Finder(Refutation):
         elements = [self._elements(name, depth < lifted) for name, depth in zip(names, depths)]
         if sum(n for n, depth in zip(elements, depths) if depth >= lifted) > MOST_DENSE:
             return None
-        return group._replace(depths=tuple(depths), num_lifted=lifted, elements=tuple(elements), vectorized=True)
+        flat = frozenset(name for name in names if name in self.flat)
+        given: dict[str, Any] = {"depths": tuple(depths), "num_lifted": lifted, "elements": tuple(elements)}
+        # As no prior says how far apart points are to be, slopes of slopes are taken at one.
+        return group._replace(**given, flat=flat, vectorized=not flat)
 
     def _bound(self, names: Sequence[str]) -> str:
         """Returns what stands for likelihoods in the conditionals of some latents; "" for these themselves."""
@@ -309,7 +381,7 @@ class Finder(Refutation):
 
     def _elements(self, name: str, lifted: bool) -> int:
         fn = self.nodes[name]["fn"]
-        return (fn.event_shape if lifted else fn.shape()).numel()
+        return torch.Size(fn.event_shape if lifted else fn.shape()).numel()
 
     def _levels(self, names: Sequence[str], inverse: Inverse | None = None) -> tuple[list[int], int]:
         """Returns the level of each latent in the order of elimination, and the number of lifted levels.

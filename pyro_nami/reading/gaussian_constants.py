@@ -32,12 +32,16 @@ from pyro_nami.reading.expansion import (
     narrowed,
     without_gaps,
 )
+from pyro_nami.reading.flat import flat_prior
 from pyro_nami.reading.gaussian_levels import Level, in_noise
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.runner import RunModel
 from pyro_nami.reading.second_order import SecondOrder
 
 __all__ = ["Constants", "FromConstants", "constants_of"]
+
+
+_ROUNDED = 16.0  # times the rounding error of the largest number: what sums in another order may differ by
 
 
 class Part(NamedTuple):
@@ -87,17 +91,27 @@ class FromConstants(JointGaussian):
 
     Args:
         group, leading, nesting: as for `Expansion`.
+        constants: the block's.
+        forget: called where they turn out to be others.
+        is_rounded: whether they are of another number of draws than this, of which rounding may be another.
     """
 
-    def __init__(self, *args: Any, constants: Constants, forget: Callable[[], None]) -> None:
+    def __init__(
+        self, *args: Any, constants: Constants, forget: Callable[[], None], is_rounded: bool = False
+    ) -> None:
         super().__init__(*args, differentiable=True, sizes=constants.sizes)
-        self.count, self._constants, self._forget = None, constants, forget
+        self.count, self._constants, self._forget, self._is_rounded = None, constants, forget, is_rounded
         self.shapes, self.references = constants.shapes, constants.references
         self._bases: dict[str, Any] = {}
 
     def choose(self, name: str, prior: Any) -> Tensor:
         value = self._constants.points[name]
-        self.priors[name], self._bases[name] = prior, innermost(prior)
+        self.priors[name] = prior
+        if (flat := flat_prior(prior)) is not None:
+            self.flat[name], like = flat, self.references[name]
+            self._bases[name] = dist.Normal(like, torch.ones_like(like), validate_args=False)
+        else:
+            self._bases[name] = innermost(prior)
         if self.leading.numel() == 1 and prior.batch_shape + prior.event_shape != value.shape:
             self._forget()
             raise Changed
@@ -106,8 +120,9 @@ class FromConstants(JointGaussian):
     def solve(self, sites: Mapping[str, Any]) -> None:
         constants, left = self._constants, []
         weights = {name: self.precision(sites, name).double()[..., None, None] for name in constants.factors}
-        marks = [mark for mark, _ in _marks(self, sites, constants.factors, constants.scales)]
-        if not _same(constants.marks, marks) or not all(bool(each.isfinite().all()) for each in weights.values()):
+        marks = [_told(mark, own) for mark, own in _marks(self, sites, constants.factors, constants.scales)]
+        finite = all(bool(each.isfinite().all()) for each in weights.values())
+        if not finite or not _same(constants.marks, marks, self._is_rounded):
             self._forget()
             raise Changed
         for part in constants.parts:
@@ -116,7 +131,7 @@ class FromConstants(JointGaussian):
             left.append(part.level._replace(rows=functools.reduce(torch.add, rows)))
         for i, part in enumerate(constants.parts):
             scale = _scales(self, part.names) if part.scale is None else part.scale
-            own, gain = left[i].without_noise(scale)
+            own, gain = left[i].without_noise(scale, self._rounding())
             left[i + 1 :] = [later.reduced(gain, self.nesting) for later in left[i + 1 :]]
             after = gain.rows
             for later in constants.parts[i + 1 :]:
@@ -125,7 +140,8 @@ class FromConstants(JointGaussian):
                 size = part.level.size
                 more = own * part.others if size == 1 else own @ part.others
                 own, after = own + more[..., :size], after + more[..., size:]
-            self._levels.append(part.level._replace(rows=left[i].rows, prior=torch.cat([own, after], -1)))
+            posterior = torch.cat([own, after], -1)
+            self._levels.append(part.level._replace(rows=left[i].rows, prior=posterior, open=gain.open))
 
     def _base(self, name: str) -> Any:
         return self._bases[name]
@@ -138,8 +154,14 @@ class _OfOne(SecondOrder):
     """
 
     part, factors = "", frozenset[str]()
+    at: Mapping[str, Tensor] = {}
+
+    def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
+        return self.at.get(name, loc)
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        if flat_prior(prior) is not None:
+            return super().start(name, prior, shape)
         like = dist.Normal(prior.mean, torch.ones_like(prior.mean), validate_args=False)
         return super().start(name, like.to_event(len(prior.event_shape)), shape)
 
@@ -162,33 +184,44 @@ class _OfOne(SecondOrder):
             for some in [[name] for name in names] if self._is_lifted(names[0]) else [names]:
                 begin, size = self._first[some[0]] - level.start, sum(self.sizes[name] for name in some)
                 own = (..., slice(begin, begin + size), slice(begin, None))
-                found.append(Level(level.start + begin, size, level.dims, rows[own], prior[own]))
+                found.append(Level(level.start + begin, size, level.dims, rows[own], prior[own], level.proper[:size]))
         return found
 
 
 def constants_of(
-    group: ConjugateGroup, leading: torch.Size, nesting: int, sizes: dict[str, int], run: RunModel
+    group: ConjugateGroup,
+    leading: torch.Size,
+    nesting: int,
+    sizes: dict[str, int],
+    run: RunModel,
+    at: Mapping[str, Tensor] | None = None,
 ) -> Constants | None:
-    """Returns the constants of a block's derivation, by two runs of the model; None where they depend on more."""
+    """Returns the constants of a block's derivation, by two runs of the model; None where they depend on more.
+
+    Offsets are from values ``at``, by default from the means of the priors.
+    """
     group = group._replace(vectorized=False)
     probe = _OfOne(group, leading, nesting, True, sizes=sizes)
+    probe.at = at or {}
     there = SecondOrder(group, leading, nesting, True, sizes=sizes)
     with expanding():
         sites = run(probe.points, probe.until)
-    there.shapes, points = probe.shapes, dict[str, Tensor]()
+    there.shapes, there.flat, points = probe.shapes, probe.flat, dict[str, Tensor]()
+    there.references, there._steps = probe.references, {name: torch.ones(1) for name in probe.flat}
     dims = {name: nesting + len(prior.event_shape) for name, prior in probe.priors.items()}
     references = {name: _first(value, dims[name]) for name, value in probe.references.items()}
 
     def choose(name: str, prior: Any) -> Tensor:
         there.priors[name], shape, reference = prior, probe.shapes[name], references[name]
         noise = irregular(shape[len(shape) - dims[name] :], reference, len(points))
-        value = (reference + prior.stddev.detach().mean() * noise).expand(shape)
+        step = there.flat[name].step() if name in there.flat else prior.stddev.detach().mean()
+        value = (reference + step.to(reference) * noise).expand(shape)
         points[name] = (value.reshape(prior.batch_shape + prior.event_shape) if leading.numel() == 1 else value).clone()
         return points[name]
 
     with expanding():
         once = run({name: functools.partial(choose, name) for name in group.members}, probe.until)
-    bases = {name: innermost(prior) for name, prior in there.priors.items()}
+    bases = {name: innermost(prior) for name, prior in there.priors.items() if name not in there.flat}
     weights = {
         name: there.precision(once, name)
         for name in group.children
@@ -205,7 +238,7 @@ def constants_of(
     probe.factors = factors
     with derivatives():
         rows = {name: probe.levels(sites, name) for name in group.children if name in sites}
-    parts, kept = list(_parts(there, rows, factors, scales)), [mark.detach().clone() for mark, _ in marks]
+    parts, kept = list(_parts(there, rows, factors, scales)), [_told(*mark).detach().clone() for mark in marks]
     return Constants(points, probe.shapes, references, dict(probe.sizes), factors, scales, kept, parts)
 
 
@@ -235,7 +268,7 @@ def _marks(
     nesting = expansion.nesting
     for name, prior in expansion.priors.items():
         base = innermost(prior)
-        if type(base) is dist.Normal:
+        if name not in expansion.flat and type(base) is dist.Normal:
             yield base.loc, nesting + len(prior.event_shape)
             if name not in scales:
                 yield base.scale, nesting + len(prior.event_shape)
@@ -273,12 +306,30 @@ def _scales(expansion: SecondOrder, names: Mapping[str, int]) -> Tensor:
     return found[0].double().unsqueeze(-1)
 
 
-def _same(then: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
-    """Whether tensors are those of before, to the bit, and have no gradient."""
+def _told(mark: Tensor, dims: int) -> Tensor:
+    """Returns what a mark says: of a batch to the left of some dims one, if all of it is the same; else all of it."""
+    mark = narrowed(mark)
+    mark = _first(mark, dims) if _is_one(mark, dims) else mark
+    while mark.dim() and mark.shape[0] == 1:
+        mark = mark[0]
+    return mark
+
+
+def _same(then: Sequence[Tensor], now: Sequence[Tensor], is_rounded: bool) -> bool:
+    """Whether tensors are those of before, to the bit or but for rounding, and have no gradient."""
     return len(then) == len(now) and all(
-        not b.requires_grad and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+        not b.requires_grad
+        and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        and (torch.equal(a, b) or (is_rounded and _is_near(a, b)))
         for a, b in zip(then, now)
     )
+
+
+def _is_near(a: Tensor, b: Tensor) -> bool:
+    if not a.is_floating_point():
+        return False
+    size = torch.maximum(a.abs(), b.abs()).amax()
+    return bool(((a - b).abs() <= _ROUNDED * torch.finfo(a.dtype).eps * size).all())
 
 
 def _first(value: Tensor, dims: int) -> Tensor:

@@ -25,7 +25,11 @@ class Level(NamedTuple):
         start, size: which elements x are.
         dims: plate dims, negative, that these are repeated along.
         rows: [H_x, H_xr, -g], ``(*batch, *plates, size, elements from start on + 1)``.
-        prior: [Q_x, Q_r, q] with Q_x x + Q_r r + q = u ~ N(0, I); of the posterior once the level is eliminated.
+        prior: [Q_x, Q_r, q] with Q_x x + Q_r r + q = u ~ N(0, D); of the posterior once the level is eliminated, and
+            then with D = I.
+        proper: the diagonal of D's inverse, ``(size,)``: 0 for elements whose prior is flat, else 1.
+        open: once eliminated, which elements neither the prior nor data tell, ``(*batch, *plates, size)``; None if no
+            prior is flat.
     """
 
     start: int
@@ -33,6 +37,8 @@ class Level(NamedTuple):
     dims: frozenset[int]
     rows: Tensor
     prior: Tensor
+    proper: Tensor
+    open: Tensor | None = None
 
     def detached(self) -> Level:
         """Returns the level without gradients."""
@@ -49,64 +55,82 @@ class Level(NamedTuple):
         dims = [dim - 1 for dim in self.dims - level.dims]
         return term.sum(dims, keepdim=True) if dims else term
 
-    def eliminated(self, concave: bool) -> tuple[Level, tuple[Tensor, Tensor]]:
+    def eliminated(self, concave: bool, rounding: float = 0.0) -> tuple[Level, tuple[Tensor, Tensor]]:
         """Returns the level with its posterior, and two factors whose product is what it adds to the rows left.
 
-        With x = M r + S u by the prior, where r ends in a 1: C = H_x M + H_xr, P = I + S^T H_x S = L L^T and
+        With x = M r + S u by the prior, where r ends in a 1: C = H_x M + H_xr, P = D^-1 + S^T H_x S = L L^T and
         T = L^-1 S^T the posterior is L^T (Q_x x + Q_r r) + T C r ~ N(0, I), and the rows left get
         M^T C + H_xr^T M - (T C)^T (T C). Where P may not be positive, as the log density is not ``concave``, H_x is
-        another, such that it is.
+        another, such that it is. Of flat priors D^-1 is 0; there a pivot of P that is no more than ``rounding``,
+        relative to its diagonal, says nothing.
         """
         own, rest = self.rows[..., : self.size], self.rows[..., self.size :]
         whitening, others = self.prior[..., : self.size], self.prior[..., self.size :]
         single, eps = self.size == 1, torch.finfo(own.dtype).eps
         if single:
             root = whitening.reciprocal()
-            precision = 1 + root * own * root
+            precision = self.proper + root * own * root
         else:
             eye = torch.eye(self.size, dtype=own.dtype, device=own.device)
             root = torch.linalg.solve_triangular(whitening, eye, upper=True)
-            precision = eye + root.mT @ own @ root
+            precision = self.proper.diag() + root.mT @ own @ root
+        told = precision.detach()
         if not concave and (lack := _lack(precision)) is not None:
             precision, own = precision + lack, own + whitening.mT @ lack @ whitening
         mean = -root * others if single else -root @ others
         moved = own * mean + rest if single else own @ mean + rest
         if single:
-            lower = precision.clamp(min=_LEAST if concave else eps).sqrt()
+            least = torch.where(self.proper > 0, _LEAST if concave else eps, torch.finfo(own.dtype).tiny ** 0.5)
+            lower = precision.clamp(min=least).sqrt()
             gain = root / lower * moved
         else:
             # What is below this is rounding.
             ridge = 4 * eps * precision.detach().diagonal(dim1=-2, dim2=-1).abs()
             lower, failed = torch.linalg.cholesky_ex(precision + torch.diag_embed(ridge))
             if concave and not torch.jit.is_tracing() and failed.any():
-                return self.eliminated(concave=False)  # by the rounding of what a model computes in single precision
+                # By the rounding of what a model computes in single precision.
+                return self.eliminated(concave=False, rounding=rounding)
             gain = torch.linalg.solve_triangular(lower, root.mT @ moved, upper=False)
         posterior = lower.mT @ whitening if self.size > 1 else lower * whitening
         after = (lower.mT @ others if self.size > 1 else lower * others) + gain
         left = torch.cat([mean, rest, -gain], -2), torch.cat([moved, mean, gain], -2)
-        return self._replace(prior=torch.cat([posterior, after], -1)), left
+        undecided = self._undecided(told, rounding)
+        return self._replace(prior=torch.cat([posterior, after], -1), open=undecided), left
+
+    def _undecided(self, precision: Tensor, rounding: float) -> Tensor | None:
+        """Returns which elements with a flat prior data say nothing of, but for rounding, given those behind them."""
+        if bool(self.proper.all()):
+            return None
+        size = precision.diagonal(dim1=-2, dim2=-1)
+        root = size.clamp(min=torch.finfo(size.dtype).tiny).rsqrt()
+        lower, failed = torch.linalg.cholesky_ex(root.unsqueeze(-1) * precision * root.unsqueeze(-2))
+        pivots = lower.diagonal(dim1=-2, dim2=-1).square()
+        told = (size > 0) & (pivots > rounding) & (failed == 0).unsqueeze(-1)
+        return ~told & (self.proper == 0)
 
     def spread(self, level: Level, matrix: Tensor) -> Tensor:
         """Returns the columns of a later level times a matrix, at the place of that one's columns and those behind."""
         return F.pad(self.columns(level) @ matrix, (level.start - self.start, 0))
 
-    def without_noise(self, scale: Tensor) -> tuple[Tensor, Level]:
-        """Returns W and G of the level's posterior W e + G r ~ N(0, I), where its rows are by e ~ N(0, S^2).
+    def without_noise(self, scale: Tensor, rounding: float) -> tuple[Tensor, Level]:
+        """Returns W and G of the level's posterior W e + G r ~ N(0, I), where its rows are by e ~ N(0, S D S).
 
         G is a level behind this one; G^T G is what elimination takes from the rows left. ``scale`` is the diagonal of
-        S, ``(*batch, *plates, size or 1, 1)``.
+        S, ``(*batch, *plates, size or 1, 1)``; ``rounding`` as for `eliminated`.
         """
         own, rest = self.rows[..., : self.size], self.rows[..., self.size :]
-        precision = scale * own * scale.mT
+        precision = scale * own * scale.mT + self.proper.diag()
+        eps = torch.finfo(own.dtype).eps
         if self.size == 1:
-            lower = (1 + precision).clamp(min=torch.finfo(own.dtype).eps).sqrt()
+            least = eps if bool(self.proper) else torch.finfo(own.dtype).tiny ** 0.5
+            lower = precision.clamp(min=least).sqrt()
             whitening, gain = lower / scale, scale / lower * rest
         else:
-            eye = torch.eye(self.size, dtype=own.dtype, device=own.device)
-            ridge = 4 * torch.finfo(own.dtype).eps * (1 + precision.detach().diagonal(dim1=-2, dim2=-1).abs())
-            lower = torch.linalg.cholesky_ex(precision + (eye + torch.diag_embed(ridge)))[0]
+            ridge = 4 * eps * precision.detach().diagonal(dim1=-2, dim2=-1).abs()
+            lower = torch.linalg.cholesky_ex(precision + torch.diag_embed(ridge))[0]
             whitening, gain = lower.mT / scale.mT, torch.linalg.solve_triangular(lower, scale * rest, upper=False)
-        return whitening, self._replace(start=self.start + self.size, rows=gain)
+        undecided = self._undecided(precision.detach(), rounding)
+        return whitening, self._replace(start=self.start + self.size, rows=gain, open=undecided)
 
     def reduced(self, gain: Level, nesting: int) -> Level:
         """Returns the level without what elimination of a deeper one by its noise takes from its rows."""

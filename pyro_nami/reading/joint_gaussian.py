@@ -17,6 +17,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_nami.factors.boxed_normal import BoxedNormal
 from pyro_nami.factors.joint_normal import JointNormal
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Expansion, derivatives, trimmed
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["JointGaussian"]
 
 _OFF, _FAR = 0.01, 30.0  # deviations: what rounding may move a mean by, and the way there, of which more is taken anew
+_COLLINEAR = 1e3  # by how much what offsets under flat priors share may multiply rounding, as no prior's width says
+_WIDE = 10.0  # deviations, within which, or some times as far, a density is looked at
+_PIVOT = 50.0  # times the rounding error: of a relative pivot that is no more, rounding leaves no digit
 
 
 class JointGaussian(SecondOrder):
@@ -55,7 +59,8 @@ class JointGaussian(SecondOrder):
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
         at = self._at.get(name)
-        return loc if at is None else torch.where(at.isnan(), loc, at)  # where it is not known where to start
+        at = loc if at is None else torch.where(at.isnan(), loc.to(at), at)  # where it is not known where to start
+        return self.flat[name].within(at) if name in self.flat else at
 
     @property
     def has_moved(self) -> bool:
@@ -84,10 +89,55 @@ class JointGaussian(SecondOrder):
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         with derivatives():
             self._read(sites, whole=False)
+            rounding = self._rounding()
             for i, level in enumerate(self._levels):
-                self._levels[i], update = level.eliminated(self.concave)
+                self._levels[i], update = level.eliminated(self.concave, rounding)
                 self._levels[i + 1 :] = [later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]]
             return self._closer()
+
+    def _rounding(self) -> float:
+        """Returns the least pivot of a precision, relative to its diagonal, that rounding leaves a digit of."""
+        return _PIVOT * torch.finfo(next(iter(self.references.values())).dtype).eps
+
+    def widths(self) -> dict[str, Tensor]:
+        """Returns for members with flat priors some deviations that data leave each element, given all others."""
+        found = {}
+        for names, level in zip(self._by_level(), self._levels):
+            whole = level.rows[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)
+            wide = _WIDE * whole.clamp(min=torch.finfo(whole.dtype).tiny).rsqrt()
+            for name, each in zip(names, wide.split([self.sizes[name] for name in names], -1)):
+                if name in self.flat:
+                    found[name] = self._shaped(name, each).to(self.references[name])
+        return found
+
+    def _shaped(self, name: str, flat: Tensor) -> Tensor:
+        """Returns numbers of a member's elements, ``(*batch, *plates, E)`` as `_flat` has them, in its shape."""
+        held = self._held(name, self.shapes[name])
+        plates = 0 if self._is_lifted(name) else self.nesting
+        flat = flat.flip(-1)
+        return flat.reshape(flat.shape[: flat.dim() - 1 - plates] + held)
+
+    def lost(self, draws: int) -> dict[str, Tensor]:
+        """Returns what share of each member with a flat prior lies outside of its bounds, instance by instance."""
+        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
+        for name in self._order:
+            fn = self.conditional(name, values)
+            values[name] = fn.rsample((draws,) if not values else ())
+            if isinstance(fn, BoxedNormal):
+                found[name] = fn.lost.mean(0) if fn.lost.dim() else fn.lost
+        self._offsets.clear()
+        return found
+
+    def undecided(self) -> list[str]:
+        """Returns the members with flat priors of which data leave an element open, of one that is solved."""
+        found = []
+        for names, level in zip(self._by_level(), self._levels):
+            if level.open is None or not bool(level.open.any()):
+                continue
+            elements = [self.sizes[name] for name in names]
+            found += [name for name, each in zip(names, level.open.split(elements, -1)) if bool(each.any())]
+        return found
 
     def _closer(self) -> Self | None:
         """Returns the expansion about the means, where rounding at the references may have moved these."""
@@ -99,8 +149,10 @@ class JointGaussian(SecondOrder):
             roots = level.prior[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)
             moved = torch.cat([self._moved(name, means[name].detach()) for name in names], -1)
             inner = tuple(range(-1 - self.nesting, 0))
+            narrow = steps[level.start : level.start + level.size] * roots
+            narrow = torch.where(level.proper > 0, narrow, _COLLINEAR)
             away.append((moved * roots).abs().amax(inner))
-            narrower.append((steps[level.start : level.start + level.size] * roots).abs().amax(inner))
+            narrower.append(narrow.abs().amax(inner))
         far, narrow = (torch.stack(torch.broadcast_tensors(*each)).amax(0) for each in (away, narrower))
         off = eps * far * narrow
         return self.moved_to(means) if bool(((off > _OFF) & (off < torch.inf) & (far > _FAR)).any()) else None
@@ -121,7 +173,8 @@ class JointGaussian(SecondOrder):
         reference = self._flat(name, self.references[name])
         like = reference.dtype
         loc = reference + solved(upper, error).to(like)
-        if size == 1:
+        bounds = self._bounds(name)
+        if size == 1 and bounds is None:
             shape = trimmed(loc.shape[:-1], dims) + event_shape  # of size 1
             scale = upper[..., 0].reciprocal().to(like).expand(loc.shape)
             normal = dist.Normal(loc.reshape(shape), scale.reshape(shape), validate_args=False)
@@ -133,9 +186,21 @@ class JointGaussian(SecondOrder):
         lead = trimmed(lead, None if dims is None else max(0, dims - plates))
         held = held[max(0, plates - dims) :] if dims is not None and not lead else held
         rows_lead = rows_lead[max(0, len(rows_lead) - len(lead)) :]
-        return JointNormal(
-            loc.reshape(lead + loc.shape[-1:]), lower.reshape(rows_lead + lower.shape[-2:]), held, len(event_shape)
-        )
+        loc, lower = loc.reshape(lead + loc.shape[-1:]), lower.reshape(rows_lead + lower.shape[-2:])
+        if bounds is None:
+            return JointNormal(loc, lower, held, len(event_shape))
+        low, high = (each.reshape(trimmed(each.shape[: -1 - plates], len(lead)) + each.shape[-1:]) for each in bounds)
+        return BoxedNormal(loc, lower, held, len(event_shape), None, low, high)
+
+    def _bounds(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Returns the bounds of a member with a flat prior, ``(*batch, *plates, E)``; None if it has none."""
+        flat = self.flat.get(name)
+        if flat is None or not flat.is_bounded:
+            return None
+        like = self.references[name]
+        shape = self.priors[name].batch_shape + self.priors[name].event_shape
+        low, high = (self._flat(name, each.to(like).expand(shape)).flip(-1) for each in flat)
+        return low, high
 
     def _drawn(self, level: Level, values: Mapping[str, Tensor], until: str = "") -> Any:
         """Returns offsets of a level's members that are drawn before one, ``(*batch, *plates, elements)``; or None."""

@@ -249,10 +249,11 @@ class Marginal:
         grid = torch.linspace(-1, 1, self._size, dtype=at.dtype, device=at.device)
         places = middle.unsqueeze(-1) + half.unsqueeze(-1) * grid
         batch = trimmed(at.shape[:-1], dims)
-        knots = (each.expand(at.shape).reshape(batch + (1,) + at.shape[-1:]) for each in (
-            at, places, slopes * half.unsqueeze(-1) / HALF
-        ))
-        return SiteDistribution(OwnElements(bent_normal(*(each.to(self._like) for each in knots))), self._layouts[name])
+        knots = (at, places, slopes * half.unsqueeze(-1) / HALF)
+        x, y, rise = (
+            each.expand(at.shape).reshape(batch + (1,) + at.shape[-1:]).to(self._like) for each in knots
+        )
+        return SiteDistribution(OwnElements(bent_normal(x, y, rise)), self._layouts[name])
 
     def _row(self, place: Tensor) -> Tensor:
         """Returns the log density along the second side, at places of the first between -1 and 1, by cubics."""

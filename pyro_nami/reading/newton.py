@@ -10,6 +10,7 @@ taken there once more. Change this module to find modes in another way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -265,16 +266,27 @@ class Newton(JointGaussian):
 
     def is_wider(self, far: Newton) -> bool:
         """Whether Normals are wider than priors, on a line to another point; concave densities only narrow them."""
-        way = sum(float((self._noise(name, far) - self._noise(name, self)).square().sum()) for name in self._order)
+        names = [name for name in self._order if name not in self.flat]
+        way = sum(float((self._noise(name, far) - self._noise(name, self)).square().sum()) for name in names)
         return not way <= _WIDER * far.length
 
     def across(self, place: float) -> Newton:
         """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved."""
-        found = {}
+        ways = self._ways()
+        return self.moved_to({name: mean + place * ways[name] for name, mean in self.means().items()})
+
+    def room(self) -> float:
+        """Returns the most such deviations that are within the bounds of flat priors."""
+        ways, means = self._ways(), self.means()
+        return min((flat.room(means[name], ways[name]) for name, flat in self.flat.items()), default=math.inf)
+
+    def _ways(self) -> dict[str, Tensor]:
+        """Returns where a deviation of the priors leads, by member; of flat ones, a few of those that data leave."""
+        found, wide = {}, self.widths()
         for i, (name, mean) in enumerate(self.means().items()):
-            spread = self.priors[name].stddev.detach().expand(mean.shape).nan_to_num(posinf=0.0)
-            found[name] = mean + place * spread * irregular(mean.shape, mean, i)
-        return self.moved_to(found)
+            spread = wide[name] if name in wide else self.priors[name].stddev.detach().nan_to_num(posinf=0.0)
+            found[name] = spread.expand(mean.shape) * irregular(mean.shape, mean, i)
+        return found
 
     def has_converged(self, most: int) -> bool:
         return self._runs < most

@@ -6,10 +6,12 @@ Change this module to look at further points, or for further flaws.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor
 
@@ -17,19 +19,22 @@ from pyro_nami.reading.bounded import LinearBernoulli
 from pyro_nami.reading.conjugate_forms import FORMS, ByStatistics
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.enumeration import Enumeration
-from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of
+from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of, rounding_of
+from pyro_nami.reading.flat import CUT, MOST_LOST
+from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.newton import Newton, has_one_mode, is_concave
 from pyro_nami.reading.runner import RunModel
 from pyro_nami.reading.tabulated import Tabulated
 
-__all__ = ["Refutation", "expansion_of"]
+__all__ = ["OPEN", "Refutation", "expansion_of"]
 
 # In prior standard deviations, to both sides; far, to see slow bends as well.
 _PROBED_AT = {"Gaussian": (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)}
 _OTHERS_PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
 _LINE = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)  # about the mode, in deviations of the Normals there
 _ACROSS = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))  # in those of the priors
+_FAR_ACROSS = tuple(side * 1.6**i for i in range(4, 18) for side in (-1, 1))  # where no prior's deviation says how far
 _MOST_STEPS, _MOST_ROUNDING = 60, 1e4  # to a mode; nats there, in a density
 # Points, or offsets, times rows of data: of more, steps of training take too long beside those of other guides. Of the
 # latter, each element of a latent counts as some rows.
@@ -42,6 +47,13 @@ _NOT_FINITE = "its log density, or a derivative of it, is not finite"
 _NOT_CONCAVE = "the log density of a child is not concave"
 _TOO_MANY = "are too many"
 _NOT_LINEAR = "the prior of one is not linear in the others"
+OPEN = "its prior is flat, and data leave it, or a sum with others, open"
+_LOOSE = "its prior is flat, and data hardly tell it: within a deviation of the mode their curvature is another"
+_LOOSENED = 30.0  # times: by how much a curvature may differ there, as it does where a density never falls again
+_MOVES, _ROUNDED = 2, 10.0  # steps to a mean, and how much more than the usual rounding it may be off by
+_INSIDE = 0.9  # of the way to bounds, up to which a density is looked at
+_SAMPLED = 256  # draws, by which the share out of bounds is told
+_BEYOND = 1e4, 3.0, 4.0  # how far beyond a deviation, and beyond zero, flat priors are looked at, and others meanwhile
 _SCALED_APART = "latents that hang together are scaled by themselves"
 _ASKED = {"Gaussian": "stay quadratic in latents with Gaussian priors"}
 
@@ -59,6 +71,7 @@ class Refutation:
     Attributes:
         refused: latent -> why its conditional is not exact, as last found.
         lost: latents with a form that was refused as the model cannot be run at several points at once.
+        open: latents with flat priors that data may leave open: no mode was found, or no end to the density.
         tested: form and members of groups, with levels -> the form that holds, and whether all points fit a run.
     """
 
@@ -67,21 +80,41 @@ class Refutation:
     draws: Sequence[Mapping[str, Tensor]]
     refused: dict[str, str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
+    open: set[str] = field(default_factory=set)
     tested: dict[tuple[str, frozenset], tuple[str, bool]] = field(default_factory=dict)
 
-    def holding(self, group: ConjugateGroup) -> ConjugateGroup | None:
-        """Returns the group as it can be derived, if its form holds at all draws: by one run, or point by point."""
+    def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
+        """Returns the group as it can be derived, if its form holds at all draws: by one run, or point by point.
+
+        ``near`` says that a Gaussian block may be one about a mode instead.
+        """
         key = group.form, frozenset(zip(group.members, group.depths or (0,)))
         if key not in self.tested:
             self.tested[key] = self._found(group)
         form, vectorized = self.tested[key]
+        if not form and near and group.form == "Gaussian" and not group.bound:
+            form, vectorized = self._found_about_mode(group), False
         return group._replace(form=form, vectorized=vectorized) if form else None
+
+    def _found_about_mode(self, group: ConjugateGroup) -> str:
+        """Returns the form of Normals about a mode if it holds in place of a Gaussian block; "" if not."""
+        near = group._replace(form="Newton", vectorized=False)
+        key = near.form, frozenset(zip(group.members, group.depths))
+        if key not in self.tested:
+            reason = self._reason(near)
+            if reason.endswith(_TOO_MANY):
+                self.refused.update(dict.fromkeys(group.members, reason))
+            if reason in (OPEN, _LOOSE, _NOT_FINITE):
+                self.open.update(group.flat)
+            self.tested[key] = "" if reason else near.form, False
+        return self.tested[key][0]
 
     def _found(self, group: ConjugateGroup) -> tuple[str, bool]:
         """Returns the form that holds, and whether all points fit a run; no form if none does."""
         reason = ""
         for each in (group, group._replace(vectorized=False)) if group.vectorized else (group,):
-            if group.form == "Gaussian" and not each.vectorized and sum(each.elements) > _MOST_BY_ONE:
+            many = not group.flat and sum(each.elements) > _MOST_BY_ONE
+            if group.form == "Gaussian" and not each.vectorized and many:
                 break
             reason = self._reason(each)
             if not group.is_tabulated:
@@ -92,11 +125,9 @@ class Refutation:
                 break
         if reason.startswith(_AT_ONCE):
             self.lost.update(group.members)
-        near, takes = group._replace(form="Newton", vectorized=False), group.form == "Gaussian" and not group.bound
-        reason = self._reason(near) if takes else _FLAT
-        if reason.endswith(_TOO_MANY):
-            self.refused.update(dict.fromkeys(group.members, reason))
-        return ("", False) if reason else (near.form, False)
+        if reason == OPEN:
+            self.open.update(group.flat)
+        return "", False
 
     def _reason(self, group: ConjugateGroup) -> str:
         """Returns why the form does not hold at some draw; empty if it does."""
@@ -107,8 +138,10 @@ class Refutation:
             if draw.keys() >= group.needed and (told <= _PROBED_DRAWS or own):
                 given = draw.keys() & {*group.children, *group.needed}
                 reason = self._flaw(group, {name: draw[name] for name in given}, own, told > _PROBED_DRAWS)
-                # A draw at which numbers overflow says nothing; the first is the data themselves.
-                if reason and reason != _FLAT and (reason != _NOT_FINITE or draw is self.draws[0]):
+                # A draw at which numbers overflow says nothing, nor does one whose data lie at bounds, or leave a
+                # latent open; the first is the data themselves.
+                mute = reason.startswith((_NOT_FINITE, OPEN, _LOOSE, CUT[: CUT.index("{")]))
+                if reason and reason != _FLAT and (not mute or draw is self.draws[0]):
                     return reason
                 told, flat = told + (not reason), reason if reason == _FLAT else flat
                 reason = self._flaw_elsewhere(group, {name: draw[name] for name in given}) if told == 1 else ""
@@ -177,12 +210,18 @@ class Refutation:
         children = ", ".join(map(repr, group.children))
         of = "a bound on " if group.bound else ""
         what = f"{of}the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
-        here = kind(group, (1,) * self.nesting, self.nesting, False)
-        flat = False
-        line = [kind(group, (1,) * self.nesting, self.nesting, False, away=away) for away in distances]
-        others = [*line, *([kind(group, (1,) * self.nesting, self.nesting, False, 0.0, own)] if own else [])]
-        places = ["at the prior's mean", *(f"{away:g} deviations away" for away in distances[1:])]
-        places.append("at a draw and its own data")
+        at = functools.partial(kind, group, (1,) * self.nesting, self.nesting, False)
+        here, flat, in_the_end = at(), False, ""
+        line: list[Any]
+        if group.form == "Gaussian" and group.flat:
+            here, line, beyond, in_the_end = self._about_flat(group, run, distances, is_data=not own)
+            if in_the_end == _NOT_FINITE:
+                return _NOT_FINITE
+        else:
+            line, beyond = [at(away) for away in distances], list[Any]()
+        others = [*line, *beyond, *([at(0.0, own)] if own else [])]
+        places = ["at the prior's mean", *(f"{each.away:g} deviations away" for each in line[1:])]
+        places += [*("between its bounds" for _ in beyond), "at a draw and its own data"]
         for each in (here, *others):
             each.measure(sites := run(each))
             if not (here.is_finite() if each is here else each.totals.isfinite().all()):
@@ -200,15 +239,95 @@ class Refutation:
         for other, place in zip(rest, places[1:]):
             gain, size = here.gain(first, other)
             off = (other.totals.sum() - first.totals.sum() - gain).abs()
-            if not off <= TOLERANCE**2 * first.totals.sum().abs() + TOLERANCE * size:
+            rounded = here.noise * (1 + size.sqrt())
+            if not off <= TOLERANCE**2 * first.totals.sum().abs() + TOLERANCE * size + rounded:
                 return f"{what}: it is off by {off:.2g} nats {place}"
         if not only and not here.fits(line):
             return f"{what}: not every one of them by itself"
-        return _FLAT if flat else ""
+        return in_the_end or (_FLAT if flat else "")
+
+    def _about_flat(
+        self,
+        group: ConjugateGroup,
+        run: Callable[[Expansion], Mapping[str, Any]],
+        distances: Sequence[float],
+        is_data: bool,
+    ) -> tuple[JointGaussian, list[JointGaussian], list[JointGaussian], str]:
+        """Returns where a block with flat priors is looked at: about its mean, on a line, and far out; and any flaw.
+
+        All points lie within the bounds. Deviations are those that data leave, as a flat prior tells none.
+
+        Args:
+            group, run, distances: as elsewhere.
+            is_data: whether these are the data that the guide is made for, so that its bounds are to hold the result.
+        """
+        at = functools.partial(JointGaussian, group, (1,) * self.nesting, self.nesting, False)
+        here = at(at=self.starts(group))
+        here.solve(run(here))
+        reason = OPEN if here.undecided() else ""
+        if not here.is_finite():
+            return here, [], [], _NOT_FINITE
+        if not reason:
+            for _ in range(_MOVES):
+                here = here.moved_to(here.means())
+                here.solve(sites := run(here))
+            here.noise = _ROUNDED * max(_rounding(sites[name]) for name in group.children if name in sites)
+            if not is_data and here.noise > 1.0:  # as rounding is all that there is to see
+                return here, [], [], _NOT_FINITE
+            reason = self._cut(here) if is_data else ""
+        wide = {name: max(1.0, here.noise / TOLERANCE) * width for name, width in here.widths().items()}
+        ways = dict[str, Tensor]()
+        reach, most = 1.0, float(max(map(abs, distances)))
+        for i, (name, width) in enumerate(wide.items()):
+            center, flat = here.references[name], here.flat[name]
+            ways[name] = width * irregular(width.shape, width, i)
+            room = _INSIDE * flat.room(center, ways[name])
+            reach, most = min(reach, room), min(most, room)
+        places = [place * reach if abs(place) <= 1 else place for place in distances]
+        line = [
+            at(place, {name: here.references[name] + place * way for name, way in ways.items()})
+            for place in places
+            if abs(place) <= max(most, reach)
+        ]
+        factor, zero, others = _BEYOND
+        beyond = []
+        for side in (-1, 1) if len(distances) > 1 else ():
+            values = {}
+            for name, way in ways.items():
+                center, flat = here.references[name], here.flat[name]
+                far = zero * center.abs() + factor * way.abs()
+                low = torch.maximum(flat.low.to(far), center - far)
+                high = torch.minimum(flat.high.to(far), center + far)
+                values[name] = flat.within((low + high) / 2 + side * (high - low) / 2 * way / wide[name])
+            beyond.append(at(side * others, values))
+        return here, line, beyond, reason
+
+    def starts(self, group: ConjugateGroup) -> dict[str, Tensor]:
+        """Returns where the search for what data say of flat priors begins, by member."""
+        return {name: self.draws[0][name] for name in group.flat if name in self.draws[0]}
+
+    def _cut(self, here: JointGaussian) -> str:
+        """Returns the flaw that bounds of flat priors cut off some of the result.
+
+        Where the result depends on latents whose values are not known yet, scales say, all that is asked of it is to
+        have its means within bounds; see `pyro_nami.guide.build`.
+        """
+        means = here.means()
+        inside = [flat.low <= means[name] for name, flat in here.flat.items()]
+        inside += [means[name] <= flat.high for name, flat in here.flat.items()]
+        if not all(bool(each.all()) for each in inside):
+            return CUT.format(1.0)
+        if here.group.needed:
+            return ""
+        with torch.no_grad(), forked_rng():
+            pyro.set_rng_seed(0)
+            lost = max((float(each.max()) for each in here.lost(_SAMPLED).values()), default=0.0)
+        return CUT.format(lost) if lost > MOST_LOST else ""
 
     def _flaw_about_mode(self, group: ConjugateGroup, run: Callable[[Expansion], Mapping[str, Any]]) -> str:
         """Returns what speaks against Newton's method, or quadrature behind it; empty if nothing does."""
-        kind = functools.partial(Newton, group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False)
+        of = group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False
+        kind = functools.partial(Newton, *of, **({"at": self.starts(group)} if group.flat else {}))
         near: Any = kind()
         sites = run(near)
         rows = max(sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites)
@@ -225,12 +344,16 @@ class Refutation:
             if not near.has_converged(_MOST_STEPS):  # as numbers are too large, or there are edges
                 return _NOT_FINITE
             sites = run(near)
+        if group.flat and (reason := OPEN if near.undecided() else self._cut(near)):
+            return reason
         here = near.mode()
         line = {0.0: here.densities(sites := run(here))}
         errors = here.rounding(sites)
         if any((each > _MOST_ROUNDING).any() for each in errors):
             return _NOT_FINITE
-        for place in _ACROSS:
+        room = near.room()
+        places = [place for place in (*_ACROSS, *(_FAR_ACROSS if group.flat else ())) if abs(place) < room]
+        for place in [*places, -room, room] if room < _FAR_ACROSS[-1] else places:
             far = near.across(place)
             line[place] = far.densities(run(far))
         if not has_one_mode(line, errors):
@@ -255,6 +378,8 @@ class Refutation:
         if not here.reaches(sites):
             return _FLAT
         line, errors = {0.0: here.densities(sites)}, here.rounding(sites)
+        if group.flat and self._is_loose(near, run):
+            return _LOOSE
         for place in _LINE:
             far = near.line(place)
             line[place] = far.densities(run(far))
@@ -264,12 +389,28 @@ class Refutation:
                 return _NOT_CONCAVE
         return "" if is_concave(line, errors) else _NOT_CONCAVE
 
+    def _is_loose(self, near: Newton, run: Callable[[Expansion], Mapping[str, Any]]) -> bool:
+        """Whether curvatures along elements with flat priors are others a deviation from the mode."""
+        for place in (-1.0, 1.0):
+            far = near.line(place)
+            far.measure(run(far))
+            for name, width in far.widths().items():
+                if not ((width / near.widths()[name]).square().log().abs() < math.log(_LOOSENED)).all():
+                    return True
+        return False
+
     def _wide(self, sites: Mapping[str, Any], group: ConjugateGroup) -> str:
         """Returns the flaw that a site has the dim of the points by their shape, and does not depend on them."""
         others = (name for name in sites if name not in group.members and name not in group.children)
         dims = ((name, len(getattr(sites[name]["fn"], "batch_shape", ()))) for name in others)
         wide = next((name for name, count in dims if count > self.nesting), "")
         return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim" if wide else ""
+
+
+def _rounding(site: Mapping[str, Any]) -> float:
+    """Returns by how many deviations rounding of a Normal child's values may move a mean; of others none are told."""
+    off = rounding_of(site)
+    return 0.0 if off is None else float(off.double().square().sum().sqrt())
 
 
 def _is_scaled_apart(sites: Mapping[str, Any], group: ConjugateGroup) -> bool:

@@ -23,6 +23,8 @@ from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor, nn
 
 from pyro_nami.messages import warn
+from pyro_nami.reading.draws import any_value
+from pyro_nami.reading.flat import is_improper
 
 __all__ = [
     "AllSeen",
@@ -125,6 +127,8 @@ class Runner(Messenger):
                 msg["value"] = value(msg["fn"])
         elif self.simulated and msg["is_observed"] and not is_fixed(msg):
             msg["is_observed"], msg["value"] = False, None
+        elif msg["value"] is None and is_improper(msg["fn"]):  # which has no draws
+            msg["value"] = any_value(msg["fn"])
 
     def _postprocess_message(self, msg: Any) -> None:
         # Sequential enumeration puts the run off at a site, and there is no value yet.
@@ -198,7 +202,7 @@ def outer_sizes(nesting: int) -> torch.Size:
 def prior_draws(model: Callable, args: tuple, kwargs: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:
     """Returns up to ``count`` joint draws of all sites, observed ones as well; fewer where the model fails at some.
 
-    Improper priors have none. Where the model fails at all draws for another reason, a warning tells which.
+    Of improper priors any values stand for draws. Where the model fails at all draws, a warning tells how.
     """
     draws, failed = [], None
     with torch.no_grad():

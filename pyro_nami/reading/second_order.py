@@ -2,7 +2,8 @@
 
 Of offsets x from the reference the log density of the children is c + g . x - x . H x / 2, and a member's prior says
 x_k = B (x of members drawn before) + d + S u with u ~ N(0, I). Slopes at the reference give g; slopes at unit offsets
-give H, and the priors' locations there B. Change this module to take H, g and B from a model in another way.
+give H, and the priors' locations there B. A flat prior says nothing: x_k = S u with any S, and u of infinite variance.
+Change this module to take H, g and B from a model in another way.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pyro_nami.reading.expansion import (
     derivatives,
     irregular,
 )
+from pyro_nami.reading.flat import Flat, flat_prior
 from pyro_nami.reading.gaussian_levels import (
     Level,
     along_units,
@@ -59,14 +61,19 @@ class SecondOrder(Expansion):
             self._end += self.sizes[name]
         self.count = 1 + self._end if group.vectorized and self.away is None else None
         self.references: dict[str, Tensor] = {}  # values that offsets are from
+        self.flat: dict[str, Flat] = {}  # of members with flat priors
         self._units: dict[str, Tensor] = {}
         self._steps: dict[str, Tensor] = {}  # lengths of unit offsets, which suit the priors
         self._levels: list[Level] = []
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         """Returns the reference and all unit offsets from it, those of a lifted level's instances together."""
-        loc, step = prior.mean.detach(), prior.stddev.detach().mean()
-        loc = loc[0] if self._has_points(prior, shape) else loc
+        if (flat := flat_prior(prior)) is not None:
+            self.flat[name] = flat
+            loc, step = flat.center(torch.Size(prior.batch_shape) + prior.event_shape), flat.step()
+        else:
+            loc, step = prior.mean.detach(), prior.stddev.detach().mean()
+            loc = loc[0] if self._has_points(prior, shape) else loc
         reference = self.references[name] = self.reference(name, loc, step)
         if self.away is not None:
             return reference + self.away * step * irregular(shape, loc, len(self.values))
@@ -108,8 +115,9 @@ class SecondOrder(Expansion):
             dims = frozenset(frame.dim for frame in frames if frame.vectorized)
             rows = [self._differences(self._flat(name, slopes[name]), begin, sign=-1) for name in names]
             priors = [self._whitening(name, locs[name], name in moved, begin) for name in names]
-            both = (each[0] if len(each) == 1 else torch.cat(each, -2) for each in (rows, priors))
-            self._levels.append(Level(begin, size, dims, *both))
+            own, prior = (each[0] if len(each) == 1 else torch.cat(each, -2) for each in (rows, priors))
+            proper = [own.new_full((self.sizes[name],), float(name not in self.flat)) for name in names]
+            self._levels.append(Level(begin, size, dims, own, prior, torch.cat(proper)))
         self._levels, finite = without_gaps(self._levels)
         for names, each in zip(self._by_level(), finite):
             self.finite.update(zip(names, each.split([self.sizes[name] for name in names], -1)))
@@ -149,7 +157,11 @@ class SecondOrder(Expansion):
         return torch.cat([*before, inverse, -mean], -1)
 
     def _base(self, name: str) -> Any:
-        return innermost(self.priors[name])
+        """Returns a member's Normal or multivariate Normal prior; of a flat one where offsets begin, and their unit."""
+        if name not in self.flat:
+            return innermost(self.priors[name])
+        reference = self.references[name].detach()
+        return dist.Normal(reference, self._steps[name][0].to(reference).expand(reference.shape), validate_args=False)
 
     def _at_units(
         self, slopes: Mapping[str, Tensor], moved: Mapping[str, Tensor], locs: Mapping[str, Tensor]
@@ -169,7 +181,8 @@ class SecondOrder(Expansion):
             for (name, start), change in zip(starts.items(), changes):
                 change = change if change.dim() > start.dim() else change.expand(1 + self._end, *start.shape)  # zeros
                 idle = (1,) * (self.values[name].dim() - start.dim())
-                points = (start + change).reshape((1 + self._end,) + idle + start.shape)
+                # In doubles, as far from the mean changes are small beside slopes.
+                points = (start.double() + change.double()).reshape((1 + self._end,) + idle + start.shape)
                 points = points.expand((-1, *self.values[name].shape))
                 found[name] = points.reshape((-1, *self.shapes[name]))
             return found
@@ -202,7 +215,7 @@ class SecondOrder(Expansion):
         """Whether each child's log density moves at all, and that of no element is curved the wrong way."""
         for level in self._levels:
             own = [each[..., : level.size].diagonal(dim1=-2, dim2=-1) for each in (level.rows, level.prior)]
-            if not (own[0] > -own[1].square()).all():
+            if not (own[0] > -level.proper * own[1].square()).all():
                 return False
         return all(self._curves(sites, child) for child in self.group.children)
 
@@ -228,14 +241,16 @@ class SecondOrder(Expansion):
             found = torch.cat([self._flat(name, far.slopes[name]).double() for name in each], -1)
             terms = [times(level.columns(other), step) for other, step in zip(self._levels[i:], steps[i:])]
             terms += [other.summed(level, step) for other, step in zip(self._levels[:i], steps[:i])]
-            if not agree(found, -level.rows[..., -1], [-term for term in terms], torch.float32):
-                return False
+            off = (found + level.rows[..., -1] + sum(terms)).abs()
             # Where data are precise, what is small beside their pull may be large beside what they leave open.
             own = [each[..., : level.size].diagonal(dim1=-2, dim2=-1) for each in (level.rows, level.prior)]
-            precision = (own[0] + own[1].square()).clamp(min=0)
+            precision = (own[0] + level.proper * own[1].square()).clamp(min=0)
+            rounded = bool((off <= self.noise * precision.sqrt()).all())
+            if not rounded and not agree(found, -level.rows[..., -1], [-term for term in terms], torch.float32):
+                return False
             rounding = 100 * torch.finfo(far.values[each[0]].dtype).eps * sum(term.abs() for term in terms)
-            off = (found + level.rows[..., -1] + sum(terms)).abs()
-            if abs(far.away or 0.0) <= _NEAR and not (off <= 0.05 * precision.sqrt() + rounding).all():
+            least = (0.05 + self.noise) * precision.sqrt() + rounding
+            if abs(far.away or 0.0) <= _NEAR and not (off <= least).all():
                 return False
         return self.explains_priors(far)
 
@@ -255,8 +270,8 @@ class SecondOrder(Expansion):
         return [torch.cat([self._moved(name, values[name]) for name in each], -1) for each in self._by_level()]
 
     def _noise(self, name: str, far: SecondOrder) -> Tensor:
-        """Returns S^-1 (z - loc) of a member at another point, by its prior there."""
-        prior = far._base(name)
+        """Returns S^-1 (z - loc) of a member at another point, by its prior there; flat ones are all the same."""
+        prior = (self if name in self.flat else far)._base(name)
         error = far.values[name].detach() - prior.loc.detach()
         if isinstance(prior, dist.Normal):
             error = error / prior.scale.detach()

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from pyro_nami.factors.bijections import peel_support
+from pyro_nami.reading.draws import any_value
 from pyro_nami.reading.first_run import first_run, subsamples
+from pyro_nami.reading.flat import is_improper
 from pyro_nami.reading.isolation import forked_rng, untouched
 
 __all__ = ["likely_start", "near_origin"]
@@ -36,7 +38,12 @@ def near_origin(site: Any) -> Tensor:
     """Returns a value near the origin of unconstrained space: by a uniform number of less than 0.05 for each element,
     and of less than half a standard deviation of a prior on the real line.
     """
-    value = init_to_uniform(site, radius=0.05) * _narrowness(site["fn"])
+    if is_improper(site["fn"]):  # which Pyro's own start draws from
+        value = any_value(site["fn"], unconstrained=lambda *shape, **kind: 0.1 * torch.rand(*shape, **kind) - 0.05)
+        if value is None:  # as no way is known from unconstrained space to its support
+            raise NotImplementedError
+    else:
+        value = init_to_uniform(site, radius=0.05) * _narrowness(site["fn"])
     value._pyro_custom_init = False  # nobody asked for it, so a reparametrization may replace it without a warning
     return value
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyro_nami.factors.knots import bent_normal
 from pyro_nami.reading.expansion import Expansion, agree, trimmed
+from pyro_nami.reading.flat import flat_prior
 from pyro_nami.reading.grids import HALF, Mass, grid_like, slope_of
 
 __all__ = ["MOST_TABULATED", "Tabulated"]
@@ -106,7 +107,11 @@ class Tabulated(Expansion):
         events = (1,) * len(self.priors[name].event_shape)
         batch = trimmed(at.shape[:-1], dims)
         knots = (each.to(center).expand(at.shape) for each in (at, center + scale * grid, scale * slopes))
-        return bent_normal(*(each.reshape(batch + events + at.shape[-1:]) for each in knots)).to_event(len(events))
+        x, y, slopes = (each.reshape(batch + events + at.shape[-1:]) for each in knots)
+        flat, bounds = flat_prior(self.priors[name]), None
+        if flat is not None and flat.is_bounded:
+            bounds = flat.low.to(center), flat.high.to(center)
+        return bent_normal(x, y, slopes, bounds).to_event(len(events))
 
     def is_finite(self) -> bool:
         return super().is_finite() and all(bool(each.isfinite().all()) for each in self._knots)

@@ -363,7 +363,7 @@ def test_embeddings_are_read_trained_and_saved(inverse):
     """The guide trains a copy."""
     module, y = Mean(), torch.randn(5, 2, 3)
     before = copy.deepcopy(module.state_dict())
-    guide = learned(pictures, embeddings={"y": module}, inverse=inverse)
+    guide = learned(pictures, embeddings={"y": module}, inverse=inverse, mode="amortized")
     elbo = Trace_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=1)
     steps(pictures, guide, y, count=2, elbo=elbo)
     scatter(guide)
@@ -380,7 +380,7 @@ def test_embeddings_are_read_trained_and_saved(inverse):
     assert any("embeddings" in key for key in state)
     expected = guide.log_prob(z, y)
     pyro.clear_param_store()
-    other = learned(pictures, embeddings={"y": Mean()}, inverse=inverse)
+    other = learned(pictures, embeddings={"y": Mean()}, inverse=inverse, mode="amortized")
     other.load_state_dict(state)
     assert torch.equal(other.log_prob(z, y), expected)
 

@@ -74,6 +74,14 @@ def simplex() -> Any:
     return dist.Dirichlet(torch.ones(3))
 
 
+def improper() -> Any:
+    return dist.ImproperUniform(dist.constraints.real, (), ())
+
+
+def flat_vector(bound: float) -> Callable:
+    return lambda: dist.Uniform(-bound * torch.ones(2), bound).to_event(1)
+
+
 def log_normal() -> Any:
     return dist.LogNormal(torch.zeros(()), 1.0)
 
@@ -333,9 +341,13 @@ OTHER_PRIORS = {
         lambda: dist.Uniform(torch.zeros(3), 1.0).to_event(1), mean(lambda z: z.sum(-1))
     ),
     "Uniform of a detached one": of(lambda: dist.Uniform(torch.tensor(-1.0), 1.0), mean(lambda z: z + z.detach())),
-    "improper": of(lambda: dist.ImproperUniform(dist.constraints.real, (), ()), mean(lambda z: z))._replace(
-        options={"init_loc_fn": init_to_value(values={"z": torch.tensor(0.5)})}
-    ),
+    "improper, of a bend": of(improper, mean(lambda z: z + torch.tanh(z))),
+    "improper, positive": of(lambda: dist.ImproperUniform(dist.constraints.positive, (), ()), mean(lambda z: z)),
+    "flat, of its size": of(lambda: dist.Uniform(torch.tensor(-1000.0), 1000.0), mean(torch.abs), Y + 5),
+    "improper, of its size": of(improper, mean(torch.abs), Y + 5),
+    "flat vector, of one that bends": of(flat_vector(1000.0), mean(lambda z: z[..., 0] + torch.tanh(z[..., 1]))),
+    "flat vector that bounds cut": of(flat_vector(0.5), mean(lambda z: z[..., 0] + 0.1 * z[..., 1]), Y + 3),
+    "flat vector, of a sum alone": of(flat_vector(1000.0), mean(lambda z: z.sum(-1))),
     "unit": of(
         lambda: dist.TransformedDistribution(
             dist.Normal(torch.tensor(0.0), 1.0), [transforms.TanhTransform()]
@@ -639,6 +651,17 @@ RIGHT = {
     "through a transform": of(normal(), shifted(dist.Normal(torch.tensor(0.0), 1.0)), Y, Y + 3),
     "log-linear": of(normal(), lambda z: dist.LogNormal(2 * z, 1.0), Y.exp(), (Y + 3).exp()),
     "log of exp": of(normal(), mean(lambda z: z.exp().log()), Y, Y + 3),
+    "improper": of(improper, mean(lambda z: z), Y, Y + 3),
+    "improper, started elsewhere": of(improper, mean(lambda z: z), Y, Y + 3)._replace(
+        options={"init_loc_fn": init_to_value(values={"z": number(0.5)})}
+    ),
+    "flat vector": of(
+        flat_vector(1000.0),
+        lambda z: dist.Normal(z[..., :1] + z[..., 1:] * Y, 1.0).to_event(1),
+        Y.expand(3, 4),
+        Y.expand(2, 4),
+    ),
+    "flat, in log space": of(lambda: dist.Uniform(torch.tensor(-50.0), 50.0), mean(lambda z: z.exp().log()), Y, Y + 3),
     "logits of a Gamma": of(gamma(), lambda z: dist.Poisson(z.log().exp()), COUNTS, COUNTS + 5),
     "weights that a Categorical normalizes": of(
         simplex, lambda z: dist.Categorical(5 * z), CLASSES, 0 * CLASSES
