@@ -23,6 +23,7 @@ from torch.autograd.functional import jacobian
 
 pytestmark = [
     pytest.mark.filterwarnings("error", "ignore:Failed to verify mean field restriction"),
+    pytest.mark.filterwarnings("ignore:You are using .torch.load.:FutureWarning"),  # torch 2.4's own tensors warn
     pytest.mark.usefixtures("double", "own_parameters"),
 ]
 

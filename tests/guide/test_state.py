@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_nami import AutoNaMIGuide
 
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("own_parameters")]
+UNPICKLING = "ignore:You are using .torch.load.:FutureWarning"  # of torch 2.4's own tensors
+pytestmark = [pytest.mark.filterwarnings("error", UNPICKLING), pytest.mark.usefixtures("own_parameters")]
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
 EXACT = pytest.mark.parametrize("exact", [True, False], ids=["exact", "networks"])
 CATALOGUE = pytest.mark.parametrize(
