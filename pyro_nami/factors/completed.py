@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions.constraints import Constraint
 
+from pyro_nami.factors.wrappers import base_of
+
 __all__ = ["completed", "constraints_of_parameters", "is_support_unknown"]
 
 
@@ -52,12 +54,12 @@ def constraints_of_parameters(fn: Distribution) -> dict[str, Any]:
 class _Completed(ExpandedDistribution):
     """A distribution at its own batch shape, with the support that it has or is taken to have."""
 
-    def __init__(self, base_dist: Distribution, support: Constraint | None) -> None:
+    def __init__(self, base: Distribution, support: Constraint | None) -> None:
         self.is_support_unknown = support is None
-        event_dim = len(base_dist.event_shape)
+        event_dim = len(base.event_shape)
         real = constraints.independent(constraints.real, event_dim) if event_dim else constraints.real
         self._support = real if support is None else support
-        super().__init__(base_dist, base_dist.batch_shape)
+        super().__init__(base, base.batch_shape)
 
     @constraints.dependent_property
     def support(self) -> Constraint:
@@ -66,12 +68,12 @@ class _Completed(ExpandedDistribution):
     # Unless it is expanded, draws and densities have the shapes that the distribution itself gives them.
 
     def _sample(self, sample_fn: Callable[[torch.Size], Tensor], sample_shape: torch.Size) -> Tensor:
-        whole = self.batch_shape == self.base_dist.batch_shape
+        whole = self.batch_shape == base_of(self).batch_shape
         return sample_fn(sample_shape) if whole else super()._sample(sample_fn, sample_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        whole = self.batch_shape == self.base_dist.batch_shape
-        return self.base_dist.log_prob(value) if whole else super().log_prob(value)
+        whole = self.batch_shape == base_of(self).batch_shape
+        return base_of(self).log_prob(value) if whole else super().log_prob(value)
 
     def score_parts(self, value: Tensor) -> Any:
         return TorchDistribution.score_parts(self, value)

@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
+from torch.utils._pytree import tree_leaves
 
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.marginals import marginal
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.starts import DataSets, Starts
+from pyro_nami.messages import warn
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, broadcast, expanding, leading_shape
 from pyro_nami.reading.gaussian_constants import FromConstants, constants_of
-from pyro_nami.reading.isolation import untouched
+from pyro_nami.reading.isolation import outside_of_traces, untouched
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.newton import Newton
 from pyro_nami.reading.refutation import expansion_of
@@ -34,6 +36,8 @@ _PASSES, _MOST_KEPT = 2, 16  # passes in training before constants are kept; blo
 
 def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     """Returns the exact conditionals of a group at what is drawn before it, by runs of the model of their own."""
+    if group.has_mode and torch.jit.is_tracing():
+        return _as_constants(plan, call, current, group)
     if group.form == "marginal":
         return marginal(plan, call, current, group, derive)
     source, kept = call.source(group), call.source(group).constants
@@ -62,6 +66,35 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     if source is call:
         current.ready.update({name: sites[name] for name in expansion.group.members})
     return expansion
+
+
+def _as_constants(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
+    """Returns the conditionals of a group as constants of a trace, which hold for its data alone.
+
+    A trace does not say how many steps lead to a mode, and its second derivatives cannot be traced.
+    """
+    source, names = call.source(group), ", ".join(map(repr, group.members))
+    if group.needed:
+        raise NotImplementedError(
+            f"Expected a guide that a compiled objective calls first; got one that was called before, and derives "
+            f"{names} about modes that depend on what is drawn before. Make the guide anew, or with "
+            f"rules={dict.fromkeys(group.members, 'learned')}."
+        )
+    leaves = [leaf for leaf in tree_leaves([source.args, source.kwargs]) if isinstance(leaf, Tensor)]
+    found = outside_of_traces(lambda: derive(plan, call, current, group))
+    kept = outside_of_traces(lambda: [leaf.clone() for leaf in leaves])
+    if leaves and current.state.tells(f"{names}, compiled"):
+        warn(
+            f"A compiled objective takes what is derived of {names} for constants. It is not a number (NaN) at other "
+            f"data than these; where data change, make the guide with "
+            f"rules={dict.fromkeys(group.members, 'learned')}."
+        )
+    same = [((leaf == then) | ((leaf != leaf) & (then != then))).all() for leaf, then in zip(leaves, kept)]
+    if same:
+        one = torch.ones((), dtype=plan.factory["dtype"], device=same[0].device)
+        valid = torch.where(torch.stack(same).all(), one, torch.nan)
+        current.valid.update(dict.fromkeys(group.members, valid))
+    return found
 
 
 def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, draws: bool = False) -> Expansion:

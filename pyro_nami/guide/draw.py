@@ -163,8 +163,9 @@ class _DrawingRun(Runner):
         else:
             msg["stop"] = False
             self._drawn.add(name)
-            msg["infer"] = _own_infer(msg)
+            msg["infer"], msg["mask"] = _own_infer(msg), rule.mask(msg)
             msg["fn"] = current.outside(rule.distribution(current, msg["fn"].batch_shape, msg["fn"]))
+            msg["scale"] = current.scale(msg)
 
     def _first(self, group: ConjugateGroup) -> ConjugateGroup:
         """Returns the group to derive first: what another one's density reads has to be drawn before that."""
@@ -213,8 +214,9 @@ def _draw_at(current: Pass, name: str, site: Mapping[str, Any], prior: Distribut
     shape = site["fn"].batch_shape
     if current.rules[name].group is not None:  # at points of an expansion the site has further dims
         shape = plate_shape(site)
-    fn = current.rules[name].distribution(current, shape, prior)
-    with _At(site):
+    rule = current.rules[name]
+    fn = rule.distribution(current, shape, prior)
+    with _At({**site, "mask": rule.mask(site), "scale": current.scale(site)}):
         current.take(name, pyro.sample(name, current.outside(fn)), fn)
 
 

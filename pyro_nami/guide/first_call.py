@@ -5,6 +5,7 @@ Change this module when a guide needs to know something more of its model.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection, Mapping
 from types import FrameType
@@ -23,6 +24,7 @@ from pyro_nami.guide.options import Options
 from pyro_nami.reading.batched import takes_many
 from pyro_nami.reading.first_run import first_run, is_latent, is_passing, subsamples
 from pyro_nami.reading.isolation import untouched
+from pyro_nami.reading.masks import read_where_masked
 from pyro_nami.reading.network import Extraction, extract, is_blocked
 from pyro_nami.reading.runner import Runner, prior_draws
 from pyro_nami.reading.starts import likely_start, near_origin
@@ -47,6 +49,8 @@ class FirstCall(NamedTuple):
     plates: Plates
     frames: Mapping[str, frozenset[str]]  # site -> the plates that its tensor has dims for
     passing: frozenset[str]  # sites that other calls may lack
+    flat: frozenset[str] = frozenset()  # latents that something reads where the model masks their density
+    is_compiled: bool = False  # whether it is made in an objective that Pyro compiles
     apart: frozenset[str] = frozenset()  # latents too large for networks to say how they depend on others
 
     @property
@@ -74,7 +78,7 @@ class FirstCall(NamedTuple):
 
         A loss that Pyro compiles could not be; called from there, there is none.
         """
-        if isinstance(self.model, Vectorized) or _is_compiled():
+        if isinstance(self.model, Vectorized) or self.is_compiled:
             return None
         other, check = Vectorized(self.model, self.plates.nesting), (self.args, self.kwargs, self.draws)
         if takes_many(self.model, *check, self.plates.nesting) or not takes_many(other, *check, self.plates.nesting):
@@ -83,7 +87,7 @@ class FirstCall(NamedTuple):
 
     def run(self, values: Mapping[str, Any], until: Collection[str] | None = None) -> dict[str, Any]:
         """Returns the sites of a run of the model at chosen values of its latents."""
-        return Runner(values, broadcast=True, until=until).run(self.model, self.args, self.kwargs)
+        return _run(self.model, self.args, self.kwargs, values, until)
 
     def factory(self, latents: Collection[str]) -> dict[str, Any]:
         """Returns dtype and device of the networks: of the first continuous value of the model, float32 at least."""
@@ -125,6 +129,9 @@ def first_call(
             index_maps={pair: given(*args, **kwargs) for pair, given in options.index_maps.items()},
         )
         draws = prior_draws(model, args, kwargs, PRIOR_DRAWS)
+        run = functools.partial(_run, model, args, kwargs)
+        latents = [name for name in nodes if name in found.bayesnet.latent and is_latent(nodes[name])]
+        flat = read_where_masked(nodes, latents, run)
     net = with_latent_blocks(found.bayesnet, options.blocks)
     stacks = {
         name: [frame for frame in nodes[name]["cond_indep_stack"] if frame.vectorized]
@@ -149,7 +156,19 @@ def first_call(
         plates=_plates(stacks.values(), net, {*subsampled, *subsamples(nodes)}),
         frames={name: frozenset(frame.name for frame in stack) for name, stack in stacks.items()},
         passing=passing,
+        flat=flat,
+        is_compiled=_is_compiled(),
     )
+
+
+def _run(
+    model: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    values: Mapping[str, Any],
+    until: Collection[str] | None = None,
+) -> dict[str, Any]:
+    return Runner(values, broadcast=True, until=until).run(model, args, kwargs)
 
 
 def _is_compiled() -> bool:

@@ -34,6 +34,7 @@ from pyro_nami.guide.rules import Bounded, Exact, Learned, Newton, Prior, Rule
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
 from pyro_nami.reading.forms import Finder
+from pyro_nami.reading.masks import own_mask
 from pyro_nami.reading.network import is_blocked
 from pyro_nami.reading.vectorized import Vectorized
 
@@ -69,6 +70,11 @@ class Derived(NamedTuple):
         before = order if last else ()
         groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()} if interleaved else {}
         refused, lost = (dict(finder.refused), set(finder.lost)) if finder else ({}, set())
+        if finder and (moving := sorted(finder.moving.difference(groups))):
+            names = ", ".join(map(repr, moving))
+            logging.getLogger(__name__).warning(
+                "The objective is compiled, so %s are learned in place of what plain objectives derive.", names
+            )
         if finder and interleaved and (marginal := first_ones(first, inverse, order, groups)):
             if flaw:
                 refused.update({name: f"{refused[name]}, and {flaw}" for name in marginal.members if name in refused})
@@ -127,6 +133,10 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
     emitted = {*latents, *(name for name, site in nodes.items() if is_transparent(site))}
 
     def rule(name: str) -> Rule:
+        made = bare_rule(name)
+        return made if isinstance(made, Prior) else dataclasses.replace(made, is_flat=name in first.flat)
+
+    def bare_rule(name: str) -> Rule:
         if name in bent:
             return Newton(name, groups[name], factor=factors[name], family=families[name])
         if name in near:
@@ -154,7 +164,7 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
         interleaved=interleaved,
         read=tuple(name for name in first.data if name in used),
         semi_observed=first.semi_observed,
-        masked=any(nodes[name]["mask"] is not None for name in emitted),
+        masked=any(own_mask(nodes[name]) is not None for name in emitted),
         names=frozenset(name for name, site in nodes.items() if site["type"] == "sample"),
         covariates=covariates._replace(
             columns={name: found for name, found in covariates.columns.items() if {name, covariates_of(name)} & used}
@@ -297,6 +307,8 @@ def _finder(first: FirstCall) -> Finder | None:
         subsampled=first.plates.subsampled,
         excluded=first.semi_observed.union(hidden, first.passing, learned, given),
         predictive=set(first.net.latent) - seen,
+        flat=first.flat,
+        is_compiled=first.is_compiled,
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
         run=first.run,
         draws=[own, *first.draws[:6]],
