@@ -6,6 +6,7 @@ What steps with the same data need not find again is kept. Change this module wh
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -20,7 +21,6 @@ from pyro_nami.guide.marginals import marginal
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.starts import DataSets, Starts
-from pyro_nami.messages import warn
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, broadcast, expanding, leading_shape
 from pyro_nami.reading.gaussian_constants import FromConstants, constants_of
@@ -69,7 +69,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
 
 
 def _as_constants(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
-    """Returns the conditionals of a group as constants of a trace, which hold for its data alone.
+    """Returns the conditionals of a group as constants of a trace, which raises at other data.
 
     A trace does not say how many steps lead to a mode, and its second derivatives cannot be traced.
     """
@@ -82,19 +82,31 @@ def _as_constants(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) 
         )
     leaves = [leaf for leaf in tree_leaves([source.args, source.kwargs]) if isinstance(leaf, Tensor)]
     found = outside_of_traces(lambda: derive(plan, call, current, group))
-    kept = outside_of_traces(lambda: [leaf.clone() for leaf in leaves])
-    if leaves and current.state.tells(f"{names}, compiled"):
-        warn(
-            f"A compiled objective takes what is derived of {names} for constants. It is not a number (NaN) at other "
-            f"data than these; where data change, make the guide with "
-            f"rules={dict.fromkeys(group.members, 'learned')}."
+    if leaves:
+        message = (
+            f"Expected the data that a compiled objective was compiled at, from which it has {names}; got others. "
+            f"Where data change, make the guide with rules={dict.fromkeys(group.members, 'learned')}."
         )
-    same = [((leaf == then) | ((leaf != leaf) & (then != then))).all() for leaf, then in zip(leaves, kept)]
-    if same:
-        one = torch.ones((), dtype=plan.factory["dtype"], device=same[0].device)
-        valid = torch.where(torch.stack(same).all(), one, torch.nan)
-        current.valid.update(dict.fromkeys(group.members, valid))
+        one = torch.ones((), dtype=plan.factory["dtype"], device=plan.factory["device"])
+        kept = outside_of_traces(lambda: [leaf.clone() for leaf in leaves])
+        for leaf, then in zip(leaves, kept):
+            one = _scripted()(leaf, then, one, message)
+        current.valid.update(dict.fromkeys(group.members, one))
     return found
+
+
+@functools.cache
+def _scripted() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(_if_same)  # whose branch a trace keeps
+
+
+def _if_same(value: Tensor, then: Tensor, result: Tensor, message: str) -> Tensor:
+    """Returns a result where a value is what it was; raises elsewhere."""
+    if value.shape != then.shape or not bool(((value == then) | ((value != value) & (then != then))).all()):
+        raise ValueError(message)
+    return result
 
 
 def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, draws: bool = False) -> Expansion:

@@ -28,7 +28,8 @@ from pyro_nami.guide.deriving import check_members, derive, expansion_in, keep_c
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
-from pyro_nami.guide.rules import Prior
+from pyro_nami.guide.rules import Prior, Rule
+from pyro_nami.messages import warn
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, plate_shape
 from pyro_nami.reading.first_run import is_latent
@@ -163,7 +164,7 @@ class _DrawingRun(Runner):
         else:
             msg["stop"] = False
             self._drawn.add(name)
-            msg["infer"], msg["mask"] = _own_infer(msg), rule.mask(msg)
+            msg["infer"], msg["mask"] = _own_infer(msg), _mask(current, rule, msg)
             msg["fn"] = current.outside(rule.distribution(current, msg["fn"].batch_shape, msg["fn"]))
             msg["scale"] = current.scale(msg)
 
@@ -216,8 +217,20 @@ def _draw_at(current: Pass, name: str, site: Mapping[str, Any], prior: Distribut
         shape = plate_shape(site)
     rule = current.rules[name]
     fn = rule.distribution(current, shape, prior)
-    with _At({**site, "mask": rule.mask(site), "scale": current.scale(site)}):
+    with _At({**site, "mask": _mask(current, rule, site), "scale": current.scale(site)}):
         current.take(name, pyro.sample(name, current.outside(fn)), fn)
+
+
+def _mask(current: Pass, rule: Rule, site: Mapping[str, Any]) -> Tensor | None:
+    """Returns where a latent's density counts; warns where that is for the first time, as its rule may be another."""
+    mask = rule.mask(site)
+    untold = rule.is_untold and mask is not None and not torch.jit.is_tracing() and bool(mask.any())
+    if untold and current.state.tells(f"{rule.name}, masked"):
+        warn(
+            f"All of '{rule.name}' was masked at the guide's first call, which does not show how data depend on it. "
+            "What was derived there may be wrong now: make the guide anew, and call it first where some of it counts."
+        )
+    return mask
 
 
 class _At(Messenger):

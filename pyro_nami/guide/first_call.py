@@ -5,7 +5,6 @@ Change this module when a guide needs to know something more of its model.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Collection, Mapping
 from types import FrameType
@@ -23,7 +22,7 @@ from pyro_nami.guide.inversion import with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.options import Options
 from pyro_nami.reading.batched import takes_many
 from pyro_nami.reading.first_run import first_run, is_latent, is_passing, subsamples
-from pyro_nami.reading.isolation import untouched
+from pyro_nami.reading.isolation import forked_rng, untouched
 from pyro_nami.reading.masks import read_where_masked
 from pyro_nami.reading.network import Extraction, extract, is_blocked
 from pyro_nami.reading.runner import Runner, prior_draws
@@ -49,8 +48,6 @@ class FirstCall(NamedTuple):
     plates: Plates
     frames: Mapping[str, frozenset[str]]  # site -> the plates that its tensor has dims for
     passing: frozenset[str]  # sites that other calls may lack
-    flat: frozenset[str] = frozenset()  # latents that something reads where the model masks their density
-    is_compiled: bool = False  # whether it is made in an objective that Pyro compiles
     apart: frozenset[str] = frozenset()  # latents too large for networks to say how they depend on others
 
     @property
@@ -68,6 +65,17 @@ class FirstCall(NamedTuple):
         """The latents that a call may observe."""
         named = (name for block in self.options.blocks or () for name in block)
         return frozenset(self.net.latent) & frozenset(self.found.bayesnet.observed) | frozenset(named)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether this is a first call in an objective that Pyro compiles."""
+        return _is_compiled()
+
+    def flat(self) -> frozenset[str]:
+        """Returns the latents that something reads where the model masks their density; by runs of the model."""
+        latents = [name for name in self.net.latent if name in self.nodes and is_latent(self.nodes[name])]
+        with forked_rng():
+            return read_where_masked(self.nodes, latents, self.run)
 
     def within(self, name: str) -> str:
         """Returns how the elements of a latent depend on each other: the option, but where it is too large."""
@@ -87,7 +95,7 @@ class FirstCall(NamedTuple):
 
     def run(self, values: Mapping[str, Any], until: Collection[str] | None = None) -> dict[str, Any]:
         """Returns the sites of a run of the model at chosen values of its latents."""
-        return _run(self.model, self.args, self.kwargs, values, until)
+        return Runner(values, broadcast=True, until=until).run(self.model, self.args, self.kwargs)
 
     def factory(self, latents: Collection[str]) -> dict[str, Any]:
         """Returns dtype and device of the networks: of the first continuous value of the model, float32 at least."""
@@ -129,9 +137,6 @@ def first_call(
             index_maps={pair: given(*args, **kwargs) for pair, given in options.index_maps.items()},
         )
         draws = prior_draws(model, args, kwargs, PRIOR_DRAWS)
-        run = functools.partial(_run, model, args, kwargs)
-        latents = [name for name in nodes if name in found.bayesnet.latent and is_latent(nodes[name])]
-        flat = read_where_masked(nodes, latents, run)
     net = with_latent_blocks(found.bayesnet, options.blocks)
     stacks = {
         name: [frame for frame in nodes[name]["cond_indep_stack"] if frame.vectorized]
@@ -156,19 +161,7 @@ def first_call(
         plates=_plates(stacks.values(), net, {*subsampled, *subsamples(nodes)}),
         frames={name: frozenset(frame.name for frame in stack) for name, stack in stacks.items()},
         passing=passing,
-        flat=flat,
-        is_compiled=_is_compiled(),
     )
-
-
-def _run(
-    model: Callable,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    values: Mapping[str, Any],
-    until: Collection[str] | None = None,
-) -> dict[str, Any]:
-    return Runner(values, broadcast=True, until=until).run(model, args, kwargs)
 
 
 def _is_compiled() -> bool:

@@ -81,7 +81,7 @@ class Pass:
         self.ready: dict[str, Mapping[str, Any]] = {}  # latents whose site a run that derived conditionals has shown
         self.anchors: dict[str, Tensor | None] = {}  # location and scale of the prior, if the factor is relative to it
         self.freedom: dict[str, Tensor] = {}  # how much of its factor's own location each draw of a latent takes
-        self.valid: dict[str, Tensor] = {}  # member of a group that a trace has as constants -> 1; NaN at other data
+        self.valid: dict[str, Tensor] = {}  # member of a group in a trace -> 1, an error at other data
         self.outer = torch.Size()  # sizes of the plates around the guide, to the left of the model's own
         self._terms: dict[tuple, list[Term]] = {}
 

@@ -73,7 +73,7 @@ class Derived(NamedTuple):
         if finder and (moving := sorted(finder.moving.difference(groups))):
             names = ", ".join(map(repr, moving))
             logging.getLogger(__name__).warning(
-                "The objective is compiled, so %s are learned in place of what plain objectives derive.", names
+                "Learned, as the objective is compiled, where plain objectives derive modes: %s.", names
             )
         if finder and interleaved and (marginal := first_ones(first, inverse, order, groups)):
             if flaw:
@@ -101,7 +101,7 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
         ValueError: for options that name what the model lacks.
         NotImplementedError: for a site that no family covers.
     """
-    net, nodes, options = first.net, first.nodes, first.options
+    net, nodes, options, flat = first.net, first.nodes, first.options, first.flat()
     latents = _latents(first)
     inverse, order, interleaved, groups, refused, lost = derived
     near = {name for name, group in groups.items() if group.form == "Newton" or is_corrected(first, group)}
@@ -133,8 +133,10 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
     emitted = {*latents, *(name for name, site in nodes.items() if is_transparent(site))}
 
     def rule(name: str) -> Rule:
-        made = bare_rule(name)
-        return made if isinstance(made, Prior) else dataclasses.replace(made, is_flat=name in first.flat)
+        made, mask = bare_rule(name), own_mask(nodes[name])
+        if isinstance(made, Prior) or mask is None:
+            return made
+        return dataclasses.replace(made, is_flat=name in flat, is_untold=not bool(mask.any()))
 
     def bare_rule(name: str) -> Rule:
         if name in bent:
@@ -307,7 +309,7 @@ def _finder(first: FirstCall) -> Finder | None:
         subsampled=first.plates.subsampled,
         excluded=first.semi_observed.union(hidden, first.passing, learned, given),
         predictive=set(first.net.latent) - seen,
-        flat=first.flat,
+        flat=first.flat(),
         is_compiled=first.is_compiled,
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
         run=first.run,

@@ -43,6 +43,7 @@ class Rule:
     group: ConjugateGroup | None = None  # the latents whose exact conditionals are derived before this one is drawn
     reads_prior: bool = False  # whether its density takes the model's distribution at the site
     inside: bool = False  # whether it can be drawn inside a run of the model only
+    is_untold: bool = False  # whether all of it was masked at the guide's first call, which shows not what reads it
     is_flat: bool = False  # whether its prior is flat where the model masks it, as something reads its value there
 
     def distribution(

@@ -162,6 +162,13 @@ def test_draws_where_a_latent_is_masked_are_of_its_prior_and_count_nothing():
     assert noise[..., KNOWN].mean().abs() < 0.05 and noise[..., KNOWN].std() == pytest.approx(1.0, abs=0.05)
 
 
+def test_a_latent_that_was_all_masked_at_the_first_call_is_named_where_it_counts():
+    guide = AutoNaMIGuide(covariate)
+    guide(torch.ones_like(KNOWN))
+    with pytest.warns(UserWarning, match="All of 'z_unobserved' was masked at the guide's first call"):
+        guide(KNOWN)
+
+
 # ---- discrete latents
 
 
