@@ -11,12 +11,14 @@ from torch.distributions import Distribution, TransformedDistribution
 
 from pyro_nami.factors.anchors import location_and_scale
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
+from pyro_nami.factors.completed import constraints_of_parameters, is_support_unknown
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.layout import Layout, ObservedLayout
 from pyro_nami.factors.own_type import AdditiveFamily, OwnTypeFamily
 from pyro_nami.factors.types import type_of
 from pyro_nami.factors.unconstrained import BUILT_IN, NormalFamily, RelaxedFamily, SinhArcsinhFamily
 from pyro_nami.factors.wrappers import base_of, innermost
+from pyro_nami.messages import warn
 
 __all__ = ["FamilyFactory", "FamilySpec", "features_of", "make_family", "register_family"]
 
@@ -45,6 +47,11 @@ def make_family(
         >>> [type(make_family(spec, "z", scale, torch.tensor(1.0))).__name__ for spec in (None, "normal", "match")]
         ['SinhArcsinhFamily', 'NormalFamily', 'OwnTypeFamily']
     """
+    if is_support_unknown(prior):
+        warn(
+            f"The support of '{name}' is taken to be real, as {type(innermost(prior)).__name__} defines none. Define "
+            "its property `support` if values have bounds."
+        )
     factory = _default if spec is None else _look_up(spec, name)
     kind = getattr(factory, "func", factory)  # below the partial of mixture(K) and flow(bins)
     continuous = isinstance(kind, type) and issubclass(kind, (NormalFamily, RelaxedFamily))
@@ -158,7 +165,7 @@ def _unsupported(name: str, prior: Distribution) -> Exception:
 
 def _parameter_dtype(prior: Distribution) -> torch.dtype:
     """Returns the dtype of the parameters of a discrete distribution, else the default one."""
-    for parameter in getattr(prior, "arg_constraints", {}):
+    for parameter in constraints_of_parameters(prior):
         candidate = prior.__dict__.get(parameter)
         if isinstance(candidate, Tensor) and candidate.is_floating_point():
             return candidate.dtype

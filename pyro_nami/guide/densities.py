@@ -18,8 +18,8 @@ from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import new_site
 from pyro_nami.guide.regression import regress
 from pyro_nami.guide.shapes import left_of_plates, sum_plates
-from pyro_nami.reading.expansion import log_density_of
 from pyro_nami.reading.isolation import on_ordinary_tensors
+from pyro_nami.reading.masks import log_density_of
 
 __all__ = ["DensityGuide"]
 

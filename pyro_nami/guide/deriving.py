@@ -6,6 +6,7 @@ What steps with the same data need not find again is kept. Change this module wh
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
+from torch.utils._pytree import tree_leaves
 
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.marginals import marginal
@@ -23,7 +25,7 @@ from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, broadcast, expanding, leading_shape
 from pyro_nami.reading.flat import improper_posterior
 from pyro_nami.reading.gaussian_constants import FromConstants, constants_of
-from pyro_nami.reading.isolation import untouched
+from pyro_nami.reading.isolation import outside_of_traces, untouched
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.newton import Newton
 from pyro_nami.reading.refutation import expansion_of
@@ -36,6 +38,8 @@ _PASSES, _MOST_KEPT = 2, 16  # passes in training before constants are kept; blo
 
 def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     """Returns the exact conditionals of a group at what is drawn before it, by runs of the model of their own."""
+    if group.has_mode and torch.jit.is_tracing():
+        return _as_constants(plan, call, current, group)
     if group.form == "marginal":
         return marginal(plan, call, current, group, derive)
     kept = call.constants
@@ -112,6 +116,47 @@ def check_decided(solved: Any) -> None:
     for name in solved.undecided() if flat and not torch.jit.is_tracing() else ():
         if not solved.flat[name].is_bounded:
             raise ValueError(improper_posterior(name))
+
+
+def _as_constants(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
+    """Returns the conditionals of a group as constants of a trace, which raises at other data.
+
+    A trace does not say how many steps lead to a mode, and its second derivatives cannot be traced.
+    """
+    names = ", ".join(map(repr, group.members))
+    if group.needed:
+        raise NotImplementedError(
+            f"Expected a guide that a compiled objective calls first; got one that was called before, and derives "
+            f"{names} about modes that depend on what is drawn before. Make the guide anew, or with "
+            f"rules={dict.fromkeys(group.members, 'learned')}."
+        )
+    leaves = [leaf for leaf in tree_leaves([call.args, call.kwargs]) if isinstance(leaf, Tensor)]
+    found = outside_of_traces(lambda: derive(plan, call, current, group))
+    if leaves:
+        message = (
+            f"Expected the data that a compiled objective was compiled at, from which it has {names}; got others. "
+            f"Where data change, make the guide with rules={dict.fromkeys(group.members, 'learned')}."
+        )
+        one = torch.ones((), dtype=plan.factory["dtype"], device=plan.factory["device"])
+        kept = outside_of_traces(lambda: [leaf.clone() for leaf in leaves])
+        for leaf, then in zip(leaves, kept):
+            one = _scripted()(leaf, then, one, message)
+        current.valid.update(dict.fromkeys(group.members, one))
+    return found
+
+
+@functools.cache
+def _scripted() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(_if_same)  # whose branch a trace keeps
+
+
+def _if_same(value: Tensor, then: Tensor, result: Tensor, message: str) -> Tensor:
+    """Returns a result where a value is what it was; raises elsewhere."""
+    if value.shape != then.shape or not bool(((value == then) | ((value != value) & (then != then))).all()):
+        raise ValueError(message)
+    return result
 
 
 def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, draws: bool = False) -> Expansion:

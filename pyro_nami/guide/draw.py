@@ -33,8 +33,9 @@ from pyro_nami.guide.deriving import check_decided, check_members, derive, expan
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
-from pyro_nami.guide.rules import Prior
+from pyro_nami.guide.rules import Prior, Rule
 from pyro_nami.guide.target import Target, sites_of
+from pyro_nami.messages import warn
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, plate_shape
 from pyro_nami.reading.first_run import is_latent
@@ -215,10 +216,11 @@ class _DrawingRun(Runner):
         else:
             msg["value"] = None
             self._drawn.add(name)
-            msg["infer"] = _own_infer(msg)
+            msg["infer"], msg["mask"] = _own_infer(msg), _mask(current, rule, msg)
             fn = rule.distribution(current, msg["fn"].batch_shape, msg["fn"])
             msg["stop"] = name in current.private
             msg["fn"] = _for_each(current, fn) if msg["stop"] else current.outside(fn)
+            msg["scale"] = current.scale(msg)
 
     def _first(self, group: ConjugateGroup) -> ConjugateGroup:
         """Returns the group to derive first: what another one's density reads has to be drawn before that."""
@@ -267,12 +269,13 @@ def _draw_at(current: Pass, name: str, site: Mapping[str, Any], prior: Distribut
     shape = site["fn"].batch_shape
     if current.rules[name].group is not None:  # at points of an expansion the site has further dims
         shape = plate_shape(site)
-    fn = current.rules[name].distribution(current, shape, prior)
+    rule = current.rules[name]
+    fn = rule.distribution(current, shape, prior)
     if name in current.private:
         fn = _for_each(current, fn)
         current.take(name, fn(), fn, seen=False)
         return
-    with _At(site):
+    with _At({**site, "mask": _mask(current, rule, site), "scale": current.scale(site)}):
         current.take(name, pyro.sample(name, current.outside(fn)), fn)
 
 
@@ -280,6 +283,18 @@ def _for_each(current: Pass, fn: Any) -> Any:
     """Returns a distribution with the batch dims of the plates around the guide."""
     ones = (1,) * (current.state.nesting - len(fn.batch_shape))
     return fn.expand(current.outer + ones + fn.batch_shape) if current.outer else fn
+
+
+def _mask(current: Pass, rule: Rule, site: Mapping[str, Any]) -> Tensor | None:
+    """Returns where a latent's density counts; warns where that is for the first time, as its rule may be another."""
+    mask = rule.mask(site)
+    untold = rule.is_untold and mask is not None and not torch.jit.is_tracing() and bool(mask.any())
+    if untold and current.state.tells(f"{rule.name}, masked"):
+        warn(
+            f"All of '{rule.name}' was masked at the guide's first call, which does not show how data depend on it. "
+            "What was derived there may be wrong now: make the guide anew, and call it first where some of it counts."
+        )
+    return mask
 
 
 class _At(Messenger):

@@ -23,7 +23,8 @@ from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.options import Options
 from pyro_nami.reading.batched import takes_many
 from pyro_nami.reading.first_run import first_run, is_latent, is_passing, subsamples
-from pyro_nami.reading.isolation import untouched
+from pyro_nami.reading.isolation import forked_rng, untouched
+from pyro_nami.reading.masks import read_where_masked
 from pyro_nami.reading.network import Extraction, extract, is_blocked
 from pyro_nami.reading.runner import Runner, prior_draws
 from pyro_nami.reading.starts import likely_start, near_origin
@@ -67,6 +68,17 @@ class FirstCall(NamedTuple):
         named = (name for block in self.options.blocks or () for name in block)
         return frozenset(self.net.latent) & frozenset(self.found.bayesnet.observed) | frozenset(named)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether this is a first call in an objective that Pyro compiles."""
+        return _is_compiled()
+
+    def read_where_masked(self) -> frozenset[str]:
+        """Returns the latents that something reads where the model masks their density; by runs of the model."""
+        latents = [name for name in self.net.latent if name in self.nodes and is_latent(self.nodes[name])]
+        with forked_rng():
+            return read_where_masked(self.nodes, latents, self.run)
+
     def within(self, name: str) -> str:
         """Returns how the elements of a latent depend on each other: the option, but where it is too large."""
         return "independent" if name in self.apart else self.options.within
@@ -76,7 +88,7 @@ class FirstCall(NamedTuple):
 
         A loss that Pyro compiles could not be; called from there, there is none.
         """
-        if isinstance(self.model, Vectorized) or _is_compiled():
+        if isinstance(self.model, Vectorized) or self.is_compiled:
             return None
         other, check = Vectorized(self.model, self.plates.nesting), (self.args, self.kwargs, self.draws)
         if takes_many(self.model, *check, self.plates.nesting) or not takes_many(other, *check, self.plates.nesting):

@@ -21,14 +21,12 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan
-from pyro_nami.messages import warn
 from pyro_nami.reading.batched import of_rank
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.draws import any_value
 from pyro_nami.reading.expansion import (
     broadcast,
     leading_shape,
-    log_density_of,
     parameters_of,
     plate_shape,
     rounding_of,
@@ -36,6 +34,7 @@ from pyro_nami.reading.expansion import (
 from pyro_nami.reading.flat import CUT, MOST_LOST
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.marginal import MOST_MARGINAL, Marginal, points_of
+from pyro_nami.reading.masks import log_density_of, own_mask
 
 __all__ = ["cut_by_bounds", "first_ones", "flaw_of_tables", "marginal"]
 
@@ -71,7 +70,7 @@ def first_ones(
         return None
     for name in (*order, *first.data):
         site = nodes[name]
-        if bool((torch.as_tensor(site["scale"]) != 1).any()) or (name in order and site["mask"] is not None):
+        if bool((torch.as_tensor(site["scale"]) != 1).any()) or (name in rest and own_mask(site) is not None):
             return None
     return ConjugateGroup(tuple(rest), tuple(first.data), form="marginal")
 
@@ -82,12 +81,6 @@ def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, deriv
     ``derive`` is `pyro_nami.guide.deriving.derive`.
     """
     leaves = tree_leaves([call.args, call.kwargs, call.values, call.held])
-    first = group.members[0]
-    if torch.jit.is_tracing() and current.state.tells(f"{first}, compiled"):
-        warn(
-            f"A compiled objective keeps moving the grid of '{first}' as for these data, which fails at others of "
-            f"another size. Where data change, make the guide with rules={{'{first}': 'learned'}}."
-        )
     known, found, seen = call.tables.get(group, (None, None, None))
     joint = _Joint.of(plan, call, current, derive)
     same = known is not None and known.are(leaves)
@@ -259,11 +252,13 @@ class _Joint(NamedTuple):
         passed = {*at, *self.call.lacking, *self.call.unseen, *self.call.held}
         terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
         for name in (name for name in self.plan.order if name not in passed):
-            fn = inner.rules[name].distribution(inner, torch.Size(), None)
-            fn = fn.expand(broadcast(fn.batch_shape, plate_shape(inner.ready[name])))
+            rule = inner.rules[name]
+            fn = rule.distribution(inner, torch.Size(), None)
+            site = inner.ready[name]  # of the run that it was derived by
+            fn = fn.expand(broadcast(fn.batch_shape, plate_shape(site)))
             value = inner.values[name] = fn.rsample() if fn.has_rsample else fn.sample()
             inner.note_bounds(name, fn)
-            terms.append(_summed(fn.log_prob(value), self.plan.plates.nesting))
+            terms.append(_summed(rule.masked(fn.log_prob(value), site), self.plan.plates.nesting))
         return inner, torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
     def _sites(self, values: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -85,6 +85,7 @@ class Pass:
         self.anchors: dict[str, Tensor | None] = {}  # location and scale of the prior, if the factor is relative to it
         self.freedom: dict[str, Tensor] = {}  # how much of its factor's own location each draw of a latent takes
         self.private: frozenset[str] = frozenset()  # latents that handlers outside do not see
+        self.valid: dict[str, Tensor] = {}  # member of a group in a trace -> 1, an error at other data
         self.outer = torch.Size()  # sizes of the plates around the guide, to the left of the model's own
         self._boxed: dict[str, BoxedNormal] = {}  # latents with flat priors -> what they are drawn from, within bounds
         self._terms: dict[tuple, list[Term]] = {}
@@ -116,6 +117,11 @@ class Pass:
             elements = family.layout.elements(value) if elements is None else elements
             features = family.element_features(elements).flatten(-2)
             self.state.add(name, features, drawn=drawn, share=self.freedom.get(name))
+
+    def scale(self, site: Mapping[str, Any]) -> Any:
+        """Returns the scale of a latent's density, by its site of a run of the model."""
+        valid = self.valid.get(site["name"])
+        return site["scale"] if valid is None else site["scale"] * valid
 
     def is_relocated(self) -> bool:
         """Whether values lie elsewhere outside than inside."""

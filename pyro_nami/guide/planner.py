@@ -35,6 +35,7 @@ from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.first_run import allows_nan, is_transparent
 from pyro_nami.reading.flat import improper_posterior, is_improper
 from pyro_nami.reading.forms import Finder
+from pyro_nami.reading.masks import own_mask
 from pyro_nami.reading.network import is_blocked
 from pyro_nami.reading.refutation import OPEN
 from pyro_nami.reading.vectorized import Vectorized
@@ -78,6 +79,11 @@ class Derived(NamedTuple):
         before = order if last else ()
         groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()} if interleaved else {}
         refused, lost = (dict(finder.refused), set(finder.lost)) if finder else ({}, set())
+        if finder and (moving := sorted(finder.moving.difference(groups))):
+            names = ", ".join(map(repr, moving))
+            logging.getLogger(__name__).warning(
+                "Learned, as the objective is compiled, where plain objectives derive modes: %s.", names
+            )
         marginal = first_ones(first, inverse, order, groups) if finder and interleaved else None
         if marginal:
             if flaw:
@@ -113,7 +119,7 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
         ValueError: for options that name what the model lacks.
         NotImplementedError: for a site that no family covers.
     """
-    net, nodes, options = first.net, first.nodes, first.options
+    net, nodes, options, read_masked = first.net, first.nodes, first.options, first.read_where_masked()
     latents = _latents(first)
     inverse, order, interleaved, groups, refused, lost, doubts = derived
     near = {name for name, group in groups.items() if group.form == "Newton" or is_corrected(first, group)}
@@ -145,6 +151,12 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
     emitted = {*latents, *(name for name, site in nodes.items() if is_transparent(site))}
 
     def rule(name: str) -> Rule:
+        made, mask = bare_rule(name), own_mask(nodes[name])
+        if isinstance(made, Prior) or mask is None:
+            return made
+        return dataclasses.replace(made, is_flat=name in read_masked, is_untold=not bool(mask.any()))
+
+    def bare_rule(name: str) -> Rule:
         if name in bent:
             return Newton(name, groups[name], factor=factors[name], family=families[name])
         if name in near:
@@ -172,7 +184,7 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
         interleaved=interleaved,
         read=tuple(name for name in first.data if name in used),
         semi_observed=first.semi_observed,
-        masked=any(nodes[name]["mask"] is not None for name in emitted),
+        masked=any(own_mask(nodes[name]) is not None for name in emitted),
         names=frozenset(name for name, site in nodes.items() if site["type"] == "sample"),
         covariates=covariates._replace(
             columns={name: found for name, found in covariates.columns.items() if {name, covariates_of(name)} & used}
@@ -317,6 +329,8 @@ def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
         unread=first.unread,
         excluded=first.semi_observed.union(hidden, first.passing, learned, given),
         predictive=set(first.net.latent) - seen,
+        read_masked=first.read_where_masked(),
+        is_compiled=first.is_compiled,
         bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
         cut=cut,
         run=first.run,

@@ -29,6 +29,7 @@ from pyro_nami.guide.parameters import expert
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import broadcast, trimmed
 from pyro_nami.reading.in_turn import ConditionalsInTurn, InTurn, Order
+from pyro_nami.reading.masks import own_mask
 from pyro_nami.reading.runner import changed_event_shape
 
 __all__ = ["Bounded", "Exact", "Learned", "Newton", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]
@@ -42,6 +43,8 @@ class Rule:
     group: ConjugateGroup | None = None  # the latents whose exact conditionals are derived before this one is drawn
     reads_prior: bool = False  # whether its density takes the model's distribution at the site
     inside: bool = False  # whether it can be drawn inside a run of the model only
+    is_untold: bool = False  # whether all of it was masked at the guide's first call, which shows not what reads it
+    is_flat: bool = False  # whether its prior is flat where the model masks it, as something reads its value there
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
@@ -65,6 +68,15 @@ class Rule:
         """
         raise NotImplementedError
 
+    def mask(self, site: Mapping[str, Any]) -> Tensor | None:
+        """Returns where the latent's density counts at its site of a run of the model; None: everywhere."""
+        return None if self.is_flat else own_mask(site)
+
+    def masked(self, log_prob: Tensor, site: Mapping[str, Any]) -> Tensor:
+        """Returns a log density as far as it counts; all of it where no run of the model was needed."""
+        mask = None if site["fn"] is None else self.mask(site)
+        return log_prob if mask is None else torch.where(mask, log_prob, torch.zeros_like(log_prob))
+
     def target(self, current: Pass, value: Tensor, prior: Distribution) -> Tensor | None:
         """Returns the elements that a location is to predict, ``(*batch, *plates, E)``; None if networks give none."""
         return None
@@ -84,7 +96,7 @@ class Prior(Rule):
         return prior
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
-        return _masked(site["fn"].log_prob(value), site["mask"])
+        return self.masked(site["fn"].log_prob(value), site)
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class Exact(Rule):
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
         assert self.group is not None
         fn = current.derive(self.group).conditional(self.name, current.values)
-        return _masked(fn.log_prob(value), site["mask"])
+        return self.masked(fn.log_prob(value), site)
 
 
 @dataclass(frozen=True)
@@ -148,10 +160,12 @@ class Learned(Rule):
         return self._at_once(current, state, family, params, anchor)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
-        family, mask = current.family(self.name), site["mask"]
+        family = current.family(self.name)
+        is_masked = site["fn"] is not None and self.mask(site) is not None
         anchor, params = self._anchor(family, site["fn"]), self._params(current.state)
-        if family.alike is None or mask is not None or family.varies or self.factor.coupled:
-            return _masked(self._at_once(current, current.state, family, params, anchor).log_prob(value), mask)
+        if family.alike is None or is_masked or family.varies or self.factor.coupled:
+            fn = self._at_once(current, current.state, family, params, anchor)
+            return self.masked(fn.log_prob(value), site)
         if current.validate and not family.layout.support.check(value).all():
             raise ValueError(f"Expected values of '{self.name}' in {family.layout.support}; some are outside of it.")
         if anchor is not None and self.expert:
@@ -211,7 +225,7 @@ class Newton(Learned):
         return _expanded(fn, batch_shape)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
-        return _masked(self._bent(self._near(current), current.state).log_prob(value), site["mask"])
+        return self.masked(self._bent(self._near(current), current.state).log_prob(value), site)
 
     def note(self, current: Pass, elements: Tensor) -> None:
         pass
@@ -250,7 +264,7 @@ class Bounded(Learned):
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
         near = self._solved(current).conditional(self.name, {**self._known(current), self.name: value})
-        return super().log_prob(current, value, {**site, "fn": near})
+        return super().log_prob(current, value, {**site, "fn": near, "mask": self.mask(site) if site["fn"] else None})
 
     def _conditionals(self, current: Pass, state: Any, dims: int) -> Any:
         conditionals, solved = super()._conditionals(current, state, dims), self._solved(current)
@@ -308,10 +322,6 @@ def _freedom(params: Tensor, anchor: Tensor) -> Tensor:
     """Returns by how much the location of prior times evidence follows that of the evidence, ``(*batch, E)``."""
     precision = relative_scale(params[..., 1].detach()).square().reciprocal()
     return precision / (precision + anchor[..., 1].detach().square().reciprocal())
-
-
-def _masked(log_prob: Tensor, mask: Any) -> Tensor:
-    return log_prob if mask is None else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
 
 
 def _common(shape: torch.Size, target: torch.Size) -> tuple[torch.Size, torch.Size]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to
 
+from pyro_nami.factors.completed import is_support_unknown
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.networks.running import center_and_spread
 
@@ -44,8 +45,8 @@ def site_forms(simulator: Simulator) -> dict[str, SiteForm]:
 
 def _unconstraining(fn: Any) -> Callable[[Tensor], Tensor]:
     try:
-        return _as_float if fn.support.is_discrete else biject_to(fn.support).inv
-    except NotImplementedError:  # no support, or no bijection to it
+        return _as_float if fn.support.is_discrete or is_support_unknown(fn) else biject_to(fn.support).inv
+    except NotImplementedError:  # no bijection to it
         return _as_float
 
 

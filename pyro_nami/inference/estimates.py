@@ -23,7 +23,7 @@ from pyro_nami.guide.call import Call
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference.refining import Refined, Refinement
 from pyro_nami.inference.relaxation import Drawn
-from pyro_nami.reading.expansion import log_density_of
+from pyro_nami.reading.masks import log_density_of
 from pyro_nami.reading.runner import is_fixed, own_dims
 
 __all__ = ["Run", "errors", "hidden", "log_weights", "run_at"]

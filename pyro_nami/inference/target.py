@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from pyro_nami.factors.wrappers import innermost
 from pyro_nami.inference.observations import Observations
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.site_messages import check_full_plates, is_delta, log_density, plate_nesting
@@ -204,8 +205,8 @@ def _run(
             raise
         kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
         raise kind(
-            f"Expected a site that can be sampled; got '{last['name']}', whose {type(last['fn']).__name__} raises "
-            f"{type(error).__name__}: {error}."
+            f"Expected a site that can be sampled; got '{last['name']}', whose "
+            f"{type(innermost(last['fn'])).__name__} raises {type(error).__name__}: {error}."
         ) from error
     check_full_plates(sites)
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, TransformedDistribution, transform_to
 
+from pyro_nami.factors.completed import constraints_of_parameters
 from pyro_nami.factors.wrappers import named_layers
 
 __all__ = ["MASK", "Argument", "Column", "ColumnSearch", "Given", "columns_of", "parameters"]
@@ -137,7 +138,7 @@ def _tensors(fn: Distribution, names: Collection[str] = ()) -> Iterator[tuple[st
                 if isinstance(value, Tensor) and value.is_floating_point():
                     yield f"{path}transforms.{i}.{key}", value.detach()
     # The last of them wraps nothing.
-    for key, constraint in layer.arg_constraints.items():
+    for key, constraint in constraints_of_parameters(layer).items():
         value = vars(layer).get(key)
         if value is None and path + key in names:
             value = getattr(copy.copy(layer), key)

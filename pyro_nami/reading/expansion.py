@@ -8,26 +8,26 @@ gradients (`expanding`). Change this module to take slopes of other terms, or in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 from torch.distributions import TransformedDistribution
 
 from pyro_nami.factors.bounds import log_prob_or_bound
-from pyro_nami.factors.wrappers import base_of, layers
+from pyro_nami.factors.wrappers import base_of
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.flat import flat_prior
+from pyro_nami.reading.masks import log_density_of, unmasked, without_gaps
 
 __all__ = [
     "TOLERANCE", "Changed", "Expansion",
-    "agree", "broadcast", "derivatives", "expanding", "irregular", "leading_shape", "log_density_of", "narrowed",
-    "parameters_of", "plate_shape", "rounding_of", "trimmed", "without_gaps",
+    "agree", "broadcast", "derivatives", "expanding", "irregular", "leading_shape", "narrowed", "parameters_of",
+    "plate_shape", "rounding_of", "trimmed",
 ]
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
@@ -50,7 +50,7 @@ class Expansion:
 
     Attributes:
         until: the sites that the run has to reach.
-        priors, values: of each member, once the run has met it.
+        priors, values: of each member, once the run has met it; priors without masks.
         shapes: of the values, with all batch dims.
         finite: where what was solved of each member is a number; elsewhere its data say nothing, which leaves its
             prior, given what is drawn before.
@@ -159,7 +159,8 @@ class Expansion:
         batch, event = broadcast(leading, torch.Size(prior.batch_shape)), torch.Size(prior.event_shape)
         if len(batch) > len(leading):
             raise RuntimeError(f"'{name}' has more batch dims than its plates and the dims of the points.")
-        self.priors[name], self.shapes[name] = prior, batch + event
+        prior = self.priors[name] = unmasked(prior)
+        self.shapes[name] = batch + event
         given = self._given.get(name)
         value = self.start(name, prior, batch + event) if given is None else given.expand(batch + event)
         if self.count is None and leading.numel() == 1:  # with one point a model sees the dims that it is used to
@@ -215,13 +216,6 @@ class Expansion:
         """Returns a scale without the dims that it alone has, along which it counts a density several times."""
         extra = scale.dim() - len(self.leading) if isinstance(scale, Tensor) else 0
         return scale.sum(tuple(range(extra))) if extra > 0 else scale
-
-
-def log_density_of(site: Mapping[str, Any], log_prob_of: Callable[[Any, Tensor], Tensor] | None = None) -> Tensor:
-    """Returns a site's log density, or what takes its place, as far as its mask counts it, ``(*batch, *plates)``."""
-    fn, value, mask = site["fn"], without_gaps(site), site["mask"]
-    log_prob = log_prob_of(fn, value) if log_prob_of else fn.log_prob(value)
-    return log_prob if mask is None else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
 
 
 def rounding_of(site: Mapping[str, Any]) -> Tensor | None:
@@ -297,18 +291,6 @@ def irregular(shape: torch.Size, like: Tensor, phase: int) -> Tensor:
     """Returns numbers between -1 and 1 in which nothing repeats."""
     order = torch.arange(shape.numel(), dtype=like.dtype, device=like.device).reshape(shape)
     return (1 + 2.4 * order + phase).sin()
-
-
-def without_gaps(site: Mapping[str, Any]) -> Tensor:
-    """Returns a site's value, with any number in place of NaN that a mask hides: a gradient would not be hidden."""
-    fn, value = site["fn"], site["value"]
-    if site["mask"] is None and not any(isinstance(layer, MaskedDistribution) for layer in layers(fn)):
-        return value
-    try:
-        stand_in = fn.mean.detach().nan_to_num()
-    except NotImplementedError:
-        stand_in = value.nan_to_num()
-    return torch.where(value.isnan(), stand_in, value)
 
 
 def leading_shape(values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int) -> torch.Size:

@@ -12,7 +12,7 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 
 from pyro_nami.factors.wrappers import layers
-from pyro_nami.reading.runner import widen
+from pyro_nami.reading.runner import make_whole
 
 __all__ = [
     "allows_nan",
@@ -30,7 +30,7 @@ class _InitContinuous(InitMessenger):
     """Pyro's initialization for the sites that it covers; the others, discrete ones for instance, are sampled."""
 
     def _pyro_sample(self, msg: Any) -> None:
-        widen(msg)
+        make_whole(msg)
         with suppress(NotImplementedError, AttributeError):
             if msg["fn"].support.is_discrete:
                 return

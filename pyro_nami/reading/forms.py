@@ -20,10 +20,9 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from pyro.distributions.torch_distribution import MaskedDistribution
 
 from pyro_nami.factors.bounds import bound_for
-from pyro_nami.factors.wrappers import innermost, layers
+from pyro_nami.factors.wrappers import innermost
 from pyro_nami.graph.elimination import eliminate
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.inversions import nami
@@ -32,6 +31,7 @@ from pyro_nami.reading.conjugate_forms import FORMS, forms_of
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.enumeration import num_values
 from pyro_nami.reading.flat import flat_prior
+from pyro_nami.reading.masks import is_masked_within, own_mask
 from pyro_nami.reading.refutation import Refutation
 from pyro_nami.reading.tabulated import MOST_TABULATED
 
@@ -39,6 +39,7 @@ __all__ = ["MOST_DENSE", "Finder"]
 
 MOST_DENSE = 500  # elements of a joint block that are eliminated as one vector
 _MOST_TRIED = 12
+_COMPILED = "a compiled objective takes a mode for a constant, and its mode moves with what is drawn before, or learned"
 _LATER = "its data depend on '{}', which is drawn later"
 
 
@@ -53,6 +54,8 @@ class Finder(Refutation):
         unread: observed sites of which a call sees a part only.
         excluded: latents that are to have no exact conditional.
         predictive: latents without data.
+        read_masked: latents that something reads where their own density is masked.
+        is_compiled: whether modes are to be constants, as in a trace; latents whose modes would move are learned.
         bounds: latents whose conditionals are to be by bounds -> "bounded" or "bound", see `ConjugateGroup`.
         cut: latents whose priors are not to be taken for flat -> why.
         nesting, run, draws: as for `Refutation`.
@@ -65,14 +68,25 @@ class Finder(Refutation):
     unread: Collection[str]
     excluded: Collection[str]
     predictive: Collection[Any]
+    read_masked: Collection[str] = frozenset()
+    is_compiled: bool = False
     bounds: Mapping[str, str] = field(default_factory=dict)
     cut: Mapping[str, str] = field(default_factory=dict)
+    moving: set[str] = field(default_factory=set)  # latents that are learned as their modes are no constants of a trace
     obstacles: dict[str, str] = field(default_factory=dict)  # latent -> what speaks against it, if anything; found once
     flat: dict[str, bool] = field(default_factory=dict)  # latent with a flat prior -> whether a joint block has it
     bent: dict[str, str] = field(default_factory=dict)  # why others of these are not
 
     def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
         """As for `Refutation`, by the first form that holds of those that a prior may have."""
+        held = self._first_holding(group, near)
+        if held is None or not (held.has_mode and self.is_compiled and self._moves(held)):
+            return held
+        self.refused.update(dict.fromkeys(held.members, _COMPILED))
+        self.moving.update(held.members)
+        return None
+
+    def _first_holding(self, group: ConjugateGroup, near: bool) -> ConjugateGroup | None:
         name = group.members[0]
         alone = group.form == "Gaussian" and group.members == tuple(group.flat)
         forms = self._forms(name) if group.form in FORMS or alone else []
@@ -81,6 +95,10 @@ class Finder(Refutation):
             if found := super().holding(of_one, near):
                 return found
         return super().holding(group, near) if group.form not in FORMS else None
+
+    def _moves(self, group: ConjugateGroup) -> bool:
+        """Whether a group's mode depends on more than the data of a call: on latents, parameters or instances."""
+        return bool(group.needed or self.subsampled or self.parameters(group, self.draws[0]))
 
     # ---- in a given inverse
 
@@ -121,7 +139,7 @@ class Finder(Refutation):
 
         By Newton's method this is done anew at each level, given what is drawn before; by quadrature for each member.
         """
-        if not group.has_mode:
+        if not group.has_mode or self.is_compiled and len(group.members) > 1:  # of which one mode is constant
             return group
 
         def rest(before: Collection[str]) -> ConjugateGroup:
@@ -280,7 +298,9 @@ class Finder(Refutation):
         site, data = self.nodes[name], self._data(name)
         if not self._is_normal(name) and self._form(name) is None:
             yield f"its prior, {type(innermost(site['fn'])).__name__}, is of no such form"
-        if site["mask"] is not None or any(isinstance(layer, MaskedDistribution) for layer in layers(site["fn"])):
+        if name in self.read_masked:
+            yield "its prior is masked where something reads it"
+        elif is_masked_within(site["fn"]) or own_mask(site) is not None and self._bound([name]):
             yield "it is masked"
         needed = set().union(self._parents(name), *map(self._parents, data)).difference(self.net.observed, [name])
         bounded = self._form(name) == "Bernoulli"

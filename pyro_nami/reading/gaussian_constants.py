@@ -30,11 +30,11 @@ from pyro_nami.reading.expansion import (
     expanding,
     irregular,
     narrowed,
-    without_gaps,
 )
 from pyro_nami.reading.flat import flat_prior
 from pyro_nami.reading.gaussian_levels import Level, in_noise
 from pyro_nami.reading.joint_gaussian import JointGaussian
+from pyro_nami.reading.masks import without_gaps
 from pyro_nami.reading.runner import RunModel
 from pyro_nami.reading.second_order import SecondOrder
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from pyro_nami.factors.bounds import Bound, bound_for
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.factors.wrappers import layers
-from pyro_nami.reading.expansion import Expansion, log_density_of, trimmed
+from pyro_nami.reading.expansion import Expansion, trimmed
+from pyro_nami.reading.masks import log_density_of
 
 __all__ = ["ConditionalsInTurn", "InTurn", "Order", "Turns"]
 

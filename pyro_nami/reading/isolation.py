@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from types import CellType, FunctionType, MethodType
@@ -18,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["bounded_indices", "forked_rng", "on_ordinary_tensors", "untouched"]
+__all__ = ["bounded_indices", "forked_rng", "on_ordinary_tensors", "outside_of_traces", "untouched"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +29,19 @@ _STOCHASTIC_LAYERS = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
 _ATEN = torch.ops.aten
 _BY_DIMS = {_ATEN.index, _ATEN.index_put, _ATEN.index_put_}  # (values, indices of the first dims)
 _ALONG_A_DIM = {_ATEN.index_select, _ATEN.gather}  # (values, dim, index); of rows: (values, index)
+
+
+def outside_of_traces(function: Callable[[], R]) -> R:
+    """Returns what a function returns, without gradients, by computations that no `torch.jit.trace` records.
+
+    They run on a thread of their own, as a trace follows the one that began it.
+
+    Example:
+        >>> outside_of_traces(lambda: (torch.jit.is_tracing(), torch.is_grad_enabled()))
+        (False, False)
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.no_grad()(function)).result()
 
 
 @contextmanager

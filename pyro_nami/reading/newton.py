@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyro_nami.factors.joint_normal import joint_normal
-from pyro_nami.reading.expansion import TOLERANCE, Expansion, irregular, parameters_of, without_gaps
+from pyro_nami.reading.expansion import TOLERANCE, Expansion, irregular, parameters_of
 from pyro_nami.reading.joint_gaussian import JointGaussian
+from pyro_nami.reading.masks import without_gaps
 from pyro_nami.reading.tabulated import Tabulated
 
 __all__ = ["Newton", "has_one_mode", "is_concave"]

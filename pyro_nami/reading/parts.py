@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Transform, TransformedDistribution
 from torch.distributions.transforms import _InverseTransform
 
+from pyro_nami.factors.completed import constraints_of_parameters
 from pyro_nami.factors.wrappers import base_of
 
 __all__ = ["Parts", "arguments_of"]
@@ -83,7 +84,7 @@ class Parts:
         """For an argument that a distribution was made with."""
         if isinstance(value, Distribution):
             return self.distribution(value, width + len(value.batch_shape) - len(fn.batch_shape))
-        constraint = fn.arg_constraints.get(name)
+        constraint = constraints_of_parameters(fn).get(name)
         return self.tensor(value, width + (constraint.event_dim if constraint is not None else 0))
 
     def transform(self, change: Transform, width: int) -> Callable[[Any], Any]:

@@ -15,6 +15,7 @@ from pyro import poutine
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 
+from pyro_nami.factors.wrappers import innermost
 from pyro_nami.reading.changes import Record, recorded, same, spread
 from pyro_nami.reading.draws import any_value, drawn, redraw
 from pyro_nami.reading.first_run import is_node, is_partial
@@ -300,6 +301,6 @@ def _first_value(msg: Any, init: Callable[[dict], Tensor] | None, drawing: bool)
     if value is None:
         raise NotImplementedError(
             f"Expected a latent site that can be sampled; got '{msg['name']}' with "
-            f"{type(msg['fn']).__name__}. Pass `init`, a function from the site to a value."
+            f"{type(innermost(msg['fn'])).__name__}. Pass `init`, a function from the site to a value."
         )
     return value

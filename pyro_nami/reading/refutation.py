@@ -20,6 +20,7 @@ from pyro_nami.reading.conjugate_forms import FORMS, ByStatistics
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.enumeration import Enumeration
 from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of, rounding_of
+from pyro_nami.reading.first_run import is_node
 from pyro_nami.reading.flat import CUT, MOST_LOST
 from pyro_nami.reading.isolation import forked_rng
 from pyro_nami.reading.joint_gaussian import JointGaussian
@@ -149,14 +150,18 @@ class Refutation:
                     return reason
         return "" if told else flat or _NOT_FINITE
 
-    def _flaw_elsewhere(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
-        """Returns the flaw that the model has with other parameters, which may be zero as yet and will be learned."""
+    def parameters(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> list[Tensor]:
+        """Returns the model's parameters that a group's density moves with."""
         probe = expansion_of(group)(group, (1,) * self.nesting, self.nesting, False)
         with expanding():
             sites = self.run({**drawn, **probe.points}, probe.until)
-            densities = [probe.density(sites, name) for name in group.children]
+            densities = [probe.density(sites, name) for name in (*group.children, *group.members)]
         own = {id(leaf) for leaf in probe.values.values()}
-        parameters = [leaf for leaf in parameters_of(*densities) if id(leaf) not in own]
+        return [leaf for leaf in parameters_of(*densities) if id(leaf) not in own]
+
+    def _flaw_elsewhere(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
+        """Returns the flaw that the model has with other parameters, which may be zero as yet and will be learned."""
+        parameters = self.parameters(group, drawn)
         before = [parameter.detach().clone() for parameter in parameters]
         try:
             with torch.no_grad():
@@ -400,8 +405,9 @@ class Refutation:
         return False
 
     def _wide(self, sites: Mapping[str, Any], group: ConjugateGroup) -> str:
-        """Returns the flaw that a site has the dim of the points by their shape, and does not depend on them."""
-        others = (name for name in sites if name not in group.members and name not in group.children)
+        """Returns the flaw that a node has the dim of the points by their shape, and does not depend on them."""
+        outside = (name for name in sites if name not in group.members and name not in group.children)
+        others = filter(lambda name: is_node(sites[name]), outside)
         dims = ((name, len(getattr(sites[name]["fn"], "batch_shape", ()))) for name in others)
         wide = next((name for name, count in dims if count > self.nesting), "")
         return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim" if wide else ""

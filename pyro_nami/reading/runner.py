@@ -22,6 +22,7 @@ from pyro.poutine.runtime import _DIM_ALLOCATOR, _PYRO_STACK, get_plates
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor, nn
 
+from pyro_nami.factors.completed import completed
 from pyro_nami.messages import warn
 from pyro_nami.reading.draws import any_value
 from pyro_nami.reading.flat import is_improper
@@ -32,12 +33,12 @@ __all__ = [
     "Runner",
     "changed_event_shape",
     "is_fixed",
+    "make_whole",
     "needs_arguments",
     "outer_sizes",
     "own_dims",
     "prior_draws",
     "takes_observations",
-    "widen",
 ]
 
 
@@ -109,7 +110,7 @@ class Runner(Messenger):
         msg["stop"] = True
         if msg["type"] != "sample":
             return
-        widen(msg)
+        make_whole(msg)
         self.last, name = msg, msg["name"]
         chosen = None if self.choose is None or name in self.values else self.choose(msg)
         if chosen is not None:
@@ -145,13 +146,16 @@ class Runner(Messenger):
                 raise AllSeen
 
 
-def widen(msg: Any) -> None:
-    """Makes shapes of an observed site whole where Pyro leaves them to broadcasting.
+def make_whole(msg: Any) -> None:
+    """Gives a site's distribution what it leaves out, and makes shapes whole where Pyro leaves them to broadcasting.
 
     The batch is its value's in a plate without a size, and a value that lacks event dims is repeated along them.
     """
-    fn, value = msg["fn"], msg["value"]
-    if site_is_subsample(msg) or not msg["is_observed"] or not isinstance(value, Tensor):
+    if site_is_subsample(msg):
+        return
+    fn = msg["fn"] = completed(msg["fn"])
+    value = msg["value"]
+    if not msg["is_observed"] or not isinstance(value, Tensor):
         return
     if any(frame.vectorized and frame.size < 0 for frame in msg["cond_indep_stack"]):
         msg["fn"] = fn.expand(torch.broadcast_shapes(fn.batch_shape, value.shape[: value.dim() - fn.event_dim]))

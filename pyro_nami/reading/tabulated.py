@@ -17,6 +17,7 @@ from pyro_nami.factors.knots import bent_normal
 from pyro_nami.reading.expansion import Expansion, agree, trimmed
 from pyro_nami.reading.flat import flat_prior
 from pyro_nami.reading.grids import HALF, Mass, grid_like, slope_of
+from pyro_nami.reading.masks import own_mask
 
 __all__ = ["MOST_TABULATED", "Tabulated"]
 
@@ -76,8 +77,10 @@ class Tabulated(Expansion):
             rises = torch.cat([knots[0].diff(dim=-1), self._scale.unsqueeze(-1) * knots[1]], -1).to(self._center)
             good = ((rises > 0) & rises.isfinite()).all(-1)
             self.finite = {self.group.members[0]: good}
-            if not bool(good.all()):
-                knots = Mass(torch.where(good, slope, -grid_like(self._size, slope[0])).movedim(0, -1)).quantiles()
+            mask = own_mask(sites[self.group.members[0]])  # where a draw counts
+            known = good if mask is None else good & mask
+            if not bool(known.all()):
+                knots = Mass(torch.where(known, slope, -grid_like(self._size, slope[0])).movedim(0, -1)).quantiles()
             self._knots = knots
 
     def _lines(self, slopes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:

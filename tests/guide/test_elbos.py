@@ -367,3 +367,92 @@ def test_particle_gradients_differ():
         return torch.tensor([objective.loss(model, guide, *args) for _ in range(40)]).std()
 
     assert spread(64) < spread(1) / 3
+
+
+# ---- modes and quadrature in compiled objectives
+
+
+def log_rate(y):
+    b = pyro.sample("b", dist.Normal(torch.tensor(0.0), 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Poisson(b.exp()), obs=y)
+
+
+def log_odds(y):
+    a, b = (pyro.sample(name, dist.Normal(torch.tensor(0.0), 1.0)) for name in "ab")
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=a + b * torch.linspace(-1.0, 2.0, len(y))), obs=y.clamp(max=1))
+
+
+def groups_of_counts(y):
+    t = pyro.sample("t", dist.LogNormal(torch.tensor(-1.0), 0.3))
+    with pyro.plate("data", len(y)):
+        a = pyro.sample("a", dist.Normal(torch.tensor(0.0), t))
+        pyro.sample("y", dist.Poisson(a.exp()), obs=y)
+
+
+COUNTS = torch.tensor([1.0, 0.0, 3.0, 2.0, 0.0])
+COMPILERS = pytest.mark.parametrize(
+    "elbo", [infer.JitTrace_ELBO, infer.JitTraceGraph_ELBO, infer.JitTraceMeanField_ELBO]
+)
+PARTICLES = pytest.mark.parametrize("vectorized", [False, True], ids=["one by one", "at once"])
+
+
+def in_a_compiled(elbo, model, guide, vectorized, count=3):
+    objective = elbo(ignore_jit_warnings=True, max_plate_nesting=1, **particles(2) if vectorized else {})
+    return steps(model, guide, COUNTS, count=count, lr=0.02, elbo=objective)
+
+
+@quiet
+@COMPILERS
+@PARTICLES
+def test_a_conditional_about_a_mode_is_a_constant_of_a_compiled_objective(elbo, vectorized):
+    """By quadrature every draw gives minus the evidence, compiled or not."""
+    guide = AutoNaMIGuide(log_rate)
+    losses = in_a_compiled(elbo, log_rate, guide, vectorized)
+    assert guide.rules["b"].rule == "quadrature"
+    grid = torch.linspace(-6.0, 6.0, 20_001)[:, None].double()
+    joint = dist.Normal(0.0, 1.0).log_prob(grid[:, 0]) + dist.Poisson(grid.exp()).log_prob(COUNTS).sum(-1)
+    evidence = float(joint.logsumexp(0) + (grid[1] - grid[0]).log())
+    torch.testing.assert_close(losses, torch.full((3,), -evidence), rtol=0, atol=1e-3)
+
+
+@quiet
+@PARTICLES
+def test_a_block_about_a_mode_is_a_constant_and_its_members_depend_on_each_other(vectorized):
+    guides = AutoNaMIGuide(log_odds), AutoNaMIGuide(log_odds)
+    in_a_compiled(infer.JitTrace_ELBO, log_odds, guides[0], vectorized, count=200)
+    steps(log_odds, guides[1], COUNTS)
+    assert {note.rule for note in guides[0].rules.values()} == {"newton"}
+    with torch.no_grad():
+        elbos = [-Trace_ELBO(**particles(500), max_plate_nesting=1).loss(log_odds, guide, COUNTS) for guide in guides]
+    assert elbos[0] == pytest.approx(elbos[1], abs=0.05)
+
+
+@quiet
+@COMPILERS
+def test_what_depends_on_draws_is_learned_in_a_compiled_objective_as_a_log_line_says(elbo, caplog):
+    guide = AutoNaMIGuide(groups_of_counts)
+    in_a_compiled(elbo, groups_of_counts, guide, True)
+    assert guide.rules["a"].rule == "learned"
+    assert any("'a'" in record.getMessage() and "compiled" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_objective_refuses_data_that_its_constants_do_not_hold_for():
+    guide = AutoNaMIGuide(log_rate)
+    svi = SVI(log_rate, guide, Adam({"lr": 0.01}), infer.JitTrace_ELBO(ignore_jit_warnings=True))
+    first = svi.step(COUNTS)
+    for other in (COUNTS + 1, COUNTS[:3], COUNTS + 1):
+        with pytest.raises(torch.jit.Error, match="data that a compiled objective was compiled at.*'b'"):
+            svi.step(other)
+        assert svi.step(COUNTS.clone()) == pytest.approx(first, abs=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_guide_that_derives_what_a_trace_cannot_says_so():
+    guide = AutoNaMIGuide(groups_of_counts)
+    guide(COUNTS)
+    svi = SVI(groups_of_counts, guide, Adam({"lr": 0.01}), infer.JitTrace_ELBO(ignore_jit_warnings=True))
+    with pytest.raises(NotImplementedError, match="compiled objective calls first; got one.*'a'"):
+        svi.step(COUNTS)
