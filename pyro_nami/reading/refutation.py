@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -356,11 +356,7 @@ class Refutation:
         errors = here.rounding(sites)
         if any((each > _MOST_ROUNDING).any() for each in errors):
             return _NOT_FINITE
-        room = near.room()
-        places = [place for place in (*_ACROSS, *(_FAR_ACROSS if group.flat else ())) if abs(place) < room]
-        for place in [*places, -room, room] if room < _FAR_ACROSS[-1] else places:
-            far = near.across(place)
-            line[place] = far.densities(run(far))
+        line.update({place: far.densities(run(far)) for place, far in self._across(near)})
         if not has_one_mode(line, errors):
             return "the log density of a child has more than one mode"
         if group.is_tabulated:
@@ -393,6 +389,15 @@ class Refutation:
             if here.is_wider(far):
                 return _NOT_CONCAVE
         return "" if is_concave(line, errors) else _NOT_CONCAVE
+
+    def _across(self, near: Newton) -> Iterator[tuple[float, Newton]]:
+        """Yields places on a line through a mode, and the points there, within the bounds of flat priors."""
+        room = _INSIDE * near.room()
+        places = [*_ACROSS, *(_FAR_ACROSS if near.group.flat else ())]
+        places = [place for place in places if abs(place) < room]
+        ends = [-room, room] if room < max(_FAR_ACROSS) else []
+        for place in (*places, *ends):
+            yield place, near.across(place)
 
     def _is_loose(self, near: Newton, run: Callable[[Expansion], Mapping[str, Any]]) -> bool:
         """Whether curvatures along elements with flat priors are others a deviation from the mode."""
