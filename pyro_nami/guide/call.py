@@ -37,6 +37,7 @@ class Call:
     constants: dict[Any, Any] | None = None  # of exact conditionals, kept from step to step in training
     tables: dict[Any, Any] = field(default_factory=dict)  # what was found of latents that come first, with its data
     starts: dict[Any, Any] = field(default_factory=dict)  # of Newton's method, group -> `Starts`
+    is_fixed: bool = False  # whether these are the data of training, which later calls do not change
     target: Target | None = None
 
     def argument(self, slot: int | str) -> Any:

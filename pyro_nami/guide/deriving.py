@@ -30,7 +30,7 @@ from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.newton import Newton
 from pyro_nami.reading.refutation import expansion_of
 
-__all__ = ["check_decided", "check_members", "derive", "expansion_in", "keep_constants"]
+__all__ = ["check_decided", "check_members", "derive", "expansion_in", "keep_constants", "valid_at"]
 
 _MANY = 16  # draws, for which it pays to look first at what one of them shows
 _PASSES, _MOST_KEPT = 2, 16  # passes in training before constants are kept; blocks, and shapes of batches, with some
@@ -130,19 +130,24 @@ def _as_constants(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) 
             f"{names} about modes that depend on what is drawn before. Make the guide anew, or with "
             f"rules={dict.fromkeys(group.members, 'learned')}."
         )
-    leaves = [leaf for leaf in tree_leaves([call.args, call.kwargs]) if isinstance(leaf, Tensor)]
     found = outside_of_traces(lambda: derive(plan, call, current, group))
-    if leaves:
-        message = (
-            f"Expected the data that a compiled objective was compiled at, from which it has {names}; got others. "
-            f"Where data change, make the guide with rules={dict.fromkeys(group.members, 'learned')}."
-        )
-        one = torch.ones((), dtype=plan.factory["dtype"], device=plan.factory["device"])
-        kept = outside_of_traces(lambda: [leaf.clone() for leaf in leaves])
-        for leaf, then in zip(leaves, kept):
-            one = _scripted()(leaf, then, one, message)
-        current.valid.update(dict.fromkeys(group.members, one))
+    one = valid_at(plan, call, names, f"rules={dict.fromkeys(group.members, 'learned')}")
+    current.valid.update(dict.fromkeys(group.members, one))
     return found
+
+
+def valid_at(plan: Plan, call: Call, names: str, remedy: str) -> Tensor:
+    """Returns 1 in a trace, which raises ValueError where tensors among the model's arguments are other than now."""
+    message = (
+        f"Expected the data that a compiled objective was compiled at, from which it has {names}; got others. "
+        f"Where data change, make the guide with {remedy}."
+    )
+    leaves = [leaf for leaf in tree_leaves([call.args, call.kwargs]) if isinstance(leaf, Tensor)]
+    one = torch.ones((), dtype=plan.factory["dtype"], device=plan.factory["device"])
+    kept = outside_of_traces(lambda: [each.clone() for each in leaves])
+    for leaf, then in zip(leaves, kept):
+        one = _scripted()(leaf, then, one, message)
+    return one
 
 
 @functools.cache

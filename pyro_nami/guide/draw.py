@@ -29,7 +29,14 @@ from torch.distributions import Distribution
 
 from pyro_nami.factors.distribution import Relocation
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.deriving import check_decided, check_members, derive, expansion_in, keep_constants
+from pyro_nami.guide.deriving import (
+    check_decided,
+    check_members,
+    derive,
+    expansion_in,
+    keep_constants,
+    valid_at,
+)
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
@@ -61,6 +68,9 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     rules = {name: rule for name, rule in rules.items() if name not in hidden or name in private}
     current = Pass(rules, plan.families, state, functools.partial(derive, plan, call), _relocation(plan), validate)
     current.private = private
+    if call.is_fixed and plan.groups and torch.jit.is_tracing():  # what is compiled knows of no other data set
+        one = valid_at(plan, call, ", ".join(map(repr, plan.groups)), "mode='minibatches' or mode='amortized'")
+        current.valid.update(dict.fromkeys(plan.groups, one))
     current.outer = outer_sizes(plan.plates.nesting)
     traced = any(isinstance(handler, TraceMessenger) for handler in _PYRO_STACK)
     scored = traced and pyro.poutine.get_mask() is not False

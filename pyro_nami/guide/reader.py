@@ -287,7 +287,8 @@ class CallReader:
         """Returns a call with what was found in earlier ones, ``constants`` of its data included."""
         memory = self.memory
         kept = memory.constants if constants and not call.indices else None
-        return replace(call, constants=kept, tables=memory.tables, starts=memory.starts)
+        is_fixed = memory.mode is Mode.FIXED and not self.plan.plates.subsampled
+        return replace(call, constants=kept, tables=memory.tables, starts=memory.starts, is_fixed=is_fixed)
 
     def _without(self, absent: Sequence[str], own: Call, call: Call, given: bool) -> Call:
         """Returns the answer to a call that lacks data of some sites.

@@ -111,15 +111,25 @@ def test_compiled_objectives_run(name, elbo, vectorized, exact):
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_objective_reads_new_data(exact):
     """The data are an argument of the compiled function, not a constant in it."""
-    guide = AutoNaMIGuide(conjugate_normal, exact=exact)
+    guide = amortized(conjugate_normal, exact=exact)
     objective = infer.JitTrace_ELBO(ignore_jit_warnings=True, **particles(50))
     svi = SVI(conjugate_normal, guide, Adam({"lr": 1e-6}), objective)
     near, far = torch.zeros(5), torch.full((5,), 30.0)
     svi.step(near)
     for y in (near, far):
-        other = AutoNaMIGuide(conjugate_normal, exact=exact)  # a trained one has the posterior of `near`
-        expected = Trace_ELBO(**particles(50)).loss(conjugate_normal, other, y)
+        expected = Trace_ELBO(**particles(50)).loss(conjugate_normal, guide, y)
         assert abs(svi.step(y) - expected) < 0.1 * expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_objective_of_a_fixed_guide_refuses_other_data():
+    """It runs no Python, so the guide would not know which data it was trained on."""
+    guide = AutoNaMIGuide(conjugate_normal)
+    svi = SVI(conjugate_normal, guide, Adam({"lr": 1e-3}), infer.JitTrace_ELBO(ignore_jit_warnings=True))
+    losses = [svi.step(torch.zeros(5)) for _ in range(3)]
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-4)
+    with pytest.raises(Exception, match="Expected the data that a compiled objective was compiled at"):
+        svi.step(torch.ones(5))
 
 
 @quiet
