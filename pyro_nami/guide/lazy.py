@@ -28,7 +28,7 @@ from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.conditioning import site_of
 from pyro_nami.guide.inverse_network import InverseNetwork
-from pyro_nami.guide.mode import Mode
+from pyro_nami.guide.mode import STEPS_TO_STAY, Mode
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.options import Options
@@ -336,7 +336,7 @@ class LazyGuide(AutoGuide):
         """Takes in the latest call as a training step, if it was one."""
         if self._plan is not None:
             self._reader.settle(self.network.passes)
-            if self._unmoved and self.network.passes > 1:
+            if self._unmoved and self.network.passes > STEPS_TO_STAY:
                 self._check_optimizer()
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:

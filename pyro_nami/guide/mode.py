@@ -12,10 +12,10 @@ from collections.abc import Hashable, Mapping
 
 from torch import Tensor
 
-__all__ = ["Change", "Data", "History", "Mode", "fingerprint"]
+__all__ = ["STEPS_TO_STAY", "Change", "Data", "History", "Mode", "fingerprint"]
 
 MOST_CHANGES = 3  # between data sets that do not stay, after which data are minibatches; 1 would take a warm-up for one
-STEPS_TO_STAY = 10  # in a row on one data set, after which earlier changes are forgotten
+STEPS_TO_STAY = 100  # passes in a row on one data set, more than a step has particles; then changes are forgotten
 
 Data = Mapping[Hashable, str]  # node -> the fingerprint of its value
 

@@ -572,7 +572,7 @@ def test_an_optimizer_without_the_parameters_of_minibatches_is_told():
     elbo(*args, **data)
     optimizer = torch.optim.Adam(elbo.parameters(), lr=0.01)
     with pytest.warns(UserWarning, match="The optimizer moves none of the parameters"):
-        for seed in range(8):
+        for seed in range(110):
             args, data = program.call(8, seed)
             optimizer.zero_grad()
             elbo(*args, **data).backward()
@@ -588,3 +588,13 @@ def test_a_fixed_guide_stays_fixed_where_it_is_asked_to():
             args, data = program.call(8, seed)
             svi.step(*args, **data)
     assert guide.mode == "fixed"
+
+
+def test_minibatches_are_recognised_with_many_particles_a_step():
+    program = PROGRAMS["regression"]
+    guide = AutoNaMIGuide(program.model)
+    svi = SVI(program.model, guide, Adam({"lr": 0.01}), Trace_ELBO(num_particles=12))
+    for seed in range(5):
+        args, data = program.call(8, seed)
+        svi.step(*args, **data)
+    assert guide.mode == "minibatches"
