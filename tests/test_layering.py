@@ -21,8 +21,8 @@ ORDER = {
     "joint_gaussian gaussian_constants grids modes tabulated newton refutation forms marginal",
     "guide": "arguments ahead mode options conditioning free_parameters store_names parameters groups group_network "
     "inputs inversion inverse_network network_state regression one_pass rules plan target shapes first_call columns "
-    "element_reads placing bound_factors call starts marginals planner deriving build maps memory reader observed draw "
-    "lazy misfits densities nami",
+    "element_reads placing bound_factors call starts marginals planner deriving build maps memory own_data reader "
+    "observed draw lazy misfits densities nami",
     "inference": "site_messages simulator_model observations target checkpoint history psis processes trackers "
     "optimizers soap summaries weights weighing importance work simulate coordinates outside moves batches losses "
     "relaxation trainer compilation tempering transitions annealing refining estimates iterative "

@@ -351,8 +351,8 @@ class LazyGuide(AutoGuide):
         self._set_plan(dataclasses.replace(self._plan, covariates=covariates))
 
     def _set_plan(self, plan: Plan) -> None:
-        self._plan = self._reader.plan = plan
-        self._reader.forget()
+        self._plan = plan
+        self._reader.follow(plan)
         self._observed.forget()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -47,8 +47,8 @@ class AutoNaMIGuide(DensityGuide):
 
     At its first call the guide runs the model, reads its Bayesian network off the run, inverts that network with NaMI,
     and builds masked autoregressive networks on the inverse. The factor of a latent v is q(v | Pa(v)) with Pa(v) its
-    parents in the inverse, observed sites among them, so one guide serves all data sets of the model. Its parameters
-    come, in this order, from the network's output relative to the model's own conditional (the anchor).
+    parents in the inverse, observed sites among them, so one guide can serve all data sets of the model (``mode``). Its
+    parameters come from the network's output relative to the model's own conditional (the anchor).
 
     Everything else is as with Pyro's own guides.
 

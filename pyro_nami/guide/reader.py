@@ -1,39 +1,28 @@
-"""Finding the data of each call of one guide: observed values, covariates and index maps; and whose data decide.
+"""Whose data decide in a call of one guide: those that it brings, or those of training (see `mode`).
 
-The sources of observed values are, in this order, ``observations=``; the model's arguments, where an observed site's
-value is one of them; and a run of the model at reference values of its latents, where these do not tell. Each is a
-function from a call to one that knows more. `CallReader.read` says whose data the call is answered for: its own, or
-those of training (see `mode`). Change this module to feed a guide from elsewhere.
+Change this module when a guide is to answer for other data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from pyro_nami.guide.arguments import Arguments, Look, Looks
+from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.conditioning import covariates_of, site_of
-from pyro_nami.guide.inputs import IndexMaps
-from pyro_nami.guide.maps import MapReader
 from pyro_nami.guide.memory import Memory
 from pyro_nami.guide.mode import Change, Data, Mode
-from pyro_nami.guide.plan import Plan, missing_site, new_site
+from pyro_nami.guide.own_data import OwnData, leaves_of
+from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import fixed_size
 from pyro_nami.guide.target import Target, sites_of, target_of
 from pyro_nami.messages import warn
-from pyro_nami.reading.first_run import is_latent, is_passing
-from pyro_nami.reading.isolation import forked_rng, untouched
-from pyro_nami.reading.runner import is_fixed
 
 __all__ = ["CallReader", "has_first_sizes"]
 
@@ -66,11 +55,8 @@ class CallReader:
         mode: Mode,
         is_asked: bool,
     ) -> None:
-        self.plan, self.covariates = plan, covariates
+        self.plan, self.own = plan, OwnData(plan, covariates, index_maps)
         self.memory, self._is_asked = Memory(mode), is_asked
-        self._maps = MapReader(plan, index_maps)
-        self._looks = Looks()
-        self._probed: tuple[Arguments, dict[str, Tensor]] | None = None
         self._step: _Step | None = None
         self._latest_target: tuple[Arguments, Any, Target] | None = None
         self._told: frozenset[str] = frozenset()
@@ -109,13 +95,13 @@ class CallReader:
         subsampled, predicts = bool(plan.plates.subsampled), trained and not (given or may_train)
         if predicts and not subsampled and self._has_call(call.model):
             return self._answer(call)
-        own = self._with_values(call, plates, observations, draws)
+        own = self.own.values_of(call, plates, observations, draws)
         if predicts and subsampled and self._has_call(call.model) and not self._reads_own_rows(own):
             return self._answer(call, own)
         absent = [name for name in plan.read if name not in own.values and name not in own.lacking]
         if absent:
             return self._without(absent, own, call, given)
-        own = self._completed(own)
+        own = self.own.completed(own)
         if given:
             return self._explicit(own) if trained else self._with_kept(own)
         if trained:
@@ -145,11 +131,11 @@ class CallReader:
         if change in (Change.NONE, Change.MOVED):
             memory.keep(step.call)
 
-    def forget(self) -> None:
-        """Forgets what was found for the arguments of earlier calls."""
-        self._probed = None
+    def follow(self, plan: Plan) -> None:
+        """Goes by another plan from now on, and forgets what was found for the arguments of earlier calls."""
+        self.plan = plan
+        self.own.follow(plan)
         self.memory.forget_derived()
-        self._maps.forget()
 
     @property
     def names(self) -> list[Any]:
@@ -158,9 +144,8 @@ class CallReader:
 
     def apply(self, fn: Callable[[Tensor], Tensor], plan: Plan) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device, where ``plan`` is."""
-        self.plan = self._maps.plan = plan
         self.memory.apply(fn)
-        self.forget()
+        self.follow(plan)
 
     # ---- whose data decide
 
@@ -170,7 +155,7 @@ class CallReader:
         if memory.call is None and memory.context is not None:
             args, kwargs, indices, values = memory.context
             call = Call(model, args, kwargs, indices=indices, values=values, held=values)
-            memory.call = self._with_data(call)
+            memory.call = self.own.all_of(call)
         return memory.call is not None
 
     def _answer(self, call: Call, own: Call | None = None) -> Call:
@@ -187,7 +172,7 @@ class CallReader:
             answer = self._at_instances(answer, own)
         elif answer.moving:
             held = {name: value for name, value in answer.held.items() if name not in answer.moving}
-            answer = self._with_data(replace(answer, values=held, held=held))
+            answer = self.own.all_of(replace(answer, values=held, held=held))
         return self._with_kept(replace(answer, target=target), constants=True)
 
     def _is_whole(self, site: str) -> bool:
@@ -231,11 +216,11 @@ class CallReader:
             )
         kept = {name: value for name, value in answer.values.items() if self._is_whole(name)}
         held = {name: value for name, value in answer.held.items() if name in kept}
-        return self._with_data(replace(answer, indices=own.indices, values=kept, held=held, own={}))
+        return self.own.all_of(replace(answer, indices=own.indices, values=kept, held=held, own={}))
 
     def _target(self, answer: Call, call: Call) -> Target:
         """Returns how a call differs from the one that answers it; found anew where its arguments are others."""
-        leaves = _leaves(call)
+        leaves = leaves_of(call)
         kept = self._latest_target
         if kept is None or kept[1] is not answer.values or not kept[0].are(leaves) or call.indices:
             before, now = (each.sites or sites_of(each, self.plan) for each in (answer, call))
@@ -308,7 +293,7 @@ class CallReader:
         absent = [name for name in absent if name not in values]
         own = replace(own, values={**own.values, **values}, held={**own.held, **values})
         if not absent:
-            return self._with_kept(self._completed(own))
+            return self._with_kept(self.own.completed(own))
         if memory.mode is not Mode.MINIBATCHES or not memory.history.moving.issuperset(absent):
             raise ValueError(_no_data(absent[0]))
         unseen = [name for name in plan.order if not plan.data_of(name).isdisjoint(absent)]
@@ -317,7 +302,7 @@ class CallReader:
             f"This call brings no data of {sites}, by which the guide infers {names} row by row: they are drawn from "
             "the model's own conditional given all others."
         )
-        own = self._with_kept(self._completed(own))
+        own = self._with_kept(self.own.completed(own))
         return replace(own, unseen=own.unseen.union(unseen))
 
     def _explicit(self, own: Call) -> Call:
@@ -351,7 +336,7 @@ class CallReader:
         parts = plan.plates.subsampled
         values = {node: each for node, each in values.items() if parts.isdisjoint(plan.sites[site_of(node)].plates)}
         if call.moving:
-            values[_ARGUMENTS] = _joined(_leaves(call))
+            values[_ARGUMENTS] = _joined(leaves_of(call))
         return self.memory.data_of(values)
 
     def _tell(self, notice: str) -> None:
@@ -360,70 +345,11 @@ class CallReader:
             self._told |= {notice}
             warn(notice)
 
-    # ---- what a call's data are
 
-    def _with_data(self, call: Call) -> Call:
-        """Returns a call with all that its arguments say."""
-        return self._completed(self._with_values(call, {}, {}, draws=True))
-
-    def _with_values(
-        self, call: Call, plates: Mapping[str, pyro.plate], observations: Mapping[str, Any], draws: bool
-    ) -> Call:
-        """Returns a call with the observed values that it brings."""
-        plan, leaves = self.plan, _leaves(call)
-        kind = self._looks.kind(leaves)
-        look = self._looks.known(kind)
-        parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
-        call = replace(call, indices={**call.indices, **parts}) if parts else call
-        call = _from_observations(call, plan, observations) if observations else call
-        call = _from_arguments(call, plan, look.slots if look is not None else {})
-        complete = all(name in call.values for name in plan.read)
-        alone = look is not None and complete and (plan.interleaved or not draws)
-        if not alone or plan.plates.subsampled or look is not None and look.varying:
-            call = _from_run(call, plan, plates)
-        if look is None:
-            look = _look_at(call, plan)
-            self._looks.note(kind, look)
-        return replace(call, moving=look.moving)
-
-    def _completed(self, call: Call) -> Call:
-        """Returns a call whose values are known with its covariates and index maps."""
-        plan, leaves = self.plan, _leaves(call)
-        if plan.columns:
-            call = replace(call, covariates=self._covariates(call, leaves))
-        if plan.map_plans:
-            call = replace(call, maps=self._index_maps(call, leaves))
-        return call
-
-    def _covariates(self, call: Call, leaves: list) -> dict[str, Tensor]:
-        """Returns the covariates of every site, probed anew only where the model's arguments changed."""
-        if self._probed is not None and not call.indices and self._probed[0].are(leaves):
-            return self._probed[1]
-        with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
-            values = covariate_values(
-                self.plan.covariates,
-                self.covariates,
-                call.args,
-                call.kwargs,
-                lambda reference: call.run(reference, broadcast=True),
-                call.lacking,
-            )
-        self._probed = Arguments(leaves), values
-        return values
-
-    def _index_maps(self, call: Call, leaves: list) -> IndexMaps:
-        for name in [name for each in self.plan.map_plans for name in (*each.values, *each.targets)]:
-            if name in call.lacking:
-                raise ValueError(missing_site(name))
-        return self._maps.read(call, leaves)
-
-
-def _leaves(call: Call) -> list[Any]:
-    """Returns all that a call's arguments hold, and the names of those that have one."""
-    leaves = [*call.args, *call.kwargs.values(), *call.kwargs]
-    if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
-        leaves = tree_leaves(leaves)
-    return leaves
+def _joined(leaves: Sequence[Any]) -> Tensor:
+    """Returns all numbers of tensors among the model's arguments, as one vector that is not empty."""
+    tensors = [torch.zeros(1), *(leaf.detach().flatten() for leaf in leaves if isinstance(leaf, Tensor))]
+    return torch.cat([tensor.to(tensors[-1].device, torch.float64) for tensor in tensors])
 
 
 def _no_data(site: str) -> str:
@@ -432,108 +358,6 @@ def _no_data(site: str) -> str:
         f"data that the guide is to answer for as the model takes them, or as observations={{'{site}': value}}. A "
         "loaded guide has the data of its training only if it was saved with save_data=True: call it once with these."
     )
-
-
-def _look_at(call: Call, plan: Plan) -> Look:
-    """Returns what a run of the model has shown of this call, for others of its kind."""
-    arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
-    slots = {
-        name: slot
-        for name, value in call.own.items()
-        for slot, argument in arguments
-        if isinstance(argument, Tensor) and argument is value and not plan.plates.subsampled
-    }
-    own_data = any(name in call.own and name not in slots for name in plan.semi_observed)
-    made = [name for name in call.own if name not in slots] if not plan.plates.subsampled else []
-    return Look(slots, bool(call.lacking or call.new or own_data), _moving(call, plan, made))
-
-
-def _moving(call: Call, plan: Plan, names: Collection[str]) -> frozenset[str]:
-    """Returns which of the values that the model makes for observed sites move with its parameters."""
-    if not names:
-        return frozenset()
-    with forked_rng(), torch.enable_grad():
-        sites = call.run(plan.initial, broadcast=True)
-    return frozenset(name for name in names if getattr(sites[name]["value"], "requires_grad", False))
-
-
-def _joined(leaves: Sequence[Any]) -> Tensor:
-    """Returns all numbers of tensors among the model's arguments, as one vector that is not empty."""
-    tensors = [torch.zeros(1), *(leaf.detach().flatten() for leaf in leaves if isinstance(leaf, Tensor))]
-    return torch.cat([tensor.to(tensors[-1].device, torch.float64) for tensor in tensors])
-
-
-def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) -> Call:
-    """The first source: ``observations``; what no rule reads, the model's own conditionals may."""
-    known = {*plan.read, *plan.semi_observed, *plan.bayesnet.observed}
-    values = {
-        name: _as_tensor(value, plan)
-        for name, value in observations.items()
-        if name in known and value is not None
-    }
-    read = {name: values[name] for name in (*plan.read, *plan.semi_observed) if name in values}
-    return replace(call, values=read, held=values)
-
-
-def _from_arguments(call: Call, plan: Plan, slots: Mapping[str, int | str]) -> Call:
-    """The second source: arguments of the model that are known to be data."""
-    found = {
-        name: call.argument(slots[name])
-        for name in (*plan.read, *plan.semi_observed)
-        if name in slots and name not in call.values
-    }
-    return _with_own(call, plan, {name: value for name, value in found.items() if isinstance(value, Tensor)})
-
-
-def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
-    """The third source: a run of the model at reference values of the latents, for what it observes itself."""
-    subsampled = plan.plates.subsampled
-    indices = {**call.indices, **{name: plate.indices for name, plate in plates.items() if name in subsampled}}
-    shown = subsampled - indices.keys()
-    # A semi-observed site may bring its own value.
-    latents = {name: value for name, value in plan.initial.items() if name not in plan.semi_observed}
-    with torch.no_grad(), nullcontext() if shown else forked_rng():  # a choice of instances is the user's
-        sites = replace(call, indices=indices).run(latents, shown=shown, broadcast=True)
-    indices.update({name: sites[name]["value"] for name in shown if name in sites})
-    fresh = [name for name in sites if name not in plan.names and not is_passing(sites[name])]
-    new = tuple(name for name in fresh if is_latent(sites[name]))
-    for name in new[:1]:
-        warn(f"{new_site(name)} It is drawn from the model's own conditional.")
-    for name in [name for name in fresh if _is_data(sites[name])][:1]:
-        warn(f"{new_site(name)} Its data is not read.")
-    found = {
-        name: _as_tensor(sites[name]["value"], plan)
-        for name in (*plan.read, *plan.semi_observed)
-        if name in sites and sites[name]["is_observed"] and name not in call.values and _is_in_shape(sites[name])
-    }
-    call = replace(call, indices=indices, sites=sites, lacking=plan.names - sites.keys(), new=new)
-    return _with_own(call, plan, found)
-
-
-def _is_in_shape(site: Mapping[str, Any]) -> bool:
-    """Whether a value is one for the plates of its site: a conditioned model keeps the data, whatever its arguments."""
-    sizes = zip(reversed(torch.as_tensor(site["value"]).shape), reversed(site["fn"].shape()))
-    return all(a == b or 1 in (a, b) for a, b in sizes)
-
-
-def _with_own(call: Call, plan: Plan, found: Mapping[str, Tensor]) -> Call:
-    """Returns a call with values that its own arguments bring."""
-    held = {name: value for name, value in found.items() if name in plan.semi_observed}
-    return replace(
-        call,
-        values={**call.values, **found},
-        own={**call.own, **found},
-        held={**call.held, **held},
-    )
-
-
-def _as_tensor(value: Any, plan: Plan) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.as_tensor(value, **plan.factory)
-
-
-def _is_data(site: Any) -> bool:
-    """Whether a run observes a value at a site."""
-    return site["is_observed"] and not is_fixed(site) and not site_is_subsample(site)
 
 
 def _check_sizes(call: Call, plan: Plan) -> None:

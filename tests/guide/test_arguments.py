@@ -65,7 +65,7 @@ def test_a_number_that_changes_in_every_call_does_not_double_the_runs():
     svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
     counts = [model.runs_of(svi.step, Y, 0.01 * step + 0.1) for step in range(30)]
     assert counts[-1] == 2 and sum(counts[1:]) < 2 * len(counts) + 10  # one run each of guide and model
-    assert sum(map(len, guide._reader._looks._table.values())) < 20
+    assert sum(map(len, guide._reader.own._looks._table.values())) < 20
 
 
 def test_a_flag_that_comes_late_is_seen_at_once():

@@ -1,0 +1,219 @@
+"""The data that a call of one guide brings: observed values, covariates and index maps.
+
+The sources of observed values are, in this order, ``observations=``; the model's arguments, where an observed site's
+value is one of them; and a run of the model at reference values of its latents, where these do not tell. Each is a
+function from a call to one that knows more. Change this module to feed a guide from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_nami.guide.arguments import Arguments, Look, Looks
+from pyro_nami.guide.call import Call
+from pyro_nami.guide.columns import covariate_values
+from pyro_nami.guide.inputs import IndexMaps
+from pyro_nami.guide.maps import MapReader
+from pyro_nami.guide.plan import Plan, missing_site, new_site
+from pyro_nami.messages import warn
+from pyro_nami.reading.first_run import is_latent, is_passing
+from pyro_nami.reading.isolation import forked_rng, untouched
+from pyro_nami.reading.runner import is_fixed
+
+__all__ = ["OwnData", "leaves_of"]
+
+
+class OwnData:
+    """Finds the data that calls bring, and keeps what was found for as long as the arguments are the same.
+
+    Args:
+        plan: the guide's; another one may take its place.
+        covariates, index_maps: the guide's options of these names.
+    """
+
+    def __init__(self, plan: Plan, covariates: Any, index_maps: Mapping[tuple[str, str], Callable]) -> None:
+        self.plan, self._option = plan, covariates
+        self._maps = MapReader(plan, index_maps)
+        self._looks = Looks()
+        self._probed: tuple[Arguments, dict[str, Tensor]] | None = None
+
+    def follow(self, plan: Plan) -> None:
+        """Goes by another plan from now on, and forgets what was found for the arguments of earlier calls."""
+        self.plan = self._maps.plan = plan
+        self._probed = None
+        self._maps.forget()
+
+    def all_of(self, call: Call) -> Call:
+        """Returns a call with all that its arguments say."""
+        return self.completed(self.values_of(call, {}, {}, draws=True))
+
+    def values_of(
+        self, call: Call, plates: Mapping[str, pyro.plate], observations: Mapping[str, Any], draws: bool
+    ) -> Call:
+        """Returns a call with the observed values that it brings.
+
+        Args:
+            call: with model and arguments.
+            plates: made outside the model.
+            observations: values by site; those that are no observed sites are passed over.
+            draws: whether latents will be drawn; unless the model is run for that, it has to be run for their plates.
+        """
+        plan, leaves = self.plan, leaves_of(call)
+        kind = self._looks.kind(leaves)
+        look = self._looks.known(kind)
+        parts = {name: p.indices for name, p in plates.items() if p.subsample_size < p.size}
+        call = replace(call, indices={**call.indices, **parts}) if parts else call
+        call = _from_observations(call, plan, observations) if observations else call
+        call = _from_arguments(call, plan, look.slots if look is not None else {})
+        complete = all(name in call.values for name in plan.read)
+        alone = look is not None and complete and (plan.interleaved or not draws)
+        if not alone or plan.plates.subsampled or look is not None and look.varying:
+            call = _from_run(call, plan, plates)
+        if look is None:
+            look = _look_at(call, plan)
+            self._looks.note(kind, look)
+        return replace(call, moving=look.moving)
+
+    def completed(self, call: Call) -> Call:
+        """Returns a call whose values are known with its covariates and index maps."""
+        plan, leaves = self.plan, leaves_of(call)
+        if plan.columns:
+            call = replace(call, covariates=self._covariates(call, leaves))
+        if plan.map_plans:
+            call = replace(call, maps=self._index_maps(call, leaves))
+        return call
+
+    def _covariates(self, call: Call, leaves: list) -> dict[str, Tensor]:
+        """Returns the covariates of every site, probed anew only where the model's arguments changed."""
+        if self._probed is not None and not call.indices and self._probed[0].are(leaves):
+            return self._probed[1]
+        with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
+            values = covariate_values(
+                self.plan.covariates,
+                self._option,
+                call.args,
+                call.kwargs,
+                lambda reference: call.run(reference, broadcast=True),
+                call.lacking,
+            )
+        self._probed = Arguments(leaves), values
+        return values
+
+    def _index_maps(self, call: Call, leaves: list) -> IndexMaps:
+        for name in [name for each in self.plan.map_plans for name in (*each.values, *each.targets)]:
+            if name in call.lacking:
+                raise ValueError(missing_site(name))
+        return self._maps.read(call, leaves)
+
+
+def leaves_of(call: Call) -> list[Any]:
+    """Returns all that a call's arguments hold, and the names of those that have one."""
+    leaves = [*call.args, *call.kwargs.values(), *call.kwargs]
+    if any(isinstance(leaf, (dict, list, tuple)) for leaf in leaves):
+        leaves = tree_leaves(leaves)
+    return leaves
+
+
+def _look_at(call: Call, plan: Plan) -> Look:
+    """Returns what a run of the model has shown of this call, for others of its kind."""
+    arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    slots = {
+        name: slot
+        for name, value in call.own.items()
+        for slot, argument in arguments
+        if isinstance(argument, Tensor) and argument is value and not plan.plates.subsampled
+    }
+    own_data = any(name in call.own and name not in slots for name in plan.semi_observed)
+    made = [name for name in call.own if name not in slots] if not plan.plates.subsampled else []
+    return Look(slots, bool(call.lacking or call.new or own_data), _moving(call, plan, made))
+
+
+def _moving(call: Call, plan: Plan, names: Collection[str]) -> frozenset[str]:
+    """Returns which of the values that the model makes for observed sites move with its parameters."""
+    if not names:
+        return frozenset()
+    with forked_rng(), torch.enable_grad():
+        sites = call.run(plan.initial, broadcast=True)
+    return frozenset(name for name in names if getattr(sites[name]["value"], "requires_grad", False))
+
+
+def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) -> Call:
+    """The first source: ``observations``; what no rule reads, the model's own conditionals may."""
+    known = {*plan.read, *plan.semi_observed, *plan.bayesnet.observed}
+    values = {
+        name: _as_tensor(value, plan)
+        for name, value in observations.items()
+        if name in known and value is not None
+    }
+    read = {name: values[name] for name in (*plan.read, *plan.semi_observed) if name in values}
+    return replace(call, values=read, held=values)
+
+
+def _from_arguments(call: Call, plan: Plan, slots: Mapping[str, int | str]) -> Call:
+    """The second source: arguments of the model that are known to be data."""
+    found = {
+        name: call.argument(slots[name])
+        for name in (*plan.read, *plan.semi_observed)
+        if name in slots and name not in call.values
+    }
+    return _with_own(call, plan, {name: value for name, value in found.items() if isinstance(value, Tensor)})
+
+
+def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
+    """The third source: a run of the model at reference values of the latents, for what it observes itself."""
+    subsampled = plan.plates.subsampled
+    indices = {**call.indices, **{name: plate.indices for name, plate in plates.items() if name in subsampled}}
+    shown = subsampled - indices.keys()
+    # A semi-observed site may bring its own value.
+    latents = {name: value for name, value in plan.initial.items() if name not in plan.semi_observed}
+    with torch.no_grad(), nullcontext() if shown else forked_rng():  # a choice of instances is the user's
+        sites = replace(call, indices=indices).run(latents, shown=shown, broadcast=True)
+    indices.update({name: sites[name]["value"] for name in shown if name in sites})
+    fresh = [name for name in sites if name not in plan.names and not is_passing(sites[name])]
+    new = tuple(name for name in fresh if is_latent(sites[name]))
+    for name in new[:1]:
+        warn(f"{new_site(name)} It is drawn from the model's own conditional.")
+    for name in [name for name in fresh if _is_data(sites[name])][:1]:
+        warn(f"{new_site(name)} Its data is not read.")
+    found = {
+        name: _as_tensor(sites[name]["value"], plan)
+        for name in (*plan.read, *plan.semi_observed)
+        if name in sites and sites[name]["is_observed"] and name not in call.values and _is_in_shape(sites[name])
+    }
+    call = replace(call, indices=indices, sites=sites, lacking=plan.names - sites.keys(), new=new)
+    return _with_own(call, plan, found)
+
+
+def _is_in_shape(site: Mapping[str, Any]) -> bool:
+    """Whether a value is one for the plates of its site: a conditioned model keeps the data, whatever its arguments."""
+    sizes = zip(reversed(torch.as_tensor(site["value"]).shape), reversed(site["fn"].shape()))
+    return all(a == b or 1 in (a, b) for a, b in sizes)
+
+
+def _with_own(call: Call, plan: Plan, found: Mapping[str, Tensor]) -> Call:
+    """Returns a call with values that its own arguments bring."""
+    held = {name: value for name, value in found.items() if name in plan.semi_observed}
+    return replace(
+        call,
+        values={**call.values, **found},
+        own={**call.own, **found},
+        held={**call.held, **held},
+    )
+
+
+def _as_tensor(value: Any, plan: Plan) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, **plan.factory)
+
+
+def _is_data(site: Any) -> bool:
+    """Whether a run observes a value at a site."""
+    return site["is_observed"] and not is_fixed(site) and not site_is_subsample(site)
