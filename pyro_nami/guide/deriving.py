@@ -86,7 +86,7 @@ def _from_one(
     if call.lacking or current.observed or torch.jit.is_tracing() or (call.constants or {}).get((group, leading)):
         return None
     cuts = {name: max(0, v.dim() - plan.event_dims.get(name, 0) - nesting) for name, v in known.items()}
-    first = {name: value[(slice(0, 1),) * cuts[name]].detach().clone() for name, value in known.items()}
+    first = {name: value[(0,) * cuts[name]].detach().clone() for name, value in known.items()}
     first = {name: value.requires_grad_(value.is_floating_point()) for name, value in first.items()}
     sizes = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
     at = {name: plan.initial[name] for name in group.flat}
