@@ -27,6 +27,7 @@ class Memory:
     """What a guide keeps from call to call.
 
     Example:
+        >>> import torch
         >>> memory = Memory(Mode.FIXED)
         >>> memory.data_of({"y": torch.ones(3)}) == memory.data_of({"y": torch.ones(3, dtype=torch.double)})
         True

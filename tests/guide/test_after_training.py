@@ -58,10 +58,10 @@ def numbers(seed: int, *shape: int) -> Tensor:
 
 
 def line(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+    a, b = (pyro.sample(name, dist.Normal(0.0, 3.0)) for name in "ab")
     s = pyro.sample("s", dist.HalfNormal(1.0))
     with pyro.plate("rows", len(x)):
-        return pyro.sample("y", dist.Normal(w[..., 0] + w[..., 1] * x, s), obs=y)
+        return pyro.sample("y", dist.Normal(a + b * x, s), obs=y)
 
 
 def panel(t, y=None):

@@ -68,7 +68,7 @@ def fitted(network, inverse, **options):
     """Returns a linear guide at the least mean KL over several data sets, and its KL at data it was not fitted to."""
     count = len(network.observed)
     data = torch.cat([torch.zeros(1, count), 2 * torch.eye(count)])
-    guide = AutoNaMIGuide(network, inverse=inverse, hidden_features=(), init_scale=0.5, **options)
+    guide = amortized(network, inverse=inverse, hidden_features=(), init_scale=0.5, **options)
     guide(*data[0])
     hold_scales(guide)
     least(guide.parameters(), lambda: divergence(guide, network, data))
@@ -191,7 +191,7 @@ def test_a_pooled_posterior_is_right_at_other_sizes_after_training_on_them():
             torch.manual_seed(step % 40)
             return (2 * torch.randn(()) + torch.randn(2 + step % 7),)
 
-    guide = AutoNaMIGuide(conjugate_normal, init_scale=0.5)
+    guide = amortized(conjugate_normal, init_scale=0.5)
     train(conjugate_normal, guide, 200, 0.03, 0.99, data, nesting=1)
     y = torch.tensor([1.0, 2.0, 0.5, 1.5, 0.0])
     mean, sd = conjugate_normal_posterior(y)
