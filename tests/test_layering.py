@@ -11,13 +11,13 @@ ORDER = {
     "": "messages",
     "graph": "sites network elimination min_fill inverse inversions verification",
     "factors": "wrappers links sparse noisy_or bounds joint bijections layout gumbel_softmax elements "
-    "truncated_normal knots path_scored joint_normal boxed_normal normals types anchors distribution family own_type unconstrained "
-    "registry",
+    "truncated_normal knots path_scored joint_normal boxed_normal normals types anchors distribution family own_type "
+    "unconstrained registry",
     "networks": "masks pace reductions running pooling precision_sums stepped masked "
     "separate stack",
-    "reading": "isolation provenance group_testing draws flat runner conjugate_group expansion batched parts vectorized "
-    "first_run starts covariates "
-    "changes probe interventions index_maps.finder index_maps.nesting index_maps.given index_maps.search network "
+    "reading": "isolation provenance group_testing draws flat runner conjugate_group expansion batched parts "
+    "vectorized first_run starts covariates changes probe interventions index_maps.finder index_maps.nesting "
+    "index_maps.given index_maps.search network "
     "conjugate_forms in_turn bounded enumeration gaussian_levels second_order "
     "joint_gaussian gaussian_constants grids modes tabulated newton refutation forms marginal",
     "guide": "arguments options conditioning free_parameters store_names parameters groups group_network inputs "
