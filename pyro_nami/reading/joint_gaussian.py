@@ -103,7 +103,11 @@ class JointGaussian(SecondOrder):
         """Returns for members with flat priors some deviations that data leave each element, given all others."""
         found = {}
         for names, level in zip(self._by_level(), self._levels):
-            whole = level.rows[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)
+            own, prior = (each[..., : level.size].detach() for each in (level.rows, level.prior))
+            if level.open is None:  # which it is until the level is eliminated, where there are flat priors
+                whole = own.diagonal(dim1=-2, dim2=-1) + (level.proper.unsqueeze(-1) * prior.square()).sum(-2)
+            else:
+                whole = prior.square().sum(-2)
             wide = _WIDE * whole.clamp(min=torch.finfo(whole.dtype).tiny).rsqrt()
             for name, each in zip(names, wide.split([self.sizes[name] for name in names], -1)):
                 if name in self.flat:

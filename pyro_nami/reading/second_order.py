@@ -215,7 +215,8 @@ class SecondOrder(Expansion):
         """Whether each child's log density moves at all, and that of no element is curved the wrong way."""
         for level in self._levels:
             own = [each[..., : level.size].diagonal(dim1=-2, dim2=-1) for each in (level.rows, level.prior)]
-            if not (own[0] > -level.proper * own[1].square()).all():
+            # What is flat may be told by members that it moves alone.
+            if not torch.where(level.proper > 0, own[0] > -own[1].square(), own[0] >= 0).all():
                 return False
         return all(self._curves(sites, child) for child in self.group.children)
 
