@@ -96,7 +96,8 @@ def _only_looks(handler: Any) -> bool:
 def hand_out(current: Pass, plan: Plan, call: Call, values: Mapping[str, Tensor]) -> None:
     """Samples every latent at its site, as a draw that was made before."""
     sites = call.sites or sites_of(call, plan)
-    for name in [name for name in plan.rules if name in values and name in current.rules]:
+    seen = current.rules.keys() - current.private
+    for name in [name for name in plan.rules if name in values and name in seen]:
         fn = dist.Delta(values[name], event_dim=sites[name]["fn"].event_dim)
         with _At(sites[name]):
             current.take(name, pyro.sample(name, fn), fn)

@@ -19,6 +19,7 @@ from models import (
     steps,
     support_parents,
 )
+from pyro import poutine
 from pyro.infer import Predictive
 from torch import nn
 

@@ -19,6 +19,7 @@ from models import (
     DIAMOND,
     NETWORKS,
     TREE,
+    amortized,
     conjugate_normal,
     conjugate_normal_posterior,
     eight_schools,
