@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from pyro_nami.guide.arguments import Arguments
@@ -241,6 +243,9 @@ class CallReader:
             if memory.call is None:
                 memory.keep(memory.frozen(own, data))
             return self._with_kept(own, constants=True)
+        if may_train and _is_step():
+            _check_sizes(own, self.plan)
+            return self._with_kept(own)
         if not self._has_call(call.model):
             if self.plan.read or self.plan.groups:
                 raise ValueError(_no_data(next(iter(self.plan.read or self.plan.groups))))
@@ -350,6 +355,11 @@ def _joined(leaves: Sequence[Any]) -> Tensor:
     """Returns all numbers of tensors among the model's arguments, as one vector that is not empty."""
     tensors = [torch.zeros(1), *(leaf.detach().flatten() for leaf in leaves if isinstance(leaf, Tensor))]
     return torch.cat([tensor.to(tensors[-1].device, torch.float64) for tensor in tensors])
+
+
+def _is_step() -> bool:
+    """Whether this is a step of `pyro.infer.SVI`, which captures parameters, so that a backward pass will follow."""
+    return any(isinstance(handler, TraceMessenger) and handler.param_only for handler in _PYRO_STACK)
 
 
 def _no_data(site: str) -> str:

@@ -101,7 +101,11 @@ REASONS = {
         lambda z: dist.Normal(z, 1.0),
         "log density of 'y' does not add to a Gamma prior",
     ),
-    "mask": (dist.Normal(torch.zeros(()), 1.0).mask(True), lambda z: dist.Normal(z, 1.0), "it is masked"),
+    "mask": (
+        dist.Normal(torch.zeros(2), 1.0).mask(torch.tensor([True, False])).to_event(1),
+        lambda z: dist.Normal(z.sum(-1), 1.0),
+        "it is masked",
+    ),
 }
 
 

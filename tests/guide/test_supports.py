@@ -140,7 +140,7 @@ def test_a_support_that_moves_with_another_latent_and_with_data(inverse):
     guide = AutoNaMIGuide(model, inverse=inverse)
     for low in (torch.zeros(4), torch.tensor([5.0, -5.0, 0.0, 100.0])):
         y = low + 1
-        steps(model, guide, low, y, count=1, elbo=particles(3))
+        steps(model, guide, low, y, count=2, elbo=particles(3))
         values = guide(low, y)
         assert ((values["z"] > low) & (values["z"] < low + values["width"])).all()
 
