@@ -100,6 +100,7 @@ def make_guide(decoder: Decoder, kind: str, units: int) -> AutoNaMIGuide:
         decoder,
         families={"z": relaxed(GUIDE_TEMPERATURE)},
         within=KINDS[kind],
+        mode="minibatches",
         hidden_features=(units, units),
         activation=torch.tanh,
     )

@@ -130,6 +130,7 @@ class Target:
             NotImplementedError: a plate with random subsampling, or a site that has no draws (an improper prior).
             ValueError: a site whose distribution fails to be sampled.
         """
+        runner.is_sampling = True
         return _run(runner, self.model, self.args, self._kwargs(extent, self.model), extent)
 
     def run_guide(self, extent: Extent, runner: Runner) -> dict[str, Any]:

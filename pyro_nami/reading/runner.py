@@ -65,6 +65,7 @@ class Runner(Messenger):
         note: called with the message of every sample site, plates included, when it has its value.
 
     Attributes:
+        is_sampling: whether values are to be draws; elsewhere any values stand for those of improper priors.
         sites: the message of every sample site, plates included, as the run left it.
         last: the message of the sample site that the run came to last.
 
@@ -91,7 +92,7 @@ class Runner(Messenger):
         super().__init__()
         self.values, self.indices, self.shown, self.broadcast = values, indices or {}, shown, broadcast
         self.simulated, self.choose, self.note = simulated, choose, note
-        self.until = until
+        self.until, self.is_sampling = until, False
         Runner.restart(self)
 
     def restart(self) -> None:
@@ -128,7 +129,7 @@ class Runner(Messenger):
                 msg["value"] = value(msg["fn"])
         elif self.simulated and msg["is_observed"] and not is_fixed(msg):
             msg["is_observed"], msg["value"] = False, None
-        elif msg["value"] is None and is_improper(msg["fn"]):  # which has no draws
+        elif msg["value"] is None and not self.is_sampling and is_improper(msg["fn"]):  # which has no draws
             msg["value"] = any_value(msg["fn"])
 
     def _postprocess_message(self, msg: Any) -> None:
