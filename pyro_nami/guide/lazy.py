@@ -204,10 +204,11 @@ class LazyGuide(AutoGuide):
             )
 
     def _take_mode(self, state: Mapping[str, Any]) -> None:
-        """Makes the options' mode that of a saved guide, unless that one was fixed, as guides are at first."""
-        mode = Mode(state.get("mode", Mode.FIXED.value))
-        if mode is not Mode.FIXED:
-            self._options = self._options._replace(mode=mode, moving=frozenset(state.get("moving", ())))
+        """Makes the options' mode that of a saved guide, if it was asked for, or found in training."""
+        if "mode" in state:
+            mode = Mode(state["mode"])
+            kept = mode if state.get("asked") or mode is Mode.MINIBATCHES else None
+            self._options = self._options._replace(mode=kept, moving=frozenset(state.get("moving", ())))
 
     def _note_observations(
         self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
@@ -317,12 +318,13 @@ class LazyGuide(AutoGuide):
         """
         mode = self._options.mode
         if self._plan is None:
-            return {} if mode is None else {"mode": mode.value}
+            return {} if mode is None else {"mode": mode.value, "asked": True}
         self._settle()
         memory, covariates = self._reader.memory, self._plan.covariates
         history = memory.history
         return {
             "mode": (mode or memory.mode).value,
+            "asked": mode is not None,
             "moving": sorted(self._options.moving),
             "trained": history.is_trained,
             "one_context": memory.has_one_context,

@@ -38,11 +38,23 @@ def test_plates_take_their_own_dims_inside_others():
 
 
 def test_there_are_no_draws_where_a_site_cannot_be_drawn():
+    class Undrawn(dist.Normal):
+        def __call__(self, *args, **kwargs):
+            raise NotImplementedError
+
+    assert prior_draws(lambda: pyro.sample("z", Undrawn(0.0, 1.0)), (), {}, 4) == []
+    assert len(prior_draws(local_normals, (torch.zeros(3),), {}, 4)) == 4
+
+
+def test_numbers_stand_for_draws_of_an_improper_prior_but_where_draws_are_needed():
     def improper():
         pyro.sample("z", dist.ImproperUniform(dist.constraints.real, (), ()))
 
-    assert prior_draws(improper, (), {}, 4) == []
-    assert len(prior_draws(local_normals, (torch.zeros(3),), {}, 4)) == 4
+    assert len({draw["z"].item() for draw in prior_draws(improper, (), {}, 4)}) == 4
+    runner = Runner({})
+    runner.is_sampling = True
+    with pytest.raises(NotImplementedError):
+        runner.run(improper, (), {})
 
 
 def test_draws_at_which_the_model_fails_are_left_out():
