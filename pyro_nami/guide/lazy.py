@@ -184,7 +184,8 @@ class LazyGuide(AutoGuide):
         self._setup_prototype(*args, **kwargs)
         self._reader.memory = memory
         memory.forget_derived()
-        self._unmoved = [(parameter, parameter.detach().clone()) for parameter in self.network.parameters()]
+        weights = self.network.parameters() if self.network.groups else ()  # else there is nothing to learn
+        self._unmoved = [(parameter, parameter.detach().clone()) for parameter in weights]
         logging.getLogger(__name__).warning(
             "The data of %s differ from step to step, so the guide takes them for minibatches of one data set, over "
             "%s: latents outside are learned from all steps, latents inside are inferred from the data of each call. "

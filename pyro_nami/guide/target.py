@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.guide.plan import Plan
+from pyro_nami.guide.rules import Prior
 from pyro_nami.reading.first_run import is_latent, is_passing
 from pyro_nami.reading.isolation import forked_rng
 
@@ -23,9 +24,11 @@ class Target(NamedTuple):
 
     Attributes:
         call: the call.
-        hidden: latents of training that the call has no place for: it lacks or observes them, or has other instances.
+        hidden: latents of training that the call has no place for: it lacks or observes them, or has other instances;
+            and those that no data say anything of.
         private: those of them that others are drawn given.
-        fresh: latents of the call that training had no data for: drawn from the model's own conditional.
+        fresh: latents of the call that training had no data for, at the call's inputs: drawn from the model's own
+            conditional.
         notice: what the user is to know of these; empty where there are none.
     """
 
@@ -42,9 +45,11 @@ def target_of(call: Any, before: Mapping[str, Any], now: Mapping[str, Any], plan
     open_sites = {name for name in now if is_latent(now[name]) and not is_passing(now[name])}
     other = [name for name in latents if name in open_sites and _extent(now[name]) != _extent(before[name])]
     new = [name for name in now if name in open_sites and name not in plan.names]
-    hidden = frozenset(name for name in latents if name not in open_sites or name in other)
-    fresh = tuple(name for name in now if name in other or name in new)
-    return Target(call, hidden, _read_by_others(plan, hidden), fresh, _notice(fresh, before, now))
+    barren = [name for name in latents if isinstance(plan.rules[name], Prior)]
+    hidden = frozenset(name for name in latents if name not in open_sites or name in other or name in barren)
+    fresh = tuple(name for name in now if name in open_sites and (name in other or name in new or name in barren))
+    untold = tuple(name for name in fresh if name not in barren)
+    return Target(call, hidden, _read_by_others(plan, hidden), fresh, _notice(untold, before, now))
 
 
 def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:

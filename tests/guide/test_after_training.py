@@ -425,6 +425,25 @@ def test_masks_of_a_later_call_change_nothing(share):
     assert ((draws.std(0) / covariance.diagonal().sqrt()).log().abs() < 0.1).all()
 
 
+@pytest.mark.parametrize("rows", [30, 7])
+def test_rows_that_are_masked_are_predicted_at_their_own_inputs(rows):
+    """Data that say nothing are no posterior to keep: a latent that is masked everywhere comes from the model."""
+
+    def model(x, y, mask):
+        a, b = (pyro.sample(name, dist.Normal(0.0, 3.0)) for name in "ab")
+        with pyro.plate("rows", len(x)):
+            return pyro.sample("y", dist.Normal(a + b * x, 0.5), obs=y, obs_mask=mask)
+
+    x, y = numbers(0, 30), numbers(2, 30) + 2
+    guide = fitted(model, x, y, torch.ones(30).bool())
+    mean, covariance = line_posterior(x, y, 0.5)
+    none, at = torch.zeros(rows), torch.full((rows,), 3.0)
+    draws = Predictive(model, guide=guide, num_samples=400)(at, none, none.bool())["y"]
+    design = torch.tensor([1.0, 3.0]).double()
+    scale = (design @ covariance @ design + 0.25).sqrt()
+    assert (draws.mean(0) - (mean[0] + 3 * mean[1])).abs().max() < 5 * scale / 20
+
+
 def test_a_second_data_set_that_stays_is_the_data_of_training_from_then_on():
     x, y = numbers(0, 30), numbers(2, 30)
     guide = fitted(known, x, y)
