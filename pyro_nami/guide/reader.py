@@ -243,8 +243,8 @@ class CallReader:
             if memory.call is None:
                 memory.keep(memory.frozen(own, data))
             return self._with_kept(own, constants=True)
-        if may_train and _is_step():
-            _check_sizes(own, self.plan)
+        if may_train and _is_step() and any(family.varies for family in self.plan.families.values()):
+            _check_sizes(own, self.plan)  # draws for other data may lie outside of supports that these move
             return self._with_kept(own)
         if not self._has_call(call.model):
             if self.plan.read or self.plan.groups:
