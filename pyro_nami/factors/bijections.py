@@ -16,19 +16,22 @@ from torch import Tensor
 from torch.distributions import Distribution, biject_to, transforms
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
+from torch.nn.functional import softplus
 
 from pyro_nami.factors.links import within
 
 __all__ = [
-    "TriangularTransform", "bijection_to", "detached_support", "has_tensor_bounds", "interior", "is_interval",
-    "normal_bijection_to", "peel_support", "support_of", "support_on",
+    "NearlyIdentity", "TriangularTransform",
+    "bijection_to", "detached_support", "has_tensor_bounds", "interior", "is_interval", "normal_bijection_to",
+    "peel_support", "support_of", "support_on",
 ]
 
 
 def bijection_to(support: Constraint) -> Transform:
     """Returns a bijection from unconstrained space to `support`.
 
-    This is Pyro's ``biject_to(support)`` where that exists. Besides: ``lower_cholesky`` (and its softplus kin) by the
+    This is Pyro's ``biject_to(support)`` where that exists, but between far bounds `NearlyIdentity`. Besides:
+    ``lower_cholesky`` (and its softplus kin) by the
     logarithm of the diagonal, ``positive_definite`` through its Cholesky factor, ``lower_triangular`` and
     ``unit_lower_cholesky`` by their free entries, and mixtures by the support of their components.
 
@@ -198,6 +201,54 @@ class TriangularTransform(Transform):
         return size + 1 if self.diagonal == "unit" else size
 
 
+class NearlyIdentity(Transform):
+    """Takes the real line to numbers between two bounds, one on either side of zero: b tanh(x / b) with the nearer b.
+
+    Between far bounds, as those of flat priors, it leaves numbers of size one as they are. A logistic function would
+    stretch them by a quarter of the width, and steps and first scales that suit unit numbers with them.
+
+    Example:
+        >>> NearlyIdentity(-1000.0, 500.0)(torch.tensor([-2.0, 0.0, 1.0, 1e6]))
+        tensor([ -2.0000,   0.0000,   1.0000, 500.0000])
+    """
+
+    domain = constraints.real
+    bijective, sign = True, 1
+
+    def __init__(self, low: Any, high: Any) -> None:
+        super().__init__()
+        self.low, self.high = low, high
+        self.codomain = constraints.interval(low, high)
+
+    @staticmethod
+    def suits(support: Any) -> bool:
+        """Whether an interval holds all numbers of size one."""
+        low, high = (torch.as_tensor(each) for each in (support.lower_bound, support.upper_bound))
+        return bool(((low < -1) & (high > 1)).all())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, NearlyIdentity):
+            return False
+        pairs = (self.low, other.low), (self.high, other.high)
+        return all(torch.equal(*map(torch.as_tensor, pair)) for pair in pairs)
+
+    def _bound(self, x: Tensor) -> Tensor:
+        low, high = (torch.as_tensor(each).to(x) for each in (self.low, self.high))
+        return torch.where(x < 0, -low, high)
+
+    def _call(self, x: Tensor) -> Tensor:
+        bound = self._bound(x)
+        return bound * (x / bound).tanh()
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        bound = self._bound(y)
+        return bound * (y / bound).atanh()
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        size = (x / self._bound(x)).abs()
+        return 2 * (math.log(2.0) - size - softplus(-2 * size))
+
+
 class _NormalCDF(Transform):
     """torch's `CumulativeDistributionTransform` of a standard Normal, but right in the lower tail."""
 
@@ -236,6 +287,8 @@ def _base_bijection(support: Constraint) -> Transform:
         return transforms.StackTransform([bijection_to(part) for part in support.cseq], support.dim)
     if type(support).__name__ == "MixtureSameFamilyConstraint" and not has_tensor_bounds(support):
         return bijection_to(support.base_constraint)  # type: ignore[attr-defined]
+    if is_interval(support) and NearlyIdentity.suits(support):
+        return NearlyIdentity(support.lower_bound, support.upper_bound)  # type: ignore[attr-defined]
     return biject_to(support)
 
 

@@ -17,6 +17,7 @@ import torch.distributions as td
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from pyro_nami.factors.bijections import NearlyIdentity
 from pyro_nami.factors.elements import ExpRelaxedElements, LogisticElements, StableKumaraswamy, StableVonMises
 from pyro_nami.factors.layout import Layout, LogLayout, UnconstrainedLayout
 from pyro_nami.factors.links import POSITIVE, RATE, REAL, Link, log, positive, raw_positive, within
@@ -163,6 +164,16 @@ def _weibull_start(value: Tensor, scale: Tensor) -> RawParameters:
     return raw_positive(value) - math.log(_LOG_TWO) / concentration, raw_positive(concentration)
 
 
+def _uniform_anchor(prior: Any) -> Anchor:
+    if not NearlyIdentity.suits(prior.support):
+        return torch.zeros_like(prior.low), torch.full_like(prior.low, _PI / math.sqrt(3.0))
+    # Of atanh(u) with u uniform between 0 and 1 the mean is log(2), and that of the square pi^2 / 12.
+    share = prior.high / (prior.high - prior.low)
+    mean = _LOG_TWO * (share * prior.high + (1 - share) * prior.low)
+    square = _PI**2 / 12 * (share * prior.high.square() + (1 - share) * prior.low.square())
+    return mean, (square - mean.square()).sqrt()
+
+
 def _beta_anchor(prior: Any) -> Anchor:
     return _log_ratio(prior.concentration1, prior.concentration0)
 
@@ -263,7 +274,7 @@ TYPES: dict[type, Row] = {
         lambda prior: _log_ratio(prior.df1 / 2, prior.df2 / 2, log(prior.df2) - log(prior.df1))
     ),
     # bounded
-    td.Uniform: Row(lambda prior: (torch.zeros_like(prior.low), torch.full_like(prior.low, _PI / math.sqrt(3.0)))),
+    td.Uniform: Row(_uniform_anchor),
     td.Beta: Row(_beta_anchor, _beta, {"logit": REAL, "log_total": REAL}, _beta_start),
     dist.AffineBeta: Row(_beta_anchor),
     td.Kumaraswamy: Row(None, StableKumaraswamy, _BY_CONCENTRATIONS, _kumaraswamy_start),

@@ -25,7 +25,6 @@ from pyro_nami.guide.group_network import TooLargeError
 from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.inverse_network import InverseNetwork
 from pyro_nami.guide.marginals import cut_by_bounds, flaw_of_tables
-from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
@@ -132,10 +131,9 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         for name, rule in plan.learned.items():
             factor = network.factors[name]
             network.group_of[name].set_units(factor, options.init_scale, _anchor_scale(first, rule))
-        if options.mode is Mode.MINIBATCHES:
-            network.vary([group for group in network.groups if group.factors[0].batch])
-        else:
-            network.set_offsets(_offset_plates(first, network))
+        inside = first.plates.minibatched
+        network.set_offsets(_offset_plates(first, network))
+        network.vary([group for group in network.groups if not inside.isdisjoint(group.factors[0].batch)])
     initial: dict[Hashable, Tensor] = {name: _initial(first, rule, network) for name, rule in plan.learned.items()}
     bounds = {factor.name: initial_bounds(first, child) for child, factor in plan.bounds.items()}
     network.starts = [{**initial, **dict(zip(bounds, each))} for each in zip(*bounds.values())] or [initial]
@@ -188,9 +186,11 @@ def _anchor_scale(first: FirstCall, rule: Learned) -> Tensor:
 
 
 def _offset_plates(first: FirstCall, network: InverseNetwork) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns factor -> its plates, with dims and full sizes, of those that get offsets."""
+    """Returns factor -> its plates, with dims and full sizes, of those that get offsets: whose instances stay."""
     found = {}
     for name, factor in network.factors.items():
+        if not first.plates.minibatched.isdisjoint(factor.batch):
+            continue
         site = first.nodes[name if name in first.nodes else name[1]]  # of a bound's parameters, that of the child
         frames = [frame for frame in site["cond_indep_stack"] if frame.name in factor.batch]
         plates = {frame.name: (frame.dim, frame.full_size or frame.size) for frame in frames if frame.vectorized}

@@ -31,6 +31,7 @@ from pyro_nami.guide.free_parameters import FreeParameters, coupling_units
 from pyro_nami.guide.group_network import GroupNetwork
 from pyro_nami.guide.groups import Factor, num_inputs, plan_steps, with_pseudo_observations
 from pyro_nami.guide.inputs import Pooling
+from pyro_nami.guide.mode import Backward
 from pyro_nami.networks.pace import Pace
 from pyro_nami.networks.precision_sums import PrecisionSums
 
@@ -107,6 +108,7 @@ class InverseNetwork(PyroModule):
         self.simulated = simulated
         self.starts: list[Mapping[Hashable, Tensor]] = []  # of which a guide's first call chooses one
         self.told: frozenset[str] = frozenset()  # latents that a user was warned of
+        self.backward = Backward()  # from the current call
         self.passes, self._stepped = 0, False  # that gradients came back from; whether since the speeds were looked at
         self.register_buffer("like", torch.empty(0, **factory), persistent=False)
         self._affine = {node: (f"shift_{i}", f"scale_{i}") for i, node in enumerate(standard)}
@@ -268,6 +270,7 @@ class InverseNetwork(PyroModule):
         """Counts a pass once a gradient comes back to a value that all losses of it depend on."""
         if value.requires_grad and not torch.jit.is_tracing():  # no Python runs in what is compiled
             value.register_hook(self._count)
+            self.backward.watch(value)
 
     def _count(self, gradient: Tensor) -> None:
         self.passes += 1

@@ -28,7 +28,7 @@ from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.conditioning import site_of
 from pyro_nami.guide.inverse_network import InverseNetwork
-from pyro_nami.guide.mode import STEPS_TO_STAY, Mode
+from pyro_nami.guide.mode import STEPS_TO_STAY, Backward, Mode
 from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.options import Options
@@ -140,7 +140,7 @@ class LazyGuide(AutoGuide):
         observations = kwargs.get("observations") or {}
         if "observations" in kwargs and not takes_observations(self.model):
             kwargs = {key: value for key, value in kwargs.items() if key != "observations"}
-        may_train = self.training and torch.is_grad_enabled()
+        may_train = torch.is_grad_enabled()
         # A guide that scores first, or that is replayed (`pyro.infer.CSIS`), is trained on simulations.
         replayed = bool(observations) and any(isinstance(handler, ReplayMessenger) for handler in _PYRO_STACK)
         if replayed and self._plan is not None and not self._reader.memory.history.is_trained:
@@ -171,8 +171,8 @@ class LazyGuide(AutoGuide):
             kwargs = {**kwargs, "observations": _first_set(observations, plan)}
         plates = self._create_plates(*args, **kwargs)
         call = Call(plan.for_many(self.model), args, kwargs)
-        passes = self.network.passes
-        return self._reader.read(call, plates, observations, may_train=may_train, passes=passes, draws=draws)
+        self.network.backward = backward = Backward()
+        return self._reader.read(call, plates, observations, backward=backward if may_train else None, draws=draws)
 
     def _go_over_to_minibatches(self) -> None:
         """Makes the guide anew, at the arguments of its first steps, for data that differ from step to step."""
@@ -251,7 +251,7 @@ class LazyGuide(AutoGuide):
             call.maps,
             learning=learning,
             constant=self._reader.memory.mode is not Mode.AMORTIZED,
-            offsets=self._reader.memory.mode is Mode.FIXED and has_first_sizes(call, plan),
+            offsets=self._reader.memory.mode is not Mode.AMORTIZED and has_first_sizes(call, plan),
             indices=call.indices,
             refinement=refinement,
         )
@@ -338,7 +338,7 @@ class LazyGuide(AutoGuide):
     def _settle(self) -> None:
         """Takes in the latest call as a training step, if it was one."""
         if self._plan is not None:
-            self._reader.settle(self.network.passes)
+            self._reader.settle()
             if self._unmoved and self.network.passes > STEPS_TO_STAY:
                 self._check_optimizer()
 

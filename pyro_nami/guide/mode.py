@@ -7,12 +7,15 @@ over to another data set, and when the data turn out to be *minibatches*, which 
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
+import weakref
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["STEPS_TO_STAY", "Change", "Data", "History", "Mode", "fingerprint"]
+__all__ = ["STEPS_TO_STAY", "Backward", "Change", "Data", "History", "Mode", "fingerprint"]
 
 MOST_CHANGES = 3  # between data sets that do not stay, after which data are minibatches; 1 would take a warm-up for one
 STEPS_TO_STAY = 100  # passes in a row on one data set, more than a step has particles; then changes are forgotten
@@ -41,6 +44,41 @@ class Change(enum.Enum):
     VISIT = enum.auto()  # this step had others; it is to be seen whether these stay
     MOVED = enum.auto()  # others have come to stay
     MINIBATCHES = enum.auto()  # they differ from step to step
+
+
+class Backward:
+    """Whether a backward pass has come back from one call, which makes the call a training step.
+
+    Example:
+        >>> backward, loss = Backward(), torch.ones((), requires_grad=True) * 2
+        >>> backward.watch(loss)
+        >>> backward.has_come, backward.may_come
+        (False, True)
+        >>> loss.backward()
+        >>> backward.has_come, backward.may_come
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self._graph: Any = None  # refers to what lives as long as the graph of the call's losses
+
+    def __reduce__(self) -> Any:  # a graph is neither copied nor pickled
+        return Backward, ()
+
+    @property
+    def may_come(self) -> bool:
+        """Whether a backward pass may still come: the graph is alive, and nothing has come back yet."""
+        return not self.has_come and self._graph is not None and self._graph() is not None
+
+    def watch(self, value: Tensor) -> None:
+        """Waits for a gradient of a value that all losses of the call depend on."""
+        hook = functools.partial(Backward._come, self)
+        self._graph = weakref.ref(hook)
+        value.register_hook(hook)
+
+    def _come(self, gradient: Tensor) -> None:
+        self.has_come = True
 
 
 class History:

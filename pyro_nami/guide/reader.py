@@ -19,7 +19,7 @@ from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.conditioning import covariates_of, site_of
 from pyro_nami.guide.memory import Memory
-from pyro_nami.guide.mode import Change, Data, Mode
+from pyro_nami.guide.mode import Backward, Change, Data, Mode
 from pyro_nami.guide.own_data import OwnData, leaves_of
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import fixed_size
@@ -34,7 +34,7 @@ _ARGUMENTS = ("arguments of the model",)  # the node of all of them, where data 
 class _Step(NamedTuple):
     """A call that is a training step if a backward pass comes back from it."""
 
-    passes: int  # that had come back before
+    backward: Backward
     call: Call
     data: Data
     notice: str  # what to warn of if it is none
@@ -59,13 +59,13 @@ class CallReader:
     ) -> None:
         self.plan, self.own = plan, OwnData(plan, covariates, index_maps)
         self.memory, self._is_asked = Memory(mode), is_asked
-        self._step: _Step | None = None
+        self._open: list[_Step] = []  # of which this is not known yet
         self._latest_target: tuple[Arguments, Any, Target] | None = None
         self._told: frozenset[str] = frozenset()
         self.moved = False  # whether training goes on with another data set, which networks are yet to be centered on
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_step": None, "_latest_target": None}
+        return {**self.__dict__, "_open": [], "_latest_target": None}
 
     def read(
         self,
@@ -73,8 +73,7 @@ class CallReader:
         plates: Mapping[str, pyro.plate],
         observations: Any,
         *,
-        may_train: bool,
-        passes: int,
+        backward: Backward | None,
         draws: bool,
     ) -> Call:
         """Returns the call whose data decide, with these; its ``target`` is the given one where this is another.
@@ -83,18 +82,17 @@ class CallReader:
             call: with model and arguments.
             plates: made outside the model.
             observations: values by site; those that are no observed sites are passed over.
-            may_train: whether a backward pass may come back from the call.
-            passes: how many have come back so far.
+            backward: tells whether a backward pass has come back from the call; None where none may.
             draws: whether latents will be drawn; unless the model is run for that, it has to be run for their plates.
 
         Raises:
             ValueError: where a site has no data, or is missing from the run.
         """
         memory, plan = self.memory, self.plan
-        self.settle(passes)
+        self.settle()
         given = any(observations.get(name) is not None for name in plan.read)
         trained = memory.mode is Mode.FIXED and memory.history.is_trained
-        subsampled, predicts = bool(plan.plates.subsampled), trained and not (given or may_train)
+        subsampled, predicts = bool(plan.plates.subsampled), trained and not given and backward is None
         if predicts and not subsampled and self._has_call(call.model):
             return self._answer(call)
         own = self.own.values_of(call, plates, observations, draws)
@@ -107,17 +105,25 @@ class CallReader:
         if given:
             return self._explicit(own) if trained else self._with_kept(own)
         if trained:
-            return self._compared(own, call, may_train, passes)
-        return self._noted(own, may_train, passes)
+            return self._compared(own, call, backward)
+        return self._noted(own, backward)
 
-    def settle(self, passes: int) -> None:
-        """Takes in the latest call as a training step if a backward pass has come back from it."""
-        step, self._step = self._step, None
-        if step is None:
-            return
-        if passes == step.passes:
-            self._tell(step.notice)
-            return
+    def settle(self) -> None:
+        """Takes in those calls as training steps that a backward pass has come back from since.
+
+        A loss may add up several calls, so earlier ones wait for as long as their graphs live.
+        """
+        steps, self._open = self._open, []
+        for step in steps:
+            if step.backward.has_come:
+                self._take_in(step)
+            elif step.backward.may_come:
+                self._open.append(step)
+            else:
+                self._tell(step.notice)
+
+    def _take_in(self, step: _Step) -> None:
+        """Takes in a call as a training step."""
         memory = self.memory
         change = memory.history.step(step.data)
         if change is Change.MINIBATCHES and not self._is_asked:
@@ -160,16 +166,19 @@ class CallReader:
             memory.call = self.own.all_of(call)
         return memory.call is not None
 
-    def _answer(self, call: Call, own: Call | None = None) -> Call:
+    def _answer(self, call: Call, own: Call | None = None, *, is_step: bool = False) -> Call:
         """Returns the call whose data the guide answers for, as the answer to another one.
 
-        Where plates are subsampled, that is at the instances of the other one, which ``own`` has.
+        Where plates are subsampled, that is at the instances of the other one, which ``own`` has. Of a step it is
+        told later what training had no data for.
         """
         memory = self.memory
         answer = memory.call
         assert answer is not None
         answer = replace(answer, model=call.model)
         target = self._target(answer, own or call)
+        if not is_step:
+            self._tell(target.notice)
         if own is not None and any(not self._is_whole(name) for name in self.plan.rules if name not in target.hidden):
             answer = self._at_instances(answer, own)
         elif answer.moving:
@@ -227,50 +236,49 @@ class CallReader:
         if kept is None or kept[1] is not answer.values or not kept[0].are(leaves) or call.indices:
             before, now = (each.sites or sites_of(each, self.plan) for each in (answer, call))
             kept = self._latest_target = Arguments(leaves), answer.values, target_of(call, before, now, self.plan)
-        if self._step is None:
-            self._tell(kept[2].notice)
         return kept[2]
 
-    def _compared(self, own: Call, call: Call, may_train: bool, passes: int) -> Call:
+    def _compared(self, own: Call, call: Call, backward: Backward | None) -> Call:
         """Returns the answer of a trained guide to a call with data: these, if they are those of training."""
         memory = self.memory
         data, tracing = self._data_of(own), torch.jit.is_tracing()
         same = tracing or data == memory.history.current
-        if may_train and not tracing:
-            self._step = _Step(passes, memory.frozen(own, data), data, "")
+        if backward is not None and not tracing:
+            self._open.append(_Step(backward, memory.frozen(own, data), data, ""))
         if same:
             _check_sizes(own, self.plan)
             if memory.call is None:
                 memory.keep(memory.frozen(own, data))
             return self._with_kept(own, constants=True)
-        if may_train and _is_step() and any(family.varies for family in self.plan.families.values()):
+        if backward is not None and _is_step() and any(family.varies for family in self.plan.families.values()):
             _check_sizes(own, self.plan)  # draws for other data may lie outside of supports that these move
             return self._with_kept(own)
         if not self._has_call(call.model):
             if self.plan.read or self.plan.groups:
                 raise ValueError(_no_data(next(iter(self.plan.read or self.plan.groups))))
             return own
-        answer = self._answer(call, own)
-        if self._step is not None and answer.target is not None:
+        answer = self._answer(call, own, is_step=backward is not None)
+        if backward is not None and not tracing and answer.target is not None:
             if answer.target.private:  # no step could be scored given those that this call has no place for
                 return self._with_kept(own)
-            self._step = self._step._replace(notice=answer.target.notice)
+            self._open[-1] = self._open[-1]._replace(notice=answer.target.notice)
         return answer
 
-    def _noted(self, own: Call, may_train: bool, passes: int) -> Call:
+    def _noted(self, own: Call, backward: Backward | None) -> Call:
         """Returns a call whose own data decide, and keeps it for calls that bring none."""
         memory = self.memory
         _check_sizes(own, self.plan)
         fixed, data = memory.mode is Mode.FIXED, self._data_of(own)
+        may_train, tracing = backward is not None, torch.jit.is_tracing()
         if fixed or memory.mode is Mode.AMORTIZED and (may_train or memory.call is None):
             frozen = memory.frozen(own, data)
             if frozen is not memory.call:
                 memory.constants.clear()
             memory.keep(frozen)
-            if fixed and may_train and torch.jit.is_tracing():  # compiled steps do not come here again
+            if fixed and may_train and tracing:  # compiled steps do not come here again
                 memory.history.step(data)
-            elif fixed and may_train:
-                self._step = _Step(passes, frozen, data, "")
+            elif fixed and backward is not None:
+                self._open.append(_Step(backward, frozen, data, ""))
         return self._with_kept(own, constants=memory.mode is not Mode.MINIBATCHES)
 
     def _with_kept(self, call: Call, constants: bool = False) -> Call:
@@ -316,7 +324,9 @@ class CallReader:
         unseen: frozenset[str] = frozenset()
         _check_sizes(own, plan)
         if self._has_call(own.model) and self.memory.call is not None:
-            unseen = frozenset(self._target(self.memory.call, own).fresh).intersection(plan.learned)
+            target = self._target(self.memory.call, own)
+            self._tell(target.notice)
+            unseen = frozenset(target.fresh).intersection(plan.learned)
         names = [name for name in plan.learned if name not in unseen]
         if names:
             self._tell(
@@ -378,8 +388,8 @@ def _check_sizes(call: Call, plan: Plan) -> None:
 
 
 def has_first_sizes(call: Call, plan: Plan) -> bool:
-    """Whether the plates of latents, but for those that are subsampled, have the sizes of the guide's first call."""
-    plates = frozenset().union(*(plan.sites[name].plates for name in plan.rules)) - plan.plates.subsampled
+    """Whether the plates of latents, but for those seen in part, have the sizes of the guide's first call."""
+    plates = frozenset().union(*(plan.sites[name].plates for name in plan.rules)) - plan.plates.partial
     return not any(_other_sizes(call, plan, call.values, plates))
 
 

@@ -88,7 +88,7 @@ class Finder(Refutation):
 
     def _first_holding(self, group: ConjugateGroup, near: bool) -> ConjugateGroup | None:
         name = group.members[0]
-        alone = group.form == "Gaussian" and group.members == tuple(group.flat)
+        alone = group.form == "Gaussian" and group.flat == {name} == set(group.members)
         forms = self._forms(name) if group.form in FORMS or alone else []
         for form in forms:  # a truncated Normal, say, which bounds may cut anywhere
             of_one = ConjugateGroup((name,), group.children, form, needed=group.needed)

@@ -17,7 +17,7 @@ from pyro.infer.autoguide.initialization import init_to_uniform
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from pyro_nami.factors.bijections import peel_support
+from pyro_nami.factors.bijections import bijection_to, is_interval, peel_support
 from pyro_nami.reading.draws import any_value
 from pyro_nami.reading.first_run import first_run, subsamples
 from pyro_nami.reading.flat import is_improper
@@ -38,12 +38,15 @@ def near_origin(site: Any) -> Tensor:
     """Returns a value near the origin of unconstrained space: by a uniform number of less than 0.05 for each element,
     and of less than half a standard deviation of a prior on the real line.
     """
-    if is_improper(site["fn"]):  # which Pyro's own start draws from
-        value = any_value(site["fn"], unconstrained=lambda *shape, **kind: 0.1 * torch.rand(*shape, **kind) - 0.05)
+    fn = site["fn"]
+    if is_improper(fn):  # which Pyro's own start draws from
+        value = any_value(fn, unconstrained=lambda *shape, **kind: 0.1 * torch.rand(*shape, **kind) - 0.05)
         if value is None:  # as no way is known from unconstrained space to its support
             raise NotImplementedError
     else:
-        value = init_to_uniform(site, radius=0.05) * _narrowness(site["fn"])
+        value = init_to_uniform(site, radius=0.05) * _narrowness(fn)
+        if is_interval(fn.support):  # whose unconstrained space is another than Pyro's
+            value = bijection_to(fn.support)(biject_to(fn.support).inv(value))
     value._pyro_custom_init = False  # nobody asked for it, so a reparametrization may replace it without a warning
     return value
 
@@ -73,7 +76,7 @@ def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale:
         def start(site: Any) -> Tensor:
             if site["name"] not in latent:
                 raise NotImplementedError  # and it is drawn
-            transform, kind = biject_to(site["fn"].support), _kind(site["name"])
+            transform, kind = bijection_to(site["fn"].support), _kind(site["name"])
             place = transform.inv(latent[site["name"]])
             if kind in at:
                 median, nearest = _median(site["fn"], transform)

@@ -550,6 +550,32 @@ def _posterior_mean(x: Tensor, y: Tensor, weight: float) -> Tensor:
     return torch.softmax(weight * likelihood + prior - q.log_prob(draws), 0) @ draws
 
 
+@pytest.mark.slow
+def test_instances_of_a_plate_that_stays_are_told_apart_in_minibatches():
+    """Means of groups, whose rows come in any order, are those of all rows under exact hyperparameters."""
+    torch.manual_seed(0)
+    group = torch.arange(200) % 4
+    y = torch.tensor([-2.0, 0.0, 1.0, 4.0])[group] + torch.randn(200)
+
+    def model(group, y=None):
+        with pyro.plate("groups", 4):
+            mean = pyro.sample("mean", dist.Normal(1.0, 3.0))
+        with pyro.plate("rows", len(group)), poutine.scale(scale=5.0):
+            pyro.sample("y", dist.Normal(mean[group], 1.0), obs=y)
+
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.98}), Trace_ELBO())
+    for _ in range(40):
+        for part in torch.randperm(200).split(40):
+            svi.step(group[part], y[part])
+    means = torch.stack([drawn(guide, ((group,), {}), seed)["mean"] for seed in range(400)])
+    precision = 1 / 9 + 50
+    exact = torch.stack([(1 / 9 + y[group == i].sum()) / precision for i in range(4)])
+    assert guide.mode == "minibatches"
+    assert (means.mean(0) - exact).abs().max() < 0.5 / precision**0.5
+    assert ((means.std(0) * precision**0.5).log().abs() < 0.5).all()
+
+
 def test_latents_of_rows_read_their_own_row_in_minibatches():
     """And whatever the data of a call are, latents outside have one posterior."""
     program = PROGRAMS["two outcomes"]
@@ -581,6 +607,37 @@ def test_modes_can_be_said_and_belong_to_the_state():
         other.load_state_dict(through_file(guide.state_dict()))
         assert torch.equal(drawn(other, (args, data))["slope"], drawn(guide, (args, data))["slope"])
         assert other.mode == "minibatches"
+
+
+def test_losses_of_several_data_sets_before_one_backward_pass_are_of_minibatches():
+    x = numbers(0, 20)
+    data = [(x[:10], 1 + 2 * x[:10]), (x[10:], 3 + 2 * x[10:])]
+    guide, loss = AutoNaMIGuide(known), Trace_ELBO().differentiable_loss
+    for _ in range(3):
+        sum(loss(known, guide, *each) for each in data).backward()
+    guide(x)
+    assert guide.mode == "minibatches"
+
+
+def test_a_loss_that_is_dropped_is_no_training():
+    x = numbers(0, 12)
+    guide, loss = AutoNaMIGuide(known), Trace_ELBO().differentiable_loss
+    loss(known, guide, x, 1 + 2 * x).backward()
+    expected = drawn(guide, ((x,), {}))
+    for seed in range(5):
+        kept = loss(known, guide, numbers(seed, 12), numbers(seed, 12))
+        loss(known, guide, x, 1 + 2 * x).backward()
+    del kept
+    assert guide.mode == "fixed"
+    assert_stays(guide, expected, ((numbers(1, 12),), {}))
+
+
+def test_a_guide_that_is_not_in_training_mode_is_trained_by_a_backward_pass():
+    x = numbers(0, 12)
+    guide = AutoNaMIGuide(known).eval()
+    Trace_ELBO().differentiable_loss(known, guide, x, 1 + 2 * x).backward()
+    expected = drawn(guide, ((x,), {}))
+    assert_stays(guide, expected, ((x, 1 - 2 * x), {}))
 
 
 def test_an_optimizer_without_the_parameters_of_minibatches_is_told():

@@ -11,6 +11,8 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions import constraints
+from pyro.infer import SVI, Trace_ELBO
+from pyro.optim import ClippedAdam
 
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.factors.boxed_normal import BoxedNormal
@@ -369,7 +371,37 @@ def test_two_coefficients_of_counts_come_by_quadrature(prior):
         trace = poutine.trace(guide).get_trace(counts)
         joint = poutine.trace(poutine.replay(model, trace)).get_trace(counts).log_prob_sum()
         weights.append(float((joint - trace.log_prob_sum()).detach()))
-    assert max(weights) - min(weights) < 0.01 and rules(guide) == {"quadrature"}
+    assert max(weights) - min(weights) < 0.02 and rules(guide) == {"quadrature"}
+
+
+@pytest.mark.slow
+def test_coefficients_that_are_learned_are_those_under_a_wide_normal_prior():
+    """Nothing is derived under a likelihood with heavy tails; between far bounds steps suit the latent's own space."""
+    x = torch.randn(60)
+    y = 1 + 2 * x + 0.5 * dist.StudentT(4.0).sample((60,))
+
+    def robust(prior):
+        def model(y):
+            a, b, s = pyro.sample("a", prior()), pyro.sample("b", prior()), pyro.sample("s", dist.HalfNormal(1.0))
+            with pyro.plate("rows", 60):
+                pyro.sample("y", dist.StudentT(4.0, a + b * x, s), obs=y)
+
+        return model
+
+    found = []
+    for prior in (wide, lambda: dist.Normal(0.0, 100.0)):
+        pyro.clear_param_store()
+        model = robust(prior)
+        guide = AutoNaMIGuide(model)
+        svi = SVI(model, guide, ClippedAdam({"lr": 0.05, "lrd": 0.995}), Trace_ELBO())
+        for _ in range(600):
+            svi.step(y)
+        assert rules(guide) == {"learned"}
+        found.append(drawn(guide, y))
+    flat, normal = found
+    for name in "ab":
+        sd = normal[name].std()
+        assert (flat[name].mean() - normal[name].mean()).abs() < 0.25 * sd and 0.75 < flat[name].std() / sd < 1.33
 
 
 def test_outcomes_that_a_covariate_tells_apart_are_told():
