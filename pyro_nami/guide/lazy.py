@@ -333,6 +333,7 @@ class LazyGuide(AutoGuide):
             "references": list(covariates.references),
             "columns": {site: [plain_column(c) for c in found] for site, found in covariates.columns.items()},
             "context": memory.plain_context() if self._options.save_data else None,
+            "learned": sorted(self._plan.learned),
         }
 
     def _settle(self) -> None:
@@ -366,6 +367,14 @@ class LazyGuide(AutoGuide):
             self._unmake()  # as another mode has other networks
             self._waiting_state = dict(state_dict), strict, assign
             return nn.modules.module._IncompatibleKeys([], [])
+        saved = set(state_dict.get("_extra_state", {}).get("learned", self._plan.learned))
+        if strict and (differing := saved.symmetric_difference(self._plan.learned)):
+            own, names = (", ".join(map(repr, sorted(each))) for each in (self._plan.learned, differing))
+            raise RuntimeError(
+                f"Expected a state_dict of a guide that learns {own or 'nothing'}; got one where {names} differ, as "
+                "data of a guide's first call decide what is derived. Call the new guide with data of training first, "
+                "or save the state with save_data=True."
+            )
         self._set_plan(self._plan)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 

@@ -106,6 +106,18 @@ def test_a_wrong_state_dict_is_an_error_at_the_first_call():
         other(*CASES["nested"].arguments())
 
 
+def test_a_state_of_a_guide_that_derives_other_latents_is_an_error_that_names_them():
+    def model(y):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    guide, other = AutoNaMIGuide(model, rules={"mean": "learned"}), AutoNaMIGuide(model)
+    guide(torch.tensor(1.0))
+    other.load_state_dict(guide.state_dict())
+    with pytest.raises(RuntimeError, match="'mean' differ"):
+        other(torch.tensor(1.0))
+
+
 def test_a_missing_key_is_an_error_unless_strict_is_off_which_is_kept_until_the_first_call():
     guide = trained(CHAIN, Y)
     state = guide.state_dict()
