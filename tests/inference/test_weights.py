@@ -53,21 +53,23 @@ def test_estimates_are_those_of_normal_theory(sets, dtype):
 
 @pytest.mark.parametrize("num", [40, 100, 400])
 def test_draws_of_equal_weight_keep_the_errors_of_those_they_come_from(num):
-    """400 draws of which some 330 are effective, resampled in 2,000 repetitions."""
-    z = 1.5 * torch.randn(400, 2000, dtype=torch.float64)
-    draws = WeightedSamples({"z": z}, log_ratio(z, torch.zeros(2000, dtype=z.dtype)))
+    """400 draws of which some 330 are effective, resampled in 4,000 repetitions."""
+    z = 1.5 * torch.randn(400, 4000, dtype=torch.float64)
+    draws = WeightedSamples({"z": z}, log_ratio(z, torch.zeros(4000, dtype=z.dtype)))
     equal = draws.equally_weighted(num)
     assert equal.num_samples == num and equal.log_weights.std(0).max() < 1e-12
     torch.testing.assert_close(equal.log_evidence, draws.log_evidence)
     torch.testing.assert_close(equal.log_evidence_error, draws.log_evidence_error)
     assert torch.equal(equal.pareto_k, draws.pareto_k)
     variance = equal.mean("z").var()
-    assert float(variance * equal.effective_sample_size.mean()) == pytest.approx(1.0, abs=0.1)
+    # Known to sqrt(2 / 4000) = 2.2%. Systematic resampling adds less than the sizes count: 0.98, 0.95 and 0.91 expected.
+    assert 0.83 < float(variance * equal.effective_sample_size.mean()) < 1.07
     again = equal.equally_weighted(10)
     torch.testing.assert_close(again.log_evidence_error, draws.log_evidence_error)
     assert (again.effective_sample_size < 10).all()
     alone = WeightedSamples({"z": z[:, 0]}, draws.log_weights[:, 0]).equally_weighted(num)
-    assert alone.samples["z"].shape == (num,) and alone.log_evidence_error == draws.log_evidence_error[0]
+    assert alone.samples["z"].shape == (num,)
+    torch.testing.assert_close(alone.log_evidence_error, draws.log_evidence_error[0])
     assert "effective sample size" in repr(alone)
 
 
