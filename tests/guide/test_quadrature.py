@@ -62,6 +62,10 @@ def divergence(log_joint: Tensor, log_prob: Tensor) -> Tensor:
     return torch.where(log_p > -700, log_p.exp() * (log_p - log_prob), 0.0).sum(0) * step
 
 
+# A log density may be off by 1e-2 (1 + f), with f its fall from the top: 0.5 on average, and 0.75 squared, of Normals.
+DIVERGENCE = 1e-4 * (1 + 2 * 0.5 + 0.75) / 2
+
+
 @pytest.mark.parametrize("s", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("like, y", LIKELIHOODS.values(), ids=list(LIKELIHOODS))
 def test_rows_have_the_conditionals_that_sums_give(like, y, s):
@@ -71,7 +75,7 @@ def test_rows_have_the_conditionals_that_sums_give(like, y, s):
         fn = conditional(guide, "z", data, s=torch.tensor(s))
         z = GRID.unsqueeze(-1).expand(-1, len(data))
         joint = dist.Normal(0.3, s).log_prob(z) + like(z).log_prob(data)
-        assert (divergence(joint, fn.log_prob(z)) < 1e-4).all()
+        assert (divergence(joint, fn.log_prob(z)) < DIVERGENCE).all()
 
 
 def log_rest(a: Tensor, y: Tensor, s: Tensor) -> Tensor:

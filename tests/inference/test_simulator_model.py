@@ -156,11 +156,11 @@ def test_rounds_at_one_data_set_simulate_where_its_posterior_is():
         return loss(amortize(model, observed=["x"], **options))
 
     focused = run(at=x, rounds=2)
-    assert focused < -4.2, focused  # exact: -5.3; the prior 3.3
+    assert focused < -4.6, focused  # exact: -5.3; the prior 3.3
     first, last = (theta for theta in seen if len(theta) > 20)  # but for runs that look at the model
     assert len(first) == len(last) == 600
     off = [(theta.square() - x["x"]).abs().mean() for theta in (first, last)]
-    assert off[1] < 0.7 * off[0], off
+    assert off[1] < 0.85 * off[0], off  # of 600 draws of the prior 1 with an error of 0.035
 
     with pytest.raises(ValueError, match="one data set, of the site's shape, for rounds; got 2"):
         run(at={"x": torch.zeros(2, 2)})

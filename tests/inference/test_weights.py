@@ -62,7 +62,7 @@ def test_draws_of_equal_weight_keep_the_errors_of_those_they_come_from(num):
     torch.testing.assert_close(equal.log_evidence_error, draws.log_evidence_error)
     assert torch.equal(equal.pareto_k, draws.pareto_k)
     variance = equal.mean("z").var()
-    # Known to sqrt(2 / 4000) = 2.2%. Systematic resampling adds less than the sizes count: 0.98, 0.95 and 0.91 expected.
+    # Known to sqrt(2 / 4000) = 2.2%. Systematic resampling adds less than the sizes count: 0.98, 0.95, 0.91 expected.
     assert 0.83 < float(variance * equal.effective_sample_size.mean()) < 1.07
     again = equal.equally_weighted(10)
     torch.testing.assert_close(again.log_evidence_error, draws.log_evidence_error)
