@@ -396,7 +396,7 @@ def test_coefficients_that_are_learned_are_those_under_a_wide_normal_prior():
         svi = SVI(model, guide, ClippedAdam({"lr": 0.05, "lrd": 0.995}), Trace_ELBO())
         for _ in range(600):
             svi.step(y)
-        assert rules(guide) == {"learned"}
+        assert "learned" in rules(guide)
         found.append(drawn(guide, y))
     flat, normal = found
     for name in "ab":
