@@ -50,6 +50,7 @@ class Backward:
     """Whether a backward pass has come back from one call, which makes the call a training step.
 
     Example:
+        >>> import torch
         >>> backward, loss = Backward(), torch.ones((), requires_grad=True) * 2
         >>> backward.watch(loss)
         >>> backward.has_come, backward.may_come
