@@ -22,7 +22,7 @@ ORDER = {
     "guide": "arguments ahead mode options conditioning free_parameters store_names parameters groups group_network "
     "inputs inversion inverse_network network_state regression one_pass rules plan target shapes first_call columns "
     "element_reads placing bound_factors call starts marginals planner deriving build maps memory own_data reader "
-    "observed draw lazy misfits densities nami",
+    "observed draw exchangeable lazy misfits densities nami",
     "inference": "site_messages simulator_model observations target checkpoint history psis processes trackers "
     "optimizers soap summaries weights weighing importance work simulate coordinates outside moves batches losses "
     "relaxation trainer compilation tempering transitions annealing refining estimates iterative "

@@ -153,7 +153,7 @@ def first_call(
         )
     plates = _plates(stacks.values(), net, {*subsampled, *subsamples(nodes)})
     moving = _moving(options, net, stacks)
-    minibatched = {plate for name in moving for plate in _outermost(stacks[name], plates)}
+    minibatched = {plate for name in moving for plate in _outermost(stacks[name], plates, options.along)}
     return FirstCall(
         model=model,
         args=args,
@@ -178,9 +178,10 @@ def _moving(options: Options, net: BayesNet, stacks: Mapping[str, list]) -> list
     return [name for name in stacks if name in named]
 
 
-def _outermost(stack: list, plates: Plates) -> list[str]:
-    """Returns the outermost of some plates: minibatches are along that, as data of one row lie together."""
-    return sorted((frame.name for frame in stack), key=plates.order.index)[:1]
+def _outermost(stack: list, plates: Plates, along: Collection[str]) -> list[str]:
+    """Returns the outermost of some plates, of ``along`` if one is: the data of one row of a minibatch lie together."""
+    names = sorted((frame.name for frame in stack), key=plates.order.index)
+    return ([name for name in names if name in along] or names)[:1]
 
 
 def _is_compiled() -> bool:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.conditioning import site_of
+from pyro_nami.guide.exchangeable import exchangeable_plates
 from pyro_nami.guide.inverse_network import InverseNetwork
 from pyro_nami.guide.mode import STEPS_TO_STAY, Backward, Mode
 from pyro_nami.guide.network_state import NetworkState
@@ -179,7 +180,9 @@ class LazyGuide(AutoGuide):
         memory = self._reader.memory
         args, kwargs = (memory.context or ((), {}))[:2]
         moving = frozenset(name for name in self._plan.sites if name in set(map(site_of, memory.history.moving)))
-        self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving)
+        first = Call(self.model, args, kwargs)
+        along = exchangeable_plates(first, self._reader.differing or first, moving)
+        self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving, along=along)
         self._unmake()
         self._setup_prototype(*args, **kwargs)
         self._reader.memory = memory
@@ -190,7 +193,7 @@ class LazyGuide(AutoGuide):
             "The data of %s differ from step to step, so the guide takes them for minibatches of one data set, over "
             "%s: latents outside are learned from all steps, latents inside are inferred from the data of each call. "
             "To say otherwise make the guide with mode='fixed', for one data set, or mode='amortized', for a posterior "
-            "of each data set.",
+            "of each data set; or name another plate in the model: pyro.plate(name, size, subsample_size=rows).",
             ", ".join(map(repr, sorted(moving))),
             " and ".join(f"plate {plate!r}" for plate in sorted(self._plan.plates.minibatched)) or "no plate",
         )
@@ -209,7 +212,8 @@ class LazyGuide(AutoGuide):
         if "mode" in state:
             mode = Mode(state["mode"])
             kept = mode if state.get("asked") or mode is Mode.MINIBATCHES else None
-            self._options = self._options._replace(mode=kept, moving=frozenset(state.get("moving", ())))
+            moving, along = (frozenset(state.get(key, ())) for key in ("moving", "along"))
+            self._options = self._options._replace(mode=kept, moving=moving, along=along)
 
     def _note_observations(
         self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
@@ -327,6 +331,7 @@ class LazyGuide(AutoGuide):
             "mode": (mode or memory.mode).value,
             "asked": mode is not None,
             "moving": sorted(self._options.moving),
+            "along": sorted(self._options.along),
             "trained": history.is_trained,
             "one_context": memory.has_one_context,
             "data": {_key(node): each for node, each in (history.current or {}).items()},

@@ -157,7 +157,7 @@ class AutoNaMIGuide(DensityGuide):
         if mode not in MODES:
             raise ValueError(f"Expected mode to be one of {', '.join(map(repr, MODES))}; got {mode!r}.")
         given["mode"] = Mode.AMORTIZED if observed else MODES[mode]
-        self._options = Options(**{**given, "embeddings": embeddings}, moving=frozenset())
+        self._options = Options(**{**given, "embeddings": embeddings}, moving=frozenset(), along=frozenset())
         self._options.check()
         self._plan = self._reader = None  # type: ignore[assignment]
         self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None

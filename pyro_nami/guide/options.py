@@ -25,7 +25,8 @@ class Options(NamedTuple):
     blocks: Sequence[Sequence[str]] | None
     observed: tuple[str, ...]
     mode: Mode | None
-    moving: frozenset[str]
+    moving: frozenset[str]  # sites of which training steps had other data, and the plates that these may be rows of
+    along: frozenset[str]
     families: Any
     hidden_features: tuple[int, ...] | None
     shared: bool

@@ -62,10 +62,11 @@ class CallReader:
         self._open: list[_Step] = []  # of which this is not known yet
         self._latest_target: tuple[Arguments, Any, Target] | None = None
         self._told: frozenset[str] = frozenset()
+        self.differing: Call | None = None  # the latest step on other data than those that the guide answers for
         self.moved = False  # whether training goes on with another data set, which networks are yet to be centered on
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": [], "_latest_target": None}
+        return {**self.__dict__, "_open": [], "differing": None, "_latest_target": None}
 
     def read(
         self,
@@ -126,6 +127,8 @@ class CallReader:
         """Takes in a call as a training step."""
         memory = self.memory
         change = memory.history.step(step.data)
+        if step.data != memory.history.current:
+            self.differing = step.call
         if change is Change.MINIBATCHES and not self._is_asked:
             memory.mode = Mode.MINIBATCHES
         elif change is Change.MINIBATCHES:
