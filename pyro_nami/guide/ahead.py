@@ -5,6 +5,7 @@ Change this module to make draws for more calls at once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,58 +14,67 @@ from torch import Tensor
 
 __all__ = ["DrawsAhead"]
 
-_FIRST = 2  # calls in a row after which draws are made ahead: `Predictive` makes two before those that it is asked for
+_FIRST = 2  # calls in a row that `Predictive` makes before those that it is asked for, for shapes
 _LEAST, _MOST = 4, 64  # draws in one pass; 128 take about twice the time of 64 in models of 1,000 rows
+
+Make = Callable[[int, int], Mapping[str, Tensor]]  # number of draws, seed -> draws of every latent
+
+
+class _Stock:
+    """Draws that are handed out once each; passes make 4, 8, 16, ... of them."""
+
+    def __init__(self) -> None:
+        self._draws: Mapping[str, Tensor] = {}
+        self._count, self._place = 0, 0  # of draws, and the next one
+
+    def next(self, make: Make, seed: Callable[[], int]) -> dict[str, Tensor]:
+        """Returns the next draw of every latent; where none is left ``make`` makes more."""
+        if self._place == self._count:
+            self._count, self._place = min(2 * self._count or _LEAST, _MOST), 0
+            self._draws = make(self._count, seed())
+        self._place += 1
+        return {name: value[self._place - 1] for name, value in self._draws.items()}
 
 
 class DrawsAhead:
     """Draws of one posterior for calls between which nobody draws random numbers.
 
-    Passes make 4, 8, 16, ... draws, so not many more are made than are asked for. A call that finds the random number
-    generator in another state than the last one left it begins anew, so draws are a function of the seed.
+    A call that finds the random number generator in another state than the last one left it begins anew, so draws are a
+    function of the seed. The first two in a row, of which `Predictive` takes shapes alone, are from a stock apart.
 
     Example:
+        >>> def make(count, seed):
+        ...     return {"z": torch.randn(count, generator=torch.Generator().manual_seed(seed))}
         >>> ahead = DrawsAhead()
-        >>> def make(count):
-        ...     return {"z": torch.randn(count)}
         >>> def several(seed):
         ...     _ = torch.manual_seed(seed)
-        ...     found = []
-        ...     for _ in range(8):
-        ...         is_due = ahead.is_due("a posterior")
-        ...         found.append(ahead.next(make)["z"] if is_due else torch.randn(()))
-        ...         ahead.leave()
-        ...     return torch.stack(found)
+        ...     return torch.stack([ahead.next("a posterior", make)["z"] for _ in range(8)])[2:]
         >>> torch.equal(several(0), several(0)), torch.equal(several(0), several(1))
         (True, False)
     """
 
     def __init__(self) -> None:
-        self._draws: Mapping[str, Tensor] = {}
-        self._count, self._place = 0, 0  # of draws, and the next one
+        self._spare, self._row = _Stock(), _Stock()
+        self._seeds = itertools.count()  # of the spare ones
         self._calls = 0  # in a row
         self._key: Any = None
         self._left: Tensor | None = None  # state of the generator when the last call left it
 
-    def __getstate__(self) -> dict[str, Any]:
-        return DrawsAhead().__dict__
+    def __reduce__(self) -> Any:  # a copy has draws of its own
+        return DrawsAhead, ()
 
-    def is_due(self, key: Any) -> bool:
-        """Whether enough calls came in a row, with this one, for the same posterior, of which ``key`` tells."""
-        if self._left is None or key != self._key or not torch.equal(torch.get_rng_state(), self._left):
-            self._calls = self._count = self._place = 0
-        self._calls, self._key = self._calls + 1, key
-        return self._calls > _FIRST
+    def next(self, key: Any, make: Make) -> dict[str, Tensor]:
+        """Returns the next draw of every latent of a posterior, of which ``key`` tells.
 
-    def next(self, make: Callable[[int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the next draw of every latent; ``make(count)`` makes more, ``(count, *site shape)`` each."""
-        if self._place == self._count:
-            self._count, self._place = min(2 * self._count or _LEAST, _MOST), 0
-            self._draws = make(self._count)
-        torch.rand(())  # so that no two calls leave the same state
-        self._place += 1
-        return {name: value[self._place - 1] for name, value in self._draws.items()}
-
-    def leave(self) -> None:
-        """Takes note of the generator's state at the end of a call."""
+        ``make(count, seed)`` makes draws, ``(count, *site shape)`` each, and leaves the generator as it was.
+        """
+        if key != self._key:
+            self._spare, self._seeds, self._key, self._left = _Stock(), itertools.count(), key, None
+        if self._left is None or not torch.equal(torch.get_rng_state(), self._left):
+            self._calls, self._row = 0, _Stock()
+        self._calls += 1
+        is_spare = self._calls <= _FIRST
+        seed = int(torch.randint(2**31, ()))  # in every call, so that no two leave the same state
+        found = self._spare.next(make, self._seeds.__next__) if is_spare else self._row.next(make, lambda: seed)
         self._left = torch.get_rng_state()
+        return found

@@ -24,7 +24,7 @@ from pyro_nami.guide.starts import DataSets, Starts
 from pyro_nami.reading.conjugate_group import ConjugateGroup
 from pyro_nami.reading.expansion import Changed, Expansion, broadcast, expanding, leading_shape
 from pyro_nami.reading.flat import improper_posterior
-from pyro_nami.reading.gaussian_constants import FromConstants, constants_of
+from pyro_nami.reading.gaussian_constants import Constants, FromConstants, constants_of
 from pyro_nami.reading.isolation import outside_of_traces, untouched
 from pyro_nami.reading.joint_gaussian import JointGaussian
 from pyro_nami.reading.newton import Newton
@@ -76,7 +76,8 @@ def _from_one(
 ) -> FromConstants | None:
     """Returns the expansion of a Gaussian block for many draws, by what one of them shows to be the same for all.
 
-    None for few draws, where there is no such thing, and where it is known from steps before.
+    None for few draws, where there is no such thing, and where it is known from steps before. A call on the data of
+    training keeps it.
     """
     nesting = plan.plates.nesting
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
@@ -85,6 +86,21 @@ def _from_one(
         return None
     if call.lacking or current.observed or torch.jit.is_tracing() or (call.constants or {}).get((group, leading)):
         return None
+    kept: dict[Any, Any] = {} if call.constants is None else call.constants
+    key = group, "one"
+    if key not in kept:
+        kept[key] = _constants_of_one(group, current, plan, call, known)
+    if kept[key] is None:
+        return None
+    options: dict[str, Any] = {"forget": functools.partial(kept.__setitem__, key, None), "is_rounded": True}
+    return FromConstants(group, leading, nesting, constants=kept[key], **options)
+
+
+def _constants_of_one(
+    group: ConjugateGroup, current: Pass, plan: Plan, call: Call, known: Mapping[str, Tensor]
+) -> Constants | None:
+    """Returns what of a Gaussian block is constant, by the first of many draws of what is before it."""
+    nesting = plan.plates.nesting
     cuts = {name: max(0, v.dim() - plan.event_dims.get(name, 0) - nesting) for name, v in known.items()}
     first = {name: value[(0,) * cuts[name]].detach().clone() for name, value in known.items()}
     first = {name: value.requires_grad_(value.is_floating_point()) for name, value in first.items()}
@@ -103,10 +119,7 @@ def _from_one(
                 sites = run(expansion.points, expansion.until)
             check_members(expansion, sites, current)
             following = expansion.solve(sites)
-        constants = constants_of(*one, dict(sizes), run, expansion.references)
-        if constants is not None:
-            options: dict[str, Any] = {"constants": constants, "forget": lambda: None, "is_rounded": True}
-            return FromConstants(group, leading, nesting, **options)
+        return constants_of(*one, dict(sizes), run, expansion.references)
     return None
 
 

@@ -17,6 +17,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.mask_messenger import MaskMessenger
@@ -89,7 +90,7 @@ def is_predicting() -> bool:
 
 
 def _only_looks(handler: Any) -> bool:
-    looks = isinstance(handler, (TraceMessenger, MaskMessenger, InitMessenger))
+    looks = isinstance(handler, (TraceMessenger, MaskMessenger, InitMessenger, BlockMessenger))
     return looks or isinstance(handler, ConditionMessenger) and not handler.data
 
 

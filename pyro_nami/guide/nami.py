@@ -8,6 +8,7 @@ and `network_state` gives the parameters. `lazy` does what comes before, `densit
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -38,6 +39,7 @@ from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
 __all__ = ["AutoNaMIGuide"]
 
 _MEDIAN_DRAWS, _FEW_DRAWS = 1000, 8  # for quantiles; to see whether the model can be run for many
+_LEAST_DRAWS, _MOST_ROWS = 16, 2**15  # in one pass: draws, and rows of data times draws where modes are searched
 MODES = {"auto": None, **{mode.value: mode for mode in Mode}}
 _ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]  # made by Pyro's metaclass, which type checkers do not follow
 
@@ -258,11 +260,8 @@ class AutoNaMIGuide(DensityGuide):
         call = self._begin(args, kwargs)
         if call.target is None or call.indices or not is_predicting():
             return self._drawn(call)
-        is_due = self._ahead.is_due((self.network.passes, id(call.values)))
-        found = self._drawn_ahead(call, call.target) if is_due else None
-        found = self._drawn(call) if found is None else found
-        self._ahead.leave()
-        return found
+        found = self._drawn_ahead(call, call.target)
+        return self._drawn(call) if found is None else found
 
     def _drawn_ahead(self, call: Call, target: Target) -> dict[str, Tensor] | None:
         """Returns draws for a prediction, made in a pass for many; None where the model is run one by one."""
@@ -271,10 +270,10 @@ class AutoNaMIGuide(DensityGuide):
             if self._plan_for_many(call) is None:
                 return None
 
-        def make(count: int) -> dict[str, Tensor]:
-            return self._draws(count, call.args, dict(call.kwargs), seed=int(torch.randint(2**31, ())))
+        def make(count: int, seed: int) -> dict[str, Tensor]:
+            return self._draws(count, call.args, dict(call.kwargs), seed)
 
-        values = self._ahead.next(make)
+        values = self._ahead.next((self.network.passes, id(call.values)), make)
         current = start_pass(plan, self._start(call), call)
         hand_out(current, plan, call, values)
         found = {**current.returned, **draw_fresh(current, plan, target)}
@@ -328,16 +327,20 @@ class AutoNaMIGuide(DensityGuide):
                 self(*args, **kwargs)
         plan, sites = self._made(), self.prototype_trace.nodes
         with untouched(self.model), poutine.block(), poutine.mask(mask=True):
-            at_once = self._plan_for_many(self._begin(args, kwargs))
+            call = self._begin(args, kwargs)
+            at_once = self._plan_for_many(call)
             self._plan = at_once or plan
             pyro.set_rng_seed(seed)
+            runs = []
             try:
-                with pyro.plate("_draws", count, dim=-1 - plan.plates.nesting) if at_once else nullcontext():
-                    runs = [self(*args, **kwargs) for _ in range(1 if at_once else count)]
+                for size in _passes(count, call, plan) if at_once else [1] * count:
+                    with pyro.plate("_draws", size, dim=-1 - plan.plates.nesting) if at_once else nullcontext():
+                        run = self(*args, **kwargs)
+                    run = {name: value if at_once else value[None] for name, value in run.items() if name in sites}
+                    runs.append({name: own_shape(value, size, sites[name]) for name, value in run.items()})
             finally:
                 self._plan = plan
-        values = runs[0] if at_once else {name: torch.stack([run[name] for run in runs]) for name in runs[0]}
-        return {name: own_shape(value, count, sites[name]) for name, value in values.items() if name in sites}
+        return {name: torch.cat([run[name] for run in runs]) for name in runs[0]}
 
     def _plan_for_many(self, call: Call) -> Plan | None:
         """Returns a plan by which many draws of a call are made at once, that of a mapped model if need be, or None."""
@@ -351,3 +354,11 @@ class AutoNaMIGuide(DensityGuide):
             plans = plan, replace(plan, vectorized=True)
             self._many = plan, next((each for each in plans if takes_many(each.for_many(self.model), *check)), None)
         return self._many[1]
+
+
+def _passes(count: int, call: Call, plan: Plan) -> list[int]:
+    """Returns how many draws each pass makes: all at once, but where that takes long and would leave the cache."""
+    has_mode = any(group.has_mode for group in plan.groups.values())
+    rows = sum(value.numel() for value in call.values.values()) if has_mode else 0
+    parts = max(1, min(count // _LEAST_DRAWS, math.ceil(count * rows / _MOST_ROWS)))
+    return [len(part) for part in torch.arange(count).chunk(parts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import warnings
 
 import pyro
@@ -90,7 +91,9 @@ def test_trains(name):
         svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
         losses += [svi.step(*args) for _ in range(8)]
     assert torch.tensor(losses).isfinite().all()
-    assert sum(losses[-5:]) < 5 * abs(losses[0]) * (1 + 1e-5) + 5  # to the rounding of float32
+    first, last = (statistics.median(each) for each in (losses[:5], losses[-5:]))
+    noise = 1.0 if name == "minibatches of one" else 1e-5  # of rows, and of rounding
+    assert last < abs(first) * (1 + noise) + 1
     draws = Predictive(model, guide=guide, num_samples=3)(*args)
     assert all(draws[name].float().isfinite().all() for name in guide(*args))
 

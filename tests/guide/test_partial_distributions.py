@@ -126,7 +126,7 @@ def with_latent(kind):
 
 def elbo(model, guide):
     with torch.no_grad():
-        return -Trace_ELBO(200).loss(model, guide, Y)
+        return -Trace_ELBO(1000).loss(model, guide, Y)
 
 
 def log_evidence(model):

@@ -93,7 +93,7 @@ def test_a_guide_trained_over_sizes_is_right_at_each():
     def arguments(step):
         return (2 + int(torch.randint(10, ())),), {}
 
-    compilation.fit(400, arguments, validation=250, progress=False)
+    compilation.fit(800, arguments, validation=500, progress=False)  # at seeds 0 to 7 means are at most 0.19 sd off
     for size in (3, 9):
         y = torch.linspace(0.0, 2.0, size)
         mean, sd = conjugate_normal_posterior(y)
