@@ -143,15 +143,18 @@ class _Interventions:
                 self.parents[name] |= self.suspects[name]
 
     def _check_plate(self, plate: str) -> None:
-        """Changes half of the instances of a plate, then the other half: the rest must not move."""
+        """Changes half of the instances of a plate, the other half, and one: the rest must not move.
+
+        Of binary instances changes of a half may cancel in what is read of all, their sum say; that of one does not.
+        """
         probe, size, dim = self.probe, self.probe.sizes[plate], self.probe.plates[plate].dim
         inside = [name for name in probe.order if plate in probe.plates_of[name]]
         sites = [name for name in inside if name not in self.hidden]
         if size < 2 or len(sites) < 2:
             return
         places = dict.fromkeys(inside, Place(dim, torch.arange(size, device="cpu")))
-        half = torch.randperm(size, device="cpu") < size // 2
-        for kept in (half, ~half):
+        order = torch.randperm(size, device="cpu")
+        for kept in (order < size // 2, order >= size // 2, order > 0):
             if probe.spent:
                 return
             run = probe.redraw_rows(probe.first, places, ~kept)

@@ -451,6 +451,17 @@ class TestPlates:
         with pytest.raises(ValueError, match="'x', declared independent in plate 'p0'; .* instances of 'z'"):
             extract_bayesnet(model)
 
+    def test_changes_of_binary_instances_that_cancel_hide_no_coupling(self):
+        def model():
+            with pyro.plate("p", 4):
+                z = bernoulli("z")
+                normal("x", z.sum(), obs=torch.zeros(4))
+
+        for seed in range(10):
+            pyro.set_rng_seed(seed)
+            with pytest.raises(ValueError, match="declared independent in plate 'p'"):
+                extract_bayesnet(model)
+
     def test_reading_a_plate_from_outside_is_no_coupling(self):
         def model():
             with pyro.plate("p", 4):
