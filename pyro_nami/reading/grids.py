@@ -1,16 +1,19 @@
 """Densities on an even grid along one line: their mass, and the quantiles of standard Normal variables at its points.
 
+Values at Chebyshev points, fewer, give those on a grid by polynomials (`on_grid`).
+
 The error falls with the fourth power of the grid's step. Change this module to integrate otherwise.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
-__all__ = ["HALF", "Mass", "grid_like", "slope_of"]
+__all__ = ["HALF", "Mass", "coefficients", "grid_like", "on_grid", "points_like", "slope_of"]
 
 HALF = 6.0  # of the grid, in units of its own
 _SMALLEST = 1e-9  # probability of a tail, up to which quantiles are told
@@ -69,6 +72,49 @@ def grid_like(size: int, like: Tensor) -> Tensor:
     """Returns the grid along a first dim, before those of ``like``."""
     grid = torch.linspace(-HALF, HALF, size, dtype=like.dtype, device=like.device)
     return grid.reshape((-1,) + (1,) * like.dim())
+
+
+def points_like(size: int, like: Tensor) -> Tensor:
+    """Returns Chebyshev points from end to end of a grid along a first dim, before those of ``like``."""
+    return (HALF * _nodes(size)).to(like).reshape((-1,) + (1,) * like.dim())
+
+
+def coefficients(values: Tensor) -> Tensor:
+    """Returns the Chebyshev coefficients, along a first dim, of a polynomial through values at `points_like`.
+
+    Example:
+        >>> coefficients(points_like(5, torch.zeros(())).square()).round(decimals=3)  # of 36 t^2 = 18 + 18 T2(t)
+        tensor([18.,  0., 18.,  0.,  0.])
+    """
+    to = torch.linalg.inv(_polynomials(_nodes(len(values)), len(values)))
+    return torch.tensordot(to.to(values), values, 1)
+
+
+def on_grid(values: Tensor, size: int) -> Tensor:
+    """Returns what a polynomial through values at `points_like` is at a grid's points, along a first dim.
+
+    Example:
+        >>> points, grid = points_like(13, torch.zeros(())), grid_like(5, torch.zeros(()))
+        >>> (on_grid(points.cos(), 5) - grid.cos()).abs().max() < 1e-3
+        tensor(True)
+    """
+    return torch.tensordot(_to_grid(len(values), size).to(values), values, 1)
+
+
+@functools.cache
+@torch.inference_mode(False)  # as it is kept for calls with gradients
+def _to_grid(count: int, size: int) -> Tensor:
+    at = torch.linspace(-1, 1, size, dtype=torch.float64, device="cpu")
+    return _polynomials(at, count) @ torch.linalg.inv(_polynomials(_nodes(count), count))
+
+
+def _nodes(count: int) -> Tensor:
+    return -torch.linspace(0, math.pi, count, dtype=torch.float64, device="cpu").cos()
+
+
+def _polynomials(at: Tensor, count: int) -> Tensor:
+    """Returns Chebyshev polynomials, ``(places, count)``."""
+    return (at.clamp(-1, 1).acos().unsqueeze(-1) * torch.arange(count, device="cpu")).cos()
 
 
 def _before(values: Tensor) -> Tensor:

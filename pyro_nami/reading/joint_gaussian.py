@@ -86,6 +86,11 @@ class JointGaussian(SecondOrder):
         self._offsets.clear()
         return {name: found[name] for name in names}
 
+    def renewed(self) -> Self:
+        """Forgets at which values of members conditionals were asked for, which come in order; returns itself."""
+        self._offsets.clear()
+        return self
+
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         with derivatives():
             self._read(sites, whole=False)
