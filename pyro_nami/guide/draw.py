@@ -94,14 +94,14 @@ def _only_looks(handler: Any) -> bool:
     return looks or isinstance(handler, ConditionMessenger) and not handler.data
 
 
-def hand_out(current: Pass, plan: Plan, call: Call, values: Mapping[str, Tensor]) -> None:
-    """Samples every latent at its site, as a draw that was made before."""
-    sites = call.sites or sites_of(call, plan)
-    seen = current.rules.keys() - current.private
-    for name in [name for name in plan.rules if name in values and name in seen]:
-        fn = dist.Delta(values[name], event_dim=sites[name]["fn"].event_dim)
+def hand_out(plan: Plan, call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Samples every latent at its site, as a draw that was made before; returns what handlers outside make of it."""
+    sites, found = call.sites or sites_of(call, plan), dict[str, Tensor]()
+    hidden = call.lacking if call.target is None else call.lacking | call.target.hidden
+    for name in [name for name in plan.rules if name in values and name not in hidden]:
         with _At(sites[name]):
-            current.take(name, pyro.sample(name, fn), fn)
+            found[name] = pyro.sample(name, dist.Delta(values[name], event_dim=sites[name]["fn"].event_dim))
+    return found
 
 
 def draw_fresh(current: Pass, plan: Plan, target: Target) -> dict[str, Tensor]:

@@ -274,9 +274,11 @@ class AutoNaMIGuide(DensityGuide):
             return self._draws(count, call.args, dict(call.kwargs), seed)
 
         values = self._ahead.next((self.network.passes, id(call.values)), make)
-        current = start_pass(plan, self._start(call), call)
-        hand_out(current, plan, call, values)
-        found = {**current.returned, **draw_fresh(current, plan, target)}
+        found = hand_out(plan, call, values)
+        if target.fresh:
+            current = start_pass(plan, self._start(call), call)
+            current.values.update({name: v.clone() if v.is_inference() else v for name, v in found.items()})
+            found |= draw_fresh(current, plan, target)
         return {name: found[name] for name in (*plan.rules, *found) if name in found}
 
     def _drawn(self, call: Call, refinement: Mapping[Hashable, Tensor] | None = None) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ __all__ = ["MOST_TABULATED", "Tabulated"]
 
 MOST_TABULATED = 2  # members
 _POINTS = 33, 17  # of the grid of one member, and of each of two
-_NODES = 13, 9  # Chebyshev points, in the place of those
+_NODES = 13, 11  # Chebyshev points, in the place of those; with 9 counts of 20 groups often need the grid
 _TAIL = 1e-2  # the largest of the last coefficients that a polynomial may have, of a slope by deviations
 _STEEPEST = 1e9  # slope, for those that overflow
 _ERROR = 1e-2  # of a log density, in nats and relative, that integration over the grid may have
