@@ -30,7 +30,10 @@ def exchangeable_plates(before: Call, now: Call, names: Collection[str]) -> froz
     nothing.
     """
     with untouched(now.model), torch.no_grad():
-        sites = now.run({}, choose=_reference)
+        try:
+            sites = now.run({}, choose=_reference)
+        except Exception:  # noqa: BLE001  whatever a model does near the origin
+            return frozenset()
         frames = {frame.name: frame for name in names if name in sites for frame in sites[name]["cond_indep_stack"]}
         return frozenset(
             plate for plate, frame in frames.items() if frame.vectorized and _may_be_of(frame, before, now, sites)
@@ -50,12 +53,12 @@ def _may_be_of(frame: Any, before: Call, now: Call, sites: Mapping[str, Any]) ->
     values = {name: _along(site["value"], site, frame) for name, site in sites.items() if is_latent(site)}
     try:
         others = _rotated(before, now, frame).run(values)
+        return all(
+            torch.allclose(_along(_log_prob(site), site, frame, event_dim=0), _log_prob(others[name]), equal_nan=True)
+            for name, site in sites.items()
+        )
     except Exception:  # noqa: BLE001  whatever a model does that refuses other orders
         return True
-    return all(
-        torch.allclose(_along(_log_prob(site), site, frame, event_dim=0), _log_prob(others[name]), equal_nan=True)
-        for name, site in sites.items()
-    )
 
 
 def _log_prob(site: Any) -> Tensor:
