@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["JointGaussian"]
 
 _OFF, _FAR = 0.01, 30.0  # deviations: what rounding may move a mean by, and the way there, of which more is taken anew
+_MOST_CLOSER = 3  # times that more is taken anew; after one, one of 280 posteriors in float32 is 45 deviations off
 _COLLINEAR = 1e3  # by how much what offsets under flat priors share may multiply rounding, as no prior's width says
 _WIDE = 10.0  # deviations, within which, or some times as far, a density is looked at
 _PIVOT = 50.0  # times the rounding error: of a relative pivot that is no more, rounding leaves no digit
@@ -151,7 +152,7 @@ class JointGaussian(SecondOrder):
     def _closer(self) -> Self | None:
         """Returns the expansion about the means, where rounding at the references may have moved these."""
         eps = torch.finfo(next(iter(self.references.values())).dtype).eps
-        if eps < torch.finfo(torch.float32).eps or self._runs > 1 or torch.jit.is_tracing():
+        if eps < torch.finfo(torch.float32).eps or self._runs > _MOST_CLOSER or torch.jit.is_tracing():
             return None
         means, steps, away, narrower = self.means(), self._lengths, [], []
         for names, level in zip(self._by_level(), self._levels):

@@ -576,10 +576,13 @@ def assert_reads_no_more(guide, values, data):
 
 
 @torch.no_grad()
-def test_in_single_precision_means_far_from_the_priors_are_what_they_are_in_double():
+@pytest.mark.parametrize("seed", [0, 5])
+def test_in_single_precision_means_far_from_the_priors_are_what_they_are_in_double(seed):
     """Slopes there are rounded by more than posteriors of crossed effects are wide: it was 7 nats off at a scale of
-    0.08, and no number below 0.004.
+    0.08, no number below 0.004, and 1025 nats at seed 5, when means were taken anew once; at seeds 0 to 19 it is at
+    most 0.6 nats off.
     """
+    pyro.set_rng_seed(seed)
     a, b = torch.randint(12, (200,)), torch.randint(8, (200,))
 
     def model():
@@ -605,5 +608,5 @@ def test_in_single_precision_means_far_from_the_priors_are_what_they_are_in_doub
         found.append(guide.log_prob_of(False, now, None, **data).double())  # from where it ended
     for single in found[2:]:
         off = (single - found[0]).abs() * s.squeeze(-1) ** 2  # as an error of a mean counts by its precision
-        assert off.max() < 2e-4, single - found[0]
-        assert (single - found[0]).abs()[s.squeeze(-1) > 0.02].max() < 0.1
+        assert off.max() < 5e-4, single - found[0]
+        assert (single - found[0]).abs().max() < 1.0

@@ -106,7 +106,7 @@ def test_one_wild_step_moves_no_patient_parameter_far_but_what_somebody_sets_sta
         step = 0.5 * torch.randn(2) if number < 60 else 1e-4 * torch.randn(2)  # as after one huge gradient
         value += step
         pace.adapt(value)
-        assert value[0].abs() < 0.15
+        assert value[0].abs() < 1.0  # at 300 seeds 0.05 in the median, and at most 0.71, where the other goes 10.8
     before = value[0].item()
     value += 1.5
     pace.adapt(value)
