@@ -86,13 +86,13 @@ def _from_one(
         return None
     if call.lacking or current.observed or torch.jit.is_tracing() or (call.constants or {}).get((group, leading)):
         return None
-    kept: dict[Any, Any] = {} if call.constants is None else call.constants
+    kept: dict[Any, Any] = call.constants if call.is_fixed and call.constants is not None else {}
     key = group, "one"
     if key not in kept:
         kept[key] = _constants_of_one(group, current, plan, call, known)
     if kept[key] is None:
         return None
-    options: dict[str, Any] = {"forget": functools.partial(kept.__setitem__, key, None), "is_rounded": True}
+    options: dict[str, Any] = {"forget": functools.partial(kept.pop, key, None), "is_rounded": True}
     return FromConstants(group, leading, nesting, constants=kept[key], **options)
 
 
