@@ -5,12 +5,13 @@ Change this module when a distribution can be drawn in another way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Independent
+from torch.distributions.constraints import Constraint
 
 from pyro_nami.factors.bijections import bijection_to
 from pyro_nami.factors.wrappers import without
@@ -51,8 +52,17 @@ def any_value(fn: Any, like: Tensor | None = None, unconstrained: Callable[..., 
         if like is not None and like.shape != fn.shape():
             raise
         return like
-    kind = torch.empty(0) if like is None else like
+    kind = next(_bounds_of(fn.support), torch.empty(0)) if like is None else like
     return transform(unconstrained(transform.inverse_shape(fn.shape()), dtype=kind.dtype, device=kind.device))
+
+
+def _bounds_of(constraint: Any) -> Iterator[Tensor]:
+    """Yields the tensors that bound a support, which say what type and device values are of."""
+    for value in vars(constraint).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Constraint):
+            yield from _bounds_of(value)
 
 
 def redraw(fn: Any, base: Tensor) -> Tensor:
