@@ -75,6 +75,7 @@ class SecondOrder(Expansion):
             loc, step = prior.mean.detach(), prior.stddev.detach().mean()
             loc = loc[0] if self._has_points(prior, shape) else loc
         reference = self.references[name] = self.reference(name, loc, step)
+        loc, step = loc.to(reference), step.to(reference)  # a flat prior may not say on which device it is
         if self.away is not None:
             return reference + self.away * step * irregular(shape, loc, len(self.values))
         held = self._held(name, shape, prior)
