@@ -39,8 +39,9 @@ class _Stock:
 class DrawsAhead:
     """Draws of one posterior for calls between which nobody draws random numbers.
 
-    A call that finds the random number generator in another state than the last one left it begins anew, so draws are a
-    function of the seed. The first two in a row, of which `Predictive` takes shapes alone, are from a stock apart.
+    Draws are a function of the seed: a call starts a new row of draws if the random number generator has moved since.
+    `Predictive` makes two calls for shapes first. These two get draws of a stock of their own, which stays
+    from row to row.
 
     Example:
         >>> def make(count, seed):

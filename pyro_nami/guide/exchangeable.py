@@ -1,6 +1,6 @@
-"""Which plate minibatches are of: the one whose rows the model exchanges with those of the arguments that moved.
+"""The plate of minibatches: the model is exchangeable in its instances, with the rows of the minibatch's arguments.
 
-Change this module when the plate of minibatches is to be told by something else.
+Change this module to find that plate in another way.
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ __all__ = ["exchangeable_plates"]
 
 
 def exchangeable_plates(before: Call, now: Call, names: Collection[str]) -> frozenset[str]:
-    """Returns the plates around sites ``names`` that the arguments that moved between two calls may be rows of.
+    """Returns the plates in whose instances a model is exchangeable, with the rows of a minibatch's arguments.
 
-    If minibatches are of a plate, the model does not tell their rows apart: with the rows of all arguments that moved
-    rotated by one, and those of latents, log densities are those from before, rotated. They are not where something
-    stayed that has a value for each instance, a covariate of another plate say. A model that cannot be run so says
-    nothing.
+    The arguments that differ between two calls are those of a minibatch. Their rows, and the values of latents, are
+    rotated by one along each plate. The plate is one of those returned if log densities are then rotated as well.
+    They are not if another argument holds a value for each instance, such as a covariate of the plate.
+
+    Args:
+        before, now: two calls, with different minibatches.
+        names: the sites whose plates are tried.
+
+    Returns:
+        Plates. A plate along which the model fails on rotated arguments is one of them.
     """
     with untouched(now.model), torch.no_grad():
         try:
@@ -49,7 +55,7 @@ def _reference(site: Any) -> Tensor | None:
 
 
 def _may_be_of(frame: Any, before: Call, now: Call, sites: Mapping[str, Any]) -> bool:
-    """Whether log densities are those of ``sites``, rotated along a plate, when what moved is rotated along it."""
+    """Whether log densities are those of ``sites``, rotated along a plate, once arguments and latents are rotated."""
     values = {name: _along(site["value"], site, frame) for name, site in sites.items() if is_latent(site)}
     try:
         others = _rotated(before, now, frame).run(values)
@@ -73,15 +79,15 @@ def _along(value: Any, site: Any, frame: Any, event_dim: int | None = None) -> A
 
 
 def _rotated(before: Call, now: Call, frame: Any) -> Call:
-    """Returns a call with the rows of those arguments rotated by one that an earlier call had others for."""
+    """Returns a call whose arguments are rotated by one row along a plate, if they differ from those of ``before``."""
     (old, kind), (leaves, spec) = (tree_flatten([each.args, dict(each.kwargs)]) for each in (before, now))
     old = old if kind == spec else [None] * len(leaves)
-    args, kwargs = tree_unflatten([_moved(*pair, frame) for pair in zip(old, leaves)], spec)
+    args, kwargs = tree_unflatten([_rotate(*pair, frame) for pair in zip(old, leaves)], spec)
     return replace(now, args=args, kwargs=kwargs)
 
 
-def _moved(old: Any, value: Any, frame: Any) -> Any:
-    """Returns an argument, rotated along its dim for a plate, or else the first of the plate's size, if it moved."""
+def _rotate(old: Any, value: Any, frame: Any) -> Any:
+    """Returns an argument, rotated if it differs from ``old``: along the plate's dim, or the first of its size."""
     if not isinstance(value, Tensor) or frame.size not in value.shape:
         return value
     if isinstance(old, Tensor) and torch.equal(old, value):

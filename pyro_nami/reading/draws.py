@@ -5,8 +5,7 @@ Change this module when a distribution can be drawn in another way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,20 +30,13 @@ def drawn(fn: Any) -> Any:
         return None
 
 
-def any_value(
-    fn: Any,
-    like: Tensor | None = None,
-    unconstrained: Callable[..., Tensor] = torch.randn,
-    beside: Iterable[Any] = (),
-) -> Any:
+def any_value(fn: Any, like: Tensor | None = None, unconstrained: Callable[..., Tensor] = torch.randn) -> Any:
     """A value of shape ``fn.shape()`` in the support: a draw, or the image of a point in unconstrained space.
 
     Args:
         fn: the distribution.
         like: of the point's dtype and device; where no bijection is known, it is returned if it has the shape.
         unconstrained: makes the point, from ``(shape, dtype=, device=)``: ``torch.randn``, ``torch.zeros``.
-        beside: what else there is; the first real tensor says dtype and device, where neither ``like`` nor the
-            bounds of the support do.
 
     Example:
         >>> from pyro.distributions import ImproperUniform, constraints
@@ -60,13 +52,12 @@ def any_value(
         if like is not None and like.shape != fn.shape():
             raise
         return like
-    told = (each for each in beside if isinstance(each, Tensor) and each.is_floating_point())
-    kind = next(chain(_bounds_of(fn.support), told), torch.empty(0)) if like is None else like
+    kind = next(_bounds_of(fn.support), torch.empty(0)) if like is None else like
     return transform(unconstrained(transform.inverse_shape(fn.shape()), dtype=kind.dtype, device=kind.device))
 
 
 def _bounds_of(constraint: Any) -> Iterator[Tensor]:
-    """Yields the tensors that bound a support, which say what type and device values are of."""
+    """Yields the bounds of a support that are tensors: its values have their dtype and device."""
     for value in vars(constraint).values():
         if isinstance(value, Tensor):
             yield value

@@ -21,7 +21,6 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _DIM_ALLOCATOR, _PYRO_STACK, get_plates
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pyro_nami.factors.completed import completed
 from pyro_nami.messages import warn
@@ -94,7 +93,6 @@ class Runner(Messenger):
         self.values, self.indices, self.shown, self.broadcast = values, indices or {}, shown, broadcast
         self.simulated, self.choose, self.note = simulated, choose, note
         self.until, self.is_sampling = until, False
-        self._arguments: Any = ()
         Runner.restart(self)
 
     def restart(self) -> None:
@@ -105,7 +103,6 @@ class Runner(Messenger):
 
     def run(self, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Runs the model, to its end or until all is seen; returns its sample sites, as a trace holds them."""
-        self._arguments = args, dict(kwargs)
         with own_dims(), self, suppress(AllSeen):
             model(*args, **kwargs)
         return self.sites
@@ -133,7 +130,7 @@ class Runner(Messenger):
         elif self.simulated and msg["is_observed"] and not is_fixed(msg):
             msg["is_observed"], msg["value"] = False, None
         elif msg["value"] is None and not self.is_sampling and is_improper(msg["fn"]):  # which has no draws
-            msg["value"] = any_value(msg["fn"], beside=[*self.values.values(), *tree_leaves(self._arguments)])
+            msg["value"] = any_value(msg["fn"])
 
     def _postprocess_message(self, msg: Any) -> None:
         # Sequential enumeration puts the run off at a site, and there is no value yet.

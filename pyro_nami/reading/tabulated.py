@@ -2,8 +2,8 @@
 
 A standard Normal variable is mapped to quantiles of the density, which are known at the grid's points. The error falls
 with the fourth power of the grid's step. A latent that is drawn later is integrated out on a grid of its own, at every
-point of the first. Slopes are taken at few Chebyshev points first, and at all points of the grid only where polynomials
-through these miss something. Change this module for other grids.
+point of the first. Slopes are taken at a few Chebyshev points first. Where the last coefficients of the polynomials
+through these slopes are not small, slopes are taken at all points of the grid. Change this module for other grids.
 
 References:
     Trefethen 2013, Approximation theory and approximation practice: coefficients of a polynomial tell its error.
@@ -53,21 +53,30 @@ class Tabulated(Expansion):
         first, *second = self.group.members
         self._size: int = max(1, finer) * (_POINTS[len(second)] - 1) + 1  # of the grid
         self._taken = self._size if finer else _NODES[len(second)]  # points of a line at which slopes are taken
-        self._line, self._middle = points_like if self._taken < self._size else grid_like, self._taken // 2
+        line = functools.partial(grid_like if finer else points_like, self._taken)
         fn = near.conditional(first, {})
         ones = (1,) * fn.event_dim
         self._center, self._scale = (each.reshape(fn.batch_shape) for each in (fn.mean, fn.stddev))
-        place = self._center + self._scale * self._line(self._taken, self._center)
+        place = self._center + self._scale * line(self._center)
         self.places = {first: place}
         for name in second:
             fn = near.conditional(name, {first: place.reshape(place.shape + ones)})
             center, self._inner = (each.reshape(fn.batch_shape) for each in (fn.mean, fn.stddev))
             self._slide = (center[-1:] - center[:1]) / (2 * HALF)  # by a deviation of the first
-            inner = center.unsqueeze(1) + self._inner.unsqueeze(1) * self._line(self._taken, center[0])
+            inner = center.unsqueeze(1) + self._inner.unsqueeze(1) * line(center[0])
             outer = place.unsqueeze(1).expand(-1, self._taken, *place.shape[1:])
             self.places = {first: outer.flatten(0, 1), name: inner.flatten(0, 1)}
         self.count = self._taken ** len(self.places)
-        self._third = self.count // 3
+
+    @property
+    def _middle(self) -> int:
+        """The number of the point in the middle of a line, where its grid is centered."""
+        return self._taken // 2
+
+    @property
+    def _third(self) -> int:
+        """The number of a point off the middle, at which a run by itself is compared with that at all points."""
+        return int(self.count or 0) // 3
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         place = self.places[name]
@@ -176,5 +185,5 @@ class Tabulated(Expansion):
 
 
 def _is_told(slopes: Tensor, dim: int) -> bool:
-    """Whether a polynomial through slopes at Chebyshev points along a dim tells what is between them, all or none."""
+    """Whether polynomials through slopes at Chebyshev points along a dim tell all slopes between these points."""
     return bool((coefficients(slopes.detach().movedim(dim, 0))[-3:].abs() <= _TAIL).all())

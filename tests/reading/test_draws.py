@@ -42,3 +42,11 @@ def test_another_value_differs_in_every_element(fn):
 def test_what_can_be_nothing_else_stays():
     base = torch.zeros(5, dtype=torch.long)
     assert torch.equal(redraw(dist.Categorical(torch.ones(1)).expand([5]), base), base)
+
+
+def test_a_value_has_the_dtype_of_the_bounds_of_its_support():
+    bound = torch.tensor(-5.0, dtype=torch.float64)
+    for support in (dist.constraints.greater_than(bound), dist.constraints.interval(bound, -bound)):
+        for event in ((), (2,)):
+            fn = dist.ImproperUniform(support, (3,), event)
+            assert any_value(fn).dtype is torch.float64
