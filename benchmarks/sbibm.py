@@ -42,7 +42,8 @@ from sbibm_tasks import TASKS, Task
 from torch import Tensor, nn
 
 from pyro_nami import AmortizedPosterior, amortize, calibrate, from_simulator
-from pyro_nami.inference import JointDraws, Simulator, annealed_importance_sampling
+from pyro_nami.annealing import annealed_importance_sampling
+from pyro_nami.inference import JointDraws, Simulator
 
 RESULTS = Path(__file__).parent / "results" / "sbibm.json"
 TEST, FURTHER, DATA_SETS, DRAWS, REFERENCES, CHAINS = 2000, 20_000, 20, 1000, 5, 4

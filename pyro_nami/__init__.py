@@ -16,6 +16,8 @@ Glossary, one word per concept:
 * weight: p(latents, data) / q(latents | data) of a draw, by which `importance_sample` corrects the guide.
 """
 
+from pyro_nami.amortize import AmortizedPosterior, amortize
+from pyro_nami.annealing import annealed_importance_sampling
 from pyro_nami.checking import calibrate, diagnose, misspecification
 from pyro_nami.factors import (
     Bound,
@@ -41,21 +43,15 @@ from pyro_nami.graph import (
 )
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.inference import (
-    AmortizationGap,
-    AmortizedPosterior,
-    AutoIterativeGuide,
     ExponentialDecay,
     InferenceCompilation,
-    IterativeELBO,
     RelaxedELBO,
     WeightedSamples,
-    amortization_gap,
-    amortize,
-    annealed_importance_sampling,
     from_simulator,
     importance_sample,
 )
 from pyro_nami.reading.network import extract_bayesnet
+from pyro_nami.refinement import AmortizationGap, AutoIterativeGuide, IterativeELBO, amortization_gap
 from pyro_nami.show.render import render
 
 __all__ = [

@@ -27,7 +27,7 @@ from pyro.optim import Adam
 from torch import Tensor
 
 from pyro_nami import AutoNaMIGuide
-from pyro_nami.reading.isolation import untouched
+from pyro_nami.program.isolation import untouched
 
 SCHOOLS_Y = [28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0]
 SCHOOLS_SIGMA = [15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0]

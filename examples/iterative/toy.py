@@ -28,8 +28,8 @@ sys.path.append(str(HERE.parent / "paper"))
 from experiment import Options, parse, print_table, write_results  # noqa: E402
 
 from pyro_nami import AutoIterativeGuide, AutoNaMIGuide, IterativeELBO  # noqa: E402
-from pyro_nami.inference import optimize_directly  # noqa: E402
-from pyro_nami.inference.refining import Refinement  # noqa: E402
+from pyro_nami.refinement import optimize_directly  # noqa: E402
+from pyro_nami.refinement.updates import Refinement  # noqa: E402
 
 NAME = "toy"
 OBSERVED, NOISE, STEPS, SAMPLES, DATA = 8, 0.3, 10, 16, 300

@@ -43,7 +43,7 @@ sys.path.append(str(HERE.parent / "paper"))
 from experiment import Cell, Run, mean_and_error, parse, print_table, run_cells, write_results  # noqa: E402
 
 from pyro_nami import AutoIterativeGuide, AutoNaMIGuide, IterativeELBO  # noqa: E402
-from pyro_nami.inference import optimize_directly  # noqa: E402
+from pyro_nami.refinement import optimize_directly  # noqa: E402
 
 NAME = "vae"
 SYSTEMS: dict[str, dict[str, Any]] = {

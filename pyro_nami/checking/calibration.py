@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.checking.plots import RankPanel, plot_ranks
 from pyro_nami.checking.rank_tests import JOINT_DENSITY, JOINT_TARP, Verdict, ecdf_tests, verdicts
 from pyro_nami.checking.simulations import finite_draws, seeded
-from pyro_nami.inference.coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.observations import observed_names
-from pyro_nami.inference.posterior import AmortizedPosterior
+from pyro_nami.inference.scaled_coordinates import Coordinates, SiteForm, site_forms
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.inference.simulator_model import with_drawn_data
 from pyro_nami.inference.target import Target, bind, in_one_line
 from pyro_nami.messages import aligned
-from pyro_nami.reading.runner import Runner, takes_observations
+from pyro_nami.program.runner import Runner, takes_observations
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

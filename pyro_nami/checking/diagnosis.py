@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from pyro_nami.amortize.posterior import AmortizedPosterior
 from pyro_nami.checking.calibration import Calibration, calibrate, listed
 from pyro_nami.checking.misspecification import Misspecification, compare, observed_data
 from pyro_nami.checking.plots import (
@@ -31,10 +32,9 @@ from pyro_nami.checking.simulations import seeded
 from pyro_nami.inference.history import History
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.observations import as_mapping, observed_names
-from pyro_nami.inference.posterior import AmortizedPosterior
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.simulator_model import SimulatorModel
-from pyro_nami.inference.weights import K_MAX
+from pyro_nami.inference.weighted_samples import K_MAX
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,6 @@
 """How far real data lie outside a model's simulations, where amortized inference has never been.
 
-Distances are those of `pyro_nami.inference.outside`. Change this module to change what a user is told of them.
+Distances are those of `pyro_nami.amortize.data_distance`. Change this module to change what a user is told of them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import pyro
 import torch
 from torch import Tensor
 
+from pyro_nami.amortize.data_distance import ADVICE, Misspecification, SimulatedData
 from pyro_nami.checking.simulations import finite_draws, seeded
-from pyro_nami.inference.coordinates import SiteForm, site_forms
 from pyro_nami.inference.observations import as_mapping, as_tensor, observed_names
-from pyro_nami.inference.outside import ADVICE, Misspecification, SimulatedData
+from pyro_nami.inference.scaled_coordinates import SiteForm, site_forms
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.target import Extent
 from pyro_nami.messages import warn
-from pyro_nami.reading.runner import Runner
+from pyro_nami.program.runner import Runner
 
 
 def misspecification(

@@ -16,7 +16,7 @@ from pyro import poutine
 
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.messages import warn
-from pyro_nami.reading.isolation import forked_rng
+from pyro_nami.program.isolation import forked_rng
 
 _TOLERATED = 0.95  # share of simulations that may be NaN or infinite: those with finite data keep their posterior
 

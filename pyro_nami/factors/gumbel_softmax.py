@@ -70,7 +70,7 @@ class _Relaxed:
             return self.rsample(sample_shape)  # type: ignore[attr-defined, no-any-return]
 
 
-class _Bernoulli(_Relaxed, dist.Bernoulli):
+class _RelaxedBernoulli(_Relaxed, dist.Bernoulli):
     support = constraints.unit_interval
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
@@ -95,7 +95,7 @@ class _OneHotCategorical(_Relaxed, dist.OneHotCategorical):
         return (value * logits.masked_fill((value == 0) & logits.isneginf(), 0.0)).sum(-1)
 
 
-gumbel_softmax.register(td.Bernoulli, _Bernoulli.of)
+gumbel_softmax.register(td.Bernoulli, _RelaxedBernoulli.of)
 gumbel_softmax.register(td.OneHotCategorical, _OneHotCategorical.of)
 
 

@@ -50,7 +50,7 @@ class Coupling(NamedTuple):
 
     Attributes:
         along: maps all that is coupled, ``(*batch, N E)``, those of the last plate slowest: a `LinearMap`, or a
-            `pyro_nami.networks.stack.StackPass`.
+            `pyro_nami.parameters.spline_stack.StackPass`.
         dims: negative batch dims of plates whose instances are coupled as well.
         sizes: of these plates; N is their product.
     """

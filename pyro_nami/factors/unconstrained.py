@@ -121,7 +121,7 @@ class FlowFamily(NormalFamily):
     """A monotone rational-quadratic spline under location and scale. Parameters: these two, then the spline's.
 
     With further ``transforms`` the elements of a vector, if there are several, depend on each other by these, in place
-    of each reading those before it; see `pyro_nami.networks.stack`. Numbers within bounds are then a Normal variable's
+    of each reading those before it; see `parameters.spline_stack`. Numbers within bounds are then a Normal variable's
     CDF, by which uniform ones need no bends, up to their edges, where without it logits start as ``AutoNormal``'s.
     """
 

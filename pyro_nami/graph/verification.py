@@ -71,7 +71,7 @@ def verify_inverse(net: BayesNet, inverse: Inverse) -> Verification:
         ValueError: the inverse does not fit the network.
 
     Example:
-        >>> from pyro_nami.graph.inversions import mean_field, nami
+        >>> from pyro_nami.graph.inversion_methods import mean_field, nami
         >>> net = BayesNet.from_edges(["ax", "bx"], observed="x")
         >>> print(verify_inverse(net, nami(net)))
         minimally faithful

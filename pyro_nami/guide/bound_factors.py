@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_nami.deriving.bounded import LinearBernoulli
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.expansion import TOLERANCE, Expansion, expanding
+from pyro_nami.deriving.in_turn import InTurn, Order
 from pyro_nami.factors.bounds import bound_for
-from pyro_nami.guide.conditioning import Plates, Read, plan_sources
 from pyro_nami.guide.first_call import FirstCall
-from pyro_nami.guide.groups import Factor
 from pyro_nami.messages import warn
-from pyro_nami.reading.bounded import LinearBernoulli
-from pyro_nami.reading.conjugate_group import ConjugateGroup
-from pyro_nami.reading.expansion import TOLERANCE, Expansion, expanding
-from pyro_nami.reading.in_turn import InTurn, Order
+from pyro_nami.parameters.conditioning import Plates, Read, plan_sources
+from pyro_nami.parameters.factor_groups import Factor
 
 __all__ = ["bound_factors", "in_turn", "initial_bounds", "is_corrected"]
 

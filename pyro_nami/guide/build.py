@@ -18,25 +18,25 @@ from pyro_nami.factors.joint import to_sequence
 from pyro_nami.guide.bound_factors import initial_bounds
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
-from pyro_nami.guide.conditioning import covariates_of
-from pyro_nami.guide.deriving import derive
+from pyro_nami.guide.derivation import derive
 from pyro_nami.guide.first_call import FirstCall, first_call
-from pyro_nami.guide.group_network import TooLargeError
-from pyro_nami.guide.groups import Factor
-from pyro_nami.guide.inverse_network import InverseNetwork
-from pyro_nami.guide.marginals import cut_by_bounds, flaw_of_tables
-from pyro_nami.guide.network_state import NetworkState
+from pyro_nami.guide.first_latents import cut_by_bounds, flaw_of_tables
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
-from pyro_nami.guide.parameters import initial_expert, initial_rows
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.planner import Derived, make_plan
 from pyro_nami.guide.rules import Learned
 from pyro_nami.messages import warn
 from pyro_nami.networks.pooling import make_encoder
 from pyro_nami.networks.running import center_and_spread
-from pyro_nami.reading.isolation import untouched
-from pyro_nami.reading.runner import own_dims
+from pyro_nami.parameters.additions import initial_expert, initial_rows
+from pyro_nami.parameters.conditioning import covariates_of
+from pyro_nami.parameters.factor_groups import Factor
+from pyro_nami.parameters.group_network import TooLargeError
+from pyro_nami.parameters.inverse_network import InverseNetwork
+from pyro_nami.parameters.network_state import NetworkState
+from pyro_nami.program.isolation import untouched
+from pyro_nami.program.runner import own_dims
 
 __all__ = ["assemble"]
 

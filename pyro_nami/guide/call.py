@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_nami.guide.inputs import IndexMaps
-from pyro_nami.guide.target import Target
-from pyro_nami.reading.runner import Runner
+from pyro_nami.guide.trained_answer import TrainedAnswer
+from pyro_nami.parameters.inputs import IndexMaps
+from pyro_nami.program.runner import Runner
 
 __all__ = ["Call"]
 
@@ -38,7 +38,7 @@ class Call:
     tables: dict[Any, Any] = field(default_factory=dict)  # what was found of latents that come first, with its data
     starts: dict[Any, Any] = field(default_factory=dict)  # of Newton's method, group -> `Starts`
     is_fixed: bool = False  # whether these are the data of training, which later calls do not change
-    target: Target | None = None
+    target: TrainedAnswer | None = None
 
     def argument(self, slot: int | str) -> Any:
         """Returns the model's argument at a position or of a name; None if this call has none."""

@@ -17,8 +17,8 @@ from pyro_nami.guide.first_call import PRIOR_DRAWS, FirstCall, first_instance
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.plan import Covariates
 from pyro_nami.messages import warn
+from pyro_nami.program.runner import prior_draws
 from pyro_nami.reading.covariates import MASK, Column, ColumnSearch, Given, columns_of
-from pyro_nami.reading.runner import prior_draws
 
 __all__ = ["covariate_values", "find_covariates"]
 

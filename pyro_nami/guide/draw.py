@@ -28,9 +28,11 @@ from pyro.poutine.util import is_validation_enabled, site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.expansion import Changed, Expansion, plate_shape
 from pyro_nami.factors.distribution import Relocation
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.deriving import (
+from pyro_nami.guide.derivation import (
     check_decided,
     check_members,
     derive,
@@ -38,18 +40,16 @@ from pyro_nami.guide.deriving import (
     keep_constants,
     valid_at,
 )
-from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.plan import Plan, missing_site, new_site, observed_latent
 from pyro_nami.guide.rules import Prior, Rule
-from pyro_nami.guide.target import Target, sites_of
+from pyro_nami.guide.trained_answer import TrainedAnswer, sites_of
 from pyro_nami.messages import warn
-from pyro_nami.reading.conjugate_group import ConjugateGroup
-from pyro_nami.reading.expansion import Changed, Expansion, plate_shape
-from pyro_nami.reading.first_run import is_latent
-from pyro_nami.reading.isolation import forked_rng
-from pyro_nami.reading.runner import AllSeen, Runner, outer_sizes
-from pyro_nami.reading.vectorized import Vectorized
+from pyro_nami.parameters.network_state import NetworkState
+from pyro_nami.program.first_run import is_latent
+from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.runner import AllSeen, Runner, outer_sizes
+from pyro_nami.program.vectorized import Vectorized
 
 __all__ = ["densities", "draw", "draw_fresh", "hand_out", "is_predicting", "know_all", "start_pass"]
 
@@ -104,7 +104,7 @@ def hand_out(plan: Plan, call: Call, values: Mapping[str, Tensor]) -> dict[str, 
     return found
 
 
-def draw_fresh(current: Pass, plan: Plan, target: Target) -> dict[str, Tensor]:
+def draw_fresh(current: Pass, plan: Plan, target: TrainedAnswer) -> dict[str, Tensor]:
     """Draws what a call has and training had not, given all others, from the model's own conditional; returns it."""
     rules = {name: Prior(name) for name in target.fresh}
     deriving = functools.partial(derive, plan, target.call)

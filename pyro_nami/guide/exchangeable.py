@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_nami.guide.call import Call
-from pyro_nami.reading.first_run import is_latent
-from pyro_nami.reading.isolation import untouched
-from pyro_nami.reading.starts import near_origin
+from pyro_nami.program.first_run import is_latent
+from pyro_nami.program.initial_values import near_origin
+from pyro_nami.program.isolation import untouched
 
 __all__ = ["exchangeable_plates"]
 

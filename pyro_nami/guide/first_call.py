@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from pyro_nami.factors.registry import features_of
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.guide.conditioning import Plates
-from pyro_nami.guide.inversion import with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.mode import Mode
+from pyro_nami.guide.model_inverse import with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.options import Options
-from pyro_nami.reading.batched import takes_many
-from pyro_nami.reading.first_run import first_run, is_latent, is_passing, subsamples
-from pyro_nami.reading.isolation import forked_rng, untouched
-from pyro_nami.reading.masks import read_where_masked
+from pyro_nami.parameters.conditioning import Plates
+from pyro_nami.program.first_run import first_run, is_latent, is_passing, subsamples
+from pyro_nami.program.initial_values import likely_start, near_origin
+from pyro_nami.program.isolation import forked_rng, untouched
+from pyro_nami.program.many_draws import takes_many
+from pyro_nami.program.runner import Runner, prior_draws
+from pyro_nami.program.vectorized import Vectorized
+from pyro_nami.reading.masked_latents import read_where_masked
 from pyro_nami.reading.network import Extraction, extract, is_blocked
-from pyro_nami.reading.runner import Runner, prior_draws
-from pyro_nami.reading.starts import likely_start, near_origin
-from pyro_nami.reading.vectorized import Vectorized
 
 __all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call", "first_instance"]
 

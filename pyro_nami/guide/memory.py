@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.mode import Data, History, Mode, fingerprint
+from pyro_nami.guide.mode import Data, DataHistory, Mode, fingerprint
 
 __all__ = ["Memory"]
 
@@ -35,7 +35,7 @@ class Memory:
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
-        self.history = History()
+        self.history = DataHistory()
         self.context: Context | None = None  # of the call whose data the guide answers for
         self.call: Call | None = None  # that call; None where a loaded guide has not made it of the context yet
         self.has_one_context = True  # whether all training steps had the same arguments
@@ -104,7 +104,7 @@ class Memory:
         kept = self._frozen[1] if self._frozen is not None and self._frozen[2] is self.call else None
         if state.get("context") is not None or kept != data:
             self.context, self.call = state.get("context"), None
-        self.mode, self.history = Mode(state["mode"]), History()
+        self.mode, self.history = Mode(state["mode"]), DataHistory()
         self.history.current = data if state["trained"] else None
         self.history.moving = frozenset(names[key] for key in state.get("moving", ()))
         self.has_one_context = bool(state.get("one_context", True))

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_nami.guide.batch_dims import sum_plates
 from pyro_nami.guide.one_pass import Pass
-from pyro_nami.guide.rules import Exact, Newton
-from pyro_nami.guide.shapes import sum_plates
+from pyro_nami.guide.rules import Exact, Located
 
 __all__ = ["RANKED", "misfits"]
 
@@ -43,7 +43,7 @@ def misfits(
             each: Any = rule.log_prob(current, value, sites[name])
             own = sum_plates(each, nesting)
             low = torch.zeros_like(own, dtype=torch.bool)
-            if isinstance(rule, (Exact, Newton)) and sites[name]["mask"] is None:
+            if isinstance(rule, (Exact, Located)) and sites[name]["mask"] is None:
                 fn = rule.distribution(current, each.shape, None)
                 try:
                     low = own < sum_plates(fn.log_prob(fn.sample((RANKED,))), nesting).amin(0)

@@ -1,21 +1,18 @@
 """What a guide is trained on: one data set, minibatches of one, or any data set. This is decided here alone.
 
-A guide is *fixed* unless it is asked to be *amortized*. A `History` of training steps tells when a fixed guide goes
+A guide is *fixed* unless it is asked to be *amortized*. A `DataHistory` of training steps tells when a fixed guide goes
 over to another data set, and when the data turn out to be *minibatches*, which happens once.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
 import hashlib
-import weakref
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 from torch import Tensor
 
-__all__ = ["STEPS_TO_STAY", "Backward", "Change", "Data", "History", "Mode", "fingerprint"]
+__all__ = ["STEPS_TO_STAY", "Change", "Data", "DataHistory", "Mode", "fingerprint"]
 
 MOST_CHANGES = 3  # between data sets that do not stay, after which data are minibatches; 1 would take a warm-up for one
 STEPS_TO_STAY = 100  # passes in a row on one data set, more than a step has particles; then changes are forgotten
@@ -46,47 +43,11 @@ class Change(enum.Enum):
     MINIBATCHES = enum.auto()  # they differ from step to step
 
 
-class Backward:
-    """Whether a backward pass has come back from one call, which makes the call a training step.
-
-    Example:
-        >>> import torch
-        >>> backward, loss = Backward(), torch.ones((), requires_grad=True) * 2
-        >>> backward.watch(loss)
-        >>> backward.has_come, backward.may_come
-        (False, True)
-        >>> loss.backward()
-        >>> backward.has_come, backward.may_come
-        (True, False)
-    """
-
-    def __init__(self) -> None:
-        self.has_come = False
-        self._graph: Any = None  # refers to what lives as long as the graph of the call's losses
-
-    def __reduce__(self) -> Any:  # a graph is neither copied nor pickled
-        return Backward, ()
-
-    @property
-    def may_come(self) -> bool:
-        """Whether a backward pass may still come: the graph is alive, and nothing has come back yet."""
-        return not self.has_come and self._graph is not None and self._graph() is not None
-
-    def watch(self, value: Tensor) -> None:
-        """Waits for a gradient of a value that all losses of the call depend on."""
-        hook = functools.partial(Backward._come, self)
-        self._graph = weakref.ref(hook)
-        value.register_hook(hook)
-
-    def _come(self, gradient: Tensor) -> None:
-        self.has_come = True
-
-
-class History:
+class DataHistory:
     """The data of the training steps of a fixed guide.
 
     Example:
-        >>> history = History()
+        >>> history = DataHistory()
         >>> [history.step({"y": data}).name for data in "AABB"]
         ['NONE', 'NONE', 'VISIT', 'MOVED']
         >>> [history.step({"y": data}).name for data in "CD"]

@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.ahead import DrawsAhead
+from pyro_nami.guide.batch_dims import own_shape, quantiles_of
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.densities import DensityGuide
 from pyro_nami.guide.draw import draw, draw_fresh, hand_out, is_predicting, start_pass
-from pyro_nami.guide.inverse_network import as_pyro_module
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Plan, differences
 from pyro_nami.guide.rules import RuleNotes
-from pyro_nami.guide.shapes import own_shape, quantiles_of
-from pyro_nami.guide.target import Target
-from pyro_nami.reading.batched import takes_many
-from pyro_nami.reading.isolation import on_ordinary_tensors, untouched
+from pyro_nami.guide.scoring import DensityGuide
+from pyro_nami.guide.trained_answer import TrainedAnswer
+from pyro_nami.parameters.inverse_network import as_pyro_module
+from pyro_nami.program.isolation import on_ordinary_tensors, untouched
+from pyro_nami.program.many_draws import takes_many
 
 __all__ = ["AutoNaMIGuide"]
 
@@ -77,7 +77,7 @@ class AutoNaMIGuide(DensityGuide):
             from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
         evidence: whether each instance of a pooled plate adds precision to Normal factors; see `guide.parameters`.
         exact: whether latents are drawn from their exact conditional where it has a closed form:
-            `pyro_nami.reading.forms` derives it from the model. They have no weights and no first step. With
+            `pyro_nami.deriving.finder` derives it from the model. They have no weights and no first step. With
             ``inverse="auto"``, latents are ordered such that most of them have one. With ``anchor=True`` only.
         rules: latent -> ``"learned"`` for networks in place of its exact conditional; ``"exact"`` to be told if it has
             none; ``"bounded"`` for its conditional by a bound on its children's likelihood (`pyro_nami.Bound`), whose
@@ -88,7 +88,7 @@ class AutoNaMIGuide(DensityGuide):
             which each training step has another part among its arguments. ``"amortized"``: the data of each call.
             ``"auto"``: fixed, until training steps turn out to be on minibatches.
         max_offsets: in a fixed guide each instance of a plate has parameters of its own (offsets, see
-            `pyro_nami.guide.free_parameters`), unless a latent has more instances than this.
+            `pyro_nami.parameters.free_parameters`), unless a latent has more instances than this.
         anchor: whether factors are relative to the model's own conditionals, where these are known when sampling.
         init_loc_fn: one of Pyro's initialization strategies, for the location at the first step; by default a little
             off the origin of unconstrained space, where gradients of many models are zero for reasons of symmetry, or
@@ -263,7 +263,7 @@ class AutoNaMIGuide(DensityGuide):
         found = self._drawn_ahead(call, call.target)
         return self._drawn(call) if found is None else found
 
-    def _drawn_ahead(self, call: Call, target: Target) -> dict[str, Tensor] | None:
+    def _drawn_ahead(self, call: Call, target: TrainedAnswer) -> dict[str, Tensor] | None:
         """Returns draws for a prediction, made in a pass for many; None where the model is run one by one."""
         plan = self._made()
         with untouched(self.model), poutine.block():

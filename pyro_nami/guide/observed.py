@@ -14,11 +14,11 @@ from torch import Tensor
 
 from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.conditioning import covariates_of
-from pyro_nami.guide.inverse_network import InverseNetwork
-from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.guide.plan import Plan
 from pyro_nami.networks.running import tempered
+from pyro_nami.parameters.conditioning import covariates_of
+from pyro_nami.parameters.inverse_network import InverseNetwork
+from pyro_nami.parameters.network_state import NetworkState
 
 __all__ = ["ObservedFeatures"]
 

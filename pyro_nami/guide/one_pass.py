@@ -14,15 +14,15 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.expansion import Expansion
+from pyro_nami.deriving.newton import Newton
 from pyro_nami.factors.boxed_normal import BoxedNormal
 from pyro_nami.factors.distribution import Relocated, Relocation, SiteDistribution
 from pyro_nami.factors.family import Family
-from pyro_nami.guide.network_state import NetworkState
 from pyro_nami.messages import warn
 from pyro_nami.networks.stepped import concatenated
-from pyro_nami.reading.conjugate_group import ConjugateGroup
-from pyro_nami.reading.expansion import Expansion
-from pyro_nami.reading.newton import Newton
+from pyro_nami.parameters.network_state import NetworkState
 
 __all__ = ["Pass", "Term"]
 

@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_leaves
 from pyro_nami.guide.arguments import Arguments, Look, Looks
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.columns import covariate_values
-from pyro_nami.guide.inputs import IndexMaps
 from pyro_nami.guide.maps import MapReader
 from pyro_nami.guide.plan import Plan, missing_site, new_site
 from pyro_nami.messages import warn
-from pyro_nami.reading.first_run import is_latent, is_passing
-from pyro_nami.reading.isolation import forked_rng, untouched
-from pyro_nami.reading.runner import is_fixed
+from pyro_nami.parameters.inputs import IndexMaps
+from pyro_nami.program.first_run import is_latent, is_passing
+from pyro_nami.program.isolation import forked_rng, untouched
+from pyro_nami.program.runner import is_fixed
 
 __all__ = ["OwnData", "leaves_of"]
 

@@ -11,11 +11,11 @@ from typing import Any
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.unconstrained import CorrectionFamily, NormalFamily
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.guide.conditioning import Plates, Read, plan_sources
 from pyro_nami.guide.first_call import FirstCall
-from pyro_nami.guide.free_parameters import MOST_COUPLED
-from pyro_nami.guide.groups import Factor
 from pyro_nami.messages import warn
+from pyro_nami.parameters.conditioning import Plates, Read, plan_sources
+from pyro_nami.parameters.factor_groups import Factor
+from pyro_nami.parameters.free_parameters import MOST_COUPLED
 
 __all__ = ["block_of", "factor_of"]
 

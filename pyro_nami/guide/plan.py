@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pyro_nami.deriving.derived_group import ConjugateGroup
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
-from pyro_nami.guide.conditioning import Plates, nodes_of
-from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.rules import Learned, Rule, RuleNote
-from pyro_nami.reading.conjugate_group import ConjugateGroup
+from pyro_nami.parameters.conditioning import Plates, nodes_of
+from pyro_nami.parameters.factor_groups import Factor
+from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.covariates import MASK
 from pyro_nami.reading.index_maps.finder import MapPlan
-from pyro_nami.reading.vectorized import Vectorized
 
 __all__ = ["Covariates", "Plan", "SitePlan", "differences", "missing_site", "new_site", "observed_latent"]
 

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import networkx as nx
 from torch.distributions import constraints
 
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.finder import Finder
+from pyro_nami.deriving.refutation import OPEN
 from pyro_nami.factors.bijections import peel_support, support_of
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.registry import make_family
@@ -21,24 +24,21 @@ from pyro_nami.factors.unconstrained import CorrectionFamily
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.bound_factors import bound_factors, in_turn, is_corrected
 from pyro_nami.guide.columns import find_covariates
-from pyro_nami.guide.conditioning import Plates, Read, covariates_of, nodes_of
 from pyro_nami.guide.element_reads import element_reads
 from pyro_nami.guide.first_call import FirstCall, data_features, first_instance
-from pyro_nami.guide.groups import Factor
-from pyro_nami.guide.inversion import invert, plan_reads
-from pyro_nami.guide.marginals import first_ones
+from pyro_nami.guide.first_latents import first_ones
+from pyro_nami.guide.model_inverse import invert, plan_reads
 from pyro_nami.guide.options import check_names
 from pyro_nami.guide.placing import block_of, factor_of
 from pyro_nami.guide.plan import Plan, SitePlan
-from pyro_nami.guide.rules import Bounded, Exact, Learned, Newton, Prior, Rule
-from pyro_nami.reading.conjugate_group import ConjugateGroup
-from pyro_nami.reading.first_run import allows_nan, is_transparent
-from pyro_nami.reading.flat import improper_posterior, is_improper
-from pyro_nami.reading.forms import Finder
-from pyro_nami.reading.masks import own_mask
+from pyro_nami.guide.rules import Bounded, Exact, Learned, Located, Prior, Rule
+from pyro_nami.parameters.conditioning import Plates, Read, covariates_of, nodes_of
+from pyro_nami.parameters.factor_groups import Factor
+from pyro_nami.program.first_run import allows_nan, is_transparent
+from pyro_nami.program.flat_priors import improper_posterior, is_improper
+from pyro_nami.program.masks import own_mask
+from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.network import is_blocked
-from pyro_nami.reading.refutation import OPEN
-from pyro_nami.reading.vectorized import Vectorized
 
 __all__ = ["Derived", "make_plan"]
 
@@ -158,7 +158,7 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
 
     def bare_rule(name: str) -> Rule:
         if name in bent:
-            return Newton(name, groups[name], factor=factors[name], family=families[name])
+            return Located(name, groups[name], factor=factors[name], family=families[name])
         if name in near:
             learned = _learned(first, factors[name], families[name], True, plates)
             before = frozenset(groups[name].members).intersection(reads[name]) - {name}

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.conditioning import covariates_of, site_of
 from pyro_nami.guide.memory import Memory
-from pyro_nami.guide.mode import Backward, Change, Data, Mode
+from pyro_nami.guide.mode import Change, Data, Mode
 from pyro_nami.guide.own_data import OwnData, leaves_of
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.rules import fixed_size
-from pyro_nami.guide.target import Target, sites_of, target_of
+from pyro_nami.guide.trained_answer import TrainedAnswer, sites_of, target_of
 from pyro_nami.messages import warn
+from pyro_nami.parameters.backward import Backward
+from pyro_nami.parameters.conditioning import covariates_of, site_of
 
 __all__ = ["CallReader", "has_first_sizes"]
 
@@ -60,7 +61,7 @@ class CallReader:
         self.plan, self.own = plan, OwnData(plan, covariates, index_maps)
         self.memory, self._is_asked = Memory(mode), is_asked
         self._open: list[_Step] = []  # of which this is not known yet
-        self._latest_target: tuple[Arguments, Any, Target] | None = None
+        self._latest_target: tuple[Arguments, Any, TrainedAnswer] | None = None
         self._told: frozenset[str] = frozenset()
         self.differing: Call | None = None  # the latest step on other data than those that the guide answers for
         self.moved = False  # whether training goes on with another data set, which networks are yet to be centered on
@@ -232,7 +233,7 @@ class CallReader:
         held = {name: value for name, value in answer.held.items() if name in kept}
         return self.own.all_of(replace(answer, indices=own.indices, values=kept, held=held, own={}))
 
-    def _target(self, answer: Call, call: Call) -> Target:
+    def _target(self, answer: Call, call: Call) -> TrainedAnswer:
         """Returns how a call differs from the one that answers it; found anew where its arguments are others."""
         leaves = leaves_of(call)
         kept = self._latest_target

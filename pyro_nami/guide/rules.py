@@ -1,7 +1,7 @@
 """Rules: how one latent gets its distribution in a pass, given what is known so far.
 
 `Prior` is the model's own conditional, `Exact` one that is derived from the model, or from a bound, `Learned` one whose
-parameters networks give, `Newton` a Normal about a mode that these bend, and `Bounded` one by a bound that they
+parameters networks give, `Located` a Normal about a mode that these bend, and `Bounded` one by a bound that they
 correct. Code outside never asks which rule it has. To add a rule, write a subclass of `Rule` here and say in `planner`
 which latents it serves.
 """
@@ -17,22 +17,22 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.expansion import broadcast, trimmed
+from pyro_nami.deriving.in_turn import ConditionalsInTurn, InTurn, Order
 from pyro_nami.factors.distribution import SiteDistribution
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.joint import to_instances
 from pyro_nami.factors.joint_normal import JointNormal, joint_normal
 from pyro_nami.factors.links import relative_scale
 from pyro_nami.factors.normals import Coupling
-from pyro_nami.guide.groups import Factor
 from pyro_nami.guide.one_pass import Pass, Term
-from pyro_nami.guide.parameters import expert
-from pyro_nami.reading.conjugate_group import ConjugateGroup
-from pyro_nami.reading.expansion import broadcast, trimmed
-from pyro_nami.reading.in_turn import ConditionalsInTurn, InTurn, Order
-from pyro_nami.reading.masks import own_mask
-from pyro_nami.reading.runner import changed_event_shape
+from pyro_nami.parameters.additions import expert
+from pyro_nami.parameters.factor_groups import Factor
+from pyro_nami.program.masks import own_mask
+from pyro_nami.program.runner import changed_event_shape
 
-__all__ = ["Bounded", "Exact", "Learned", "Newton", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]
+__all__ = ["Bounded", "Exact", "Learned", "Located", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Prior(Rule):
 
 @dataclass(frozen=True)
 class Exact(Rule):
-    """q(v | what is before v) = p(v | what is before v, data); see `pyro_nami.reading.forms`."""
+    """q(v | what is before v) = p(v | what is before v, data); see `pyro_nami.deriving.finder`."""
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
@@ -212,8 +212,8 @@ class Learned(Rule):
 
 
 @dataclass(frozen=True)
-class Newton(Learned):
-    """q(v | what is before v) = Normal about the mode, see `pyro_nami.reading.newton`, bent by what networks give."""
+class Located(Learned):
+    """q(v | what is before v) = Normal about the mode, see `pyro_nami.deriving.newton`, bent by what networks give."""
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
@@ -242,9 +242,9 @@ class Newton(Learned):
 
 @dataclass(frozen=True)
 class Bounded(Learned):
-    """q(v | what v reads) = the conditional by a bound, see `pyro_nami.reading.bounded`, plus what networks give.
+    """q(v | what v reads) = the conditional by a bound, see `pyro_nami.deriving.bounded`, plus what networks give.
 
-    Where elements are drawn in turn, bounds give way to what is drawn before; see `pyro_nami.reading.in_turn`.
+    Where elements are drawn in turn, bounds give way to what is drawn before; see `pyro_nami.deriving.in_turn`.
     """
 
     before: tuple[str, ...] = ()  # latents of the group that are drawn before it, and that it reads

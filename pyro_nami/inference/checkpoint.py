@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 __all__ = [
     "check_structure",
     "load_checkpoint",
-    "rng_state",
     "save_checkpoint",
-    "set_rng_state",
     "structure_of",
 ]
 
@@ -105,25 +101,3 @@ def check_structure(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
 
 
 # ---- random number generators
-
-
-def rng_state() -> dict[str, Any]:
-    """Returns the states of the random number generators of torch (CUDA as well), numpy and Python, as plain data."""
-    numpy_state: Any = np.random.get_state(legacy=True)
-    kind, keys, *rest = numpy_state
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
-        "python": random.getstate(),
-    }
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Sets what `rng_state` returned; CUDA generators only where there are as many devices."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all(state["cuda"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    random.setstate(state["python"])

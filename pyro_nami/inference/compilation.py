@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_nami.inference.batches import Arguments, Batch, Simulations, Stream, are_all, as_draws, stream_of
-from pyro_nami.inference.checkpoint import load_checkpoint, rng_state, save_checkpoint, set_rng_state
+from pyro_nami.inference.checkpoint import load_checkpoint, save_checkpoint
 from pyro_nami.inference.history import History
-from pyro_nami.inference.moves import LatentMoves
+from pyro_nami.inference.latent_moves import LatentMoves
 from pyro_nami.inference.observations import observed_names
 from pyro_nami.inference.optimizers import optimization_of
+from pyro_nami.inference.random_state import rng_state, set_rng_state
 from pyro_nami.inference.simulate import Simulator
 from pyro_nami.inference.target import bind
 from pyro_nami.inference.trackers import Tracker, callback
@@ -179,7 +180,7 @@ class InferenceCompilation:
             own_args, own_kwargs = arguments(0)
             renew = LatentMoves(trainer.simulator.at(*own_args, **own_kwargs), self.guide, refresh)
         stream = stream_of(simulations, ahead, data, num_workers, place, trainer.processes, renew)
-        plan = _Plan(ahead, validate_every, patience, checkpoint, checkpoint_every, callback(tracker), progress)
+        plan = _Schedule(ahead, validate_every, patience, checkpoint, checkpoint_every, callback(tracker), progress)
         _train(trainer, stream, held_out, plan)
         return trainer.history
 
@@ -200,7 +201,7 @@ class InferenceCompilation:
         return self._trainer, Simulations(self._trainer.simulator, arguments, self.batch_size)
 
 
-class _Plan(NamedTuple):
+class _Schedule(NamedTuple):
     """When training does what, in steps, and whom it tells."""
 
     ahead: range
@@ -213,7 +214,7 @@ class _Plan(NamedTuple):
 
 
 def _train(
-    trainer: Trainer, stream: Stream, held_out: Callable[[], Iterable[Batch]] | None, plan: _Plan
+    trainer: Trainer, stream: Stream, held_out: Callable[[], Iterable[Batch]] | None, plan: _Schedule
 ) -> None:
     """Takes the steps of a plan, until its patience or the batches end."""
     history, done, last = trainer.history, plan.ahead.start, plan.ahead.stop
@@ -239,7 +240,7 @@ def _train(
         warn(f"{history.shortfall()}; they were left out.")
 
 
-def _patient(history: History, plan: _Plan) -> bool:
+def _patient(history: History, plan: _Schedule) -> bool:
     return plan.patience is None or history.validations_since_best() < plan.patience
 
 

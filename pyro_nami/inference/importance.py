@@ -34,7 +34,7 @@ from pyro_nami.inference.target import (
     log_densities,
     run_for_many,
 )
-from pyro_nami.inference.weighing import (
+from pyro_nami.inference.weighed_run import (
     CHECK,
     BadDensity,
     Weighed,
@@ -44,11 +44,11 @@ from pyro_nami.inference.weighing import (
     weighed_run,
     whole,
 )
-from pyro_nami.inference.weights import WeightedSamples, warn_of_bad
+from pyro_nami.inference.weighted_samples import WeightedSamples, warn_of_bad
 from pyro_nami.messages import OneByOne, warn
-from pyro_nami.reading.batched import differing_site, few_draws
-from pyro_nami.reading.isolation import forked_rng
-from pyro_nami.reading.runner import Runner
+from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.many_draws import differing_site, few_draws
+from pyro_nami.program.runner import Runner
 
 __all__ = ["Proposal", "importance_sample"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_nami.inference.simulate import JointDraws
 from pyro_nami.inference.target import Target
-from pyro_nami.reading.runner import takes_observations
+from pyro_nami.program.runner import takes_observations
 
 __all__ = ["CompilationLoss", "non_finite_sites", "site_log_probs"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_nami.inference.site_messages import with_idle_dims
-from pyro_nami.reading.runner import is_fixed
+from pyro_nami.program.runner import is_fixed
 
 __all__ = ["Observations", "as_mapping", "as_tensor", "observed_names"]
 

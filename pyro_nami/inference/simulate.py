@@ -31,9 +31,9 @@ from pyro_nami.inference.site_messages import (
 )
 from pyro_nami.inference.target import Extent, Target, in_one_line, run_for_many
 from pyro_nami.messages import warn
-from pyro_nami.reading.batched import differing_site, few_draws, of_rank
-from pyro_nami.reading.isolation import forked_rng
-from pyro_nami.reading.runner import Runner
+from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.many_draws import differing_site, few_draws, of_rank
+from pyro_nami.program.runner import Runner
 
 __all__ = ["JointDraws", "Simulator"]
 

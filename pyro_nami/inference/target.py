@@ -25,10 +25,10 @@ from pyro_nami.factors.wrappers import innermost
 from pyro_nami.inference.observations import Observations
 from pyro_nami.inference.simulator_model import SimulatorModel
 from pyro_nami.inference.site_messages import check_full_plates, is_delta, log_density, plate_nesting
-from pyro_nami.reading.draws import any_value
-from pyro_nami.reading.isolation import bounded_indices
-from pyro_nami.reading.runner import Runner, own_dims, takes_observations
-from pyro_nami.reading.vectorized import Vectorized
+from pyro_nami.program.isolation import bounded_indices
+from pyro_nami.program.runner import Runner, own_dims, takes_observations
+from pyro_nami.program.site_values import any_value
+from pyro_nami.program.vectorized import Vectorized
 
 __all__ = [
     "Extent",

@@ -21,7 +21,7 @@ from pyro_nami.inference.optimizers import Optimization
 from pyro_nami.inference.processes import Processes
 from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.messages import warn
-from pyro_nami.reading.isolation import forked_rng
+from pyro_nami.program.isolation import forked_rng
 
 __all__ = ["Trainer"]
 

@@ -1,1 +1,1 @@
-"""What a model is: runs of it, the network that they show, its covariates, index maps and closed forms."""
+"""The Bayesian network that runs of a model show, its covariates and its index maps."""

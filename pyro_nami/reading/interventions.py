@@ -15,11 +15,11 @@ import torch
 from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
-from pyro_nami.reading.changes import any_along, equal, same
+from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.group_testing import Untested
 from pyro_nami.reading.probe import Place, Probe, Run
 from pyro_nami.reading.provenance import ProvenanceTracker
-from pyro_nami.reading.vectorized import Vectorized
+from pyro_nami.reading.site_records import any_along, equal, same
 
 __all__ = ["Dependencies", "claim", "intervene", "is_blocked"]
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.graph.sites import Site, closed_nesting
 from pyro_nami.messages import warn
+from pyro_nami.program.isolation import untouched
 from pyro_nami.reading.index_maps.finder import MapPlan
 from pyro_nami.reading.index_maps.search import search_maps
 from pyro_nami.reading.interventions import Dependencies, claim, intervene, is_blocked
-from pyro_nami.reading.isolation import untouched
 from pyro_nami.reading.probe import Probe
 
 __all__ = ["Extraction", "extract", "extract_bayesnet"]

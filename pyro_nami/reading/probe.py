@@ -16,11 +16,11 @@ from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 
 from pyro_nami.factors.wrappers import innermost
-from pyro_nami.reading.changes import Record, recorded, same, spread
-from pyro_nami.reading.draws import any_value, drawn, redraw
-from pyro_nami.reading.first_run import is_node, is_partial
+from pyro_nami.program.first_run import is_node, is_partial
+from pyro_nami.program.runner import Runner
+from pyro_nami.program.site_values import any_value, drawn, redraw
 from pyro_nami.reading.provenance import ProvenanceTracker
-from pyro_nami.reading.runner import Runner
+from pyro_nami.reading.site_records import Record, recorded, same, spread
 
 __all__ = ["OutOfBudget", "Place", "Probe", "Run"]
 

@@ -19,9 +19,9 @@ import torch
 from pyro import poutine
 
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.graph.inversions import DIRECTIONS, INVERSIONS, nami_steps
+from pyro_nami.graph.inversion_methods import DIRECTIONS, INVERSIONS, nami_steps
 from pyro_nami.graph.verification import verify_inverse
-from pyro_nami.guide.inversion import invert, with_hidden_evidence, with_latent_blocks
+from pyro_nami.guide.model_inverse import invert, with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.nami import AutoNaMIGuide
 from pyro_nami.reading.interventions import is_blocked
 from pyro_nami.show.model_file import Failure, Found, find, told

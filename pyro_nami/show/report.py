@@ -61,7 +61,7 @@ def inverse_report(
     """The inverse of this name, its levels, a guide's rules if told, and the steps of its elimination if asked for.
 
     Example:
-        >>> from pyro_nami.graph.inversions import nami
+        >>> from pyro_nami.graph.inversion_methods import nami
         >>> print(inverse_report("nami", nami(BayesNet.from_edges(["zx"], observed="x")), None).written("text", {}))
         Inverse: latents 1, edges 1, levels 1
           z | x

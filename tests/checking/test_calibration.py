@@ -16,6 +16,7 @@ from models import learned, local_normals, minimize, noise, pair
 from scipy import stats
 
 from pyro_nami import AutoNaMIGuide, amortize
+from pyro_nami.amortize import AmortizedPosterior
 from pyro_nami.checking.calibration import JOINT_DENSITY, JOINT_TARP, Calibration, calibrate
 from pyro_nami.checking.rank_tests import (
     BIASED,
@@ -31,8 +32,8 @@ from pyro_nami.checking.rank_tests import (
     holm,
     judge,
 )
-from pyro_nami.inference import AmortizedPosterior, History, Simulator
-from pyro_nami.inference.coordinates import Coordinates, site_forms
+from pyro_nami.inference import History, Simulator
+from pyro_nami.inference.scaled_coordinates import Coordinates, site_forms
 
 SD = 0.5  # of the data around z
 

@@ -11,10 +11,10 @@ from models import pair
 from scipy import stats
 
 from pyro_nami import amortize, from_simulator
+from pyro_nami.amortize.data_distance import _Space
 from pyro_nami.checking.calibration import JOINT_TARP
 from pyro_nami.checking.diagnosis import diagnose
 from pyro_nami.checking.misspecification import misspecification
-from pyro_nami.inference.outside import _Space
 from pyro_nami.inference.simulate import Simulator
 
 PRECISION = 1 + 4  # of z, given four values of x

@@ -19,7 +19,7 @@ from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from pyro.optim import Adam
 
 from pyro_nami import AutoNaMIGuide, InferenceCompilation
-from pyro_nami.guide.network_state import NetworkState
+from pyro_nami.parameters.network_state import NetworkState
 
 RATE = 0.01
 Y, COUNTS = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.0, 3.0, 20.0])
@@ -395,7 +395,7 @@ def test_a_gradient_that_grows_in_time_is_left_as_it_is(monkeypatch):
     unbounded = copy.deepcopy(guide)  # as every pass moves averages that gradients are made with
     pyro.set_rng_seed(0)
     found = gradients(guide, 1.0)
-    monkeypatch.setattr("pyro_nami.guide.inverse_network._LARGEST", float("inf"))
+    monkeypatch.setattr("pyro_nami.parameters.inverse_network._LARGEST", float("inf"))
     pyro.set_rng_seed(0)
     whole = gradients(unbounded, 1.0)
     assert len(found) == len(whole) and all(map(torch.equal, found, whole))

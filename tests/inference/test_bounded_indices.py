@@ -9,7 +9,7 @@ from pyro.optim import Adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_nami import AutoNaMIGuide, amortize, importance_sample
-from pyro_nami.reading.isolation import bounded_indices
+from pyro_nami.program.isolation import bounded_indices
 
 GROUP = torch.arange(40) % 9
 

@@ -14,15 +14,14 @@ from scripts import run_session
 from torch.utils.data import DataLoader
 
 from pyro_nami.inference import checkpoint as module
-from pyro_nami.inference import moves
+from pyro_nami.inference import latent_moves
 from pyro_nami.inference.checkpoint import (
     check_structure,
     load_checkpoint,
-    rng_state,
     save_checkpoint,
-    set_rng_state,
 )
 from pyro_nami.inference.compilation import InferenceCompilation
+from pyro_nami.inference.random_state import rng_state, set_rng_state
 from pyro_nami.inference.simulate import Simulator
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -102,7 +101,7 @@ SESSIONS = {
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(name, tmp_path, monkeypatch):
     make, options = SESSIONS[name]
     if name == "rarely refreshed":
-        monkeypatch.setattr("pyro_nami.inference.moves.elements_of_a_draw", lambda *args: 2 * moves._WORK)
+        monkeypatch.setattr("pyro_nami.inference.latent_moves.elements_of_a_draw", lambda *args: 2 * latent_moves._WORK)
     whole = make()
     history = fit(whole, 13, **options())
     expected = state_of(whole)

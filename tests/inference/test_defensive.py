@@ -12,7 +12,9 @@ import torch
 from models import eight_schools, eight_schools_data
 
 from pyro_nami import AutoNaMIGuide
-from pyro_nami.inference import AmortizedPosterior, History, annealed_importance_sampling, importance_sample
+from pyro_nami.amortize import AmortizedPosterior
+from pyro_nami.annealing import annealed_importance_sampling
+from pyro_nami.inference import History, importance_sample
 
 SD = 0.3
 DATA = torch.tensor([1.5, 2.0])

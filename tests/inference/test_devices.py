@@ -11,8 +11,8 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import Adam
 
 from pyro_nami import AutoNaMIGuide, amortize, from_simulator
+from pyro_nami.annealing.annealing import annealed_importance_sampling
 from pyro_nami.checking.calibration import calibrate
-from pyro_nami.inference.annealing import annealed_importance_sampling
 from pyro_nami.inference.compilation import InferenceCompilation
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.simulate import Simulator

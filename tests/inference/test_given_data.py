@@ -10,13 +10,13 @@ from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 from pyro_nami import AutoNaMIGuide
+from pyro_nami.annealing.annealing import annealed_importance_sampling
 from pyro_nami.checking.diagnosis import diagnose
 from pyro_nami.checking.misspecification import misspecification
-from pyro_nami.inference.annealing import annealed_importance_sampling
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.inference.observations import Observations, observed_names
 from pyro_nami.inference.site_messages import plate_names, plate_nesting, with_idle_dims
-from pyro_nami.reading.runner import takes_observations
+from pyro_nami.program.runner import takes_observations
 
 
 def crossed(y=None):

@@ -43,7 +43,7 @@ from pyro.optim import ClippedAdam
 from pyro_nami import AutoNaMIGuide
 from pyro_nami.inference.importance import importance_sample
 from pyro_nami.messages import OneByOne
-from pyro_nami.reading.isolation import untouched
+from pyro_nami.program.isolation import untouched
 
 Y = [0.3, -1.2, 2.0, 0.7]
 DATA_SETS = [[0.3, -1.2, 2.0, 0.7], [1.0, 1.5, 0.5, 2.5], [-4.0, -3.0, -3.5, -2.0]]

@@ -12,8 +12,8 @@ from pyro import poutine
 from scipy import stats
 
 from pyro_nami import amortize, calibrate, from_simulator, importance_sample
+from pyro_nami.amortize.truncated_rounds import Region, next_round
 from pyro_nami.inference import Simulator
-from pyro_nami.inference.rounds import Region, next_round
 
 PRIOR = dist.Normal(torch.zeros(2), 1.0).to_event(1)
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_nami.reading.changes import any_along
-from pyro_nami.reading.draws import redraw
+from pyro_nami.program.site_values import redraw
 from pyro_nami.reading.index_maps.finder import NONE, SEVERAL, MapPlan, Trial, along, completed
 from pyro_nami.reading.index_maps.given import given_by_plates
 from pyro_nami.reading.index_maps.nesting import Nesting
 from pyro_nami.reading.interventions import Dependencies
 from pyro_nami.reading.probe import OutOfBudget, Probe
+from pyro_nami.reading.site_records import any_along
 
 __all__ = ["search_maps"]
 

@@ -1,0 +1,184 @@
+"""How far data lie outside of simulations, where amortized inference has never been.
+
+Data sets become features, of each site: its standardized values where they are few, and summaries of them over plates.
+Half of the simulations say where data sets are and how they vary, the other half how far away they usually are. Change
+this module to change what counts as unusual data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_nami.inference.scaled_coordinates import Coordinates, SiteForm
+
+__all__ = ["ADVICE", "Misspecification", "SimulatedData"]
+
+ADVICE = (
+    "A guide trained on simulations was never trained on such data. Check units and outliers, and whether the model's "
+    "priors and likelihood allow for what the data show."
+)
+
+_LEAST_SHRINKAGE = 1e-3  # so that features which never vary have some variance
+_MARGIN = 10.0  # over the number of simulations
+_FEW = 64  # elements of a site, or columns of its events, that are features one by one
+
+
+@dataclass(frozen=True, eq=False)
+class Misspecification:
+    """A data set's distance from the center of a model's simulations.
+
+    Attributes:
+        distance: Mahalanobis distance of the data's features.
+        simulated: distances of simulated data sets, ``(data sets,)``.
+        p_value: share of simulations that are as far out, by all features or by those of the site that is furthest out
+            for the data; at least ``1 / (data sets + 1)``.
+        sites: observed site -> how many times as far the data are from the center as the median simulation, by the
+            features of this site alone; the most unusual first.
+        level: p-values below it were warned of.
+    """
+
+    distance: float
+    simulated: Tensor
+    p_value: float
+    sites: Mapping[str, float]
+    level: float = 0.01
+
+    @property
+    def percentile(self) -> float:
+        """Share of simulated data sets that are nearer to the center than the data, in percent."""
+        return 100 * float((self.simulated < self.distance).double().mean())
+
+    @property
+    def passed(self) -> bool:
+        """Whether the data could be a simulation."""
+        return self.p_value >= self.level
+
+    def __str__(self) -> str:
+        where = "inside" if self.passed else "far outside"
+        usual = float(self.simulated.median())
+        sites = ", ".join(f"'{name}' {ratio:.1f}" for name, ratio in list(self.sites.items())[:3])
+        return (
+            f"The data lie {where} the model's simulations (p = {self.p_value:.2g}, by all sites together or by one): "
+            f"at distance {self.distance:.3g}, where {usual:.3g} is the median of {len(self.simulated):,} simulations "
+            f"and {self.percentile:.1f}% are nearer. Times the median distance, most unusual sites first: {sites}."
+        )
+
+
+class SimulatedData:
+    """Where a model's data are, and how far they usually are from there.
+
+    Distances are Mahalanobis', by all features, and by those of each site alone: ``(data sets, 1 + sites)``.
+
+    Args:
+        observed: site -> simulated values ``(data sets, ...)``.
+        forms: of the sites.
+
+    Attributes:
+        others: distances of the second half of the simulations.
+
+    Example:
+        >>> form = SiteForm(torch.Size([2]), 1, lambda value: value)
+        >>> simulated = SimulatedData({"x": torch.randn(1000, 2)}, {"x": form})
+        >>> simulated.outside({"x": torch.tensor([[0.0, 1.0], [9.0, -9.0]])})
+        tensor([False,  True])
+    """
+
+    def __init__(self, observed: Mapping[str, Tensor], forms: Mapping[str, SiteForm]) -> None:
+        self.forms = {name: forms[name] for name in observed}
+        usual, others = ({name: value[start::2] for name, value in observed.items()} for start in (0, 1))
+        self._coordinates = Coordinates(usual, self.forms)
+        features = self._features(usual)
+        self._spaces = [_Space(sample) for sample in features]
+        center = self.distances(usual)
+        self._mean, self._sd = center.mean(0), center.std(0).clamp(min=1e-6)
+        self.others = self.distances(others)
+
+    def distances(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the distances of data sets ``(data sets, ...)`` from the center of the simulations."""
+        return torch.stack([space.distances(x) for space, x in zip(self._spaces, self._features(values))], -1)
+
+    def batch(self, data: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """Returns values of one data set, or of several, as those of several; None where not all are there."""
+        found = {}
+        for name, form in self.forms.items():
+            value = torch.as_tensor(data.get(name, []), device=self.others.device)
+            size = max(1, form.shape.numel())
+            if not value.numel() or value.numel() % size:
+                return None
+            found[name] = value.reshape(-1, *form.shape)
+        num = max(map(len, found.values()), default=0)
+        return {name: value.expand(num, *value.shape[1:]) for name, value in found.items()}
+
+    def judged(self, values: Mapping[str, Tensor], level: float) -> Misspecification:
+        """Returns how far one data set ``(1, ...)`` lies outside."""
+        here = self.distances(values)
+        measures = self._measures(self.others), self._measures(here)
+        p_values = (1 + (measures[0] >= measures[1]).sum(0).double()) / (1 + len(self.others))
+        p_value = float(p_values[0]) if self.others.shape[1] == 2 else min(1.0, 2 * float(p_values.min()))
+        ratios = (here[0, 1:] / self.others[:, 1:].median(0).values.clamp(min=1e-6)).tolist()
+        sites = dict(sorted(zip(self.forms, ratios), key=lambda item: -item[1]))
+        return Misspecification(float(here[0, 0]), self.others[:, 0], p_value, sites, level)
+
+    def outside(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns which data sets ``(data sets,)`` are further out than all simulations, by either measure.
+
+        Of few simulations by some more, as each further one may be the furthest.
+        """
+        furthest = self._measures(self.others).amax(0)
+        measures = self._measures(self.distances(values))
+        return (measures > (1 + _MARGIN / len(self.others)) * furthest).any(-1)
+
+    def _measures(self, distances: Tensor) -> Tensor:
+        """Distances in sds of usual ones, by all features and by the site that is furthest out, ``(data sets, 2)``."""
+        standard = (distances - self._mean) / self._sd
+        return torch.stack((standard[:, 0], standard[:, 1:].amax(1)), 1)
+
+    def _features(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        own = self._coordinates({name: values[name] for name in self.forms}).double()
+        sites = [_features(own[:, place], self.forms[name]) for name, place in self._coordinates.columns.items()]
+        return [torch.cat(sites, -1), *sites]
+
+
+def _features(elements: Tensor, form: SiteForm) -> Tensor:
+    """A site's elements ``(data sets, elements)``, if few, and how they are distributed over plates."""
+    rows = form.shape[: len(form.shape) - form.event_dim].numel()
+    table = elements.reshape(len(elements), rows, -1)
+    if table.shape[2] > _FEW:
+        table = elements.unsqueeze(-1)
+    features = [elements] if elements.shape[1] <= _FEW else []
+    if table.shape[1] > 1:
+        mean, sd = table.mean(1), table.std(1) + 1e-3
+        features += [mean, sd.log(), (table.amax(1) - mean) / sd, (mean - table.amin(1)) / sd]
+    return torch.cat(features, -1)
+
+
+class _Space:
+    """The center and the covariance of a sample ``(data sets, features)``, shrunk towards independence.
+
+    References:
+        Ledoit & Wolf 2004, "A well-conditioned estimator for large-dimensional covariance matrices".
+    """
+
+    def __init__(self, sample: Tensor) -> None:
+        self.center, scale = sample.mean(0), sample.std(0)
+        self.scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        x = (sample - self.center) / self.scale
+        num, size = x.shape
+        covariance = x.T @ x / num
+        mean = covariance.diagonal().mean()
+        identity = torch.eye(size, dtype=x.dtype, device=x.device)
+        error = (x.square().sum(1).square().mean() - covariance.square().sum()) / num
+        departure = (covariance - mean * identity).square().sum().clamp(min=1e-12)
+        share = (error / departure).clamp(_LEAST_SHRINKAGE, 1)
+        self.factor = torch.linalg.cholesky(
+            (1 - share) * covariance + share * mean.clamp(min=_LEAST_SHRINKAGE) * identity
+        )
+
+    def distances(self, values: Tensor) -> Tensor:
+        x = (values - self.center) / self.scale
+        return torch.linalg.solve_triangular(self.factor, x.T, upper=False).square().sum(0).sqrt()

@@ -1,0 +1,146 @@
+"""Conditionals of binary latents by bounds that are linear in them: each is a Bernoulli, whatever the others are.
+
+Where the log density of the children is bounded by c + eta . z (`pyro_nami.factors.bounds`), the bound's conditional of
+z has the prior's logits plus eta, the slope of the bound, through the model's own weights. The parameters xi of a bound
+are those that a network gives; or those at which it is tightest given that conditional, a fixed point. Change this
+module to find that in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_nami.deriving.expansion import Expansion, agree, broadcast, irregular, trimmed, without_gaps
+from pyro_nami.deriving.in_turn import InTurn, Order
+from pyro_nami.factors.bounds import bound_for
+from pyro_nami.factors.wrappers import innermost
+
+__all__ = ["LinearBernoulli"]
+
+_MOST_ROUNDS, _STILL = 200, 1e-4  # of a fixed point, and how little a mean moves in the last
+
+
+class LinearBernoulli(Expansion):
+    """The conditionals of binary latents whose children's log density is bounded by a linear function of them.
+
+    Args:
+        group, leading, nesting, differentiable, away: as for `Expansion`.
+        at: member -> value to expand about; by default the prior's mean.
+        orders: member -> the order of its elements, if these are to be drawn in turn; ``observed``: further latents
+            that would be members, had the call no values of them.
+
+    References:
+        Jaakkola & Jordan 1999, Variational Probabilistic Inference and the QMR-DT Network; Yan, Ailem & Sha 2019,
+        Amortized Inference of Variational Bounds for Learning Noisy-OR, equation 13.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        at: Mapping[str, Tensor] | None = None,
+        orders: Mapping[str, Order] | None = None,
+        observed: Collection[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._orders, self._observed, self.prior_logits = orders, observed, dict[str, Tensor]()
+        self._args, self._kwargs, self._at, self._rounds = args, kwargs, at or {}, 1
+        self._logits: dict[str, Tensor] = {}
+        self._slopes: dict[str, Tensor] = {}
+        self._steps: dict[str, tuple[Tensor, Tensor]] = {}  # member -> part of the last gap gone, and that gap
+
+    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        if name in self._at:
+            return self._at[name]
+        mean = prior.mean.detach()
+        if self.away is not None:
+            mean = (mean.logit(1e-3) + self.away * irregular(shape, mean, len(self.values))).sigmoid()
+        return mean.expand(shape)
+
+    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+        if self.group.bound == "bound":
+            self.xi = {name: self._tightest(sites[name]) for name in self.group.children if name in sites}
+        self._solve(sites)
+        if self._orders:
+            return InTurn(self, sites, self._orders, self._observed)
+        if self.group.bound != "bound" or self._rounds >= _MOST_ROUNDS:
+            return None
+        gaps = {name: logits.detach().sigmoid() - self.values[name].detach() for name, logits in self._logits.items()}
+        if max(float(gap.abs().max()) for gap in gaps.values()) < _STILL:
+            return None
+        return self._moved(gaps)
+
+    def _moved(self, gaps: Mapping[str, Tensor]) -> LinearBernoulli:
+        """Returns the expansion a part of the way nearer to the means that the bound here gives.
+
+        The more is explained the less a bound asks for: where whole steps swing to and fro, they are halved.
+        """
+        at, steps = {}, {}
+        for name, gap in gaps.items():
+            step, before = self._steps.get(name, (torch.ones_like(gap), gap))
+            step = torch.where(gap * before < 0, 0.5 * step, (1.2 * step).clamp(max=1.0))
+            steps[name], at[name] = (step, gap), self.values[name].detach() + step * gap
+        following = type(self)(*self._args, at=at, **self._kwargs)
+        following._rounds, following._steps = self._rounds + 1, steps
+        return following
+
+    def _solve(self, sites: Mapping[str, Any]) -> None:
+        slopes = self.take(sites, again=self.differentiable, whole=True)
+        for name, slope in slopes.items():
+            shape = self.shapes[name]
+            prior: Any = innermost(self.priors[name])
+            logits = prior.logits.expand(broadcast(slope.shape, shape))
+            self.prior_logits[name] = logits.reshape(shape)
+            finite = self.finite[name] = slope.isfinite()
+            slope = torch.where(finite, slope, torch.zeros_like(slope))
+            logits = (logits + slope).reshape(shape)
+            self._logits[name] = logits if self.differentiable else logits.detach()
+            self._slopes[name] = slope.detach()
+
+    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+        return self.bernoulli(name, self._logits[name], dims)
+
+    def probabilities(self, name: str) -> Tensor:
+        """Returns the probabilities of a member, ``(*batch, *plates, *event)``."""
+        return self._logits[name].sigmoid()
+
+    def bernoulli(self, name: str, logits: Tensor, dims: int | None = None) -> Any:
+        """Returns a member's distribution by logits ``(*batch, *plates, *event)``, without ones beyond ``dims``."""
+        events = len(self.priors[name].event_shape)
+        cut = logits.dim() - events
+        logits = logits.reshape(trimmed(logits.shape[:cut], dims) + logits.shape[cut:])
+        return dist.Bernoulli(logits=logits, validate_args=False).to_event(events)
+
+    def _tightest(self, site: Mapping[str, Any]) -> Tensor:
+        """Returns where the bound of a child is tightest, given the means that the run was made at."""
+        bound, value = bound_for(site["fn"]), without_gaps(site)
+        assert bound is not None
+        mean = bound.predictor(site["fn"])
+        mean = mean if self.differentiable else mean.detach()
+        tightest = bound.tightest(value, mean, mean.square())
+        return tightest.flatten(-len(site["fn"].event_shape)) if site["fn"].event_shape else tightest.unsqueeze(-1)
+
+    # ---- probing
+
+    def measure(self, sites: Mapping[str, Any]) -> None:
+        if self.away is None:
+            self._solve(sites)
+        else:
+            super().measure(sites)
+
+    def reaches(self, sites: Mapping[str, Any]) -> bool:
+        slopes = (self.take(sites, again=True, whole=True, parts=[child]) for child in self.group.children)
+        return all(any(bool((each != 0).any()) for each in slope.values()) for slope in slopes)
+
+    def explains(self, far: LinearBernoulli) -> bool:
+        slopes = ((far.slopes[name], slope) for name, slope in self._slopes.items())
+        return all(agree(found, torch.zeros_like(slope), [slope]) for found, slope in slopes)
+
+    def gain(self, near: LinearBernoulli, far: LinearBernoulli) -> tuple[Tensor, Tensor]:
+        steps = [(far.values[n] - near.values[n]).detach() * slope for n, slope in self._slopes.items()]
+        return torch.stack([s.sum() for s in steps]).sum(), torch.stack([s.abs().sum() for s in steps]).sum()

@@ -1,0 +1,77 @@
+"""Latents whose conditionals are derived together, and how; change this module to say something more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+__all__ = ["ConjugateGroup"]
+
+
+class ConjugateGroup(NamedTuple):
+    """Latents that are drawn from their exact conditionals together.
+
+    Attributes:
+        members: the latents, in sampling order.
+        children: observed sites that they are parents of.
+        form: of the conditionals: a name in `conjugate_forms.FORMS`, "enumeration", "Gaussian" for a joint block,
+            "Newton" for one whose density is concave, "quadrature" for one with one or two elements of that kind,
+            "marginal" for what comes first, with all others integrated out, or "Bernoulli" for binary ones by bounds.
+        bound: what stands for the likelihood of children that have one: "" for nothing, "bounded" for a bound (see
+            `pyro_nami.factors.bounds`) whose parameters networks give, "bound" for the tightest.
+        depths: of a joint block, the level of each member: those of levels below ``num_lifted`` are eliminated instance
+            by instance of their plates, which are the same in a level; the others are elements of one vector.
+        num_lifted: number of such levels.
+        elements: number of elements of each member, of one instance or of the vector, at the guide's first call.
+        flat: members with flat priors, which say nothing; see `pyro_nami.program.flat_priors`.
+        needed: latents drawn before that the density reads.
+        vectorized: whether the model runs at several points of the members at once; those that a bound serves are then
+            drawn in turn.
+    """
+
+    members: tuple[str, ...]
+    children: tuple[str, ...]
+    form: str = "Gaussian"
+    depths: tuple[int, ...] = ()
+    num_lifted: int = 0
+    elements: tuple[int, ...] = ()
+    flat: frozenset[str] = frozenset()
+    needed: frozenset[str] = frozenset()
+    vectorized: bool = False
+    bound: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the conditionals are exact: Normals about a mode, and those by a bound, are not."""
+        return self.form != "Newton" and not self.bound
+
+    @property
+    def is_tabulated(self) -> bool:
+        """Whether they are found by quadrature."""
+        return self.form in ("quadrature", "marginal")
+
+    @property
+    def has_mode(self) -> bool:
+        """Whether they are found about a mode, which takes several runs of the model."""
+        return self.is_tabulated or self.form == "Newton"
+
+    @property
+    def iterates(self) -> bool:
+        """Whether they take several runs of the model."""
+        return self.has_mode or self.bound == "bound" or self.in_turn
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether they are binary, and those that come later are explained away by those before."""
+        return self.form == "Bernoulli" and self.vectorized
+
+    def without(self, lacking: Collection[str], observed: Collection[str] = ()) -> ConjugateGroup:
+        """Returns the group without sites that a call lacks; members that it observes are children."""
+        kept = [i for i, name in enumerate(self.members) if name not in lacking and name not in observed]
+        fields = ("members", "depths", "elements")
+        parts: dict[str, Any] = {
+            field: tuple(getattr(self, field)[i] for i in kept) for field in fields if getattr(self, field)
+        }
+        parts["flat"] = self.flat.intersection(parts["members"])
+        children = (*self.children, *(name for name in self.members if name in observed))
+        return self._replace(children=tuple(name for name in children if name not in lacking), **parts)

@@ -1,0 +1,133 @@
+"""The exact conditional of a discrete latent of few values, by enumeration.
+
+q(z = k | what is before z) is the softmax over k of log p(z = k) plus the log density of its children at z = k, which
+one run of the model gives for all k, along a batch dim of its own to the left of all others. Change this module to let
+other discrete types be enumerated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch.distributions.kl import register_kl
+
+from pyro_nami.deriving.expansion import Expansion, irregular, trimmed
+from pyro_nami.factors.wrappers import innermost
+
+__all__ = ["MOST_VALUES", "Enumeration", "num_values"]
+
+MOST_VALUES = 64
+
+
+class _WithoutScore:
+    """A discrete conditional whose draws ELBOs take for reparametrized, which leaves out the score function.
+
+    log p(z, children) - log q(z) does not depend on z, so nothing has to tell better values of z from worse ones.
+    """
+
+    has_rsample = True
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        return self.sample(sample_shape)  # type: ignore[attr-defined]
+
+
+class _Categorical(_WithoutScore, dist.Categorical):
+    pass
+
+
+class _OneHot(_WithoutScore, dist.OneHotCategorical):
+    pass
+
+
+class _EnumeratedBernoulli(_WithoutScore, dist.Bernoulli):
+    pass
+
+
+_KINDS: dict[type, Any] = {
+    dist.Categorical: _Categorical,
+    dist.OneHotCategorical: _OneHot,
+    dist.Bernoulli: _EnumeratedBernoulli,
+}
+
+
+for _kind in _KINDS.values():
+
+    @register_kl(_kind, torch.distributions.Distribution)
+    def _no_kl(p: Any, q: Any) -> Tensor:
+        """An analytic KL would leave the score of the rest of the bound out, which its draws then need."""
+        raise NotImplementedError
+
+
+def num_values(prior: Any) -> int | None:
+    """Returns how many values a latent has that can be enumerated; None if it cannot be."""
+    base: Any = innermost(prior)
+    if type(base) not in _KINDS or prior.event_shape != base.event_shape:
+        return None
+    count = 2 if isinstance(base, dist.Bernoulli) else base.probs.shape[-1]
+    return count if count <= MOST_VALUES else None
+
+
+class Enumeration(Expansion):
+    """The exact conditional of one discrete latent.
+
+    Args:
+        group, leading, nesting, differentiable, away: as for `Expansion`; other points are other assignments.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        (self._name,) = self.group.members
+        self.count = self.group.elements[0] if self.away is None else None
+
+    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        """Returns all values; or for each instance one."""
+        event, batch = prior.event_shape, shape[: len(shape) - len(prior.event_shape)]
+        values = innermost(prior).enumerate_support(expand=False).reshape((self.group.elements[0],) + event)
+        if self.away is None:
+            return values.reshape((-1,) + (1,) * (len(batch) - 1) + event).expand(shape)
+        like = torch.empty(0, dtype=torch.get_default_dtype(), device=values.device)
+        self._which = (irregular(batch, like, int(self.away)).abs() * len(values)).long().clamp(max=len(values) - 1)
+        return values[self._which]
+
+    def solve(self, sites: Mapping[str, Any]) -> None:
+        prior, own = self.priors[self._name], sites[self._name]
+        dims = {frame.dim for frame in own["cond_indep_stack"] if frame.vectorized}
+        logits = prior_logits = prior.log_prob(self.values[self._name])
+        for name in filter(sites.__contains__, self.group.children):
+            term = self.density(sites, name)
+            frames = sites[name]["cond_indep_stack"]
+            summed = [frame.dim for frame in frames if frame.vectorized and frame.dim not in dims]
+            logits = logits + (term.sum(summed, keepdim=True) if summed else term)
+        logits = logits.log_softmax(0)
+        finite = self.finite[self._name] = ~logits.isnan().any(0)
+        logits = torch.where(finite, logits, prior_logits).movedim(0, -1)
+        self._logits = logits if self.differentiable else logits.detach()
+
+    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+        kind = _KINDS[type(innermost(self.priors[name]))]
+        logits = self._logits.reshape(trimmed(self._logits.shape[:-1], dims) + self._logits.shape[-1:])
+        if kind is _EnumeratedBernoulli:
+            return kind(logits=logits[..., 1] - logits[..., 0], validate_args=False)
+        return kind(logits=logits, validate_args=False)
+
+    # ---- probing
+
+    def measure(self, sites: Mapping[str, Any]) -> None:
+        if self.away is None:
+            self.solve(sites)
+            return
+        own = sites[self._name]
+        terms = [self._total(sites, name) for name in self.group.children]
+        self.totals = torch.stack([self.priors[self._name].log_prob(own["value"]).detach().sum(), *terms])
+
+    def reaches(self, sites: Mapping[str, Any]) -> bool:
+        return bool(self._logits.isfinite().any(-1).all())
+
+    def gain(self, near: Enumeration, far: Enumeration) -> tuple[Tensor, Tensor]:
+        """Of a discrete latent densities alone are compared, as it has no slopes."""
+        chosen = [self._logits.gather(-1, each._which.unsqueeze(-1)).squeeze(-1) for each in (near, far)]
+        return (chosen[1] - chosen[0]).sum(), (chosen[1] - chosen[0]).abs().sum()

@@ -1,0 +1,306 @@
+"""The slopes of a log density as a function of some latents: what exact conditionals are derived from.
+
+They come from a run of the model by automatic differentiation, and are differentiable in what was drawn before. The run
+goes between the two halves of an `Expansion`: with what was drawn before at its values, the members at `points`, and
+gradients (`expanding`). Change this module to take slopes of other terms, or in a cheaper way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch.distributions import TransformedDistribution
+
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.factors.bounds import log_prob_or_bound
+from pyro_nami.factors.wrappers import base_of
+from pyro_nami.program.flat_priors import flat_prior
+from pyro_nami.program.masks import log_density_of, unmasked, without_gaps
+
+__all__ = [
+    "TOLERANCE", "Changed", "Expansion",
+    "agree", "broadcast", "derivatives", "expanding", "irregular", "leading_shape", "narrowed", "parameters_of",
+    "plate_shape", "trimmed",
+]
+
+TOLERANCE = 1e-3  # relative, of what probing takes for the same
+
+
+class Changed(Exception):
+    """Ends an expansion that a run has shown to be made for another model: sizes, or what is observed, are others."""
+
+
+class Expansion:
+    """The log density of a group's children about some point, as a function of the members.
+
+    Args:
+        group: the members and their children.
+        leading: sizes of the batch dims to the left of the plates, and 1 for each plate dim.
+        nesting: number of plate dims.
+        differentiable: whether gradients are to flow to what was drawn before.
+        away: if given, all there is is one point, this far out in prior deviations.
+        given: values of the members at that point, if it is not to be told by deviations.
+
+    Attributes:
+        until: the sites that the run has to reach.
+        priors, values: of each member, once the run has met it; priors without masks.
+        shapes: of the values, with all batch dims.
+        finite: where what was solved of each member is a number; elsewhere its data say nothing, which leaves its
+            prior, given what is drawn before.
+        count: number of points, along a dim of their own to the left of all others; None without such a dim.
+        noise: by how many deviations rounding may move means; found where these are not those of a prior.
+    """
+
+    noise = 0.0
+
+    def __init__(
+        self,
+        group: ConjugateGroup,
+        leading: Sequence[int],
+        nesting: int,
+        differentiable: bool,
+        away: float | None = None,
+        given: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.group, self.nesting, self.away, self.differentiable = group, nesting, away, differentiable
+        self._given = given or {}
+        self.until = (*group.members, *group.children)
+        self.priors: dict[str, Any] = {}
+        self.values: dict[str, Tensor] = {}
+        self.shapes: dict[str, torch.Size] = {}
+        self.finite: dict[str, Tensor] = {}
+        self.count: int | None = None
+        self.leading = torch.Size(leading)
+        self.xi: dict[str, Tensor] = {}  # parameters of the bounds of children, 1 where none are given
+
+    @property
+    def points(self) -> dict[str, Any]:
+        """Member -> a function of its prior that makes its value."""
+        return {name: functools.partial(self.choose, name) for name in self.group.members}
+
+    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        """Returns a member's values, ``(*batch, *plates, *event)``; points lie along the first dim if counted."""
+        raise NotImplementedError
+
+    def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
+        """Derives the conditionals from the sites of the run; or returns what is to be solved in place of this."""
+        raise NotImplementedError
+
+    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+        """Returns a member's exact conditional, of batch shape ``(*batch, *plates)``, at values of those before it.
+
+        Where these are more than ``dims``, leading dims of size 1 are left out.
+        """
+        raise NotImplementedError
+
+    def is_finite(self) -> bool:
+        """Whether all that was solved is a number."""
+        return all(bool(each.all()) for each in self.finite.values())
+
+    def reaches(self, sites: Mapping[str, Any]) -> bool:
+        """Whether each child says something of the members, and the conditional is a proper one."""
+        raise NotImplementedError
+
+    def explains(self, far: Any) -> bool:
+        """Whether what was solved says slopes and values that were measured at another point, to a thousandth."""
+        return True
+
+    def fits(self, others: Any) -> bool:
+        """Whether each child by itself is of the form, by its log density at several points along a line."""
+        return True
+
+    def gain(self, near: Any, far: Any) -> tuple[Tensor, Tensor]:
+        """Returns what the log density gains between two points by what was solved, and the size of its terms."""
+        raise NotImplementedError
+
+    def measure(self, sites: Mapping[str, Any]) -> None:
+        """Takes slopes, and the log densities of the children, of a form that is not known to hold yet."""
+        self.slopes = {name: each.detach() for name, each in self.take(sites, whole=True).items()}
+        self.totals = torch.stack([self._total(sites, name) for name in self.group.children])
+
+    def take(
+        self, sites: Mapping[str, Any], *, again: bool = False, whole: bool = False, parts: Sequence[str] = ()
+    ) -> dict[str, Tensor]:
+        """Returns the slopes by the members' values.
+
+        Args:
+            sites: of the run.
+            again: whether they are to be differentiated themselves.
+            whole: whether the form is not known to hold yet.
+            parts: the children whose log density it is; by default all.
+        """
+        whole = whole or torch.jit.is_tracing()  # a traced tensor's shape is none that autograd can compare
+        with derivatives():
+            # Of sites that a call lacks there are no data.
+            terms = [self._term(sites, name, whole) for name in parts or self.group.children if name in sites]
+            terms = [term for term in terms if term[0].requires_grad]
+            if not terms:
+                return {name: torch.zeros_like(leaf) for name, leaf in self.values.items()}
+            slopes = torch.autograd.grad(
+                [output for output, _ in terms],
+                list(self.values.values()),
+                [cotangent for _, cotangent in terms],
+                create_graph=again,
+                retain_graph=again or whole,
+                materialize_grads=True,
+            )
+        return dict(zip(self.values, slopes))
+
+    def choose(self, name: str, prior: Any) -> Tensor:
+        """Returns a member's values at the points, given its prior."""
+        leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
+        batch, event = broadcast(leading, torch.Size(prior.batch_shape)), torch.Size(prior.event_shape)
+        if len(batch) > len(leading):
+            raise RuntimeError(f"'{name}' has more batch dims than its plates and the dims of the points.")
+        prior = self.priors[name] = unmasked(prior)
+        self.shapes[name] = batch + event
+        given = self._given.get(name)
+        value = self.start(name, prior, batch + event) if given is None else given.expand(batch + event)
+        if self.count is None and leading.numel() == 1:  # with one point a model sees the dims that it is used to
+            value = value.reshape(prior.batch_shape + event)
+        self.values[name] = value.clone().requires_grad_(value.is_floating_point())
+        return self.values[name]
+
+    def density(self, sites: Mapping[str, Any], name: str) -> Tensor:
+        """Returns a site's log density as far as its mask counts it, at its scale relative to that of the members."""
+        if name in self.group.flat and (flat := flat_prior(sites[name]["fn"])) is not None:
+            return flat.log_prob(sites[name]["value"], sites[name]["fn"].event_dim)
+        weight = self.weight(sites, name)
+        bound = functools.partial(log_prob_or_bound, xi=self.xi.get(name)) if self.group.bound else None
+        log_prob = log_density_of(sites[name], bound)
+        return log_prob if weight is None else log_prob * weight
+
+    def _total(self, sites: Mapping[str, Any], name: str) -> Tensor:
+        """Returns a site's log density, summed; minus infinity where its value is outside of its support."""
+        fn, value = sites[name]["fn"], without_gaps(sites[name])
+        with suppress(NotImplementedError):
+            if not value.isnan().any() and not _is_supported(fn, value):
+                return torch.tensor(-torch.inf, dtype=torch.get_default_dtype(), device=value.device)
+        return self.density(sites, name).detach().sum()
+
+    def _term(self, sites: Mapping[str, Any], name: str, whole: bool) -> tuple[Tensor, Tensor | None]:
+        """Returns an output and its cotangent, of which the slope of a site's log density is the product.
+
+        That is the log density, summed; or a Normal's location and weighted error, which takes half the time, if that
+        need not be the ``whole`` of it: its scale does not depend on the members.
+        """
+        site = sites[name]
+        fn, value, mask = site["fn"], without_gaps(site), site["mask"]
+        if whole or type(fn) is not dist.Normal:
+            return self.density(sites, name).sum(), None
+        cotangent = (value - fn.loc) * self.precision(sites, name)
+        if mask is not None:
+            cotangent = torch.where(torch.as_tensor(mask), cotangent, torch.zeros_like(cotangent))
+        return fn.loc.expand(cotangent.shape), cotangent
+
+    def precision(self, sites: Mapping[str, Any], name: str) -> Any:
+        """Returns a Normal site's precision, at its scale relative to that of the members; size 1 where it is one."""
+        precision, weight = narrowed(sites[name]["fn"].scale).square().reciprocal(), self.weight(sites, name)
+        return precision if weight is None else precision * weight
+
+    def weight(self, sites: Mapping[str, Any], name: str) -> Any:
+        """Returns the scale of a site relative to that of the members; None if it is the same."""
+        own, scale = sites[name]["scale"], sites[self.group.members[0]]["scale"]
+        if own is scale or not isinstance(own, Tensor) and not isinstance(scale, Tensor) and own == scale:
+            return None
+        return self._narrowed(own) / self._narrowed(scale)
+
+    def _narrowed(self, scale: Any) -> Any:
+        """Returns a scale without the dims that it alone has, along which it counts a density several times."""
+        extra = scale.dim() - len(self.leading) if isinstance(scale, Tensor) else 0
+        return scale.sum(tuple(range(extra))) if extra > 0 else scale
+
+
+def parameters_of(*tensors: Tensor) -> Iterator[Tensor]:
+    """Yields the leaves with gradients that tensors were computed from."""
+    seen: set[Any] = {None}
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            nodes += [parent for parent, _ in node.next_functions]
+
+
+def plate_shape(site: Mapping[str, Any]) -> torch.Size:
+    """Returns the sizes of the plates around a site, 1 where there is none."""
+    frames = {-frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.vectorized}
+    return torch.Size(frames.get(dim, 1) for dim in range(max(frames, default=0), 0, -1))
+
+
+def narrowed(value: Tensor) -> Tensor:
+    """Returns a tensor with size 1 along the dims that it was expanded to."""
+    return value[tuple(slice(0, 1 if step == 0 else None) for step in value.stride())]
+
+
+def _is_supported(fn: Any, value: Tensor) -> bool:
+    """Whether a value is in the support, for transformed distributions that of the base."""
+    if not fn.support.check(value).all():
+        return False
+    if isinstance(fn, TransformedDistribution):
+        for transform in reversed(fn.transforms):
+            value = transform.inv(value)
+    below = base_of(fn)
+    return below is None or _is_supported(below, value)
+
+
+def agree(found: Tensor, start: Tensor, terms: Sequence[Tensor], dtype: torch.dtype | None = None) -> bool:
+    """Whether something moved from ``start`` by the sum of some terms, as far as rounding and a thousandth allow."""
+    size = torch.stack(torch.broadcast_tensors(*[term.abs() for term in terms])).sum(0)
+    rounding = 100 * torch.finfo(dtype or size.dtype).eps * (size + start.abs()).max()
+    off = (found - start - sum(terms)).abs()
+    return bool((off <= TOLERANCE * (size + TOLERANCE * size.max()) + rounding).all())
+
+
+def broadcast(shape: torch.Size, other: torch.Size) -> torch.Size:
+    """Returns the shape that both broadcast to, if they do; `torch.broadcast_shapes` takes a model's site as long."""
+    if len(shape) < len(other):
+        shape, other = other, shape
+    cut = len(shape) - len(other)
+    return shape[:cut] + torch.Size(b if a == 1 else a for a, b in zip(shape[cut:], other))
+
+
+def trimmed(shape: torch.Size, dims: int | None) -> torch.Size:
+    """Returns a shape without leading ones beyond a number of dims."""
+    while dims is not None and len(shape) > dims and shape[0] == 1:
+        shape = shape[1:]
+    return shape
+
+
+def irregular(shape: torch.Size, like: Tensor, phase: int) -> Tensor:
+    """Returns numbers between -1 and 1 in which nothing repeats."""
+    order = torch.arange(shape.numel(), dtype=like.dtype, device=like.device).reshape(shape)
+    return (1 + 2.4 * order + phase).sin()
+
+
+def leading_shape(values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int) -> torch.Size:
+    """Returns the sizes of all batch dims to the left of the plates that values have, and 1 for each plate dim."""
+    plates, shape = (1,) * nesting, torch.Size((1,) * nesting)
+    for name, value in values.items():
+        batch = value.shape[: value.dim() - event_dims.get(name, 0)]
+        if len(batch) > nesting:
+            shape = broadcast(shape, batch[: len(batch) - nesting] + plates)
+    return shape
+
+
+@contextmanager
+def derivatives() -> Iterator[None]:
+    """Takes derivatives on this thread, since a trace does not see what others do, as a GPU's would."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+@contextmanager
+def expanding() -> Iterator[None]:
+    """Runs a model for an expansion: with gradients, and unvalidated, as its own run validates the same."""
+    with torch.inference_mode(False), torch.enable_grad(), pyro.validation_enabled(False):
+        yield

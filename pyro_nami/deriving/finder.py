@@ -1,0 +1,437 @@
+"""Which latents have a conditional that the model gives: told by the network, who has to be known, and by probing.
+
+Exact are those of one latent whose prior is an exponential family that its children add to (`conjugate_forms`), or that
+takes a few values (`enumeration`); and of latents that are jointly linear and Gaussian given the rest, whatever their
+plates (`joint_gaussian`). Where Normal priors meet other concave densities, those of one or two latents with one
+element are told by quadrature (`tabulated`), and others are near Normals about the mode (`newton`). Binary latents by
+the dozen, and on demand Normal ones, have conditionals by bounds on their children (`bounded`). All children are
+observed. The conditionals hold for any data and any number of instances, and are differentiable in what was drawn
+before; they cost derivatives of a run of the model in each call, or of a few about a mode.
+
+`Finder.block` says which latents could be drawn last such that most is exact, `Finder.groups` what is exact in a given
+inverse. Change this module to let other latents have a form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.enumeration import num_values
+from pyro_nami.deriving.exponential_families import FORMS, forms_of
+from pyro_nami.deriving.quadrature import MOST_TABULATED
+from pyro_nami.deriving.refutation import Refutation
+from pyro_nami.factors.bounds import bound_for
+from pyro_nami.factors.wrappers import innermost
+from pyro_nami.graph.elimination import eliminate
+from pyro_nami.graph.inverse import Inverse
+from pyro_nami.graph.inversion_methods import nami
+from pyro_nami.graph.network import BayesNet
+from pyro_nami.program.flat_priors import flat_prior
+from pyro_nami.program.masks import is_masked_within, own_mask
+
+__all__ = ["MOST_DENSE", "Finder"]
+
+MOST_DENSE = 500  # elements of a joint block that are eliminated as one vector
+_MOST_TRIED = 12
+_COMPILED = "a compiled objective takes a mode for a constant, and its mode moves with what is drawn before, or learned"
+_LATER = "its data depend on '{}', which is drawn later"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finder(Refutation):
+    """Finds latents with exact conditionals.
+
+    Args:
+        net: the model's network.
+        nodes: the sites of a run of the model, and ``frames`` the plates of each.
+        subsampled: plates of which a call sees a part only.
+        unread: observed sites of which a call sees a part only.
+        excluded: latents that are to have no exact conditional.
+        predictive: latents without data.
+        read_masked: latents that something reads where their own density is masked.
+        is_compiled: whether modes are to be constants, as in a trace; latents whose modes would move are learned.
+        bounds: latents whose conditionals are to be by bounds -> "bounded" or "bound", see `ConjugateGroup`.
+        cut: latents whose priors are not to be taken for flat -> why.
+        nesting, run, draws: as for `Refutation`.
+    """
+
+    net: BayesNet
+    nodes: Mapping[str, Any]
+    frames: Mapping[str, frozenset[str]]
+    subsampled: Collection[str]
+    unread: Collection[str]
+    excluded: Collection[str]
+    predictive: Collection[Any]
+    read_masked: Collection[str] = frozenset()
+    is_compiled: bool = False
+    bounds: Mapping[str, str] = field(default_factory=dict)
+    cut: Mapping[str, str] = field(default_factory=dict)
+    moving: set[str] = field(default_factory=set)  # latents that are learned as their modes are no constants of a trace
+    obstacles: dict[str, str] = field(default_factory=dict)  # latent -> what speaks against it, if anything; found once
+    flat: dict[str, bool] = field(default_factory=dict)  # latent with a flat prior -> whether a joint block has it
+    bent: dict[str, str] = field(default_factory=dict)  # why others of these are not
+
+    def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
+        """As for `Refutation`, by the first form that holds of those that a prior may have."""
+        held = self._first_holding(group, near)
+        if held is None or not (held.has_mode and self.is_compiled and self._moves(held)):
+            return held
+        self.refused.update(dict.fromkeys(held.members, _COMPILED))
+        self.moving.update(held.members)
+        return None
+
+    def _first_holding(self, group: ConjugateGroup, near: bool) -> ConjugateGroup | None:
+        name = group.members[0]
+        alone = group.form == "Gaussian" and group.flat == {name} == set(group.members)
+        forms = self._forms(name) if group.form in FORMS or alone else []
+        for form in forms:  # a truncated Normal, say, which bounds may cut anywhere
+            of_one = ConjugateGroup((name,), group.children, form, needed=group.needed)
+            if found := super().holding(of_one, near):
+                return found
+        return super().holding(group, near) if group.form not in FORMS else None
+
+    def _moves(self, group: ConjugateGroup) -> bool:
+        """Whether a group's mode depends on more than the data of a call: on latents, parameters or instances."""
+        return bool(group.needed or self.subsampled or self.parameters(group, self.draws[0]))
+
+    # ---- in a given inverse
+
+    def groups(self, inverse: Inverse, order: Sequence[str]) -> dict[str, ConjugateGroup]:
+        """Returns the latents that are drawn from their exact conditional, each with its group.
+
+        Args:
+            inverse: what each latent may read.
+            order: latents in sampling order.
+        """
+        if not self.flat and any(flat_prior(self.nodes[name]["fn"]) for name in order if name in self.nodes):
+            self.block()  # which tells what is to be taken for flat
+        found: dict[str, ConjugateGroup] = {}
+        exact, failed, halved = self._dependencies(inverse), frozenset[str](), False
+        for i, name in enumerate(order):
+            members = self._members(name, order[i:]) if name not in found else []
+            group = self._group(sorted(members, key=order.index), inverse) if members else None
+            if group is None and len(members) > 1:
+                self.refused.setdefault(name, _LATER.format(members[1]))
+            halved = failed.issuperset(members) and (halved or len(failed) > _MOST_TRIED)
+            if group is None or halved and 2 * len(members) > len(failed):
+                continue  # as to try each end of a long chain would take too many runs of the model
+            # By a bound, binary latents do not depend on each other.
+            apart = set(group.members) if group.form == "Bernoulli" else set()
+            unread = set().union(*(exact[each].difference(inverse.parents[each], apart) for each in group.members))
+            if unread:
+                self.refused[name] = f"the inverse does not let it read '{min(unread, key=str)}'"
+            elif exact_group := self.holding(group):
+                found.update({name: self._own(exact_group, name) for name in group.members})
+            else:
+                failed = frozenset(members)
+        bent = {**self.bent, **self.cut}
+        self.refused.update({name: reason for name, reason in bent.items() if reason and name not in found})
+        return found
+
+    def _own(self, group: ConjugateGroup, name: str) -> ConjugateGroup:
+        """Returns the group that a member's conditional is derived in.
+
+        By Newton's method this is done anew at each level, given what is drawn before; by quadrature for each member.
+        """
+        if not group.has_mode or self.is_compiled and len(group.members) > 1:  # of which one mode is constant
+            return group
+
+        def rest(before: Collection[str]) -> ConjugateGroup:
+            return group.without(before)._replace(needed=group.needed.union(before))
+
+        place = group.members.index(name)
+        own = rest(group.members[:place])
+        small = set(own.elements) == {1} and len(own.members) <= MOST_TABULATED
+        if small and (tabulated := self.holding(own._replace(form="quadrature"))):
+            return tabulated
+        levels = zip(group.members, group.depths)
+        return rest([other for other, depth in levels if depth > group.depths[place]])
+
+    def _dependencies(self, inverse: Inverse) -> dict[Any, set]:
+        """Returns what the posterior's conditional of each latent depends on, in the order of an inverse."""
+        sites = {name: site for name, site in self.net.sites.items() if name not in self.predictive}
+        edges = [edge for edge in self.net.edges if sites.keys() >= set(edge)]
+        net = BayesNet(sites, edges, self.net.plate_sizes, self.net.nesting)
+        hidden = [name for name in net.latent if sites[name].marginalized]
+        order = [*hidden, *(name for name in inverse.order if name in sites)]
+        return {name: set(parents) for name, parents in eliminate(net, order).parents.items()}
+
+    def _members(self, name: str, left: Sequence[str]) -> list[str]:
+        """Returns the latents whose conditionals hang together with one's, of those not drawn before; or none."""
+        members = [name]
+        for member in members:  # which grows
+            if not self._is_able(member):
+                if member != name:
+                    self.refused.setdefault(name, _LATER.format(member))
+                return []
+            near = self._children(member).union(*map(self._parents, [member, *self._data(member)]))
+            before = self._children(member).difference(self.net.observed, left)
+            if before:
+                self.refused.setdefault(name, f"'{min(before)}', which depends on it, is drawn before it")
+                return []
+            members += sorted(near.intersection(left).difference(members), key=left.index)
+        return members
+
+    # ---- for any inverse
+
+    def block(self) -> list[list[str]]:
+        """Returns blocks of all latents, to be eliminated one after another, such that most are exact; or none."""
+        shown = [name for name in self.net.latent if name in self.nodes and not self.net.sites[name].marginalized]
+        self.flat.update({name: True for name in shown if self._may_be_flat(name)})
+        self.flat.update({name: False for name in self.flat if self._is_probability(name)})
+        latents = [name for name in self.nodes if name in shown and self._is_able(name)]
+        block = self._closed([name for name in latents if self._is_normal(name)])
+        if self.flat.keys().isdisjoint(block):
+            block = self._most(block)
+        elif not self._is_block(block, near=False):
+            block = self._with_flat(latents, [name for name in block if name not in self.flat])
+        self.flat.update({name: name in block for name in self.flat})
+        self.bent.update({name: self.refused.get(name, "") for name in self.flat if not self.flat[name]})
+        self.obstacles.clear()  # as these are priors of another kind then
+        latents = [name for name in latents if self._is_able(name)]
+        taken, single = {child for name in block for child in self._data(name)}, []
+        for name in latents:
+            data, alone = self._data(name), not self._is_normal(name) and self._children(name) == self._data(name)
+            if alone and data.isdisjoint(taken) and self._is_block([name]):
+                single.append(name)
+                taken |= data
+        depths = dict(zip(block, self._levels(block)[0]))
+        return self._parts([*_by_depth(depths), single]) if block or single else []
+
+    def _most(self, able: list[str]) -> list[str]:
+        """Returns the latents with Normal priors that are one block: all of them, or as many as are, Gaussian first."""
+        if not able or self._is_block(able):
+            return able
+        exact, most = (self._as_many(able, near) for near in (False, True))
+        return most if len(most) > len(exact) else exact
+
+    def _as_many(self, able: list[str], near: bool) -> list[str]:
+        """Returns as many latents as are one block, added one kind after another."""
+        block: list[str] = []
+        # Latents of the same plates come together where there are many, as each trial takes runs of the model.
+        frames = dict.fromkeys(self.frames[name] for name in reversed(able))
+        alike = [[name for name in able if self.frames[name] == each] for each in frames]
+        for names in alike if len(able) > _MOST_TRIED else [[name] for name in reversed(able)]:
+            trial = self._closed([each for each in able if each in {*names, *block}])
+            if len(trial) > len(block) and self._is_block(trial, near):
+                block = trial
+        return block
+
+    def _with_flat(self, latents: list[str], normal: list[str]) -> list[str]:
+        """Returns a block of latents with Normal and with flat priors: Gaussian if there is one, else about a mode.
+
+        Flat ones between zero and some number come last, as these mostly are scales.
+        """
+        flat = [name for name in latents if self.flat.get(name)]
+        scales = [name for name in flat if bool((flat_prior(self.nodes[name]["fn"]).low == 0).all())]  # type: ignore[union-attr]
+        places = [name for name in flat if name not in scales]
+
+        def grown(block: list[str], names: list[str], near: bool) -> list[str]:
+            trial = self._closed([each for each in latents if each in {*names, *block}])
+            if not names or len(trial) <= len(block):
+                return block
+            if self._is_block(trial, near):
+                return trial
+            half = len(names) // 2
+            return grown(grown(block, names[:half], near), names[half:], near) if half else block
+
+        exact = grown(grown(self._as_many(normal, near=False), places, False), scales, False)
+        most = self._most(normal)
+        return exact if exact and len(exact) >= len(most) else grown(grown(most, places, True), scales, True)
+
+    def _parts(self, first: Sequence[Sequence[str]]) -> list[list[str]]:
+        """Returns blocks of all latents: those without data, some that come first, and the rest."""
+        taken = set(self.predictive).union(*first)
+        barren = [name for name in self.net.latent if name in self.predictive]
+        rest = [name for name in self.net.latent if name not in taken]
+        shown = [[name for name in part if not self.net.sites[name].marginalized] for part in (barren, *first, rest)]
+        return [part for part in shown if part]
+
+    def _closed(self, names: Sequence[str]) -> list[str]:
+        """Returns latents without those that a latent outside of them depends on."""
+        kept = list(names)
+        while True:
+            bad = {name: self._children(name).difference(self._data(name), kept) for name in kept}
+            bad = {name: outside for name, outside in bad.items() if outside}
+            if not bad:
+                return self._small_enough(kept)
+            for name, outside in bad.items():
+                self.refused[name] = f"'{min(outside)}' depends on it, which has no such conditional"
+            kept = [name for name in kept if name not in bad]
+
+    def _small_enough(self, names: list[str]) -> list[str]:
+        """Returns latents without the largest ones that would make the dense vector too long."""
+        while names:
+            depths, lifted = self._levels(names)
+            sizes = {name: self._elements(name, False) for name, depth in zip(names, depths) if depth >= lifted}
+            if sum(sizes.values()) <= MOST_DENSE:
+                return names
+            largest = max(sizes, key=sizes.__getitem__)
+            self.refused[largest] = f"a joint block of {sum(sizes.values())} elements has more than {MOST_DENSE}"
+            names = self._closed([name for name in names if name != largest])
+        return names
+
+    def _is_block(self, names: Sequence[str], near: bool = True) -> bool:
+        group = self._group(names)
+        return group is not None and self.holding(group, near) is not None
+
+    # ---- what the network says
+
+    def _is_able(self, name: str) -> bool:
+        """Whether a latent's prior and data are such that its conditional may have a form."""
+        if name in self.predictive or name not in self.nodes:
+            return False
+        if name not in self.obstacles:
+            self.obstacles[name] = next(self._obstacles(name), "")
+        if self.obstacles[name]:
+            self.refused[name] = self.obstacles[name]
+        return not self.obstacles[name]
+
+    def _obstacles(self, name: str) -> Iterator[str]:
+        """Yields what the network and the site itself say against an exact conditional."""
+        site, data = self.nodes[name], self._data(name)
+        if not self._is_normal(name) and self._form(name) is None:
+            yield f"its prior, {type(innermost(site['fn'])).__name__}, is of no such form"
+        if name in self.read_masked:
+            yield "its prior is masked where something reads it"
+        elif is_masked_within(site["fn"]) or own_mask(site) is not None and self._bound([name]):
+            yield "it is masked"
+        needed = set().union(self._parents(name), *map(self._parents, data)).difference(self.net.observed, [name])
+        bounded = self._form(name) == "Bernoulli"
+        if self.bounds.get(name) == "bound" and not bounded:
+            yield "a fixed point is found of bounds on binary latents only; 'bounded' learns the parameters of others"
+        for each in sorted(filter(self._is_counted, needed), key=str):
+            if not (bounded and each in self.nodes and self._form(each) == "Bernoulli"):
+                yield f"its density reads '{each}', which is discrete"
+        for child in sorted(data, key=str) if bounded else ():
+            fn = self.nodes[child]["fn"]
+            if bound_for(fn) is None:
+                yield f"'{child}' has no bound; pyro_nami.register_bound gives {type(innermost(fn)).__name__} one"
+        for child in sorted(self._children(name), key=str):
+            if child not in self.frames or child not in self.nodes:
+                yield f"'{child}' depends on it, which is no site with a density"
+            elif self._form(name) == "enumeration" and not self.frames[name] <= self.frames[child]:
+                yield f"'{child}' reads several of its instances"
+            elif child in self.unread or not self.frames[child].intersection(self.subsampled) <= self.frames[name]:
+                yield f"a call sees a part only of '{child}', which depends on it"
+        if name in self.excluded:
+            yield "the options, or its role in the model, exclude it"
+
+    def _is_counted(self, name: Any) -> bool:
+        return name not in self.nodes or self.nodes[name]["fn"].has_enumerate_support
+
+    def _is_normal(self, name: str) -> bool:
+        kinds = (dist.Normal, dist.MultivariateNormal)
+        return self.flat.get(name, False) or type(innermost(self.nodes[name]["fn"])) in kinds
+
+    def _may_be_flat(self, name: str) -> bool:
+        """Whether a latent has a flat prior, with bounds that no latent moves."""
+        flat = name in self.nodes and flat_prior(self.nodes[name]["fn"]) is not None
+        return flat and name not in self.cut and self._parents(name) <= set(self.net.observed)
+
+    def _is_probability(self, name: str) -> bool:
+        """Whether the conditional of a latent with a flat prior is a Beta distribution."""
+        group = self._group([name]) if "Beta" in self._forms(name) else None
+        beta = group and ConjugateGroup((name,), group.children, "Beta", needed=group.needed)
+        return beta is not None and super().holding(beta) is not None
+
+    def _form(self, name: str) -> str | None:
+        fn = self.nodes[name]["fn"]
+        if isinstance(innermost(fn), dist.Bernoulli) and (name in self.bounds or self._is_bounded(name)):
+            return "Bernoulli"
+        return "enumeration" if num_values(fn) else next(iter(self._forms(name)), None)
+
+    def _forms(self, name: str) -> list[str]:
+        """Returns the forms that a prior may have, whatever the values of other latents."""
+        return forms_of(self.nodes[name]["fn"], moving=not self._parents(name) <= set(self.net.observed))
+
+    def _is_bounded(self, name: str) -> bool:
+        """Whether a binary latent is one of many that its children read, and all these have bounds."""
+        children = self._children(name)
+        several = not num_values(self.nodes[name]["fn"])
+        several = several or any(not self.frames[name] <= self.frames.get(child, frozenset()) for child in children)
+        return several and all(child in self.nodes and bound_for(self.nodes[child]["fn"]) for child in children)
+
+    def _parents(self, name: Any) -> set:
+        return set(self.net.graph.predecessors(name))
+
+    def _children(self, name: Any) -> set:
+        return set(self.net.graph.successors(name)).difference(self.predictive)
+
+    def _data(self, name: Any) -> set:
+        return self._children(name).intersection(self.net.observed)
+
+    def _group(self, names: Sequence[str], inverse: Inverse | None = None) -> ConjugateGroup | None:
+        """Returns latents as a group; None if no form is one of such latents."""
+        if not all(map(self._is_able, names)):
+            return None
+        children = set().union(*map(self._data, names))
+        if not children:
+            return None
+        needed = set().union(*map(self._parents, [*names, *children])).difference(names, self.net.observed)
+        group = ConjugateGroup(tuple(names), tuple(sorted(children)), needed=frozenset(needed))
+        group = group._replace(bound=self._bound(names))
+        if not all(map(self._is_normal, names)):
+            forms = set(map(self._form, names))
+            form = self._form(names[0]) if len(names) == 1 or forms == {"Bernoulli"} else None
+            if form == "enumeration":
+                group = group._replace(elements=(num_values(self.nodes[names[0]]["fn"]) or 0,))
+            return None if form is None else group._replace(form=form)
+        depths, lifted = self._levels(names, inverse)
+        if inverse is not None and depths != sorted(depths, reverse=True):
+            return None
+        elements = [self._elements(name, depth < lifted) for name, depth in zip(names, depths)]
+        if sum(n for n, depth in zip(elements, depths) if depth >= lifted) > MOST_DENSE:
+            return None
+        flat = frozenset(name for name in names if name in self.flat)
+        given: dict[str, Any] = {"depths": tuple(depths), "num_lifted": lifted, "elements": tuple(elements)}
+        # As no prior says how far apart points are to be, slopes of slopes are taken at one.
+        return group._replace(**given, flat=flat, vectorized=not flat)
+
+    def _bound(self, names: Sequence[str]) -> str:
+        """Returns what stands for likelihoods in the conditionals of some latents; "" for these themselves."""
+        asked = {self.bounds[name] for name in names if name in self.bounds}
+        return min(asked, default="bounded" if self._form(names[0]) == "Bernoulli" else "")
+
+    def _elements(self, name: str, lifted: bool) -> int:
+        fn = self.nodes[name]["fn"]
+        return torch.Size(fn.event_shape if lifted else fn.shape()).numel()
+
+    def _levels(self, names: Sequence[str], inverse: Inverse | None = None) -> tuple[list[int], int]:
+        """Returns the level of each latent in the order of elimination, and the number of lifted levels.
+
+        Plates of lifted levels lie in each other. What a dense latent depends on is dense, and so are instances that
+        depend on each other in the inverse, by default the one that eliminates these levels first.
+        """
+        frames = {name: self.frames[name] for name in names}
+        sizes: dict[frozenset[str], int] = {}
+        for name in names:
+            sizes[frames[name]] = sizes.get(frames[name], 0) + self._elements(name, False)
+        chain: list[frozenset[str]] = []
+        for each in sorted(filter(None, sizes), key=lambda each: (-sizes[each], sorted(each))):
+            if all(each <= other or other <= each for other in chain):
+                chain.append(each)
+        chain.sort(key=len, reverse=True)
+        dense = {name for name in names if frames[name] not in chain}
+        dense |= {name for name in names if inverse is not None and inverse.joint[name]}
+        while True:
+            while more := {name for name in names if name not in dense and self._children(name) & dense}:
+                dense |= more
+            used = [each for each in chain if any(frames[name] == each and name not in dense for name in names)]
+            depths = {name: len(used) if name in dense else used.index(frames[name]) for name in names}
+            lifted = [name for name in names if name not in dense] if inverse is None else []
+            blocks = self._parts(_by_depth(depths)) if lifted else []
+            coupled = nami(self.net, direction="reverse", blocks=blocks).joint if lifted else {}
+            if not any(coupled[name] for name in lifted):
+                return [depths[name] for name in names], len(used)
+            dense |= {name for name in lifted if coupled[name]}
+
+
+def _by_depth(depths: Mapping[str, int]) -> list[list[str]]:
+    return [[name for name in depths if depths[name] == depth] for depth in sorted(set(depths.values()))]

@@ -1,0 +1,268 @@
+"""Conditionals of binary latents that are drawn in turn: one that is drawn explains away what others are asked for.
+
+By a bound every latent has a probability q (`pyro_nami.deriving.bounded`). In turn a latent has the model's own log
+odds given all others: earlier latents at their values, later latents at q. The predictors of the children are linear
+in the latents, so one run of the model at zero and at all unit vectors says everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
+from torch import Tensor
+
+from pyro_nami.deriving.expansion import Expansion, trimmed
+from pyro_nami.factors.bounds import Bound, bound_for
+from pyro_nami.factors.joint import to_instances, to_sequence
+from pyro_nami.factors.wrappers import layers
+from pyro_nami.program.masks import log_density_of
+
+__all__ = ["ConditionalsInTurn", "InTurn", "Order", "Turns"]
+
+
+class Order(NamedTuple):
+    """How the elements of a latent come in sequence, those of all instances of some plates."""
+
+    num_elements: int
+    dims: Sequence[int]  # of these plates, negative batch dims
+    sizes: Sequence[int]
+
+
+class ChildTerm(NamedTuple):
+    """What one child says of the elements of a latent, in turn.
+
+    Attributes:
+        density: its log density at predictors ``(*, *batch, *event)``, ``(*, *batch)`` over the latent's plates; or of
+            some entries of the event, second argument, at predictors of these.
+        rest: of the predictor, what is not of the element and those before it, ``(elements, *batch, *event)``.
+        added: what each element adds if it is 1, of that shape.
+        event_dim: of the child.
+        entries: for each element those of the event that it adds to; None where these are most.
+    """
+
+    density: Callable[..., Tensor]
+    rest: Tensor
+    added: Tensor
+    event_dim: int
+    entries: Sequence[Tensor] | None
+
+    def gain(self, before: Tensor, index: Any = slice(None)) -> Tensor:
+        """Returns log odds of elements ``index``, ``(*, *batch)``, given what those before add to the predictor."""
+        without, added, entries = self.rest[index], self.added[index], None
+        if self.entries is not None and isinstance(index, int):
+            entries = self.entries[index]
+            without, added = without[..., entries], added[..., entries]
+            before = before[..., entries] if before.dim() else before
+        without = without + before
+        return self.density(without + added, entries) - self.density(without, entries)
+
+    def of(self, element: Tensor, index: Any = slice(None)) -> Tensor:
+        """Returns what elements ``index`` add to the predictor at their values ``(*, *batch)``."""
+        return self.added[index] * element.reshape(element.shape + (1,) * self.event_dim)
+
+
+class Turns(tuple[ChildTerm, ...]):
+    """All parts of what a latent's elements, in turn, are drawn by."""
+
+    def next(self, index: int, before: Sequence[Tensor], element: Tensor | None = None) -> tuple[Tensor, list]:
+        """Returns what children add to the log odds of an element ``(*batch,)``, in nats.
+
+        Args:
+            index: of the element.
+            before: what this function returned second for the element before; nothing for the first.
+            element: that one's value, ``(*batch,)``.
+        """
+        if element is None:
+            totals: list[Any] = [part.rest.new_zeros(()) for part in self]
+        else:
+            totals = [total + part.of(element, index - 1) for total, part in zip(before, self)]
+        gains = [part.gain(total, index) for total, part in zip(totals, self)]
+        return functools.reduce(torch.add, gains), totals
+
+    def all(self, elements: Tensor) -> Tensor:
+        """Returns what children add to all log odds ``(*batch, elements)`` at values of that shape, in one pass."""
+        elements, gains = elements.movedim(-1, 0), []
+        for part in self:
+            outer = (1,) * (elements.dim() + part.event_dim - part.rest.dim())  # batch dims that values alone have
+            rest, added = (each.reshape(each.shape[:1] + outer + each.shape[1:]) for each in (part.rest, part.added))
+            wide = part._replace(rest=rest, added=added)
+            before = wide.of(elements)
+            gains.append(wide.gain(torch.cat([torch.zeros_like(before[:1]), before[:-1].cumsum(0)])))
+        return functools.reduce(torch.add, gains).movedim(0, -1)
+
+
+class InTurn(Expansion):
+    """The conditionals of binary latents under bounds, each given those that are drawn before it.
+
+    Args:
+        bounded: the conditionals by the bounds alone, solved.
+        sites: of the run that these were solved by.
+        orders: member -> the order of its elements.
+        observed: binary latents of the kind that the call observes, whose values get the dim of the points as well.
+    """
+
+    def __init__(
+        self, bounded: Any, sites: Mapping[str, Any], orders: Mapping[str, Order], observed: Collection[str] = ()
+    ) -> None:
+        super().__init__(bounded.group, bounded.leading, bounded.nesting, bounded.differentiable)
+        self._bounded, self._orders, self.finite = bounded, orders, bounded.finite
+        self._sites = sites
+        stops = list(itertools.accumulate(order.num_elements for order in orders.values()))
+        self._places = {name: slice(stop - orders[name].num_elements, stop) for name, stop in zip(orders, stops)}
+        self.count = 1 + stops[-1]
+        self._observed = dict[str, Tensor]()
+        for name in observed:
+            value, dims = sites[name]["value"], len(self.leading) + len(sites[name]["fn"].event_shape)
+            value = value.reshape((1,) * (1 + dims - value.dim()) + value.shape)
+            self._observed[name] = value.expand(self.count, *value.shape[1:])
+
+    @property
+    def points(self) -> dict[str, Any]:
+        return super().points | self._observed
+
+    def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
+        order, place, event = self._orders[name], self._places[name], prior.event_shape
+        n, batch_dim = order.num_elements, len(shape) - 1 - len(event)
+        unit = torch.eye(n, dtype=prior.mean.dtype, device=prior.mean.device).reshape(n, *(1,) * batch_dim, n)
+        unit = to_instances(unit, order.dims, order.sizes)
+        unit = unit.reshape(unit.shape[:-1] + event)
+        value = unit.new_zeros(shape)
+        value[1 + place.start : 1 + place.stop] = unit
+        return value
+
+    def solve(self, sites: Mapping[str, Any]) -> None:
+        self._zero: dict[str, Tensor] = {}
+        self._added: dict[str, Tensor] = {}
+        self._entries: dict[str, list[Tensor] | None] = {}
+        for name in (name for name in self.group.children if name in sites):
+            s, event_dim = _bound_of(sites[name]).predictor(sites[name]["fn"]), len(sites[name]["fn"].event_shape)
+            if s.dim() <= len(self.leading) + event_dim:  # a member that this call observes depends on no other
+                continue
+            s = s if self.differentiable else s.detach()
+            self._zero[name], self._added[name] = s[0], s[1:] - s[0]
+            self._entries[name] = _entries(self._added[name], self._sites[name]["fn"])
+
+    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
+        """Returns a member's distribution, without leading ones beyond ``dims``.
+
+        Args:
+            name: of the member.
+            values: of members that are drawn before it; and its own, where it has several elements, each of which is
+                given those before it.
+        """
+        order, event = self._orders[name], self.priors[name].event_shape
+        own = values[name] if name in values else self._bounded.probabilities(name)
+        gains = self.turns(name, values).all(to_sequence(_flat(own, len(event)), order.dims))
+        gains = to_instances(gains, order.dims, order.sizes)
+        gains = gains.reshape(gains.shape[:-1] + event)
+        return self._bounded.bernoulli(name, self._bounded.prior_logits[name] + gains, dims)
+
+    def prior(self, name: str, dims: int | None = None) -> Any:
+        """Returns a member's distribution without what its children say, of batch shape ``(*batch, *plates)``."""
+        return self._bounded.bernoulli(name, self._bounded.prior_logits[name], dims)
+
+    def turns(self, name: str, before: Mapping[str, Tensor]) -> Turns:
+        """Returns what children add to the log odds of a member's elements, given values of members before it."""
+        return Turns(self._part(name, child, before) for child in self._zero)
+
+    def error(self) -> float:
+        """Returns how far off the predictors at the prior's means are, relative to the largest."""
+        errors = []
+        for child, zero in self._zero.items():
+            found = _bound_of(self._sites[child]).predictor(self._sites[child]["fn"])
+            values = {name: self._bounded.values[name] for name in self._orders}
+            adds = sum(self._adds(name, child, values).sum(0) for name in self._orders)
+            errors.append((zero + adds - found).abs().max() / found.abs().max())
+        return float(torch.stack(errors).max())
+
+    def _adds(self, name: str, child: str, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns what a member's elements add to a predictor, at their values or else at their probabilities."""
+        value, event_dim = values.get(name), len(self.priors[name].event_shape)
+        value = self._bounded.probabilities(name) if value is None else value
+        elements = to_sequence(_flat(value, event_dim), self._orders[name].dims).movedim(-1, 0)
+        event = (1,) * len(self._sites[child]["fn"].event_shape)
+        return self._added[child][self._places[name]] * elements.reshape(elements.shape + event)
+
+    def _part(self, name: str, child: str, before: Mapping[str, Tensor]) -> ChildTerm:
+        """Returns what a child says of a member's elements."""
+        others = [self._adds(other, child, before).sum(0) for other in self._orders if other != name]
+        adds = self._adds(name, child, {})
+        to_come = torch.cat([adds[1:].flip(0).cumsum(0).flip(0), torch.zeros_like(adds[:1])])
+        plates = [{f.dim for f in self._sites[each]["cond_indep_stack"] if f.vectorized} for each in (child, name)]
+        density = functools.partial(self._density, child, sorted(plates[0] - plates[1]))
+        rest = sum(others, start=self._zero[child]) + to_come
+        own, entries = self._places[name], self._entries[child]
+        event_dim = len(self._sites[child]["fn"].event_shape)
+        return ChildTerm(density, rest, self._added[child][own], event_dim, entries[own] if entries else None)
+
+    def _density(self, child: str, summed: list[int], s: Tensor, entries: Tensor | None) -> Tensor:
+        """Returns a child's log density at predictors ``(*, *batch, *event)``, summed over some of its plates."""
+        bound, weight = _bound_of(self._sites[child]), self.weight(self._sites, child)
+
+        def log_prob_of(fn: Any, value: Tensor) -> Tensor:
+            if entries is None:
+                return bound.log_prob_at(fn, value, s)
+            return bound.log_density(value[..., entries], s).sum(-1)
+
+        log_prob = log_density_of(self._sites[child], log_prob_of)
+        log_prob = log_prob if weight is None else log_prob * weight
+        return log_prob.sum(summed, keepdim=True) if summed else log_prob
+
+
+@dataclass(frozen=True, eq=False)
+class ConditionalsInTurn:
+    """The parameters that networks give for elements that are drawn in sequence, and what children add to the first.
+
+    It is what `pyro_nami.factors.family.SequentialElements` asks for its ``conditionals``.
+    """
+
+    conditionals: Any
+    turns: Turns
+    dims: int  # batch dims of the site
+
+    def first(self) -> tuple[Tensor, Callable]:
+        """Returns the parameters ``(*batch, params)`` of element 0, and the function that goes on from there."""
+        return self._first
+
+    @functools.cached_property
+    def _first(self) -> tuple[Tensor, Callable]:
+        return self._moved(*self.conditionals.first(), 0, ())
+
+    def all(self, features: Tensor) -> Tensor:
+        """Returns the parameters ``(*batch, elements, params)`` at ``features`` ``(*batch, elements, features)``."""
+        gains = self.turns.all(features[..., 0])
+        return self.conditionals.all(features) + gains.unsqueeze(-1)
+
+    def _moved(self, params: Tensor, advance: Callable, index: int, *given: Any) -> tuple[Tensor, Callable]:
+        gain, before = self.turns.next(index, *given)
+        gain = gain.reshape(trimmed(gain.shape, self.dims)).unsqueeze(-1)
+        return params + gain, functools.partial(self._next, advance, index + 1, before)
+
+    def _next(self, advance: Callable, index: int, before: Any, features: Tensor) -> tuple[Tensor, Callable]:
+        return self._moved(*advance(features), index, before, features[..., 0])
+
+
+def _entries(added: Tensor, fn: Any) -> list[Tensor] | None:
+    """Returns which entries of an event, a vector, each element adds to, if these are few; None otherwise."""
+    if len(fn.event_shape) != 1 or any(isinstance(layer, MaskedDistribution) for layer in layers(fn)):
+        return None
+    if torch.jit.is_tracing():  # which would take them for constants
+        return None
+    some = (added.detach() != 0).flatten(1, -2).any(1) if added.dim() > 2 else added.detach() != 0
+    return None if 2 * int(some.sum()) > some.numel() else [each.nonzero().squeeze(-1) for each in some]
+
+
+def _flat(value: Tensor, event_dim: int) -> Tensor:
+    return value.flatten(value.dim() - event_dim) if event_dim else value.unsqueeze(-1)
+
+
+def _bound_of(site: Mapping[str, Any]) -> Bound:
+    bound = bound_for(site["fn"])
+    assert bound is not None
+    return bound

@@ -1,0 +1,436 @@
+"""Whether a group's log density has the form that is taken for it: refuted, if not, by probing the model.
+
+Change this module to look at further points, or for further flaws.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_nami.deriving.bounded import LinearBernoulli
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.enumeration import Enumeration
+from pyro_nami.deriving.expansion import TOLERANCE, Expansion, expanding, irregular, parameters_of
+from pyro_nami.deriving.exponential_families import FORMS, ByStatistics
+from pyro_nami.deriving.joint_gaussian import JointGaussian
+from pyro_nami.deriving.newton import Newton, has_one_mode, is_concave
+from pyro_nami.deriving.quadrature import Tabulated
+from pyro_nami.program.first_run import is_node
+from pyro_nami.program.flat_priors import CUT, MOST_LOST
+from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.masks import rounding_of
+from pyro_nami.program.runner import RunModel
+
+__all__ = ["OPEN", "Refutation", "expansion_of"]
+
+# In prior standard deviations, to both sides; far, to see slow bends as well.
+_PROBED_AT = {"Gaussian": (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)}
+_OTHERS_PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
+_LINE = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)  # about the mode, in deviations of the Normals there
+_ACROSS = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))  # in those of the priors
+_FAR_ACROSS = tuple(side * 1.6**i for i in range(4, 18) for side in (-1, 1))  # where no prior's deviation says how far
+_MOST_STEPS, _MOST_ROUNDING = 60, 1e4  # to a mode; nats there, in a density
+# Points, or offsets, times rows of data: of more, steps of training take too long beside those of other guides. Of the
+# latter, each element of a latent counts as some rows.
+_MOST_TABLE, _MOST_WORK, _ROWS = 5e5, 4e5, 10
+_PROBED_DRAWS = 2  # beside the data themselves
+_MOST_BY_ONE = 64  # elements of a block, if the model cannot be run at several points of them at once
+_AT_ONCE = "the model cannot be run at the points that this takes"
+_FLAT = "the log density of a child does not move with it, or is curved the wrong way"
+_NOT_FINITE = "its log density, or a derivative of it, is not finite"
+_NOT_CONCAVE = "the log density of a child is not concave"
+_TOO_MANY = "are too many"
+_NOT_LINEAR = "the prior of one is not linear in the others"
+OPEN = "its prior is flat, and data leave it, or a sum with others, open"
+_LOOSE = "its prior is flat, and data hardly tell it: within a deviation of the mode their curvature is another"
+_LOOSENED = 30.0  # times: by how much a curvature may differ there, as it does where a density never falls again
+_MOVES, _ROUNDED = 2, 10.0  # steps to a mean, and how much more than the usual rounding it may be off by
+_INSIDE = 0.9  # of the way to bounds, up to which a density is looked at
+_SAMPLED = 256  # draws, by which the share out of bounds is told
+_BEYOND = 1e4, 3.0, 4.0  # how far beyond a deviation, and beyond zero, flat priors are looked at, and others meanwhile
+_SCALED_APART = "latents that hang together are scaled by themselves"
+_ASKED = {"Gaussian": "stay quadratic in latents with Gaussian priors"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refutation:
+    """Tests the forms of groups.
+
+    Args:
+        nesting: number of plate dims.
+        run: runs the model with values at its latents.
+        draws: values of all sites, at which densities are probed: with data of the same draw, as far from the data
+            many a density looks quadratic. Those that lack a latent are passed over.
+
+    Attributes:
+        refused: latent -> why its conditional is not exact, as last found.
+        lost: latents with a form that was refused as the model cannot be run at several points at once.
+        open: latents with flat priors that data may leave open: no mode was found, or no end to the density.
+        tested: form and members of groups, with levels -> the form that holds, and whether all points fit a run.
+    """
+
+    nesting: int
+    run: RunModel
+    draws: Sequence[Mapping[str, Tensor]]
+    refused: dict[str, str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    open: set[str] = field(default_factory=set)
+    tested: dict[tuple[str, frozenset], tuple[str, bool]] = field(default_factory=dict)
+
+    def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
+        """Returns the group as it can be derived, if its form holds at all draws: by one run, or point by point.
+
+        ``near`` says that a Gaussian block may be one about a mode instead.
+        """
+        key = group.form, frozenset(zip(group.members, group.depths or (0,)))
+        if key not in self.tested:
+            self.tested[key] = self._found(group)
+        form, vectorized = self.tested[key]
+        if not form and near and group.form == "Gaussian" and not group.bound:
+            form, vectorized = self._found_about_mode(group), False
+        return group._replace(form=form, vectorized=vectorized) if form else None
+
+    def _found_about_mode(self, group: ConjugateGroup) -> str:
+        """Returns the form of Normals about a mode if it holds in place of a Gaussian block; "" if not."""
+        near = group._replace(form="Newton", vectorized=False)
+        key = near.form, frozenset(zip(group.members, group.depths))
+        if key not in self.tested:
+            reason = self._reason(near)
+            if reason.endswith(_TOO_MANY):
+                self.refused.update(dict.fromkeys(group.members, reason))
+            if reason in (OPEN, _LOOSE, _NOT_FINITE):
+                self.open.update(group.flat)
+            self.tested[key] = "" if reason else near.form, False
+        return self.tested[key][0]
+
+    def _found(self, group: ConjugateGroup) -> tuple[str, bool]:
+        """Returns the form that holds, and whether all points fit a run; no form if none does."""
+        reason = ""
+        for each in (group, group._replace(vectorized=False)) if group.vectorized else (group,):
+            many = not group.flat and sum(each.elements) > _MOST_BY_ONE
+            if group.form == "Gaussian" and not each.vectorized and many:
+                break
+            reason = self._reason(each)
+            if not group.is_tabulated:
+                self.refused.update(dict.fromkeys(group.members, reason))
+            if not reason:
+                return each.form, each.vectorized
+            if not reason.startswith(_AT_ONCE):
+                break
+        if reason.startswith(_AT_ONCE):
+            self.lost.update(group.members)
+        if reason == OPEN:
+            self.open.update(group.flat)
+        return "", False
+
+    def _reason(self, group: ConjugateGroup) -> str:
+        """Returns why the form does not hold at some draw; empty if it does."""
+        told, flat = 0, ""
+        for draw in self.draws:
+            closed = group.form in ("Gaussian", *FORMS) and not group.bound and draw is not self.draws[0]
+            own = {name: draw[name] for name in group.members} if closed and draw.keys() >= {*group.members} else {}
+            if draw.keys() >= group.needed and (told <= _PROBED_DRAWS or own):
+                given = draw.keys() & {*group.children, *group.needed}
+                reason = self._flaw(group, {name: draw[name] for name in given}, own, told > _PROBED_DRAWS)
+                # A draw at which numbers overflow says nothing, nor does one whose data lie at bounds, or leave a
+                # latent open; the first is the data themselves.
+                mute = reason.startswith((_NOT_FINITE, OPEN, _LOOSE, CUT[: CUT.index("{")]))
+                if reason and reason != _FLAT and (not mute or draw is self.draws[0]):
+                    return reason
+                told, flat = told + (not reason), reason if reason == _FLAT else flat
+                reason = self._flaw_elsewhere(group, {name: draw[name] for name in given}) if told == 1 else ""
+                if reason and reason != _FLAT:
+                    return reason
+        return "" if told else flat or _NOT_FINITE
+
+    def parameters(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> list[Tensor]:
+        """Returns the model's parameters that a group's density moves with."""
+        probe = expansion_of(group)(group, (1,) * self.nesting, self.nesting, False)
+        with expanding():
+            sites = self.run({**drawn, **probe.points}, probe.until)
+            densities = [probe.density(sites, name) for name in (*group.children, *group.members)]
+        own = {id(leaf) for leaf in probe.values.values()}
+        return [leaf for leaf in parameters_of(*densities) if id(leaf) not in own]
+
+    def _flaw_elsewhere(self, group: ConjugateGroup, drawn: Mapping[str, Tensor]) -> str:
+        """Returns the flaw that the model has with other parameters, which may be zero as yet and will be learned."""
+        parameters = self.parameters(group, drawn)
+        before = [parameter.detach().clone() for parameter in parameters]
+        try:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter += 0.1 * irregular(parameter.shape, parameter, 1)
+            return self._flaw(group, drawn) if parameters else ""
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(parameters, before):
+                    parameter.copy_(value)
+
+    def _flaw(
+        self,
+        group: ConjugateGroup,
+        drawn: Mapping[str, Tensor],
+        own: Mapping[str, Tensor] | None = None,
+        only: bool = False,
+    ) -> str:
+        """Returns in what the log density is not of the form; empty if it is.
+
+        Args:
+            group: the group.
+            drawn: values of its children and what else it needs.
+            own: those of its members in the same draw; where data say most, many a density is bent most.
+            only: whether to look there and nowhere else.
+        """
+
+        def run(expansion: Expansion) -> Mapping[str, Any]:
+            with expanding():
+                return self.run({**drawn, **expansion.points}, expansion.until)
+
+        try:
+            if group.has_mode:
+                return self._flaw_about_mode(group, run)
+            return self._flaw_at_points(group, run, own or {}, only)
+        except Exception as error:  # noqa: BLE001  whatever a model does at values far out
+            return f"{_AT_ONCE}, or fails there, with {type(error).__name__}: {error}"
+
+    def _flaw_at_points(
+        self,
+        group: ConjugateGroup,
+        run: Callable[[Expansion], Mapping[str, Any]],
+        own: Mapping[str, Tensor],
+        only: bool,
+    ) -> str:
+        """Returns the flaw that shows far from the prior's mean.
+
+        The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
+        """
+        kind, distances = expansion_of(group), _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)[: 1 if only else None]
+        children = ", ".join(map(repr, group.children))
+        of = "a bound on " if group.bound else ""
+        what = f"{of}the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
+        at = functools.partial(kind, group, (1,) * self.nesting, self.nesting, False)
+        here, flat, in_the_end = at(), False, ""
+        line: list[Any]
+        if group.form == "Gaussian" and group.flat:
+            here, line, beyond, in_the_end = self._about_flat(group, run, distances, is_data=not own)
+            if in_the_end == _NOT_FINITE:
+                return _NOT_FINITE
+        else:
+            line, beyond = [at(away) for away in distances], list[Any]()
+        others = [*line, *beyond, *([at(0.0, own)] if own else [])]
+        places = ["at the prior's mean", *(f"{each.away:g} deviations away" for each in line[1:])]
+        places += [*("between its bounds" for _ in beyond), "at a draw and its own data"]
+        for each in (here, *others):
+            each.measure(sites := run(each))
+            if not (here.is_finite() if each is here else each.totals.isfinite().all()):
+                return _NOT_FINITE
+            if _is_scaled_apart(sites, group):
+                return _SCALED_APART
+            if each is here and here.count is not None and (wide := self._wide(sites, group)):
+                return wide
+            flat = flat or each is here and not here.reaches(sites)
+        for other, place in zip(others, places):
+            if not here.explains(other):
+                at_once = here.count is not None and other is others[0]
+                return f"{_AT_ONCE}: {what}" if at_once else f"{what}: its slopes are others {place}"
+        first, *rest = others
+        for other, place in zip(rest, places[1:]):
+            gain, size = here.gain(first, other)
+            off = (other.totals.sum() - first.totals.sum() - gain).abs()
+            rounded = here.noise * (1 + size.sqrt())
+            if not off <= TOLERANCE**2 * first.totals.sum().abs() + TOLERANCE * size + rounded:
+                return f"{what}: it is off by {off:.2g} nats {place}"
+        if not only and not here.fits(line):
+            return f"{what}: not every one of them by itself"
+        return in_the_end or (_FLAT if flat else "")
+
+    def _about_flat(
+        self,
+        group: ConjugateGroup,
+        run: Callable[[Expansion], Mapping[str, Any]],
+        distances: Sequence[float],
+        is_data: bool,
+    ) -> tuple[JointGaussian, list[JointGaussian], list[JointGaussian], str]:
+        """Returns where a block with flat priors is looked at: about its mean, on a line, and far out; and any flaw.
+
+        All points lie within the bounds. Deviations are those that data leave, as a flat prior tells none.
+
+        Args:
+            group, run, distances: as elsewhere.
+            is_data: whether these are the data that the guide is made for, so that its bounds are to hold the result.
+        """
+        at = functools.partial(JointGaussian, group, (1,) * self.nesting, self.nesting, False)
+        here = at(at=self.starts(group))
+        here.solve(run(here))
+        reason = OPEN if here.undecided() else ""
+        if not here.is_finite():
+            return here, [], [], _NOT_FINITE
+        if not reason:
+            for _ in range(_MOVES):
+                here = here.moved_to(here.means())
+                here.solve(sites := run(here))
+            here.noise = _ROUNDED * max(_rounding(sites[name]) for name in group.children if name in sites)
+            if not is_data and here.noise > 1.0:  # as rounding is all that there is to see
+                return here, [], [], _NOT_FINITE
+            reason = self._cut(here) if is_data else ""
+        wide = {name: max(1.0, here.noise / TOLERANCE) * width for name, width in here.widths().items()}
+        ways = dict[str, Tensor]()
+        reach, most = 1.0, float(max(map(abs, distances)))
+        for i, (name, width) in enumerate(wide.items()):
+            center, flat = here.references[name], here.flat[name]
+            ways[name] = width * irregular(width.shape, width, i)
+            room = _INSIDE * flat.room(center, ways[name])
+            reach, most = min(reach, room), min(most, room)
+        places = [place * reach if abs(place) <= 1 else place for place in distances]
+        line = [
+            at(place, {name: here.references[name] + place * way for name, way in ways.items()})
+            for place in places
+            if abs(place) <= max(most, reach)
+        ]
+        factor, zero, others = _BEYOND
+        beyond = []
+        for side in (-1, 1) if len(distances) > 1 else ():
+            values = {}
+            for name, way in ways.items():
+                center, flat = here.references[name], here.flat[name]
+                far = zero * center.abs() + factor * way.abs()
+                low = torch.maximum(flat.low.to(far), center - far)
+                high = torch.minimum(flat.high.to(far), center + far)
+                values[name] = flat.within((low + high) / 2 + side * (high - low) / 2 * way / wide[name])
+            beyond.append(at(side * others, values))
+        return here, line, beyond, reason
+
+    def starts(self, group: ConjugateGroup) -> dict[str, Tensor]:
+        """Returns where the search for what data say of flat priors begins, by member."""
+        return {name: self.draws[0][name] for name in group.flat if name in self.draws[0]}
+
+    def _cut(self, here: JointGaussian) -> str:
+        """Returns the flaw that bounds of flat priors cut off some of the result.
+
+        Where the result depends on latents whose values are not known yet, scales say, all that is asked of it is to
+        have its means within bounds; see `pyro_nami.guide.build`.
+        """
+        means = here.means()
+        inside = [flat.low <= means[name] for name, flat in here.flat.items()]
+        inside += [means[name] <= flat.high for name, flat in here.flat.items()]
+        if not all(bool(each.all()) for each in inside):
+            return CUT.format(1.0)
+        if here.group.needed:
+            return ""
+        with torch.no_grad(), forked_rng():
+            pyro.set_rng_seed(0)
+            lost = max((float(each.max()) for each in here.lost(_SAMPLED).values()), default=0.0)
+        return CUT.format(lost) if lost > MOST_LOST else ""
+
+    def _flaw_about_mode(self, group: ConjugateGroup, run: Callable[[Expansion], Mapping[str, Any]]) -> str:
+        """Returns what speaks against Newton's method, or quadrature behind it; empty if nothing does."""
+        of = group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False
+        kind = functools.partial(Newton, *of, **({"at": self.starts(group)} if group.flat else {}))
+        near: Any = kind()
+        sites = run(near)
+        rows = max(sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites)
+        own = sum(value.numel() for value in near.values.values())
+        if near.num_offsets * rows + _ROWS * own > _MOST_WORK:
+            return f"{near.num_offsets} derivatives for each of {rows:,} rows of data, or {own:,} elements {_TOO_MANY}"
+        if len(group.members) > 1:  # which takes less than a search
+            near.measure(sites)
+            run(far := kind(away=1.0))
+            if not near.explains_priors(far):
+                return _NOT_LINEAR
+        while (following := near.solve(sites)) is not None:
+            near = following
+            if not near.has_converged(_MOST_STEPS):  # as numbers are too large, or there are edges
+                return _NOT_FINITE
+            sites = run(near)
+        if group.flat and (reason := OPEN if near.undecided() else self._cut(near)):
+            return reason
+        here = near.mode()
+        line = {0.0: here.densities(sites := run(here))}
+        errors = here.rounding(sites)
+        if any((each > _MOST_ROUNDING).any() for each in errors):
+            return _NOT_FINITE
+        line.update({place: far.densities(run(far)) for place, far in self._across(near)})
+        if not has_one_mode(line, errors):
+            return "the log density of a child has more than one mode"
+        if group.is_tabulated:
+            grid = Tabulated(group, near.leading, self.nesting, False, near=near, finer=2)
+            if grid.count * rows > _MOST_TABLE:
+                return "a grid for all rows of data is too large"
+            rounding = sum(float(each.sum()) for each in near.rounding(sites))
+            grid.solve(sites := run(grid))
+            if wide := self._wide(sites, group):
+                return wide
+            one = near.moved_to(grid.third())
+            alone = one.joint_slopes(run(one))
+            return grid.flaw(sites, alone, rounding) if grid.is_finite() else _NOT_FINITE
+        here = near.mode()
+        here.measure(sites := run(here))
+        if not here.is_finite():
+            return _NOT_FINITE
+        if _is_scaled_apart(sites, group):
+            return _SCALED_APART
+        if not here.reaches(sites):
+            return _FLAT
+        line, errors = {0.0: here.densities(sites)}, here.rounding(sites)
+        if group.flat and self._is_loose(near, run):
+            return _LOOSE
+        for place in _LINE:
+            far = near.line(place)
+            line[place] = far.densities(run(far))
+            if not here.explains_priors(far):
+                return _NOT_LINEAR
+            if here.is_wider(far):
+                return _NOT_CONCAVE
+        return "" if is_concave(line, errors) else _NOT_CONCAVE
+
+    def _across(self, near: Newton) -> Iterator[tuple[float, Newton]]:
+        """Yields places on a line through a mode, and the points there, within the bounds of flat priors."""
+        room = _INSIDE * near.room()
+        places = [*_ACROSS, *(_FAR_ACROSS if near.group.flat else ())]
+        places = [place for place in places if abs(place) < room]
+        ends = [-room, room] if room < max(_FAR_ACROSS) else []
+        for place in (*places, *ends):
+            yield place, near.across(place)
+
+    def _is_loose(self, near: Newton, run: Callable[[Expansion], Mapping[str, Any]]) -> bool:
+        """Whether curvatures along elements with flat priors are others a deviation from the mode."""
+        for place in (-1.0, 1.0):
+            far = near.line(place)
+            far.measure(run(far))
+            for name, width in far.widths().items():
+                if not ((width / near.widths()[name]).square().log().abs() < math.log(_LOOSENED)).all():
+                    return True
+        return False
+
+    def _wide(self, sites: Mapping[str, Any], group: ConjugateGroup) -> str:
+        """Returns the flaw that a node has the dim of the points by their shape, and does not depend on them."""
+        outside = (name for name in sites if name not in group.members and name not in group.children)
+        others = filter(lambda name: is_node(sites[name]), outside)
+        dims = ((name, len(getattr(sites[name]["fn"], "batch_shape", ()))) for name in others)
+        wide = next((name for name, count in dims if count > self.nesting), "")
+        return f"{_AT_ONCE}: '{wide}', which is no part of it, takes their dim" if wide else ""
+
+
+def _rounding(site: Mapping[str, Any]) -> float:
+    """Returns by how many deviations rounding of a Normal child's values may move a mean; of others none are told."""
+    off = rounding_of(site)
+    return 0.0 if off is None else float(off.double().square().sum().sqrt())
+
+
+def _is_scaled_apart(sites: Mapping[str, Any], group: ConjugateGroup) -> bool:
+    first, *rest = (torch.as_tensor(sites[name]["scale"]) for name in group.members)
+    return not all(scale.shape == first.shape and bool((scale == first).all()) for scale in rest)
+
+
+def expansion_of(group: ConjugateGroup) -> type[Expansion]:
+    """Returns the class that derives a group's conditionals."""
+    kinds = {"Gaussian": JointGaussian, "Newton": Newton, "quadrature": Newton, "enumeration": Enumeration}
+    return {**kinds, "Bernoulli": LinearBernoulli}.get(group.form, ByStatistics)

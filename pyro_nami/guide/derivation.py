@@ -1,0 +1,257 @@
+"""Deriving the conditionals of latents in a call: by runs of the model, each at points that are found by the last.
+
+What steps with the same data need not find again is kept. Change this module when more is to be kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+from torch.utils._pytree import tree_leaves
+
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.expansion import Changed, Expansion, broadcast, expanding, leading_shape
+from pyro_nami.deriving.gaussian_constants import Constants, FromConstants, constants_of
+from pyro_nami.deriving.joint_gaussian import JointGaussian
+from pyro_nami.deriving.newton import Newton
+from pyro_nami.deriving.refutation import expansion_of
+from pyro_nami.guide.call import Call
+from pyro_nami.guide.first_latents import marginal
+from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.plan import Plan
+from pyro_nami.guide.warm_starts import DataSets, Starts
+from pyro_nami.program.flat_priors import improper_posterior
+from pyro_nami.program.isolation import outside_of_traces, untouched
+
+__all__ = ["check_decided", "check_members", "derive", "expansion_in", "keep_constants", "valid_at"]
+
+_MANY = 16  # draws, for which it pays to look first at what one of them shows
+_PASSES, _MOST_KEPT = 2, 16  # passes in training before constants are kept; blocks, and shapes of batches, with some
+
+
+def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
+    """Returns the exact conditionals of a group at what is drawn before it, by runs of the model of their own."""
+    if group.has_mode and torch.jit.is_tracing():
+        return _as_constants(plan, call, current, group)
+    if group.form == "marginal":
+        return marginal(plan, call, current, group, derive)
+    kept = call.constants
+    values = {name: value for name, value in current.values.items() if name not in group.members}
+    known = {name: value.clone() if value.is_inference() else value for name, value in values.items()}
+    from_one = _from_one(group, current, plan, call, known)
+    while True:
+        with suppress(Changed):
+            following: Expansion | None = from_one or expansion_in(group, current, plan, call)
+            from_one = None
+            while following is not None:
+                expansion = following
+                with expanding():
+                    sites = call.run({**call.held, **known, **expansion.points}, until=expansion.until)
+                check_members(expansion, sites, current)
+                keep_constants(expansion, current, call, known)
+                following = expansion.solve(sites)
+                if isinstance(expansion, Newton):
+                    current.near[group] = expansion
+            break
+    near = expansion if type(expansion) is JointGaussian else current.near.get(group)
+    check_decided(expansion if isinstance(expansion, JointGaussian) else near)
+    if near is not None and kept is not None and (near.has_moved or group.has_mode):
+        kept[group, expansion.leading, "at"] = {name: at.detach() for name, at in near.references.items()}
+    elif near is not None and near.has_moved:
+        for starts, data in _starts(group, current, plan, call):
+            starts.note(data, near.references)
+    current.ready.update({name: sites[name] for name in expansion.group.members})
+    return expansion
+
+
+def _from_one(
+    group: ConjugateGroup, current: Pass, plan: Plan, call: Call, known: Mapping[str, Tensor]
+) -> FromConstants | None:
+    """Returns the expansion of a Gaussian block for many draws, by what one of them shows to be the same for all.
+
+    None for few draws, where there is no such thing, and where it is known from steps before. A call on the data of
+    training keeps it.
+    """
+    nesting = plan.plates.nesting
+    leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
+    of_data = leading_shape(call.values, plan.event_dims, nesting)
+    if leading.numel() < _MANY or of_data.numel() > 1 or group.form != "Gaussian" or group.bound or group.in_turn:
+        return None
+    if call.lacking or current.observed or torch.jit.is_tracing() or (call.constants or {}).get((group, leading)):
+        return None
+    kept: dict[Any, Any] = call.constants if call.is_fixed and call.constants is not None else {}
+    key = group, "one"
+    if key not in kept:
+        kept[key] = _constants_of_one(group, current, plan, call, known)
+    if kept[key] is None:
+        return None
+    options: dict[str, Any] = {"forget": functools.partial(kept.pop, key, None), "is_rounded": True}
+    return FromConstants(group, leading, nesting, constants=kept[key], **options)
+
+
+def _constants_of_one(
+    group: ConjugateGroup, current: Pass, plan: Plan, call: Call, known: Mapping[str, Tensor]
+) -> Constants | None:
+    """Returns what of a Gaussian block is constant, by the first of many draws of what is before it."""
+    nesting = plan.plates.nesting
+    cuts = {name: max(0, v.dim() - plan.event_dims.get(name, 0) - nesting) for name, v in known.items()}
+    first = {name: value[(0,) * cuts[name]].detach().clone() for name, value in known.items()}
+    first = {name: value.requires_grad_(value.is_floating_point()) for name, value in first.items()}
+    sizes = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
+    at = {name: plan.initial[name] for name in group.flat}
+
+    def run(values: Mapping[str, Any], until: Collection[str]) -> dict[str, Any]:
+        return call.run({**call.held, **first, **values}, until=until)
+
+    one = group._replace(vectorized=False), torch.Size((1,) * nesting), nesting
+    following: Any = JointGaussian(*one, False, sizes=dict(sizes), at=at)
+    with suppress(Changed), untouched(call.model):
+        while following is not None:
+            expansion = following
+            with expanding():
+                sites = run(expansion.points, expansion.until)
+            check_members(expansion, sites, current)
+            following = expansion.solve(sites)
+        return constants_of(*one, dict(sizes), run, expansion.references)
+    return None
+
+
+def check_decided(solved: Any) -> None:
+    """Raises ValueError where a prior is improper, and data leave the latent open, in a block that is solved."""
+    flat = isinstance(solved, JointGaussian) and solved.group.flat
+    for name in solved.undecided() if flat and not torch.jit.is_tracing() else ():
+        if not solved.flat[name].is_bounded:
+            raise ValueError(improper_posterior(name))
+
+
+def _as_constants(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
+    """Returns the conditionals of a group as constants of a trace, which raises at other data.
+
+    A trace does not say how many steps lead to a mode, and its second derivatives cannot be traced.
+    """
+    names = ", ".join(map(repr, group.members))
+    if group.needed:
+        raise NotImplementedError(
+            f"Expected a guide that a compiled objective calls first; got one that was called before, and derives "
+            f"{names} about modes that depend on what is drawn before. Make the guide anew, or with "
+            f"rules={dict.fromkeys(group.members, 'learned')}."
+        )
+    found = outside_of_traces(lambda: derive(plan, call, current, group))
+    one = valid_at(plan, call, names, f"rules={dict.fromkeys(group.members, 'learned')}")
+    current.valid.update(dict.fromkeys(group.members, one))
+    return found
+
+
+def valid_at(plan: Plan, call: Call, names: str, remedy: str) -> Tensor:
+    """Returns 1 in a trace, which raises ValueError where tensors among the model's arguments are other than now."""
+    message = (
+        f"Expected the data that a compiled objective was compiled at, from which it has {names}; got others. "
+        f"Where data change, make the guide with {remedy}."
+    )
+    leaves = [leaf for leaf in tree_leaves([call.args, call.kwargs]) if isinstance(leaf, Tensor)]
+    one = torch.ones((), dtype=plan.factory["dtype"], device=plan.factory["device"])
+    kept = outside_of_traces(lambda: [each.clone() for each in leaves])
+    for leaf, then in zip(leaves, kept):
+        one = _scripted()(leaf, then, one, message)
+    return one
+
+
+@functools.cache
+def _scripted() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(_if_same)  # whose branch a trace keeps
+
+
+def _if_same(value: Tensor, then: Tensor, result: Tensor, message: str) -> Tensor:
+    """Returns a result where a value is what it was; raises elsewhere."""
+    if value.shape != then.shape or not bool(((value == then) | ((value != value) & (then != then))).all()):
+        raise ValueError(message)
+    return result
+
+
+def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, draws: bool = False) -> Expansion:
+    """Returns the expansion of a group at values of what is before it; it needs a run of the model.
+
+    ``draws`` says that some of these are drawn in that run.
+    """
+    nesting = plan.plates.nesting
+    leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
+    if draws:  # what is drawn on the way will have the batch dims of plates outside
+        leading = broadcast(leading, current.outer + (1,) * nesting)
+    lacking, observed = call.lacking, current.observed.intersection(group.members)
+    group = group.without(lacking, current.observed) if lacking or current.observed else group
+    options: dict[str, Any] = {}
+    if group.depths:
+        options["sizes"] = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
+    differentiable = torch.is_grad_enabled() and current.state.learns()
+    kept = (call.constants if differentiable and not torch.jit.is_tracing() else None) or {}
+    constants = kept.get((group, leading))
+    if constants is not None:
+        forget = functools.partial(kept.__setitem__, (group, leading), None)
+        return FromConstants(group, leading, nesting, constants=constants, forget=forget)
+    if group.has_mode or group.form == "Gaussian":
+        wider = [each for each in current.near.values() if set(group.members) <= set(each.group.members)]
+        at = wider[-1].means(current.values, group.members) if wider else kept.get((group, leading, "at"))
+        if not at and (group.has_mode or group in call.starts):
+            for starts, data in _starts(group, current, plan, call):
+                at = starts.find(data, at or {})
+        options["at"] = {**{name: plan.initial[name] for name in group.flat}, **(at or {})}  # where to start
+    if group.in_turn:
+        rules: Any = plan.rules
+        options |= {"orders": {name: rules[name].order for name in group.members}, "observed": observed}
+    expansion = expansion_of(group)(group, leading, nesting, differentiable, **options)
+    if isinstance(expansion, Newton):
+        expansion.is_probe = False
+    for child in group.children if group.bound == "bounded" else ():
+        if child in plan.bounds:
+            expansion.xi[child] = softplus(current.state.params(plan.bounds[child].name).squeeze(-1))
+    return expansion
+
+
+def _starts(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) -> Iterator[tuple[Starts, DataSets]]:
+    """Yields where modes are kept, and as whose: as those of data and, of one draw for each, of what is before too."""
+    data = DataSets.of(call.values, plan.event_dims, plan.plates.nesting)
+    if data is None:
+        return
+    yield call.starts.setdefault(group, Starts()), data
+    before = {name: current.values[name] for name in group.needed if name in current.values}
+    whole = DataSets.of({**call.values, **before}, plan.event_dims, plan.plates.nesting) if before else None
+    if whole is not None and len(whole.keys) == len(data.keys):
+        yield call.starts.setdefault((group, "needed"), Starts(is_renewed=True)), whole
+
+
+def keep_constants(expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]) -> None:
+    """Keeps, in training, what steps with the same data need not derive again, and raises `Changed`; tries once."""
+    kept, key = call.constants, (expansion.group, expansion.leading)
+    if kept is None or key in kept or len(kept) >= _MOST_KEPT or current.state.passes() < _PASSES:
+        return
+    if not expansion.differentiable or torch.jit.is_tracing() or type(expansion) is not JointGaussian:
+        return
+    if expansion.xi:  # which change from step to step
+        return
+    known, sizes = {**call.held, **values}, expansion.sizes
+    with untouched(call.model):
+        kept[key] = constants_of(
+            *key, expansion.nesting, sizes, lambda at, until: call.run({**known, **at}, until=until)
+        )
+    if kept[key] is not None:
+        raise Changed
+
+
+def check_members(expansion: Expansion, sites: Mapping[str, Any], current: Pass) -> None:
+    """Raises `Changed` where members turn out to be observed in a run."""
+    observed = [name for name in expansion.group.members if name in sites and sites[name]["is_observed"]]
+    if observed:
+        current.observed.update(observed)
+        for name in observed:
+            if name not in current.values:
+                current.know(name, sites[name]["value"])
+        raise Changed

@@ -1,0 +1,276 @@
+"""Latents that come first, found by quadrature in a call: which these are, their log density, and whether it is right.
+
+Change this module when other latents are to be found so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.expansion import (
+    broadcast,
+    leading_shape,
+    parameters_of,
+    plate_shape,
+)
+from pyro_nami.deriving.marginal_quadrature import MOST_MARGINAL, Marginal, points_of
+from pyro_nami.factors.bijections import has_tensor_bounds, support_of
+from pyro_nami.graph.inverse import Inverse
+from pyro_nami.guide.arguments import Arguments
+from pyro_nami.guide.call import Call
+from pyro_nami.guide.first_call import FirstCall
+from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.plan import Plan
+from pyro_nami.program.flat_priors import CUT, MOST_LOST
+from pyro_nami.program.isolation import forked_rng
+from pyro_nami.program.many_draws import of_rank
+from pyro_nami.program.masks import log_density_of, own_mask, rounding_of
+from pyro_nami.program.site_values import any_value
+
+__all__ = ["cut_by_bounds", "first_ones", "flaw_of_tables", "marginal"]
+
+_DRAWS, _SPREADS, _LEAST_SPREAD = 256, 2.0, 1e-6  # of a prior, for the first grid
+_MOST_AT_ONCE = 2e6  # points times rows of data in one run of the model
+_MOST_TABLE, _GRID = 4e6, 15  # points times rows of data, and the points that a grid of others at each counts as
+_CHECKED, _MOST_SPREAD = 64, 0.03  # draws of a table, and by how many nats they may be off
+_MOST_ROUNDED = 0.3  # nats more, where data are so large beside their noise that single precision tells no better
+
+
+def first_ones(
+    first: FirstCall, inverse: Inverse, order: Sequence[str], groups: Mapping[str, ConjugateGroup]
+) -> ConjugateGroup | None:
+    """Returns the latents that come first, if all others have exact conditionals given them, and they are few."""
+    rest, nodes, options = [name for name in order if name not in groups], first.nodes, first.options
+    hidden = first.found.hidden_randomness
+    known = {*first.net.observed, *rest}
+    searched = options.inverse == "auto" and options.blocks is None and options.rules.keys().isdisjoint(rest)
+    if not searched or not groups or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
+        return None
+    if not all(group.is_exact for group in groups.values()) or first.plates.partial or first.unread or hidden:
+        return None
+    if options.simulated and any(group.is_tabulated for group in groups.values()):
+        return None  # grids of grids take seconds for one data set
+    if any(name in (options.families or ()) or not known.issuperset(inverse.parents[name]) for name in rest):
+        return None
+    if any(first.frames[name] or torch.Size(nodes[name]["fn"].event_shape).numel() != 1 for name in rest):
+        return None
+    if any(support_of(nodes[name]["fn"]).is_discrete for name in rest):
+        return None
+    moving = (name for name in rest if has_tensor_bounds(support_of(nodes[name]["fn"])))
+    if any(not set(first.net.graph.predecessors(name)) <= set(first.net.observed) for name in moving):
+        return None
+    for name in (*order, *first.data):
+        site = nodes[name]
+        if bool((torch.as_tensor(site["scale"]) != 1).any()) or (name in rest and own_mask(site) is not None):
+            return None
+    return ConjugateGroup(tuple(rest), tuple(first.data), form="marginal")
+
+
+def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, derive: Callable) -> Marginal:
+    """Returns the conditionals of what comes first, found anew where a call's data or arguments are others.
+
+    ``derive`` is `pyro_nami.guide.derivation.derive`.
+    """
+    leaves = tree_leaves([call.args, call.kwargs, call.values, call.held])
+    known, found, seen = call.tables.get(group, (None, None, None))
+    joint = _Joint.of(plan, call, current, derive)
+    same = known is not None and known.are(leaves)
+    sites = joint.sites_if_same(seen) if same else None
+    if sites is None:
+        try:
+            known, found = Arguments(leaves, kept=True), joint.table(group, found)
+        except ValueError as error:
+            learned = dict.fromkeys(group.members, "learned")
+            raise ValueError(f"At these data {error}. A guide with rules={learned} takes them.") from error
+        call.tables[group] = known, found, joint.seen(group, found)
+    else:
+        current.ready.update({name: sites[name] for name in group.members})
+    return found
+
+
+def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> str:
+    """Returns what speaks against the latents that come first being found by quadrature; empty if nothing does.
+
+    Draws by it have to have the log density that it says, all others drawn given them, up to a constant.
+    """
+    group = next((group for group in plan.groups.values() if group.form == "marginal"), None)
+    if group is None:
+        return ""
+    joint = _Joint.of(plan, call, current, derive)
+    grids = {each for each in plan.groups.values() if each.is_tabulated}
+    if points_of(group) * joint.rows() * _GRID ** len(grids) > _MOST_TABLE:
+        return "a grid for all rows of data is too large"
+    try:
+        joint.check_runs_for_many(group)
+        table, values, given = joint.table(group), dict[str, Tensor](), torch.zeros(())
+        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+            pyro.set_rng_seed(1)
+            for name in group.members:
+                fn = table.conditional(name, values).expand((_CHECKED, *joint.leading))
+                values[name] = fn.sample()
+                given = given + fn.log_prob(values[name]).double()
+            spread = float((joint.log_density(values) - given).std(0).max())
+        with torch.enable_grad():
+            sites = call.run({**call.held, **{name: value[:1] for name, value in values.items()}})
+            densities = [log_density_of(sites[name]) for name in (*plan.order, *plan.read) if name in sites]
+        if next(parameters_of(*densities), None) is not None:
+            return "the model has parameters, which are still to be learned"
+        most = _MOST_SPREAD + min(_MOST_ROUNDED, _rounding(sites[name] for name in plan.read if name in sites))
+        return "" if spread < most else f"by quadrature it would be off by {spread:.2g} nats"
+    except Exception as error:  # noqa: BLE001  whatever a model does at values far out
+        return f"quadrature fails with {type(error).__name__}: {error}"
+
+
+def _rounding(sites: Iterable[Mapping[str, Any]]) -> float:
+    """Returns by how many nats rounding usually moves the log density of Normal data, whatever finds it."""
+    total = 0.0
+    for site in sites:
+        if (off := rounding_of(site)) is not None:
+            error = (site["value"] - site["fn"].loc).abs() / site["fn"].scale
+            total += float((off * (1 + error)).double().nan_to_num().square().sum())
+    return total**0.5
+
+
+def cut_by_bounds(plan: Plan, call: Call, current: Pass, derive: Callable) -> dict[str, str]:
+    """Returns the latents with flat priors whose bounds cut off some of the result, and what to say of each.
+
+    What is derived as flat is that given the latents that come first, which `Refutation` knows no values of.
+    """
+    group = next((group for group in plan.groups.values() if group.form == "marginal"), None)
+    if group is None or not any(each.flat for each in plan.groups.values()):
+        return {}
+    joint, values = _Joint.of(plan, call, current, derive), dict[str, Tensor]()
+    try:
+        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+            pyro.set_rng_seed(1)
+            table = joint.table(group)
+            for name in group.members:
+                values[name] = table.conditional(name, values).expand((_CHECKED, *joint.leading)).sample()
+            lost = joint._drawn(values)[0].lost()
+    except Exception:  # noqa: BLE001  of which `flaw_of_tables` tells
+        return {}
+    return {name: CUT.format(share) for name, share in lost.items() if share > MOST_LOST}
+
+
+class _Joint(NamedTuple):
+    """The log density of a call's latents and data, all but a few latents integrated out."""
+
+    plan: Plan
+    call: Call
+    current: Pass
+    derive: Callable
+    leading: torch.Size  # sizes of the data's batch dims, and 1 for each plate dim
+
+    @classmethod
+    def of(cls, plan: Plan, call: Call, current: Pass, derive: Callable) -> _Joint:
+        """Returns that of a call's data."""
+        leading = leading_shape(call.values, plan.event_dims, plan.plates.nesting)
+        return cls(plan, call, current, functools.partial(derive, plan, call), leading)
+
+    def rows(self) -> int:
+        """Returns the number of values of the site that has most."""
+        return max((value.numel() for value in self.call.values.values()), default=1)
+
+    def check_runs_for_many(self, group: ConjugateGroup) -> None:
+        """Raises ValueError where the model mixes up draws in a way that would take much memory for those of a grid."""
+        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+            sites = self.call.run(self.call.held, until=group.members)
+            few = {name: any_value(sites[name]["fn"].expand((2, *self.leading))) for name in group.members}
+            self.call.run({**self.call.held, **self._with_others(few)[0]}, note=of_rank(1 + len(self.leading)))
+
+    def table(self, group: ConjugateGroup, near: Marginal | None = None) -> Marginal:
+        """Returns the conditionals of a group, from runs of the model at points of a grid."""
+        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+            pyro.set_rng_seed(0)
+            sites = self.call.run(self.call.held, until=group.members)
+            layouts = {name: self.plan.families[name].at(sites[name]["fn"]).layout for name in group.members}
+            middle, half = [], []
+            for name in group.members:  # the spread of the prior
+                draws = self._draws(layouts[name], name, sites[name]["fn"])
+                low, center, high = draws.quantile(draws.new_tensor([0.16, 0.5, 0.84]))
+                middle.append(center.expand(self.leading))
+                half.append(_SPREADS * (high - low).clamp(min=_LEAST_SPREAD).expand(self.leading))
+            like = self.plan.initial[group.members[0]]
+            return Marginal(group, layouts, like, middle, half, self.log_density, near)
+
+    def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
+        """Returns draws from a prior in unconstrained space; numbers about the initial value from an improper one."""
+        try:
+            return layout.elements(prior.sample((_DRAWS,))).flatten().double()
+        except NotImplementedError:
+            start = layout.elements(self.plan.initial[name]).flatten().double()
+            return start + torch.linspace(-1, 1, _DRAWS, dtype=start.dtype, device=start.device)
+
+    def seen(self, group: ConjugateGroup, table: Marginal) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns two draws by a table, and the log density there: a model may read what no argument shows."""
+        values = dict[str, Tensor]()
+        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+            for name in group.members:
+                values[name] = table.conditional(name, values).expand((2, *self.leading)).sample()
+            values = self._with_others(values)[0]
+            return values, self._log_density_of(self._sites(values), values)
+
+    def sites_if_same(self, seen: tuple[dict[str, Tensor], Tensor]) -> dict[str, Any] | None:
+        """Returns the sites of a run at these draws; None if the log density is another by more than rounding."""
+        values, before = seen
+        with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
+            sites = self._sites(values)
+            now = self._log_density_of(sites, values)
+        same = torch.isclose(now, before, rtol=1e-4, atol=_MOST_SPREAD, equal_nan=True)
+        return sites if bool(same.all()) else None
+
+    def log_density(self, at: Mapping[str, Tensor]) -> Tensor:
+        """Returns the log density in nats at values ``(points, *leading, *event)``, ``(points, *leading)``."""
+        count = max(1, int(_MOST_AT_ONCE / self.rows()))
+        parts = zip(*(value.split(count) for value in at.values()))
+        return torch.cat([self._log_weights(dict(zip(at, part))) for part in parts])
+
+    def _log_weights(self, at: Mapping[str, Tensor]) -> Tensor:
+        """Returns log p(values, others, data) - log q(others), of others that are drawn given the values."""
+        values, log_q = self._with_others(at)
+        total = self._log_density_of(self._sites(values), values) - log_q
+        batch = self.leading[: len(self.leading) - self.plan.plates.nesting]
+        return total.expand((len(next(iter(at.values()))), *batch)).reshape((-1, *self.leading))
+
+    def _with_others(self, at: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns values with those of all others, drawn given them, and the log density of these."""
+        inner, log_q = self._drawn(at)
+        return inner.values, log_q
+
+    def _drawn(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
+        """Returns a pass in which all others are drawn, as for `_with_others`."""
+        inner = self.current.beside(self.plan.rules, self.derive, at)
+        passed = {*at, *self.call.lacking, *self.call.unseen, *self.call.held}
+        terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
+        for name in (name for name in self.plan.order if name not in passed):
+            rule = inner.rules[name]
+            fn = rule.distribution(inner, torch.Size(), None)
+            site = inner.ready[name]  # of the run that it was derived by
+            fn = fn.expand(broadcast(fn.batch_shape, plate_shape(site)))
+            value = inner.values[name] = fn.rsample() if fn.has_rsample else fn.sample()
+            inner.note_bounds(name, fn)
+            terms.append(_summed(rule.masked(fn.log_prob(value), site), self.plan.plates.nesting))
+        return inner, torch.stack(torch.broadcast_tensors(*terms)).sum(0)
+
+    def _sites(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+        return self.call.run({**self.call.held, **values})
+
+    def _log_density_of(self, sites: Mapping[str, Any], values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the log density in nats of values and data, ``(points, *batch)``, at the sites of their run."""
+        known = values.keys() | set(self.plan.bayesnet.observed)
+        terms = [_summed(log_density_of(sites[name]), self.plan.plates.nesting) for name in sites if name in known]
+        return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
+
+
+def _summed(log_prob: Tensor, nesting: int) -> Tensor:
+    """Returns log densities summed over plates, in doubles, as ``(*batch)``."""
+    dims = tuple(range(-min(nesting, log_prob.dim()), 0))
+    return log_prob.double().sum(dims) if dims else log_prob.double()

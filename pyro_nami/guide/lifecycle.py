@@ -1,0 +1,418 @@
+"""A guide around its calls: made at the first one, given data at each; saved, copied and moved between them.
+
+Everything is lazy until the first call, as in Pyro, and fixed from then on. Change this module when a guide's plates or
+data come to it in another way, or when more belongs to its state.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import pickle
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer import Trace_ELBO
+from pyro.infer.autoguide import AutoGuide
+from pyro.poutine.replay_messenger import ReplayMessenger
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from pyro_nami.guide.build import assemble
+from pyro_nami.guide.call import Call
+from pyro_nami.guide.exchangeable import exchangeable_plates
+from pyro_nami.guide.mode import STEPS_TO_STAY, Mode
+from pyro_nami.guide.observed import ObservedFeatures
+from pyro_nami.guide.options import Options
+from pyro_nami.guide.plan import Covariates, Plan
+from pyro_nami.guide.reader import CallReader, has_first_sizes
+from pyro_nami.guide.store_names import check_store
+from pyro_nami.messages import warn
+from pyro_nami.parameters.backward import Backward
+from pyro_nami.parameters.conditioning import site_of
+from pyro_nami.parameters.inverse_network import InverseNetwork
+from pyro_nami.parameters.network_state import NetworkState
+from pyro_nami.program.isolation import untouched
+from pyro_nami.program.runner import Runner, needs_arguments, own_dims, takes_observations
+from pyro_nami.reading.covariates import column_of, plain_column
+
+__all__ = ["LazyGuide"]
+
+_START_DRAWS = 5  # by which starts of bounds are compared
+
+
+class LazyGuide(AutoGuide):
+    """A guide whose plan and networks are made at its first call, from the model's arguments there.
+
+    It can be saved, copied and moved before that and after. Pyro's own guides lose their model when they are pickled,
+    the original with the copy; this one keeps it, and a copy that cannot hold it gets it back by `bind`.
+    """
+
+    _plan: Plan  # this and the next two are None before the first call
+    _reader: CallReader
+    _observed: ObservedFeatures
+    _options: Options
+    _waiting_state: tuple[dict[str, Any], bool, bool] | None
+    _unmoved: list[tuple[Tensor, Tensor]]  # parameters made by a change of mode, and their values then
+    network: InverseNetwork
+
+    # ---- the first call
+
+    @property
+    def _assembly(self) -> Plan:
+        """The plan, by the name that the check of a second device knows."""
+        return self._plan
+
+    def _made(self) -> Plan:
+        if self._plan is None:
+            raise RuntimeError("Expected a guide that was called once; call it with the model's arguments first.")
+        return self._plan
+
+    def _subsampled(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Returns the plates that are made outside the model and hold a part of their instances."""
+        with poutine.block():
+            plates = self._create_plates(*args, **kwargs)
+        return [name for name, plate in plates.items() if plate.subsample_size < plate.size]
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        subsampled = self._subsampled(*args, **kwargs)
+        plan, network, prototype = assemble(self.model, args, kwargs, self._options, subsampled)
+        self._plan, self.network = plan, network
+        mode = self._options.mode or (Mode.AMORTIZED if plan.semi_observed else Mode.FIXED)
+        if mode is Mode.AMORTIZED and not network.simulated:
+            network.vary(network.groups)
+        is_asked = self._options.mode is not None
+        self._reader = CallReader(plan, self._options.covariates, self._options.index_maps, mode, is_asked)
+        self._observed = ObservedFeatures(self._options.embeddings)
+        for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
+            prototype.remove_node(name)
+        self.prototype_trace = prototype
+        check_store(self)
+        self._choose_start(args, kwargs)
+        if self.master is not None:
+            self.master()._check_prototype(prototype)
+        if self._waiting_state is not None:
+            waiting, self._waiting_state = self._waiting_state, None
+            self.load_state_dict(*waiting)
+
+    def _choose_start(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Starts bounds where the ELBO of the first call is largest; without data, where they were found first."""
+        starts, self.network.starts = self.network.starts, []
+        stored = any(name.startswith(f"{self._pyro_name}.") for name in pyro.get_param_store()._params)
+        if len(starts) < 2 or self._options.observed or stored:  # in the store: they are started already
+            return
+        elbo, losses = Trace_ELBO(_START_DRAWS), []
+        with untouched(self.model), own_dims(), poutine.block(), pyro.validation_enabled(False), torch.no_grad():
+            for initial in starts:
+                self.network.set_initial(initial)
+                pyro.set_rng_seed(0)
+                losses.append(elbo.loss(self.model, self, *args, **kwargs))
+        self.network.set_initial(starts[int(torch.tensor(losses).nan_to_num(torch.inf).argmin())])
+
+    def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, pyro.plate]:
+        """Returns the plates that are made outside the model; all others are the model's own."""
+        if self.master is not None:
+            return super()._create_plates(*args, **kwargs)
+        if self.create_plates is None:
+            return {}
+        plates = self.create_plates(*args, **kwargs)
+        plates = [plates] if isinstance(plates, pyro.plate) else list(plates)
+        for plate in plates:
+            if not isinstance(plate, pyro.plate):
+                raise TypeError(f"Expected create_plates() to return plates; got {type(plate).__name__}.")
+        self.plates = {plate.name: plate for plate in plates}
+        return self.plates
+
+    # ---- each call
+
+    def _begin(self, args: tuple, kwargs: dict[str, Any], *, draws: bool = True) -> Call:
+        """Returns one call's data: arguments of the model, plates, and the values of observed sites.
+
+        Without arguments, where the model needs some, those are meant that it had in training.
+        """
+        context = None if self._plan is None or args or kwargs else self._reader.memory.context
+        if context is not None and needs_arguments(self.model):
+            args, kwargs = context[:2]
+        observations = kwargs.get("observations") or {}
+        if "observations" in kwargs and not takes_observations(self.model):
+            kwargs = {key: value for key, value in kwargs.items() if key != "observations"}
+        may_train = torch.is_grad_enabled()
+        # A guide that scores first, or that is replayed (`pyro.infer.CSIS`), is trained on simulations.
+        replayed = bool(observations) and any(isinstance(handler, ReplayMessenger) for handler in _PYRO_STACK)
+        if replayed and self._plan is not None and not self._reader.memory.history.is_trained:
+            self.serve_any_data()
+        if self._plan is None:
+            first = kwargs
+            if observations:
+                single = self._note_observations(observations, args, kwargs)
+                first = {**kwargs, "observations": single} if "observations" in kwargs else kwargs
+            set_up = args, first
+            if self._waiting_state is not None:
+                state = self._waiting_state[0].get("_extra_state", {})
+                self._take_mode(state)
+                set_up = (state.get("context") or set_up)[:2]  # as the saved guide was
+            elif replayed or not draws:
+                self._options = self._options._replace(mode=Mode.AMORTIZED)
+            self._setup_prototype(*set_up[0], **set_up[1])
+        else:
+            self._settle()
+            if self._reader.memory.mode is Mode.MINIBATCHES and self._options.mode is not Mode.MINIBATCHES:
+                self._go_over_to_minibatches()
+        plan = self._made()
+        for name in observations:
+            if name not in plan.names:
+                known = ", ".join(map(repr, plan.bayesnet.observed))
+                raise ValueError(f"Expected observations of the model's sites, {known}; got one of '{name}'.")
+        if "observations" in kwargs:  # of several data sets, whose values the model's runs hold, it sees the first
+            kwargs = {**kwargs, "observations": _first_set(observations, plan)}
+        plates = self._create_plates(*args, **kwargs)
+        call = Call(plan.for_many(self.model), args, kwargs)
+        self.network.backward = backward = Backward()
+        return self._reader.read(call, plates, observations, backward=backward if may_train else None, draws=draws)
+
+    def _go_over_to_minibatches(self) -> None:
+        """Makes the guide anew, at the arguments of its first steps, for data that differ from step to step."""
+        memory = self._reader.memory
+        args, kwargs = (memory.context or ((), {}))[:2]
+        moving = frozenset(name for name in self._plan.sites if name in set(map(site_of, memory.history.moving)))
+        first = Call(self.model, args, kwargs)
+        along = exchangeable_plates(first, self._reader.differing or first, moving)
+        self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving, along=along)
+        self._unmake()
+        self._setup_prototype(*args, **kwargs)
+        self._reader.memory = memory
+        memory.forget_derived()
+        weights = self.network.parameters() if self.network.groups else ()  # else there is nothing to learn
+        self._unmoved = [(parameter, parameter.detach().clone()) for parameter in weights]
+        logging.getLogger(__name__).warning(
+            "The data of %s differ from step to step, so the guide takes them for minibatches of one data set, over "
+            "%s: latents outside are learned from all steps, latents inside are inferred from the data of each call. "
+            "To say otherwise make the guide with mode='fixed', for one data set, or mode='amortized', for a posterior "
+            "of each data set; or name another plate in the model: pyro.plate(name, size, subsample_size=rows).",
+            ", ".join(map(repr, sorted(moving))),
+            " and ".join(f"plate {plate!r}" for plate in sorted(self._plan.plates.minibatched)) or "no plate",
+        )
+
+    def _check_optimizer(self) -> None:
+        """Warns where an optimizer does not know the parameters that a change of mode made."""
+        unmoved, self._unmoved = self._unmoved, []
+        if unmoved and all(torch.equal(*pair) for pair in unmoved):
+            warn(
+                "The optimizer moves none of the parameters that the guide made when it took the data for minibatches. "
+                "Make the optimizer anew, with guide.parameters(), or the guide with mode='minibatches'."
+            )
+
+    def _take_mode(self, state: Mapping[str, Any]) -> None:
+        """Makes the options' mode that of a saved guide, if it was asked for, or found in training."""
+        if "mode" in state:
+            mode = Mode(state["mode"])
+            kept = mode if state.get("asked") or mode is Mode.MINIBATCHES else None
+            moving, along = (frozenset(state.get(key, ())) for key in ("moving", "along"))
+            self._options = self._options._replace(mode=kept, moving=moving, along=along)
+
+    def _note_observations(
+        self, observations: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Takes sites given by ``observations`` at the first call as observed, though the model samples them.
+
+        Deterministic and factor sites, which `pyro.infer.CSIS` passes as well, are no data. Returns the first of
+        several data sets, as a structure is found from one: values without batch dims that their sites do not have.
+        """
+        with untouched(self.model), torch.no_grad():
+            sites = Runner({}).run(self.model, args, kwargs)
+        sampled = {name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site)}
+        extra = [name for name in observations if name in sampled and name not in self._options.observed]
+        observed = (*self._options.observed, *extra)
+        mode = Mode.AMORTIZED if observed else self._options.mode
+        self._options = self._options._replace(observed=observed, mode=mode)
+        more = {
+            name: value.dim() - len(sites[name]["fn"].shape())
+            for name, value in observations.items()
+            if isinstance(value, Tensor) and name in sites
+        }
+        return {name: value[(0,) * max(more.get(name, 0), 0)] for name, value in observations.items()}
+
+    def _start(
+        self, call: Call, *, learning: bool = False, refinement: Mapping[Hashable, Tensor] | None = None
+    ) -> NetworkState:
+        """Returns the networks' state with everything observed known."""
+        plan, network = self._made(), self.network
+        if self._reader.moved:
+            self._reader.moved = False
+            network.renew()
+        if not network.settled:
+            with poutine.block(), torch.no_grad():  # parameters that this reads may get no gradient
+                state = NetworkState(network, call.maps)
+                self._observed.tell(state, plan, call, network)
+                state.settle()
+        state = NetworkState(
+            network,
+            call.maps,
+            learning=learning,
+            constant=self._reader.memory.mode is not Mode.AMORTIZED,
+            offsets=self._reader.memory.mode is not Mode.AMORTIZED and has_first_sizes(call, plan),
+            indices=call.indices,
+            refinement=refinement,
+        )
+        self._observed.tell(state, plan, call, network)
+        return state
+
+    def serve_any_data(self) -> None:
+        """Makes the guide amortized: it is made anew at the next call, if there was one.
+
+        Raises:
+            ValueError: where it was trained on one data set already, or on minibatches of one.
+        """
+        if self.mode == Mode.AMORTIZED.value:
+            return
+        if self._plan is not None and self._reader.memory.history.is_trained:
+            raise ValueError(
+                "Expected a guide that serves any data; got one that was trained on one data set already, which says "
+                "nothing of others. Make it with mode='amortized'."
+            )
+        self._options = self._options._replace(mode=Mode.AMORTIZED)
+        self._unmake()
+
+    def _unmake(self) -> None:
+        """Forgets what the first call made, so that the next one is the first."""
+        if self._plan is not None:
+            self._plan = None  # type: ignore[assignment]
+            del self.network  # and its parameters in the store, whose names new ones have
+
+    # ---- between calls
+
+    def bind(self, model: Callable) -> LazyGuide:
+        """Gives a loaded guide its model back, and returns the guide."""
+        self._model = (model,)
+        return self
+
+    @property
+    def model(self) -> Callable:
+        if self._model is None or self._model[0] is None:
+            raise RuntimeError(
+                "Expected a guide with a model; its model could not be pickled with it. Call guide.bind(model) first."
+            )
+        return self._model[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        state = {**self.__dict__, "master": None, "plates": {}}
+        state["_model"] = (self._model[0] if _picklable(self._model[0]) else None,)
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyGuide:
+        """Copies everything but the model, which both guides then share."""
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        for module in [self._model[0], self.create_plates]:
+            memo[id(module)] = module
+        self._settle()
+        state = {**self.__dict__, "master": None, "plates": {}}
+        result.__setstate__(copy.deepcopy(state, memo))
+        return result
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What belongs to the weights: the mode, which covariates are read, and fingerprints of the data of training.
+
+        With ``save_data=True`` the arguments and data of training as well, if these are tensors and plain values.
+        """
+        mode = self._options.mode
+        if self._plan is None:
+            return {} if mode is None else {"mode": mode.value, "asked": True}
+        self._settle()
+        memory, covariates = self._reader.memory, self._plan.covariates
+        history = memory.history
+        return {
+            "mode": (mode or memory.mode).value,
+            "asked": mode is not None,
+            "moving": sorted(self._options.moving),
+            "along": sorted(self._options.along),
+            "trained": history.is_trained,
+            "one_context": memory.has_one_context,
+            "data": {_key(node): each for node, each in (history.current or {}).items()},
+            "references": list(covariates.references),
+            "columns": {site: [plain_column(c) for c in found] for site, found in covariates.columns.items()},
+            "context": memory.plain_context() if self._options.save_data else None,
+            "learned": sorted(self._plan.learned),
+        }
+
+    def _settle(self) -> None:
+        """Takes in the latest call as a training step, if it was one."""
+        if self._plan is not None:
+            self._reader.settle()
+            if self._unmoved and self.network.passes > STEPS_TO_STAY:
+                self._check_optimizer()
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        device = self._plan.factory["device"]
+        state = tree_map_only(Tensor, lambda value: value.to(device), dict(state))
+        if "columns" not in state:  # of a guide that was not called
+            return
+        self._reader.memory.load(state, {_key(name): name for name in self._reader.names})
+        columns = {site: tuple(map(column_of, found)) for site, found in state["columns"].items()}
+        columns = {**self._plan.columns, **columns}
+        covariates = Covariates(columns, list(state["references"]))
+        self._set_plan(dataclasses.replace(self._plan, covariates=covariates))
+
+    def _set_plan(self, plan: Plan) -> None:
+        self._plan = plan
+        self._reader.follow(plan)
+        self._observed.forget()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state, or keeps it for the first call, when the guide gets its structure and parameters."""
+        before = self._options.mode
+        self._take_mode(state_dict.get("_extra_state", {}))
+        if self._plan is None or self._options.mode is not before:
+            self._unmake()  # as another mode has other networks
+            self._waiting_state = dict(state_dict), strict, assign
+            return nn.modules.module._IncompatibleKeys([], [])
+        saved = set(state_dict.get("_extra_state", {}).get("learned", self._plan.learned))
+        if strict and (differing := saved.symmetric_difference(self._plan.learned)):
+            own, names = (", ".join(map(repr, sorted(each))) for each in (self._plan.learned, differing))
+            raise RuntimeError(
+                f"Expected a state_dict of a guide that learns {own or 'nothing'}; got one where {names} differ, as "
+                "data of a guide's first call decide what is derived. Call the new guide with data of training first, "
+                "or save the state with save_data=True."
+            )
+        self._set_plan(self._plan)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> LazyGuide:
+        super()._apply(fn, recurse)
+        if self._plan is not None:
+            plan = self._plan.to(fn)
+            self._reader.apply(fn, plan)
+            self._set_plan(plan)
+        return self
+
+
+def _first_set(observations: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Returns values of sites without batch dims that their sites do not have."""
+
+    def own(name: str) -> int:
+        site = plan.sites[name]
+        return max((-plan.plates.dims[plate] for plate in site.plates), default=0) + site.event_dim
+
+    return {
+        name: value[(0,) * max(value.dim() - own(name), 0)] if name in plan.sites and torch.is_tensor(value) else value
+        for name, value in observations.items()
+    }
+
+
+def _picklable(model: Any) -> bool:
+    try:
+        pickle.dumps(model)
+    except Exception:  # whatever the parts of a user's model raise
+        return False
+    return True
+
+
+def _key(name: Any) -> str:
+    return name if isinstance(name, str) else ":".join(name)

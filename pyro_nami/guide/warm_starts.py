@@ -1,0 +1,117 @@
+"""Where Newton's method ended, by data: it begins there when the same data come again, as those of simulations do.
+
+Change this module when data are to be told apart in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_nami.deriving.expansion import leading_shape
+
+__all__ = ["DataSets", "Starts"]
+
+_MOST, _ELEMENTS = 2**17, 2**22  # data sets kept, and elements of a latent
+_WEIGHT = 0x1E3779B97F4A7C15  # of bits at a place, times what a place is
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DataSets(NamedTuple):
+    """Which data sets a call has, and where they lie in its values.
+
+    Attributes:
+        keys: a number for each of them, by its bits. Others' are hardly ever the same; if so, the start is a poor one.
+        batch: sizes of the batch dims to the left of the plates.
+        nesting: number of plate dims.
+        event_dims: site -> number of its event dims.
+    """
+
+    keys: Sequence[int]
+    batch: torch.Size
+    nesting: int
+    event_dims: Mapping[str, int]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int) -> DataSets | None:
+        """Returns those of observed values ``(*batch, *plates, *event)``; None if they are one."""
+        leading = leading_shape(values, event_dims, nesting)
+        batch = leading[: len(leading) - nesting]
+        if batch.numel() == 1 or torch.jit.is_tracing():
+            return None
+        total: Tensor | int = 0
+        for name in sorted(values):
+            value, inner = values[name].detach().contiguous(), nesting + event_dims.get(name, 0)
+            if value.dim() > inner:
+                bits = value.view(_BITS[value.element_size()]).long()
+                bits = (bits ^ bits >> 32).reshape(*value.shape[: value.dim() - inner], -1)  # low ones decide
+                place = torch.arange(1, bits.shape[-1] + 1, device=bits.device) * _WEIGHT
+                total = total * 3 + (bits * ((place ^ place >> 31) * _WEIGHT | 1)).sum(-1)  # overflows, as it may
+        return cls(torch.as_tensor(total).expand(batch).flatten().tolist(), batch, nesting, event_dims)
+
+    def rows(self, name: str, value: Tensor) -> Tensor:
+        """Returns values ``(*draws, *batch, *plates, *event)`` of a site as ``(data sets, *plates, *event)``.
+
+        Of several draws these are the first one's.
+        """
+        inner = self.nesting + self.event_dims[name]
+        while value.dim() > len(self.batch) + inner:
+            value = value[0]
+        value = value.reshape((1,) * (len(self.batch) + inner - value.dim()) + value.shape)
+        rest = value.shape[len(self.batch) :]
+        return value.expand(self.batch + rest).reshape(-1, *rest)
+
+
+class Starts:
+    """Values of latents by the data that they belong to.
+
+    Args:
+        is_renewed: whether all are forgotten where there is no room for others, rather than these left out.
+
+    Example:
+        >>> first = DataSets.of({"x": torch.tensor([1.0, 2.0])}, {"z": 0}, 0)
+        >>> starts = Starts()
+        >>> starts.note(first, {"z": torch.tensor([0.5, 1.5])})
+        >>> starts.find(DataSets.of({"x": torch.tensor([2.0, 3.0])}, {"z": 0}, 0))
+        {'z': tensor([1.5000,    nan])}
+    """
+
+    def __init__(self, is_renewed: bool = False) -> None:
+        self.is_renewed = is_renewed
+        self._rows: dict[int, int] = {}
+        self._kept: dict[str, Tensor] = {}
+
+    def find(self, data: DataSets, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Returns what was noted, ``(*batch, *plates, *event)``; of other data ``others``, by default NaN; if all data
+        are others, these alone, by default nothing.
+        """
+        rows, found = [self._rows.get(key, -1) for key in data.keys], dict(others or {})
+        if max(rows) < 0:
+            return found
+        unknown = [row < 0 for row in rows]
+        for name, kept in self._kept.items():
+            at = kept[rows]
+            at[unknown] = found[name].reshape(at.shape)[unknown] if name in found else torch.nan
+            found[name] = at.reshape(data.batch + kept.shape[1:])
+        return found
+
+    def note(self, data: DataSets, values: Mapping[str, Tensor]) -> None:
+        """Takes in values of latents."""
+        new = {name: data.rows(name, value.detach()) for name, value in values.items()}
+        most = min(_MOST, _ELEMENTS // max(1, *(value[0].numel() for value in new.values())))
+        if self.is_renewed and len(self._rows) + len(data.keys) > most:
+            self._kept = {}
+        if any(name not in self._kept or self._kept[name].shape[1:] != new[name].shape[1:] for name in new):
+            self._rows, self._kept = {}, {name: value[:0] for name, value in new.items()}
+        for key in data.keys:
+            if len(self._rows) < most:
+                self._rows.setdefault(key, len(self._rows))
+        known = [i for i, key in enumerate(data.keys) if key in self._rows]
+        rows = [self._rows[data.keys[i]] for i in known]
+        for name, value in new.items():
+            kept = self._kept[name]
+            self._kept[name] = torch.cat([kept, value.new_empty((len(self._rows) - len(kept), *value.shape[1:]))])
+            self._kept[name][rows] = value[known]

@@ -1,0 +1,128 @@
+"""One run of a guide, and one of the model at its draws: their log densities, and where these are no numbers.
+
+Change this module for another way to go on where a model has no density.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from pyro.poutine.util import site_is_factor
+from torch import Tensor
+
+from pyro_nami.inference.random_state import rng_state, set_rng_state
+from pyro_nami.inference.target import Extent, Target, log_densities, per_draw
+from pyro_nami.program.runner import Runner
+
+__all__ = ["CHECK", "BadDensity", "Weighed", "fault_of", "lost_draws", "summed", "weighed_run", "whole"]
+
+CHECK = "Check the site's parameters and the data that it sees."
+
+
+class BadDensity(ValueError):
+    """A log density that no weight can be made of; the message names the site."""
+
+
+class Weighed(NamedTuple):
+    """The sites of a run of the guide, and of one of the model at its values, with their log densities."""
+
+    extent: Extent
+    guide: dict[str, Any]
+    model: dict[str, Any]
+    log_q: dict[str, Tensor]
+    log_p: dict[str, Tensor]
+
+
+def summed(log_probs: Mapping[str, Tensor], extent: Extent) -> Tensor:
+    total: Any = sum(per_draw(log_probs, extent).values())
+    return total
+
+
+def whole(site: Any) -> Tensor:
+    return site["value"].expand(site["fn"].shape())
+
+
+def weighed_run(
+    target: Target, extent: Extent, values: Mapping[str, Tensor] | None = None, weigh: Callable | None = None
+) -> Weighed:
+    """Runs the guide, at its own draws or at given values, and the model at the guide's; or what ``weigh`` does.
+
+    Where distributions refuse some draws, and the model's log density is NaN there, it stays so, at other values.
+
+    Raises:
+        BadDensity: a distribution refuses NaN of the guide.
+    """
+    weigh, state = weigh or _weighed, rng_state()
+    try:
+        return weigh(target, extent, values or {})
+    except ValueError as error:
+        # Distributions that a model makes can be told not to refuse NaN in no other way than globally. Without
+        # validation the run goes on to a log density, which has a site to name.
+        with pyro.validation_enabled(False):
+            try:
+                set_rng_state(state)  # as others would be drawn because these were refused
+                run = weigh(target, extent, values or {})
+                fault_of(run)
+            except BadDensity as bad:
+                raise bad from error
+            except Exception:  # the same error, or what follows from it
+                raise error from None
+        # Without validation a refused draw may be one of no density as well.
+        refused = {name: part.isnan() | part.isneginf() for name, part in run.log_p.items()}
+        if (lost := _draws_of(refused, run.extent)).all():
+            return run
+        again = weigh(target, extent, {**_filled(run, lost), **(values or {})})
+        log_p = {name: torch.where(refused[name], part, again.log_p[name]) for name, part in run.log_p.items()}
+        return again._replace(log_p=log_p)
+
+
+def lost_draws(run: Weighed) -> Tensor:
+    """Returns the draws at which the model's log density is NaN."""
+    return _draws_of({name: part.isnan() for name, part in run.log_p.items()}, run.extent)
+
+
+def _draws_of(flags: Mapping[str, Tensor], extent: Extent) -> Tensor:
+    """Returns the draws at which any part of a site's log density has a flag."""
+    return torch.stack([count > 0 for count in per_draw(flags, extent).values()]).any(0)
+
+
+def _filled(run: Weighed, lost: Tensor) -> dict[str, Tensor]:
+    """Returns the draws of a run, those that are lost exchanged for one that is not."""
+    found, good = {}, (~lost).flatten().nonzero()[0]
+    for name, site in (run.guide or run.model).items():
+        if not site["is_observed"]:
+            value = whole(site)
+            flat = value.reshape(lost.numel(), -1)
+            found[name] = torch.where(lost.reshape(-1, 1), flat[good], flat).reshape(value.shape)
+    return found
+
+
+def _weighed(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> Weighed:
+    guide = target.run_guide(extent, Runner(values))
+    # What the guide observes is no part of its density, but what it weights by a factor is.
+    guide = {name: site for name, site in guide.items() if not site["is_observed"] or site_is_factor(site)}
+    drawn = {name: site["value"] for name, site in guide.items() if not site["is_observed"]}
+    model = target.run_model(extent, Runner({**drawn, **extent.data}))
+    return Weighed(extent, guide, model, log_densities(guide), log_densities(model))
+
+
+def fault_of(run: Weighed) -> str:
+    """Returns where the model's log density is NaN.
+
+    Raises:
+        BadDensity: it is +inf, or the guide's is NaN, or infinite where it drew.
+    """
+    roles, fault = {"guide": per_draw(run.log_q, run.extent), "model": per_draw(run.log_p, run.extent)}, ""
+    for kind, bad in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
+        for role, log_probs in roles.items():
+            for name, log_prob in log_probs.items():
+                found = int(bad(log_prob).sum())
+                told = f"a finite log density at site '{name}' of the {role}; got {kind}"
+                if found and (kind, role) == ("NaN", "model"):
+                    fault = fault or told
+                elif found and not (kind == "-inf" and (role == "model" or not run.guide)):
+                    raise BadDensity(f"Expected {told} for {found} of {log_prob.numel()} draws. {CHECK}")
+    return fault

@@ -1,0 +1,186 @@
+"""Groups of factors: which columns a group's network reads, which rows it gives, and in what steps.
+
+Factors with the same batch plates form one *group*, and a group is one masked network whose weights are shared
+across its plates. Columns of that network are features of *sources* (see `pyro_nami.parameters.conditioning`), rows are
+parameters of elements of factors, and both are numbered in *steps*, so that one network serves the dense pass (a
+density) and the incremental one (sampling). Change this module to change what a group's network reads and gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_nami.messages import warn
+from pyro_nami.parameters.additions import PseudoObservations
+from pyro_nami.parameters.conditioning import (
+    Direct,
+    Pooled,
+    Source,
+    flattened,
+    nodes_of,
+    parts_of,
+    pooled_part,
+)
+
+__all__ = [
+    "Factor",
+    "InputColumns",
+    "NetworkStep",
+    "dependency",
+    "num_inputs",
+    "plan_steps",
+    "with_pseudo_observations",
+]
+
+_MOST_PSEUDO_INPUTS, _MOST_PSEUDO_ROWS = 128, 8192
+
+
+class Factor(NamedTuple):
+    """One latent's place in the networks."""
+
+    name: Any  # the latent's: any hashable
+    batch: frozenset  # its plates that are dims of the network rather than elements of the factor
+    joint: tuple[str, ...]  # those that are flattened into its elements, outermost first
+    num_elements: int  # those of its instances in ``joint``, one after the other
+    num_params: int  # parameters an element, of its family
+    num_features: int  # features an element
+    sequential: bool  # whether elements are drawn one by one, given those before
+    sources: tuple[Source, ...]  # what it reads
+    locations: Sequence[int] = ()  # which of an element's parameters are locations, relative to the anchor; a list
+    coupled: bool = False  # whether elements come all at once of noise that depends on each other
+    stack: tuple[int, int] | None = None  # by how many splines of how many bins if so; by a linear map if None
+    pseudo: tuple[PseudoObservations, ...] = ()  # those of it that instances of its pooled sources are
+    parts: Mapping[Any, tuple[tuple[bool, ...], ...]] = {}  # node -> which of its elements each element reads, if few
+
+    @property
+    def num_rows(self) -> int:
+        """Rows an element: parameters of its family, then those of its pseudo-observations."""
+        return self.num_params + sum(each.num_params for each in self.pseudo)
+
+    @property
+    def own(self) -> Source:
+        """Its own elements, as the other factors of its group read them."""
+        return flattened(Direct(self.name), self.joint)
+
+
+def num_inputs(source: Pooled, sizes: Mapping[Source, int]) -> int:
+    """Returns the number of inputs of an instance; ``sizes``: source -> number of its features."""
+    return sum(sizes[part] for part in source.inputs)
+
+
+def with_pseudo_observations(
+    factors: Sequence[Factor], adding: Collection[Any], sizes: Mapping[Source, int]
+) -> tuple[list[Factor], dict[Pooled, int]]:
+    """Returns factors, those in ``adding`` with their pseudo-observations, and the number of heads that sets have.
+
+    A block's are in sets of its members' own only, which it reads side by side.
+    """
+    heads: dict[Pooled, int] = {}
+    found = []
+    for factor in factors:
+        pseudo = []
+        for source in factor.sources if factor.name in adding else ():
+            pooled = pooled_part(source)
+            if pooled is None or flattened(pooled, factor.joint) not in parts_of(source):
+                continue
+            width, first = num_inputs(pooled, sizes), heads.get(pooled, 0)
+            count = factor.num_elements * sizes[pooled] // sizes[source]
+            if width <= _MOST_PSEUDO_INPUTS and width * factor.num_elements <= _MOST_PSEUDO_ROWS:
+                heads[pooled] = first + count
+                pseudo.append(PseudoObservations(source, pooled, first, count, width))
+            else:
+                warn(
+                    f"Site '{factor.name}' takes no evidence from the instances of plate '{pooled.plate}': {width} "
+                    f"inputs by {factor.num_elements} elements are more than {_MOST_PSEUDO_INPUTS}, or than "
+                    f"{_MOST_PSEUDO_ROWS} in all. Its precision cannot follow their number; embeddings= with fewer "
+                    "features would let it."
+                )
+        found.append(factor._replace(pseudo=tuple(pseudo)))
+    return found, heads
+
+
+class InputColumns(NamedTuple):
+    """Columns of a network, from ``start`` on: features ``first`` to ``last - 1`` of a source."""
+
+    source: Source
+    first: int
+    last: int
+    start: int = 0
+
+
+class NetworkStep(NamedTuple):
+    """What a network takes in and gives out at one step."""
+
+    columns: list[InputColumns]
+    rows: dict[Any, int]  # factor -> number of its rows
+
+
+def plan_steps(
+    factors: Sequence[Factor], position: Mapping[Any, int], sizes: Mapping[Source, int]
+) -> list[NetworkStep]:
+    """Returns the steps of a group: as few as the order of sampling allows.
+
+    A factor opens a step unless all it reads is known when the step before is taken; a sequential factor has one step
+    an element. A source is read at the first step at which it is known. The rows of a factor follow one another.
+    ``position`` is that of all latents in sampling order, ``sizes`` the number of features of each source.
+
+    Example:
+        >>> y, z = Direct("y"), Direct("z")
+        >>> first = Factor("z", frozenset(), (), 1, 2, 1, False, sources=(y,))
+        >>> factors = [first, first._replace(name="w", sources=(y, z))]
+        >>> [(step.columns[0].source, step.rows) for step in plan_steps(factors, {"z": 0, "w": 1}, {y: 3, z: 1})]
+        [(Direct(node='y'), {'z': 2}), (Direct(node='z'), {'w': 2})]
+    """
+    known = {s: max((position.get(n, -1) for n in nodes_of(s)), default=-1) for f in factors for s in f.sources}
+    steps: list[NetworkStep] = []
+    heads: list[tuple[int, NetworkStep]] = []  # steps that open for a factor, with its position
+    opened = False
+    for factor in factors:
+        needs = max((known[source] for source in factor.sources), default=-1)
+        if factor.sequential or not opened or needs >= heads[-1][0]:
+            steps.append(NetworkStep([], {}))
+            heads.append((position[factor.name], steps[-1]))
+        opened = not factor.sequential
+        steps[-1].rows[factor.name] = factor.num_rows * (1 if factor.sequential else factor.num_elements)
+        for element in range(factor.num_elements - 1) if factor.sequential else ():
+            first, last = element * factor.num_features, (element + 1) * factor.num_features
+            steps.append(NetworkStep([InputColumns(factor.own, first, last)], {factor.name: factor.num_rows}))
+    # Of a sequential factor others read the last element; those before it are read as it is drawn.
+    last_elements = {factor.own: factor.num_features for factor in factors if factor.sequential}
+    for source, when in known.items():
+        step = next(step for place, step in heads if when < place)
+        size = sizes[source]
+        step.columns.append(InputColumns(source, size - last_elements.get(source, size), size))
+    starts = accumulate((column.last - column.first for step in steps for column in step.columns), initial=0)
+    return [step._replace(columns=[each._replace(start=next(starts)) for each in step.columns]) for step in steps]
+
+
+def dependency(factors: Sequence[Factor], columns: Sequence[InputColumns]) -> tuple[Tensor, list[list[int]]]:
+    """Returns which columns each row reads, boolean ``(rows, columns)``, and the rows that read the same, in lists.
+
+    Rows of pseudo-observations read no pooled features.
+    """
+    total = sum(column.last - column.first for column in columns)
+    sizes = {source: last for source, _, last, _ in sorted(columns, key=lambda column: column.last)}
+    matrix = []
+    for factor in factors:
+        reads = torch.zeros(factor.num_elements, factor.num_rows, total, dtype=torch.bool)
+        for source, first, last, start in columns:
+            here = slice(start, start + last - first)
+            if source in factor.sources:
+                reads[:, : factor.num_params if pooled_part(source) else None, here] = True
+            elif factor.sequential and source == factor.own:
+                reads[last // factor.num_features :, :, here] = True
+            if isinstance(source, Direct) and source.node in factor.parts:
+                parts = torch.tensor(factor.parts[source.node])
+                which = torch.arange(first, last) * parts.shape[1] // sizes[source]
+                reads[:, :, here] &= parts[:, which].unsqueeze(1)
+        matrix.append(reads.flatten(0, 1))
+    counts = [[f.num_params, f.num_rows - f.num_params] * f.num_elements for f in factors]
+    rows = torch.arange(sum(map(len, matrix))).split([count for each in counts for count in each if count])
+    return torch.cat(matrix), [part.tolist() for part in rows]

@@ -1,0 +1,154 @@
+"""The values of sources in one call: what `pyro_nami.parameters.conditioning` plans, evaluated.
+
+Feature tensors are ``(*left, *plates, features)``, Pyro's plate dims in place. Change here how a source is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_nami.factors.joint import to_instances, to_sequence
+from pyro_nami.networks.reductions import Along, Reduction, Segments
+from pyro_nami.parameters.conditioning import Direct, Flattened, Pooled, Source
+
+__all__ = ["IndexMaps", "Pooling", "Sources", "concatenate"]
+
+Pooling = Mapping[Pooled, Callable[[Tensor, Reduction], Tensor]]  # pooled source -> what reduces its sets
+
+
+class IndexMaps:
+    """The index maps of one call, or of calls with the same ones.
+
+    Args:
+        maps: (plate of the rows, plate that they read) -> index of each row, ``(rows,)``.
+        sizes: plate that is read -> its size.
+
+    Example:
+        >>> county, state = torch.tensor([1, 1, 0]), torch.tensor([5, 7])
+        >>> IndexMaps({("obs", "county"): county, ("county", "state"): state}, {}).index("obs", "state")
+        tensor([7, 7, 5])
+    """
+
+    def __init__(self, maps: Mapping[tuple[str, str], Tensor], sizes: Mapping[str, int]) -> None:
+        self.maps, self.sizes = dict(maps), dict(sizes)
+        self._segments: dict[Any, Segments] = {}
+
+    def index(self, rows: str, plate: str) -> Tensor:
+        """Returns the instance of ``plate`` of each row, along a chain of maps if need be."""
+        if (rows, plate) not in self.maps:
+            between = next(p for q, p in self.maps if q == rows and self._leads(p, plate))
+            self.maps[rows, plate] = self.index(between, plate)[self.maps[rows, between]]
+        return self.maps[rows, plate]
+
+    def _leads(self, rows: str, plate: str) -> bool:
+        return (rows, plate) in self.maps or any(self._leads(p, plate) for q, p in self.maps if q == rows)
+
+    def segments(self, rows: str, plates: tuple[str, ...], dim: int) -> Segments:
+        """Returns the rows, along ``dim``, as sets, one for each combination of instances of ``plates``."""
+        key = rows, plates, dim
+        if key not in self._segments:
+            index, count = self.index(rows, plates[0]), self.sizes[plates[0]]
+            for plate in plates[1:]:
+                index = index * self.sizes[plate] + self.index(rows, plate)
+                count *= self.sizes[plate]
+            self._segments[key] = Segments(index, count, dim)
+        return self._segments[key]
+
+
+class Sources:
+    """The values of sources in one call, each evaluated once, when it is first read.
+
+    Args:
+        dims: plate -> its (negative) batch dim.
+        maps: the call's index maps.
+        encoders: of pooled sources; sums: of the pseudo-observations that these hold.
+
+    Example:
+        >>> source = Pooled("i", (Direct("y"),))
+        >>> sources = Sources({"i": -1}, IndexMaps({}, {}), {source: lambda x, over: over.mean(x)}, {})
+        >>> sources.put("y", torch.tensor([[1.0], [3.0]]))
+        >>> sources.value(source)
+        tensor([[2.]])
+    """
+
+    def __init__(self, dims: Mapping[str, int], maps: IndexMaps, encoders: Pooling, sums: Pooling) -> None:
+        self._dims, self._maps, self._encoders, self._sums = dims, maps, encoders, sums
+        self._features: dict[Hashable, Tensor] = {}
+        self._known: dict[Any, Tensor] = {}
+
+    def put(self, node: Hashable, features: Tensor) -> None:
+        """Makes features known, of size 1 in plates that a node lacks."""
+        self._features[node] = features
+
+    def take(self, other: Sources) -> None:
+        """Makes known what other sources know."""
+        self._features.update(other._features)
+
+    def value(self, source: Source) -> Tensor:
+        """Returns the features that a factor reads by a source, ``(*left, *plates, features)``."""
+        return self._value(source, self._encoders)
+
+    def total(self, source: Source) -> Tensor:
+        """Returns what the instances that a factor reads by a pooled source add up to, ``(*left, *plates, sums)``."""
+        return self._value(source, self._sums)
+
+    def _value(self, source: Any, pooling: Pooling) -> Tensor:
+        if isinstance(source, Direct):
+            return self._features[source.node]
+        key = source, pooling is self._sums
+        if key not in self._known:
+            if isinstance(source, Pooled):
+                value = self._pool(source, pooling[source])
+            elif isinstance(source, Flattened):
+                dims = [self._dims[plate] for plate in source.plates]
+                value = to_sequence(self._value(source.source, pooling), dims)
+            else:
+                value = self._gather(self._value(source.source, pooling), source)
+            self._known[key] = value
+        return self._known[key]
+
+    def _pool(self, source: Pooled, reduce: Callable[[Tensor, Reduction], Tensor]) -> Tensor:
+        x, dim = self._instances(source.inputs), self._dims[source.plate]
+        over = self._maps.segments(source.plate, source.onto, dim) if source.onto else Along(dim)
+        sets = reduce(x, over).flatten(x.dim() - 1)  # sums come head by head
+        dims, sizes = self._places(source.onto)
+        if dims in ([], [dim]):
+            return sets
+        return to_instances(sets.unsqueeze(-2).transpose(dim - 2, -2), dims, sizes, 1).squeeze(-2)
+
+    def _instances(self, inputs: tuple[Source, ...]) -> Tensor:
+        """Returns what the instances of a pooled source are encoded from, side by side."""
+        if inputs not in self._known:
+            self._known[inputs] = concatenate([self.value(part) for part in inputs])
+        return self._known[inputs]
+
+    def _gather(self, value: Tensor, source: Any) -> Tensor:
+        dim, (dims, sizes) = self._dims[source.rows], self._places(source.plates)
+        if dims != [dim]:
+            shape = list(value.shape)
+            for plate_dim, size in zip(dims, sizes):
+                shape[plate_dim - 1] = size
+            value = to_sequence(value.expand(shape).unsqueeze(-2), dims, 1).transpose(dim - 2, -2).squeeze(-2)
+        return self._maps.segments(source.rows, source.plates, dim).gather(value)
+
+    def _places(self, plates: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Returns dims and sizes of plates; the fastest first, where combinations of instances are in a row."""
+        return [self._dims[plate] for plate in plates[::-1]], [self._maps.sizes[plate] for plate in plates[::-1]]
+
+
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenates along the last dim after broadcasting the others."""
+    if len(parts) == 1:
+        return parts[0]
+    shapes = [part.shape[:-1] for part in parts]
+    if shapes.count(shapes[0]) != len(shapes):
+        # `torch.broadcast_shapes` takes as long as a small network
+        ndims = max(map(len, shapes))
+        padded = [(1,) * (ndims - len(shape)) + tuple(shape) for shape in shapes]
+        batch = tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded))
+        parts = [part if part.shape[:-1] == batch else part.expand(batch + part.shape[-1:]) for part in parts]
+    return torch.cat(list(parts), dim=-1)

@@ -1,0 +1,82 @@
+"""Direct weights by least squares: where a guide is compiled, it starts at the regression on simulations.
+
+What a latent's location is, as a linear function of what its factor reads, needs no gradient steps. Row by row, within
+the mask of the network, `regress` writes the regression coefficients to the direct weights, its intercept and the
+scale of its residuals to the biases. A linear Gaussian posterior is then nearly exact before the first step, and the
+rest of training starts there, whatever its rate. Change this module to start a compiled guide otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_nami.factors.joint import to_sequence
+from pyro_nami.factors.links import raw_scale
+from pyro_nami.parameters.inputs import concatenate
+from pyro_nami.parameters.inverse_network import InverseNetwork
+from pyro_nami.parameters.network_state import NetworkState
+
+__all__ = ["regress"]
+
+_RIDGE = 1e-5  # of the inputs' mean square
+_ROWS_PER_INPUT = 4  # below which there are too few rows to regress on
+
+
+@torch.no_grad()
+def regress(
+    network: InverseNetwork,
+    state: NetworkState,
+    targets: Mapping[Any, Tensor],
+    dims: Mapping[Any, list[int]],
+    moving: Collection[Any] = (),
+) -> None:
+    """Standardizes inputs, and writes regressions of all factors whose locations are one an element.
+
+    All values of a batch of simulations are known to ``state``. ``targets`` are factors' elements relative to the
+    anchor, ``(*batch, elements)``, ``dims`` the batch dims of the plates that factors are blocks of, and ``moving`` the
+    nodes whose features are learned.
+    """
+    for group in network.groups:
+        if group.mlp.is_trained():
+            continue
+        group.standardize(state.inputs(group, 0, len(group.steps)), moving)
+        if not group.mlp.skip:
+            continue
+        inputs = state.inputs(group, 0, len(group.steps))
+        numbers = torch.arange(group.mlp.out_features)
+        for factor in group.factors:
+            if len(factor.locations) != 1 or factor.name not in targets or factor.pseudo:
+                continue  # a regression on a set of one size would be taken for what instances say at any size
+            goal = to_sequence(targets[factor.name], dims[factor.name])
+            both = concatenate([inputs, goal]).flatten(0, -2)
+            rows = group.locations(numbers, factor).tolist()
+            _regress_rows(group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], group.reads)
+
+
+def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor) -> None:
+    bias, units = mlp.output_bias().clone(), mlp.units.clone()
+    for row, goal in zip(rows, y.unbind(-1)):
+        columns, fine = kept[row].nonzero().flatten().to(x.device), goal.isfinite()
+        count = int(fine.sum())
+        if count < _ROWS_PER_INPUT * (len(columns) + 1):
+            continue
+        design, goal = x[fine][:, columns].double(), goal[fine].double()
+        center, middle = design.mean(0), goal.mean()
+        design = design - center
+        gram = design.mT @ design
+        ridge = _RIDGE * gram.diagonal().mean().clamp(min=1e-12) if len(columns) else gram
+        slope = torch.linalg.solve(gram + ridge * torch.eye(len(columns)).to(gram), design.mT @ (goal - middle))
+        left = goal - middle - design @ slope
+        spread = (left.square().sum() / max(count - len(columns) - 1, 1)).sqrt()
+        if not (slope.isfinite().all() and spread.isfinite() and spread > 0):
+            continue
+        units[row] = spread.to(bias)
+        mlp.set_units(units)
+        mlp.set_direct(row, columns, slope.to(bias))
+        bias[row] = (middle - center @ slope).to(bias)
+        bias[row + 1] = raw_scale(spread.to(bias))
+    mlp.set_output_bias(bias)

@@ -1,0 +1,94 @@
+"""The run of a model that a guide is made from, and what a message says of its site."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from pyro import poutine
+from pyro.distributions import Delta, NanMaskedMultivariateNormal, NanMaskedNormal
+from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.poutine.util import site_is_subsample
+
+from pyro_nami.factors.wrappers import layers
+from pyro_nami.program.runner import make_whole
+
+__all__ = [
+    "allows_nan",
+    "first_run",
+    "is_latent",
+    "is_node",
+    "is_partial",
+    "is_passing",
+    "is_transparent",
+    "subsamples",
+]
+
+
+class _InitContinuous(InitMessenger):
+    """Pyro's initialization for the sites that it covers; the others, discrete ones for instance, are sampled."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        make_whole(msg)
+        with suppress(NotImplementedError, AttributeError):
+            if msg["fn"].support.is_discrete:
+                return
+        with suppress(NotImplementedError):
+            super()._pyro_sample(msg)
+
+
+def first_run(model: Callable, args: tuple, kwargs: Mapping[str, Any], init_loc_fn: Callable) -> poutine.Trace:
+    """Returns the trace of a run with every continuous latent at its initial value."""
+    with _InitContinuous(init_loc_fn):
+        return poutine.trace(model).get_trace(*args, **kwargs)
+
+
+def is_node(msg: Any) -> bool:
+    """Whether a message is a node of the network: not a subsample, deterministic, Delta or masked out."""
+    if msg["type"] != "sample" or site_is_subsample(msg):
+        return False
+    observed, fn = msg["is_observed"], msg["fn"]
+    if observed and (msg["mask"] is False or msg["infer"].get("_deterministic", False)):
+        return False
+    return not _is_delta(fn) or (observed and all(getattr(layer, "_mask", None) is not False for layer in layers(fn)))
+
+
+def is_latent(site: Any) -> bool:
+    """Whether a site is drawn, and not summed out by enumeration."""
+    return not (site["is_observed"] or site_is_subsample(site) or site["infer"].get("enumerate") == "parallel")
+
+
+def is_passing(site: Any) -> bool:
+    """Whether a site is one of a sequential plate that the model subsamples: other calls have others."""
+    return any(not frame.vectorized and frame.size < frame.full_size for frame in site["cond_indep_stack"])
+
+
+def is_transparent(site: Any) -> bool:
+    """Whether a trace's site is a latent that the model itself determines."""
+    latent = site["type"] == "sample" and not site["is_observed"] and not site_is_subsample(site)
+    return latent and _is_delta(site["fn"])
+
+
+def is_partial(msg: Any) -> bool:
+    """Whether a message is a plate that is about to draw a part of its instances."""
+    if not site_is_subsample(msg) or msg["value"] is not None:
+        return False
+    return msg["fn"].subsample_size is not None and msg["fn"].subsample_size < msg["fn"].size
+
+
+def subsamples(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the instances that a run, of which a trace has these nodes, saw of each plate that it saw a part of."""
+    plates = ((name, site) for name, site in nodes.items() if site_is_subsample(site))
+    return {name: site["value"] for name, site in plates if len(site["value"]) < site["fn"].size}
+
+
+def allows_nan(site: Mapping[str, Any]) -> bool:
+    """Whether a site's value may be missing in part."""
+    *_, fn = layers(site["fn"])
+    return site["mask"] is not None or isinstance(fn, (NanMaskedNormal, NanMaskedMultivariateNormal))
+
+
+def _is_delta(fn: Any) -> bool:
+    *_, last = layers(fn)
+    return isinstance(last, Delta)

@@ -1,0 +1,161 @@
+"""Where a guide starts: near the origin of unconstrained space, or at medians of priors where data are likelier there.
+
+At the origin scales are 1, whatever units data come in; a prior that somebody thought about knows better. A vague one
+does not, so it is the data that say. Change this module to start elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer.autoguide.initialization import init_to_uniform
+from torch import Tensor
+from torch.distributions import biject_to, constraints
+
+from pyro_nami.factors.bijections import bijection_to, is_interval, peel_support
+from pyro_nami.program.first_run import first_run, subsamples
+from pyro_nami.program.flat_priors import is_improper
+from pyro_nami.program.isolation import forked_rng, untouched
+from pyro_nami.program.site_values import any_value
+
+__all__ = ["likely_start", "near_origin"]
+
+_DRAWS = 4  # about each start
+_OF_PRIOR, _ELEMENTS = 101, 2**22  # draws whose median is taken, and the most numbers in them
+_FAR = 0.5  # in unconstrained space; less is no other start
+_BETTER, _ERRORS = 1.0, 2.0  # nats, and standard errors
+_ROUNDS = 2  # over all kinds, at most
+_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of the way to a median
+_INFINITE = 64.0  # in unconstrained space, how far draws are that rounding takes to a bound
+
+
+def near_origin(site: Any) -> Tensor:
+    """Returns a value near the origin of unconstrained space: by a uniform number of less than 0.05 for each element,
+    and of less than half a standard deviation of a prior on the real line.
+    """
+    fn = site["fn"]
+    if is_improper(fn):  # which Pyro's own start draws from
+        value = any_value(fn, unconstrained=lambda *shape, **kind: 0.1 * torch.rand(*shape, **kind) - 0.05)
+        if value is None:  # as no way is known from unconstrained space to its support
+            raise NotImplementedError
+    else:
+        value = init_to_uniform(site, radius=0.05) * _narrowness(fn)
+        if is_interval(fn.support):  # whose unconstrained space is another than Pyro's
+            value = bijection_to(fn.support)(biject_to(fn.support).inv(value))
+    value._pyro_custom_init = False  # nobody asked for it, so a reparametrization may replace it without a warning
+    return value
+
+
+def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale: float) -> poutine.Trace:
+    """Returns the trace of a run with every continuous latent where it starts.
+
+    Latents are near the origin of unconstrained space, or as near to the median of their prior, or to a place between
+    that a vague prior reaches. Those of one kind, whose names differ in digits, are where data are likeliest, by
+    Normals of a ``scale`` about all latents: first all or none at medians, then one kind after another, while some is
+    better elsewhere. The prior has no say: a scale that suits what has yet to move only holds it.
+    """
+    first = first_run(model, args, kwargs, near_origin)
+    samples = {name: site for name, site in first.nodes.items() if site["type"] == "sample"}
+    latent = {name: site["value"] for name, site in samples.items() if not site["is_observed"]}
+    if len(latent) == len(samples):
+        return first
+    seen = poutine.Trace()
+    for name in subsamples(first.nodes):
+        seen.add_node(name, **first.nodes[name])
+    model = poutine.replay(model, trace=seen)
+    shares: dict[str, tuple[float, ...]] = {}  # of the ways to medians that are not at the origin
+
+    def run(at: Mapping[str, float], scale: float) -> poutine.Trace:
+        """Returns a run with these kinds at shares of the way to their medians."""
+
+        def start(site: Any) -> Tensor:
+            if site["name"] not in latent:
+                raise NotImplementedError  # and it is drawn
+            transform, kind = bijection_to(site["fn"].support), _kind(site["name"])
+            place = transform.inv(latent[site["name"]])
+            if kind in at:
+                median, nearest = _median(site["fn"], transform)
+                if median.abs().max() > _FAR:
+                    shares[kind] = (0.0, *(share for share in _SHARES if share >= nearest))
+                place = place + at[kind] * median
+            return transform(place + scale * _narrowness(site["fn"]) * torch.randn_like(place))
+
+        return first_run(model, args, kwargs, start)
+
+    def likelihoods(at: Mapping[str, float]) -> Tensor:
+        """Returns the log density of the data at each of a few draws, in nats."""
+        found = []
+        for seed in range(_DRAWS):
+            pyro.set_rng_seed(seed)
+            try:
+                trace = run(at, scale)
+                trace.compute_log_prob()
+                data = [site for site in trace.nodes.values() if site["type"] == "sample" and site["is_observed"]]
+                found.append(float(sum(site["log_prob_sum"] for site in data)))
+            except Exception:  # noqa: BLE001  whatever a model does where it is not meant to be
+                found.append(-torch.inf)
+        return torch.tensor(found, dtype=torch.float64).nan_to_num(-1e300, neginf=-1e300, posinf=-1e300)
+
+    at = dict[str, float]()
+    with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
+        here, whole = likelihoods({}), likelihoods(dict.fromkeys(map(_kind, latent), 1.0))
+        if _is_better(whole - here):
+            at, here = dict.fromkeys(shares, 1.0), whole
+        for _ in range(_ROUNDS):
+            before = at
+            for kind, share in [(name, each) for name in shares for each in shares[name]]:
+                other = {**at, kind: share}
+                if share != at.get(kind, 0.0) and _is_better((there := likelihoods(other)) - here):
+                    at, here = other, there
+            if at == before:
+                break
+    return run(at, 0.0) if any(at.values()) else first
+
+
+def _is_better(gain: Tensor) -> bool:
+    return bool(gain.mean() > max(_BETTER, _ERRORS * float(gain.std()) / len(gain) ** 0.5))
+
+
+def _is_real(fn: Any) -> bool:
+    return peel_support(fn.support)[0] is constraints.real
+
+
+def _narrowness(fn: Any) -> Tensor | float:
+    """Returns standard deviations of a prior on the real line, in tenths; at most 1."""
+    try:
+        return (10 * fn.stddev.detach()).nan_to_num(1.0).clamp(max=1.0) if _is_real(fn) else 1.0
+    except (NotImplementedError, AttributeError):
+        return 1.0
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "", name)
+
+
+def _median(fn: Any, transform: Any) -> tuple[Tensor, float]:
+    """Returns the median of a prior in unconstrained space, of every element, 0 where it has no draws, or too many; and
+    to what share of the way there draws from the prior come near the origin, as those of vague ones do.
+    """
+    shape = transform.inverse_shape(fn.shape())
+    num = min(_OF_PRIOR, _ELEMENTS // max(1, shape.numel()))
+    try:
+        if _is_real(fn) and fn.mean.isfinite().all():
+            return fn.mean.detach(), 1.0
+    except (NotImplementedError, AttributeError):
+        pass
+    with forked_rng():
+        pyro.set_rng_seed(0)
+        try:
+            draws = fn.sample((num,)) if num > 1 else None
+        except NotImplementedError:  # an improper prior
+            draws = None
+    if draws is None:
+        return torch.zeros(()), 1.0
+    draws = transform.inv(draws).nan_to_num(0.0, _INFINITE, -_INFINITE)
+    median = draws.median(0).values
+    return median, float((draws.abs().amin(0) / median.abs()).nan_to_num(1.0).max())

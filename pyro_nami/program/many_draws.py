@@ -1,0 +1,135 @@
+"""Whether a run of a model for many draws is what runs for each of them are.
+
+Models that are written for one draw mix them up, or fail. Change this module when runs are to be compared otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_nami.program.masks import rounding_of
+from pyro_nami.program.runner import Runner
+
+__all__ = ["differing_site", "few_draws", "of_rank", "takes_many"]
+
+_TOLERANCE = {torch.float64: 1e-6}  # of log densities; else what Newton's last step in single precision may leave
+_FEW = 3
+_ROUNDED = 4.0  # times the rounding error of a value: what a sum of a few terms may be off by
+
+
+def few_draws(sites: Iterable[Any], least: int = _FEW) -> int:
+    """Returns a number of draws that is no size of a site, so that it cannot be taken for one."""
+    sizes = {size for site in sites for size in site["fn"].shape()}
+    return next(num for num in range(least, least + len(sizes) + 1) if num not in sizes)
+
+
+def differing_site(
+    together: Mapping[str, Tensor],
+    index: int | tuple[int, ...],
+    alone: Mapping[str, Tensor],
+    rounding: Mapping[str, Tensor] | None = None,
+) -> str | None:
+    """Returns the first site whose log densities in a batched run, at an index, are not those ``alone``; or None.
+
+    ``rounding`` says by how many nats those of some sites may be off.
+    """
+    for name in {**together, **alone}:
+        if name not in together or name not in alone:
+            return name
+        here, there = together[name][index], alone[name]
+        tolerance = max(_TOLERANCE.get(x.dtype, 1e-2) for x in (here, there))
+        if here.numel() != there.numel():
+            return name
+        there = there.reshape(here.shape).to(here)
+        same = torch.isclose(here, there, rtol=tolerance, atol=tolerance, equal_nan=True)
+        if rounding and name in rounding:
+            same |= (here - there).abs() <= rounding[name]
+        if not same.all():
+            return name
+    return None
+
+
+def takes_many(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], draws: Sequence[Mapping[str, Any]], nesting: int
+) -> bool:
+    """Whether a run at several joint draws of all sites is what runs at each of them are.
+
+    Args:
+        model, args, kwargs: a model and its arguments.
+        draws: site -> value, of a run each.
+        nesting: the model's plate dims, left of which that of draws stands.
+    """
+    if not draws:
+        return False
+    try:
+        with torch.no_grad(), pyro.validation_enabled(False):
+            first = _sites(draws[0], model, args, kwargs)
+            num = few_draws(first.values())
+            alone = [first, *(_sites(draw, model, args, kwargs) for draw in draws[1:num])]
+            if num > len(alone):
+                return False
+            values = {name: _stacked([sites[name] for sites in alone], nesting) for name in first}
+            together = _log_densities(_sites(values, model, args, kwargs, note=of_rank(nesting + 1)))
+            singles = enumerate(alone)
+            return not any(differing_site(together, i, _log_densities(each), _rounding(each)) for i, each in singles)
+    except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
+        return False
+
+
+def of_rank(most: int) -> Callable[[Any], None]:
+    """Returns what ends a run at a site of more batch dims: ``p[z]`` in a chain would double them again and again."""
+
+    def note(msg: Any) -> None:
+        if not site_is_subsample(msg) and len(msg["fn"].batch_shape) > most:
+            raise ValueError(
+                f"Expected at most {most} batch dims of site '{msg['name']}'; got {tuple(msg['fn'].batch_shape)}."
+            )
+
+    return note
+
+
+def _sites(
+    values: Mapping[str, Any],
+    model: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    note: Callable[[Any], None] | None = None,
+) -> dict[str, Any]:
+    sites = Runner(values, note=note).run(model, args, kwargs)
+    return {name: site for name, site in sites.items() if not site_is_subsample(site)}
+
+
+def _stacked(sites: Sequence[Any], nesting: int) -> Tensor:
+    """Returns the values of a site in several runs, ``(runs, *plates, *event)``."""
+    fn = sites[0]["fn"]
+    idle = (1,) * (nesting - len(fn.batch_shape))
+    return torch.stack([site["value"].expand(fn.shape()).reshape(idle + fn.shape()) for site in sites])
+
+
+def _rounding(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns by how many nats rounding may move log densities of Normal sites: any as that of the worst instance.
+
+    A location near zero may be what is left of terms as large as elsewhere.
+    """
+    found = {}
+    for name, site in sites.items():
+        if (off := rounding_of(site)) is not None:
+            error = (site["value"] - site["fn"].loc).abs() / site["fn"].scale
+            found[name] = (_ROUNDED * off * (1 + error + _ROUNDED * off)).max()
+    return found
+
+
+def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the log densities of the sites that have one, without scales and masks."""
+    found = {}
+    for name, site in sites.items():
+        with suppress(NotImplementedError):
+            found[name] = site["fn"].log_prob(site["value"])
+    return found

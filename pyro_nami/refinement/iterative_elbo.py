@@ -1,0 +1,103 @@
+"""Training of all steps of an iterative guide. Change this module to weigh steps, or share gradients, otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer import ELBO
+from torch import Tensor
+
+from pyro_nami.refinement.iterative import AutoIterativeGuide
+
+__all__ = ["IterativeELBO"]
+
+
+class IterativeELBO(ELBO):
+    """The ELBO of every step of an `AutoIterativeGuide`, averaged: what trains its networks to need few of them.
+
+    Weights of guide and networks get the gradient of the average, parameters of the model that of the last step alone.
+    Steps are taken back one after another, each with a graph of its own, so that memory does not grow with their
+    number. `loss`, and so ``svi.evaluate_loss``, is that of the last step.
+
+    Args:
+        elbo: of one step, such as ``Trace_ELBO()`` or `RelaxedELBO`.
+        average: over all steps, the first estimate included; otherwise the last step alone counts.
+
+    Attributes:
+        losses: the negative ELBO of each step in nats, from the first estimate on, of the latest gradient.
+
+    Raises:
+        NotImplementedError: for a model that draws the instances of a plate itself; give it minibatches, and use
+            `pyro.poutine.scale`, or train with ``elbo`` itself.
+
+    References:
+        Marino, Yue and Mandt 2018, Iterative Amortized Inference, section 4.2.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro.infer import SVI, Trace_ELBO
+        >>> from pyro_nami import AutoNaMIGuide
+        >>> def model(x):
+        ...     with pyro.plate("n", len(x)):
+        ...         pyro.sample("x", dist.Normal(pyro.sample("z", dist.LogNormal(0.0, 1.0)), 0.1), obs=x)
+        >>> guide = AutoIterativeGuide(AutoNaMIGuide(model, exact=False), steps=2)
+        >>> elbo = IterativeELBO(Trace_ELBO())
+        >>> loss = SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), elbo).step(torch.rand(3))
+        >>> len(elbo.losses)
+        3
+    """
+
+    def __init__(self, elbo: ELBO, average: bool = True) -> None:
+        if not isinstance(elbo, ELBO):
+            raise TypeError(f"Expected an ELBO of Pyro's, an instance; got {elbo!r}")
+        super().__init__(elbo.num_particles, vectorize_particles=elbo.vectorize_particles)
+        self.elbo, self.average = elbo, average
+        self.losses: list[float] = []
+
+    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Returns an estimate of the negative ELBO after the last step, in nats."""
+        return self.elbo.loss(model, guide, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Returns the negative ELBO in nats, averaged over steps, and adds its gradient to that of each parameter."""
+        if not isinstance(guide, AutoIterativeGuide):
+            raise TypeError(f"Expected an AutoIterativeGuide; got {type(guide).__name__}. Use {self.elbo!r} itself.")
+        trajectory = guide.trajectory(*args, attached=False, **kwargs)
+        if trajectory.call.indices:
+            raise NotImplementedError(
+                "Expected a model whose plates hold all their instances in a call, as all steps have to see the same; "
+                f"got plates that draw some: {', '.join(map(repr, trajectory.call.indices))}. Give it minibatches."
+            )
+        self.losses, count = [], len(trajectory.estimates)
+        data = [each.detach().requires_grad_() for each in trajectory.data]  # of one graph for all steps, the last
+        weight, adjoints = 1 / count if self.average else 1.0, list[Tensor | None]()
+        for step in reversed(range(count)):
+            last = step == count - 1
+            estimate = {name: value.detach().requires_grad_() for name, value in trajectory.estimates[step].items()}
+            own = [*guide.parameters(), *estimate.values(), *data]
+            if not last:
+                following = guide.advance(trajectory._replace(data=data), step, estimate)
+                torch.autograd.backward([*following.values()], adjoints, inputs=own)
+            if last or self.average:
+                with poutine.trace(param_only=True) as tracer, guide.holding(trajectory.call, estimate):
+                    loss = self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[attr-defined]
+                self.losses.insert(0, float(loss.detach()))
+                (weight * loss).backward(inputs=own, retain_graph=last)
+                if last:
+                    known = set(map(id, own))
+                    sites: list[Any] = list(tracer.trace.nodes.values())
+                    leaves = [site["value"].unconstrained() for site in sites if site["type"] == "param"]
+                    others = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
+                    if others:
+                        loss.backward(inputs=others)
+            adjoints = [torch.zeros_like(value) if value.grad is None else value.grad for value in estimate.values()]
+        for each, leaf in zip(trajectory.data, data):
+            if each.requires_grad and leaf.grad is not None:
+                each.backward(leaf.grad, retain_graph=True)
+        return sum(self.losses) / len(self.losses)
+
+    def _get_trace(self, model: Callable, guide: Callable, args: Any, kwargs: Any) -> Any:
+        return self.elbo._get_trace(model, guide, args, kwargs)

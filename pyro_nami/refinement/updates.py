@@ -1,0 +1,101 @@
+"""Learned refinement: networks that read an estimate and its gradient, and say what the next estimate is.
+
+A *refinement* is what is added to the parameters of a guide's factors for the instances of one call (see
+`pyro_nami.parameters.inverse_network`). Change this module to encode gradients, or to take a step, otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyro_nami.parameters.group_network import GroupNetwork
+
+__all__ = ["ENCODINGS", "INPUTS", "UPDATES", "Refined", "Refinement", "Updater", "encoded"]
+
+Refinement = dict[Hashable, Tensor]  # factor -> ``(*plates, elements, params)``
+
+ENCODINGS = "gradients", "errors"
+UPDATES = "highway", "direct"
+INPUTS = "data", "estimate"
+
+
+class Refined(NamedTuple):
+    """The factors of one group of plates that are refined together, and the sizes of these plates in a call."""
+
+    group: GroupNetwork
+    names: tuple[Hashable, ...]
+    plates: tuple[int, ...]  # sizes of all plate dims, 1 where there is none
+
+    def joined(self, refinement: Mapping[Hashable, Tensor]) -> Tensor:
+        """Returns a refinement as one tensor ``(*plates, params)``."""
+        return torch.cat([refinement[name].flatten(-2) for name in self.names], -1)
+
+    def split(self, joined: Tensor) -> Refinement:
+        """Undoes `joined`."""
+        shapes = self.shapes()
+        parts = joined.split([elements * params for *_, elements, params in shapes.values()], -1)
+        return {name: part.unflatten(-1, shape[-2:]) for (name, shape), part in zip(shapes.items(), parts)}
+
+    def shapes(self) -> dict[Hashable, tuple[int, ...]]:
+        """Returns the shape of each factor's refinement in the call, ``(*plates, elements, params)``."""
+        factors = {factor.name: factor for factor in self.group.factors}
+        return {n: (*self.plates, factors[n].num_elements, factors[n].num_params) for n in self.names}
+
+
+class Updater(nn.Module):
+    """One step of refinement of some factors, instance by instance: from what is known of one to its next estimate.
+
+    With ``"highway"`` the next estimate is g * estimate + (1 - g) * u, with g in (0, 1) and u given by a perceptron
+    whose output layer also reads its inputs; with ``"direct"`` it is u. At first u is zero, and so is every estimate.
+
+    Args:
+        num_inputs, num_params: of an instance.
+        hidden_features: widths of the perceptron's layers.
+        update: ``"highway"`` or ``"direct"``.
+
+    References:
+        Marino, Yue and Mandt 2018, Iterative Amortized Inference.
+    """
+
+    def __init__(self, num_inputs: int, num_params: int, hidden_features: Sequence[int], update: str) -> None:
+        super().__init__()
+        widths = [num_inputs, *hidden_features]
+        self.layers = nn.ModuleList([nn.Linear(a, b) for a, b in zip(widths, widths[1:])])
+        self.out = nn.Linear(widths[-1] + num_inputs, (1 + (update == "highway")) * num_params)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    @classmethod
+    def of_shapes(cls, shapes: Mapping[str, torch.Size], update: str) -> Updater:
+        """Returns one of the shapes of a state, as a module of Pyro's has it (parameters unconstrained)."""
+        layers = sorted(key for key in shapes if key.startswith("layers.") and "weight" in key)
+        hidden = [shapes[key][0] for key in layers]
+        rows, columns = shapes["out.weight_unconstrained"]
+        num_inputs = columns - hidden[-1] if hidden else columns // 2
+        return cls(num_inputs, rows // (1 + (update == "highway")), hidden, update)
+
+    def forward(self, inputs: Tensor, estimate: Tensor) -> Tensor:
+        """Returns the next estimate ``(*batch, params)``, from inputs ``(*batch, inputs)``."""
+        hidden = inputs
+        for layer in self.layers:
+            hidden = F.elu(layer(hidden))
+        out = self.out(torch.cat([hidden, inputs], -1))
+        if out.shape[-1] == estimate.shape[-1]:
+            return out
+        candidate, gate = out.chunk(2, -1)
+        return torch.lerp(candidate, estimate, gate.sigmoid())
+
+
+def encoded(gradient: Tensor) -> Tensor:
+    """Returns what a network reads of gradients ``(*batch, n)``: ``(*batch, 2 n)``, direction and signed magnitudes.
+
+    Gradients span orders of magnitude, over steps and instances. A layer norm shows where they point; that the last
+    steps are to be small the logarithms say.
+    """
+    direction = F.layer_norm(gradient, gradient.shape[-1:], eps=1e-12) if gradient.shape[-1] > 1 else gradient.sign()
+    return torch.cat([direction, gradient.sign() * gradient.abs().log1p()], -1)
