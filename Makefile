@@ -37,6 +37,7 @@ contract: setup  ## Pyro's own guide tests on AutoNaMIGuide, where they are at h
 
 lint: setup
 	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check -q .
 	@$(RUN) -m mypy
 
 bench: setup  ## rewrites benchmarks/results/*.json; needs an idle machine

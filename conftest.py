@@ -9,13 +9,15 @@ import pyro
 import pytest
 import torch
 
-SEED = int(os.environ.get("PYRO_NAMI_SEED", "0"))  # of every test's draws and, if it is not 0, of the order of tests
+# of every test's draws and, if it is not 0, of the order of tests
+SEED = int(os.environ.get("PYRO_NAMI_SEED", "0"))
 
 
 def pytest_collection_modifyitems(items):
     if SEED:
         random.Random(SEED).shuffle(items)
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # so that no process waits for one at the end
+    # so that no process waits for one at the end
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")

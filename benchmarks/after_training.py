@@ -71,7 +71,10 @@ def counts(x: Tensor, group: Tensor, y: Tensor | None = None) -> Tensor:
 
 def mixture(x: Tensor, y: Tensor | None = None) -> Tensor:
     weight = pyro.sample("weight", dist.Beta(2.0, 2.0))
-    low, high = pyro.sample("low", dist.Normal(-1.0, 1.0)), pyro.sample("high", dist.Normal(1.0, 1.0))
+    low, high = (
+        pyro.sample("low", dist.Normal(-1.0, 1.0)),
+        pyro.sample("high", dist.Normal(1.0, 1.0)),
+    )
     locations = torch.stack([low + x, high + x], -1)
     weights = torch.stack([1 - weight, weight], -1).expand(locations.shape)
     with pyro.plate("rows", len(x)):
@@ -126,7 +129,9 @@ def seconds(guide: Any, case: Case, use: str, draws: int) -> float:
     if use == "quantiles":
         guide.quantiles([0.05, 0.5, 0.95], *case.inputs)
     else:
-        Predictive(case.model, guide=guide, num_samples=draws, parallel=use == "parallel")(*case.inputs)
+        Predictive(case.model, guide=guide, num_samples=draws, parallel=use == "parallel")(
+            *case.inputs
+        )
     return time.process_time() - start
 
 
@@ -135,38 +140,63 @@ def measure(name: str, case: Case, rounds: int, draws: int) -> list[dict[str, An
     guides = {kind.__name__: trained(kind, case) for kind in (AutoNaMIGuide, AutoNormal)}
     records = []
     for use in USES:
-        found = {key: [seconds(guide, case, use, draws) for _ in range(rounds)] for key, guide in guides.items()}
+        found = {
+            key: [seconds(guide, case, use, draws) for _ in range(rounds)]
+            for key, guide in guides.items()
+        }
         ratios = [ours / theirs for ours, theirs in zip(*found.values())]
         middle = {key: statistics.median(each) for key, each in found.items()}
         records.append(
-            {"model": name, "use": use, "draws": draws, "seconds": middle, "ratio": statistics.median(ratios)}
+            {
+                "model": name,
+                "use": use,
+                "draws": draws,
+                "seconds": middle,
+                "ratio": statistics.median(ratios),
+            }
         )
     return records
 
 
 def main() -> None:
     """Measures, prints and writes ``results/after_training.json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a few draws, to see that it runs; writes no results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few draws, to see that it runs; writes no results"
+    )
     parser.add_argument("--only", nargs="+", help="names of models; writes no results")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds in which the guides take turns")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds in which the guides take turns"
+    )
     parser.add_argument("--draws", type=int, default=1000, help="by one prediction")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rounds, draws = (1, 4) if arguments.smoke else (arguments.rounds, arguments.draws)
     names = arguments.only or (["regression"] if arguments.smoke else list(cases()))
     records = []
-    print(f"{'model':<20} {'use':<11} {'AutoNaMIGuide':>14} {'AutoNormal':>11} {'ratio':>7}   limit")
+    print(
+        f"{'model':<20} {'use':<11} {'AutoNaMIGuide':>14} {'AutoNormal':>11} {'ratio':>7}   limit"
+    )
     for name in names:
         for record in measure(name, cases()[name], rounds, draws):
             ours, theirs = record["seconds"].values()
             limit = LIMITS.get(record["use"], "")
-            print(f"{name:<20} {record['use']:<11} {ours:12.3f} s {theirs:9.3f} s {record['ratio']:7.1f}   {limit}")
+            print(
+                f"{name:<20} {record['use']:<11} {ours:12.3f} s {theirs:9.3f} s {record['ratio']:7.1f}   {limit}"
+            )
             records.append(record)
     if arguments.smoke or arguments.only:
         return
-    versions = {"torch": torch.__version__, "pyro": pyro.__version__, "python": platform.python_version()}
-    RESULTS.write_text(json.dumps({**versions, "rounds": rounds, "records": records}, indent=2) + "\n")
+    versions = {
+        "torch": torch.__version__,
+        "pyro": pyro.__version__,
+        "python": platform.python_version(),
+    }
+    RESULTS.write_text(
+        json.dumps({**versions, "rounds": rounds, "records": records}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -68,7 +68,9 @@ SCHOOLS_OPTIONS = {"learning_rate": 5e-3, "clip_norm": 10.0}
 LOG_EVIDENCE = -31.3113  # of eight schools, by quadrature
 
 
-def compiler(model: Callable, guide: Callable, steps: int, batch_size: int, **options: Any) -> InferenceCompilation:
+def compiler(
+    model: Callable, guide: Callable, steps: int, batch_size: int, **options: Any
+) -> InferenceCompilation:
     """Adam with a learning rate that goes from ``learning_rate`` to zero along half a cosine."""
     learning_rate = options.pop("learning_rate", LEARNING_RATE)
     return InferenceCompilation(
@@ -96,7 +98,11 @@ def throughput(smoke: bool) -> dict:
     leaves = tree.example()
     guide, optim = AutoNaMIGuide(tree), ClippedAdam({"lr": 1e-3})
     sleep = ReweightedWakeSleep(
-        insomnia=0.0, num_particles=2, num_sleep_particles=batch, max_plate_nesting=0, model_has_params=False
+        insomnia=0.0,
+        num_particles=2,
+        num_sleep_particles=batch,
+        max_plate_nesting=0,
+        model_has_params=False,
     )
     ours = InferenceCompilation(tree, guide, optim, batch_size=batch)
     fast: dict[str, Any] = {
@@ -122,11 +128,15 @@ def throughput(smoke: bool) -> dict:
             take("CSIS", slow, 1)
     mine = times["InferenceCompilation"]
     ratios = {
-        "ReweightedWakeSleep": statistics.median(b / a for a, b in zip(mine, times["ReweightedWakeSleep"])),
+        "ReweightedWakeSleep": statistics.median(
+            b / a for a, b in zip(mine, times["ReweightedWakeSleep"])
+        ),
         "CSIS": statistics.median(times["CSIS"]) / statistics.median(mine),
     }
     rates = {name: batch / statistics.median(values) for name, values in times.items()}
-    print(f"{2**depth - 1}-site tree, batch {batch}: simulations a second, and times fewer than compilation")
+    print(
+        f"{2**depth - 1}-site tree, batch {batch}: simulations a second, and times fewer than compilation"
+    )
     for name, rate in rates.items():
         against = f"{ratios[name]:8.2f}  at least {TARGETS[name]:g}" if name in ratios else ""
         print(f"  {name:<22}{rate:10,.0f}{against}")
@@ -142,13 +152,20 @@ def throughput(smoke: bool) -> dict:
 # ---- trees
 
 
-def compile_tree(tree: GaussianTree, inverse: Inverse, steps: int, num_parameters: int, num: int) -> dict:
+def compile_tree(
+    tree: GaussianTree, inverse: Inverse, steps: int, num_parameters: int, num: int
+) -> dict:
     """Compiles one tree on one inverse, and measures the guide on ``num`` simulations."""
     width = closest_width(tree, inverse, num_parameters, shared=False, skip=True).width
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     guide = AutoNaMIGuide(
-        tree, inverse=inverse, hidden_features=(width, width), shared=False, anchor=False, init_scale=1.0
+        tree,
+        inverse=inverse,
+        hidden_features=(width, width),
+        shared=False,
+        anchor=False,
+        init_scale=1.0,
     )
     start = time.perf_counter()
     compiler(tree, guide, steps, TREE_BATCH).fit(steps, (tree.example(),), progress=False)
@@ -187,7 +204,9 @@ def report_trees(runs: dict[str, list[dict]], steps: int = STEPS) -> dict:
     """Prints means and standard deviations over trees; returns the section's record."""
     count = len(runs["reverse"])
     print(f"KL(p(z|x) || q) in nats on {count} trees, mean (sd), {steps:,} steps of {TREE_BATCH}")
-    print(f"  {'inverse':<16}{'KL':>16}{'limit':>16}{'gap':>16}{'parameters':>12}{'seconds':>9}  target")
+    print(
+        f"  {'inverse':<16}{'KL':>16}{'limit':>16}{'gap':>16}{'parameters':>12}{'seconds':>9}  target"
+    )
     for name, records in runs.items():
         line = f"  {name:<16}"
         for key in ("kl", "limit", "gap"):
@@ -216,7 +235,9 @@ def compile_schools(seed: int, steps: int, num_samples: int) -> dict:
     sigma, y = torch.tensor(ERRORS), torch.tensor(EFFECTS)
     guide = AutoNaMIGuide(eight_schools, families="flow")
     start = time.perf_counter()
-    compiler(eight_schools, guide, steps, SCHOOLS_BATCH, **SCHOOLS_OPTIONS).fit(steps, (sigma, y), progress=False)
+    compiler(eight_schools, guide, steps, SCHOOLS_BATCH, **SCHOOLS_OPTIONS).fit(
+        steps, (sigma, y), progress=False
+    )
     seconds = time.perf_counter() - start
     result = importance_sample(eight_schools, guide, sigma, y, num_samples=num_samples)
     return {
@@ -262,7 +283,9 @@ def main() -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="a few steps, to see that it runs; writes no results"
     )
-    parser.add_argument("--only", default="throughput,tree,schools", help="sections, separated by commas")
+    parser.add_argument(
+        "--only", default="throughput,tree,schools", help="sections, separated by commas"
+    )
     parser.add_argument("--trees", type=int, default=10, help="number of trees")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -279,7 +302,11 @@ def main() -> None:
         record = sections[name]()
         if arguments.smoke:
             continue
-        versions = {"torch": torch.__version__, "pyro": pyro.__version__, "python": platform.python_version()}
+        versions = {
+            "torch": torch.__version__,
+            "pyro": pyro.__version__,
+            "python": platform.python_version(),
+        }
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps({**results, **versions, name: record}, indent=2) + "\n")

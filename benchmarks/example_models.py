@@ -122,7 +122,10 @@ class Regression(PyroModule):
 def rows(features: int, number: int) -> tuple[Tensor, Tensor]:
     """Features ``(number, features)``, and a linear response with noise 0.5, ``(number,)``."""
     generator = torch.Generator().manual_seed(1)
-    x, weights = torch.randn(number, features, generator=generator), torch.linspace(-1.0, 1.0, features)
+    x, weights = (
+        torch.randn(number, features, generator=generator),
+        torch.linspace(-1.0, 1.0, features),
+    )
     return x, 1.0 + x @ weights + 0.5 * torch.randn(number, generator=generator)
 
 
@@ -134,7 +137,9 @@ class Network(PyroModule):
         self.first, self.second = PyroModule[nn.Linear](1, 5), PyroModule[nn.Linear](5, 1)
         for layer in (self.first, self.second):
             for name, value in list(layer.named_parameters()):
-                prior = dist.Normal(torch.tensor(0.0), 1.0).expand(value.shape).to_event(value.dim())
+                prior = (
+                    dist.Normal(torch.tensor(0.0), 1.0).expand(value.shape).to_event(value.dim())
+                )
                 setattr(layer, name, PyroSample(prior))
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
@@ -294,7 +299,9 @@ def covariance(y: Tensor) -> None:
     omega = pyro.sample("L_omega", dist.LKJCholesky(features, torch.ones(())))
     scale_tril = theta.sqrt().diag_embed() @ omega
     with pyro.plate("observations", len(y)):
-        pyro.sample("obs", dist.MultivariateNormal(torch.zeros(features), scale_tril=scale_tril), obs=y)
+        pyro.sample(
+            "obs", dist.MultivariateNormal(torch.zeros(features), scale_tril=scale_tril), obs=y
+        )
 
 
 def correlated_rows() -> tuple[Tensor]:
@@ -346,10 +353,14 @@ class LocalLevel(ForecastingModel):
     def model(self, zero_data: Tensor, covariates: Tensor) -> None:
         drift_scale = pyro.sample("drift_scale", dist.LogNormal(-2.0, 1.0))
         bias = pyro.sample("bias", dist.Normal(0.0, 10.0))
-        weight = pyro.sample("weight", dist.Normal(0.0, 0.1).expand([covariates.shape[-1]]).to_event(1))
+        weight = pyro.sample(
+            "weight", dist.Normal(0.0, 0.1).expand([covariates.shape[-1]]).to_event(1)
+        )
         noise_scale = pyro.sample("noise_scale", dist.LogNormal(-1.0, 1.0))
         with self.time_plate, poutine.reparam(config={"drift": LocScaleReparam()}):
-            drift = pyro.sample("drift", dist.Normal(zero_data, drift_scale[..., None, None]).to_event(1))
+            drift = pyro.sample(
+                "drift", dist.Normal(zero_data, drift_scale[..., None, None]).to_event(1)
+            )
         effect = (weight[..., None, :] * covariates).sum(-1, keepdim=True)
         level = drift.cumsum(-2) + bias[..., None, None]
         self.predict(dist.Normal(0.0, noise_scale[..., None, None]), level + effect)
@@ -403,7 +414,9 @@ class Dynamics(PyroModule):
             for t in pyro.markov(range(sequences.shape[1])):
                 loc, raw = self.transition(z).chunk(2, -1)
                 here = mask[:, t : t + 1]
-                z = pyro.sample(f"z_{t}", dist.Normal(z + loc, softplus(raw) + 1e-3).mask(here).to_event(1))
+                z = pyro.sample(
+                    f"z_{t}", dist.Normal(z + loc, softplus(raw) + 1e-3).mask(here).to_event(1)
+                )
                 emitted = dist.Bernoulli(logits=self.emission(z)).mask(here).to_event(1)
                 pyro.sample(f"obs_x_{t}", emitted, obs=sequences[:, t])
 
@@ -456,7 +469,9 @@ def hmm_0(
         for t in pyro.markov(range(int(lengths[i]))):
             x = pyro.sample(f"x_{i}_{t}", dist.Categorical(probs_x[x]), infer=PARALLEL)
             with tones_plate:
-                pyro.sample(f"y_{i}_{t}", dist.Bernoulli(probs_y[x.squeeze(-1)]), obs=sequences[i, t])
+                pyro.sample(
+                    f"y_{i}_{t}", dist.Bernoulli(probs_y[x.squeeze(-1)]), obs=sequences[i, t]
+                )
 
 
 def hmm_1(
@@ -474,7 +489,9 @@ def hmm_1(
             with poutine.mask(mask=(t < lengths).unsqueeze(-1)):
                 x = pyro.sample(f"x_{t}", dist.Categorical(probs_x[x]), infer=PARALLEL)
                 with tones_plate:
-                    pyro.sample(f"y_{t}", dist.Bernoulli(probs_y[x.squeeze(-1)]), obs=sequences[batch, t])
+                    pyro.sample(
+                        f"y_{t}", dist.Bernoulli(probs_y[x.squeeze(-1)]), obs=sequences[batch, t]
+                    )
 
 
 def hmm_2(
@@ -514,7 +531,9 @@ def hmm_4(
                 w = pyro.sample(f"w_{t}", dist.Categorical(probs_w[w]), infer=PARALLEL)
                 x = pyro.sample(f"x_{t}", dist.Categorical(Vindex(probs_x)[w, x]), infer=PARALLEL)
                 with tones_plate as tone:
-                    pyro.sample(f"y_{t}", dist.Bernoulli(probs_y[w, x, tone]), obs=sequences[batch, t])
+                    pyro.sample(
+                        f"y_{t}", dist.Bernoulli(probs_y[w, x, tone]), obs=sequences[batch, t]
+                    )
 
 
 class ToneNetwork(nn.Module):
@@ -538,7 +557,10 @@ def hmm_5() -> Callable:
     network = ToneNetwork(10)
 
     def model(
-        sequences: Tensor, lengths: Tensor, batch_size: int | None = None, include_prior: bool = True
+        sequences: Tensor,
+        lengths: Tensor,
+        batch_size: int | None = None,
+        include_prior: bool = True,
     ) -> None:
         pyro.module("tones_generator", network)
         with poutine.mask(mask=include_prior):
@@ -551,7 +573,9 @@ def hmm_5() -> Callable:
                     x = pyro.sample(f"x_{t}", dist.Categorical(probs_x[x]), infer=PARALLEL)
                     logits = network(one_hot(x.squeeze(-1), HIDDEN_STATES).float(), y)
                     with pyro.plate(f"tones_{t}", sequences.shape[-1], dim=-1):
-                        y = pyro.sample(f"y_{t}", dist.Bernoulli(logits=logits), obs=sequences[batch, t])
+                        y = pyro.sample(
+                            f"y_{t}", dist.Bernoulli(logits=logits), obs=sequences[batch, t]
+                        )
 
     return model
 
@@ -561,7 +585,10 @@ def hmm_7() -> Callable:
     network = ToneNetwork(10)
 
     def model(
-        sequences: Tensor, lengths: Tensor, batch_size: int | None = None, include_prior: bool = True
+        sequences: Tensor,
+        lengths: Tensor,
+        batch_size: int | None = None,
+        include_prior: bool = True,
     ) -> None:
         pyro.module("tones_generator", network)
         with poutine.mask(mask=include_prior):
@@ -651,7 +678,9 @@ def cjs_3(history: Tensor, sex: Tensor) -> None:
     def survival(t: int) -> Tensor:
         if t == 0:
             return torch.tensor(0.5)
-        return pyro.sample(f"phi_logit_{t}", dist.Normal(mean.log() - (-mean).log1p(), sigma)).sigmoid()
+        return pyro.sample(
+            f"phi_logit_{t}", dist.Normal(mean.log() - (-mean).log1p(), sigma)
+        ).sigmoid()
 
     recapture(history, survival, rho)
 
@@ -693,7 +722,11 @@ _TONES = partial(tones, 6, 12, 10)
 _HMM: dict[str, Any] = {
     "data": _TONES, "rate": 0.05, "elbo": _ENUMERATED_2, "guided": exposing("probs_"), "steps": 150
 }  # fmt: skip
-_LDA: dict[str, Any] = {"data": documents, "elbo": _ENUMERATED_2, "guided": exposing("topic_", "doc_topics")}
+_LDA: dict[str, Any] = {
+    "data": documents,
+    "elbo": _ENUMERATED_2,
+    "guided": exposing("topic_", "doc_topics"),
+}
 _CJS: dict[str, Any] = {
     "data": captures, "rate": 0.002, "elbo": _ENUMERATED, "guided": exposing("phi", "rho"), "steps": 400
 }  # fmt: skip
@@ -703,7 +736,11 @@ EXAMPLES: dict[str, Example] = {
     "eight_schools_centered": Example(always(eight_schools_centered), schools),
     "coin": Example(always(coin), flips, 0.0005),
     "gmm": Example(
-        always(mixture), mixture_data, 0.1, elbo=_ENUMERATED, guided=exposing("weights", "scale", "locs")
+        always(mixture),
+        mixture_data,
+        0.1,
+        elbo=_ENUMERATED,
+        guided=exposing("weights", "scale", "locs"),
     ),
     "lda": Example(always(lda), **_LDA),
     "hmm_1": Example(always(hmm_1), **_HMM),
@@ -730,10 +767,16 @@ EXAMPLES: dict[str, Example] = {
     ),
     "dmm": Example(Dynamics, masked_tones, 0.0003, steps=400),
     "lda_minibatch": Example(
-        always(lda), **_LDA, kwargs={"batch_size": 10}, scored={"batch_size": None}, plates=lda_plates
+        always(lda),
+        **_LDA,
+        kwargs={"batch_size": 10},
+        scored={"batch_size": None},
+        plates=lda_plates,
     ),
     "hmm_0": Example(always(hmm_0), **{**_HMM, "data": partial(tones, 3, 10, 10)}),
-    "hmm_1_minibatch": Example(always(hmm_1), **_HMM, kwargs={"batch_size": 3}, scored={"batch_size": None}),
+    "hmm_1_minibatch": Example(
+        always(hmm_1), **_HMM, kwargs={"batch_size": 3}, scored={"batch_size": None}
+    ),
     "hmm_2": Example(always(hmm_2), **_HMM),
     "hmm_4": Example(always(hmm_4), **_HMM),
     "hmm_5": Example(hmm_5, **_HMM),

@@ -43,7 +43,10 @@ class Regression(NamedTuple):
 
 def _columns(*columns: Any) -> Tensor:
     first = torch.as_tensor(columns[0], dtype=torch.float64)
-    rows = [torch.ones_like(first), *(torch.as_tensor(each, dtype=torch.float64) for each in columns)]
+    rows = [
+        torch.ones_like(first),
+        *(torch.as_tensor(each, dtype=torch.float64) for each in columns),
+    ]
     return torch.stack(rows, -1).float()
 
 
@@ -62,19 +65,27 @@ def _kidiq(data: dict[str, Any], kind: str) -> Tensor:
 
 def _earnings(data: dict[str, Any], kind: str) -> Tensor:
     height = torch.as_tensor(data["height"], dtype=torch.float64)
-    return _columns(height.log(), data["male"]) if kind == "logearn_logheight_male" else _columns(height)
+    return (
+        _columns(height.log(), data["male"])
+        if kind == "logearn_logheight_male"
+        else _columns(height)
+    )
 
 
 def _mesquite(data: dict[str, Any], kind: str) -> Tensor:
     names = ("diam1", "diam2", "canopy_height", "total_height", "density")
-    one, two, canopy, total, density = (torch.as_tensor(data[name], dtype=torch.float64) for name in names)
+    one, two, canopy, total, density = (
+        torch.as_tensor(data[name], dtype=torch.float64) for name in names
+    )
     volume, area, shape = (one * two * canopy).log(), (one * two).log(), (one / two).log()
     if kind == "logmesquite_logvas":
         return _columns(volume, area, shape, total.log(), density.log(), data["group"])
     if kind == "logmesquite_logvolume":
         return _columns(volume)
     parts = [one, two, canopy, total, density]
-    return _columns(*(part.log() if kind == "logmesquite" else part for part in parts), data["group"])
+    return _columns(
+        *(part.log() if kind == "logmesquite" else part for part in parts), data["group"]
+    )
 
 
 def _nes(data: dict[str, Any]) -> Tensor:
@@ -90,7 +101,9 @@ def regression(folder: Path, name: str, summary: dict[str, Any]) -> Regression:
     data = json.loads((folder / summary.get("data_file", f"{name}.data.json")).read_text())
     kind = kind.removeprefix("kidscore_")
     if data_of.startswith("kidiq"):
-        return Regression(_kidiq(data, kind), torch.tensor(data["kid_score"]).float(), 1e3, "with" not in data_of)
+        return Regression(
+            _kidiq(data, kind), torch.tensor(data["kid_score"]).float(), 1e3, "with" not in data_of
+        )
     if data_of == "earnings":
         return _in_logs(_earnings(data, kind), data["earn"], kind, 1e6)
     if data_of == "mesquite":
@@ -132,7 +145,9 @@ def vector(case: Regression, bound: float | None) -> Callable[[Tensor | None], N
     def model(y: Tensor | None = None) -> None:
         size = case.design.shape[-1]
         prior: Any = dist.ImproperUniform(constraints.real_vector, (), (size,))
-        beta = pyro.sample("beta", prior if bound is None else flat(bound).expand([size]).to_event(1))
+        beta = pyro.sample(
+            "beta", prior if bound is None else flat(bound).expand([size]).to_event(1)
+        )
         sigma = _scale(case, bound)
         with pyro.plate("rows", len(case.design)):
             pyro.sample("y", dist.Normal(case.design @ beta, sigma), obs=y)
@@ -158,7 +173,9 @@ def separate(case: Regression, bound: float | None) -> Callable[[Tensor | None],
 
     def model(y: Tensor | None = None) -> None:
         columns = case.design.unbind(-1)
-        terms = [pyro.sample(f"beta_{i}", flat(bound)) * column for i, column in enumerate(columns, 1)]
+        terms = [
+            pyro.sample(f"beta_{i}", flat(bound)) * column for i, column in enumerate(columns, 1)
+        ]
         sigma = _scale(case, bound)
         with pyro.plate("rows", len(case.design)):
             pyro.sample("y", dist.Normal(sum(terms), sigma), obs=y)
@@ -179,10 +196,17 @@ def plated(case: Regression, bound: float | None) -> Callable[[Tensor | None], N
     return model
 
 
-STYLES: dict[str, Callable] = {"vector": vector, "sum": summed, "separate": separate, "plate": plated}
+STYLES: dict[str, Callable] = {
+    "vector": vector,
+    "sum": summed,
+    "separate": separate,
+    "plate": plated,
+}
 
 
-def measured(make: Callable, case: Regression, bound: float | None, summary: dict[str, Any]) -> dict[str, Any]:
+def measured(
+    make: Callable, case: Regression, bound: float | None, summary: dict[str, Any]
+) -> dict[str, Any]:
     """Returns what one program's guide is off by, and its cost."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
@@ -201,7 +225,9 @@ def measured(make: Callable, case: Regression, bound: float | None, summary: dic
     mean, sd = (torch.tensor(summary[key], dtype=torch.float64) for key in ("mean", "sd"))
     notes = guide.rules.items()
     return {
-        "learned": [f"{name}: {note}" for name, note in notes if note.rule not in ("exact", "quadrature")],
+        "learned": [
+            f"{name}: {note}" for name, note in notes if note.rule not in ("exact", "quadrature")
+        ],
         "mean": float(((found.mean(0) - mean) / sd).abs().max()),
         "sd": float((found.std(0) / sd - 1).abs().max()),
         "seconds": seconds,
@@ -210,7 +236,9 @@ def measured(make: Callable, case: Regression, bound: float | None, summary: dic
 
 def main() -> None:
     """Prints the table, and writes it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="two posteriors, and no file")
     parser.add_argument("--data", type=Path, default=DATA, help="posteriordb's summaries and data")
     options = parser.parse_args()
@@ -228,9 +256,14 @@ def main() -> None:
                 prior = "improper" if bound is None else "uniform"
                 rows.append({"posterior": name, "style": style, "prior": prior, **row})
                 figures = f"{row['mean']:6.3f} {row['sd']:6.3f} {row['seconds']:5.1f}"
-                print(f"{name:36} {style:9} {prior:8} {figures}  {'; '.join(row['learned'])}", flush=True)
+                print(
+                    f"{name:36} {style:9} {prior:8} {figures}  {'; '.join(row['learned'])}",
+                    flush=True,
+                )
     if not options.smoke:
-        RESULTS.write_text(json.dumps({"torch": torch.__version__, "draws": DRAWS, "rows": rows}, indent=2) + "\n")
+        RESULTS.write_text(
+            json.dumps({"torch": torch.__version__, "draws": DRAWS, "rows": rows}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

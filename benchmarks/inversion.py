@@ -34,7 +34,9 @@ def chain(n: int) -> BayesNet:
 
 def hidden_markov(n: int) -> BayesNet:
     """One observation a state; its exact inverse has about n^2 / 2 edges, since no state forgets an observation."""
-    edges = [(("z", i), ("z", i + 1)) for i in range(n - 1)] + [(("z", i), ("x", i)) for i in range(n)]
+    edges = [(("z", i), ("z", i + 1)) for i in range(n - 1)] + [
+        (("z", i), ("x", i)) for i in range(n)
+    ]
     return BayesNet.from_edges(edges, observed=[("x", i) for i in range(n)])
 
 
@@ -53,7 +55,9 @@ def plated_hidden_markov(n: int) -> BayesNet:
     net = hidden_markov(n)
     edges = [*net.edges, *(("drift", ("z", i)) for i in range(n))]
     plates = {name: ["sequence"] for name in net.sites}
-    return BayesNet.from_edges(edges, observed=net.observed, plates=plates, plate_sizes={"sequence": 1000})
+    return BayesNet.from_edges(
+        edges, observed=net.observed, plates=plates, plate_sizes={"sequence": 1000}
+    )
 
 
 FULL = {
@@ -98,7 +102,11 @@ def measure(name: str, net: BayesNet, size: int, direction: str, repeats: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="small networks, to see that it runs; writes no results")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="small networks, to see that it runs; writes no results",
+    )
     parser.add_argument("--repeats", type=int, default=5, help="calls per time; the best counts")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="where the JSON goes")
     options = parser.parse_args()

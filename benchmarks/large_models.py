@@ -65,7 +65,9 @@ def gamma_regression(rows: int = 10_000, groups: int = 50) -> Program:
         with pyro.plate("groups", groups):
             u = pyro.sample("u", dist.Normal(0.0, spread))
         with pyro.plate("rows", rows):
-            pyro.sample("y", dist.Gamma(shape, shape * (-intercept - x @ w - u[group]).exp()), obs=y)
+            pyro.sample(
+                "y", dist.Gamma(shape, shape * (-intercept - x @ w - u[group]).exp()), obs=y
+            )
 
     return model, (x, group, y)
 
@@ -125,7 +127,10 @@ def random_walk(length: int = 80) -> Program:
     y = torch.poisson((1 + (torch.arange(length) / 30).sin()).exp())
 
     def model(y: Any) -> None:
-        scale, x = pyro.sample("scale", dist.HalfNormal(0.3)), pyro.sample("x_0", dist.Normal(0.0, 2.0))
+        scale, x = (
+            pyro.sample("scale", dist.HalfNormal(0.3)),
+            pyro.sample("x_0", dist.Normal(0.0, 2.0)),
+        )
         pyro.sample("y_0", dist.Poisson(x.exp()), obs=y[0])
         for t in range(1, length):
             x = pyro.sample(f"x_{t}", dist.Normal(x, scale))
@@ -139,7 +144,10 @@ def bent_chain(length: int = 100) -> Program:
     y = 0.3 * torch.randn(length).cumsum(0) + torch.randn(length)
 
     def model(y: Any) -> None:
-        scale, z = pyro.sample("scale", dist.HalfNormal(1.0)), pyro.sample("z_0", dist.Normal(0.0, 1.0))
+        scale, z = (
+            pyro.sample("scale", dist.HalfNormal(1.0)),
+            pyro.sample("z_0", dist.Normal(0.0, 1.0)),
+        )
         for t in range(1, length):
             z = pyro.sample(f"z_{t}", dist.Normal(z.sin(), scale))
             pyro.sample(f"y_{t}", dist.StudentT(4.0, z, 1.0), obs=y[t])
@@ -153,7 +161,9 @@ class _Network(PyroModule):
         self.layers = PyroModule[nn.ModuleList]([])
         for last, size in zip(sizes, sizes[1:]):
             layer: Any = PyroModule[nn.Linear](last, size)
-            layer.weight = PyroSample(dist.Normal(0.0, 1 / math.sqrt(last)).expand([size, last]).to_event(2))
+            layer.weight = PyroSample(
+                dist.Normal(0.0, 1 / math.sqrt(last)).expand([size, last]).to_event(2)
+            )
             layer.bias = PyroSample(dist.Normal(0.0, 1.0).expand([size]).to_event(1))
             self.layers.append(layer)
 
@@ -171,7 +181,8 @@ def neural_network(inputs: int = 784, units: int = 100, rows: int = 1_000) -> Pr
     return _Network(inputs, units, 10), (x, x[:, :10].argmax(-1))
 
 
-PROGRAMS: dict[str, tuple[Callable[..., Program], dict[str, int]]] = {  # with the sizes of smoke tests
+# with the sizes of smoke tests
+PROGRAMS: dict[str, tuple[Callable[..., Program], dict[str, int]]] = {
     "local_effects": (local_effects, {"rows": 50}),
     "gamma_regression": (gamma_regression, {"rows": 50, "groups": 5}),
     "logistic_regression": (logistic_regression, {"rows": 50, "columns": 3}),
@@ -183,7 +194,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Program], dict[str, int]]] = {  # with t
 }
 
 
-def measure(make: Callable[[], Program], kind: Callable, rate: float, steps: int, seed: int) -> dict[str, Any]:
+def measure(
+    make: Callable[[], Program], kind: Callable, rate: float, steps: int, seed: int
+) -> dict[str, Any]:
     """Trains a guide, and returns its loss, with a standard error, and what it took."""
     pyro.set_rng_seed(0)
     model, data = make()
@@ -208,19 +221,26 @@ def measure(make: Callable[[], Program], kind: Callable, rate: float, steps: int
 
 def main() -> None:
     """Measures, prints and writes ``results/large_models.json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="small ones, to see that it runs; writes no results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="small ones, to see that it runs; writes no results"
+    )
     parser.add_argument("--only", nargs="*", choices=PROGRAMS, default=[*PROGRAMS])
     parser.add_argument("--rates", nargs="*", type=float, default=[0.005, 0.05, 0.5])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="another one's results are printed, and not written")
+    parser.add_argument(
+        "--device", default="cpu", help="another one's results are printed, and not written"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     if arguments.device != "cpu":
         torch.set_default_device(arguments.device)
     torch.set_num_threads(1)
-    torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # whose imports the first call shall not be told to take
+    # whose imports the first call shall not be told to take
+    torch.optim.Adam([torch.zeros(1, requires_grad=True)])
     steps = 2 if arguments.smoke else arguments.steps
     records = []
     for name in arguments.only:
@@ -235,7 +255,11 @@ def main() -> None:
                 print(f"{name} {rate:g} {guide}: {loss}, {took} {found['rules']}", flush=True)
     if arguments.smoke or arguments.device != "cpu":
         return
-    about = {"torch": torch.__version__, "pyro": pyro.__version__, "python": platform.python_version()}
+    about = {
+        "torch": torch.__version__,
+        "pyro": pyro.__version__,
+        "python": platform.python_version(),
+    }
     found = {**about, "steps": steps, "seed": arguments.seed, "records": records}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(found, indent=2) + "\n")

@@ -37,17 +37,28 @@ def measure(size, entries, steps):
     """Returns time of set-up and of steps, and peak memory, of a model with so many causes and entries."""
     before = megabytes()
     pyro.set_rng_seed(0)
-    places, prior, leak = torch.randint(size, (2, entries)), torch.full((size,), 0.01), torch.full((size,), 0.01)
+    places, prior, leak = (
+        torch.randint(size, (2, entries)),
+        torch.full((size,), 0.01),
+        torch.full((size,), 0.01),
+    )
 
     def model(x):
-        values = pyro.param("weights", lambda: torch.rand(entries), constraint=dist.constraints.positive)
+        values = pyro.param(
+            "weights", lambda: torch.rand(entries), constraint=dist.constraints.positive
+        )
         weights = torch.sparse_coo_tensor(places, values, (size, size), check_invariants=True)
         with pyro.plate("points", len(x)):
             z = pyro.sample("z", dist.Bernoulli(prior).to_event(1))
             pyro.sample("x", NoisyOr(weights, leak, z), obs=x)
 
     x = torch.bernoulli(torch.full((2 * BATCH, size), 0.05))
-    svi = SVI(model, AutoNaMIGuide(model, inverse="mean_field"), pyro.optim.Adam({"lr": 0.01}), Trace_ELBO())
+    svi = SVI(
+        model,
+        AutoNaMIGuide(model, inverse="mean_field"),
+        pyro.optim.Adam({"lr": 0.01}),
+        Trace_ELBO(),
+    )
     times = []
     for _ in range(steps + 3):  # of which the first sets up, and two warm up
         start = time.perf_counter()
@@ -63,19 +74,29 @@ def measure(size, entries, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="seconds rather than minutes; writes nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="seconds rather than minutes; writes nothing"
+    )
     parser.add_argument("--one", nargs=3, type=int, help=argparse.SUPPRESS)  # size, entries, steps
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.one:
         print(json.dumps(measure(*options.one)))
         return
-    size, counts, steps = (100, (100, 1000), 1) if options.smoke else (10_000, (10_000, 100_000, 1_000_000), 5)
+    size, counts, steps = (
+        (100, (100, 1000), 1) if options.smoke else (10_000, (10_000, 100_000, 1_000_000), 5)
+    )
     rows = []
     for count in counts:
         command = [sys.executable, __file__, "--one", *map(str, (size, count, steps))]
-        rows.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1]))
+        rows.append(
+            json.loads(
+                subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1]
+            )
+        )
     print("    size  entries  set-up s  step s     MB")
     for row in rows:
         print("{:>8} {:>8} {:>9.1f} {:>7.2f} {:>6.0f}".format(*row.values()))

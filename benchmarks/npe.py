@@ -51,10 +51,15 @@ def batches(draws: JointDraws) -> Iterator[JointDraws]:
             yield draws.select(index)
 
 
-def guide(tree: GaussianTree, draws: JointDraws, test: JointDraws, passes: int) -> tuple[Tensor, float]:
+def guide(
+    tree: GaussianTree, draws: JointDraws, test: JointDraws, passes: int
+) -> tuple[Tensor, float]:
     """Log densities of the test latents under a compiled guide, and the seconds it took to train."""
     start = time.perf_counter()
-    kept, held_out = draws.select(slice(draws.num // 10, None)), draws.select(slice(0, draws.num // 10))
+    kept, held_out = (
+        draws.select(slice(draws.num // 10, None)),
+        draws.select(slice(0, draws.num // 10)),
+    )
     steps = passes * -(-kept.num // BATCH)
     made = AutoNaMIGuide(tree, init_scale=1.0)
     compilation = InferenceCompilation(
@@ -64,20 +69,26 @@ def guide(tree: GaussianTree, draws: JointDraws, test: JointDraws, passes: int) 
         batch_size=BATCH,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
     )
-    compilation.fit(steps, (tree.example(),), data=batches(kept), validation=[held_out], progress=True)
+    compilation.fit(
+        steps, (tree.example(),), data=batches(kept), validation=[held_out], progress=True
+    )
     seconds = time.perf_counter() - start
     with torch.no_grad():
         return made.log_prob(test.latents, tree.example(), observations=test.observed), seconds
 
 
-def npe(tree: GaussianTree, draws: JointDraws, test: JointDraws, epochs: int, estimator: str) -> tuple[Tensor, float]:
+def npe(
+    tree: GaussianTree, draws: JointDraws, test: JointDraws, epochs: int, estimator: str
+) -> tuple[Tensor, float]:
     """Likewise by sbi."""
     from sbi.inference import NPE
 
     start = time.perf_counter()
     z, x = matrices(tree, draws)
     inference = NPE(density_estimator=estimator, show_progress_bars=False)
-    density = inference.append_simulations(z, x).train(training_batch_size=BATCH, max_num_epochs=epochs)
+    density = inference.append_simulations(z, x).train(
+        training_batch_size=BATCH, max_num_epochs=epochs
+    )
     seconds = time.perf_counter() - start
     z, x = matrices(tree, test)
     with torch.no_grad():
@@ -86,14 +97,22 @@ def npe(tree: GaussianTree, draws: JointDraws, test: JointDraws, epochs: int, es
 
 def main() -> None:
     """Measures, prints and writes ``results/npe.json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a small tree and the guide alone; writes no results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a small tree and the guide alone; writes no results"
+    )
     parser.add_argument("--simulations", type=int, default=10_000)
-    parser.add_argument("--epochs", type=int, default=100, help="passes of sbi over the simulations, at most")
+    parser.add_argument(
+        "--epochs", type=int, default=100, help="passes of sbi over the simulations, at most"
+    )
     parser.add_argument("--methods", default="guide,maf,nsf", help="separated by commas")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    depth, simulations, epochs = (3, 300, 2) if arguments.smoke else (8, arguments.simulations, arguments.epochs)
+    depth, simulations, epochs = (
+        (3, 300, 2) if arguments.smoke else (8, arguments.simulations, arguments.epochs)
+    )
     if not arguments.smoke and importlib.util.find_spec("sbi") is None:
         print("sbi is not installed; to compare with it: pip install sbi")
         return
@@ -113,7 +132,10 @@ def main() -> None:
             found, seconds = npe(tree, draws, test, epochs, method)
         kl = (exact - found.double()).mean().item()
         records[method] = {"kl": kl, "kl_per_latent": kl / len(tree.latents), "seconds": seconds}
-        print(f"  {method:<6} KL {kl:10.3f} nats, {kl / len(tree.latents):.4f} a latent, {seconds:6.0f} s", flush=True)
+        print(
+            f"  {method:<6} KL {kl:10.3f} nats, {kl / len(tree.latents):.4f} a latent, {seconds:6.0f} s",
+            flush=True,
+        )
     if arguments.smoke:
         return
     record = {

@@ -125,7 +125,8 @@ def sets(evidence, steps, batch, datasets, seed, exact=False):
     guide(10, torch.randn(10))
     optimizer = torch.optim.Adam(guide.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.03, total_steps=steps)
-    for _ in tqdm(range(0 if exact else steps), desc=f"evidence={evidence}", disable=None):  # nothing is left to learn
+    # nothing is left to learn
+    for _ in tqdm(range(0 if exact else steps), desc=f"evidence={evidence}", disable=None):
         size = round(math.exp(math.log(5) + math.log(10) * torch.rand(()).item()))
         latents, y = joint_draws(size, batch)
         optimizer.zero_grad()
@@ -144,8 +145,18 @@ def sets(evidence, steps, batch, datasets, seed, exact=False):
                 exact_mean, exact_sd = y.mean() / (1 + variance), (1 + 1 / variance) ** -0.5
                 mean_errors.append(abs(float(m.mean() - exact_mean)) / exact_sd)
                 sd_ratios.append(abs(float(m.std()) / exact_sd - 1))
-            errors[size] = {"mean_error_in_sds": statistics.mean(mean_errors), "sd_error": statistics.mean(sd_ratios)}
-    return {"exact": exact, "evidence": evidence, "steps": steps, "batch": batch, "seed": seed, "errors": errors}
+            errors[size] = {
+                "mean_error_in_sds": statistics.mean(mean_errors),
+                "sd_error": statistics.mean(sd_ratios),
+            }
+    return {
+        "exact": exact,
+        "evidence": evidence,
+        "steps": steps,
+        "batch": batch,
+        "seed": seed,
+        "errors": errors,
+    }
 
 
 def print_scale(rows):
@@ -160,7 +171,9 @@ def print_scale(rows):
 
 def print_sizes(rows):
     for row in rows:
-        print(f"{row['rows']:>8} rows: old size {row['old_size_ms']:.1f} ms, new size {row['new_size_ms']:.1f} ms")
+        print(
+            f"{row['rows']:>8} rows: old size {row['old_size_ms']:.1f} ms, new size {row['new_size_ms']:.1f} ms"
+        )
 
 
 def print_sets(rows):
@@ -173,8 +186,12 @@ def print_sets(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="seconds rather than minutes; writes nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="seconds rather than minutes; writes nothing"
+    )
     parser.add_argument("--only", default="scale,sizes,sets", help="questions, separated by commas")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
@@ -197,7 +214,9 @@ def main():
     result["threads"] = options.threads
     for name in options.only.split(","):
         if name not in questions:
-            parser.error(f"Expected --only to name questions, of {', '.join(questions)}; got {name}.")
+            parser.error(
+                f"Expected --only to name questions, of {', '.join(questions)}; got {name}."
+            )
         pyro.set_rng_seed(0)
         measure, show = questions[name]
         result[name] = measure()

@@ -45,7 +45,8 @@ __all__ = ["EXAMPLES", "Example", "Row", "run"]
 RESULTS = Path(__file__).parent / "results" / "pyro_examples.json"
 OURS, BASELINE = "AutoNaMIGuide", "AutoNormal"
 GUIDES = (BASELINE, "AutoMultivariateNormal", OURS)
-VARIANTS: dict[str, dict] = {OURS: {}, "amortized": {"mode": "amortized"}}  # of ours, for ``--guides``
+# of ours, for ``--guides``
+VARIANTS: dict[str, dict] = {OURS: {}, "amortized": {"mode": "amortized"}}
 RATES = (0.001, 0.01, 0.05)
 PARTICLES = 200
 SECONDS = 90
@@ -102,7 +103,12 @@ def make_guide(name: str, model: Callable, example: Example) -> AutoGuide:
 
 
 def run(
-    name: str, guide: str, rate: float, seed: int = 0, steps: int | None = None, particles: int = PARTICLES
+    name: str,
+    guide: str,
+    rate: float,
+    seed: int = 0,
+    steps: int | None = None,
+    particles: int = PARTICLES,
 ) -> Row:
     """Trains one guide on one example at one rate, and scores it; never raises for what the guide does."""
     example, row = EXAMPLES[name], Row(name, guide, rate, seed)
@@ -147,13 +153,17 @@ def train(svi: SVI, example: Example, args: tuple, row: Row, steps: int) -> None
         row.status = "NaN"
 
 
-def score(model: Callable, guide: AutoGuide, example: Example, args: tuple, row: Row, particles: int) -> None:
+def score(
+    model: Callable, guide: AutoGuide, example: Example, args: tuple, row: Row, particles: int
+) -> None:
     """The ELBO as an average of losses of single draws, with its standard error."""
     elbo, losses = example.elbo(), []
     try:
         with time_limit(SECONDS / 3), torch.no_grad():
             for _ in range(particles):
-                losses.append(-elbo.loss(model, guide, *args, **{**example.kwargs, **example.scored}))
+                losses.append(
+                    -elbo.loss(model, guide, *args, **{**example.kwargs, **example.scored})
+                )
     except OutOfTime:
         pass
     if len(losses) < 2:
@@ -165,7 +175,9 @@ def score(model: Callable, guide: AutoGuide, example: Example, args: tuple, row:
 
 def parameters_finite() -> bool:
     """Whether all that Pyro trains is finite, so that an error is not for want of that."""
-    return all(bool(value.isfinite().all()) for _, value in pyro.get_param_store().named_parameters())
+    return all(
+        bool(value.isfinite().all()) for _, value in pyro.get_param_store().named_parameters()
+    )
 
 
 def peak_memory() -> float:
@@ -204,14 +216,20 @@ def delegate(name: str, guide: str, seed: int, arguments: argparse.Namespace) ->
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         child = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=60 + 1.5 * SECONDS * len(rates)
+            command,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=60 + 1.5 * SECONDS * len(rates),
         )
         output, message = child.stdout, (child.stderr.strip().splitlines() or ["died"])[-1]
     except subprocess.TimeoutExpired as stopped:
         output, message = (stopped.stdout or b"").decode(), "killed after the time limit"
     rows = [Row(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
     missing = rates[len(rows) :]
-    return rows + [Row(name, guide, rate, seed, status="error", message=message) for rate in missing]
+    return rows + [
+        Row(name, guide, rate, seed, status="error", message=message) for rate in missing
+    ]
 
 
 def ratio(row: Row, rows: Sequence[Row]) -> float | None:
@@ -246,7 +264,9 @@ def show(row: Row, rows: Sequence[Row]) -> None:
 def verdicts(rows: Sequence[Row]) -> list[dict]:
     """Per example and rate: is our ELBO at least the baseline's, and that of Pyro's best guide?"""
     settings = dict.fromkeys((row.example, row.rate) for row in rows if row.guide == OURS)
-    return [verdict([row for row in rows if (row.example, row.rate) == setting]) for setting in settings]
+    return [
+        verdict([row for row in rows if (row.example, row.rate) == setting]) for setting in settings
+    ]
 
 
 def gap(ours: Sequence[Row], others: Sequence[Row]) -> tuple[float, float] | None:
@@ -257,7 +277,9 @@ def gap(ours: Sequence[Row], others: Sequence[Row]) -> tuple[float, float] | Non
     none.
     """
     by_seed = {row.seed: row for row in ours}
-    pairs = [(by_seed[row.seed], row) for row in others if row.elbo is not None and row.seed in by_seed]
+    pairs = [
+        (by_seed[row.seed], row) for row in others if row.elbo is not None and row.seed in by_seed
+    ]
     if not pairs:
         return None
     over = [-math.inf if mine.elbo is None else mine.elbo - row.elbo for mine, row in pairs]
@@ -276,10 +298,18 @@ def verdict(rows: Sequence[Row]) -> dict:
     for row in rows:
         by_guide.setdefault(row.guide, []).append(row)
     ours = by_guide.pop(OURS)
-    gaps = {guide: found for guide, others in by_guide.items() if (found := gap(ours, others)) is not None}
+    gaps = {
+        guide: found
+        for guide, others in by_guide.items()
+        if (found := gap(ours, others)) is not None
+    }
     base = gaps.get(BASELINE)
     best = min(gaps, key=lambda guide: gaps[guide][0], default=None)
-    level = statistics.fmean(row.elbo for row in by_guide[BASELINE] if row.elbo is not None) if base else 0.0
+    level = (
+        statistics.fmean(row.elbo for row in by_guide[BASELINE] if row.elbo is not None)
+        if base
+        else 0.0
+    )
     return {
         "example": ours[0].example,
         "rate": ours[0].rate,
@@ -303,13 +333,18 @@ def summarize(results: list[dict]) -> None:
     for result in results:
         marks = [" " if result[key] is not False else "!" for key in ("as_baseline", "as_best")]
         gaps = [
-            "-" if result[key] is None else f"{result[key]:.2f}" for key in ("over_baseline", "noise", "over_best")
+            "-" if result[key] is None else f"{result[key]:.2f}"
+            for key in ("over_baseline", "noise", "over_best")
         ]
         print(
             f"{result['example']:<23} {result['rate']:<7g} {result['seeds']:<5} {result['status']:<8} "
             f"{gaps[0]:>12}{marks[0]} {gaps[1]:>7} {gaps[2]:>9}{marks[1]}  {result['best'] or '-'}"
         )
-    counts = ("as_baseline", "AutoNormal"), ("within_noise", "it, within noise"), ("as_best", "the best, within noise")
+    counts = (
+        ("as_baseline", "AutoNormal"),
+        ("within_noise", "it, within noise"),
+        ("as_best", "the best, within noise"),
+    )
     for key, what in counts:
         known = [result[key] for result in results if result[key] is not None]
         print(f"as good as {what}: {sum(known)} of {len(known)}")
@@ -325,18 +360,26 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="three steps of four examples, the first in a child process, to see that it runs; writes no results",
     )
-    parser.add_argument("--only", nargs="+", choices=EXAMPLES, metavar="NAME", help="examples to run")
+    parser.add_argument(
+        "--only", nargs="+", choices=EXAMPLES, metavar="NAME", help="examples to run"
+    )
     parser.add_argument("--guides", nargs="+", default=GUIDES, metavar="NAME", help="guides to run")
     parser.add_argument("--rates", nargs="+", help="numbers or own; default: 0.001 0.01 0.05 own")
     parser.add_argument("--steps", type=int, help="default: the example's own")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time, of one thread each")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="processes at a time, of one thread each"
+    )
     parser.add_argument("--out", type=Path, help="where to write the results")
-    parser.add_argument("--work", nargs=3, metavar=("NAME", "GUIDE", "SEED"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--work", nargs=3, metavar=("NAME", "GUIDE", "SEED"), help=argparse.SUPPRESS
+    )
     return parser.parse_args()
 
 
-def rows_of(settings: Sequence[tuple[str, str, int]], arguments: argparse.Namespace) -> Iterator[list[Row]]:
+def rows_of(
+    settings: Sequence[tuple[str, str, int]], arguments: argparse.Namespace
+) -> Iterator[list[Row]]:
     """The rows of settings, each in a child process and as it ends; a smoke run starts one child alone."""
     if arguments.smoke:
         yield delegate(*settings[0], arguments)
@@ -344,7 +387,9 @@ def rows_of(settings: Sequence[tuple[str, str, int]], arguments: argparse.Namesp
             yield list(here(*setting, arguments))
         return
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for future in as_completed([pool.submit(delegate, *setting, arguments) for setting in settings]):
+        for future in as_completed(
+            [pool.submit(delegate, *setting, arguments) for setting in settings]
+        ):
             yield future.result()
 
 

@@ -59,12 +59,23 @@ def cases(smoke: bool) -> dict[str, Case]:
     schools = torch.tensor(ERRORS), torch.tensor(EFFECTS)
     houses = mixed_models.read_radon()
     pyro.set_rng_seed(0)
-    evidence = exact_posterior(mixed_models.linear_radon(*houses), 200 if smoke else 20_000).log_evidence
+    evidence = exact_posterior(
+        mixed_models.linear_radon(*houses), 200 if smoke else 20_000
+    ).log_evidence
     found = {
         "eight_schools": Case(
-            eight_schools, schools, quickstart.Exact().log_evidence, 2_500, (0.003, 0.01, 0.03, 0.1), 0.05, 2_000, 5
+            eight_schools,
+            schools,
+            quickstart.Exact().log_evidence,
+            2_500,
+            (0.003, 0.01, 0.03, 0.1),
+            0.05,
+            2_000,
+            5,
         ),
-        "radon": Case(mixed_models.radon, houses, evidence, 3_000, (0.003, 0.01, 0.05), 0.1, 200, 20),
+        "radon": Case(
+            mixed_models.radon, houses, evidence, 3_000, (0.003, 0.01, 0.05), 0.1, 200, 20
+        ),
     }
     return few_steps(found, smoke)
 
@@ -93,7 +104,12 @@ def gap(case: Case, rate: float, seed: int, **options: Any) -> float:
     pyro.set_rng_seed(seed)
     guide = AutoNaMIGuide(case.model, **options)
     optimizer = ClippedAdam({"lr": rate, "lrd": 0.01 ** (1 / case.steps)})
-    svi = SVI(case.model, guide, optimizer, Trace_ELBO(PARTICLES, max_plate_nesting=2, vectorize_particles=True))
+    svi = SVI(
+        case.model,
+        guide,
+        optimizer,
+        Trace_ELBO(PARTICLES, max_plate_nesting=2, vectorize_particles=True),
+    )
     for _ in range(case.steps):
         svi.step(*case.args)
     elbo = Trace_ELBO(case.draws, max_plate_nesting=2, vectorize_particles=True)
@@ -117,11 +133,15 @@ def learned(case: Case, seeds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Trains at all rates, prints the gaps and writes them, unless it is a smoke run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="a few steps; writes nothing")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", choices=("eight_schools", "radon", "pumps", "seeds"))
-    parser.add_argument("--learned", action="store_true", help="without rules, against the family's optimum")
+    parser.add_argument(
+        "--learned", action="store_true", help="without rules, against the family's optimum"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -132,20 +152,31 @@ def main() -> None:
         if arguments.learned:
             found = learned(case, arguments.seeds)
         else:
-            gaps = {rate: [gap(case, rate, n) for n in range(arguments.seeds)] for rate in case.rates}
+            gaps = {
+                rate: [gap(case, rate, n) for n in range(arguments.seeds)] for rate in case.rates
+            }
             found = [
                 {"rate": rate, "steps": case.steps, "gaps": [round(each, 4) for each in values]}
                 for rate, values in gaps.items()
             ]
         for row in found:
             told = f", mode={row['mode']!r}" if arguments.learned else ""
-            print(f"{name:14} rate {row['rate']:<6} {row['steps']} steps{told} gap {row['gaps']} nats "
-                  f"(limit {case.limit})", flush=True)
+            print(
+                f"{name:14} rate {row['rate']:<6} {row['steps']} steps{told} gap {row['gaps']} nats "
+                f"(limit {case.limit})",
+                flush=True,
+            )
             rows.append({"model": name, **row, "limit": case.limit})
     if not arguments.smoke and arguments.only is None:
-        versions = {"torch": torch.__version__, "pyro": pyro.__version__, "python": platform.python_version()}
+        versions = {
+            "torch": torch.__version__,
+            "pyro": pyro.__version__,
+            "python": platform.python_version(),
+        }
         file = RESULTS / ("learned_rates.json" if arguments.learned else "rates.json")
-        file.write_text(json.dumps({**versions, "particles": PARTICLES, "rows": rows}, indent=2) + "\n")
+        file.write_text(
+            json.dumps({**versions, "particles": PARTICLES, "rows": rows}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

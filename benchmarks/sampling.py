@@ -28,7 +28,9 @@ LIMIT = 4.0
 Network = MaskedMLP | SeparateMLP
 
 
-def autoregressive(variables: int, hidden_features: tuple[int, ...], separate: bool = False) -> Network:
+def autoregressive(
+    variables: int, hidden_features: tuple[int, ...], separate: bool = False
+) -> Network:
     """A network with two rows per variable that read the variables before it, weights random throughout."""
     dependency = torch.ones(variables, variables, dtype=torch.bool).tril(-1).repeat_interleave(2, 0)
     inputs, outputs = [0] + [1] * (variables - 1) + [1], [2] * variables + [0]
@@ -69,7 +71,9 @@ def sample_naive(mlp: Network, batch: int) -> Tensor:
     return values
 
 
-def medians(functions: Mapping[str, Callable[[], object]], repeats: int, calls: int = 1) -> dict[str, float]:
+def medians(
+    functions: Mapping[str, Callable[[], object]], repeats: int, calls: int = 1
+) -> dict[str, float]:
     """Median seconds a call of each function, repetitions taken in turn after one that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + 1):
@@ -108,7 +112,9 @@ def measure_large(
             return call
 
         chosen = {
-            name: timed(function) for name, function in passes.items() if name != "naive" or not gradient
+            name: timed(function)
+            for name, function in passes.items()
+            if name != "naive" or not gradient
         }
         seconds = medians(chosen, repeats)
         network = {
@@ -149,7 +155,10 @@ def measure_tiny(repeats: int, calls: int, width: int = 32) -> list[dict]:
             "plain": partial(plain, x),
             "dense": partial(mlp, x),
             "start": mlp.start,
-            **{f"advance {step}": partial(states[step].advance, chunks[step], step + 1) for step in range(3)},
+            **{
+                f"advance {step}": partial(states[step].advance, chunks[step], step + 1)
+                for step in range(3)
+            },
             "three steps": partial(steps, mlp),
             "plain, backward": partial(backward, partial(plain, x)),
             "dense, backward": partial(backward, partial(mlp, x)),
@@ -157,7 +166,9 @@ def measure_tiny(repeats: int, calls: int, width: int = 32) -> list[dict]:
         }
         seconds = medians(functions, repeats, calls)
         microseconds = {name: 1e6 * value for name, value in seconds.items()}
-        records.append({"network": type(mlp).__name__, "width": width, "microseconds": microseconds})
+        records.append(
+            {"network": type(mlp).__name__, "width": width, "microseconds": microseconds}
+        )
     return records
 
 
@@ -175,7 +186,8 @@ def report(large: list[dict], tiny: list[dict]) -> None:
             f"{1e3 * seconds['incremental']:9.1f} {ratio['incremental']:6.2f} {naive}"
         )
     print(
-        f"\n{'3 inputs, width 32, microseconds':<34}" + "".join(f"{record['network']:>14}" for record in tiny)
+        f"\n{'3 inputs, width 32, microseconds':<34}"
+        + "".join(f"{record['network']:>14}" for record in tiny)
     )
     for name in tiny[0]["microseconds"]:
         print(f"{name:<34}" + "".join(f"{record['microseconds'][name]:14.1f}" for record in tiny))
@@ -188,7 +200,9 @@ def main() -> None:
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
-        "--smoke", action="store_true", help="small networks, to see that it runs; writes no results"
+        "--smoke",
+        action="store_true",
+        help="small networks, to see that it runs; writes no results",
     )
     size.add_argument("--full", action="store_true", help="also a dense pass per variable (slow)")
     parser.add_argument("--repeats", type=int, default=9)
@@ -205,7 +219,12 @@ def main() -> None:
     if arguments.smoke:
         return
     RESULTS.parent.mkdir(exist_ok=True)
-    record = {"torch": torch.__version__, "threads": torch.get_num_threads(), "large": large, "tiny": tiny}
+    record = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "large": large,
+        "tiny": tiny,
+    }
     RESULTS.write_text(json.dumps(record, indent=2) + "\n")
 
 

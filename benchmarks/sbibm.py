@@ -51,7 +51,8 @@ BLACK_BOX, SBI, BAYESFLOW = ("black_box", "rounds"), ("maf", "nsf", "fmpe"), "ba
 DEFAULT = ["amortize", *SBI, BAYESFLOW]
 METHODS = *DEFAULT, *BLACK_BOX
 Sampler = Callable[[int, Tensor], Tensor]
-PAIRS = {"c2st": ".2f", "effective": ".0%"}  # of the guide's draws, and of what the posterior gives by default
+# of the guide's draws, and of what the posterior gives by default
+PAIRS = {"c2st": ".2f", "effective": ".0%"}
 
 
 class Pair(NamedTuple):
@@ -61,8 +62,14 @@ class Pair(NamedTuple):
 
 def reference(model: Callable, x: Tensor, draws: int, temperatures: int) -> Tensor:
     """Draws of the posterior ``(draws, data sets, latents)`` that no guide has seen."""
-    options: dict[str, Any] = {"num_chains": CHAINS * draws, "num_leapfrog_steps": 10, "resample": True}
-    found = annealed_importance_sampling(model, num_temperatures=temperatures, observations={"x": x}, **options)
+    options: dict[str, Any] = {
+        "num_chains": CHAINS * draws,
+        "num_leapfrog_steps": 10,
+        "resample": True,
+    }
+    found = annealed_importance_sampling(
+        model, num_temperatures=temperatures, observations={"x": x}, **options
+    )
     return found.weighted().resample(draws)["theta"]
 
 
@@ -77,19 +84,29 @@ def two_sample(first: Tensor, second: Tensor, steps: int) -> float:
     order, width, right = torch.randperm(len(z)), 10 * z.shape[1], 0.0
     for fold in order.chunk(5):
         train = order[~torch.isin(order, fold)]
-        parts = [nn.Linear(z.shape[1], width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)]
+        parts = [
+            nn.Linear(z.shape[1], width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, 1),
+        ]
         network = nn.Sequential(*parts)
         optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
         for _ in range(steps):
             rows = train[torch.randint(len(train), (200,))]
             optimizer.zero_grad()
-            nn.functional.binary_cross_entropy_with_logits(network(z[rows]).squeeze(-1), label[rows]).backward()
+            nn.functional.binary_cross_entropy_with_logits(
+                network(z[rows]).squeeze(-1), label[rows]
+            ).backward()
             optimizer.step()
         right += (network(z[fold]).squeeze(-1).gt(0) == label[fold].bool()).float().sum().item()
     return right / len(z)
 
 
-def ours(task: Task, given: JointDraws, test: JointDraws, steps: int | None) -> tuple[dict[str, Any], list[Tensor]]:
+def ours(
+    task: Task, given: JointDraws, test: JointDraws, steps: int | None
+) -> tuple[dict[str, Any], list[Tensor]]:
     """What is told of a compiled posterior, and draws for the first data sets: the guide's, and the default's."""
     start = time.process_time()
     posterior = amortize(task.model, observed=["x"], simulations=given, steps=steps, progress=False)
@@ -104,12 +121,19 @@ def ours(task: Task, given: JointDraws, test: JointDraws, steps: int | None) -> 
     checked = [calibrate(task.model, posterior.guide, **sets)]
     if steps is None:  # what was trained for no more than that would have to be annealed
         checked.append(calibrate(task.model, posterior, **sets, num_draws=19))
-    found = posterior({"x": x[:REFERENCES]}, CHAINS * draws, num_temperatures=None if steps is None else 3)
+    found = posterior(
+        {"x": x[:REFERENCES]}, CHAINS * draws, num_temperatures=None if steps is None else 3
+    )
     row = {
         "loss": loss,
-        "gap": None if gaps is None else [gaps.mean().item(), (gaps.std() / len(gaps) ** 0.5).item()],
+        "gap": None
+        if gaps is None
+        else [gaps.mean().item(), (gaps.std() / len(gaps) ** 0.5).item()],
         "seconds": seconds,
-        "effective": [(each.effective_sample_size / each.num_samples).median().item() for each in (plain, found)],
+        "effective": [
+            (each.effective_sample_size / each.num_samples).median().item()
+            for each in (plain, found)
+        ],
         "calibrated": [each.passed for each in checked],
         "rule": posterior.guide.rules["theta"].rule,
     }
@@ -124,7 +148,9 @@ def gaps_to_exact(task: Task, posterior: AmortizedPosterior, num: int) -> Tensor
     parts = map(draws.select, torch.arange(num).split(TEST))
     with torch.no_grad():
         own = [posterior.guide.log_prob(part.latents, observations=part.observed) for part in parts]
-    return task.exact(draws.latents["theta"], draws.observed["x"]).flatten() - torch.cat(own).flatten()
+    return (
+        task.exact(draws.latents["theta"], draws.observed["x"]).flatten() - torch.cat(own).flatten()
+    )
 
 
 def black_box(method: str, task: Task, given: Pair, test: Pair) -> tuple[dict[str, Any], Sampler]:
@@ -139,14 +165,18 @@ def black_box(method: str, task: Task, given: Pair, test: Pair) -> tuple[dict[st
         x = simulator.draw(len(theta), latents={"theta": theta}).observed["x"]
         return task.statistics(x).flatten(1)
 
-    compiled = functools.partial(amortize, from_simulator(prior(task), simulate), observed=["x"], progress=False)
+    compiled = functools.partial(
+        amortize, from_simulator(prior(task), simulate), observed=["x"], progress=False
+    )
     row: dict[str, Any] = {"seconds": 0.0}
 
     def sample_in_rounds(num: int, x: Tensor) -> Tensor:
         start = time.process_time()
         posteriors = [compiled(at={"x": each}, simulations=len(given.theta)) for each in x]
         row["seconds"] = (time.process_time() - start) / len(x)
-        return torch.stack([each({"x": at}, num).samples["theta"] for each, at in zip(posteriors, x)], 1)
+        return torch.stack(
+            [each({"x": at}, num).samples["theta"] for each, at in zip(posteriors, x)], 1
+        )
 
     if method == "rounds":
         return row, torch.enable_grad()(sample_in_rounds)
@@ -154,7 +184,11 @@ def black_box(method: str, task: Task, given: Pair, test: Pair) -> tuple[dict[st
     posterior = compiled(simulations=given._asdict())
     row["seconds"] = time.process_time() - start
     with torch.no_grad():
-        loss = -posterior.guide.log_prob({"theta": test.theta}, observations={"x": test.x}).mean().item()
+        loss = (
+            -posterior.guide.log_prob({"theta": test.theta}, observations={"x": test.x})
+            .mean()
+            .item()
+        )
     return {**row, "loss": loss}, lambda num, x: posterior({"x": x}, num).samples["theta"]
 
 
@@ -170,7 +204,9 @@ def sbi(method: str, task: Task, given: Pair, test: Pair) -> tuple[dict[str, Any
     row: dict[str, Any] = {"seconds": time.process_time() - start}
     if method == "fmpe":  # whose density takes an equation to be solved
         posterior = inference.build_posterior()
-        return row, lambda num, x: torch.stack([posterior.sample((num,), x, show_progress_bars=False) for x in x], 1)
+        return row, lambda num, x: torch.stack(
+            [posterior.sample((num,), x, show_progress_bars=False) for x in x], 1
+        )
 
     def sample(num: int, x: Tensor) -> Tensor:
         return torch.cat([density.sample((num,), part) for part in x.split(100)], 1)
@@ -186,7 +222,9 @@ def bayesflow(task: Task, given: Pair, test: Pair) -> tuple[dict[str, Any], Samp
 
     start = time.process_time()
     workflow = BasicWorkflow(inference_variables=["theta"], inference_conditions=["x"])
-    workflow.fit_offline({name: value.numpy() for name, value in given._asdict().items()}, verbose=0)
+    workflow.fit_offline(
+        {name: value.numpy() for name, value in given._asdict().items()}, verbose=0
+    )
     seconds = time.process_time() - start
     log_prob = workflow.log_prob({name: value.numpy() for name, value in test._asdict().items()})
 
@@ -227,10 +265,13 @@ def prior(task: Task) -> Any:
     return poutine.trace(task.model).get_trace().nodes["theta"]["fn"]
 
 
-def run(name: str, simulations: int, seed: int, methods: list[str], steps: int | None) -> list[dict[str, Any]]:
+def run(
+    name: str, simulations: int, seed: int, methods: list[str], steps: int | None
+) -> list[dict[str, Any]]:
     """A row for each method, of the same simulations, held-out draws and references."""
     task = TASKS[name]
-    torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # the first optimizer of a process imports for seconds
+    # the first optimizer of a process imports for seconds
+    torch.optim.Adam([torch.zeros(1, requires_grad=True)])
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     simulator = Simulator(task.model, observed=["x"])
@@ -239,7 +280,9 @@ def run(name: str, simulations: int, seed: int, methods: list[str], steps: int |
     exact = None if task.exact is None else -task.exact(theta, x).mean().item()
     draws, temperatures, fit = (DRAWS, task.temperatures, 1000) if steps is None else (100, 2, 2)
     few = x[: REFERENCES if steps is None else 1]
-    references = task.draw(few, draws) if task.draw else reference(task.model, few, draws, temperatures)
+    references = (
+        task.draw(few, draws) if task.draw else reference(task.model, few, draws, temperatures)
+    )
     rows = []
     for method in methods:
         if method == "amortize":
@@ -256,8 +299,12 @@ def run(name: str, simulations: int, seed: int, methods: list[str], steps: int |
 
 def line(row: dict[str, Any]) -> str:
     """A row of the table."""
-    loss, exact = (f"{row[key]:.2f}" if row.get(key) is not None else "" for key in ("loss", "exact"))
-    told, effective = (" to ".join(format(each, form) for each in row.get(key, ())) for key, form in PAIRS.items())
+    loss, exact = (
+        f"{row[key]:.2f}" if row.get(key) is not None else "" for key in ("loss", "exact")
+    )
+    told, effective = (
+        " to ".join(format(each, form) for each in row.get(key, ())) for key, form in PAIRS.items()
+    )
     passed = " to ".join("yes" if each else "no" for each in row.get("calibrated", ()))
     parts = f"{row['task']:24}{row['method']:9}{loss:>8}{exact:>8}{row['seconds']:8.0f}{told:>14}{effective:>14}"
     return f"{parts}{passed:>12}"
@@ -265,13 +312,21 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Runs all tasks, prints the table and writes it, unless it is a smoke run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a few steps of ours on 100 simulations; writes nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a few steps of ours on 100 simulations; writes nothing",
+    )
     parser.add_argument("--simulations", type=int, default=10_000)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS), metavar="NAME")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT, metavar="METHOD")
-    parser.add_argument("--device", default="cpu", help="of ours; another one's rows are printed, and not written")
+    parser.add_argument(
+        "--device", default="cpu", help="of ours; another one's rows are printed, and not written"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -305,8 +360,17 @@ def write(rows: list[dict[str, Any]]) -> None:
     own = {key(row) for row in rows}
     rows = rows + [row for row in before["rows"] if key(row) not in own]
     tasks = list(TASKS)
-    rows.sort(key=lambda row: (row["simulations"], tasks.index(row["task"]), METHODS.index(row["method"]), row["seed"]))
-    RESULTS.write_text(json.dumps(before | {"torch": torch.__version__, "rows": rows}, indent=2) + "\n")
+    rows.sort(
+        key=lambda row: (
+            row["simulations"],
+            tasks.index(row["task"]),
+            METHODS.index(row["method"]),
+            row["seed"],
+        )
+    )
+    RESULTS.write_text(
+        json.dumps(before | {"torch": torch.__version__, "rows": rows}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

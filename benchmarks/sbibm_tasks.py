@@ -59,7 +59,11 @@ def gaussian_mixture() -> None:
 
 def plane_scale(theta: Tensor) -> Tensor:
     """Cholesky factors ``(*batch, 2, 2)`` of the covariance in slcp by its last three latents."""
-    first, second, correlation = theta[..., 0].square(), theta[..., 1].square(), theta[..., 2].tanh()
+    first, second, correlation = (
+        theta[..., 0].square(),
+        theta[..., 1].square(),
+        theta[..., 2].tanh(),
+    )
     rest = (1 - correlation.square()).clamp(min=1e-12).sqrt()
     rows = [first + 1e-6, torch.zeros_like(first)], [correlation * second, second * rest + 1e-6]
     return torch.stack([torch.stack(row, -1) for row in rows], -2)
@@ -85,7 +89,9 @@ def gaussian_linear_uniform() -> None:
 
 def stimulus() -> Tensor:
     """A constant, and the last nine values of white noise, at 100 bins, ``(100, 10)``."""
-    noise = torch.randn(108, generator=torch.Generator().manual_seed(42), device="cpu").to(torch.get_default_device())
+    noise = torch.randn(108, generator=torch.Generator().manual_seed(42), device="cpu").to(
+        torch.get_default_device()
+    )
     return torch.stack([torch.ones(100), *(noise[8 - i : 108 - i] for i in range(9))], -1)
 
 
@@ -94,11 +100,15 @@ def bernoulli_glm() -> None:
     difference = torch.eye(9) - torch.ones(8).diag(-1)
     rough = difference @ difference + (torch.arange(9) / 9).sqrt().diag()
     precision = torch.block_diag(torch.tensor([[0.5]]), rough.T @ rough)
-    theta = pyro.sample("theta", dist.MultivariateNormal(torch.zeros(10), precision_matrix=precision))
+    theta = pyro.sample(
+        "theta", dist.MultivariateNormal(torch.zeros(10), precision_matrix=precision)
+    )
     pyro.sample("x", dist.Bernoulli(logits=theta @ stimulus().T).to_event(1))
 
 
-def solved(rates: list[Tensor], effects: list[Tensor], start: list[float], step: float, every: int) -> Tensor:
+def solved(
+    rates: list[Tensor], effects: list[Tensor], start: list[float], step: float, every: int
+) -> Tensor:
     """States ``(*batch, 10, 2)`` after each of ten times ``every`` Runge-Kutta steps from ``start``.
 
     States are logs of two numbers; the slope of each is its rate, plus the other number times its effect. Logs are held
@@ -123,7 +133,10 @@ def solved(rates: list[Tensor], effects: list[Tensor], start: list[float], step:
 
 def sir() -> None:
     """An epidemic of a million: contacts and recoveries a day, by 1,000 tests on each of ten days."""
-    theta = pyro.sample("theta", dist.LogNormal(torch.tensor([0.4, 0.125]).log(), torch.tensor([0.5, 0.2])).to_event(1))
+    theta = pyro.sample(
+        "theta",
+        dist.LogNormal(torch.tensor([0.4, 0.125]).log(), torch.tensor([0.5, 0.2])).to_event(1),
+    )
     contact, recovery = theta.unbind(-1)
     start = [0.0, -math.log(1e6)]  # shares that are susceptible and infected
     logs = solved([torch.zeros(()), -recovery], [-contact, contact], start, 2.0, 8)
@@ -155,7 +168,10 @@ def exact_moons(theta: Tensor, x: Tensor) -> Tensor:
 
 def exact_mixture(theta: Tensor, x: Tensor) -> Tensor:
     parts = [dist.Normal(x.double(), scale) for scale in (1.0, 0.1)]
-    inside = [(part.cdf(torch.tensor(10.0)) - part.cdf(torch.tensor(-10.0))).log().sum(-1) for part in parts]
+    inside = [
+        (part.cdf(torch.tensor(10.0)) - part.cdf(torch.tensor(-10.0))).log().sum(-1)
+        for part in parts
+    ]
     at = [part.log_prob(theta.double()).sum(-1) for part in parts]
     return torch.stack(at).logsumexp(0) - torch.stack(inside).logsumexp(0)
 
@@ -184,10 +200,14 @@ def draw_slcp(x: Tensor, num: int) -> Tensor:
         kept, theta = [], 6 * torch.rand(2**23, 3) - 3
         center, scale = points.mean(0), plane_scale(theta)
         white = torch.linalg.solve_triangular(scale, (points - center).T, upper=False)
-        log_weight = -3 * scale.diagonal(dim1=-2, dim2=-1).log().sum(-1) - white.square().sum((-2, -1)) / 2
+        log_weight = (
+            -3 * scale.diagonal(dim1=-2, dim2=-1).log().sum(-1) - white.square().sum((-2, -1)) / 2
+        )
         weight = log_weight.double().softmax(0)
         if weight.square().sum() * num > 1:
-            raise ValueError("Expected as many effective draws as are asked for; got fewer. Draw more of the prior.")
+            raise ValueError(
+                "Expected as many effective draws as are asked for; got fewer. Draw more of the prior."
+            )
         while sum(map(len, kept)) < num:
             rows = torch.multinomial(weight, num, replacement=True)
             mean = center + (scale[rows] @ torch.randn(num, 2, 1)).squeeze(-1) / 2
@@ -200,8 +220,10 @@ class Task(NamedTuple):
     model: Callable
     exact: Callable[[Tensor, Tensor], Tensor] | None
     temperatures: int = 200  # of the references
-    statistics: Callable[[Tensor], Tensor] = torch.clone  # what methods for black boxes are given of the data
-    draw: Callable[[Tensor, int], Tensor] | None = None  # exact draws of the posterior, in place of the references
+    # what methods for black boxes are given of the data
+    statistics: Callable[[Tensor], Tensor] = torch.clone
+    # exact draws of the posterior, in place of the references
+    draw: Callable[[Tensor, int], Tensor] | None = None
 
 
 TASKS = {

@@ -108,7 +108,9 @@ def measure(
     guides = {"AutoNaMIGuide": AutoNaMIGuide(model), baseline.__name__: baseline(model)}
     steps = {key: stepper(model, guide, args) for key, guide in guides.items()}
     times = time_in_turn(steps, rounds, calls, warmup)
-    ratios = [ours / theirs for ours, theirs in zip(times["AutoNaMIGuide"], times[baseline.__name__])]
+    ratios = [
+        ours / theirs for ours, theirs in zip(times["AutoNaMIGuide"], times[baseline.__name__])
+    ]
     low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else 3 * ratios
     return {
         "model": name,
@@ -122,9 +124,14 @@ def measure(
 
 def report(records: list[dict]) -> None:
     """Prints the table."""
-    print(f"{'model':<22} {'AutoNaMIGuide':>14} {'Pyro guide':>24} {'ratio':>6} {'quartiles':>12}   limit")
+    print(
+        f"{'model':<22} {'AutoNaMIGuide':>14} {'Pyro guide':>24} {'ratio':>6} {'quartiles':>12}   limit"
+    )
     for record in records:
-        ours, theirs = record["milliseconds"]["AutoNaMIGuide"], record["milliseconds"][record["baseline"]]
+        ours, theirs = (
+            record["milliseconds"]["AutoNaMIGuide"],
+            record["milliseconds"][record["baseline"]],
+        )
         low, high = record["ratio_quartiles"]
         print(
             f"{record['model']:<22} {ours:11.2f} ms {record['baseline'] + f' {theirs:.2f} ms':>24} "
@@ -140,10 +147,14 @@ def main() -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="a few steps, to see that it runs; writes no results"
     )
-    parser.add_argument("--rounds", type=int, default=21, help="rounds in which the guides take turns")
+    parser.add_argument(
+        "--rounds", type=int, default=21, help="rounds in which the guides take turns"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rounds, calls, warmup, depth = (1, 2, 2, 3) if arguments.smoke else (arguments.rounds, 100, 200, 5)
+    rounds, calls, warmup, depth = (
+        (1, 2, 2, 3) if arguments.smoke else (arguments.rounds, 100, 200, 5)
+    )
     schools = (torch.tensor(ERRORS), torch.tensor(EFFECTS))
     tree, leaves = gaussian_tree(depth)
     records = [

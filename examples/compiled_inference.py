@@ -38,17 +38,25 @@ LEARNING_RATE = 5e-3
 def columns(values: Mapping[str, Tensor]) -> Tensor:
     """Draws ``(count, 10)``: mu, tau, and all theta."""
     count = len(values["mu"])
-    return torch.cat([values[site].reshape(count, -1).double().cpu() for site in ("mu", "tau", "theta")], -1)
+    return torch.cat(
+        [values[site].reshape(count, -1).double().cpu() for site in ("mu", "tau", "theta")], -1
+    )
 
 
 def print_posterior(rows: Mapping[str, Tensor], exact: Tensor) -> None:
     """Means and sds of draws ``(count, 10)``, and how far they are from exact ones."""
-    print(f"\n{'posterior mean (sd)':<22}{'mu':>16}{'tau':>16}{'theta_1':>16}{'mean off, sds':>15}{'sds off':>9}")
+    print(
+        f"\n{'posterior mean (sd)':<22}{'mu':>16}{'tau':>16}{'theta_1':>16}{'mean off, sds':>15}{'sds off':>9}"
+    )
     for name, draws in rows.items():
         cells = [f"{draws[:, i].mean():.2f} ({draws[:, i].std():.2f})" for i in range(3)]
         shift = ((draws.mean(0) - exact.mean(0)) / exact.std(0)).abs().max()
         ratio = (draws.std(0) / exact.std(0) - 1).abs().max()
-        print(f"{name:<22}" + "".join(f"{cell:>16}" for cell in cells) + f"{shift:>15.2f}{ratio:>9.2f}")
+        print(
+            f"{name:<22}"
+            + "".join(f"{cell:>16}" for cell in cells)
+            + f"{shift:>15.2f}{ratio:>9.2f}"
+        )
 
 
 def main() -> None:
@@ -115,10 +123,17 @@ def main() -> None:
         truth,
     )
     share = float(weighted.effective_sample_size) / draws
-    print(f"\n{draws:,} weighted draws in {seconds:.2f} s: {share:.0%} effective, k-hat {float(weighted.pareto_k):.2f}")
+    print(
+        f"\n{draws:,} weighted draws in {seconds:.2f} s: {share:.0%} effective, k-hat {float(weighted.pareto_k):.2f}"
+    )
     print(f"log evidence, nats: {exact.log_evidence:.4f} exact")
-    for name, result in (("importance sampling", weighted), ("annealed importance sampling", annealed)):
-        print(f"  {name}: {float(result.log_evidence):.4f} +- {float(result.log_evidence_error):.4f}")
+    for name, result in (
+        ("importance sampling", weighted),
+        ("annealed importance sampling", annealed),
+    ):
+        print(
+            f"  {name}: {float(result.log_evidence):.4f} +- {float(result.log_evidence_error):.4f}"
+        )
     numbers = {
         "effective share": share,
         "pareto k": float(weighted.pareto_k),
@@ -129,7 +144,9 @@ def main() -> None:
         "passed": found.passed,
     }
     (arguments.out / "results.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    print(f"\nWritten to {arguments.out}: diagnosis.png, results.json, and the checkpoint of training")
+    print(
+        f"\nWritten to {arguments.out}: diagnosis.png, results.json, and the checkpoint of training"
+    )
 
 
 if __name__ == "__main__":

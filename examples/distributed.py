@@ -42,7 +42,9 @@ def make_model(weights: Tensor) -> Callable[[], None]:
     def model() -> None:
         values = [pyro.sample("x_0", dist.Normal(weights.new_zeros(()), 1.0))]
         for i in range(1, SITES):
-            values.append(pyro.sample(f"x_{i}", dist.Normal(weights[i] * values[(i - 1) // 2], 1.0)))
+            values.append(
+                pyro.sample(f"x_{i}", dist.Normal(weights[i] * values[(i - 1) // 2], 1.0))
+            )
 
     return model
 
@@ -54,11 +56,15 @@ def posterior_log_prob(weights: Tensor, draws: JointDraws) -> Tensor:
         influence[i, (i - 1) // 2] = -weights[i]
     precision = influence.T @ influence
     values = (
-        torch.stack([{**draws.latents, **draws.observed}[f"x_{i}"] for i in range(SITES)], -1).double().cpu()
+        torch.stack([{**draws.latents, **draws.observed}[f"x_{i}"] for i in range(SITES)], -1)
+        .double()
+        .cpu()
     )
     latent = precision[:INNER, :INNER]
     mean = -torch.linalg.solve(latent, precision[:INNER, INNER:] @ values[:, INNER:].T).T
-    return torch.distributions.MultivariateNormal(mean, precision_matrix=latent).log_prob(values[:, :INNER])
+    return torch.distributions.MultivariateNormal(mean, precision_matrix=latent).log_prob(
+        values[:, :INNER]
+    )
 
 
 def join(device: str) -> tuple[int, int, str]:
@@ -84,13 +90,16 @@ def main() -> None:
     weights = 0.5 + 1.5 * torch.rand(SITES, generator=torch.Generator().manual_seed(0))
     with torch.device(device):
         model = make_model(weights.to(device))
-        guide = AutoNaMIGuide(model, observed=LEAVES, exact=False)  # as nothing would be left to train
+        # as nothing would be left to train
+        guide = AutoNaMIGuide(model, observed=LEAVES, exact=False)
         compilation = InferenceCompilation(
             model,
             guide,
             functools.partial(torch.optim.Adam, lr=LEARNING_RATE),
             batch_size=BATCH // processes,
-            scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
+                optimizer, steps
+            ),
             clip_norm=10.0,
             wrap=DistributedDataParallel if torch.distributed.is_initialized() else None,
         )
@@ -118,8 +127,14 @@ def main() -> None:
             "its error": kl[1],
         }
         name = f"{processes} process{'es' if processes > 1 else ''}"
-        print(f"\n{name}: {history.simulations:,} simulations in {seconds:.0f} s, {count:,} trees held out")
-        print("KL of the guide to the exact posterior of 15 latents: {:.4f} +- {:.4f} nats".format(*kl))
+        print(
+            f"\n{name}: {history.simulations:,} simulations in {seconds:.0f} s, {count:,} trees held out"
+        )
+        print(
+            "KL of the guide to the exact posterior of 15 latents: {:.4f} +- {:.4f} nats".format(
+                *kl
+            )
+        )
         (arguments.out / "results.json").write_text(json.dumps(numbers, indent=1) + "\n")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -40,7 +40,9 @@ def read_table(name: str, *text: str) -> dict[str, Tensor]:
     """The columns of a file of numbers, without those that hold text."""
     with (Path(__file__).parent / "data" / f"{name}.csv").open() as file:
         rows = list(csv.DictReader(file))
-    return {key: torch.tensor([float(row[key]) for row in rows]) for key in rows[0] if key not in text}
+    return {
+        key: torch.tensor([float(row[key]) for row in rows]) for key in rows[0] if key not in text
+    }
 
 
 # ---- radon
@@ -83,7 +85,9 @@ def linear_radon(county: Tensor, floor: Tensor, y: Tensor) -> LinearModel:
 # ---- penicillin, and other crossed designs
 
 
-def crossed(first: Tensor, second: Tensor, sizes: tuple[int, int], y: Tensor | None = None) -> Tensor:
+def crossed(
+    first: Tensor, second: Tensor, sizes: tuple[int, int], y: Tensor | None = None
+) -> Tensor:
     """Effects of two kinds of groups, which cross.
 
     Args:
@@ -139,7 +143,9 @@ def seeds(seed: Tensor, extract: Tensor, total: Tensor, germinated: Tensor | Non
     sigma = pyro.sample("sigma", dist.HalfNormal(1.0))
     with pyro.plate("plates", len(total)):
         effect = pyro.sample("effect", dist.Normal(0.0, sigma))
-        logits = intercept + of_seed * seed + of_extract * extract + of_both * seed * extract + effect
+        logits = (
+            intercept + of_seed * seed + of_extract * extract + of_both * seed * extract + effect
+        )
         return pyro.sample("germinated", dist.Binomial(total, logits=logits), obs=germinated)
 
 
@@ -148,7 +154,9 @@ def read_seeds() -> tuple[Tensor, ...]:
     return tuple(read_table("seeds").values())
 
 
-def generalized_seeds(seed: Tensor, extract: Tensor, total: Tensor, germinated: Tensor) -> GeneralizedModel:
+def generalized_seeds(
+    seed: Tensor, extract: Tensor, total: Tensor, germinated: Tensor
+) -> GeneralizedModel:
     names = ("intercept", "of_seed", "of_extract", "of_both")
     columns = (torch.ones_like(seed), seed, extract, seed * extract)
     return GeneralizedModel(
@@ -221,7 +229,14 @@ class Study(NamedTuple):
 COUNTIES = ("alpha", "beta")
 CROSSED: Any = (linear_crossed, ("mu", "tau_a", "tau_b", "sigma"), ("a", "b"), (), (("mu", "b"),))
 STUDIES = {
-    "radon": Study(radon, read_radon, linear_radon, ("mu_a", "mu_b", "tau_a", "tau_b", "sigma"), COUNTIES, COUNTIES),
+    "radon": Study(
+        radon,
+        read_radon,
+        linear_radon,
+        ("mu_a", "mu_b", "tau_a", "tau_b", "sigma"),
+        COUNTIES,
+        COUNTIES,
+    ),
     "penicillin": Study(crossed, read_penicillin, *CROSSED),
     "seeds": Study(
         seeds,
@@ -232,7 +247,12 @@ STUDIES = {
         ("effect",),
     ),
     "epilepsy": Study(
-        epilepsy, read_epilepsy, generalized_epilepsy, ("beta", "tau", "sigma"), ("own", "visit"), ("own", "visit")
+        epilepsy,
+        read_epilepsy,
+        generalized_epilepsy,
+        ("beta", "tau", "sigma"),
+        ("own", "visit"),
+        ("own", "visit"),
     ),
     "sparse": Study(crossed, simulate, *CROSSED),
 }
@@ -247,7 +267,11 @@ def plot_effects(problem: Problem, rows: Mapping[str, Row], path: Path) -> None:
     for axis, site in zip(axes[:, 0], problem.effects):
         order = rows["exact draws"].draws[site].mean(0).argsort()
         order = order[:: -(-len(order) // 60)]
-        intervals = [(name, rows[name].draws[site][:, order], color) for name, color in colors.items() if name in rows]
+        intervals = [
+            (name, rows[name].draws[site][:, order], color)
+            for name, color in colors.items()
+            if name in rows
+        ]
         draw_intervals(axis, intervals)
         axis.set(title=f"effects '{site}'", xlabel="ordered by mean", xticks=[])
     axes[0, 0].legend(frameon=False, loc="upper left")
@@ -258,11 +282,20 @@ def plot_effects(problem: Problem, rows: Mapping[str, Row], path: Path) -> None:
 def main() -> None:
     """Trains all guides on each model, prints the tables and writes the plots."""
     parser = argument_parser(__doc__, "out/mixed_models")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(STUDIES)}; the first four by default")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of {', '.join(STUDIES)}; the first four by default",
+    )
     parser.add_argument("--rate", type=float, default=0.01, help="learning rate of all guides")
-    parser.add_argument("--guides", nargs="+", choices=GUIDES, default=list(GUIDES), metavar="GUIDE")
+    parser.add_argument(
+        "--guides", nargs="+", choices=GUIDES, default=list(GUIDES), metavar="GUIDE"
+    )
     parser.add_argument("--nuts", action="store_true", help="judge by NUTS as well")
-    parser.add_argument("--sparse", type=int, nargs=3, metavar=("A", "B", "ROWS"), default=(300, 40, 1200))
+    parser.add_argument(
+        "--sparse", type=int, nargs=3, metavar=("A", "B", "ROWS"), default=(300, 40, 1200)
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.names).difference(STUDIES):
         parser.error(f"expected names of {', '.join(STUDIES)}; got {', '.join(sorted(unknown))}")
@@ -276,8 +309,12 @@ def main() -> None:
         problem, out = Problem(model, data, *rest), arguments.out / name
         rows = study(problem, exact(*data), arguments, out)
         plot_effects(problem, rows, out / "effects.png")
-        gaps[name] = {guide: rows["exact draws"].elbo - rows[guide].elbo for guide in arguments.guides}
-    print("\nLog evidence minus ELBO, nats\n\n" + " " * 31 + "".join(f"{name:>12}" for name in gaps))
+        gaps[name] = {
+            guide: rows["exact draws"].elbo - rows[guide].elbo for guide in arguments.guides
+        }
+    print(
+        "\nLog evidence minus ELBO, nats\n\n" + " " * 31 + "".join(f"{name:>12}" for name in gaps)
+    )
     for guide in arguments.guides:
         print(f"{guide:<31}" + "".join(f"{found[guide]:>12.3f}" for found in gaps.values()))
     print(f"\nWritten to {arguments.out}, a folder for each: results.json, errors.png, effects.png")

@@ -105,7 +105,9 @@ def train(guide: AutoNaMIGuide, steps: int) -> tuple[list[float], float]:
             schedule.step()
             losses.append(loss.item())
             if step % 50 == 49:
-                progress.set_postfix_str(f"loss {sum(losses[-50:]) / 50:.2f} nats a data set", refresh=False)
+                progress.set_postfix_str(
+                    f"loss {sum(losses[-50:]) / 50:.2f} nats a data set", refresh=False
+                )
     return losses, time.perf_counter() - start
 
 
@@ -113,7 +115,8 @@ def train(guide: AutoNaMIGuide, steps: int) -> tuple[list[float], float]:
 def sample(guide: AutoNaMIGuide, y: Tensor, count: int) -> tuple[Draws, float]:
     """Draws of the latents given a data set, and the seconds they took."""
     start = time.perf_counter()
-    with pyro.plate("draws", count, dim=-2):  # Predictive(parallel=True) takes no vectors outside plates
+    # Predictive(parallel=True) takes no vectors outside plates
+    with pyro.plate("draws", count, dim=-2):
         values = guide(y)
     seconds = time.perf_counter() - start
     return {site: values[site].reshape(count, COMPONENTS).double().cpu() for site in SITES}, seconds
@@ -145,18 +148,23 @@ def print_table(
     shift, ratio = compare(draws, nuts, SITES)
     print(f"\n{size:,} points. Guide: {seconds:.2f} s. NUTS: ", end="")
     print(", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
-    print(f"{'':<12}{'truth':>9}{'NUTS':>18}{'AutoNaMIGuide':>18}{'mean off, sds':>15}{'sd ratio':>10}")
+    print(
+        f"{'':<12}{'truth':>9}{'NUTS':>18}{'AutoNaMIGuide':>18}{'mean off, sds':>15}{'sd ratio':>10}"
+    )
     names = [f"{site}_{k + 1}" for site in SITES for k in range(COMPONENTS)]
     flat = [torch.cat([part[site] for site in SITES], -1) for part in (nuts, draws)]
     truth = torch.cat([TRUTH[site] for site in SITES])
     for i, name in enumerate(names):
         cells = [f"{part[:, i].mean():.3f} ({part[:, i].std():.3f})" for part in flat]
-        print(f"{name:<12}{truth[i]:>9.2f}{cells[0]:>18}{cells[1]:>18}{shift[i]:>15.2f}{ratio[i]:>10.2f}")
+        print(
+            f"{name:<12}{truth[i]:>9.2f}{cells[0]:>18}{cells[1]:>18}{shift[i]:>15.2f}{ratio[i]:>10.2f}"
+        )
     print(
         f"largest difference of a mean {shift.abs().max():.2f} sds; sd ratios {ratio.min():.2f} to {ratio.max():.2f}"
     )
     found = {
-        name: {"mean off": s, "sd ratio": r} for name, s, r in zip(names, shift.tolist(), ratio.tolist())
+        name: {"mean off": s, "sd ratio": r}
+        for name, s, r in zip(names, shift.tolist(), ratio.tolist())
     }
     return {"latents": found, "seconds": seconds, "NUTS": numbers}
 
@@ -171,25 +179,37 @@ def plot(found: list[tuple[int, Tensor, Draws, Draws]], path: Path) -> None:
     )
     for row, (size, y, draws, nuts) in zip(axes, found):
         row[0].hist(y.cpu(), bins=50, range=(-5, 5), density=True, color="lightgray")
-        low, middle, high = density(draws, grid).quantile(torch.tensor([0.05, 0.5, 0.95]).double(), 0)
+        low, middle, high = density(draws, grid).quantile(
+            torch.tensor([0.05, 0.5, 0.95]).double(), 0
+        )
         row[0].fill_between(
             grid, low, high, color="tab:blue", alpha=0.3, linewidth=0, label="guide, 90% band"
         )
         row[0].plot(grid, middle, color="tab:blue", label="guide, median")
         row[0].plot(
-            grid, density(nuts, grid).quantile(0.5, 0), color="black", linestyle="--", label="NUTS, median"
+            grid,
+            density(nuts, grid).quantile(0.5, 0),
+            color="black",
+            linestyle="--",
+            label="NUTS, median",
         )
         row[0].plot(grid, truth, color="tab:red", linewidth=1, label="truth")
         row[0].set(title=f"density of y, {size:,} points", xlabel="y", xlim=(-5, 5))
         for axis, site in zip(row[1:], ("locs", "scales", "weights")):
-            draw_intervals(axis, [("NUTS", nuts[site], "black"), ("AutoNaMIGuide", draws[site], "tab:blue")])
+            draw_intervals(
+                axis, [("NUTS", nuts[site], "black"), ("AutoNaMIGuide", draws[site], "tab:blue")]
+            )
             place = torch.arange(COMPONENTS)
-            axis.hlines(TRUTH[site], place - 0.35, place + 0.35, color="tab:red", linewidth=1, label="truth")
+            axis.hlines(
+                TRUTH[site], place - 0.35, place + 0.35, color="tab:red", linewidth=1, label="truth"
+            )
             axis.set(title=f"{site}, {size:,} points", xlabel="component", xticks=place)
             axis.set_xticklabels((1 + place).tolist())
     axes[0, 0].set_ylim(0, 1.25 * axes[0, 0].get_ylim()[1])  # room for the legend
     axes[0, 0].legend(frameon=False, ncols=2)
-    figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(
+        *axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -217,7 +237,9 @@ def summed(y: Tensor) -> None:
     """The same with the components summed out."""
     weights, locs, scales = components()
     with pyro.plate("eruptions", len(y)):
-        pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, scales)), obs=y)
+        pyro.sample(
+            "y", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, scales)), obs=y
+        )
 
 
 def read_waiting() -> Tensor:
@@ -239,7 +261,12 @@ def faithful(arguments: argparse.Namespace) -> None:
         for seed in (arguments.seed, arguments.seed + 1):
             for make, told in ((AutoNaMIGuide, assigned), (AutoNormal, summed)):
                 name = f"{make.__name__}, rate {rate}, seed {seed}"
-                options: dict[str, Any] = {"steps": steps, "seed": seed, "chunks": chunks, "learning_rate": rate}
+                options: dict[str, Any] = {
+                    "steps": steps,
+                    "seed": seed,
+                    "chunks": chunks,
+                    "learning_rate": rate,
+                }
                 guide, row = fit(problem._replace(model=told), name, make, **options)
                 judged[name] = density(row.draws, y.double()).mean(0).log().mean().item()
                 draws.setdefault(make.__name__, row.draws)
@@ -254,8 +281,12 @@ def faithful(arguments: argparse.Namespace) -> None:
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
     axis.hist(y, bins=40, density=True, color="lightgray")
     grid = torch.linspace(-2.5, 2.5, 301).double()
-    for (name, each), color in zip({"NUTS": nuts, **draws}.items(), ("black", "tab:blue", "tab:orange")):
-        low, middle, high = density(each, grid).quantile(torch.tensor([0.05, 0.5, 0.95]).double(), 0)
+    for (name, each), color in zip(
+        {"NUTS": nuts, **draws}.items(), ("black", "tab:blue", "tab:orange")
+    ):
+        low, middle, high = density(each, grid).quantile(
+            torch.tensor([0.05, 0.5, 0.95]).double(), 0
+        )
         axis.plot(grid, middle, color=color, label=f"{name}, median and 90% band")
         axis.fill_between(grid, low, high, color=color, alpha=0.2, linewidth=0)
     axis.set(title="Old Faithful: density of the time to the next eruption", xlabel="standardized")
@@ -268,7 +299,9 @@ def faithful(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Trains on simulations, then prints tables and writes plots for two sizes of one data set; or Old Faithful."""
     parser = argument_parser(__doc__, "out/mixture", steps=None)
-    parser.add_argument("--faithful", action="store_true", help="Old Faithful, with exact assignments")
+    parser.add_argument(
+        "--faithful", action="store_true", help="Old Faithful, with exact assignments"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -280,7 +313,8 @@ def main() -> None:
     data = poutine.condition(model, TRUTH)(size=TEST_SIZES[-1])
     problems = [Problem(model, (data[:size],), SITES, dense=True) for size in TEST_SIZES]
     references = [
-        run_nuts(each, arguments.out, seed=arguments.seed, smoke=arguments.smoke) for each in problems
+        run_nuts(each, arguments.out, seed=arguments.seed, smoke=arguments.smoke)
+        for each in problems
     ]
 
     pyro.clear_param_store()
@@ -293,7 +327,9 @@ def main() -> None:
     print(guide.inverse)
     last = losses[-len(losses) // 10 :]
     loss = sum(last) / len(last)
-    print(f"\nTrained {seconds:.0f} s on {steps * BATCH:,} data sets; loss at the end {loss:.3f} nats.")
+    print(
+        f"\nTrained {seconds:.0f} s on {steps * BATCH:,} data sets; loss at the end {loss:.3f} nats."
+    )
 
     results: dict[str, Any] = {"training seconds": seconds, "loss": loss}
     for size, (draws, took), (nuts, numbers) in zip(TEST_SIZES, sampled, references):

@@ -36,10 +36,32 @@ NAMES = ("mu", "tau", *(f"theta_{j}" for j in range(1, 9)))
 # Means and sds of the reference draws of posteriordb, "eight_schools-eight_schools_noncentered" (10,000 draws of
 # Stan's NUTS; github.com/stan-dev/posteriordb, BSD 3-clause). Order as in NAMES.
 REFERENCE_MEAN = torch.tensor(
-    [4.410518, 3.60206, 6.150502, 4.939581, 3.905906, 4.796017, 3.614436, 4.051148, 6.31717, 4.883997]
+    [
+        4.410518,
+        3.60206,
+        6.150502,
+        4.939581,
+        3.905906,
+        4.796017,
+        3.614436,
+        4.051148,
+        6.31717,
+        4.883997,
+    ]
 )
 REFERENCE_SD = torch.tensor(
-    [3.309296, 3.198478, 5.615863, 4.645578, 5.280712, 4.770938, 4.614721, 4.796248, 5.002855, 5.317692]
+    [
+        3.309296,
+        3.198478,
+        5.615863,
+        4.645578,
+        5.280712,
+        4.770938,
+        4.614721,
+        4.796248,
+        5.002855,
+        5.317692,
+    ]
 )
 
 GUIDES: dict[str, Callable[[Callable], AutoGuide]] = {
@@ -72,7 +94,9 @@ class Exact:
     def __init__(self, cells: int = 8001) -> None:
         self.log_tau = torch.linspace(-12.0, 8.0, cells, dtype=torch.float64)
         mean, precision, log_likelihood = self._given(self.log_tau.exp())
-        log_joint = log_likelihood + dist.HalfCauchy(5.0).log_prob(self.log_tau.exp()) + self.log_tau
+        log_joint = (
+            log_likelihood + dist.HalfCauchy(5.0).log_prob(self.log_tau.exp()) + self.log_tau
+        )
         log_mass = log_joint + math.log(self.log_tau[1] - self.log_tau[0])
         self.log_evidence = log_mass.logsumexp(0).item()
         self._weights = (log_mass - self.log_evidence).exp()
@@ -94,12 +118,16 @@ class Exact:
     def sample(self, count: int) -> Tensor:
         """Exact draws, ``(count, 10)``, columns as in `NAMES`."""
         cell = torch.multinomial(self._weights, count, replacement=True)
-        jitter = (torch.rand(count, dtype=torch.float64) - 0.5) * (self.log_tau[1] - self.log_tau[0])
+        jitter = (torch.rand(count, dtype=torch.float64) - 0.5) * (
+            self.log_tau[1] - self.log_tau[0]
+        )
         tau = (self.log_tau[cell] + jitter).exp()
         mean, precision, _ = self._given(tau)
         mu = torch.normal(mean, precision.rsqrt())
         theta_mean, theta_variance = self._theta_given(tau, mu)
-        return torch.cat([mu[:, None], tau[:, None], torch.normal(theta_mean, theta_variance.sqrt())], -1)
+        return torch.cat(
+            [mu[:, None], tau[:, None], torch.normal(theta_mean, theta_variance.sqrt())], -1
+        )
 
     def density(self, theta_1: Tensor) -> Tensor:
         """Posterior density of theta_1 and log tau on a grid, ``(cells, len(theta_1))``, up to a constant."""
@@ -108,7 +136,10 @@ class Exact:
         theta_mean, theta_variance = (part[:, 0] for part in self._theta_given(tau, mean))
         slope = theta_variance / tau**2  # d E[theta_1 | tau, mu] / d mu
         sd = (theta_variance + slope**2 / precision).sqrt()
-        return self._weights[:, None] * dist.Normal(theta_mean[:, None], sd[:, None]).log_prob(theta_1).exp()
+        return (
+            self._weights[:, None]
+            * dist.Normal(theta_mean[:, None], sd[:, None]).log_prob(theta_1).exp()
+        )
 
 
 class Result(NamedTuple):
@@ -142,7 +173,9 @@ def judge(name: str, exact: Exact, arguments: argparse.Namespace) -> Result:
 
 def print_table(rows: list[Result], exact: Exact, exact_draws: Tensor) -> None:
     """ELBO gaps and marginals; deviations are in sds of the reference draws."""
-    print("\nELBO gap: exact log evidence minus ELBO, in nats (0 is the exact posterior), +- standard error.")
+    print(
+        "\nELBO gap: exact log evidence minus ELBO, in nats (0 is the exact posterior), +- standard error."
+    )
     print(
         "Then posterior mean and sd, and the largest deviation of a mean and of an sd over all ten unknowns,"
     )
@@ -176,11 +209,15 @@ def plot_funnels(rows: list[Result], exact: Exact, exact_draws: Tensor, path: Pa
     levels = [ordered[(mass < share).sum()].item() for share in (0.9, 0.5)]
     panels = [("exact posterior", "exact draws", exact_draws)]
     panels += [(row.name, f"ELBO gap {row.gap:.3f} nats", row.draws) for row in rows]
-    figure, axes = plt.subplots(2, 3, figsize=(11.5, 7.2), sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        2, 3, figsize=(11.5, 7.2), sharex=True, sharey=True, layout="constrained"
+    )
     for axis, (name, note, draws) in zip(axes.flat, panels):
         color = "tab:gray" if name == "exact posterior" else "tab:blue"
         points = draws[:2000]
-        axis.scatter(points[:, 2], points[:, 1], s=4, alpha=0.35, color=color, linewidths=0, rasterized=True)
+        axis.scatter(
+            points[:, 2], points[:, 1], s=4, alpha=0.35, color=color, linewidths=0, rasterized=True
+        )
         axis.contour(theta, exact.log_tau.exp(), density, levels, colors="black", linewidths=1.1)
         axis.set(yscale="log", xlim=(-14, 30), ylim=(0.03, 40))
         axis.set_title(f"{name}\n{note}", fontsize=10)
@@ -200,7 +237,8 @@ def write_networks(guide: AutoNaMIGuide, folder: Path) -> list[Path]:
     plot_networks(guide, paths[0])
     paths[1].write_text(
         "\n".join(
-            f"## {name}\n\n```mermaid\n{render(part, 'mermaid')}\n```\n" for name, part in parts.items()
+            f"## {name}\n\n```mermaid\n{render(part, 'mermaid')}\n```\n"
+            for name, part in parts.items()
         )
     )
     if shutil.which("dot"):
@@ -225,7 +263,9 @@ def plot_networks(guide: AutoNaMIGuide, path: Path) -> None:
         f"its inverse, which the guide follows: {len(found)} edges",
     )
     for axis, title, edges in zip(axes, titles, (net.edges, found)):
-        plate = FancyBboxPatch((-0.62, -0.6), 1.24, 2.35, boxstyle="round,pad=0.05", fill=False, color="gray")
+        plate = FancyBboxPatch(
+            (-0.62, -0.6), 1.24, 2.35, boxstyle="round,pad=0.05", fill=False, color="gray"
+        )
         axis.add_patch(plate)
         axis.text(0.6, -0.58, "schools (8)", ha="right", va="bottom", color="gray", fontsize=9)
         for parent, child in edges:
@@ -264,7 +304,9 @@ def main() -> None:
 
     guide = AutoNaMIGuide(model)
     guide(SIGMA, Y)
-    print(f"The model's network\n{guide.bayesnet}\n\nWhat the guide samples, in order\n{guide.inverse}\n")
+    print(
+        f"The model's network\n{guide.bayesnet}\n\nWhat the guide samples, in order\n{guide.inverse}\n"
+    )
     written = write_networks(guide, arguments.out)
 
     exact = Exact()

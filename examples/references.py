@@ -59,19 +59,25 @@ class Problem(NamedTuple):
 # ---- NUTS
 
 
-def run_nuts(problem: Problem, folder: Path, *, seed: int, smoke: bool) -> tuple[Draws, dict[str, float]]:
+def run_nuts(
+    problem: Problem, folder: Path, *, seed: int, smoke: bool
+) -> tuple[Draws, dict[str, float]]:
     """NUTS draws in double precision and their diagnostics; read from a file if the same were drawn before."""
     chains, warmup, kept, depth = (2, 4, 10, 2) if smoke else (4, 500, 1000, 10)
     problem = problem.convert(lambda part: part.double() if part.is_floating_point() else part)
     settings = (seed, chains, warmup, kept, depth)
-    return _stored(folder / f"nuts-{fingerprint(problem, *settings)}.npz", lambda: _sample(problem, *settings))
+    return _stored(
+        folder / f"nuts-{fingerprint(problem, *settings)}.npz", lambda: _sample(problem, *settings)
+    )
 
 
 def _sample(
     problem: Problem, seed: int, chains: int, warmup: int, kept: int, depth: int
 ) -> tuple[Draws, dict[str, float]]:
     start, divergences, parts = time.perf_counter(), 0, []
-    model = poutine.reparam(problem.model, {site: LocScaleReparam(0.0) for site in problem.noncentered})
+    model = poutine.reparam(
+        problem.model, {site: LocScaleReparam(0.0) for site in problem.noncentered}
+    )
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -90,7 +96,10 @@ def _sample(
                 parts.append(predictive(*problem.arguments))
     finally:
         torch.set_default_dtype(before)
-    chained = {site: torch.stack([part[site].reshape(kept, -1) for part in parts]) for site in problem.sites}
+    chained = {
+        site: torch.stack([part[site].reshape(kept, -1) for part in parts])
+        for site in problem.sites
+    }
     every = torch.cat(list(chained.values()), -1)
     found = {
         "largest R-hat": split_gelman_rubin(every, 0, 1).max().item(),
@@ -101,13 +110,17 @@ def _sample(
     return {site: part.flatten(0, 1).squeeze(-1) for site, part in chained.items()}, found
 
 
-def _stored(path: Path, make: Callable[[], tuple[Draws, dict[str, float]]]) -> tuple[Draws, dict[str, float]]:
+def _stored(
+    path: Path, make: Callable[[], tuple[Draws, dict[str, float]]]
+) -> tuple[Draws, dict[str, float]]:
     """Draws and what was found of them: from a file if it is there, else made and written to it."""
     if path.exists():
         print(f"Draws of an earlier run, from {path}")
         with np.load(path) as file:
             found = json.loads(str(file["found"]))
-            return {site: torch.from_numpy(file[site]) for site in file.files if site != "found"}, found
+            return {
+                site: torch.from_numpy(file[site]) for site in file.files if site != "found"
+            }, found
     draws, found = make()
     arrays: dict[str, Any] = {site: part.numpy() for site, part in draws.items()}
     np.savez(path, found=json.dumps(found), **arrays)
@@ -164,7 +177,9 @@ class LinearModel:
         for part in self._chunks(sds):
             _, tril, whitened = self._given(part)
             noise = torch.randn(whitened.shape, dtype=torch.float64)
-            drawn.append(torch.linalg.solve_triangular(tril.mT, whitened + noise, upper=True)[..., 0])
+            drawn.append(
+                torch.linalg.solve_triangular(tril.mT, whitened + noise, upper=True)[..., 0]
+            )
         split = torch.cat(drawn).split(list(self._sizes.values()), -1)
         draws = {name: part.squeeze(-1) for name, part in zip(self._sizes, split)}
         shifts = {name: draws[center][:, None] for name, center in self._around.items()}
@@ -177,7 +192,9 @@ class LinearModel:
         own = [latent[sd] if isinstance(sd, str) else sd * one for sd in self._sds]
         prior = torch.stack(own, -1).square()
         variance = latent[self._noise].square()
-        tril = torch.linalg.cholesky(torch.diag_embed(1 / prior) + self._gram / variance[:, None, None])
+        tril = torch.linalg.cholesky(
+            torch.diag_embed(1 / prior) + self._gram / variance[:, None, None]
+        )
         information = self._moment / variance[:, None]
         whitened = torch.linalg.solve_triangular(tril, information[..., None], upper=False)
         spread = self._squares / variance - whitened.square().sum((-1, -2))
@@ -233,7 +250,10 @@ class GeneralizedModel:
     def _given(self, values: Tensor) -> tuple[Tensor, Callable[[], Draws]]:
         """log p(y | values), and a function that draws the effects."""
         size = self._design.shape[-1]
-        offset, sds = values[:, :size] @ self._design.T, dict(zip(self.priors, values[:, size:].unbind(-1)))
+        offset, sds = (
+            values[:, :size] @ self._design.T,
+            dict(zip(self.priors, values[:, size:].unbind(-1))),
+        )
         site, name = self._rows
         sd = sds[name][:, None]
         if self._groups is None:
@@ -263,7 +283,9 @@ class GeneralizedModel:
         return nodes, log_prior + self._likelihood(offset + nodes).log_prob(self._y)
 
 
-def _grid(count: int, span: float, center: Tensor, width: Tensor, sd: Tensor) -> tuple[Tensor, Tensor]:
+def _grid(
+    count: int, span: float, center: Tensor, width: Tensor, sd: Tensor
+) -> tuple[Tensor, Tensor]:
     """An even grid over ``span`` widths to both sides at a random shift, and log Normal(0, sd) times the step there."""
     places = torch.arange(count).double().reshape((-1,) + (1,) * center.dim()) - count / 2
     step = width * (2 * span / count)
@@ -330,8 +352,12 @@ def exact_posterior(exact: LinearModel | GeneralizedModel, count: int) -> Exact:
     share = 1 / (weights.square().sum().item() * count)
     values = natural(points)[torch.multinomial(weights, count, replacement=True)]
     sizes = {**exact.coefficients, **dict.fromkeys(exact.priors, 1)}
-    known = {name: part.squeeze(-1) for name, part in zip(sizes, values.split(list(sizes.values()), -1))}
-    return Exact({**known, **exact.sample(values)}, log_evidence, math.sqrt((1 / share - 1) / count), share)
+    known = {
+        name: part.squeeze(-1) for name, part in zip(sizes, values.split(list(sizes.values()), -1))
+    }
+    return Exact(
+        {**known, **exact.sample(values)}, log_evidence, math.sqrt((1 / share - 1) / count), share
+    )
 
 
 def _mode(log_joint: Callable[[Tensor], Tensor], start: Tensor) -> tuple[Tensor, Tensor]:
@@ -346,5 +372,7 @@ def _mode(log_joint: Callable[[Tensor], Tensor], start: Tensor) -> tuple[Tensor,
         return value
 
     optimizer.step(loss)
-    curvature = torch.autograd.functional.hessian(lambda each: -log_joint(each[None])[0], point.detach())
+    curvature = torch.autograd.functional.hessian(
+        lambda each: -log_joint(each[None])[0], point.detach()
+    )
     return point.detach(), torch.linalg.cholesky(torch.linalg.inv(curvature))

@@ -63,10 +63,16 @@ def held_out(posterior: AmortizedPosterior, theta: Tensor, x: Tensor) -> float:
     evidence = torch.stack([exact(each)[1] for each in x])
     truth = dist.Normal(distances(theta), NOISE).log_prob(x).sum(-1) - math.log(4) - evidence
     with torch.no_grad():
-        return (truth - posterior.guide.log_prob({"theta": theta}, observations={"x": x})).mean().item()
+        return (
+            (truth - posterior.guide.log_prob({"theta": theta}, observations={"x": x}))
+            .mean()
+            .item()
+        )
 
 
-def report(name: str, posterior: AmortizedPosterior, seconds: float, gap: float, draws: Any) -> dict[str, Any]:
+def report(
+    name: str, posterior: AmortizedPosterior, seconds: float, gap: float, draws: Any
+) -> dict[str, Any]:
     """Prints a line, and returns its figures."""
     upper = draws.resample(DRAWS)["theta"][:, 1].gt(0).double().mean().item()
     weighted = posterior.model is model
@@ -86,7 +92,9 @@ def report(name: str, posterior: AmortizedPosterior, seconds: float, gap: float,
 def plot(found: dict[str, Tensor], path: Path) -> None:
     """The exact posterior, and draws."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained", sharex=True, sharey=True)
+    figure, axes = plt.subplots(
+        1, 3, figsize=(12, 4), layout="constrained", sharex=True, sharey=True
+    )
     density = exact(HEARD)[0].exp()
     axes[0].imshow(density.T, extent=(-1, 1, -1, 1), origin="lower", cmap="Blues", aspect="auto")
     axes[0].set_title("exact, on a grid")
@@ -103,7 +111,9 @@ def plot(found: dict[str, Tensor], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--simulations", type=int, default=10_000)
     parser.add_argument("--smoke", action="store_true", help="a few steps on 200 simulations")
     parser.add_argument("--seed", type=int, default=0)
@@ -126,7 +136,9 @@ def main() -> None:
             draws = posterior({"x": HEARD}, num_samples=DRAWS)
         gap = held_out(posterior, test.latents["theta"], test.observed["x"])
         rows[name] = report(name, posterior, seconds, gap, draws)
-        found[name + (", resampled by weights" if given is model else "")] = draws.resample(DRAWS)["theta"]
+        found[name + (", resampled by weights" if given is model else "")] = draws.resample(DRAWS)[
+            "theta"
+        ]
     plot(found, arguments.out / "simulator.png")
     (arguments.out / "simulator.json").write_text(json.dumps(rows, indent=2) + "\n")
     print(f"\nWritten: {arguments.out / 'simulator.png'}, simulator.json")

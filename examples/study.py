@@ -75,7 +75,8 @@ def fit(
     pyro.set_rng_seed(seed)
     guide = make(problem.model)
     optimizer = CosineAnnealingLR(
-        {"optimizer": Adam, "optim_args": {"lr": learning_rate}, "T_max": steps}, clip_args={"clip_value": 10.0}
+        {"optimizer": Adam, "optim_args": {"lr": learning_rate}, "T_max": steps},
+        clip_args={"clip_value": 10.0},
     )
     svi = SVI(problem.model, guide, optimizer, elbo(particles))
     start = time.perf_counter()
@@ -90,10 +91,12 @@ def fit(
     with torch.no_grad():
         for _ in range(chunks):
             losses.append(-elbo(size).loss(problem.model, guide, *problem.arguments))
-            with pyro.plate("draws", size, dim=-2):  # Predictive(parallel=True) takes no vectors outside plates
+            # Predictive(parallel=True) takes no vectors outside plates
+            with pyro.plate("draws", size, dim=-2):
                 parts.append(guide(*problem.arguments))
     draws = {
-        site: torch.cat([part[site].squeeze().double().cpu() for part in parts]) for site in problem.sites
+        site: torch.cat([part[site].squeeze().double().cpu() for part in parts])
+        for site in problem.sites
     }
     values = torch.tensor(losses)
     return guide, Row(values.mean().item(), values.std().item() / math.sqrt(chunks), seconds, draws)
@@ -116,12 +119,16 @@ def compare(draws: Draws, reference: Draws, sites: Sequence[str]) -> tuple[Tenso
     return torch.cat(shifts), torch.cat(ratios)
 
 
-def print_table(problem: Problem, rows: Mapping[str, Row], against: str, evidence: float) -> dict[str, Any]:
+def print_table(
+    problem: Problem, rows: Mapping[str, Row], against: str, evidence: float
+) -> dict[str, Any]:
     """Prints how far all rows are from one of them, and returns it: globals and effects apart."""
     print(
         f"\nAgainst {against}: largest difference of a mean, in posterior sds; range of sd ratios; share of the"
     )
-    print("unknowns with both within 0.1 sd and 10%. Gap: exact log evidence minus ELBO, in nats.\n")
+    print(
+        "unknowns with both within 0.1 sd and 10%. Gap: exact log evidence minus ELBO, in nats.\n"
+    )
     kinds = {"globals": problem.common, "effects": problem.effects}
     print(f"{'':<31}{'':>28}" + "".join(f"{kind:^30}" for kind in kinds))
     print(f"{'':<31}{'gap':>19}{'seconds':>9}" + f"{'mean':>8}{'sd ratios':>13}{'within':>9}" * 2)
@@ -147,9 +154,15 @@ def print_globals(problem: Problem, rows: Mapping[str, Row]) -> dict[str, Any]:
         results[name] = {}
         for site in problem.common:
             flat = row.draws[site].reshape(len(row.draws[site]), -1)
-            names = [site] if flat.shape[-1] == 1 else [f"{site}[{k}]" for k in range(flat.shape[-1])]
+            names = (
+                [site] if flat.shape[-1] == 1 else [f"{site}[{k}]" for k in range(flat.shape[-1])]
+            )
             results[name].update(zip(names, zip(flat.mean(0).tolist(), flat.std(0).tolist())))
-    print("\nPosterior mean (sd)\n\n" + " " * 31 + "".join(f"{site:>16}" for site in results["exact draws"]))
+    print(
+        "\nPosterior mean (sd)\n\n"
+        + " " * 31
+        + "".join(f"{site:>16}" for site in results["exact draws"])
+    )
     for name, marginals in results.items():
         cells = [f"{mean:.3f} ({sd:.3f})" for mean, sd in marginals.values()]
         print(f"{name:<31}" + "".join(f"{cell:>16}" for cell in cells))
@@ -160,11 +173,14 @@ def plot_errors(problem: Problem, rows: Mapping[str, Row], against: str, path: P
     """Errors of means and sds of all unknowns, a strip for each row; gray where they are small enough."""
     plt = pyplot()
     shown = {name: row for name, row in rows.items() if name != against}
-    figure, axes = plt.subplots(1, 2, figsize=(11, 1.4 + 0.7 * len(shown)), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        1, 2, figsize=(11, 1.4 + 0.7 * len(shown)), sharey=True, layout="constrained"
+    )
     for axis, span in zip(axes, ((-0.1, 0.1), (0.9, 1.1))):
         axis.axvspan(*span, color="lightgray", linewidth=0, label="within 0.1 sd, and 10%")
     groups: list[tuple[str, tuple[str, ...], str, str, int]] = [
-        (site, (site,), color, "o", 14) for site, color in zip(problem.effects, ("tab:blue", "tab:orange"))
+        (site, (site,), color, "o", 14)
+        for site, color in zip(problem.effects, ("tab:blue", "tab:orange"))
     ]
     groups.append(("globals", problem.common, "black", "D", 22))
     for k, (label, sites, color, marker, area) in enumerate(groups):
@@ -172,7 +188,14 @@ def plot_errors(problem: Problem, rows: Mapping[str, Row], against: str, path: P
             for axis, errors in zip(axes, compare(row.draws, rows[against].draws, sites)):
                 height = torch.full(errors.shape, place + 0.24 * (k - 1))
                 axis.scatter(
-                    errors, height, s=area, color=color, marker=marker, alpha=0.6, linewidths=0, label=label
+                    errors,
+                    height,
+                    s=area,
+                    color=color,
+                    marker=marker,
+                    alpha=0.6,
+                    linewidths=0,
+                    label=label,
                 )
                 label = "_"  # one entry in the legend
     axes[0].set(yticks=range(len(shown)), yticklabels=list(shown), ylim=(len(shown) - 0.5, -0.5))
@@ -211,14 +234,20 @@ def pyplot() -> Any:
 # ---- running
 
 
-def argument_parser(description: str | None, out: str, steps: int | None = 3000) -> argparse.ArgumentParser:
+def argument_parser(
+    description: str | None, out: str, steps: int | None = 3000
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that everything runs")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few steps, to see that everything runs"
+    )
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="of the guides; references are computed on the CPU")
+    parser.add_argument(
+        "--device", default="cpu", help="of the guides; references are computed on the CPU"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path(out), help="folder for plots, results and draws of NUTS"
     )
@@ -226,7 +255,10 @@ def argument_parser(description: str | None, out: str, steps: int | None = 3000)
 
 
 def study(
-    problem: Problem, model: LinearModel | GeneralizedModel, arguments: argparse.Namespace, out: Path
+    problem: Problem,
+    model: LinearModel | GeneralizedModel,
+    arguments: argparse.Namespace,
+    out: Path,
 ) -> dict[str, Row]:
     """Computes the references, trains the guides, and reports; returns the rows of all by name."""
     steps, chunks, size = (3, 2, 50) if arguments.smoke else (arguments.steps, 40, 500)
@@ -240,7 +272,12 @@ def study(
     against = list(rows)
     with torch.device(arguments.device):
         moved = problem.convert(lambda part: part.to(arguments.device))
-        settings: dict[str, Any] = {"steps": steps, "seed": arguments.seed, "chunks": chunks, "size": size}
+        settings: dict[str, Any] = {
+            "steps": steps,
+            "seed": arguments.seed,
+            "chunks": chunks,
+            "size": size,
+        }
         for name in arguments.guides:
             make = GUIDES[name]
             guide, rows[name] = fit(moved, name, make, learning_rate=arguments.rate, **settings)
@@ -253,8 +290,17 @@ def study(
         f"\nExact log evidence: {exact.log_evidence:.3f} +- {exact.error:.3f} nats ({exact.share:.0%} effective)"
     )
     tables = {name: print_table(problem, rows, name, exact.log_evidence) for name in against}
-    evidence = {"log evidence": exact.log_evidence, "its error": exact.error, "effective share": exact.share}
-    results = {"NUTS": found, "exact": evidence, "against": tables, "globals": print_globals(problem, rows)}
+    evidence = {
+        "log evidence": exact.log_evidence,
+        "its error": exact.error,
+        "effective share": exact.share,
+    }
+    results = {
+        "NUTS": found,
+        "exact": evidence,
+        "against": tables,
+        "globals": print_globals(problem, rows),
+    }
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     plot_errors(problem, rows, "exact draws", out / "errors.png")
     return rows

@@ -51,7 +51,12 @@ from pyro_nami.inference import (
     importance_sample,
 )
 from pyro_nami.reading.network import extract_bayesnet
-from pyro_nami.refinement import AmortizationGap, AutoIterativeGuide, IterativeELBO, amortization_gap
+from pyro_nami.refinement import (
+    AmortizationGap,
+    AutoIterativeGuide,
+    IterativeELBO,
+    amortization_gap,
+)
 from pyro_nami.show.render import render
 
 __all__ = [

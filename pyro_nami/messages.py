@@ -18,7 +18,10 @@ class OneByOne(UserWarning):
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line that led here: the innermost that is outside of this package, of Pyro, and of torch."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED_OVER:
+    while (
+        frame.f_back is not None
+        and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED_OVER
+    ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 

@@ -34,15 +34,26 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.json")
-        command = [sys.executable, SUITE / "run.py", SUITE / "pyro", "pyro_nami:AutoNaMIGuide", "--path", ROOT]
-        run = subprocess.run([*command, "--json", results], check=False, capture_output=True, text=True)
+        command = [
+            sys.executable,
+            SUITE / "run.py",
+            SUITE / "pyro",
+            "pyro_nami:AutoNaMIGuide",
+            "--path",
+            ROOT,
+        ]
+        run = subprocess.run(
+            [*command, "--json", results], check=False, capture_output=True, text=True
+        )
         if not results.is_file():
             print(run.stdout, run.stderr, sep="\n")
             return 1
         cases = json.loads(results.read_text())["results"]
     failed = {case["id"].split("::")[-1] for case in cases if case["outcome"] == "failed"}
     passed = sum(case["outcome"] == "passed" for case in cases)
-    print(f"Pyro's own guide tests: {passed} of {passed + len(failed)} cases pass; {len(ARGUED)} may fail")
+    print(
+        f"Pyro's own guide tests: {passed} of {passed + len(failed)} cases pass; {len(ARGUED)} may fail"
+    )
     for name in sorted(failed - ARGUED):
         print(f"fails, with no reason in tests/README.md: {name}")
     for name in sorted(ARGUED - failed):

@@ -88,7 +88,9 @@ class LinearGaussian:
         given = dict(zip(self.observed, data))
         values: dict[str, Tensor] = {}
         for name in self.sites:
-            loc = sum((w * values[u] for (u, v), w in self.weights.items() if v == name), torch.zeros(()))
+            loc = sum(
+                (w * values[u] for (u, v), w in self.weights.items() if v == name), torch.zeros(())
+            )
             values[name] = pyro.sample(name, dist.Normal(loc, self.sd), obs=given.get(name))
 
     def covariance(self) -> Tensor:
@@ -106,7 +108,9 @@ class LinearGaussian:
         z = [self.sites.index(name) for name in self.latent]
         x = [self.sites.index(name) for name in self.observed]
         gain = joint[z][:, x] @ torch.linalg.inv(joint[x][:, x])
-        return gain @ torch.tensor(data, dtype=torch.float64), joint[z][:, z] - gain @ joint[x][:, z]
+        return gain @ torch.tensor(data, dtype=torch.float64), joint[z][:, z] - gain @ joint[x][
+            :, z
+        ]
 
     def log_evidence(self, *data: float) -> float:
         """Returns log p(data) in nats."""
@@ -133,7 +137,14 @@ TREE = LinearGaussian(
     ("y0", "y1", "y2", "y3"),
 )
 DIAMOND = LinearGaussian(
-    {("a", "b"): 1.0, ("a", "c"): -1.0, ("b", "d"): 0.7, ("c", "d"): 0.9, ("d", "y"): 1.0, ("b", "x"): 0.5},
+    {
+        ("a", "b"): 1.0,
+        ("a", "c"): -1.0,
+        ("b", "d"): 0.7,
+        ("c", "d"): 0.9,
+        ("d", "y"): 1.0,
+        ("b", "x"): 0.5,
+    },
     ("y", "x"),
 )
 NETWORKS = {"chain": CHAIN, "collider": COLLIDER, "tree": TREE, "diamond": DIAMOND}
@@ -215,7 +226,8 @@ def eight_schools_evidence(points: int = 20_000) -> float:
     """
     y, sigma = (part.double() for part in eight_schools_data())
     u = (torch.arange(points, dtype=torch.float64) + 0.5) / points
-    variance = sigma.square() + (5 * torch.tan(u * math.pi / 2)).square().unsqueeze(-1)  # (points, 8)
+    # (points, 8)
+    variance = sigma.square() + (5 * torch.tan(u * math.pi / 2)).square().unsqueeze(-1)
     # covariance = diag(variance) + 25 J: determinant and inverse by the rank-one lemmas
     weight = 1 / variance
     total = 1 / 25 + weight.sum(-1)
@@ -348,21 +360,37 @@ def regression(x: Tensor, y: Tensor | None = None) -> None:
 
 
 def network_case(network: LinearGaussian) -> Case:
-    return Case(network, lambda: tuple(torch.randn(len(network.observed))), dict.fromkeys(network.latent, ()))
+    return Case(
+        network,
+        lambda: tuple(torch.randn(len(network.observed))),
+        dict.fromkeys(network.latent, ()),
+    )
 
 
 CASES: dict[str, Case] = {
     **{name: network_case(network) for name, network in NETWORKS.items()},
     "conjugate_normal": Case(conjugate_normal, lambda: (torch.randn(6) + 1,), {"mu": ()}, 1),
-    "beta_bernoulli": Case(beta_bernoulli, lambda: (torch.tensor([1.0, 1.0, 0.0, 1.0]),), {"p": ()}, 1),
-    "eight_schools": Case(eight_schools, eight_schools_data, {"mu": (), "tau": (), "theta": (8,)}, 1),
+    "beta_bernoulli": Case(
+        beta_bernoulli, lambda: (torch.tensor([1.0, 1.0, 0.0, 1.0]),), {"p": ()}, 1
+    ),
+    "eight_schools": Case(
+        eight_schools, eight_schools_data, {"mu": (), "tau": (), "theta": (8,)}, 1
+    ),
     "independent_locals": Case(independent_locals, lambda: (torch.randn(5, 2),), {"z": (5, 2)}, 1),
-    "nested": Case(nested, lambda: (torch.randn(3, 4),), {"top": (), "group": (3, 1), "member": (3, 4)}, 2),
+    "nested": Case(
+        nested, lambda: (torch.randn(3, 4),), {"top": (), "group": (3, 1), "member": (3, 4)}, 2
+    ),
     "crossed": Case(crossed, lambda: (torch.randn(3, 2),), {"a": (3, 1), "b": (2,)}, 2),
-    "coupled_instances": Case(coupled_instances, lambda: (torch.tensor(2.0),), {"scale": (), "z": (4,)}, 1),
+    "coupled_instances": Case(
+        coupled_instances, lambda: (torch.tensor(2.0),), {"scale": (), "z": (4,)}, 1
+    ),
     "vectors": Case(vectors, lambda: (torch.randn(3),), {"z": (3,), "w": ()}),
-    "constrained": Case(constrained, lambda: (torch.randn(5, 2),), {"p": (3,), "chol": (2, 2), "u": ()}, 1),
-    "discrete_locals": Case(discrete_locals, lambda: (torch.randn(6),), {"p": (), "k": (6,)}, 1, False),
+    "constrained": Case(
+        constrained, lambda: (torch.randn(5, 2),), {"p": (3,), "chol": (2, 2), "u": ()}, 1
+    ),
+    "discrete_locals": Case(
+        discrete_locals, lambda: (torch.randn(6),), {"p": (), "k": (6,)}, 1, False
+    ),
     "barren": Case(barren, lambda: (torch.tensor(1.0),), {"a": (), "b": (), "c": ()}, 0, False),
     "with_factor": Case(with_factor, lambda: (torch.tensor(1.0),), {"a": (), "b": ()}),
     "support_parents": Case(support_parents, lambda: (torch.tensor(1.0),), {"hi": (), "z": ()}),
@@ -372,7 +400,9 @@ CASES: dict[str, Case] = {
     "vae_like": Case(
         vae_like, lambda: ((torch.randn(5, 3) > 0).to(torch.get_default_dtype()),), {"z": (5, 2)}, 1
     ),
-    "regression": Case(regression, lambda: (torch.randn(6, 2), torch.randn(6)), {"w": (2,), "s": ()}, 1),
+    "regression": Case(
+        regression, lambda: (torch.randn(6, 2), torch.randn(6)), {"w": (2,), "s": ()}, 1
+    ),
 }
 
 
@@ -474,7 +504,9 @@ def noise(sd: float = 1.0) -> Callable:
     return functools.partial(dist.Normal, scale=sd)
 
 
-def pair(prior: Any, likelihood: Callable = noise(), default: Any = None, rows: int = 0) -> Callable:
+def pair(
+    prior: Any, likelihood: Callable = noise(), default: Any = None, rows: int = 0
+) -> Callable:
     """A model of a latent and its datum, z ~ prior and y ~ likelihood(z), or of a plate with some rows of these.
 
     A prior that must be made in every call is a function.
@@ -482,7 +514,9 @@ def pair(prior: Any, likelihood: Callable = noise(), default: Any = None, rows: 
 
     def model(y: Any = default) -> None:
         with pyro.plate("data", rows) if rows else contextlib.nullcontext():
-            z = pyro.sample("z", prior if isinstance(prior, torch.distributions.Distribution) else prior())
+            z = pyro.sample(
+                "z", prior if isinstance(prior, torch.distributions.Distribution) else prior()
+            )
             pyro.sample("y", likelihood(z), obs=y)
 
     return model
@@ -569,17 +603,25 @@ def partly_observed(y: Tensor, seen: Tensor) -> None:
 
 
 def varying_intercept(
-    county: Tensor, counties: int, y: Tensor | None = None, dim: int = -1, likelihood: Callable = noise(0.5)
+    county: Tensor,
+    counties: int,
+    y: Tensor | None = None,
+    dim: int = -1,
+    likelihood: Callable = noise(0.5),
 ) -> None:
     """mu ~ N(0, 1), alpha_j ~ N(mu, 1) in a plate at ``dim``, y_n ~ likelihood(alpha[county_n])."""
     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
     with pyro.plate("county", counties, dim=dim):
         alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
     with pyro.plate("obs", len(county), dim=-1):
-        pyro.sample("y", likelihood(alpha[..., county] if dim == -1 else alpha[..., county, 0]), obs=y)
+        pyro.sample(
+            "y", likelihood(alpha[..., county] if dim == -1 else alpha[..., county, 0]), obs=y
+        )
 
 
-def steps(model: Callable, guide: Any, *args: Any, count: int = 3, elbo: Any = None, lr: float = 0.01) -> Tensor:
+def steps(
+    model: Callable, guide: Any, *args: Any, count: int = 3, elbo: Any = None, lr: float = 0.01
+) -> Tensor:
     """Trains for some steps, whose losses are to be finite, and returns these."""
     svi = SVI(model, guide, Adam({"lr": lr}), elbo or Trace_ELBO())
     losses = torch.tensor([svi.step(*args) for _ in range(count)])

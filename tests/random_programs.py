@@ -60,7 +60,9 @@ def _bounded(x: Tensor) -> Tensor:
 
 def _spread(x: Tensor, size: int) -> Tensor:
     """Returns ``(*batch, size)``: entries that all depend on x, in different ways."""
-    return x.unsqueeze(-1) * torch.linspace(1.0, -0.5, size).to(x) + torch.linspace(0.0, 0.5, size).to(x)
+    return x.unsqueeze(-1) * torch.linspace(1.0, -0.5, size).to(x) + torch.linspace(
+        0.0, 0.5, size
+    ).to(x)
 
 
 def _mvn(x: Tensor, z: Tensor) -> Any:
@@ -76,7 +78,9 @@ def _ordered(x: Tensor, z: Tensor) -> Any:
 def _pair(x: Tensor, z: Tensor) -> Any:
     x, z = torch.broadcast_tensors(x, z)
     locs, logits = torch.stack([x - 1, x + 1], -1), torch.stack([z, -z], -1)
-    return dist.MixtureSameFamily(dist.Categorical(logits=logits), dist.Normal(locs, torch.ones_like(locs)))
+    return dist.MixtureSameFamily(
+        dist.Categorical(logits=logits), dist.Normal(locs, torch.ones_like(locs))
+    )
 
 
 def _own(*more: str) -> tuple[str, ...]:
@@ -93,62 +97,101 @@ KINDS: dict[str, Kind] = {
     "pair": Kind(lambda x, z: _pair(x, z), families=_own(), weight=_RARE),
     "lognormal": Kind(lambda x, z: dist.LogNormal(_bounded(x), _positive(z) / 2), weight=2.0),
     "gamma": Kind(lambda x, z: dist.Gamma(1 + _positive(x), _positive(z)), weight=2.0),
-    "inverse gamma": Kind(lambda x, z: dist.InverseGamma(2 + _positive(x), _positive(z)), weight=_RARE),
+    "inverse gamma": Kind(
+        lambda x, z: dist.InverseGamma(2 + _positive(x), _positive(z)), weight=_RARE
+    ),
     "exponential": Kind(lambda x, z: dist.Exponential(_positive(x + z))),
     "half normal": Kind(lambda x, z: dist.HalfNormal(_positive(x + z))),
     "half Cauchy": Kind(lambda x, z: dist.HalfCauchy(_positive(x + z)), weight=_RARE),
     "Weibull": Kind(lambda x, z: dist.Weibull(_positive(x), 1 + _positive(z)), weight=_RARE),
     "beta": Kind(lambda x, z: dist.Beta(1 + _positive(x), 1 + _positive(z)), weight=2.0),
-    "Kumaraswamy": Kind(lambda x, z: dist.Kumaraswamy(1 + _positive(x), 1 + _positive(z)), weight=_RARE),
+    "Kumaraswamy": Kind(
+        lambda x, z: dist.Kumaraswamy(1 + _positive(x), 1 + _positive(z)), weight=_RARE
+    ),
     "interval": Kind(
-        lambda x, z: dist.AffineBeta(1 + _positive(x), 1 + _positive(z), -x.new_ones(()), x.new_tensor(3.0)),
+        lambda x, z: dist.AffineBeta(
+            1 + _positive(x), 1 + _positive(z), -x.new_ones(()), x.new_tensor(3.0)
+        ),
         families=_own(),
     ),
-    "greater than": Kind(lambda x, z: dist.Pareto(x.new_tensor(1.5), 2 + _positive(x + z)), families=_own()),
+    "greater than": Kind(
+        lambda x, z: dist.Pareto(x.new_tensor(1.5), 2 + _positive(x + z)), families=_own()
+    ),
     "circle": Kind(lambda x, z: dist.VonMises(_bounded(x), _positive(z))),
     "simplex": Kind(lambda x, z: dist.Dirichlet(1 + _positive(_spread(x + z, 3))), 1),
     "vector": Kind(
-        lambda x, z: dist.Normal(_spread(x, 2), _positive(z).unsqueeze(-1)).to_event(1), 1, weight=2.0
+        lambda x, z: dist.Normal(_spread(x, 2), _positive(z).unsqueeze(-1)).to_event(1),
+        1,
+        weight=2.0,
     ),
     "matrix": Kind(
-        lambda x, z: dist.Normal(_spread(_spread(x, 2), 2), _positive(z)[..., None, None]).to_event(2),
+        lambda x, z: dist.Normal(_spread(_spread(x, 2), 2), _positive(z)[..., None, None]).to_event(
+            2
+        ),
         2,
         weight=_RARE,
     ),
     "positive vector": Kind(
-        lambda x, z: dist.Gamma(1 + _positive(_spread(x, 2)), _positive(z).unsqueeze(-1)).to_event(1), 1
+        lambda x, z: dist.Gamma(1 + _positive(_spread(x, 2)), _positive(z).unsqueeze(-1)).to_event(
+            1
+        ),
+        1,
     ),
     "multivariate normal": Kind(_mvn, 1, families=_own()),
     "correlation": Kind(
-        lambda x, z: dist.LKJCholesky(3, 1 + _positive(x + z)), 2, _own(), observable=False, weight=_RARE
+        lambda x, z: dist.LKJCholesky(3, 1 + _positive(x + z)),
+        2,
+        _own(),
+        observable=False,
+        weight=_RARE,
     ),
     "ordered": Kind(_ordered, 1, families=_own()),
-    "Bernoulli": Kind(lambda x, z: dist.Bernoulli(logits=x + z), 0, _DISCRETE, classes=2, weight=2.0),
-    "Bernoulli vector": Kind(lambda x, z: dist.Bernoulli(logits=_spread(x + z, 2)).to_event(1), 1, _DISCRETE),
-    "categorical": Kind(lambda x, z: dist.Categorical(logits=_spread(x + z, 3)), 0, _DISCRETE, classes=3),
+    "Bernoulli": Kind(
+        lambda x, z: dist.Bernoulli(logits=x + z), 0, _DISCRETE, classes=2, weight=2.0
+    ),
+    "Bernoulli vector": Kind(
+        lambda x, z: dist.Bernoulli(logits=_spread(x + z, 2)).to_event(1), 1, _DISCRETE
+    ),
+    "categorical": Kind(
+        lambda x, z: dist.Categorical(logits=_spread(x + z, 3)), 0, _DISCRETE, classes=3
+    ),
     "one hot": Kind(lambda x, z: dist.OneHotCategorical(logits=_spread(x + z, 3)), 1, _DISCRETE),
     "Poisson": Kind(lambda x, z: dist.Poisson(_positive(x + z)), 0, _DISCRETE),
-    "binomial": Kind(lambda x, z: dist.Binomial(x.new_tensor(4.0), logits=_bounded(x + z)), 0, _DISCRETE),
-    "geometric": Kind(lambda x, z: dist.Geometric(logits=_bounded(x + z)), 0, _DISCRETE, weight=_RARE),
+    "binomial": Kind(
+        lambda x, z: dist.Binomial(x.new_tensor(4.0), logits=_bounded(x + z)), 0, _DISCRETE
+    ),
+    "geometric": Kind(
+        lambda x, z: dist.Geometric(logits=_bounded(x + z)), 0, _DISCRETE, weight=_RARE
+    ),
     "negative binomial": Kind(
-        lambda x, z: dist.NegativeBinomial(1 + _positive(x), logits=-_positive(z)), 0, _DISCRETE, weight=_RARE
+        lambda x, z: dist.NegativeBinomial(1 + _positive(x), logits=-_positive(z)),
+        0,
+        _DISCRETE,
+        weight=_RARE,
     ),
 }
 NAN_KIND = Kind(lambda x, z: dist.NanMaskedNormal(x, _positive(z)))
 # Supports that move with the parents, named apart since few kinds of sites are as hard.
 MOVING: dict[str, Kind] = {
     "moving interval": Kind(lambda x, z: dist.Uniform(x, x + _positive(z)), families=_own()),
-    "moving Pareto": Kind(lambda x, z: dist.Pareto(_positive(x), 2 + _positive(z)), families=_own()),
+    "moving Pareto": Kind(
+        lambda x, z: dist.Pareto(_positive(x), 2 + _positive(z)), families=_own()
+    ),
     "moving beta": Kind(
-        lambda x, z: dist.AffineBeta(x.new_tensor(2.0), x.new_tensor(3.0), x, _positive(z)), families=_own()
+        lambda x, z: dist.AffineBeta(x.new_tensor(2.0), x.new_tensor(3.0), x, _positive(z)),
+        families=_own(),
     ),
     "moving vector": Kind(
-        lambda x, z: dist.Uniform(_spread(x, 2), _spread(x, 2) + _positive(z).unsqueeze(-1)).to_event(1),
+        lambda x, z: dist.Uniform(
+            _spread(x, 2), _spread(x, 2) + _positive(z).unsqueeze(-1)
+        ).to_event(1),
         1,
         families=_own(),
     ),
     "moving count": Kind(
-        lambda x, z: dist.Binomial(2 + _positive(x).round().detach(), logits=_bounded(z)), 0, _DISCRETE
+        lambda x, z: dist.Binomial(2 + _positive(x).round().detach(), logits=_bounded(z)),
+        0,
+        _DISCRETE,
     ),
 }
 _ALL = {**KINDS, **MOVING, "NaN": NAN_KIND}
@@ -205,7 +248,11 @@ class PlannedModel:
     """
 
     def __init__(
-        self, sites: tuple[SitePlan, ...], plates: Mapping[str, PlatePlan], like: Tensor, markov: bool
+        self,
+        sites: tuple[SitePlan, ...],
+        plates: Mapping[str, PlatePlan],
+        like: Tensor,
+        markov: bool,
     ) -> None:
         self.sites, self.plates, self.like, self.markov = sites, dict(plates), like, markov
 
@@ -218,7 +265,9 @@ class PlannedModel:
         for site in pyro.markov(self.sites) if self.markov else self.sites:
             with ExitStack() as stack:
                 rows = {name: stack.enter_context(run.plate(name)) for name in site.plates}
-                stack.enter_context(poutine.scale(scale=site.scale) if site.scale != 1.0 else ExitStack())
+                stack.enter_context(
+                    poutine.scale(scale=site.scale) if site.scale != 1.0 else ExitStack()
+                )
                 run.values[site.name] = run.sample(site, rows)
 
     def paths(self, plate: str, other: str) -> Iterator[tuple[str, ...]]:
@@ -271,8 +320,16 @@ class _Run:
             return numbers[0]
         kind = _ALL[site.kind]
         fn = kind.build(*numbers)
-        data = of_rows(site.name, kind.event_dim) if site.observed and site.name in self.inputs else None
-        mask = None if self.whole or f"mask {site.name}" not in self.inputs else of_rows(f"mask {site.name}")
+        data = (
+            of_rows(site.name, kind.event_dim)
+            if site.observed and site.name in self.inputs
+            else None
+        )
+        mask = (
+            None
+            if self.whole or f"mask {site.name}" not in self.inputs
+            else of_rows(f"mask {site.name}")
+        )
         if site.missing == "obs_mask" and not self.whole:
             return pyro.sample(site.name, fn, obs=data, obs_mask=mask)
         with poutine.mask(mask=mask) if mask is not None else ExitStack():
@@ -351,7 +408,11 @@ class Program:
     @property
     def data(self) -> dict[str, Tensor]:
         """The inputs that are values of observed sites."""
-        return {site.name: self.inputs[site.name] for site in self.plan.sites if site.name in self.inputs}
+        return {
+            site.name: self.inputs[site.name]
+            for site in self.plan.sites
+            if site.name in self.inputs
+        }
 
     def call(self, function: Callable, *first: Any) -> Any:
         """Calls a guide, or something that takes its arguments, on the inputs."""
@@ -368,7 +429,8 @@ class Program:
         """Returns an ELBO that fits: with score functions where latents are discrete."""
         discrete = any(_is_discrete(site.kind) for site in self.plan.sites if not site.observed)
         if discrete and any(event_dim(site.kind) for site in self.plan.sites):
-            return Trace_ELBO(max_plate_nesting=self.nesting)  # `Independent` fails on Pyro's provenance
+            # `Independent` fails on Pyro's provenance
+            return Trace_ELBO(max_plate_nesting=self.nesting)
         if discrete:
             return TraceGraph_ELBO(max_plate_nesting=self.nesting)
         return Trace_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=self.nesting)
@@ -422,7 +484,11 @@ def to_device(program: Program, device: str | torch.device) -> Program:
 
 def _passed(program: Program) -> Callable:
     """Returns the model that a guide is made for: of a style, with the data in it."""
-    return poutine.condition(program.plan, program.data) if program.style == "condition" else program.plan
+    return (
+        poutine.condition(program.plan, program.data)
+        if program.style == "condition"
+        else program.plan
+    )
 
 
 _Layout = dict[str, PlatePlan]
@@ -466,19 +532,25 @@ def _places(plates: Mapping[str, PlatePlan]) -> list[tuple[str, ...]]:
     """Returns the sets of plates that a site may lie in: of those with different dims, any."""
     places: list[tuple[str, ...]] = [()]
     for name, plan in plates.items():
-        others = [place for place in places if all(plates[other].dim != plan.dim for other in place)]
+        others = [
+            place for place in places if all(plates[other].dim != plan.dim for other in place)
+        ]
         places += [(*place, name) for place in others]
     return places
 
 
-def _sites(draw: random.Random, plates: Mapping[str, PlatePlan], style: str) -> tuple[SitePlan, ...]:
+def _sites(
+    draw: random.Random, plates: Mapping[str, PlatePlan], style: str
+) -> tuple[SitePlan, ...]:
     """Draws the sites: at least one latent, and data unless nothing but latents came."""
     places = _places(plates)
     count = draw.randint(3, 6)
     sites: list[SitePlan] = []
     for number in range(count):
         observed = number > 0 and draw.random() < (0.7 if number == count - 1 else 0.35)
-        place = draw.choice(places) if draw.random() < 0.4 else max(draw.choices(places, k=2), key=len)
+        place = (
+            draw.choice(places) if draw.random() < 0.4 else max(draw.choices(places, k=2), key=len)
+        )
         sites.append(_site(draw, number, place, observed, sites, plates, style))
     return tuple(sites)
 
@@ -494,7 +566,8 @@ def _site(
 ) -> SitePlan:
     missing = None
     if observed and style != "compile" and draw.random() < 0.25:
-        gaps = ["mask", "NaN"] + ["obs_mask"] * (style != "condition")  # which has sites of other names
+        # which has sites of other names
+        gaps = ["mask", "NaN"] + ["obs_mask"] * (style != "condition")
         missing = draw.choice(gaps) if place else None
     elif not observed and place and draw.random() < 0.05:
         missing = "mask"
@@ -505,7 +578,9 @@ def _site(
     elif not observed and number > 0 and draw.random() < 0.06:
         kind = draw.choice(list(MOVING))
     else:
-        kinds = {name: kind.weight for name, kind in KINDS.items() if kind.observable or not observed}
+        kinds = {
+            name: kind.weight for name, kind in KINDS.items() if kind.observable or not observed
+        }
         kind = draw.choices(list(kinds), list(kinds.values()))[0]
     edges = _edges(draw, place, before, plates, at_least=int(kind == "factor" or kind in MOVING))
     if not edges and kind == "factor":
@@ -534,7 +609,9 @@ def _edges(
 ) -> tuple[Edge, ...]:
     readable = [site for site in before if site.kind not in ("factor", "NaN")]
     able = [site for site in readable if _may_read(draw, place, site, plates)]
-    wanted = [site for site in able if draw.random() < 1.6 / max(len(before), 2)][:3] or able[:at_least]
+    wanted = [site for site in able if draw.random() < 1.6 / max(len(before), 2)][:3] or able[
+        :at_least
+    ]
     edges = []
     for site in wanted:
         kind = _ALL[site.kind]
@@ -556,7 +633,9 @@ def _may_read(
         return True
     # its own rows, which a mean cannot tell
     below = any(set(place) & _reach((name,), plates) for name in lacking)
-    return not below and all(plates[name].batch is None for name in lacking) and draw.random() < 0.25
+    return (
+        not below and all(plates[name].batch is None for name in lacking) and draw.random() < 0.25
+    )
 
 
 def _reach(place: tuple[str, ...], plates: Mapping[str, PlatePlan]) -> set[str]:
@@ -573,16 +652,22 @@ def _inputs(plan: PlannedModel, generator: torch.Generator) -> dict[str, Tensor]
     for name, plate in plan.plates.items():
         for other in plate.maps:
             size = plan.plates[other].size
-            inputs[f"index {name} {other}"] = torch.randint(size, (plate.size,), generator=generator)
+            inputs[f"index {name} {other}"] = torch.randint(
+                size, (plate.size,), generator=generator
+            )
         if plate.batch is not None and plate.by_index:
             inputs[f"batch {name}"] = torch.randperm(plate.size, generator=generator)[: plate.batch]
     for site in plan.sites:
         shape = _shape(plan, site)
         if site.covariate:
-            inputs[f"x {site.name}"] = torch.randn(shape, generator=generator, dtype=plan.like.dtype)
+            inputs[f"x {site.name}"] = torch.randn(
+                shape, generator=generator, dtype=plan.like.dtype
+            )
         if site.missing in ("mask", "obs_mask"):
             mask = torch.rand(shape, generator=generator) < 0.7
-            inputs[f"mask {site.name}"] = mask.index_fill(-1, torch.tensor([0]), True) if shape else mask
+            inputs[f"mask {site.name}"] = (
+                mask.index_fill(-1, torch.tensor([0]), True) if shape else mask
+            )
     with _seeded(generator), torch.no_grad(), poutine.block(), pyro.validation_enabled(False):
         nodes = poutine.trace(plan.run).get_trace(inputs, whole=True).nodes
     for site in plan.sites:
@@ -590,7 +675,9 @@ def _inputs(plan: PlannedModel, generator: torch.Generator) -> dict[str, Tensor]
             value = nodes[site.name]["value"].clone()
             if site.missing == "NaN":
                 holes = torch.rand(value.shape, generator=generator) < 0.3
-                value = value.masked_fill(holes.index_fill(-1, torch.tensor([0]), False), float("nan"))
+                value = value.masked_fill(
+                    holes.index_fill(-1, torch.tensor([0]), False), float("nan")
+                )
             inputs[site.name] = value
     return inputs
 
@@ -614,15 +701,23 @@ def _finished(
     by_name = {site.name: site for site in plan.sites}
     read = [(by_name[edge.parent], site) for site in plan.sites for edge in site.edges]
     edges = frozenset((u, v) for parent, site in read for u in parent.nodes for v in site.nodes)
-    nodes = [(v, site.observed and not v.endswith("_unobserved")) for site in plan.sites for v in site.nodes]
+    nodes = [
+        (v, site.observed and not v.endswith("_unobserved"))
+        for site in plan.sites
+        for v in site.nodes
+    ]
     latents = tuple(v for v, is_data in nodes if not is_data)
     observed = tuple(v for v, is_data in nodes if is_data)
     if style == "compile" and not observed:
         style = "dict"
-    ingredients = {site.kind for site in plan.sites} | {site.missing for site in plan.sites if site.missing}
+    ingredients = {site.kind for site in plan.sites} | {
+        site.missing for site in plan.sites if site.missing
+    }
     ingredients |= {"moving"} if ingredients & MOVING.keys() else set()
     ingredients |= {style} | _of_plates(plan)
-    program = Program(seed, plan, plan, inputs, edges, latents, observed, {}, style, frozenset(ingredients))
+    program = Program(
+        seed, plan, plan, inputs, edges, latents, observed, {}, style, frozenset(ingredients)
+    )
     return replace(program, options=_options(draw, program))
 
 
@@ -640,7 +735,10 @@ def _options(draw: random.Random, program: Program) -> dict[str, Any]:
     """Draws the guide's options; most are left at their defaults."""
     moving = bool({"moving", "interval", "greater than"} & program.ingredients)
     inverses = [name for name in _INVERSES if name != "stuhlmueller" or not moving]
-    options: dict[str, Any] = {"inverse": draw.choice(inverses), "mode": draw.choice(["auto", "amortized"])}
+    options: dict[str, Any] = {
+        "inverse": draw.choice(inverses),
+        "mode": draw.choice(["auto", "amortized"]),
+    }
     choices: dict[str, list[Any]] = {
         "hidden_features": [(), (8,), (8, 8)],
         "shared": [False],
@@ -653,8 +751,11 @@ def _options(draw: random.Random, program: Program) -> dict[str, Any]:
         "pooling": ["sum", "max", "attention"],
         "init_scale": [0.5],
     }
-    options.update({name: draw.choice(values) for name, values in choices.items() if draw.random() < 0.2})
-    if not options.get("skip", True):  # narrow layers cannot carry every dependency without direct weights
+    options.update(
+        {name: draw.choice(values) for name, values in choices.items() if draw.random() < 0.2}
+    )
+    # narrow layers cannot carry every dependency without direct weights
+    if not options.get("skip", True):
         options.pop("hidden_features", None)
     if draw.random() < 0.35:
         kinds = {site.name: _ALL[site.kind] for site in program.plan.sites if not site.observed}
@@ -665,5 +766,7 @@ def _options(draw: random.Random, program: Program) -> dict[str, Any]:
         options["observed"] = program.observed
     if options["inverse"] in ("forward", "reverse", "free") and not moving and draw.random() < 0.2:
         cut = draw.randint(1, len(program.latents))
-        options["blocks"] = [list(part) for part in (program.latents[:cut], program.latents[cut:]) if part]
+        options["blocks"] = [
+            list(part) for part in (program.latents[:cut], program.latents[cut:]) if part
+        ]
     return options

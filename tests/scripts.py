@@ -26,7 +26,9 @@ class Finished(NamedTuple):
     errors: str
 
 
-def python(*command: object, path: tuple = (ROOT,), cwd: Path | None = None, **environment: str) -> Finished:
+def python(
+    *command: object, path: tuple = (ROOT,), cwd: Path | None = None, **environment: str
+) -> Finished:
     """Runs Python in a process of its own, on one thread."""
     on_path = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, path))}
     done = subprocess.run(

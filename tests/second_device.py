@@ -32,7 +32,9 @@ def main() -> int:
     if not CHECK.is_file():
         print(f"{CHECK.name}: not here, so the checks on a second device are skipped")
         return 0
-    subprocess.run([sys.executable, "-m", "pip", "-qq", "install", "ninja", "setuptools"], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "-qq", "install", "ninja", "setuptools"], check=True
+    )
     command = [sys.executable, "-c", START, CHECK, "--lib", ROOT]
     status = subprocess.run(command, check=False).returncode
     ours = ["-m", "not cuda", *(f"tests/{name}.py" for name in FILES)]

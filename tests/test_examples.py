@@ -54,7 +54,13 @@ def test_quickstart_prints_network_inverse_and_table_and_writes_plots(tmp_path):
 def test_mixed_models_print_inverse_and_tables_and_write_plots(tmp_path, name, options, lines):
     pytest.importorskip("matplotlib")
     printed = run("examples/mixed_models.py", name, "--smoke", "--out", str(tmp_path), *options)
-    for text in ("exact draws", "AutoLowRankMultivariateNormal", "AutoNaMIGuide", "sd ratio", *lines):
+    for text in (
+        "exact draws",
+        "AutoLowRankMultivariateNormal",
+        "AutoNaMIGuide",
+        "sd ratio",
+        *lines,
+    ):
         assert text in printed
     for plot in ("errors.png", "effects.png"):
         assert (tmp_path / name / plot).stat().st_size > 10_000
@@ -66,7 +72,11 @@ def test_mixed_models_print_inverse_and_tables_and_write_plots(tmp_path, name, o
     ("options", "plot", "lines"),
     [
         ([], "mixture.png", ["locs |", "weights |", "sd ratio"]),
-        (["--faithful"], "faithful.png", ["z: exact, reads locs, scales, weights, y", "AutoNormal, rate 0.03, seed 1"]),
+        (
+            ["--faithful"],
+            "faithful.png",
+            ["z: exact, reads locs, scales, weights, y", "AutoNormal, rate 0.03, seed 1"],
+        ),
     ],
     ids=["amortized", "faithful"],
 )
@@ -83,7 +93,13 @@ def test_mixture_prints_inverse_or_rules_and_tables_and_writes_plot(tmp_path, op
 def test_compiled_inference_diagnoses_weighs_and_draws(tmp_path):
     pytest.importorskip("matplotlib")
     printed = run("examples/compiled_inference.py", "--smoke", "--out", str(tmp_path))
-    for text in ("Diagnosis:", "Calibration:", "-31.3113 exact", "annealed importance sampling", "guide, weighted"):
+    for text in (
+        "Diagnosis:",
+        "Calibration:",
+        "-31.3113 exact",
+        "annealed importance sampling",
+        "guide, weighted",
+    ):
         assert text in printed
     assert (tmp_path / "diagnosis.png").stat().st_size > 10_000
     assert json.loads((tmp_path / "results.json").read_text())["passed"] is False
@@ -119,7 +135,9 @@ def test_penicillin_data_has_the_published_variance_components(example):
     _, _, (plates, samples), y = example("mixed_models").read_penicillin()
     table = y.double().reshape(plates, samples)
     rows, columns = table.mean(1), table.mean(0)
-    rest = (table - rows[:, None] - columns + table.mean()).square().sum() / ((plates - 1) * (samples - 1))
+    rest = (table - rows[:, None] - columns + table.mean()).square().sum() / (
+        (plates - 1) * (samples - 1)
+    )
     found = torch.stack(
         [(samples * rows.var() - rest) / samples, (plates * columns.var() - rest) / plates, rest]
     )
@@ -133,7 +151,9 @@ def test_radon_evidence_given_sds_is_the_normal_density_of_the_data(example):
     found = examples.linear_radon(county, floor, y).log_likelihood(sds)
     same, slope = (county[:, None] == county).double(), (floor[:, None] * floor).double()
     for (tau_a, tau_b, sigma), value in zip(sds, found):
-        cov = 100 * (1 + slope) + same * (tau_a**2 + tau_b**2 * slope) + sigma**2 * torch.eye(len(y))
+        cov = (
+            100 * (1 + slope) + same * (tau_a**2 + tau_b**2 * slope) + sigma**2 * torch.eye(len(y))
+        )
         expected = MultivariateNormal(torch.zeros(len(y)).double(), cov).log_prob(y.double())
         assert abs(value - expected) < 1e-5  # the data are float32
 
@@ -149,7 +169,9 @@ def test_crossed_evidence_given_sds_is_the_normal_density_of_the_data(example):
             + 4.0 * (second[:, None] == second)
             + 0.25 * torch.eye(len(y))
         )
-        expected = MultivariateNormal(torch.zeros(len(y)).double(), cov.double()).log_prob(y.double())
+        expected = MultivariateNormal(torch.zeros(len(y)).double(), cov.double()).log_prob(
+            y.double()
+        )
         assert abs(found.item() - expected) < 1e-4
 
 
@@ -168,7 +190,10 @@ def test_exact_draws_of_radon_given_sds_have_the_moments_of_conditioning_on_the_
     own = (torch.arange(85)[:, None] == county).double()
     for site, tau, scale in (("alpha", tau_a, torch.ones_like(floor)), ("beta", tau_b, floor)):
         cov = (100 + tau**2 * own) * scale
-        mean, variance = cov @ precision @ y.double(), 100 + tau**2 - ((cov @ precision) * cov).sum(-1)
+        mean, variance = (
+            cov @ precision @ y.double(),
+            100 + tau**2 - ((cov @ precision) * cov).sum(-1),
+        )
         assert ((draws[site].mean(0) - mean) / (variance / count).sqrt()).abs().max() < 4.5
         assert (draws[site].var(0) / variance - 1).abs().max() < 4.5 * math.sqrt(2 / count)
 
@@ -177,7 +202,12 @@ def test_seeds_and_epilepsy_data_have_the_known_sums(example):
     """Counts of BUGS, and of MASS since its correction of one visit; its centered logs."""
     seed, extract, total, germinated = example("mixed_models").read_seeds()
     assert (total.sum(), germinated.sum()) == (831, 424)
-    assert [germinated[(seed == i) & (extract == j)].sum() for i in (0, 1) for j in (0, 1)] == [99, 201, 49, 75]
+    assert [germinated[(seed == i) & (extract == j)].sum() for i in (0, 1) for j in (0, 1)] == [
+        99,
+        201,
+        49,
+        75,
+    ]
     design, patient, seizures = example("mixed_models").read_epilepsy()
     assert seizures.sum() == 1950 and seizures[patient == 7].tolist() == [40, 20, 23, 12]
     assert torch.allclose(design[[0, 192], 1], torch.tensor([-0.7563538, 1.8630308]), atol=1e-6)
@@ -198,7 +228,9 @@ def test_seeds_evidence_given_globals_is_an_integral_over_each_plates_effect(exa
         expected = 0.0
         for seed, extract, *counts in zip(*(column.tolist() for column in data)):
             at = a + b * seed + c * extract + d * seed * extract
-            expected += math.log(integrate.quad(integrand, -8, 8, (at, sigma, *counts), epsabs=0.0)[0])
+            expected += math.log(
+                integrate.quad(integrand, -8, 8, (at, sigma, *counts), epsabs=0.0)[0]
+            )
         assert abs(value - expected) < 5e-5  # what lies beyond 6 sds of a mode
 
 
@@ -212,7 +244,9 @@ def test_epilepsy_evidence_and_draws_given_globals_are_those_of_a_patients_dense
     tau, sigma = values[6:]
     own, visit = torch.linspace(-4, 4, 400).double(), torch.linspace(-3, 3, 800).double()
     rate = (design[rows].double() @ values[:6])[:, None, None] + own[:, None] + visit
-    inner = Poisson(rate.exp()).log_prob(seizures[rows, None, None].double()) + Normal(0.0, sigma).log_prob(visit)
+    inner = Poisson(rate.exp()).log_prob(seizures[rows, None, None].double()) + Normal(
+        0.0, sigma
+    ).log_prob(visit)
     joint = Normal(0.0, tau).log_prob(own) + (inner.logsumexp(-1) + math.log(6 / 799)).sum(0)
     assert abs(only.log_likelihood(values[None])[0] - joint.logsumexp(0) - math.log(8 / 399)) < 1e-3
     weights = joint.softmax(0)
@@ -229,7 +263,9 @@ def test_epilepsy_evidence_and_draws_given_globals_are_those_of_a_patients_dense
 
 
 @pytest.mark.slow
-def test_draws_of_nuts_are_read_back_only_for_the_same_model_data_and_settings(example, tmp_path, capsys):
+def test_draws_of_nuts_are_read_back_only_for_the_same_model_data_and_settings(
+    example, tmp_path, capsys
+):
     """A temporary module is the model's; changing its source, a constant, a datum or the seed samples anew."""
     references = example("references")
     source = """

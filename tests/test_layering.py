@@ -24,7 +24,8 @@ ROOMS = [
     "show",
 ]
 RANK = {"messages": -1, **{room: rank for rank, room in enumerate(ROOMS)}}
-KEPT_OUT = {"graph": {"torch", "pyro"}, "networks": {"pyro"}}  # room -> packages that it reaches by no way
+# room -> packages that it reaches by no way
+KEPT_OUT = {"graph": {"torch", "pyro"}, "networks": {"pyro"}}
 
 
 def module_of(path: Path) -> str:
@@ -139,11 +140,17 @@ def test_an_import_against_the_order_is_found(module, code):
 
 
 def test_a_circle_is_found():
-    circle = {"graph.sites": "import pyro_nami.graph.network", "graph.network": "import pyro_nami.graph.sites"}
+    circle = {
+        "graph.sites": "import pyro_nami.graph.network",
+        "graph.network": "import pyro_nami.graph.sites",
+    }
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(dependencies(circle)).prepare()
 
 
 def test_a_package_that_comes_in_through_another_module_is_found():
-    through = {"networks.masks": "from pyro_nami.factors.links import x", "factors.links": "import pyro"}
+    through = {
+        "networks.masks": "from pyro_nami.factors.links import x",
+        "factors.links": "import pyro",
+    }
     assert packages_reached("networks.masks", dependencies(through)) == {"pyro"}

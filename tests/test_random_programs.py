@@ -59,7 +59,9 @@ def check(program: Program, dear: bool) -> None:
     the_inverse_is_faithful(program, guide)
     scatter(guide)
     trace = draw(program, guide)
-    assert {site["value"].device for site in latent_sites(program, trace).values()} == {program.plan.like.device}
+    assert {site["value"].device for site in latent_sites(program, trace).values()} == {
+        program.plan.like.device
+    }
     draws_lie_in_their_supports(program, trace)
     a_replayed_draw_has_its_density(program, guide, trace)
     a_dense_pass_gives_the_density(program, guide, trace)
@@ -99,10 +101,14 @@ def the_inverse_is_faithful(program: Program, guide: AutoNaMIGuide) -> None:
                 for k, other in enumerate(places[u])
                 if agree(place, other, plates[u] & plates[v] - across)
             }
-            reads |= {(v, k) for k in range(i) if apart and agree(place, places[v][k], plates[v] - apart)}
+            reads |= {
+                (v, k) for k in range(i) if apart and agree(place, places[v][k], plates[v] - apart)
+            }
             rest = before - reads
             separated = not rest or nx.is_d_separator(grounded, {(v, i)}, rest, reads & before)
-            assert separated, f"'{v}' needs more than {dict(inverse.parents[v])}: {program.describe()}"
+            assert separated, (
+                f"'{v}' needs more than {dict(inverse.parents[v])}: {program.describe()}"
+            )
             before.add((v, i))
 
 
@@ -131,7 +137,9 @@ def coordinates(program: Program) -> dict[str, list[dict[str, int]]]:
 def ground(program: Program) -> nx.DiGraph:
     """Returns the true network with an instance a node, ``(site, number)``."""
     places, graph = coordinates(program), nx.DiGraph()
-    graph.add_nodes_from((name, i) for name, instances in places.items() for i in range(len(instances)))
+    graph.add_nodes_from(
+        (name, i) for name, instances in places.items() for i in range(len(instances))
+    )
     for u, v in program.edges:
         for (i, place), (k, other) in itertools.product(enumerate(places[u]), enumerate(places[v])):
             if agree(place, other, place.keys() & other.keys()):
@@ -166,7 +174,9 @@ def latent_sites(program: Program, trace: poutine.Trace) -> dict:
 def batches(trace: poutine.Trace) -> dict[str, Tensor]:
     """Returns the instances of subsampled plates."""
     plates = {name: site for name, site in trace.nodes.items() if site_is_subsample(site)}
-    return {name: site["value"] for name, site in plates.items() if len(site["value"]) < site["fn"].size}
+    return {
+        name: site["value"] for name, site in plates.items() if len(site["value"]) < site["fn"].size
+    }
 
 
 def density(site: dict) -> Tensor:
@@ -178,10 +188,14 @@ def density(site: dict) -> Tensor:
 def total(program: Program, trace: poutine.Trace, particles: int = 0) -> Tensor:
     """Returns the log density of all latents, ``(particles,)`` or ``()``."""
     shape = (particles, -1) if particles else (-1,)
-    return sum(density(site).reshape(shape).sum(-1) for site in latent_sites(program, trace).values())
+    return sum(
+        density(site).reshape(shape).sum(-1) for site in latent_sites(program, trace).values()
+    )
 
 
-def same_density(program: Program, actual: Tensor, expected: Tensor, trace: poutine.Trace, of: str) -> None:
+def same_density(
+    program: Program, actual: Tensor, expected: Tensor, trace: poutine.Trace, of: str
+) -> None:
     """Asserts it but for rounding, of values near a bound of their support as well."""
     actual, expected = torch.broadcast_tensors(actual.detach(), expected.detach())
     tolerance = (1e-6 if program.dtype == torch.float64 else 1e-2) + rounding(program, trace)
@@ -191,7 +205,9 @@ def same_density(program: Program, actual: Tensor, expected: Tensor, trace: pout
 
 def values_of(program: Program, trace: poutine.Trace) -> dict[str, Tensor]:
     """Returns copies of the latents, which no memory of the latest draw knows."""
-    return {name: site["value"].detach().clone() for name, site in latent_sites(program, trace).items()}
+    return {
+        name: site["value"].detach().clone() for name, site in latent_sites(program, trace).items()
+    }
 
 
 def rounding(program: Program, trace: poutine.Trace) -> float:
@@ -206,7 +222,8 @@ def rounding(program: Program, trace: poutine.Trace) -> float:
         if is_continuous(site):
             u = coordinates_on(support).inv(x)
             steep = 0.0 if support is constraints.real else u.abs().max().item()
-            steep *= 1 + isinstance(support, type(constraints.corr_cholesky))  # made of hyperbolic tangents
+            # made of hyperbolic tangents
+            steep *= 1 + isinstance(support, type(constraints.corr_cholesky))
             log_prob = site["unscaled_log_prob"].detach()
             high = log_prob.max().item() * log_prob.numel() / u.numel()
             size = torch.finfo(program.dtype).eps * max(1.0, x.abs().max().item())
@@ -241,7 +258,9 @@ def draws_lie_in_their_supports(program: Program, trace: poutine.Trace) -> None:
         assert run is None or run.nodes[name]["fn"].support.check(value).all(), of
 
 
-def a_replayed_draw_has_its_density(program: Program, guide: AutoNaMIGuide, trace: poutine.Trace) -> None:
+def a_replayed_draw_has_its_density(
+    program: Program, guide: AutoNaMIGuide, trace: poutine.Trace
+) -> None:
     """Also with other tensors of the same values, which no memory of the latest draw knows."""
     copied = trace.copy()
     for site in copied.nodes.values():
@@ -250,10 +269,18 @@ def a_replayed_draw_has_its_density(program: Program, guide: AutoNaMIGuide, trac
     for given in (trace, copied):
         again = latent_sites(program, draw(program, poutine.replay(guide, given)))
         for name, site in latent_sites(program, trace).items():
-            same_density(program, density(again[name]).sum(), density(site).sum(), trace, f"'{name}' replayed")
+            same_density(
+                program,
+                density(again[name]).sum(),
+                density(site).sum(),
+                trace,
+                f"'{name}' replayed",
+            )
 
 
-def a_dense_pass_gives_the_density(program: Program, guide: AutoNaMIGuide, trace: poutine.Trace) -> None:
+def a_dense_pass_gives_the_density(
+    program: Program, guide: AutoNaMIGuide, trace: poutine.Trace
+) -> None:
     actual = log_prob(program, guide, values_of(program, trace), batches(trace))
     same_density(program, actual, total(program, trace), trace, "a draw in a dense pass")
 
@@ -268,7 +295,8 @@ def draws_have_the_density(program: Program, guide: AutoNaMIGuide, trace: poutin
     if not rest or program.dtype != torch.float64:
         return
     kept = trace.copy()
-    for name in rest.union(guide.inverse.predictive):  # whose supports may move with what is drawn again
+    # whose supports may move with what is drawn again
+    for name in rest.union(guide.inverse.predictive):
         kept.remove_node(name)
     with recorded_noise() as noises:
         again = draw(program, poutine.replay(guide, kept))
@@ -282,7 +310,8 @@ def draws_have_the_density(program: Program, guide: AutoNaMIGuide, trace: poutin
     rows = [torch.autograd.grad(u, noises, **options) for u in stacked]
     jacobian = torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
     used, noise = (jacobian != 0).any(0), torch.cat([part.detach().reshape(-1) for part in noises])
-    jacobian, noise = jacobian[:, used], noise[used]  # runs of the model draw some that nothing comes of
+    # runs of the model draw some that nothing comes of
+    jacobian, noise = jacobian[:, used], noise[used]
     message = f"{len(noise)} random numbers for {len(stacked)} free ones: {program.describe()}"
     assert len(noise) == len(stacked), message
     expected = -jacobian.slogdet().logabsdet - 0.5 * (noise.square() + LOG_TWO_PI).sum()
@@ -338,7 +367,10 @@ def one_of(values: Tensor, number: int, count: int) -> Tensor:
 
 def instances_of_a_plate_are_exchangeable(program: Program, guide: AutoNaMIGuide) -> None:
     """Where no instance has parameters of its own, and none is drawn given the others one by one."""
-    if not (program.options["mode"] == "amortized" or is_compiled(program)) or program.style == "condition":
+    if (
+        not (program.options["mode"] == "amortized" or is_compiled(program))
+        or program.style == "condition"
+    ):
         return
     joint = frozenset().union(*guide.inverse.joint.values())
     plates = program.plan.plates
@@ -369,7 +401,9 @@ def permuted(program: Program, plate: str, order: Tensor) -> Program:
     return program.with_inputs(inputs)
 
 
-def along(program: Program, node: str, plate: str, value: Tensor, order: Tensor, event: bool = True) -> Tensor:
+def along(
+    program: Program, node: str, plate: str, value: Tensor, order: Tensor, event: bool = True
+) -> Tensor:
     """Returns a value, or something of its batch shape, with the instances of a plate in another order."""
     site = next(site for site in program.plan.sites if node in (site.name, *site.nodes))
     if plate not in site.plates:
@@ -381,7 +415,9 @@ def along(program: Program, node: str, plate: str, value: Tensor, order: Tensor,
 # ---- the rest
 
 
-def a_saved_guide_has_the_same_density(program: Program, guide: AutoNaMIGuide, trace: poutine.Trace) -> None:
+def a_saved_guide_has_the_same_density(
+    program: Program, guide: AutoNaMIGuide, trace: poutine.Trace
+) -> None:
     values, rows = values_of(program, trace), batches(trace)
     expected = log_prob(program, guide, values, rows)
     loaded = guide_of(program)
@@ -389,18 +425,25 @@ def a_saved_guide_has_the_same_density(program: Program, guide: AutoNaMIGuide, t
     early = AutoNaMIGuide(program.model, **program.options)
     early.load_state_dict(guide.state_dict())
     for other in (loaded, early, copy.deepcopy(guide)):
-        same_density(program, log_prob(program, other, values, rows), expected, trace, "a draw, once loaded,")
+        same_density(
+            program, log_prob(program, other, values, rows), expected, trace, "a draw, once loaded,"
+        )
 
 
 def predictions_have_their_shapes(program: Program, guide: AutoNaMIGuide) -> None:
     if is_compiled(program):
         return
     expected = program.call(poutine.trace(program.model).get_trace).nodes
-    draws = program.call(Predictive(program.model, guide=guide, num_samples=3, return_sites=program.latents))
+    draws = program.call(
+        Predictive(program.model, guide=guide, num_samples=3, return_sites=program.latents)
+    )
     for name, values in draws.items():
         shape = expected[name]["value"].shape
-        shape = (3, *[1] * (values.dim() - 1 - len(shape)), *shape)  # Pyro puts ones for plates in front
-        assert values.shape == shape, f"'{name}' has {tuple(values.shape)}, not {shape}: {program.describe()}"
+        # Pyro puts ones for plates in front
+        shape = (3, *[1] * (values.dim() - 1 - len(shape)), *shape)
+        assert values.shape == shape, (
+            f"'{name}' has {tuple(values.shape)}, not {shape}: {program.describe()}"
+        )
         assert values.isfinite().all(), f"'{name}' is not finite: {program.describe()}"
 
 

@@ -55,7 +55,10 @@ class Single(nn.Module):
 
     def __init__(self, chosen: Setting, observed: int) -> None:
         super().__init__()
-        self.latents, self.net = chosen.latents, layers(chosen.latents, chosen.units, chosen.units, observed)
+        self.latents, self.net = (
+            chosen.latents,
+            layers(chosen.latents, chosen.units, chosen.units, observed),
+        )
 
     def observe(self, z: Tensor, x: Tensor) -> None:
         pyro.sample("x", dist.Bernoulli(logits=self.net(z)).to_event(1), obs=x)
@@ -89,7 +92,9 @@ class Hierarchical(nn.Module):
         with pyro.plate("data", len(x)):
             top = pyro.sample("top", dist.Normal(x.new_zeros(self.top), 1.0).to_event(1))
             mean, raw = self.prior(top).chunk(2, -1)
-            low = pyro.sample("low", dist.Normal(mean, nn.functional.softplus(raw) + 1e-3).to_event(1))
+            low = pyro.sample(
+                "low", dist.Normal(mean, nn.functional.softplus(raw) + 1e-3).to_event(1)
+            )
             pyro.sample("x", dist.Bernoulli(logits=self.net(low)).to_event(1), obs=x)
 
 

@@ -50,8 +50,12 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
     torch.manual_seed(cell["seed"])
     model = NoisyOrModel(patterns()).to(device)
     with torch.device(device):
-        base = AutoNaMIGuide(model, hidden_features=(64,), mode="amortized", **SYSTEMS[BASES[cell["base"]]])
-        guide = AutoIterativeGuide(base, steps=cell["steps"], temperature=0.5, hidden_features=(64, 64))
+        base = AutoNaMIGuide(
+            model, hidden_features=(64,), mode="amortized", **SYSTEMS[BASES[cell["base"]]]
+        )
+        guide = AutoIterativeGuide(
+            base, steps=cell["steps"], temperature=0.5, hidden_features=(64, 64)
+        )
         guide(x[:BATCH])
     optimizer = torch.optim.Adam(guide.parameters(), lr=cell["rate"])
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, count)
@@ -94,13 +98,23 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             holds = gain > 2 * (error or 0.0)
             shown = f"by {gain:.3f}" + (f" +- {error:.3f}" if error is not None else "")
             found.append(
-                {"claim": f"{text}, rate {rate}", "ours": (gain, error), "holds": holds, "why": shown}
+                {
+                    "claim": f"{text}, rate {rate}",
+                    "ours": (gain, error),
+                    "holds": holds,
+                    "why": shown,
+                }
             )
         for base in BASES:
             drops = [max(run["gap"][STEPS:]) - min(run["gap"]) for run in late[base, rate]]
             text = f"{base}: {BEYOND} times the trained steps stay within 0.1 nats of the best, rate {rate}"
             found.append(
-                {"claim": text, "ours": drops, "holds": max(drops) < 0.1, "why": f"{max(drops):.3f}"}
+                {
+                    "claim": text,
+                    "ours": drops,
+                    "holds": max(drops) < 0.1,
+                    "why": f"{max(drops):.3f}",
+                }
             )
     return found
 
@@ -139,11 +153,18 @@ def main() -> None:
     """Trains all, then prints the table and writes numbers and figure."""
     options = parse(__doc__, (1, 2, 5), add_options, HERE)
     given = options.extra["steps"]
-    options = options._replace(extra={"steps": options.choose(3, 300, 3000) if given is None else given})
+    options = options._replace(
+        extra={"steps": options.choose(3, 300, 3000) if given is None else given}
+    )
     conditions = [
-        {"base": base, "steps": n, "rate": rate} for rate in RATES for base in BASES for n in (0, STEPS)
+        {"base": base, "steps": n, "rate": rate}
+        for rate in RATES
+        for base in BASES
+        for n in (0, STEPS)
     ]
-    cells = [{**condition, "seed": seed} for condition in conditions for seed in range(options.seeds)]
+    cells = [
+        {**condition, "seed": seed} for condition in conditions for seed in range(options.seeds)
+    ]
     found = run_cells(NAME, run_cell, cells, options.extra, options)
     rows = [
         {**condition, "runs": found[i * options.seeds : (i + 1) * options.seeds]}

@@ -61,10 +61,14 @@ def simulated(model: Model, count: int) -> Tensor:
 
 def trained(model: Model, steps: int) -> AutoIterativeGuide:
     """Returns the guide, its steps trained on data that are simulated anew, its first estimate left as it is."""
-    base = AutoNaMIGuide(model, inverse="mean_field", within="independent", exact=False, mode="amortized")
+    base = AutoNaMIGuide(
+        model, inverse="mean_field", within="independent", exact=False, mode="amortized"
+    )
     guide = AutoIterativeGuide(base, steps=STEPS, inputs=("estimate",), samples=SAMPLES)
     decay = 0.1 ** (1 / steps)
-    optimizer = pyro.optim.ClippedAdam(lambda name: {"lr": 3e-3 if "updaters" in name else 0.0, "lrd": decay})
+    optimizer = pyro.optim.ClippedAdam(
+        lambda name: {"lr": 3e-3 if "updaters" in name else 0.0, "lrd": decay}
+    )
     svi = SVI(model, guide, optimizer, IterativeELBO(Trace_ELBO()))
     for _ in range(steps):
         svi.step(simulated(model, 64))
@@ -92,7 +96,9 @@ def measure(options: Options) -> dict[str, Any]:
     ways, converged = {"learned": estimates}, -float("inf")
     for name, rates in RATES.items():
         for rate in rates:
-            path = optimize_directly(guide, x, steps=steps, lr=rate, optimizer=name, samples=SAMPLES)
+            path = optimize_directly(
+                guide, x, steps=steps, lr=rate, optimizer=name, samples=SAMPLES
+            )
             mean = {"z": torch.stack([each["z"] for each in path[-max(1, steps // 10) :]]).mean(0)}
             converged = max(converged, elbos(guide, call, [mean], draws).mean().item())
             ways[f"{name}, {rate}"] = path
@@ -146,7 +152,10 @@ def claims(found: dict[str, Any]) -> list[dict[str, Any]]:
         ),
         ("five times the trained steps stay within 0.1 nats of the best", drop < 0.1, drop),
     ]
-    return [{"claim": claim, "holds": holds, "ours": ours, "why": str(ours)} for claim, holds, ours in rows]
+    return [
+        {"claim": claim, "holds": holds, "ours": ours, "why": str(ours)}
+        for claim, holds, ours in rows
+    ]
 
 
 def draw(file: Path, found: dict[str, Any]) -> None:
@@ -164,13 +173,22 @@ def draw(file: Path, found: dict[str, Any]) -> None:
     for name, way in found["ways"].items():
         left.plot(*zip(*way["places"]), ".-", markersize=4, linewidth=1, label=name)
         right.plot(
-            way["ELBO"], ".-", markersize=4, linewidth=1, zorder=3 if name == "learned" else 2, label=name
+            way["ELBO"],
+            ".-",
+            markersize=4,
+            linewidth=1,
+            zorder=3 if name == "learned" else 2,
+            label=name,
         )
     end = found["converged"]
     right.axhline(end, color="gray", linestyle="--")
     left.set(xlabel="offset of the first mean", ylabel="offset of the second mean")
     right.set(
-        xlabel="steps", ylabel="ELBO, nats a datum", xscale="symlog", xlim=(0, None), ylim=(end - 10, end + 1)
+        xlabel="steps",
+        ylabel="ELBO, nats a datum",
+        xscale="symlog",
+        xlim=(0, None),
+        ylim=(end - 10, end + 1),
     )
     left.legend(frameon=False, fontsize=8)
     figure.savefig(file, dpi=130)
@@ -184,8 +202,12 @@ def main() -> None:
     rows = []
     for name, way in found["ways"].items():
         steps, elbo = within(way, found["converged"]), way["ELBO"]
-        rows.append([name, f"{elbo[0]:.2f}", f"{elbo[-1]:.2f}", "never" if steps is None else steps])
-    print_table(["", "ELBO at first", "in the end", f"steps to {found['converged']:.2f} - 0.1"], rows)
+        rows.append(
+            [name, f"{elbo[0]:.2f}", f"{elbo[-1]:.2f}", "never" if steps is None else steps]
+        )
+    print_table(
+        ["", "ELBO at first", "in the end", f"steps to {found['converged']:.2f} - 0.1"], rows
+    )
     draw(write_results(NAME, {**found, "claims": claims(found)}, options), found)
 
 

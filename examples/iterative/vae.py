@@ -152,10 +152,19 @@ def optimizers(guide: AutoIterativeGuide, x: Tensor, chosen: Setting) -> dict[st
     for name, rates in RATES.items():
         for rate in rates:
             start = time.perf_counter()
-            path = optimize_directly(guide, x, steps=chosen.optimizer_steps, lr=rate, optimizer=name)
+            path = optimize_directly(
+                guide, x, steps=chosen.optimizer_steps, lr=rate, optimizer=name
+            )
             seconds = (time.perf_counter() - start) / chosen.optimizer_steps
-            mean = {key: torch.stack([each[key] for each in path[-tail:]]).mean(0) for key in path[0]}
-            one = {"rate": rate, "seconds": seconds, "every": every, "curve": curve(call, path, every)}
+            mean = {
+                key: torch.stack([each[key] for each in path[-tail:]]).mean(0) for key in path[0]
+            }
+            one = {
+                "rate": rate,
+                "seconds": seconds,
+                "every": every,
+                "curve": curve(call, path, every),
+            }
             one["converged"] = curve(call, [mean])[0]
             if name not in found or one["converged"] < found[name]["converged"]:
                 found[name] = one
@@ -203,7 +212,10 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             text = f"{model}, {system}: {DEFAULT.beyond} times the trained steps stay within 0.1 nats of the best"
             results.append({"claim": text, "ours": drop, "holds": drop < 0.1, "why": f"{drop:.2f}"})
     ways = next(run["optimizers"] for runs in found.values() for run in runs if "optimizers" in run)
-    learned, others = ways["learned"], {name: way for name, way in ways.items() if name != "learned"}
+    learned, others = (
+        ways["learned"],
+        {name: way for name, way in ways.items() if name != "learned"},
+    )
     converged = min(way["converged"] for way in others.values())
     taken = {name: taken_to(way, converged + 0.1) for name, way in ways.items()}
     steps, adam = taken["learned"], taken["Adam"]
@@ -211,18 +223,31 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     seconds = {name: taken_to(way, reached) * way["seconds"] for name, way in ways.items()}
     fastest = min(seconds[name] for name in others)
     rows = [
-        ("learned steps are within 0.1 nats of converged direct optimization after 10 at most", steps <= 10),
-        ("Adam at its best rate takes at least ten times as many", steps <= 10 and adam >= 10 * steps),
-        ("what learned steps reach they reach in less time than any optimizer", seconds["learned"] < fastest),
+        (
+            "learned steps are within 0.1 nats of converged direct optimization after 10 at most",
+            steps <= 10,
+        ),
+        (
+            "Adam at its best rate takes at least ten times as many",
+            steps <= 10 and adam >= 10 * steps,
+        ),
+        (
+            "what learned steps reach they reach in less time than any optimizer",
+            seconds["learned"] < fastest,
+        ),
     ]
     why = f"ends at {reached:.2f}, converged {converged:.2f}; steps {taken}; seconds {seconds}"
     ours = {name: count if math.isfinite(count) else None for name, count in taken.items()}
-    return results + [{"claim": claim, "ours": ours, "holds": holds, "why": why} for claim, holds in rows]
+    return results + [
+        {"claim": claim, "ours": ours, "holds": holds, "why": why} for claim, holds in rows
+    ]
 
 
 def taken_to(way: dict[str, Any], level: float) -> float:
     """Returns how many steps a curve of negative ELBOs takes to a level, infinity if it never gets there."""
-    return next((i * way["every"] for i, loss in enumerate(way["curve"]) if loss <= level), math.inf)
+    return next(
+        (i * way["every"] for i, loss in enumerate(way["curve"]) if loss <= level), math.inf
+    )
 
 
 def report(rows: list[dict[str, Any]]) -> None:
@@ -238,10 +263,26 @@ def report(rows: list[dict[str, Any]]) -> None:
         shown = f"{mean:.2f}" + (f" +- {error:.2f}" if error is not None else "")
         ms = min(run["ms a step"] for run in runs)
         table.append(
-            [row["model"], row["system"], shown, perplexity, *(f"{e:.2f}" for e in elbos), f"{ms:.0f}"]
+            [
+                row["model"],
+                row["system"],
+                shown,
+                perplexity,
+                *(f"{e:.2f}" for e in elbos),
+                f"{ms:.0f}",
+            ]
         )
     print_table(
-        ["", "", "-log p", "perplexity", "-ELBO at first", "trained steps", "5 times these", "ms a step"],
+        [
+            "",
+            "",
+            "-log p",
+            "perplexity",
+            "-ELBO at first",
+            "trained steps",
+            "5 times these",
+            "ms a step",
+        ],
         table,
     )
 
@@ -258,14 +299,18 @@ def draw(file: Path, rows: list[dict[str, Any]]) -> None:
     for i, row in enumerate(row for row in rows if row["model"] != "text"):
         curves = torch.tensor([run["negative ELBO"] for run in row["runs"]])
         style = "o" if curves.shape[1] == 1 else "-"
-        axes[0].plot(curves.mean(0).tolist(), style, color=f"C{i}", label=f"{row['model']}, {row['system']}")
+        axes[0].plot(
+            curves.mean(0).tolist(), style, color=f"C{i}", label=f"{row['model']}, {row['system']}"
+        )
     axes[0].set(xlabel="learned steps (5 were trained)", ylabel="negative ELBO, nats an image")
     axes[0].legend(frameon=False, fontsize=7)
     for axis, timed in ((axes[1], False), (axes[2], True)):
         for name, found in special["optimizers"].items():
             unit = found["every"] * (found["seconds"] if timed else 1)
             x = [i * unit for i in range(len(found["curve"]))]
-            axis.plot(x, found["curve"], label=name + (f", {found['rate']}" if "rate" in found else ""))
+            axis.plot(
+                x, found["curve"], label=name + (f", {found['rate']}" if "rate" in found else "")
+            )
         axis.set(xscale="symlog" if not timed else "linear", xlabel="seconds" if timed else "steps")
         lowest = min(min(found["curve"]) for found in special["optimizers"].values())
         axis.set(
@@ -301,7 +346,9 @@ def main() -> None:
         for system in SYSTEMS
         if model != "text" or "errors" not in system
     ]
-    cells = [{**condition, "seed": seed} for condition in conditions for seed in range(options.seeds)]
+    cells = [
+        {**condition, "seed": seed} for condition in conditions for seed in range(options.seeds)
+    ]
     found = run_cells(NAME, run_cell, cells, {"setting": list(setting(options))}, options)
     runs = [found[i : i + options.seeds] for i in range(0, len(found), options.seeds)]
     rows = [{**condition, "runs": each} for condition, each in zip(conditions, runs)]

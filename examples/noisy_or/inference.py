@@ -58,12 +58,18 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
     device = run.options.device
     model = NoisyOrModel(world).to(device)
     x = data.train.x.to(device)
-    guide = fit(model, cell["system"], x, setting(cell["setting"]), run.options.extra["steps"], run.tell)
+    guide = fit(
+        model, cell["system"], x, setting(cell["setting"]), run.options.extra["steps"], run.tell
+    )
     if cell["search"]:
         return {"valid": negative_elbo(model, guide, data.valid.x.to(device))}
     test = data.test.x.to(device)
     found = draw_latents(guide, test).cpu()
-    values = negative_elbo(model, guide, test), macro_f1(found, data.test.z), exact_match(found, data.test.z)
+    values = (
+        negative_elbo(model, guide, test),
+        macro_f1(found, data.test.z),
+        exact_match(found, data.test.z),
+    )
     return dict(zip(MEASURES, values))
 
 
@@ -73,7 +79,11 @@ def floor(options: Options) -> dict[str, float]:
     test = split(world, 1, 0, options.choose(*HELD_OUT)).test
     posterior = exact(world, test.x)
     found = posterior.draw()
-    values = -posterior.log_evidence.mean().item(), macro_f1(found, test.z), exact_match(found, test.z)
+    values = (
+        -posterior.log_evidence.mean().item(),
+        macro_f1(found, test.z),
+        exact_match(found, test.z),
+    )
     return dict(zip(MEASURES, values))
 
 
@@ -104,7 +114,9 @@ def claims(rows: list[dict[str, Any]], best: float, rounds: dict[str, Any]) -> l
     loss = {key: [run["negative ELBO"] for run in found] for key, found in runs.items()}
     mean = {key: mean_and_error(values)[0] for key, values in loss.items()}
 
-    def claim(text: str, ours: Any, holds: bool, why: str, paper: str = "Table 2") -> dict[str, Any]:
+    def claim(
+        text: str, ours: Any, holds: bool, why: str, paper: str = "Table 2"
+    ) -> dict[str, Any]:
         return {
             "claim": text,
             "paper": paper,
@@ -113,13 +125,17 @@ def claims(rows: list[dict[str, Any]], best: float, rounds: dict[str, Any]) -> l
             "why": "" if holds else why,
         }
 
-    gains = {n: mean_and_error([a - b for a, b in zip(loss["AVI", n], loss["ACP", n])]) for n in sizes}
+    gains = {
+        n: mean_and_error([a - b for a, b in zip(loss["AVI", n], loss["ACP", n])]) for n in sizes
+    }
     text = {
         n: f"{gain:.2f}" + (f" +- {error:.2f}" if error is not None else "")
         for n, (gain, error) in gains.items()
     }
     few, some, many = sizes[0], sizes[len(sizes) // 2], sizes[-1]
-    over = {n: mean["faithful, bounded", n] - min(mean[system, n] for system in LEARNED) for n in sizes}
+    over = {
+        n: mean["faithful, bounded", n] - min(mean[system, n] for system in LEARNED) for n in sizes
+    }
     gap = mean["faithful, bounded", many] - best
     first, last = (rounds["searched"]["ELBO"][i] for i in (0, -1))
     tighter = rounds["searched"]["upper"][-1] < rounds["searched"]["upper"][0]
@@ -130,7 +146,9 @@ def claims(rows: list[dict[str, Any]], best: float, rounds: dict[str, Any]) -> l
             gains[few][0] >= 5,
             text[few],
         ),
-        claim(f"ACP is better than AVI at {some} points", gains[some], gains[some][0] > 0, text[some]),
+        claim(
+            f"ACP is better than AVI at {some} points", gains[some], gains[some][0] > 0, text[some]
+        ),
         claim(
             f"ACP and AVI are within 1 nat at {many} points",
             gains[many],
@@ -163,7 +181,9 @@ def claims(rows: list[dict[str, Any]], best: float, rounds: dict[str, Any]) -> l
 
 def report(rows: list[dict[str, Any]], best: dict[str, float], rounds: dict[str, Any]) -> None:
     """Prints a row for each system and number of points, with the gap to the exact posterior and the paper's row."""
-    table: list[list[Any]] = [["exact", "", *(f"{best[measure]:.2f}" for measure in MEASURES), "0.00", ""]]
+    table: list[list[Any]] = [
+        ["exact", "", *(f"{best[measure]:.2f}" for measure in MEASURES), "0.00", ""]
+    ]
     for row in rows:
         values = {measure: [run[measure] for run in row["runs"]] for measure in MEASURES}
         gap = mean_and_error(values["negative ELBO"])[0] - best["negative ELBO"]
@@ -185,9 +205,16 @@ def draw(file: Path, rows: list[dict[str, Any]], best: float, rounds: dict[str, 
     for place, system in enumerate(LEARNED):
         found = [row for row in rows if row["system"] == system]
         sizes = [row["points"] * 1.06 ** (place - 1.5) for row in found]
-        stats = [mean_and_error([run["negative ELBO"] - best for run in row["runs"]]) for row in found]
+        stats = [
+            mean_and_error([run["negative ELBO"] - best for run in row["runs"]]) for row in found
+        ]
         gaps.errorbar(
-            sizes, [m for m, _ in stats], [e or 0.0 for _, e in stats], label=system, marker="o", capsize=3
+            sizes,
+            [m for m, _ in stats],
+            [e or 0.0 for _, e in stats],
+            label=system,
+            marker="o",
+            capsize=3,
         )
     sizes = sorted({row["points"] for row in rows if row["points"]})
     gaps.set(
@@ -212,7 +239,9 @@ def draw(file: Path, rows: list[dict[str, Any]], best: float, rounds: dict[str, 
 def measure(options: Options) -> list[dict[str, Any]]:
     """Returns a row with its runs for every system and number of points, and one for the guide's CDI."""
     sizes = options.choose((20,), (20, 100, 1000), (20, 100, 1000))
-    conditions = [{"system": system, "points": points} for points in reversed(sizes) for system in LEARNED]
+    conditions = [
+        {"system": system, "points": points} for points in reversed(sizes) for system in LEARNED
+    ]
     runs = searched(NAME, run_cell, conditions, {}, options)
     rows = [{**condition, "runs": found} for condition, found in zip(conditions, runs)]
     alone = {"system": "CDI", "points": None, "setting": 0, "seed": 0, "search": False}
@@ -232,7 +261,12 @@ def main() -> None:
         "claims": claims(rows, best["negative ELBO"], rounds),
     }
     extra = {name: options.extra[name] for name in ("steps", "search")}
-    draw(write_results(NAME, {"settings": extra, **payload}, options), rows, best["negative ELBO"], rounds)
+    draw(
+        write_results(NAME, {"settings": extra, **payload}, options),
+        rows,
+        best["negative ELBO"],
+        rounds,
+    )
 
 
 if __name__ == "__main__":

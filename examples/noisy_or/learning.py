@@ -41,7 +41,8 @@ from worlds import World, patterns, split
 NAME = "learning"
 STEPS = 3000
 FOUND = 0.9
-RATE = 0.07  # of the short trainings, at least: at lower ones nearly all end with two patterns in one
+# of the short trainings, at least: at lower ones nearly all end with two patterns in one
+RATE = 0.07
 SIDE = 8
 
 
@@ -53,7 +54,13 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
     starts = []
     for i in range(run.options.extra["starts"]):
         model = NoisyOrModel(world, learns=("weights",)).to(device)
-        guide = fit(model, cell["system"], x, chosen._replace(rate=max(RATE, chosen.rate)), max(1, steps // 5))
+        guide = fit(
+            model,
+            cell["system"],
+            x,
+            chosen._replace(rate=max(RATE, chosen.rate)),
+            max(1, steps // 5),
+        )
         starts.append((negative_elbo(model, guide, x), i, model, guide))
     _, _, model, guide = min(starts)
     fit(model, cell["system"], x, chosen, steps, run.tell, guide)
@@ -83,7 +90,13 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     def claim(text: str, ours: dict[str, Any], holds: bool, paper: str) -> dict[str, Any]:
         why = "; ".join(f"{name}: {', '.join(map(str, values))}" for name, values in ours.items())
-        return {"claim": text, "paper": paper, "ours": ours, "holds": holds, "why": "" if holds else why}
+        return {
+            "claim": text,
+            "paper": paper,
+            "ours": ours,
+            "holds": holds,
+            "why": "" if holds else why,
+        }
 
     ours = {system: found[system, few] for system in ("ACP", "faithful, bounded")}
     all_many = {system: found[system, many] for system in ("AVI", "ACP")}
@@ -115,12 +128,23 @@ def report(rows: list[dict[str, Any]], truth: float) -> None:
     table: list[list[Any]] = [["the true model, exactly", "", "", f"{truth:.2f}", "8", "1.00", ""]]
     for row in rows:
         runs = row["runs"]
-        losses = [shown([run[name] for run in runs]) for name in ("negative ELBO", "negative log evidence")]
+        losses = [
+            shown([run[name] for run in runs])
+            for name in ("negative ELBO", "negative log evidence")
+        ]
         least = mean_and_error([min(run["cosines"]) for run in runs])[0]
         found = ", ".join(str(run["found"]) for run in runs)
         tried = "; ".join(", ".join(map(str, counts)) for counts in row["tried"])
         table.append([row["system"], row["points"], *losses, found, f"{least:.2f}", tried])
-    header = ["", "points", "negative ELBO", "-log p(x)", "found of 8", "least cosine", "at all settings"]
+    header = [
+        "",
+        "points",
+        "negative ELBO",
+        "-log p(x)",
+        "found of 8",
+        "least cosine",
+        "at all settings",
+    ]
     print_table(header, table)
 
 
@@ -135,7 +159,9 @@ def draw(file: Path, rows: list[dict[str, Any]]) -> None:
     figure, axes = plt.subplots(*shape, figsize=(8.4, 0.82 * len(pictures)), layout="constrained")
     for line, (name, images) in zip(axes, pictures.items()):
         for axis, image in zip(line, images):
-            axis.imshow(torch.tensor(image).view(SIDE, SIDE).tolist(), cmap="gray_r", vmin=0, vmax=1)
+            axis.imshow(
+                torch.tensor(image).view(SIDE, SIDE).tolist(), cmap="gray_r", vmin=0, vmax=1
+            )
             axis.set(xticks=[], yticks=[])
         line[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
     for k, axis in enumerate(axes[0]):
@@ -148,7 +174,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--starts", type=int, default=8, help="short trainings, of which the best goes on (8)"
     )
-    parser.add_argument("--points", type=int, nargs="+", help="numbers of training points (1000 and 200)")
+    parser.add_argument(
+        "--points", type=int, nargs="+", help="numbers of training points (1000 and 200)"
+    )
 
 
 def main() -> None:
@@ -159,14 +187,20 @@ def main() -> None:
     extra = {name: options.extra[name] for name in ("steps", "search", "starts")}
     tried = [(condition, i) for condition in conditions for i in range(extra["search"])]
     cells = [
-        {**condition, "setting": i, "seed": seed} for condition, i in tried for seed in range(options.seeds)
+        {**condition, "setting": i, "seed": seed}
+        for condition, i in tried
+        for seed in range(options.seeds)
     ]
     found = run_cells(NAME, run_cell, cells, extra, options)
     by_setting = [found[i : i + options.seeds] for i in range(0, len(found), options.seeds)]
     rows = []
     for k, condition in enumerate(conditions):
         own = by_setting[k * extra["search"] : (k + 1) * extra["search"]]
-        losses = torch.tensor([[run["valid"] for run in runs] for runs in own]).mean(1).nan_to_num(torch.inf)
+        losses = (
+            torch.tensor([[run["valid"] for run in runs] for runs in own])
+            .mean(1)
+            .nan_to_num(torch.inf)
+        )
         best = int(losses.argmin())
         counts = [[run["found"] for run in runs] for runs in own]
         rows.append({**condition, "setting": best, "tried": counts, "runs": own[best]})

@@ -31,7 +31,17 @@ import torch
 import torch.nn.functional as F
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
-from search import HERE, Cell, Run, mean_and_error, parse, print_table, pyplot, run_cells, write_results
+from search import (
+    HERE,
+    Cell,
+    Run,
+    mean_and_error,
+    parse,
+    print_table,
+    pyplot,
+    run_cells,
+    write_results,
+)
 from torch import Tensor
 
 from pyro_nami import AutoNaMIGuide
@@ -62,7 +72,11 @@ def log_evidence(weights: Tensor, bias: Tensor, x: Tensor) -> Tensor:
     axis = torch.linspace(-6, 6, 241, dtype=torch.float64)
     z = torch.cartesian_prod(axis, axis)
     logits = z @ weights.double().T + bias.double()
-    joint = x.double() @ logits.T - F.softplus(logits).sum(-1) + dist.Normal(0.0, 1.0).log_prob(z).sum(-1)
+    joint = (
+        x.double() @ logits.T
+        - F.softplus(logits).sum(-1)
+        + dist.Normal(0.0, 1.0).log_prob(z).sum(-1)
+    )
     return joint.logsumexp(-1) + 2 * (axis[1] - axis[0]).log()
 
 
@@ -100,7 +114,11 @@ def guide_of(system: str, posed: Problem) -> Any:
     options: dict[str, dict[str, Any]] = {"Newton": {}, "learned": {"exact": False}}
     options["bound and correction"] = {"rules": {posed.latent: "bounded"}}
     options["bound"] = {**options["bound and correction"], "inverse": "mean_field"}
-    return AutoNaMIGuide(posed.model, **options[system]) if system in options else AutoNormal(posed.model)
+    return (
+        AutoNaMIGuide(posed.model, **options[system])
+        if system in options
+        else AutoNormal(posed.model)
+    )
 
 
 def run_cell(cell: Cell, run: Run) -> dict[str, float]:
@@ -118,7 +136,9 @@ def run_cell(cell: Cell, run: Run) -> dict[str, float]:
         run.tell((step + 1) / steps)
     elbo.num_particles = run.options.choose(100, 1000, 1000)
     with torch.no_grad():
-        loss, error = mean_and_error([elbo.loss(posed.model, guide, *posed.data) for _ in range(10)])
+        loss, error = mean_and_error(
+            [elbo.loss(posed.model, guide, *posed.data) for _ in range(10)]
+        )
     gap, error = (value / posed.instances for value in (loss + posed.log_evidence, error or 0.0))
     taken = 1e3 * statistics.median(b - a for a, b in zip(times, times[1:]))
     return {"negative ELBO": loss, "gap": gap, "error of the gap": error, "ms a step": taken}
@@ -130,7 +150,12 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     bounded, bound, newton, learned, normal = SYSTEMS
     comparisons = (
         ("Newton's rule is the best or within 0.01 nats", newton, SYSTEMS, NEAR),
-        ("the bound with its correction is within 0.01 nats of Newton's rule", bounded, [newton], NEAR),
+        (
+            "the bound with its correction is within 0.01 nats of Newton's rule",
+            bounded,
+            [newton],
+            NEAR,
+        ),
         ("it is better than networks alone or within 0.01 nats", bounded, [learned], NEAR),
         ("it is better than the bound alone", bounded, [bound], 0.0),
         ("the bound alone is better than AutoNormal", bound, [normal], 0.0),
@@ -147,7 +172,9 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def report(rows: list[dict[str, Any]], exact: dict[str, float]) -> None:
     """Prints a row for each model, system and rate, with the gap at each seed."""
-    table: list[list[Any]] = [[model, "exact", "", f"{exact[model]:.3f}", "0", "", ""] for model in exact]
+    table: list[list[Any]] = [
+        [model, "exact", "", f"{exact[model]:.3f}", "0", "", ""] for model in exact
+    ]
     for row in rows:
         gaps = " ".join(f"{run['gap']:.4f}" for run in row["runs"])
         error = max(run["error of the gap"] for run in row["runs"])
@@ -170,7 +197,9 @@ def draw(file: Path, rows: list[dict[str, Any]]) -> None:
             axis.set_xticks(RATES, [str(rate) for rate in RATES])
             axis.minorticks_off()
             at, least = MODELS.index(model) + place / 6, min(row["ms a step"] for row in own)
-            axes[2].bar(at, least, 0.15, color=f"C{place}", label=system if model == MODELS[0] else "")
+            axes[2].bar(
+                at, least, 0.15, color=f"C{place}", label=system if model == MODELS[0] else ""
+            )
     axes[2].set(xticks=[1 / 3, 4 / 3], xticklabels=MODELS, ylabel="ms a step, least of runs")
     axes[2].legend(frameon=False, fontsize=8)
     figure.savefig(file, dpi=130)
@@ -191,7 +220,12 @@ def main() -> None:
     exact = {model: -problem(model).log_evidence for model in MODELS}
     report(rows, exact)
     settings = {"steps": options.choose(3, STEPS, STEPS), "particles": PARTICLES}
-    payload = {"settings": settings, "negative log evidence": exact, "rows": rows, "claims": claims(rows)}
+    payload = {
+        "settings": settings,
+        "negative log evidence": exact,
+        "rows": rows,
+        "claims": claims(rows),
+    }
     draw(write_results(NAME, payload, options), rows)
 
 

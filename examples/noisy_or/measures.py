@@ -74,11 +74,15 @@ def exact(world: World, x: Tensor) -> Exact:
 
 def mean_field_elbo(posterior: Exact, logits: Tensor) -> Tensor:
     """Returns the ELBO in nats, ``(points,)``, of independent latents with ``logits`` ``(points, latents)``."""
-    log_q = F.logsigmoid(logits) @ posterior.states.T + F.logsigmoid(-logits) @ (1 - posterior.states).T
+    log_q = (
+        F.logsigmoid(logits) @ posterior.states.T + F.logsigmoid(-logits) @ (1 - posterior.states).T
+    )
     return (log_q.exp() * (posterior.log_joint - log_q)).sum(-1)
 
 
-def cdi(world: World, x: Tensor, rounds: int, *, start: float = 0.5, searches: bool = True) -> Rounds:
+def cdi(
+    world: World, x: Tensor, rounds: int, *, start: float = 0.5, searches: bool = True
+) -> Rounds:
     """Conjugate dual inference: psi by its fixed point, round after round, at which the bound on log p(x) is tightest.
 
     A round sets log psi to the fixed point's given the last q, or goes the share of the way there at which the bound is
@@ -117,7 +121,9 @@ def cdi(world: World, x: Tensor, rounds: int, *, start: float = 0.5, searches: b
 
 def macro_f1(found: Tensor, true: Tensor) -> float:
     """Returns the mean over latents of F1, in percent; both are ``(points, latents)``, 0 or 1."""
-    return 100 * (2 * (found * true).sum(0) / (found.sum(0) + true.sum(0)).clamp_min(1)).mean().item()
+    return (
+        100 * (2 * (found * true).sum(0) / (found.sum(0) + true.sum(0)).clamp_min(1)).mean().item()
+    )
 
 
 def exact_match(found: Tensor, true: Tensor) -> float:
@@ -136,9 +142,13 @@ def matched_cosines(found: Tensor, true: Tensor) -> tuple[Tensor, list[int]]:
     """
     cosines = F.normalize(true, dim=0).T @ F.normalize(found, dim=0)
     graph = nx.Graph()
-    for (i, j), value in zip(itertools.product(*map(range, cosines.shape)), cosines.flatten().tolist()):
+    for (i, j), value in zip(
+        itertools.product(*map(range, cosines.shape)), cosines.flatten().tolist()
+    ):
         graph.add_edge(("true", i), ("found", j), weight=2.0 + value)
-    pairs = dict(sorted(pair, reverse=True) for pair in nx.max_weight_matching(graph, maxcardinality=True))
+    pairs = dict(
+        sorted(pair, reverse=True) for pair in nx.max_weight_matching(graph, maxcardinality=True)
+    )
     places = [pairs["true", i][1] for i in range(len(cosines))]
     return cosines[range(len(cosines)), places], places
 

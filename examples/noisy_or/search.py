@@ -44,7 +44,8 @@ __all__ = [
     "write_results",
 ]
 
-SEARCHED = 1000  # seed of the points and of the training in the search; reported runs have 0, 1, ...
+# seed of the points and of the training in the search; reported runs have 0, 1, ...
+SEARCHED = 1000
 
 
 def parse_options(
@@ -54,7 +55,9 @@ def parse_options(
 
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--steps", type=int, help=f"of each training (3, {steps}, {steps})")
-        parser.add_argument("--search", type=int, help="settings that are tried (1, 10, 100); on a GPU 100")
+        parser.add_argument(
+            "--search", type=int, help="settings that are tried (1, 10, 100); on a GPU 100"
+        )
         if extra is not None:
             extra(parser)
 
@@ -95,7 +98,9 @@ def searched(
     losses = torch.zeros(len(different), 1)
     if len(tries) > 1:
         cells = [
-            {**place, "setting": i, "seed": SEARCHED, "search": True} for place in different for i in tries
+            {**place, "setting": i, "seed": SEARCHED, "search": True}
+            for place in different
+            for i in tries
         ]
         found = run_cells(f"{name}, search", task, cells, settings, options)
         losses = torch.tensor([each["valid"] for each in found]).view(len(different), -1)

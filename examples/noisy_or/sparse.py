@@ -57,7 +57,9 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--most", type=int, default=1000, help="largest number of points, at least 10 (1000)")
+    parser.add_argument(
+        "--most", type=int, default=1000, help="largest number of points, at least 10 (1000)"
+    )
 
 
 def searched_at(cell: Cell) -> Cell:
@@ -76,7 +78,11 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     }
 
     def gains(worse: str, better: str, most: int) -> dict[str, Any]:
-        cells = [(design, points) for design, points, system in loss if system == better and points <= most]
+        cells = [
+            (design, points)
+            for design, points, system in loss
+            if system == better and points <= most
+        ]
         return {
             f"{design}; {points}": mean_and_error(
                 [a - b for a, b in zip(loss[design, points, worse], loss[design, points, better])]
@@ -86,10 +92,18 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     def claim(text: str, ours: dict[str, Any], least: float, paper: str) -> dict[str, Any]:
         fails = [f"{where}: {gain:.2f}" for where, (gain, _) in ours.items() if not gain > least]
-        return {"claim": text, "paper": paper, "ours": ours, "holds": not fails, "why": ", ".join(fails)}
+        return {
+            "claim": text,
+            "paper": paper,
+            "ours": ours,
+            "holds": not fails,
+            "why": ", ".join(fails),
+        }
 
     return [
-        claim("ACP is better than AVI at up to 100 points", gains("AVI", "ACP", 100), 0.0, "Figure 5"),
+        claim(
+            "ACP is better than AVI at up to 100 points", gains("AVI", "ACP", 100), 0.0, "Figure 5"
+        ),
         claim(
             "the bound in the faithful inverse is at least as good as ACP, within 0.1 nats, where K = 100",
             gains("ACP", "faithful, bounded", 1000),
@@ -117,7 +131,8 @@ def report(rows: list[dict[str, Any]], zeros: dict[str, tuple[float, float]]) ->
         values = [run["negative ELBO"] for run in row["runs"]]
         lines.setdefault((row["design"], row["system"]), {})[row["points"]] = shown(values)
     table = [
-        [f"{design}: {system}", *(found[size] for size in sizes)] for (design, system), found in lines.items()
+        [f"{design}: {system}", *(found[size] for size in sizes)]
+        for (design, system), found in lines.items()
     ]
     print_table(["negative ELBO at points", *map(str, sizes)], table)
 
@@ -136,10 +151,17 @@ def plot(file: Path, rows: list[dict[str, Any]], zeros: dict[str, tuple[float, f
             found = [row for row in rows if (row["design"], row["system"]) == (design, system)]
             if found:
                 curves = [
-                    [run["negative ELBO"] for run in runs] for runs in zip(*(row["runs"] for row in found))
+                    [run["negative ELBO"] for run in runs]
+                    for runs in zip(*(row["runs"] for row in found))
                 ]
                 draw_band(
-                    axis, [row["points"] for row in found], curves, system, color=color, marker="o", ms=3
+                    axis,
+                    [row["points"] for row in found],
+                    curves,
+                    system,
+                    color=color,
+                    marker="o",
+                    ms=3,
                 )
         size, value = design.split(",")[0], zeros[design][0]
         axis.set_title(f"{size}, {value:.1f}% zeros (the paper: {zeros[design][1]}%)", fontsize=9)

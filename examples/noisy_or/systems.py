@@ -29,7 +29,16 @@ from worlds import World
 
 from pyro_nami import AutoNaMIGuide, ExponentialDecay, NoisyOr, RelaxedELBO
 
-__all__ = ["LEARNED", "SYSTEMS", "NoisyOrModel", "Setting", "draw_latents", "fit", "negative_elbo", "setting"]
+__all__ = [
+    "LEARNED",
+    "SYSTEMS",
+    "NoisyOrModel",
+    "Setting",
+    "draw_latents",
+    "fit",
+    "negative_elbo",
+    "setting",
+]
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "AVI": {"rules": {"z": "learned"}, "inverse": "mean_field", "within": "independent"},
@@ -99,7 +108,9 @@ class NoisyOrModel(nn.Module):
     @property
     def world(self) -> World:
         """The parameters as they are now."""
-        positive: Callable[[Tensor], Tensor] = F.softplus if self.weights_learned else lambda value: value
+        positive: Callable[[Tensor], Tensor] = (
+            F.softplus if self.weights_learned else lambda value: value
+        )
         return World(positive(self._weights), positive(self._leak), self._logits.sigmoid())
 
     def forward(self, x: Tensor) -> None:
@@ -124,10 +135,13 @@ def fit(
         tell: is called with the share of the steps that are done.
         guide: one to train further, in place of a new one.
     """
-    pyro.clear_param_store()  # where a guide that was trained before would lend a new one its weights
+    # where a guide that was trained before would lend a new one its weights
+    pyro.clear_param_store()
     if guide is None:
         with torch.device(x.device):
-            guide = AutoNaMIGuide(model, hidden_features=chosen.hidden, mode="amortized", **SYSTEMS[system])
+            guide = AutoNaMIGuide(
+                model, hidden_features=chosen.hidden, mode="amortized", **SYSTEMS[system]
+            )
             guide(_batch(x))
     if system == "CDI":
         return guide

@@ -67,11 +67,15 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
     data, device = read(run.options), run.options.device
     train, valid, test = parts(data.x, cell["points"])
     words = train.shape[1]
-    start = World(torch.zeros(words, TOPICS), torch.full((words,), FLOOR), torch.full((TOPICS,), 1 / TOPICS))
+    start = World(
+        torch.zeros(words, TOPICS), torch.full((words,), FLOOR), torch.full((TOPICS,), 1 / TOPICS)
+    )
     model = NoisyOrModel(start, learns=("weights", "prior")).to(device)
     model.start_at(train.to(device))
     chosen = setting(cell["setting"])
-    guide = fit(model, cell["system"], train.to(device), chosen, run.options.extra["steps"], run.tell)
+    guide = fit(
+        model, cell["system"], train.to(device), chosen, run.options.extra["steps"], run.tell
+    )
     if cell["search"]:
         return {"valid": negative_elbo(model, guide, valid.to(device))}
     learned = World(*(part.detach().cpu() for part in model.world))
@@ -143,7 +147,9 @@ def draw(file: Path, rows: list[dict[str, Any]]) -> None:
     """Draws the PMI of all topics, from the best to the last, and the losses."""
     plt = pyplot()
     sizes = sorted({row["points"] for row in rows}, reverse=True)
-    figure, axes = plt.subplots(1, len(sizes) + 1, figsize=(4 * len(sizes) + 4, 3.6), layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(sizes) + 1, figsize=(4 * len(sizes) + 4, 3.6), layout="constrained"
+    )
     colors = dict(zip(LEARNED, ("tab:blue", "tab:orange", "tab:green", "tab:red")))
     for axis, points in zip(axes, sizes):
         for row in (row for row in rows if row["points"] == points):
@@ -156,13 +162,20 @@ def draw(file: Path, rows: list[dict[str, Any]]) -> None:
                 label=row["system"],
                 color=colors[row["system"]],
             )
-        axis.set(title=f"{points} titles", xlabel="topic, by its PMI", ylabel="PMI of ten words, nats")
+        axis.set(
+            title=f"{points} titles", xlabel="topic, by its PMI", ylabel="PMI of ten words, nats"
+        )
     axes[0].legend(frameon=False, fontsize=8)
     for place, row in enumerate(rows):
         mean, error = mean_and_error([run["negative ELBO"] for run in row["runs"]])
-        axes[-1].errorbar([place], [mean], [error or 0.0], marker="o", capsize=3, color=colors[row["system"]])
+        axes[-1].errorbar(
+            [place], [mean], [error or 0.0], marker="o", capsize=3, color=colors[row["system"]]
+        )
     axes[-1].set_xticks(
-        range(len(rows)), [f"{row['system']}, {row['points']}" for row in rows], rotation=60, ha="right"
+        range(len(rows)),
+        [f"{row['system']}, {row['points']}" for row in rows],
+        rotation=60,
+        ha="right",
     )
     axes[-1].set_ylabel("negative ELBO, nats a title")
     figure.savefig(file, dpi=130)
@@ -183,11 +196,15 @@ def main() -> None:
         data = read(options)
     except ValueError as error:
         sys.exit(str(error))
-    print(f"{len(data.x)} titles, {len(data.words)} words, {data.x.sum(1).mean():.2f} words a title")
+    print(
+        f"{len(data.x)} titles, {len(data.words)} words, {data.x.sum(1).mean():.2f} words a title"
+    )
     sizes = options.choose((150,), (5241, 2000), (5241, 2000))
     conditions = [{"system": system, "points": points} for points in sizes for system in LEARNED]
     settings = {"words": len(data.words)}
-    found = searched(NAME, run_cell, conditions, settings, options, at=lambda c: {**c, "points": min(sizes)})
+    found = searched(
+        NAME, run_cell, conditions, settings, options, at=lambda c: {**c, "points": min(sizes)}
+    )
     rows = [{**condition, "runs": runs} for condition, runs in zip(conditions, found)]
     train, _, test = parts(data.x, max(sizes))
     rate = train.mean(0).clamp(1 / (2 * len(train)), 1 - 1e-6)

@@ -111,15 +111,21 @@ def parse(
 
     Results go to ``results`` in the scripts' ``folder``, and what an interrupted run goes on from to ``out``.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     setting = parser.add_mutually_exclusive_group()
     setting.add_argument(
-        "--smoke", action="store_true", help="seconds: shows that all runs; the figures mean nothing"
+        "--smoke",
+        action="store_true",
+        help="seconds: shows that all runs; the figures mean nothing",
     )
     setting.add_argument("--paper", action="store_true", help="the paper's full setting, for a GPU")
     parser.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1")
     parser.add_argument("--seeds", type=int, help=f"number of runs ({', '.join(map(str, seeds))})")
-    parser.add_argument("--jobs", type=int, help="processes side by side; one a CPU core, or one on a GPU")
+    parser.add_argument(
+        "--jobs", type=int, help="processes side by side; one a CPU core, or one on a GPU"
+    )
     parser.add_argument("--out", type=Path, help="folder for all that is written")
     if extra is not None:
         extra(parser)
@@ -179,7 +185,9 @@ def run_cells(
                     _follow(futures, shares, bar)
         except KeyboardInterrupt:
             bar.close()
-            print(f"Interrupted; what is done is kept in {folder}, and the same command goes on from there.")
+            print(
+                f"Interrupted; what is done is kept in {folder}, and the same command goes on from there."
+            )
             sys.exit(130)
     return [json.loads(file.read_text())["result"] for file in files]
 
@@ -222,7 +230,13 @@ def mean_and_error(values: Sequence[float] | torch.Tensor) -> tuple[float, float
 
 
 def draw_band(
-    axes: Any, x: Sequence[float], curves: Any, label: str, *, sds: float | None = None, **style: Any
+    axes: Any,
+    x: Sequence[float],
+    curves: Any,
+    label: str,
+    *,
+    sds: float | None = None,
+    **style: Any,
 ) -> None:
     """Draws the mean of curves ``(runs, points)`` with a band of ``sds`` standard deviations, or one standard error."""
     values = torch.as_tensor(curves, dtype=torch.float64)
@@ -288,7 +302,9 @@ def _write(file: Path, value: Any, indent: int | None = None) -> None:
     part = file.with_suffix(".part")
     text = json.dumps(value, indent=indent)
     if indent is not None:  # lists of numbers on one line
-        text = re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+        text = re.sub(
+            r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text
+        )
     part.write_text(text + "\n")
     part.replace(file)
 

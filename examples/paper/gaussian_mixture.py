@@ -63,7 +63,10 @@ from pyro_nami.inference import Simulator
 
 NAME = "gaussian_mixture"
 HELD_OUT = 1_000_003  # seed of the held-out simulations
-FAMILIES: dict[str, Any] = {**dict.fromkeys(("phi", "rho", "sigma_1", "sigma_2"), "match"), "mu": mixture(3)}
+FAMILIES: dict[str, Any] = {
+    **dict.fromkeys(("phi", "rho", "sigma_1", "sigma_2"), "match"),
+    "mu": mixture(3),
+}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "fully connected": {"inverse": "fully_connected", "activation": torch.relu},
     "reverse NaMI": {"inverse": "reverse", "shared": False, "activation": torch.relu},
@@ -99,7 +102,9 @@ def train(system: str, cell: Cell, run: Run, settings: Mapping[str, Any]) -> dic
     model = plated if plate else grounded
     simulator = Simulator(plated, (torch.zeros(settings["points"], 2, device=run.options.device),))
     unseen = draw(simulator, settings["held out"], HELD_OUT)
-    held_out = [by_site(unseen.select(part), plate) for part in torch.arange(unseen.num).split(BATCH)]
+    held_out = [
+        by_site(unseen.select(part), plate) for part in torch.arange(unseen.num).split(BATCH)
+    ]
     x = unseen.observed["x"][0]
     guide = AutoNaMIGuide(
         model,
@@ -114,7 +119,10 @@ def train(system: str, cell: Cell, run: Run, settings: Mapping[str, Any]) -> dic
     size = guide.num_parameters
     adam = functools.partial(torch.optim.Adam, lr=settings["learning rate"])
     compilation = InferenceCompilation(model, guide, adam, batch_size=BATCH)
-    data, steps = Simulations(simulator, compilation, cell["seed"], plate), EPOCH * settings["epochs"]
+    data, steps = (
+        Simulations(simulator, compilation, cell["seed"], plate),
+        EPOCH * settings["epochs"],
+    )
     history = compilation.fit(
         steps,
         (x,),
@@ -125,7 +133,11 @@ def train(system: str, cell: Cell, run: Run, settings: Mapping[str, Any]) -> dic
         progress=False,
         tracker=run.tracker(steps),
     )
-    return {"parameters": size, "curve": [loss for _, loss in history.validation], "redrawn": data.times()}
+    return {
+        "parameters": size,
+        "curve": [loss for _, loss in history.validation],
+        "redrawn": data.times(),
+    }
 
 
 # ---- real data
@@ -135,7 +147,9 @@ def guide_posterior(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Trains a plate-aware guide on simulations of many sizes; returns its draws given Old Faithful."""
     x, steps = load_faithful().to(run.options.device), settings["real steps"]
     families: dict[str, Any] = dict.fromkeys(GLOBALS, mixture(4))
-    guide = AutoNaMIGuide(plated, families=families, hidden_features=(128, 128), pooling="attention")
+    guide = AutoNaMIGuide(
+        plated, families=families, hidden_features=(128, 128), pooling="attention"
+    )
     with torch.no_grad():
         guide(x)
     compilation = InferenceCompilation(
@@ -149,12 +163,18 @@ def guide_posterior(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
 
     def arguments(step: int) -> tuple[tuple, dict[str, Any]]:
         low, high = map(math.log, REAL_SIZES)
-        share = (step * 0.6180339887) % 1.0  # as even as uniform draws, and the same after an interruption
+        # as even as uniform draws, and the same after an interruption
+        share = (step * 0.6180339887) % 1.0
         return (x.new_zeros(round(math.exp(low + (high - low) * share)), 2),), {}
 
     data = OrderedSimulations(Simulator(plated, (x,)), arguments, settings["real batch"])
     compilation.fit(
-        steps, arguments, data=data, checkpoint=run.checkpoint, progress=False, tracker=run.tracker(steps)
+        steps,
+        arguments,
+        data=data,
+        checkpoint=run.checkpoint,
+        progress=False,
+        tracker=run.tracker(steps),
     )
     with torch.no_grad(), pyro.plate("draws", settings["draws"], dim=-2):
         values = guide(x)
@@ -172,7 +192,11 @@ def nuts_posterior(cell: Cell, run: Run, settings: Mapping[str, Any]) -> dict[st
     try:
         mcmc = MCMC(
             NUTS(
-                summed, target_accept_prob=0.9, max_tree_depth=8, jit_compile=True, ignore_jit_warnings=True
+                summed,
+                target_accept_prob=0.9,
+                max_tree_depth=8,
+                jit_compile=True,
+                ignore_jit_warnings=True,
             ),
             num_samples=kept,
             warmup_steps=warmup,
@@ -181,7 +205,10 @@ def nuts_posterior(cell: Cell, run: Run, settings: Mapping[str, Any]) -> dict[st
         mcmc.run(x)
     finally:
         torch.set_default_dtype(before)
-    draws, divergences = mcmc.get_samples(), sum(map(len, mcmc.diagnostics()["divergences"].values()))
+    draws, divergences = (
+        mcmc.get_samples(),
+        sum(map(len, mcmc.diagnostics()["divergences"].values())),
+    )
     return {"divergences": divergences, "draws": {name: draws[name].tolist() for name in GLOBALS}}
 
 
@@ -190,7 +217,9 @@ def task(cell: Cell, run: Run) -> dict[str, Any]:
     settings, system = settings_of(run.options), cell["system"]
     if system == "NUTS":
         return nuts_posterior(cell, run, settings)
-    return guide_posterior(run, settings) if system == "guide" else train(system, cell, run, settings)
+    return (
+        guide_posterior(run, settings) if system == "guide" else train(system, cell, run, settings)
+    )
 
 
 # ---- the report
@@ -198,7 +227,9 @@ def task(cell: Cell, run: Run) -> dict[str, Any]:
 
 def first_below(lower: Tensor, upper: Tensor) -> int | None:
     """Returns the epoch from which on the mean of ``lower``, ``(runs, epochs)``, is below by over 2 standard errors."""
-    error = sum(part.var(0) / len(part) if len(part) > 1 else 0 * part[0] for part in (lower, upper)).sqrt()
+    error = sum(
+        part.var(0) / len(part) if len(part) > 1 else 0 * part[0] for part in (lower, upper)
+    ).sqrt()
     apart = upper.mean(0) - lower.mean(0) > 2 * error
     failing = (~apart).nonzero()
     first = int(failing.max()) + 2 if len(failing) else 1
@@ -222,7 +253,9 @@ def claims_of(curves: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[di
             "paper": "learns faster and converges to a better solution",
             "ours": {"from epoch": early, "of": epochs, "last": {s: last[s] for s in PAPER}},
             "holds": learns,
-            "why": "" if learns else f"not apart from the first quarter of the epochs on (from: {early})",
+            "why": ""
+            if learns
+            else f"not apart from the first quarter of the epochs on (from: {early})",
         },
         {
             "claim": "both have the paper's numbers of parameters within 1%",
@@ -234,19 +267,29 @@ def claims_of(curves: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[di
         {
             "claim": "the plate-aware guide is below both at the end, with fewer parameters, whatever N",
             "paper": "not in the paper",
-            "ours": {"from epoch": beyond, "last": last["plate-aware"], "parameters": sizes["plate-aware"]},
+            "ours": {
+                "from epoch": beyond,
+                "last": last["plate-aware"],
+                "parameters": sizes["plate-aware"],
+            },
             "holds": beyond is not None and smaller,
-            "why": "" if beyond is not None and smaller else f"below from epoch {beyond}; smaller: {smaller}",
+            "why": ""
+            if beyond is not None and smaller
+            else f"below from epoch {beyond}; smaller: {smaller}",
         },
     ]
 
 
-def posteriors(results: Sequence[tuple[Cell, Any]]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def posteriors(
+    results: Sequence[tuple[Cell, Any]],
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Returns draws of both posteriors, and what does not depend on labels: mean, sd, and NUTS's largest R-hat."""
     chains = [result["draws"] for cell, result in results if cell["system"] == "NUTS"]
     (guide,) = (result["draws"] for cell, result in results if cell["system"] == "guide")
     draws = {
-        "NUTS": {name: torch.cat([torch.tensor(chain[name]) for chain in chains]) for name in GLOBALS},
+        "NUTS": {
+            name: torch.cat([torch.tensor(chain[name]) for chain in chains]) for name in GLOBALS
+        },
         "guide": {name: torch.tensor(guide[name]) for name in GLOBALS},
     }
     x = load_faithful()
@@ -256,7 +299,8 @@ def posteriors(results: Sequence[tuple[Cell, Any]]) -> tuple[dict[str, dict[str,
         by_chain = table["NUTS"][name].unflatten(0, (len(chains), -1))
         r_hat = split_gelman_rubin(by_chain, 0, 1).item() if by_chain.shape[1] >= 4 else math.nan
         moments = {
-            who: [values[name].mean().item(), values[name].std().item()] for who, values in table.items()
+            who: [values[name].mean().item(), values[name].std().item()]
+            for who, values in table.items()
         }
         found[name] = {**moments, "R-hat of NUTS": r_hat}
     return draws, found
@@ -275,7 +319,9 @@ def plot(
     for (system, values), color in zip(curves.items(), ("tab:orange", "tab:blue", "tab:green")):
         epochs = range(1, values.shape[1] + 1)
         draw_band(left, epochs, values, f"{system}, {sizes[system]:,} parameters", color=color)
-    left.set(xlabel="epoch of 10 mini-batches", ylabel="held-out $-\\log q(z \\mid x)$, nats a data set")
+    left.set(
+        xlabel="epoch of 10 mini-batches", ylabel="held-out $-\\log q(z \\mid x)$, nats a data set"
+    )
     low = min(float(values.mean(0).min()) for values in curves.values())
     high = max(float(values.mean(0)[min(1, values.shape[1] - 1)]) for values in curves.values())
     left.set_ylim(low - 0.05 * (high - low), high + 0.3 * (high - low))  # room for the legend
@@ -291,7 +337,9 @@ def plot(
         density = components_of(draws[who]).log_density(points).exp().mean(0).reshape(across.shape)
         if levels is None:
             levels = [float(density.max()) * share for share in (0.02, 0.1, 0.3, 0.6)]
-        right.contour(across, up, density, levels=levels, colors=color, linestyles=style, linewidths=1.2)
+        right.contour(
+            across, up, density, levels=levels, colors=color, linestyles=style, linewidths=1.2
+        )
         right.plot([], [], color=color, linestyle=style, label=f"predictive density, {who}")
     right.set(xlabel="eruption, standardized", ylabel="waiting, standardized")
     right.set_title("Old Faithful, 272 points")
@@ -307,7 +355,9 @@ def main() -> None:
     chains = options.choose(1, 4, 4)
     cells: list[Cell] = [{"system": "guide", "seed": 0}]
     cells += [{"system": "NUTS", "seed": seed} for seed in range(chains)]
-    cells += [{"system": system, "seed": seed} for seed in range(options.seeds) for system in SYSTEMS]
+    cells += [
+        {"system": system, "seed": seed} for seed in range(options.seeds) for system in SYSTEMS
+    ]
     results = list(zip(cells, run_cells(NAME, task, cells, settings, options)))
     runs = {system: [r for cell, r in results if cell["system"] == system] for system in SYSTEMS}
     curves = {system: torch.tensor([r["curve"] for r in each]) for system, each in runs.items()}
@@ -320,7 +370,11 @@ def main() -> None:
         error = values.std(0) / len(values) ** 0.5 if len(values) > 1 else torch.zeros_like(mean)
         quarter = len(mean) // 4
         rows.append(
-            [system, f"{sizes[system]:,}", *(f"{mean[i]:.1f} +- {error[i]:.1f}" for i in (quarter, -1))]
+            [
+                system,
+                f"{sizes[system]:,}",
+                *(f"{mean[i]:.1f} +- {error[i]:.1f}" for i in (quarter, -1)),
+            ]
         )
         systems[system] = {
             "parameters": sizes[system],
@@ -329,7 +383,9 @@ def main() -> None:
             "standard error": error.tolist(),
             "redrawn": [r["redrawn"] for r in runs[system]],
         }
-    print_table(["held-out -log q(z | x), nats", "parameters", f"epoch {quarter + 1}", "last epoch"], rows)
+    print_table(
+        ["held-out -log q(z | x), nats", "parameters", f"epoch {quarter + 1}", "last epoch"], rows
+    )
     draws, found = posteriors(results)
     print_table(
         ["Old Faithful: mean (sd)", "NUTS", "guide", "R-hat of NUTS"],

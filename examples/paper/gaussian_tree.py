@@ -24,12 +24,16 @@ class GaussianTree(LinearGaussian):
     def __init__(self, depth: int, seed: int) -> None:
         count, inner = 2**depth - 1, 2 ** (depth - 1) - 1
         generator = torch.Generator().manual_seed(seed)
-        self.weights = (0.5 + 1.5 * torch.rand(count, generator=generator, dtype=torch.float64)).tolist()
+        self.weights = (
+            0.5 + 1.5 * torch.rand(count, generator=generator, dtype=torch.float64)
+        ).tolist()
         names = [f"x_{i}" for i in range(count)]
         regression = torch.zeros(count, count, dtype=torch.float64)
         for i in range(1, count):
             regression[i, (i - 1) // 2] = self.weights[i]
-        super().__init__(names[:inner], names[inner:], regression, torch.ones(count, dtype=torch.float64))
+        super().__init__(
+            names[:inner], names[inner:], regression, torch.ones(count, dtype=torch.float64)
+        )
 
     def __call__(self, leaves: Tensor) -> None:
         inner = len(self.latents)

@@ -106,7 +106,9 @@ def _packed(file: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
         raise ValueError(
             f"Expected a readable {file}; got {type(error).__name__}: {error}.\n{EXPECTED}"
         ) from error
-    if any(part.shape[1] != 784 or label.shape != (len(part),) for part, label in zip(parts, labels)):
+    if any(
+        part.shape[1] != 784 or label.shape != (len(part),) for part, label in zip(parts, labels)
+    ):
         shapes = {part: array.shape for part, array in zip(PARTS, rows)}
         raise ValueError(
             f"Expected 98 bytes and one label for each image in {file}; got {shapes}.\n{EXPECTED}"
@@ -164,7 +166,9 @@ def _idx(file: Path) -> np.ndarray:
         )
     shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4))
     if len(content) - start != int(np.prod(shape)):
-        raise ValueError(f"Expected {shape} bytes in {file}; got {len(content) - start} in all.\n{EXPECTED}")
+        raise ValueError(
+            f"Expected {shape} bytes in {file}; got {len(content) - start} in all.\n{EXPECTED}"
+        )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
 
 

@@ -30,29 +30,42 @@ class LinearGaussian:
     """
 
     def __init__(
-        self, latents: Sequence[str], observed: Sequence[str], regression: Tensor, deviations: Tensor
+        self,
+        latents: Sequence[str],
+        observed: Sequence[str],
+        regression: Tensor,
+        deviations: Tensor,
     ) -> None:
         self.latents, self.observed = list(latents), list(observed)
         self.index: dict[Hashable, int] = {name: i for i, name in enumerate((*latents, *observed))}
-        spread = torch.linalg.inv(torch.eye(len(self.index), dtype=torch.float64) - regression) * deviations
+        spread = (
+            torch.linalg.inv(torch.eye(len(self.index), dtype=torch.float64) - regression)
+            * deviations
+        )
         self.covariance = spread @ spread.t()
         inner = len(self.latents)
         cross, own = self.covariance[:inner, inner:], self.covariance[inner:, inner:]
         self._from_observed = torch.linalg.solve(own, cross, left=False)
-        self.posterior_covariance = self.covariance[:inner, :inner] - self._from_observed @ cross.t()
+        self.posterior_covariance = (
+            self.covariance[:inner, :inner] - self._from_observed @ cross.t()
+        )
         self._precision = torch.linalg.inv(self.posterior_covariance)
 
     def posterior_mean(self, x: Tensor) -> Tensor:
         """Returns E[latents | x] of data ``(*batch, observed)``, ``(*batch, latents)``, float64."""
         return x.double() @ self._from_observed.t().to(x.device)
 
-    def posterior_log_prob(self, latents: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
+    def posterior_log_prob(
+        self, latents: Mapping[str, Tensor], observed: Mapping[str, Tensor]
+    ) -> Tensor:
         """Returns log p(latents | observed) of values ``(batch,)`` by site, ``(batch,)``, float64."""
         z = torch.stack([latents[name].double() for name in self.latents], -1)
         x = torch.stack([observed[name].double() for name in self.observed], -1)
         residual = z - self.posterior_mean(x)
         energy = ((residual @ self._precision.to(z.device)) * residual).sum(-1)
-        return 0.5 * (torch.logdet(self._precision) - energy - len(self.latents) * math.log(2 * math.pi))
+        return 0.5 * (
+            torch.logdet(self._precision) - energy - len(self.latents) * math.log(2 * math.pi)
+        )
 
     def posterior_entropy(self) -> float:
         """Returns H(z | x) in nats, the same for all x."""
@@ -64,7 +77,8 @@ class LinearGaussian:
         It is attained by q(v | Pa(v)) = p(v | Pa(v)) and is sum_v H(v | Pa(v)) - H(z | x).
         """
         entropies = [
-            self._entropy([v, *inverse.parents[v]]) - self._entropy(inverse.parents[v]) for v in self.latents
+            self._entropy([v, *inverse.parents[v]]) - self._entropy(inverse.parents[v])
+            for v in self.latents
         ]
         return max(0.0, sum(entropies) - self.posterior_entropy())
 

@@ -35,7 +35,11 @@ from tree_training import Networks, Schedule, network_of, train
 from pyro_nami import Inverse, nami, verify_inverse
 
 DEPTH = 4
-SYSTEMS = {0: ("forward NaMI", 100, "C0"), 12: ("12 more edges", 99, "C1"), 16: ("16 more edges", 99, "C3")}
+SYSTEMS = {
+    0: ("forward NaMI", 100, "C0"),
+    12: ("12 more edges", 99, "C1"),
+    16: ("16 more edges", 99, "C3"),
+}
 WINDOW = 10  # epochs over which differences are averaged before they are compared
 NOISE = 2.0  # standard errors within which systems count as equal
 
@@ -46,7 +50,10 @@ def extra_edges(tree: GaussianTree, number: int) -> list[tuple[str, str]]:
     """Returns 0, 12 or 16 edges ``(parent, latent)``: from grandchildren, then from leaves to the root."""
     count = len(tree.index)
     one_level = [
-        (f"x_{k}", f"x_{i}") for i in range(count) for k in range(4 * i + 3, 4 * i + 7) if 4 * i + 6 < count
+        (f"x_{k}", f"x_{i}")
+        for i in range(count)
+        for k in range(4 * i + 3, 4 * i + 7)
+        if 4 * i + 6 < count
     ]
     two_levels = [(f"x_{k}", "x_0") for k in range(7, 15, 2)]
     return (one_level + two_levels)[:number]
@@ -63,7 +70,9 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
     tree = GaussianTree(DEPTH, cell["seed"])
     inverse = inverse_with(tree, cell["more_edges"])
     networks = Networks(shared=False, width=SYSTEMS[cell["more_edges"]][1], skip=cell["skip"])
-    found = train(tree, inverse, networks, schedule_of(run.options), run, data_seed=1000 + cell["seed"])
+    found = train(
+        tree, inverse, networks, schedule_of(run.options), run, data_seed=1000 + cell["seed"]
+    )
     checked = verify_inverse(inverse.net, inverse)
     return {
         **found,
@@ -89,9 +98,13 @@ def paired(runs: Runs, number: int, skip: bool, key: str) -> tuple[list[float], 
     pairs = list(zip(runs[number, skip], runs[0, skip]))
     for first in range(0, len(pairs[0][0][key]), size):
         window = slice(first, first + size)
-        values = [statistics.mean(a[key][window]) - statistics.mean(b[key][window]) for a, b in pairs]
+        values = [
+            statistics.mean(a[key][window]) - statistics.mean(b[key][window]) for a, b in pairs
+        ]
         means.append(statistics.mean(values))
-        errors.append(statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("inf"))
+        errors.append(
+            statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("inf")
+        )
     return means, errors
 
 
@@ -103,8 +116,12 @@ def claims(runs: Runs) -> list[dict[str, Any]]:
         for number in (12, 16):
             for key, name in (("test_kl", "held-out KL"), ("nll", "NLL of samples")):
                 means, errors = paired(runs, number, skip, key)
-                below = [i for i, (mean, error) in enumerate(zip(means, errors)) if mean < -NOISE * error]
-                above = [i for i, (mean, error) in enumerate(zip(means, errors)) if mean > NOISE * error]
+                below = [
+                    i for i, (mean, error) in enumerate(zip(means, errors)) if mean < -NOISE * error
+                ]
+                above = [
+                    i for i, (mean, error) in enumerate(zip(means, errors)) if mean > NOISE * error
+                ]
                 # One window in twenty or so lies outside by chance.
                 allowed = max(1, len(means) // 20)
                 holds = finite(errors[0]) is not None and len(below) <= allowed
@@ -170,7 +187,9 @@ def draw(runs: Runs, schedule: Schedule, file: Path) -> None:
         row[0].axhline(0, color="k", ls="--", lw=1)
         row[0].set_yscale("symlog", linthresh=0.2)
         row[1].set_yscale("log")
-        row[0].set_ylabel(f"{'with' if skip else 'without'} skip weights\nNLL $-$ posterior entropy, nats")
+        row[0].set_ylabel(
+            f"{'with' if skip else 'without'} skip weights\nNLL $-$ posterior entropy, nats"
+        )
         row[1].set_ylabel("KL(p(z|x) || q(z|x)), nats")
     rows[0][0].set_title("samples, 5 data sets")
     rows[0][1].set_title("held-out simulations")
@@ -181,11 +200,14 @@ def draw(runs: Runs, schedule: Schedule, file: Path) -> None:
     figure.savefig(file, dpi=130)
 
 
-def windows(curves: Sequence[Sequence[float]], size: int = 5) -> tuple[list[float], list[list[float]]]:
+def windows(
+    curves: Sequence[Sequence[float]], size: int = 5
+) -> tuple[list[float], list[list[float]]]:
     """Returns means of curves over windows of epochs, floored for a log scale, and the windows' centres."""
     starts = range(0, len(curves[0]), size)
     means = [
-        [max(1e-4, statistics.mean(curve[first : first + size])) for first in starts] for curve in curves
+        [max(1e-4, statistics.mean(curve[first : first + size])) for first in starts]
+        for curve in curves
     ]
     return [first + (size + 1) / 2 for first in starts], means
 
@@ -204,7 +226,9 @@ def main() -> None:
     results = run_cells("minimality", run_cell, cells, settings, options)
     runs: dict[tuple[int, bool], list[Any]] = {}
     for cell, result in zip(cells, results):
-        runs.setdefault((cell["more_edges"], cell["skip"]), []).append({"seed": cell["seed"], **result})
+        runs.setdefault((cell["more_edges"], cell["skip"]), []).append(
+            {"seed": cell["seed"], **result}
+        )
     summaries = {}
     for (number, skip), mine in runs.items():
         kls = [run["kl"] for run in mine]
@@ -214,7 +238,9 @@ def main() -> None:
             "minimal": all(run["minimal"] for run in mine),
             "redundant": mine[0]["redundant"],
             "parameters": mine[0]["parameters"],
-            "kl_at_epoch_20": statistics.mean(run["test_kl"][min(20, schedule.epochs) - 1] for run in mine),
+            "kl_at_epoch_20": statistics.mean(
+                run["test_kl"][min(20, schedule.epochs) - 1] for run in mine
+            ),
             "kl": statistics.mean(kls),
             "kl_standard_error": statistics.stdev(kls) / len(kls) ** 0.5 if len(kls) > 1 else None,
             "cpu_minutes_a_run": statistics.mean(run["cpu_seconds"] for run in mine) / 60,
@@ -232,7 +258,8 @@ def main() -> None:
         "CPU min",
     ]
     print_table(
-        header, [[name, *("-" if v is None else v for v in s.values())] for name, s in summaries.items()]
+        header,
+        [[name, *("-" if v is None else v for v in s.values())] for name, s in summaries.items()],
     )
     made = claims(runs)
     payload = {
@@ -241,7 +268,8 @@ def main() -> None:
         "summaries": summaries,
         "claims": made,
         "runs": {
-            f"{SYSTEMS[n][0]}, {'skip' if skip else 'no skip'}": mine for (n, skip), mine in runs.items()
+            f"{SYSTEMS[n][0]}, {'skip' if skip else 'no skip'}": mine
+            for (n, skip), mine in runs.items()
         },
     }
     draw(runs, schedule, write_results("minimality", payload, options))

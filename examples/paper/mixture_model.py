@@ -121,13 +121,21 @@ class Simulations:
     def __init__(
         self, simulator: Simulator, compilation: InferenceCompilation, seed: int, plate: bool
     ) -> None:
-        self.simulator, self.compilation, self.seed, self.plate = simulator, compilation, seed, plate
+        self.simulator, self.compilation, self.seed, self.plate = (
+            simulator,
+            compilation,
+            seed,
+            plate,
+        )
         self.number, self.kept = -1, self.simulator.draw(1)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         number = self.times()
         if number != self.number:
-            self.number, self.kept = number, draw(self.simulator, EPOCH * BATCH, 1000 * self.seed + number)
+            self.number, self.kept = (
+                number,
+                draw(self.simulator, EPOCH * BATCH, 1000 * self.seed + number),
+            )
         order = torch.randperm(EPOCH * BATCH, device=self.kept.latents["phi"].device)
         for index in order.split(BATCH):
             yield by_site(self.kept.select(index), self.plate)
@@ -146,7 +154,10 @@ class OrderedSimulations:
     """
 
     def __init__(
-        self, simulator: Simulator, arguments: Callable[[int], tuple[tuple, dict[str, Any]]], batch: int
+        self,
+        simulator: Simulator,
+        arguments: Callable[[int], tuple[tuple, dict[str, Any]]],
+        batch: int,
     ) -> None:
         self.simulator, self.arguments, self.batch = simulator, arguments, batch
 
@@ -208,7 +219,9 @@ def summarize(draws: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
     largest = order[:, :1]
     mean = (components.weights[..., None] * components.locs).sum(-2)
     between = (components.weights * (components.locs - mean[:, None]).prod(-1)).sum(-1)
-    within = (components.weights * components.trils[..., 0, 0] * components.trils[..., 1, 0]).sum(-1)
+    within = (components.weights * components.trils[..., 0, 0] * components.trils[..., 1, 0]).sum(
+        -1
+    )
     return {
         "largest weight": weights[:, 0],
         "second weight": weights[:, 1],

@@ -35,7 +35,16 @@ import pyro
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
-from experiment import Options, Run, draw_band, mean_and_error, parse, print_table, run_cells, write_results
+from experiment import (
+    Options,
+    Run,
+    draw_band,
+    mean_and_error,
+    parse,
+    print_table,
+    run_cells,
+    write_results,
+)
 from images import Images, halved, read_images
 from pyro import poutine
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO, config_enumerate
@@ -139,7 +148,9 @@ class Trainer:
             labelled = self.known.differentiable_loss(self.model, self.guide, self.x, self.y)
             loss = loss + labelled / len(self.unlabelled)
         if self.system == BOTH:
-            loss = loss + self.summed.differentiable_loss(self.model, self.unlabelled_guide, x) / len(x)
+            loss = loss + self.summed.differentiable_loss(
+                self.model, self.unlabelled_guide, x
+            ) / len(x)
         return loss
 
     def run_epoch(self) -> None:
@@ -153,7 +164,9 @@ class Trainer:
     @torch.no_grad()
     def error(self) -> float:
         """Returns the share of test images whose class is not the one of largest q(y | x)."""
-        guess = torch.cat([class_log_probs(self.guide, part) for part in self.test.split(1000)]).argmax(1)
+        guess = torch.cat(
+            [class_log_probs(self.guide, part) for part in self.test.split(1000)]
+        ).argmax(1)
         return (guess != self.test_labels).double().mean().item()
 
     @torch.no_grad()
@@ -255,7 +268,8 @@ def claims(
     ours, other = summary[BOTH]["last"], summary[baseline]["best"]
     epoch = summary[baseline]["best epoch"] - 1
     pairs = [
-        (both["errors"][-1], one["errors"][epoch]) for both, one in zip(results[BOTH], results[baseline])
+        (both["errors"][-1], one["errors"][epoch])
+        for both, one in zip(results[BOTH], results[baseline])
     ]
     gain = mean_and_error([one - both for both, one in pairs])
     ratio, limit = ours[0] / max(other[0], 1e-9), 2 / 3
@@ -267,7 +281,13 @@ def claims(
         {
             "claim": "the test error with unlabelled images is at most two thirds of that without",
             "paper": "Kingma et al. 2014, Table 1, 100 labels of MNIST: 11.97% (M2) against 25.81% (network)",
-            "ours": {"with": ours, "without": other, "baseline": baseline, "ratio": ratio, "gain": gain},
+            "ours": {
+                "with": ours,
+                "without": other,
+                "baseline": baseline,
+                "ratio": ratio,
+                "gain": gain,
+            },
             "holds": ratio <= limit,
             "why": ""
             if ratio <= limit
@@ -299,7 +319,9 @@ def draw(file: Path, results: dict[str, list[dict[str, Any]]], data: str, side: 
         draw_band(curves, epochs, errors, system, color=color)
     runs = len(results[BOTH])
     curves.set(xlabel="epoch of the unlabelled images", ylabel="test error, %", ylim=(0, None))
-    curves.set_title(f"{data}\n100 labels; mean of {runs} choices, band 1 standard error", fontsize=10)
+    curves.set_title(
+        f"{data}\n100 labels; mean of {runs} choices, band 1 standard error", fontsize=10
+    )
     curves.legend(frameon=False)
     analogies = results[BOTH][0]["analogies"]
     shown = torch.tensor(analogies["images"]).float()[:, None]
@@ -309,7 +331,9 @@ def draw(file: Path, results: dict[str, list[dict[str, Any]]], data: str, side: 
     cell = side + 2
     grid.imshow(picture, cmap="gray_r", vmin=0, vmax=1)
     grid.axvline(cell - 0.5, color="tab:blue")
-    grid.set_xticks([cell * (i + 0.5) for i in range(CLASSES + 1)], ["test", *map(str, range(CLASSES))])
+    grid.set_xticks(
+        [cell * (i + 0.5) for i in range(CLASSES + 1)], ["test", *map(str, range(CLASSES))]
+    )
     grid.set_yticks([])
     grid.set(xlabel="class y", ylabel="style z")
     grid.set_title("Left: test images. Right: p(x = 1) at their style and each class", fontsize=10)
@@ -318,7 +342,9 @@ def draw(file: Path, results: dict[str, list[dict[str, Any]]], data: str, side: 
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, help="folder with MNIST; without it, scikit-learn's digits")
+    parser.add_argument(
+        "--data", type=Path, help="folder with MNIST; without it, scikit-learn's digits"
+    )
 
 
 def main() -> None:
@@ -330,7 +356,9 @@ def main() -> None:
         sys.exit(str(error))
     size = choose_size(options)
     settings = {"data": images.name, **size._asdict(), "hidden": list(size.hidden)}
-    cells = [{"system": system, "seed": seed} for system in SYSTEMS for seed in range(options.seeds)]
+    cells = [
+        {"system": system, "seed": seed} for system in SYSTEMS for seed in range(options.seeds)
+    ]
     found = run_cells(NAME, run_cell, cells, settings, options)
     results: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
     for cell, result in zip(cells, found):

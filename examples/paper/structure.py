@@ -62,9 +62,17 @@ Positions = Mapping[Hashable, tuple[float, float]]
 STUDENT = BayesNet.from_edges(
     ["DG", "IG", "IS", "GL", "SJ", "LJ", "GH", "JH"], observed=["H", "J"], nodes="DIGSLJH"
 )
-STUDENT_AT = dict(zip("DIGSLJH", [(0, 3), (2, 3), (0.8, 2), (2.9, 2), (2.1, 1.1), (2.7, 0), (0.3, 0)]))
+STUDENT_AT = dict(
+    zip("DIGSLJH", [(0, 3), (2, 3), (0.8, 2), (2.9, 2), (2.1, 1.1), (2.7, 0), (0.3, 0)])
+)
 # Step by step: the frontier (not legible at the last step), what is eliminated, and its parents.
-TABLE_1 = [("DI", "D", "GI"), ("I", "I", "GS"), ("GS", "S", "GJL"), ("G", "G", "HJL"), (None, "L", "HJ")]
+TABLE_1 = [
+    ("DI", "D", "GI"),
+    ("I", "I", "GS"),
+    ("GS", "S", "GJL"),
+    ("G", "G", "HJL"),
+    (None, "L", "HJ"),
+]
 MORAL = {frozenset("DI"), frozenset("SL"), frozenset("GJ")}
 
 BRANCHES = BayesNet.from_edges(["AB", "AC", "BD", "CE"], observed=["D", "E"])
@@ -114,7 +122,10 @@ CLAIMS = {
         "Figure 5c: forward NaMI has the factors q_i(x_i | x_{i+1}, ..., x_{2(i+1)})",
         "supplement E.2",
     ),
-    "compact": ("Figure 5d: reverse NaMI has fewer edges than forward iff d > 3", "most compact for d > 3"),
+    "compact": (
+        "Figure 5d: reverse NaMI has fewer edges than forward iff d > 3",
+        "most compact for d > 3",
+    ),
     "fewest": (
         "Figure 5d: no inverse has fewer edges where d > 3",
         "the most compact possible I-map for any d > 3",
@@ -183,7 +194,9 @@ def trace() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     ]
     added = {"moral": moral, **{row["v"]: row["fill"] for row in rows}}
     fits = moral_edges(STUDENT) == MORAL and added["D"] == [] and added["I"] == ["G, S"]
-    right = {name: verify_inverse(STUDENT, each).minimal and natural(each) for name, each in made.items()}
+    right = {
+        name: verify_inverse(STUDENT, each).minimal and natural(each) for name, each in made.items()
+    }
     return rows, [
         claim("trace", rows, all(agree) and len(rows) == len(TABLE_1)),
         claim("fill", added, fits),
@@ -197,13 +210,20 @@ def trace() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def counterexample() -> list[dict[str, Any]]:
     """Prints what the inverses of Figure 1 get wrong; returns the claims."""
     print("\nFigure 1: A -> B -> D and A -> C -> E, with D and E observed")
-    verdicts = {name: verify_inverse(BRANCHES, inversion(BRANCHES)) for name, inversion in INVERSIONS.items()}
+    verdicts = {
+        name: verify_inverse(BRANCHES, inversion(BRANCHES))
+        for name, inversion in INVERSIONS.items()
+    }
     for name, verdict in verdicts.items():
         print(f"  {name:<22}{INVERSIONS[name](BRANCHES).num_edges:>3} edges, {verdict}")
     heuristic = stuhlmueller(BRANCHES)
     as_network = BayesNet.from_networkx(heuristic.to_networkx(), observed=BRANCHES.observed)
     asserted, true = d_separated(as_network, "B", "C"), d_separated(BRANCHES, "B", "C")
-    ours = {"in H": asserted, "in G": true, **{name: str(verdict) for name, verdict in verdicts.items()}}
+    ours = {
+        "in H": asserted,
+        "in G": true,
+        **{name: str(verdict) for name, verdict in verdicts.items()},
+    }
     named = ("C", "B") in verdicts["Stuhlmueller"].missing
     return [
         claim("heuristic", ours, asserted and not true and named),
@@ -260,7 +280,10 @@ def order_counts(net: BayesNet) -> dict[str, list[int]]:
 def follows_formula(inverse: Inverse) -> bool:
     """Whether an inverse is the product of q_i(x_i | x_{i+1}, ..., x_{2(i+1)}) of supplement E.2."""
     reads = inverse.parents
-    return all(set(reads[f"x_{i}"]) == {f"x_{j}" for j in range(i + 1, 2 * i + 3)} for i in range(len(reads)))
+    return all(
+        set(reads[f"x_{i}"]) == {f"x_{j}" for j in range(i + 1, 2 * i + 3)}
+        for i in range(len(reads))
+    )
 
 
 def trees(
@@ -269,10 +292,12 @@ def trees(
     """Prints edges and least KL by depth, and all orders at those searched; returns both, and the claims."""
     nets = {depth: tree_network(depth) for depth in depths}
     made = {
-        name: {depth: inversion(net) for depth, net in nets.items()} for name, inversion in INVERSIONS.items()
+        name: {depth: inversion(net) for depth, net in nets.items()}
+        for name, inversion in INVERSIONS.items()
     }
     edges = {
-        name: {depth: inverse.num_edges for depth, inverse in each.items()} for name, each in made.items()
+        name: {depth: inverse.num_edges for depth, inverse in each.items()}
+        for name, each in made.items()
     }
     limits = {
         name: {
@@ -288,7 +313,10 @@ def trees(
     print_table(
         ["inverse", *depths],
         [
-            [name, *(f"{statistics.mean(v):.3f} ({statistics.pstdev(v):.3f})" for v in each.values())]
+            [
+                name,
+                *(f"{statistics.mean(v):.3f} ({statistics.pstdev(v):.3f})" for v in each.values()),
+            ]
             for name, each in limits.items()
         ],
     )
@@ -300,10 +328,21 @@ def trees(
         for depth, inverse in made["Stuhlmueller"].items()
     }
     formula = {depth: follows_formula(inverse) for depth, inverse in made[FORWARD].items()}
-    forward, reverse, deep = edges[FORWARD], edges[REVERSE], [depth for depth in searched if depth > 3]
+    forward, reverse, deep = (
+        edges[FORWARD],
+        edges[REVERSE],
+        [depth for depth in searched if depth > 3],
+    )
     least = {depth: {kind: low for kind, (low, _) in orders[depth].items()} for depth in searched}
-    ours = {depth: {**least[depth], FREE: edges[FREE][depth], REVERSE: reverse[depth]} for depth in searched}
-    ours |= {"min-fill alone": [str(verify_inverse(nets[depth], made[FREE][depth])) for depth in searched]}
+    ours = {
+        depth: {**least[depth], FREE: edges[FREE][depth], REVERSE: reverse[depth]}
+        for depth in searched
+    }
+    ours |= {
+        "min-fill alone": [
+            str(verify_inverse(nets[depth], made[FREE][depth])) for depth in searched
+        ]
+    }
     others = ("Stuhlmueller", FORWARD, REVERSE)
     return {"edges": edges, "limits": limits, "all orders": orders}, [
         claim("inverted", inverted, all(inverted.values())),
@@ -333,10 +372,17 @@ def step_panels() -> tuple[list[Panel], list[Panel]]:
     grown = [inverse_panel("the inverse", inverse, STUDENT_AT)]
     for i in range(len(steps) + 1):
         title = (
-            f"step {i}: S = {{{joined(steps[i - 1].frontier)}}}, v = {steps[i - 1].site}" if i else "step 0"
+            f"step {i}: S = {{{joined(steps[i - 1].frontier)}}}, v = {steps[i - 1].site}"
+            if i
+            else "step 0"
         )
-        kinds = [Edges(STUDENT.edges, arrow="-"), Edges(moral_edges(STUDENT), MORAL_COLOR, arrow="-")]
-        kinds.append(Edges([pair for step in steps[:i] for pair in step.fill], FILL_COLOR, "--", "-"))
+        kinds = [
+            Edges(STUDENT.edges, arrow="-"),
+            Edges(moral_edges(STUDENT), MORAL_COLOR, arrow="-"),
+        ]
+        kinds.append(
+            Edges([pair for step in steps[:i] for pair in step.fill], FILL_COLOR, "--", "-")
+        )
         induced.append(Panel(title, STUDENT, STUDENT_AT, kinds, inverse.order[:i]))
         grown.append(inverse_panel("", inverse, STUDENT_AT, inverse.order[:i]))
     return induced, grown
@@ -358,7 +404,8 @@ def draw_figures(path: Path) -> None:
     """Writes Table 1 with Figure 3 to ``path``, and Figures 1, 2 and 5 beside it."""
     draw_panels(path, step_panels(), (17, 6), "oemf")
     beside = {
-        name: path.with_name(f"{path.stem}_{name}.png") for name in ("counterexample", "natural", "trees")
+        name: path.with_name(f"{path.stem}_{name}.png")
+        for name in ("counterexample", "natural", "trees")
     }
     print(f"Also: {', '.join(file.name for file in beside.values())}")
 
@@ -366,14 +413,18 @@ def draw_figures(path: Path) -> None:
     for letter, name in zip("bcd", INVERSIONS):
         inverse = INVERSIONS[name](BRANCHES)
         verdict = verify_inverse(BRANCHES, inverse)
-        panel = inverse_panel(f"({letter}) {name}: {str(verdict).split(';')[0]}", inverse, BRANCHES_AT)
+        panel = inverse_panel(
+            f"({letter}) {name}: {str(verdict).split(';')[0]}", inverse, BRANCHES_AT
+        )
         row.append(panel._replace(edges=[*panel.edges, Edges(verdict.missing, MISSING_COLOR, ":")]))
     draw_panels(beside["counterexample"], [row], (12, 3.8), "ofx")
 
     row = [network_panel("the model", COLLIDER, COLLIDER_AT)]
     for name, inverse in collider_inverses().items():
         row.append(
-            inverse_panel(f"{name}: {'natural' if natural(inverse) else 'not natural'}", inverse, COLLIDER_AT)
+            inverse_panel(
+                f"{name}: {'natural' if natural(inverse) else 'not natural'}", inverse, COLLIDER_AT
+            )
         )
     draw_panels(beside["natural"], [row], (9, 2.6), "f")
 
@@ -387,7 +438,9 @@ def draw_figures(path: Path) -> None:
 
 def experiment(options: Options) -> None:
     """Prints tables and traces, writes numbers and figures."""
-    depths, searched = options.choose(([3, 4, 5], [3]), ([3, 4, 5, 6, 7], [3, 4]), ([3, 4, 5, 6, 7], [3, 4]))
+    depths, searched = options.choose(
+        ([3, 4, 5], [3]), ([3, 4, 5, 6, 7], [3, 4]), ([3, 4, 5, 6, 7], [3, 4])
+    )
     steps, on_steps = trace()
     record, on_trees = trees(depths, searched, options.seeds)
     claims = [*on_steps, *counterexample(), naturalness(), *on_trees]

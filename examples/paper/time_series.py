@@ -86,7 +86,9 @@ class LocalTrend(LinearGaussian):
         for t in range(steps):
             level, slope = 2 * t, 2 * t + 1
             regression[2 * steps + t, level] = 1.0
-            deviations[level], deviations[slope] = (LEVEL, SLOPE) if t else (FIRST_LEVEL, FIRST_SLOPE)
+            deviations[level], deviations[slope] = (
+                (LEVEL, SLOPE) if t else (FIRST_LEVEL, FIRST_SLOPE)
+            )
             if t:
                 regression[level, level - 2], regression[level, slope - 2] = DAMPED_LEVEL, 1.0
                 regression[slope, slope - 2] = DAMPED_SLOPE
@@ -109,7 +111,10 @@ class LocalTrend(LinearGaussian):
 
         That is the best q of an inverse, and the posterior where the inverse is faithful.
         """
-        values = {name: value.double().cpu() for name, value in {**draws.latents, **draws.observed}.items()}
+        values = {
+            name: value.double().cpu()
+            for name, value in {**draws.latents, **draws.observed}.items()
+        }
         total = torch.zeros(draws.num, dtype=torch.float64)
         for v, reads in inverse.parents.items():
             i, rows = self.index[v], [self.index[u] for u in reads]
@@ -129,7 +134,11 @@ def filtering(net: BayesNet, model: LocalTrend) -> Inverse:
     """Forward in time without the data of later steps: the best a particle filter can propose."""
     inverse = forward_in_time(net, model)
     reads = {
-        v: {u: across for u, across in parents.items() if u not in model.observed or _time(u) <= _time(v)}
+        v: {
+            u: across
+            for u, across in parents.items()
+            if u not in model.observed or _time(u) <= _time(v)
+        }
         for v, parents in inverse.parents.items()
     }
     return Inverse(net, inverse.order, reads)
@@ -182,13 +191,17 @@ def compile_guide(cell: Cell, run: Run) -> dict[str, Any]:
     """Trains one guide; returns its KL on the way and at the end, and what it says of one data set."""
     model = LocalTrend(cell["time"])
     x = torch.zeros(model.steps, device=run.options.device)
-    guide = AutoNaMIGuide(model, inverse=lambda net: INVERSES[cell["system"]](net, model), init_scale=1.0)
+    guide = AutoNaMIGuide(
+        model, inverse=lambda net: INVERSES[cell["system"]](net, model), init_scale=1.0
+    )
     compilation = InferenceCompilation(
         model,
         guide,
         functools.partial(torch.optim.Adam, lr=LEARNING_RATE),
         batch_size=BATCH,
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cell["steps"]),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, cell["steps"]
+        ),
     )
     held_out = draw(model, x, cell["simulations"], HELD_OUT_SEED)
     history = compilation.fit(
@@ -239,7 +252,10 @@ def claims(model: LocalTrend, systems: Mapping[str, Mapping[str, Any]]) -> list[
     """Returns what the experiment says; the paper names the order, and has no numbers for it."""
     inverse = forward_in_time(extract_bayesnet(model, torch.zeros(model.steps)), model)
     read = {
-        v: all(_time(u) >= _time(v) if u in model.observed else _time(v) - _time(u) in (0, 1) for u in reads)
+        v: all(
+            _time(u) >= _time(v) if u in model.observed else _time(v) - _time(u) in (0, 1)
+            for u in reads
+        )
         for v, reads in inverse.parents.items()
     }
     limits, edges, kls, gaps, beaten, apart = {}, {}, {}, {}, [], []
@@ -267,16 +283,19 @@ def claims(model: LocalTrend, systems: Mapping[str, Mapping[str, Any]]) -> list[
 
 
 _READ = "With blocks, last step eliminated first, z_t reads the step before and x_t, ..., x_T only, minimally"
-_FLOORS = "The five structures meant to be faithful are, with a least KL of 0; the others have a floor"
+_FLOORS = (
+    "The five structures meant to be faithful are, with a least KL of 0; the others have a floor"
+)
 _GAPS = "Every guide ends within 0.05 nats of the least KL of its structure"
 _BEATEN = "The guide with blocks ends below every unfaithful one by over 2 standard errors"
-_EDGES = (
-    "Blocks cost at most a tenth more edges than NaMI's own order; min-fill alone needs under three quarters"
-)
+_EDGES = "Blocks cost at most a tenth more edges than NaMI's own order; min-fill alone needs under three quarters"
 
 
 def draw_figure(
-    path: Path, model: LocalTrend, systems: Mapping[str, Mapping[str, Any]], bands: Mapping[str, Any]
+    path: Path,
+    model: LocalTrend,
+    systems: Mapping[str, Mapping[str, Any]],
+    bands: Mapping[str, Any],
 ) -> None:
     """KL by training step, and the level of one data set."""
     import matplotlib
@@ -299,7 +318,9 @@ def draw_figure(
     x = data_set(model)
     mean = model.posterior_mean(x)[::2]
     width = 1.645 * model.posterior_covariance.diagonal()[::2].sqrt()
-    right.fill_between(time, mean - width, mean + width, color="0.85", label="exact posterior, 90%", lw=0)
+    right.fill_between(
+        time, mean - width, mean + width, color="0.85", label="exact posterior, 90%", lw=0
+    )
     right.plot(time, mean, color="0.4", lw=1)
     for name, style in ((FORWARD, "C0"), (FILTER, f"C{list(systems).index(FILTER)}")):
         band = torch.tensor(bands[name])
@@ -326,10 +347,20 @@ def experiment(options: Options) -> None:
     net = extract_bayesnet(model, torch.zeros(model.steps))
     print(f"q(z_t | z_<t, x_1:T), by one block a step\n{render(forward_in_time(net, model))}\n")
     cells = [
-        {"system": system, "seed": seed, **settings} for system in INVERSES for seed in range(options.seeds)
+        {"system": system, "seed": seed, **settings}
+        for system in INVERSES
+        for seed in range(options.seeds)
     ]
-    deviations, damping = [FIRST_LEVEL, FIRST_SLOPE, LEVEL, SLOPE, NOISE], [DAMPED_LEVEL, DAMPED_SLOPE]
-    shared = {"batch": BATCH, "learning_rate": LEARNING_RATE, "deviations": deviations, "damping": damping}
+    deviations, damping = (
+        [FIRST_LEVEL, FIRST_SLOPE, LEVEL, SLOPE, NOISE],
+        [DAMPED_LEVEL, DAMPED_SLOPE],
+    )
+    shared = {
+        "batch": BATCH,
+        "learning_rate": LEARNING_RATE,
+        "deviations": deviations,
+        "damping": damping,
+    }
     results = run_cells("time_series", compile_guide, cells, shared, options)
     systems = facts(model)
     bands = {}
@@ -346,9 +377,27 @@ def experiment(options: Options) -> None:
         }
         bands[system] = runs[0]["level"]
     print_table(
-        ["structure", "KL, nats", "s.e.", "least KL", "edges", "levels", "parameters", "faithful", "minimal"],
         [
-            [name, s["kl_mean"], s["kl_error"], s["limit"], s["edges"], s["levels"], s["parameters"]]
+            "structure",
+            "KL, nats",
+            "s.e.",
+            "least KL",
+            "edges",
+            "levels",
+            "parameters",
+            "faithful",
+            "minimal",
+        ],
+        [
+            [
+                name,
+                s["kl_mean"],
+                s["kl_error"],
+                s["limit"],
+                s["edges"],
+                s["levels"],
+                s["parameters"],
+            ]
             + ["yes" if s[key] else "no" for key in ("faithful", "minimal")]
             for name, s in systems.items()
         ],

@@ -54,14 +54,18 @@ def run_cell(cell: Cell, run: Run) -> dict[str, Any]:
         "inversion_seconds": time.process_time() - start,
     }
     with torch.device(run.options.device):
-        guide = AutoNaMIGuide(tree, inverse=inverse, anchor=False, init_scale=1.0, activation=torch.relu)
+        guide = AutoNaMIGuide(
+            tree, inverse=inverse, anchor=False, init_scale=1.0, activation=torch.relu
+        )
         compilation = InferenceCompilation(
             tree,
             guide,
             functools.partial(torch.optim.Adam, lr=cell["rate"], fused=True),
             batch_size=BATCH,
             clip_norm=CLIP_NORM,
-            scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cell["steps"]),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
+                optimizer, cell["steps"]
+            ),
         )
         start, wall = time.process_time(), time.perf_counter()
         try:
@@ -107,7 +111,8 @@ def claims(runs: Runs, depths: Sequence[int]) -> list[dict[str, Any]]:
     found = []
     for key, words in (("kl_a_latent", "lower KL a latent"), ("cpu_seconds", "less time to train")):
         numbers = {
-            str(depth): {system: round(mean(system, depth, key), 5) for system in SYSTEMS} for depth in depths
+            str(depth): {system: round(mean(system, depth, key), 5) for system in SYSTEMS}
+            for depth in depths
         }
         for system in ("reverse", "forward"):
             worse = [
@@ -138,7 +143,11 @@ def draw(runs: Runs, depths: Sequence[int], file: Path) -> None:
     for axes, key, title in zip(
         panels,
         ("kl_a_latent", "cpu_seconds", "sample_seconds"),
-        ("KL(p(z|x) || q(z|x)) a latent, nats", "training, CPU seconds", f"{SAMPLES:,} samples, CPU seconds"),
+        (
+            "KL(p(z|x) || q(z|x)) a latent, nats",
+            "training, CPU seconds",
+            f"{SAMPLES:,} samples, CPU seconds",
+        ),
     ):
         for name, (label, _, color) in SYSTEMS.items():
             means = [statistics.mean(run[key] for run in runs[name, depth]) for depth in depths]
@@ -160,7 +169,14 @@ def cells_of(options: Options) -> list[Cell]:
     depths = options.choose((2, 3), (6, 7, 8, 9), (6, 7, 8, 9, 10))
     steps, measured = options.choose((2, 100), (1000, 10_000), (5000, 50_000))
     return [
-        {"system": system, "depth": depth, "seed": seed, "rate": rate, "steps": steps, "measured": measured}
+        {
+            "system": system,
+            "depth": depth,
+            "seed": seed,
+            "rate": rate,
+            "steps": steps,
+            "measured": measured,
+        }
         for depth in reversed(depths)
         for system in SYSTEMS
         for seed in range(options.seeds)
@@ -199,14 +215,18 @@ def main() -> None:
             means = {key: statistics.mean(run[key] for run in runs[name, depth]) for key in columns}
             summaries[f"{label}, depth {depth}"] = means
             counts = [f"{means[key]:,.0f}" for key in ("latents", "edges", "levels", "parameters")]
-            rows.append([f"{label}, {depth}", *counts, *(float(means[key]) for key in list(columns)[4:])])
+            rows.append(
+                [f"{label}, {depth}", *counts, *(float(means[key]) for key in list(columns)[4:])]
+            )
     print_table(["system, depth", *columns.values()], rows)
     made = claims(runs, depths)
     payload = {
         "settings": {**settings, "steps": cells[0]["steps"], "measured": cells[0]["measured"]},
         "summaries": summaries,
         "claims": made,
-        "runs": {f"{SYSTEMS[name][0]}, depth {depth}": mine for (name, depth), mine in runs.items()},
+        "runs": {
+            f"{SYSTEMS[name][0]}, depth {depth}": mine for (name, depth), mine in runs.items()
+        },
     }
     draw(runs, depths, write_results("tree_depths", payload, options))
 

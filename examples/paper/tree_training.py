@@ -55,7 +55,9 @@ class Schedule(NamedTuple):
         """Returns the scheduler of an optimizer, which steps once a step."""
         if self.decimated is None:
             return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
-        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [self.decimated * self.batches], gamma=0.1)
+        return torch.optim.lr_scheduler.MultiStepLR(
+            optimizer, [self.decimated * self.batches], gamma=0.1
+        )
 
 
 class Networks(NamedTuple):
@@ -185,7 +187,9 @@ class Simulations:
     def __iter__(self) -> Iterator[JointDraws]:
         size, count = self.schedule.batch_size, self.schedule.batches
         draws = self.simulator.draw(size * count)
-        self.log_posterior = self.tree.posterior_log_prob(draws.latents, draws.observed).mean().item()
+        self.log_posterior = (
+            self.tree.posterior_log_prob(draws.latents, draws.observed).mean().item()
+        )
         for first in range(0, size * count, size):
             yield draws.select(slice(first, first + size))
 
@@ -208,12 +212,16 @@ class Measurements:
     ) -> None:
         self.tree, self.guide, self.simulations, self.schedule = tree, guide, simulations, schedule
         self.file, self.tell = file, tell
-        self.epochs: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.exists() else {}
+        self.epochs: dict[str, dict[str, float]] = (
+            json.loads(file.read_text()) if file.exists() else {}
+        )
         self.losses: list[float] = []
         with torch.random.fork_rng():
             torch.manual_seed(data_seed)
             held_out = simulations.simulator.draw(_DATA_SETS)
-        self.data_sets = {name: x.repeat_interleave(_SAMPLES) for name, x in held_out.observed.items()}
+        self.data_sets = {
+            name: x.repeat_interleave(_SAMPLES) for name, x in held_out.observed.items()
+        }
 
     def log(self, name: str, value: float, step: int) -> None:
         """Takes the loss of a step."""

@@ -122,11 +122,17 @@ def all_cells(options: Options) -> list[Cell]:
             size = system.paper[0] if system.paper else EXTRA_SIZE
             skip, width = row != "no skip", 8
             if options.setting != "smoke":
-                width = closest_width(tree, system.inverse(net), size, shared=system.shared, skip=skip).width
+                width = closest_width(
+                    tree, system.inverse(net), size, shared=system.shared, skip=skip
+                ).width
             beyond = row == "no skip" or name == "reverse_shared"
             for seed in range(more if beyond else options.seeds):
-                cells.append({"system": name, "row": row, "seed": seed, "depth": depth, "width": width})
-    return sorted(cells, key=lambda cell: (not SYSTEMS[cell["system"]].shared, list(ROWS).index(cell["row"])))
+                cells.append(
+                    {"system": name, "row": row, "seed": seed, "depth": depth, "width": width}
+                )
+    return sorted(
+        cells, key=lambda cell: (not SYSTEMS[cell["system"]].shared, list(ROWS).index(cell["row"]))
+    )
 
 
 # ---- what was found
@@ -168,7 +174,9 @@ def difference(runs: Runs, row: str, worse: str, better: str) -> tuple[float, fl
 
 def claims(runs: Runs) -> list[dict[str, Any]]:
     """Returns the paper's claims and the issue's targets, with what was found."""
-    return [each for row in ("paper", "cosine") for each in claims_of(runs, row)] + claims_of_paper(runs)
+    return [each for row in ("paper", "cosine") for each in claims_of(runs, row)] + claims_of_paper(
+        runs
+    )
 
 
 def claims_of(runs: Runs, row: str) -> list[dict[str, Any]]:
@@ -178,7 +186,9 @@ def claims_of(runs: Runs, row: str) -> list[dict[str, Any]]:
     for name, target in TARGETS.items():
         mean, error = mean_and_error(gaps(runs[name, row]))
         other = mean_and_error(gaps(runs[name, "cosine" if row == "paper" else "paper"]))[0]
-        text = f"{words}, {SYSTEMS[name].label} ends at most {target} nats above its structure's limit"
+        text = (
+            f"{words}, {SYSTEMS[name].label} ends at most {target} nats above its structure's limit"
+        )
         if name in ("reverse", "forward"):
             said = "a faithful inverse recovers the posterior"
         else:
@@ -206,7 +216,9 @@ def claims_of(runs: Runs, row: str) -> list[dict[str, Any]]:
         why = f"the shared network ends {-more[0]:.4f} nats worse"
         found.append(claim(text, "not possible there", {"kl_difference": more}, more[0] > 0, why))
     more = difference(runs, row, "reverse", "forward")
-    text = f"{words}, forward NaMI (shared network) ends better than reverse NaMI (separate networks)"
+    text = (
+        f"{words}, forward NaMI (shared network) ends better than reverse NaMI (separate networks)"
+    )
     why = f"reverse ends {-more[0]:.4f} nats better"
     said = "yes; perhaps since the reverse could not share weights"
     found.append(claim(text, said, {"kl_difference": more}, more[0] > 0, why))
@@ -220,10 +232,14 @@ def claims_of_paper(runs: Runs) -> list[dict[str, Any]]:
     epochs = {name: summary(runs[name, "paper"])["epochs_to_0.1"] for name in faithful}
     reached = [math.inf if value is None else value for value in epochs.values()]
     text = "convergence is faster with fewer edges: reverse, then forward, then fully connected"
-    why = ", ".join(f"{name} {value}" for name, value in epochs.items()) + f" epochs to {EARLY} nats"
+    why = (
+        ", ".join(f"{name} {value}" for name, value in epochs.items()) + f" epochs to {EARLY} nats"
+    )
     holds = reached[0] < reached[1] <= reached[2]
     found.append(claim(text, "yes", {"epochs_to_0.1": epochs}, holds, why))
-    spread = {name: summary(runs[name, "paper"])["nll_sd_over_runs"] for name in (*faithful, "heuristic")}
+    spread = {
+        name: summary(runs[name, "paper"])["nll_sd_over_runs"] for name in (*faithful, "heuristic")
+    }
     if None not in spread.values():
         holds = max(spread[name] for name in faithful) < spread["heuristic"]
         text = "samples of faithful inverses vary less between runs than the heuristic's"
@@ -243,7 +259,13 @@ def claims_of_paper(runs: Runs) -> list[dict[str, Any]]:
 
 def claim(text: str, paper: str, ours: Any, holds: bool, why: str) -> dict[str, Any]:
     """Returns a claim; ``why`` only where it does not hold."""
-    return {"claim": text, "paper": paper, "ours": ours, "holds": holds, **({} if holds else {"why": why})}
+    return {
+        "claim": text,
+        "paper": paper,
+        "ours": ours,
+        "holds": holds,
+        **({} if holds else {"why": why}),
+    }
 
 
 # ---- the figure
@@ -284,7 +306,9 @@ def draw(runs: Runs, options: Options, file: Path) -> None:
         axes.set_title(title)
     for axes in rows[2]:
         axes.set_xlabel("epochs")
-    drawn = {label: handle for row in rows for handle, label in zip(*row[0].get_legend_handles_labels())}
+    drawn = {
+        label: handle for row in rows for handle, label in zip(*row[0].get_legend_handles_labels())
+    }
     figure.legend(drawn.values(), drawn.keys(), loc="lower center", ncol=6, frameon=False)
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(file, dpi=130)
@@ -306,7 +330,10 @@ def table(summaries: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
             if (name, row) not in summaries:
                 continue
             found = summaries[name, row]
-            errors = [f"{m:.4f} ({'-' if e is None else f'{e:.4f}'})" for m, e in (found["kl"], found["gap"])]
+            errors = [
+                f"{m:.4f} ({'-' if e is None else f'{e:.4f}'})"
+                for m, e in (found["kl"], found["gap"])
+            ]
             size, width = (f"{value:,}" for value in system.paper) if system.paper else "--"
             limit, excess = f"{found['limit'][0]:.3f}", f"{found['nll_above_entropy'][0]:.3f}"
             ours = [
@@ -324,7 +351,9 @@ def table(summaries: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
 def more_seeds(parser: argparse.ArgumentParser) -> None:
     """Adds the script's own option."""
     parser.add_argument(
-        "--more-seeds", type=int, help="runs without skip weights, and of the shared reverse guide (1, 1, 10)"
+        "--more-seeds",
+        type=int,
+        help="runs without skip weights, and of the shared reverse guide (1, 1, 10)",
     )
 
 

@@ -39,7 +39,16 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
-from experiment import Cell, Run, draw_band, mean_and_error, parse, print_table, run_cells, write_results
+from experiment import (
+    Cell,
+    Run,
+    draw_band,
+    mean_and_error,
+    parse,
+    print_table,
+    run_cells,
+    write_results,
+)
 from images import Images, read_images
 from pyro.infer import Trace_ELBO
 from torch import Tensor, nn
@@ -115,7 +124,9 @@ def matching_units(size: int, pixels: int) -> int:
     target = size**2 + size * (pixels + LATENTS + 2) + LATENTS * (pixels + 1)
 
     def excess(units: int) -> float:
-        own = units**2 * half / LATENTS + units * (pixels + 2 * half + 1) + LATENTS * (pixels + half)
+        own = (
+            units**2 * half / LATENTS + units * (pixels + 2 * half + 1) + LATENTS * (pixels + half)
+        )
         return abs(own - target)
 
     return min(range(size, 2 * size), key=excess)
@@ -129,8 +140,12 @@ def measure(cell: Cell, run: Run) -> dict[str, Any]:
     setting, device = run.options.choose(SMOKE, DEFAULT, PAPER), run.options.device
     started = time.process_time()
     data = read_images(run.options.extra["data"])
-    data = data._replace(**{part: getattr(data, part).to(device) for part in ("train", "valid", "test")})
-    units = cell["size"] if cell["kind"] == "mean field" else matching_units(cell["size"], data.side**2)
+    data = data._replace(
+        **{part: getattr(data, part).to(device) for part in ("train", "valid", "test")}
+    )
+    units = (
+        cell["size"] if cell["kind"] == "mean field" else matching_units(cell["size"], data.side**2)
+    )
     with pyro.validation_enabled(False):
         decoder = Decoder(data.train.mean(0).cpu()).to(device)
         guide = make_guide(decoder, cell["kind"], units)
@@ -146,7 +161,9 @@ def measure(cell: Cell, run: Run) -> dict[str, Any]:
             "negative_ais": negative_ais(decoder, images, setting, setting.temperatures),
         }
         if cell["anneals_longer"]:
-            result["negative_ais_longer"] = negative_ais(decoder, images, setting, 4 * setting.temperatures)
+            result["negative_ais_longer"] = negative_ais(
+                decoder, images, setting, 4 * setting.temperatures
+            )
     gap = result["negative_elbo_of_images"] - result["negative_ais"]
     return {**result, "gap": gap, "cpu_seconds": time.process_time() - started}
 
@@ -206,7 +223,9 @@ def train(
 def negative_elbo(decoder: Decoder, guide: AutoNaMIGuide, images: Tensor, draws: int) -> float:
     """Returns the negative ELBO of an image in nats, with this many draws for each."""
     elbo = Trace_ELBO()
-    total = sum(elbo.loss(decoder, guide, part) for _ in range(draws) for part in images.split(1000))
+    total = sum(
+        elbo.loss(decoder, guide, part) for _ in range(draws) for part in images.split(1000)
+    )
     return total / (draws * len(images))
 
 
@@ -240,7 +259,11 @@ Values = Mapping[str, Tensor]  # measure -> (seeds, sizes, kinds), as cells are 
 def judge(values: Values, annealing: Mapping[str, float]) -> list[dict[str, Any]]:
     """Returns the claims; a sign holds beyond two standard errors over seeds, at every size."""
     signs = [
-        (f"faithful has the lower {name} at every size", "lower at every size", values[key].diff()[..., 0])
+        (
+            f"faithful has the lower {name} at every size",
+            "lower at every size",
+            values[key].diff()[..., 0],
+        )
         for key, name in MEASURES.items()
     ]
     gap = values["gap"][:, -1:] - values["gap"][:, :1]
@@ -250,11 +273,17 @@ def judge(values: Values, annealing: Mapping[str, float]) -> list[dict[str, Any]
     for text, paper, change in signs:
         found = [mean_and_error(column) for column in change.t()]
         holds = all(mean < -2 * (error or 0) for mean, error in found)
-        rows.append((text, paper, found, holds, "Not beyond two standard errors over seeds at every size."))
+        rows.append(
+            (text, paper, found, holds, "Not beyond two standard errors over seeds at every size.")
+        )
     shorter, longer = annealing.values()
-    text = "four times the temperatures change the difference in negative AIS by less than a quarter"
+    text = (
+        "four times the temperatures change the difference in negative AIS by less than a quarter"
+    )
     same = abs(longer - shorter) < 0.25 * abs(shorter)
-    rows.append((text, "not told", dict(annealing), same, "Annealing is too short for these decoders."))
+    rows.append(
+        (text, "not told", dict(annealing), same, "Annealing is too short for these decoders.")
+    )
     names = ("claim", "paper", "ours", "holds", "why")
     return [dict(zip(names, (*row[:4], "" if row[3] else row[4]))) for row in rows]
 
@@ -282,7 +311,9 @@ def draw(values: Values, parameters: Sequence[Sequence[int]], title: str, file: 
 def main() -> None:
     """Runs all cells, prints the tables, and writes the numbers and the figure."""
     told = "folder with MNIST; scikit-learn's digits without it"
-    options = parse(__doc__, (2, 4, 1), lambda parser: parser.add_argument("--data", type=Path, help=told))
+    options = parse(
+        __doc__, (2, 4, 1), lambda parser: parser.add_argument("--data", type=Path, help=told)
+    )
     try:
         data = read_images(options.extra["data"])
     except ValueError as error:
@@ -305,8 +336,13 @@ def main() -> None:
         return found.view(len(seeds), len(sizes), len(KINDS))
 
     values = {key: table(key) for key in MEASURES}
-    means = {key: [mean_and_error(run) for run in value.flatten(1).t()] for key, value in values.items()}
-    paired = {key: [mean_and_error(run) for run in value.diff()[..., 0].t()] for key, value in values.items()}
+    means = {
+        key: [mean_and_error(run) for run in value.flatten(1).t()] for key, value in values.items()
+    }
+    paired = {
+        key: [mean_and_error(run) for run in value.diff()[..., 0].t()]
+        for key, value in values.items()
+    }
     header = [column for name in MEASURES.values() for column in (name, "s.e.")]
     firsts = [[f"{kind} {size}", results[i]["parameters"]] for i, (size, kind) in enumerate(pairs)]
     lines = [[*own, *sum(each, ())] for own, each in zip(firsts, zip(*means.values()))]
@@ -327,7 +363,12 @@ def main() -> None:
     }
     figure = write_results("vae", payload, options)
     parameters = table("parameters")[0].tolist()
-    draw(values, parameters, f"{data.name}: relaxed Bernoulli VAE after {setting.epochs} epochs", figure)
+    draw(
+        values,
+        parameters,
+        f"{data.name}: relaxed Bernoulli VAE after {setting.epochs} epochs",
+        figure,
+    )
 
 
 if __name__ == "__main__":

@@ -34,14 +34,20 @@ from pyro_nami.program.isolation import forked_rng
 
 __all__ = ["amortize"]
 
-_WARM, _CLIP = 0.03, 1.0  # share of the steps in which the rate is reached; norm of gradients, low as few are typical
+# share of the steps in which the rate is reached; norm of gradients, low as few are typical
+_WARM, _CLIP = 0.03, 1.0
 _SIMULATIONS = 10_000
-_HELD_OUT, _VALIDATIONS = 0.1, 50  # share of the simulations, and how often the loss on these is looked at
-_BATCH = 3.5, 50, 500  # sizes: a multiple of the root of the number of simulations, and their bounds
-_LARGE, _LARGER = 0.6, 2  # share of the steps after which they are larger, as gradients are to be less noisy, by what
+# share of the simulations, and how often the loss on these is looked at
+_HELD_OUT, _VALIDATIONS = 0.1, 50
+# sizes: a multiple of the root of the number of simulations, and their bounds
+_BATCH = 3.5, 50, 500
+# share of the steps after which they are larger, as gradients are to be less noisy, by what
+_LARGE, _LARGER = 0.6, 2
 _MOVES = 4  # draws of the guide for each simulation between epochs
-_STEPS = 20, 0.45, 450, 10_000  # multiples of the root of the number of simulations and of that, and their bounds
-_BINS, _TRANSFORMS = 8, (2, 4)  # of splines; bounds of those in sequence between elements of a vector
+# multiples of the root of the number of simulations and of that, and their bounds
+_STEPS = 20, 0.45, 450, 10_000
+# of splines; bounds of those in sequence between elements of a vector
+_BINS, _TRANSFORMS = 8, (2, 4)
 
 _number = itertools.count()
 
@@ -59,11 +65,15 @@ _SHARP = _Setting((64, 64), 6e-2, 1.0, 0.0)
 # Where that one is best early, simulations are learned by heart, by weights that are too large; or, within a quarter of
 # the steps, by a rate that is too high for what is smooth.
 _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
-_NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0)  # where modes are derived there is little to learn, and a step takes long
+# where modes are derived there is little to learn, and a step takes long
+_NEAR = _Setting((64,), 3e-3, 1 / 6, 0.0)
 _EARLY, _LATE = 1 / 4, 3 / 5
-_CHECKED, _ELEMENTS = 1000, 2**16  # simulations, and their latents' elements, by which what was derived is checked
-_CHECKED_ONLY, _CHECKED_TABLES = 200, 20  # of guides that are not trained, and of those that make grids for each
-_TOLERATED, _NEWTON = 0.02, 0.2  # shares of them at which these may be others, and Normals about the mode
+# simulations, and their latents' elements, by which what was derived is checked
+_CHECKED, _ELEMENTS = 1000, 2**16
+# of guides that are not trained, and of those that make grids for each
+_CHECKED_ONLY, _CHECKED_TABLES = 200, 20
+# shares of them at which these may be others, and Normals about the mode
+_TOLERATED, _NEWTON = 0.02, 0.2
 
 
 def amortize(
@@ -128,7 +138,11 @@ def amortize(
         simulator = Simulator(model, args, kwargs, observed)
     model = simulator.model
     if at is not None:
-        if not isinstance(model, SimulatorModel) or not isinstance(simulations, int) or guide is not None:
+        if (
+            not isinstance(model, SimulatorModel)
+            or not isinstance(simulations, int)
+            or guide is not None
+        ):
             raise ValueError(
                 "Expected at= for data without a density, and simulations to be a number, without guide=. Where data "
                 "have a density, leave at= out: draws are weighted, and carried to the posterior of any data."
@@ -136,7 +150,9 @@ def amortize(
         if rounds < 1:
             raise ValueError(f"Expected at least one round; got {rounds}.")
         num = simulations // rounds
-        again = functools.partial(amortize, model, *args, observed=observed, steps=steps, progress=progress, **kwargs)
+        again = functools.partial(
+            amortize, model, *args, observed=observed, steps=steps, progress=progress, **kwargs
+        )
         draws = simulator.draw(simulations - (rounds - 1) * num)
         posterior = again(simulations=draws)
         for _ in range(rounds - 1):
@@ -145,14 +161,21 @@ def amortize(
         return posterior
     fresh = isinstance(simulations, str)
     if fresh and simulations != "fresh":
-        raise ValueError(f"Expected simulations to be a number, 'fresh', or values; got {simulations!r}.")
+        raise ValueError(
+            f"Expected simulations to be a number, 'fresh', or values; got {simulations!r}."
+        )
     simulations = _SIMULATIONS if fresh else simulations
-    given = simulator.draw(simulations) if isinstance(simulations, int) else as_draws(simulations, simulator)
+    given = (
+        simulator.draw(simulations)
+        if isinstance(simulations, int)
+        else as_draws(simulations, simulator)
+    )
     if not isinstance(simulations, int):
         with forked_rng():
             sites = simulator.sites()
         for name, value in {**given.latents, **given.observed}.items():
-            with_idle_dims(value, sites[name], simulator.nesting, 1)  # raises where shapes are others
+            # raises where shapes are others
+            with_idle_dims(value, sites[name], simulator.nesting, 1)
     draws, non_finite = given.finite()
     seen = History()
     # Real data are finite, and of all simulations with such data none is left out: their posterior stays what it is.
@@ -179,12 +202,18 @@ def amortize(
         """Returns the loss on held-out simulations, the guide that has it, and how it came to it."""
         made, count = plain, max(1, round(setting.steps * steps))
         if families:
-            options = {"observed": simulator.observed, "hidden_features": setting.hidden, **given_up}
+            options = {
+                "observed": simulator.observed,
+                "hidden_features": setting.hidden,
+                **given_up,
+            }
             made = _named(AutoNaMIGuide(model, families=families, **options))
         compilation = InferenceCompilation(
             model,
             made,
-            functools.partial(SOAP, lr=setting.rate, weight_decay=setting.decay / setting.rate / count),
+            functools.partial(
+                SOAP, lr=setting.rate, weight_decay=setting.decay / setting.rate / count
+            ),
             batch_size=functools.partial(_batch_size, num=train.num, steps=count),
             observed=observed,
             scheduler=functools.partial(LambdaLR, lr_lambda=functools.partial(_share, steps=count)),
@@ -208,14 +237,20 @@ def amortize(
     first = found[0][-1]
     if families and not fresh and first.best_step not in (None, len(first.losses)):
         lowest, _ = min(first.validation, key=lambda pair: pair[1])
-        found += [trained(other) for other, share in ((_HELD, _LATE), (_SMOOTH, _EARLY)) if lowest < share * steps]
+        found += [
+            trained(other)
+            for other, share in ((_HELD, _LATE), (_SMOOTH, _EARLY))
+            if lowest < share * steps
+        ]
     _, made, history = min(found, key=lambda each: each[0])
     with forked_rng():
         simulated = SimulatedData(draws.observed, site_forms(simulator))
     return AmortizedPosterior(model, args, kwargs, made, history, simulated)
 
 
-def _plain(simulator: Simulator, draws: JointDraws, own: bool) -> tuple[AutoNaMIGuide, list[str], dict[str, Any]]:
+def _plain(
+    simulator: Simulator, draws: JointDraws, own: bool
+) -> tuple[AutoNaMIGuide, list[str], dict[str, Any]]:
     """Returns a guide that was called once, the latents that it has to learn by families that may be too plain, and
     options by which conditionals are learned that cannot be derived for all simulations.
 
@@ -228,15 +263,22 @@ def _plain(simulator: Simulator, draws: JointDraws, own: bool) -> tuple[AutoNaMI
         guide = _named(AutoNaMIGuide(simulator.model, observed=simulator.observed, **options))
         few = draws.select(torch.arange(2) if simulator.vectorized else torch.tensor(0))
         with torch.no_grad():
-            guide.log_prob(few.latents, *simulator.args, **{**simulator.kwargs, "observations": few.observed})
+            guide.log_prob(
+                few.latents, *simulator.args, **{**simulator.kwargs, "observations": few.observed}
+            )
         given_up = None
         if simulator.vectorized and (bad := _misfits(guide, simulator, draws if own else None)):
             given_up = {"rules": {**options.get("rules", {}), **dict.fromkeys(bad, "learned")}}
         elif not simulator.vectorized and not options and guide.num_parameters:
-            given_up = {"exact": False, "anchor": False}  # as the model cannot be run for many simulations at once
+            # as the model cannot be run for many simulations at once
+            given_up = {"exact": False, "anchor": False}
     families = {name: type(rule.family) for name, rule in guide._made().learned.items()}
     learned = [name for name, note in guide.rules.items() if note.rule == "learned"]
-    return guide, [name for name in learned if families[name] in (NormalFamily, SinhArcsinhFamily)], options
+    return (
+        guide,
+        [name for name in learned if families[name] in (NormalFamily, SinhArcsinhFamily)],
+        options,
+    )
 
 
 def _misfits(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | None) -> list[str]:
@@ -246,16 +288,33 @@ def _misfits(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
         return []
     draws = simulator.draw(_CHECKED).finite()[0] if draws is None else draws
     if not guide.num_parameters:  # and none of these will be learned from
-        tables = any(rule.group and rule.group.form == "marginal" for rule in guide._made().rules.values())
-        draws = draws.select(torch.arange(min(draws.num, _CHECKED_TABLES if tables else _CHECKED_ONLY)))
+        tables = any(
+            rule.group and rule.group.form == "marginal" for rule in guide._made().rules.values()
+        )
+        draws = draws.select(
+            torch.arange(min(draws.num, _CHECKED_TABLES if tables else _CHECKED_ONLY))
+        )
     one = sum(value[0].numel() for value in draws.latents.values())
-    for part in map(draws.select, torch.arange(draws.num).split(min(_CHECKED, max(1, _ELEMENTS // one)))):
-        seen = guide.misfits(part.latents, *simulator.args, **{**simulator.kwargs, "observations": part.observed})
+    for part in map(
+        draws.select, torch.arange(draws.num).split(min(_CHECKED, max(1, _ELEMENTS // one)))
+    ):
+        seen = guide.misfits(
+            part.latents, *simulator.args, **{**simulator.kwargs, "observations": part.observed}
+        )
         found = {name: found.get(name, 0) + flags.sum(1) for name, flags in seen.items()}
-    chance, none_at = draws.num / (RANKED + 1), 0 if guide.num_parameters else _TOLERATED * draws.num
+    chance, none_at = (
+        draws.num / (RANKED + 1),
+        0 if guide.num_parameters else _TOLERATED * draws.num,
+    )
     most = chance + 6 * chance**0.5
-    shares = {name: _NEWTON if note.rule == "newton" else _TOLERATED for name, note in guide.rules.items()}
-    return [name for name, (none, low) in found.items() if none > none_at or low > most + shares[name] * draws.num]
+    shares = {
+        name: _NEWTON if note.rule == "newton" else _TOLERATED for name, note in guide.rules.items()
+    }
+    return [
+        name
+        for name, (none, low) in found.items()
+        if none > none_at or low > most + shares[name] * draws.num
+    ]
 
 
 def _named(guide: AutoNaMIGuide) -> AutoNaMIGuide:

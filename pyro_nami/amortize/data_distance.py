@@ -90,7 +90,9 @@ class SimulatedData:
 
     def __init__(self, observed: Mapping[str, Tensor], forms: Mapping[str, SiteForm]) -> None:
         self.forms = {name: forms[name] for name in observed}
-        usual, others = ({name: value[start::2] for name, value in observed.items()} for start in (0, 1))
+        usual, others = (
+            {name: value[start::2] for name, value in observed.items()} for start in (0, 1)
+        )
         self._coordinates = Coordinates(usual, self.forms)
         features = self._features(usual)
         self._spaces = [_Space(sample) for sample in features]
@@ -100,7 +102,9 @@ class SimulatedData:
 
     def distances(self, values: Mapping[str, Tensor]) -> Tensor:
         """Returns the distances of data sets ``(data sets, ...)`` from the center of the simulations."""
-        return torch.stack([space.distances(x) for space, x in zip(self._spaces, self._features(values))], -1)
+        return torch.stack(
+            [space.distances(x) for space, x in zip(self._spaces, self._features(values))], -1
+        )
 
     def batch(self, data: Mapping[str, Any]) -> dict[str, Tensor] | None:
         """Returns values of one data set, or of several, as those of several; None where not all are there."""
@@ -119,7 +123,9 @@ class SimulatedData:
         here = self.distances(values)
         measures = self._measures(self.others), self._measures(here)
         p_values = (1 + (measures[0] >= measures[1]).sum(0).double()) / (1 + len(self.others))
-        p_value = float(p_values[0]) if self.others.shape[1] == 2 else min(1.0, 2 * float(p_values.min()))
+        p_value = (
+            float(p_values[0]) if self.others.shape[1] == 2 else min(1.0, 2 * float(p_values.min()))
+        )
         ratios = (here[0, 1:] / self.others[:, 1:].median(0).values.clamp(min=1e-6)).tolist()
         sites = dict(sorted(zip(self.forms, ratios), key=lambda item: -item[1]))
         return Misspecification(float(here[0, 0]), self.others[:, 0], p_value, sites, level)
@@ -140,7 +146,10 @@ class SimulatedData:
 
     def _features(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         own = self._coordinates({name: values[name] for name in self.forms}).double()
-        sites = [_features(own[:, place], self.forms[name]) for name, place in self._coordinates.columns.items()]
+        sites = [
+            _features(own[:, place], self.forms[name])
+            for name, place in self._coordinates.columns.items()
+        ]
         return [torch.cat(sites, -1), *sites]
 
 

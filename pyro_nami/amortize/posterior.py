@@ -30,7 +30,8 @@ from pyro_nami.messages import OneByOne, warn
 __all__ = ["AmortizedPosterior"]
 
 _DEFENSIVE = 0.05  # share of draws that are the prior's, where a guide had to learn
-_FEW, _KEPT = 1 / 3, 0.95  # shares of effective draws: below which there are to be others, and what annealing leaves
+# shares of effective draws: below which there are to be others, and what annealing leaves
+_FEW, _KEPT = 1 / 3, 0.95
 _POOLS = 1, 4, 16, 64, 256  # as many times as many draws are made to resample from
 _ROWS, _ELEMENTS = 2**21, 2**25  # draws to resample from at a time, and elements of theirs
 _OUTSIDE = 0.02  # share of data sets that may lie outside of all simulations by chance
@@ -92,7 +93,9 @@ class AmortizedPosterior:
             UserWarning: data further out than all simulations that the guide was trained on; k-hat above 0.7.
         """
         if defensive is None:
-            defensive = _DEFENSIVE * any(note.rule == "learned" for note in self.guide.rules.values())
+            defensive = _DEFENSIVE * any(
+                note.rule == "learned" for note in self.guide.rules.values()
+            )
         options: dict[str, Any] = {"defensive": defensive, **self.kwargs}
         if isinstance(self.model, SimulatorModel):
             self._check_finite(data)
@@ -103,7 +106,12 @@ class AmortizedPosterior:
             return WeightedSamples(drawn.samples, none, drawn.plates, Pool.unknown(none[0]))
         if num_temperatures in (None, 2):
             drawn = _unwarned(
-                self.model, self.guide, *self.args, num_samples=num_samples, observations=data, **options
+                self.model,
+                self.guide,
+                *self.args,
+                num_samples=num_samples,
+                observations=data,
+                **options,
             )
             good = (drawn.pareto_k <= K_MAX) & (drawn.effective_sample_size >= _FEW * num_samples)
             outside = self._outside(data)
@@ -111,7 +119,9 @@ class AmortizedPosterior:
                 drawn = self._improved(~good, outside, data, drawn, options, progress)
         else:
             given = {**options, "observations": data, "progress": progress}
-            drawn = self._annealed(num_samples, given, self.guide, num_temperatures=num_temperatures)
+            drawn = self._annealed(
+                num_samples, given, self.guide, num_temperatures=num_temperatures
+            )
             self._outside(data)
         warn_of_bad(drawn, "amortize with more simulations, or draw more samples.")
         return drawn
@@ -137,8 +147,14 @@ class AmortizedPosterior:
         outside = self.simulated.outside(values)
         if outside.sum() > _OUTSIDE * len(outside):
             num, first = len(outside), int(outside.long().argmax())
-            several = f"{int(outside.sum())} of {num} data sets lie outside. Of data set {first}: " if num > 1 else ""
-            found = self.simulated.judged({name: value[first : first + 1] for name, value in values.items()}, level=1.0)
+            several = (
+                f"{int(outside.sum())} of {num} data sets lie outside. Of data set {first}: "
+                if num > 1
+                else ""
+            )
+            found = self.simulated.judged(
+                {name: value[first : first + 1] for name, value in values.items()}, level=1.0
+            )
             warn(f"{several}{found} {ADVICE}")
         return outside
 
@@ -146,7 +162,9 @@ class AmortizedPosterior:
         self, num_chains: int, options: Mapping[str, Any], guide: Callable | None, **path: Any
     ) -> WeightedSamples:
         chains = {"num_chains": num_chains, "num_leapfrog_steps": 5, "resample": True, **path}
-        return annealed_importance_sampling(self.model, guide, *self.args, **{**chains, **options}).weighted()
+        return annealed_importance_sampling(
+            self.model, guide, *self.args, **{**chains, **options}
+        ).weighted()
 
     def _improved(
         self,
@@ -164,29 +182,51 @@ class AmortizedPosterior:
         if bad.dim() == 0:
             several = {name: torch.as_tensor(value)[None] for name, value in data.items()}
             found = self._improved(
-                bad[None], outside, several, _changed(drawn, lambda part: part.unsqueeze(1)), options, progress
+                bad[None],
+                outside,
+                several,
+                _changed(drawn, lambda part: part.unsqueeze(1)),
+                options,
+                progress,
             )
             return _changed(found, lambda part: part.squeeze(1))
         target, _ = Target(self.model, None, self.args, self.kwargs).observing(data)
-        num, elements = drawn.num_samples, sum(value[0, 0].numel() for value in drawn.samples.values())
-        drawn = WeightedSamples(drawn.samples, drawn.log_weights, drawn.plates, Pool.none(drawn.log_evidence))
+        num, elements = (
+            drawn.num_samples,
+            sum(value[0, 0].numel() for value in drawn.samples.values()),
+        )
+        drawn = WeightedSamples(
+            drawn.samples, drawn.log_weights, drawn.plates, Pool.none(drawn.log_evidence)
+        )
         at_once = min(_ROWS, _ELEMENTS // max(1, elements), self._affordable(target.data))
         most = max(power for power in _POOLS if power == 1 or power * num <= at_once)
         unknown = (bad & outside.to(bad.device)).nonzero().squeeze(-1)
         for rows in filter(len, unknown.split(max(1, at_once // num))):
-            given = {**options, "observations": target.data.batch(rows), "defensive": 0.0, "progress": progress}
+            given = {
+                **options,
+                "observations": target.data.batch(rows),
+                "defensive": 0.0,
+                "progress": progress,
+            }
             with contextlib.suppress(NotImplementedError, ValueError):
-                drawn = _replaced(drawn, rows, self._annealed(num, given, None, conditional_ess=_KEPT))
+                drawn = _replaced(
+                    drawn, rows, self._annealed(num, given, None, conditional_ess=_KEPT)
+                )
                 bad = bad.index_fill(0, rows, False)
-        factors = bad.double() * min(_POOLS[1], most)  # how many times as many draws there are to be
-        with tqdm(total=int(bad.sum()), desc="resampling", delay=1, leave=False, disable=not progress) as bar:
+        # how many times as many draws there are to be
+        factors = bad.double() * min(_POOLS[1], most)
+        with tqdm(
+            total=int(bad.sum()), desc="resampling", delay=1, leave=False, disable=not progress
+        ) as bar:
             for factor in _POOLS:
                 size = max(1, at_once // (factor * num))
                 for rows in filter(len, (factors == factor).nonzero().squeeze(-1).split(size)):
                     # Draws one by one would take long.
                     with contextlib.suppress(OneByOne, ValueError), warnings.catch_warnings():
                         warnings.simplefilter("error", OneByOne)
-                        found, factors[rows] = self._pooled(num, (factor, most), target.data, rows, options, progress)
+                        found, factors[rows] = self._pooled(
+                            num, (factor, most), target.data, rows, options, progress
+                        )
                         drawn = _replaced(drawn, rows, found)
                     bar.update(int((factors[rows] <= factor).sum()))
         return drawn
@@ -194,7 +234,9 @@ class AmortizedPosterior:
     def _affordable(self, data: Observations) -> int:
         """Returns how many draws of the guide may be made to improve those of a data set."""
         with contextlib.suppress(RuntimeError, ValueError):
-            proposal = Proposal.of(Target(self.model, self.guide, self.args, self.kwargs), data.one())
+            proposal = Proposal.of(
+                Target(self.model, self.guide, self.args, self.kwargs), data.one()
+            )
             return max(1, int(_WORK / elements_of_a_draw(proposal)))
         return _ROWS  # for a model that is mapped over draws
 
@@ -213,7 +255,12 @@ class AmortizedPosterior:
         """
         factor, last = factors
         many = _unwarned(
-            self.model, self.guide, *self.args, num_samples=factor * num, **options, observations=data.batch(rows)
+            self.model,
+            self.guide,
+            *self.args,
+            num_samples=factor * num,
+            **options,
+            observations=data.batch(rows),
         )
         short = num / many.effective_sample_size
         few, found = (short > 1) | (many.pareto_k > K_MAX), many.equally_weighted(num)
@@ -223,7 +270,11 @@ class AmortizedPosterior:
             return found, wanted.where(few, 0.0).double()
         if few.any():
             here = few.nonzero().squeeze(-1)
-            path = {"conditional_ess": _KEPT, "draws": _changed(many, lambda part: part[:, here]), "progress": progress}
+            path = {
+                "conditional_ess": _KEPT,
+                "draws": _changed(many, lambda part: part[:, here]),
+                "progress": progress,
+            }
             with contextlib.suppress(NotImplementedError, ValueError):
                 given = {**options, "observations": data.batch(rows[here])}
                 annealed = self._annealed(num, given, self.guide, **path)
@@ -240,9 +291,16 @@ def _changed(drawn: WeightedSamples, change: Callable[[Tensor], Tensor]) -> Weig
 
 def _replaced(drawn: WeightedSamples, rows: Tensor, found: WeightedSamples) -> WeightedSamples:
     """Returns draws of which those of some data sets are others."""
-    samples = {name: value.index_copy(1, rows, found.samples[name]) for name, value in drawn.samples.items()}
-    pool = Pool(*(old.index_copy(0, rows, new) for old, new in zip(drawn.pool or (), found.pool or ())))
-    return WeightedSamples(samples, drawn.log_weights.index_copy(1, rows, found.log_weights), drawn.plates, pool)
+    samples = {
+        name: value.index_copy(1, rows, found.samples[name])
+        for name, value in drawn.samples.items()
+    }
+    pool = Pool(
+        *(old.index_copy(0, rows, new) for old, new in zip(drawn.pool or (), found.pool or ()))
+    )
+    return WeightedSamples(
+        samples, drawn.log_weights.index_copy(1, rows, found.log_weights), drawn.plates, pool
+    )
 
 
 def _unwarned(*args: Any, **kwargs: Any) -> WeightedSamples:

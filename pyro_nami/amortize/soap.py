@@ -69,7 +69,9 @@ class SOAP(torch.optim.Optimizer):
                 f"{betas}, {basis_beta} and {basis_every}."
             )
         options = {"basis_beta": basis_beta, "basis_every": basis_every, "max_side": max_side}
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -78,7 +80,9 @@ class SOAP(torch.optim.Optimizer):
         for group in self.param_groups:
             alike: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
-                alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
+                alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(
+                    parameter
+                )
             for parameters in alike.values():
                 if any(parameter.grad is not None for parameter in parameters):
                     self._move(parameters, self.state[parameters[0]], **group)
@@ -99,9 +103,15 @@ class SOAP(torch.optim.Optimizer):
         **_: Any,
     ) -> None:
         matrices = parameters[0].dim() > 1
-        gradient = torch.stack([torch.zeros_like(each) if each.grad is None else each.grad for each in parameters])
+        gradient = torch.stack(
+            [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        )
         if not state:
-            state |= {"step": 0, "mean": torch.zeros_like(gradient), "square": torch.zeros_like(gradient)}
+            state |= {
+                "step": 0,
+                "mean": torch.zeros_like(gradient),
+                "square": torch.zeros_like(gradient),
+            }
             for name, moment in _moments(gradient, max_side) if matrices else ():
                 state[name] = moment
                 state["basis_" + name] = torch.linalg.eigh(moment.double())[1].to(moment).flip(-1)

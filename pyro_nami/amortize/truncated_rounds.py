@@ -43,10 +43,14 @@ class Region:
     @torch.no_grad()
     def __init__(self, simulator: Simulator, guide: Callable, data: Mapping[str, Any]) -> None:
         assert isinstance(simulator.model, SimulatorModel)
-        target = Target(simulator.model.without_data(), guide, tuple(simulator.args), simulator.kwargs)
+        target = Target(
+            simulator.model.without_data(), guide, tuple(simulator.args), simulator.kwargs
+        )
         self.target, _ = target.observing(as_mapping(data))
         if self.target.data.num is not None:
-            raise ValueError(f"Expected one data set, of the site's shape, for rounds; got {self.target.data.num}.")
+            raise ValueError(
+                f"Expected one data set, of the site's shape, for rounds; got {self.target.data.num}."
+            )
         self.names, self.least = simulator.latent, -torch.inf
         drawn = self.target.run_guide(self.target.extent(_DRAWS), Runner({}))
         own = self._log_prob({name: drawn[name]["value"] for name in self.names})
@@ -85,8 +89,12 @@ def next_round(
 ) -> JointDraws:
     """Returns the simulations so far that lie in the guide's region, and ``num`` new ones there."""
     region = Region(simulator, guide, data)
-    kept, new = draws.select(region.holds(draws.latents)), simulator.draw(num, latents=region.draw(num))
+    kept, new = (
+        draws.select(region.holds(draws.latents)),
+        simulator.draw(num, latents=region.draw(num)),
+    )
     latents, observed = (
-        {name: torch.cat((old[name], add[name])) for name in old} for old, add in zip(kept[:2], new[:2])
+        {name: torch.cat((old[name], add[name])) for name in old}
+        for old, add in zip(kept[:2], new[:2])
     )
     return JointDraws(latents, observed, draws.nesting)

@@ -48,7 +48,8 @@ from pyro_nami.inference.weighted_samples import Pool, WeightedSamples, log_mean
 
 __all__ = ["AnnealedSamples", "annealed_importance_sampling"]
 
-_ALIKE, _MOST_STEPS = 0.7, 5  # correlation of log ratios with those before, and transitions at a temperature
+# correlation of log ratios with those before, and transitions at a temperature
+_ALIKE, _MOST_STEPS = 0.7, 5
 
 
 class AnnealedSamples(NamedTuple):
@@ -81,7 +82,9 @@ class AnnealedSamples(NamedTuple):
             ValueError: chains that ran from the posterior; all chains of a data set have no weight.
         """
         if self.reverse:
-            raise ValueError("Expected chains that end in the posterior; these ran from it. Anneal without posterior=.")
+            raise ValueError(
+                "Expected chains that end in the posterior; these ran from it. Anneal without posterior=."
+            )
         pool = Pool.none(self.variance)._replace(evidence=self.variance)
         return WeightedSamples(self.samples, self.log_weights, self.plates, pool)
 
@@ -173,10 +176,20 @@ def annealed_importance_sampling(
     """
     counts = _chain_counts(num_chains, posterior, target_acceptance is not None and not resample)
     schedule = _schedule(num_temperatures, temperatures)[:: 1 if posterior is None else -1]
-    options = _Options(schedule, *counts, num_leapfrog_steps, target_acceptance, chunk_size, resample, conditional_ess)
+    options = _Options(
+        schedule,
+        *counts,
+        num_leapfrog_steps,
+        target_acceptance,
+        chunk_size,
+        resample,
+        conditional_ess,
+    )
     _check(options)
     if resample and posterior is not None:
-        raise ValueError("Expected resample=False where chains run backwards from posterior draws; got True.")
+        raise ValueError(
+            "Expected resample=False where chains run backwards from posterior draws; got True."
+        )
     if draws is not None and (conditional_ess is None or draws.num_samples < num_chains):
         raise ValueError(
             f"Expected conditional_ess, and at most {draws.num_samples} chains, where chains start from so many draws; "
@@ -185,7 +198,9 @@ def annealed_importance_sampling(
     with _fixed(model, guide):
         target = Target(model, guide, args, kwargs, prior_share=defensive)
         given, reached = (posterior, None) if draws is None else chains_from(draws, num_chains)
-        return _annealed(Start.of(target, as_mapping(observations), given), options, step_size, reached, progress)
+        return _annealed(
+            Start.of(target, as_mapping(observations), given), options, step_size, reached, progress
+        )
 
 
 class _Options(NamedTuple):
@@ -200,7 +215,11 @@ class _Options(NamedTuple):
 
 
 def _annealed(
-    start: Start, options: _Options, step_size: float | Tensor, reached: Reached | None, progress: bool
+    start: Start,
+    options: _Options,
+    step_size: float | Tensor,
+    reached: Reached | None,
+    progress: bool,
 ) -> AnnealedSamples:
     """Anneals all data sets, chunk by chunk."""
     num_data = start.target.data.num or 1
@@ -214,11 +233,14 @@ def _annealed(
             rows = slice(row, min(row + size, num_data))
             path, position = start.path(options.num_chains + options.num_pilots, rows)
             here = reached and Reached(*(part[rows] for part in reached))
-            parts.append(_anneal(path, position, options, steps[rows].to(position), here, bar.update))
+            parts.append(
+                _anneal(path, position, options, steps[rows].to(position), here, bar.update)
+            )
     return _joined(parts, start, reverse=options.schedule[0] > options.schedule[-1])
 
 
-@pyro.validation_enabled(False)  # the model's distributions would refuse what a wide step brings, which is rejected
+# the model's distributions would refuse what a wide step brings, which is rejected
+@pyro.validation_enabled(False)
 def _anneal(
     path: TemperedPath,
     position: Tensor,
@@ -231,9 +253,17 @@ def _anneal(
     schedule, num_chains = options.schedule, options.num_chains
     state = ChainState(position, path.value(position))
     acceptance, count, steps = torch.zeros_like(state.value.start), 0, 0
-    now, log_evidence, variance = reached or (acceptance[0] + schedule[0], acceptance[0], acceptance[0])
+    now, log_evidence, variance = reached or (
+        acceptance[0] + schedule[0],
+        acceptance[0],
+        acceptance[0],
+    )
     log_weights = log_evidence.expand(acceptance.shape)
-    ancestors = torch.arange(len(acceptance), device=acceptance.device).unsqueeze(-1).expand(acceptance.shape)
+    ancestors = (
+        torch.arange(len(acceptance), device=acceptance.device)
+        .unsqueeze(-1)
+        .expand(acceptance.shape)
+    )
     while not count or (now != schedule[-1]).any():
         count, before, ratio = count + 1, now, state.value.ratio
         if options.conditional_ess is None:
@@ -249,11 +279,18 @@ def _anneal(
         ratio = state.value.ratio
         for _ in range(_MOST_STEPS):
             wide = step_size.unsqueeze(-1) * spread
-            state, probability = hamiltonian_step(path, state, now, wide, options.num_leapfrog_steps)
+            state, probability = hamiltonian_step(
+                path, state, now, wide, options.num_leapfrog_steps
+            )
             acceptance, steps = acceptance + probability, steps + 1
-            steering, slower = (probability, 1) if options.resample else (probability[num_chains:], count)
+            steering, slower = (
+                (probability, 1) if options.resample else (probability[num_chains:], count)
+            )
             step_size = adapted(step_size, slower, steering.mean(0), options.target_acceptance)
-            alike = options.conditional_ess and (correlation(ratio, state.value.ratio, log_weights) > _ALIKE).any()
+            alike = (
+                options.conditional_ess
+                and (correlation(ratio, state.value.ratio, log_weights) > _ALIKE).any()
+            )
             if not alike:
                 break
         tick()
@@ -261,7 +298,9 @@ def _anneal(
         unseen = variance_of_lineages(ancestors, log_weights) - log_mean_error(log_weights).square()
         variance = variance.maximum(unseen)
     samples = {name: value[:num_chains] for name, value in path.at(state.position).values.items()}
-    return AnnealedSamples(log_weights[:num_chains], samples, acceptance[:num_chains] / steps, step_size, variance)
+    return AnnealedSamples(
+        log_weights[:num_chains], samples, acceptance[:num_chains] / steps, step_size, variance
+    )
 
 
 def _joined(parts: list[AnnealedSamples], start: Start, reverse: bool) -> AnnealedSamples:
@@ -274,11 +313,15 @@ def _joined(parts: list[AnnealedSamples], start: Start, reverse: bool) -> Anneal
     weights, samples, acceptance, steps, variance, *_ = zip(*parts)
     log_weights = join(weights, 1)
     own = {
-        name: join([values[name] for values in samples], 1).reshape(log_weights.shape + site["fn"].shape())
+        name: join([values[name] for values in samples], 1).reshape(
+            log_weights.shape + site["fn"].shape()
+        )
         for name, site in start.latents.items()
     }
     plates = {name: plate_names(site) for name, site in start.latents.items()}
-    found = AnnealedSamples(log_weights, own, join(acceptance, 1), join(steps, 0), join(variance, 0))
+    found = AnnealedSamples(
+        log_weights, own, join(acceptance, 1), join(steps, 0), join(variance, 0)
+    )
     return found._replace(reverse=reverse, plates=plates)
 
 
@@ -293,7 +336,9 @@ def _schedule(num: int, given: Sequence[float] | Tensor | None) -> list[float]:
     return values.tolist()
 
 
-def _chain_counts(num_chains: int, posterior: Mapping[str, Tensor] | None, adapts: bool) -> tuple[int, int]:
+def _chain_counts(
+    num_chains: int, posterior: Mapping[str, Tensor] | None, adapts: bool
+) -> tuple[int, int]:
     """Returns the number of chains that count, and of pilots: one for five."""
     if posterior is None:
         return num_chains, max(1, num_chains // 5) if adapts else 0
@@ -308,9 +353,15 @@ def _chain_counts(num_chains: int, posterior: Mapping[str, Tensor] | None, adapt
 def _check(options: _Options) -> None:
     _, num_chains, _, steps, target, chunk_size, resample, share = options
     for holds, expected in (
-        (num_chains >= 1, f"num_chains >= 1, or two posterior draws (one is a pilot); got {num_chains}"),
+        (
+            num_chains >= 1,
+            f"num_chains >= 1, or two posterior draws (one is a pilot); got {num_chains}",
+        ),
         (steps >= 1, f"num_leapfrog_steps >= 1; got {steps}"),
-        (target is None or 0 < target < 1, f"target_acceptance between 0 and 1, or None; got {target}"),
+        (
+            target is None or 0 < target < 1,
+            f"target_acceptance between 0 and 1, or None; got {target}",
+        ),
         (chunk_size is None or chunk_size >= 1, f"chunk_size >= 1 or None; got {chunk_size}"),
         (
             share is None or (resample and 0 < share < 1),
@@ -331,7 +382,12 @@ def _step_sizes(given: float | Tensor, num_data: int) -> Tensor:
 @contextmanager
 def _fixed(model: Callable, guide: Callable | None) -> Iterator[None]:
     """Holds modules in evaluation mode, as densities are to be functions; forgets parameters that a model adds."""
-    modules = [part for module in (model, guide) if isinstance(module, nn.Module) for part in module.modules()]
+    modules = [
+        part
+        for module in (model, guide)
+        if isinstance(module, nn.Module)
+        for part in module.modules()
+    ]
     modes = [module.training for module in modules]
     store = pyro.get_param_store()
     known = set(store.keys())

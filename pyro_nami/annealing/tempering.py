@@ -106,15 +106,21 @@ class TemperedPath:
 
         A latent's transform is made where the model comes to it: it belongs to the present values of its parents.
         """
-        parts = dict(zip(self.shapes, position.split([shape.numel() for shape in self.shapes.values()], -1)))
-        unconstrained = {name: parts[name].reshape(self.extent.sizes + self.shapes[name]) for name in parts}
+        parts = dict(
+            zip(self.shapes, position.split([shape.numel() for shape in self.shapes.values()], -1))
+        )
+        unconstrained = {
+            name: parts[name].reshape(self.extent.sizes + self.shapes[name]) for name in parts
+        }
         point = Point({}, unconstrained, {}, {}, {})
 
         def choose(site: Any) -> Tensor | None:
             name = site["name"]
             return _bijection(site)(unconstrained[name]) if name in unconstrained else None
 
-        self.target.run_model(self.extent, Runner(self.extent.data, choose=choose, note=partial(self.note, point)))
+        self.target.run_model(
+            self.extent, Runner(self.extent.data, choose=choose, note=partial(self.note, point))
+        )
         return point
 
     def note(self, point: Point, site: Any) -> None:
@@ -129,7 +135,9 @@ class TemperedPath:
             jacobian = transform.log_abs_det_jacobian(point.unconstrained[name], value)
             point.log_jacobian.update(per_draw({name: jacobian}, self.extent))
             point.values[name] = value
-        elif not (site_is_subsample(site) or site["mask"] is False or site["infer"].get("_deterministic")):
+        elif not (
+            site_is_subsample(site) or site["mask"] is False or site["infer"].get("_deterministic")
+        ):
             point.likelihood.update(per_draw(log_densities({name: site}), self.extent))
 
     def value_of(self, point: Point) -> PathValue:
@@ -172,8 +180,14 @@ class Start:
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """The shapes of unconstrained values, right of batch dims: of the latents, ``(*plates, *event)``."""
-        own = {name: _bijection(site).inverse_shape(site["fn"].shape()) for name, site in self.latents.items()}
-        idle = {name: self.target.nesting - len(site["fn"].batch_shape) for name, site in self.latents.items()}
+        own = {
+            name: _bijection(site).inverse_shape(site["fn"].shape())
+            for name, site in self.latents.items()
+        }
+        idle = {
+            name: self.target.nesting - len(site["fn"].batch_shape)
+            for name, site in self.latents.items()
+        }
         return {name: torch.Size((1,) * idle[name]) + own[name] for name in own}
 
     @classmethod
@@ -209,14 +223,18 @@ class Start:
             raise ValueError(reason)
         return replace(self, target=target)
 
-    def path(self, num_chains: int, rows: slice, *, check: bool = False) -> tuple[TemperedPath, Tensor]:
+    def path(
+        self, num_chains: int, rows: slice, *, check: bool = False
+    ) -> tuple[TemperedPath, Tensor]:
         """Returns the path for some data sets, and positions at its start, ``(chains, data sets, size)``.
 
         With ``check``, runs of single chains tell whether the model takes batch dims; it raises where it does not.
         """
         extent = self.target.extent(num_chains, rows)
         path, point = TemperedPath(self.target, extent, self.shapes), Point({}, {}, {}, {}, {})
-        runner = Runner({**extent.data, **self._values(extent, rows)}, note=partial(path.note, point))
+        runner = Runner(
+            {**extent.data, **self._values(extent, rows)}, note=partial(path.note, point)
+        )
         try:
             sites = self.target.run_model(extent, runner)
         except (OutsideSupport, NotImplementedError, torch.OutOfMemoryError):
@@ -227,7 +245,9 @@ class Start:
             self._compare(sites, extent, rows.start)
         _check_finite(point)
         if not path.value_of(point).start.isfinite().all():
-            raise ValueError("Expected a guide with finite log densities at its own draws; got others.")
+            raise ValueError(
+                "Expected a guide with finite log densities at its own draws; got others."
+            )
         parts = [point.unconstrained[name].reshape(extent.sizes + (-1,)) for name in path.shapes]
         return path, torch.cat(parts, -1)
 
@@ -236,12 +256,16 @@ class Start:
         if self.given is not None:
             whose, single = "given draws", self.target.data.num is None
             given = {name: self.given[name] for name in self.latents if name in self.given}
-            values = {name: value.unsqueeze(1) if single else value[:, rows] for name, value in given.items()}
+            values = {
+                name: value.unsqueeze(1) if single else value[:, rows]
+                for name, value in given.items()
+            }
         elif self.target.guide is None:
             return {}
         else:
             whose = "a guide with a density"
-            with pyro.validation_enabled(False):  # the model's sites tell, by name, which draws are bad
+            # the model's sites tell, by name, which draws are bad
+            with pyro.validation_enabled(False):
                 sites = self.target.run_guide(extent, Runner({}))
             for name, site in sites.items():
                 if site_is_factor(site):
@@ -261,7 +285,8 @@ class Start:
                 + (f"'{name}' as well." if name in values else f"none at '{name}'.")
             )
         return {
-            name: with_idle_dims(values[name], site, self.target.nesting, 2) for name, site in self.latents.items()
+            name: with_idle_dims(values[name], site, self.target.nesting, 2)
+            for name, site in self.latents.items()
         }
 
     def _compare(self, sites: Mapping[str, Any], extent: Extent, first: int) -> None:
@@ -276,13 +301,20 @@ class Start:
             alone = log_densities(self.target.run_model(one, Runner({**one.data, **values})))
             name = differing_site(together, index, alone)
             if name is not None:
-                raise _NotBatched(_NOT_BATCHED.format(f"site '{name}' has another log density in a run of its own"))
+                raise _NotBatched(
+                    _NOT_BATCHED.format(
+                        f"site '{name}' has another log density in a run of its own"
+                    )
+                )
 
 
 def _is_latent(site: Any, data: Mapping[str, Any]) -> bool:
     """Whether a site is one that chains move in. An unobserved Delta is none, but a name for a value."""
     return not (
-        site["is_observed"] or site["name"] in data or site_is_subsample(site) or is_delta(site["fn"])
+        site["is_observed"]
+        or site["name"] in data
+        or site_is_subsample(site)
+        or is_delta(site["fn"])
     )
 
 

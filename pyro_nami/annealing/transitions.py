@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from pyro_nami.annealing.tempering import PathValue, TemperedPath
-from pyro_nami.inference.weighted_samples import WeightedSamples, log_mean, log_mean_error, resampled
+from pyro_nami.inference.weighted_samples import (
+    WeightedSamples,
+    log_mean,
+    log_mean_error,
+    resampled,
+)
 
 __all__ = [
     "ChainState",
@@ -31,7 +36,8 @@ __all__ = [
 
 _LEAST_RATE = 0.05  # of adaptation
 _LEAST_CHAINS = 10  # whose standard deviations are made use of
-_FIRST, _GROWTH, _HALVINGS = 1e-15, 0.01, 16  # of temperatures: least steps, absolute and relative, and how to find one
+# of temperatures: least steps, absolute and relative, and how to find one
+_FIRST, _GROWTH, _HALVINGS = 1e-15, 0.01, 16
 
 
 class ChainState(NamedTuple):
@@ -42,7 +48,11 @@ class ChainState(NamedTuple):
 
 
 def hamiltonian_step(
-    path: TemperedPath, state: ChainState, temperature: float | Tensor, step_size: Tensor, num_steps: int
+    path: TemperedPath,
+    state: ChainState,
+    temperature: float | Tensor,
+    step_size: Tensor,
+    num_steps: int,
 ) -> tuple[ChainState, Tensor]:
     """Makes one transition with a fresh momentum of unit mass, and steps of sizes ``(data sets, size or 1)``.
 
@@ -155,7 +165,9 @@ def chains_from(draws: WeightedSamples, num_chains: int) -> tuple[dict[str, Tens
     temperature = next_temperatures(zeros[0], share, zeros, ratio)
     tempered = WeightedSamples(draws.samples, temperature * ratio)
     parts = temperature, tempered.log_evidence, tempered.log_evidence_error.square()
-    return tempered.resample(num_chains, smoothed=False), Reached(*(part.reshape(-1) for part in parts))
+    return tempered.resample(num_chains, smoothed=False), Reached(
+        *(part.reshape(-1) for part in parts)
+    )
 
 
 def resampled_chains(
@@ -175,7 +187,12 @@ def resampled_chains(
     parts = (part.gather(0, index) for part in state.value)
     position = state.position.gather(0, index.unsqueeze(-1).expand(state.position.shape))
     mean = log_mean(log_weights).expand(log_weights.shape)
-    return ChainState(position, PathValue(*parts)), mean.where(few, log_weights), variance, ancestors.gather(0, index)
+    return (
+        ChainState(position, PathValue(*parts)),
+        mean.where(few, log_weights),
+        variance,
+        ancestors.gather(0, index),
+    )
 
 
 def variance_of_lineages(ancestors: Tensor, log_weights: Tensor) -> Tensor:
@@ -190,7 +207,9 @@ def variance_of_lineages(ancestors: Tensor, log_weights: Tensor) -> Tensor:
         tensor([0.3750])
     """
     weights = log_weights.softmax(0)
-    return torch.zeros_like(weights).scatter_add(0, ancestors, weights).square().sum(0) - 1 / len(weights)
+    return torch.zeros_like(weights).scatter_add(0, ancestors, weights).square().sum(0) - 1 / len(
+        weights
+    )
 
 
 def spread_of(position: Tensor, log_weights: Tensor) -> Tensor:
@@ -210,6 +229,7 @@ def correlation(before: Tensor, after: Tensor, log_weights: Tensor) -> Tensor:
         tensor([-0.9011], dtype=torch.float64)
     """
     weights = log_weights.double().softmax(0)
-    parts = [part.double().clamp(min=-1e30) for part in (before, after)]  # infinite where a density is zero
+    # infinite where a density is zero
+    parts = [part.double().clamp(min=-1e30) for part in (before, after)]
     x, y = (part - (weights * part).sum(0) for part in parts)
     return (weights * x * y).sum(0) / ((weights * x * x).sum(0) * (weights * y * y).sum(0)).sqrt()

@@ -4,4 +4,11 @@ from pyro_nami.checking.calibration import Calibration, calibrate
 from pyro_nami.checking.diagnosis import Diagnosis, diagnose
 from pyro_nami.checking.misspecification import Misspecification, misspecification
 
-__all__ = ["Calibration", "Diagnosis", "Misspecification", "calibrate", "diagnose", "misspecification"]
+__all__ = [
+    "Calibration",
+    "Diagnosis",
+    "Misspecification",
+    "calibrate",
+    "diagnose",
+    "misspecification",
+]

@@ -34,8 +34,10 @@ from pyro_nami.program.runner import Runner, takes_observations
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ROWS_A_CALL = 2**15  # draws of the guide in one call, over data sets, unless the caller says how many
-_WEIGHTED, _CANDIDATES = 1000, 10  # weighted draws, as a posterior gives by default; at least for each resampled one
+# draws of the guide in one call, over data sets, unless the caller says how many
+_ROWS_A_CALL = 2**15
+# weighted draws, as a posterior gives by default; at least for each resampled one
+_WEIGHTED, _CANDIDATES = 1000, 10
 _REFERENCE_FEATURES = 256  # coordinates of the data, at most, that a reference point depends on
 
 
@@ -105,7 +107,9 @@ class Calibration:
             raise ValueError(f"Expected levels between 0 and 1; got {list(levels)}.")
         result = {}
         for name, ranks in {**self.ranks, **self.joint}.items():
-            regions = [((1 - p) / 2, (1 + p) / 2) if name in self.ranks else (0.0, p) for p in levels]
+            regions = [
+                ((1 - p) / 2, (1 + p) / 2) if name in self.ranks else (0.0, p) for p in levels
+            ]
             shares = [self._below(ranks, high) - self._below(ranks, low) for low, high in regions]
             result[name] = torch.stack(shares)
         return result
@@ -151,7 +155,9 @@ class Calibration:
         title += "passed" if self.passed else f"failed at {listed(self.failed)}"
         notes = [_LEGEND.format(level=self.level)]
         if self.skipped:
-            notes.append(f"Left out for NaN or infinite values: {self.skipped:,} simulated data sets.")
+            notes.append(
+                f"Left out for NaN or infinite values: {self.skipped:,} simulated data sets."
+            )
         if self.absent:
             notes.append(f"Not drawn by the guide: {', '.join(self.absent)}.")
         return "\n".join([title, "", *aligned(rows, words=(0, 2)), "", *notes])
@@ -213,8 +219,14 @@ def calibrate(
     """
     posterior = guide if isinstance(guide, AmortizedPosterior) else None
     if posterior is not None:
-        guide, args, kwargs = posterior.guide, args or posterior.args, {**posterior.kwargs, **kwargs}
-    _check_options(guide, level, num_datasets=num_datasets, num_draws=num_draws, chunk_size=chunk_size)
+        guide, args, kwargs = (
+            posterior.guide,
+            args or posterior.args,
+            {**posterior.kwargs, **kwargs},
+        )
+    _check_options(
+        guide, level, num_datasets=num_datasets, num_draws=num_draws, chunk_size=chunk_size
+    )
     with seeded(seed):
         names = observed_names(observed, guide)
         model = with_drawn_data(model, args, kwargs, names)
@@ -224,15 +236,21 @@ def calibrate(
         forms = site_forms(simulator)
         coordinates = Coordinates(truth.latents, forms)
         points = _reference_points(truth.observed, forms, coordinates(truth.latents))
-        size = chunk_size or max(1, _ROWS_A_CALL // (num_draws if posterior is None else _weighted(num_draws)))
+        size = chunk_size or max(
+            1, _ROWS_A_CALL // (num_draws if posterior is None else _weighted(num_draws))
+        )
         target = replace(simulator.target, guide=guide)
         chunks = torch.arange(truth.num, device=points.device).split(size)
         parts = []
         try:
-            with tqdm(total=truth.num, desc="data sets", delay=1, leave=False, disable=not progress) as bar:
+            with tqdm(
+                total=truth.num, desc="data sets", delay=1, leave=False, disable=not progress
+            ) as bar:
                 for rows in chunks:
                     drawn = truth.select(rows)
-                    parts.append(_chunk_ranks(target, posterior, num_draws, drawn, coordinates, points[rows]))
+                    parts.append(
+                        _chunk_ranks(target, posterior, num_draws, drawn, coordinates, points[rows])
+                    )
                     bar.update(len(rows))
         except Exception as error:
             if simulator.vectorized:
@@ -244,7 +262,9 @@ def calibrate(
             ) from error
     found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     joint = {name: found[name] for name in (JOINT_DENSITY, JOINT_TARP) if name in found}
-    ranks = {name: found[name].reshape(-1, *forms[name].shape) for name in truth.latents if name in found}
+    ranks = {
+        name: found[name].reshape(-1, *forms[name].shape) for name in truth.latents if name in found
+    }
     absent = tuple(name for name in truth.latents if name not in found)
     return Calibration(ranks, joint, num_draws, level, skipped, absent)
 
@@ -281,16 +301,24 @@ def _chunk_ranks(
         draws = _guide_draws(target.run_guide(extent, Runner({})), num_draws, truth)
     else:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*outside the model's simulations")  # as some are by chance
-            found = posterior(truth.observed, _weighted(num_draws), progress=False).resample(num_draws)
-        draws = {name: found[name].reshape(num_draws, *true.shape) for name, true in truth.latents.items()}
+            # as some are by chance
+            warnings.filterwarnings("ignore", ".*outside the model's simulations")
+            found = posterior(truth.observed, _weighted(num_draws), progress=False).resample(
+                num_draws
+            )
+        draws = {
+            name: found[name].reshape(num_draws, *true.shape)
+            for name, true in truth.latents.items()
+        }
     ranks = {name: _ranks(value, truth.latents[name], name) for name, value in draws.items()}
     if len(draws) == len(truth.latents):
         drawn, true = coordinates(draws, 2), coordinates(truth.latents)
         drawn, true = ((x - points).square().sum(-1) for x in (drawn, true))
         ranks[JOINT_TARP] = _ranks(drawn, true, JOINT_TARP)
         if hasattr(target.guide, "log_prob"):
-            drawn, true = (target.guide_log_prob(extent, values) for values in (draws, truth.latents))
+            drawn, true = (
+                target.guide_log_prob(extent, values) for values in (draws, truth.latents)
+            )
             ranks[JOINT_DENSITY] = _ranks(-drawn, -true, JOINT_DENSITY)
     return ranks
 
@@ -318,18 +346,26 @@ def _guide_draws(sites: Mapping[str, Any], num_draws: int, truth: JointDraws) ->
 def _ranks(draws: Tensor, truth: Tensor, name: str) -> Tensor:
     """Returns the number of draws ``(num_draws, *shape)`` below the true values ``shape``, ties broken at random."""
     if draws.isnan().any() or truth.isnan().any():
-        raise ValueError(f"Expected draws and densities without NaN from the guide; got some at '{name}'.")
+        raise ValueError(
+            f"Expected draws and densities without NaN from the guide; got some at '{name}'."
+        )
     ties = (draws == truth).sum(0)
     chance = torch.rand(ties.shape, device=ties.device, dtype=torch.float64)
     return (draws < truth).sum(0) + (chance * (ties + 1)).long()
 
 
-def _reference_points(data: Mapping[str, Tensor], forms: Mapping[str, SiteForm], latents: Tensor) -> Tensor:
+def _reference_points(
+    data: Mapping[str, Tensor], forms: Mapping[str, SiteForm], latents: Tensor
+) -> Tensor:
     """Returns a random linear function of each data set, ``(data sets, coordinates)`` as ``latents`` are.
 
     TARP holds for any reference points that do not depend on the true latents.
     """
     features = Coordinates(data, forms)(data)
-    features = features[:, torch.randperm(features.shape[1], device=features.device)[:_REFERENCE_FEATURES]]
-    weights = torch.randn(features.shape[1], latents.shape[1], dtype=features.dtype, device=features.device)
+    features = features[
+        :, torch.randperm(features.shape[1], device=features.device)[:_REFERENCE_FEATURES]
+    ]
+    weights = torch.randn(
+        features.shape[1], latents.shape[1], dtype=features.dtype, device=features.device
+    )
     return features @ weights / features.shape[1] ** 0.5

@@ -45,7 +45,9 @@ _REMEDY = (
     "Train longer, on fresh simulations in every step, with wider networks (hidden_features=) or richer families "
     "(families='flow')."
 )
-_EXTRAPOLATED = "The guide extrapolates: check units and outliers, and the model's priors and likelihood."
+_EXTRAPOLATED = (
+    "The guide extrapolates: check units and outliers, and the model's priors and likelihood."
+)
 
 
 class Check(NamedTuple):
@@ -127,14 +129,20 @@ class Diagnosis:
     def _weights(self) -> Check | None:
         if self.effective_sample_size is None or self.pareto_k is None:
             return None
-        shares, k, unreliable = self.effective_sample_size / self.num_samples, self.pareto_k, self.unreliable
+        shares, k, unreliable = (
+            self.effective_sample_size / self.num_samples,
+            self.pareto_k,
+            self.unreliable,
+        )
         text = (
             f"Importance sampling: {len(k):,} data sets, {self.num_samples:,} draws each\n"
             f"  effective sample size / draws: median {float(shares.median()):.0%}, lowest {float(shares.min()):.0%}\n"
             f"  Pareto k-hat: median {float(k.median()):.2f}, above {K_MAX} for {unreliable:.0%}"
         )
         drawings = {
-            "Importance sampling: efficiency": partial(draw_efficiency, shares=shares.cpu().numpy()),
+            "Importance sampling: efficiency": partial(
+                draw_efficiency, shares=shares.cpu().numpy()
+            ),
             "Importance sampling: Pareto k": partial(draw_pareto, k=k.cpu().numpy(), limit=K_MAX),
         }
         problem = f"importance weights (k-hat above {K_MAX} for {unreliable:.0%} of data sets)"
@@ -165,7 +173,13 @@ def _calibration(found: Calibration) -> Check:
 
 def _data(found: Misspecification) -> Check:
     passed, distances = found.passed, found.simulated.cpu().numpy()
-    draw = partial(draw_data, simulated=distances, distance=found.distance, p_value=found.p_value, passed=passed)
+    draw = partial(
+        draw_data,
+        simulated=distances,
+        distance=found.distance,
+        p_value=found.p_value,
+        passed=passed,
+    )
     problem = "" if passed else "data far outside the simulations"
     return Check(str(found), {"Data against simulations": draw}, problem, _EXTRAPOLATED)
 
@@ -209,7 +223,11 @@ def diagnose(
     judged = guide
     model = getattr(guide, "model", None) if model is None else model
     if isinstance(guide, AmortizedPosterior):
-        args, kwargs, history = args or guide.args, {**guide.kwargs, **kwargs}, history or guide.history
+        args, kwargs, history = (
+            args or guide.args,
+            {**guide.kwargs, **kwargs},
+            history or guide.history,
+        )
         guide = guide.guide
     if not callable(model):
         raise TypeError("Expected a guide with a model, or model=...; got neither.")
@@ -220,11 +238,16 @@ def diagnose(
         simulator = Simulator(model, args, kwargs, names)
         data = {**observed_data(simulator), **given}
         compared = compare(simulator, data) if data.keys() >= set(simulator.observed) else None
-        options: dict[str, Any] = {"num_datasets": num_datasets, "num_draws": num_draws, "progress": progress}
+        options: dict[str, Any] = {
+            "num_datasets": num_datasets,
+            "num_draws": num_draws,
+            "progress": progress,
+        }
         calibration = calibrate(model, judged, *args, observed=names, **options, **kwargs)
         size = k = None
         if not isinstance(model, SimulatorModel):
-            simulated = simulator.draw(num_weighted).finite()[0].observed  # calibrate has judged how many are not
+            # calibrate has judged how many are not
+            simulated = simulator.draw(num_weighted).finite()[0].observed
             weighted = importance_sample(
                 model, guide, *args, num_samples=num_samples, observations=simulated, **kwargs
             )

@@ -91,10 +91,15 @@ def _as_batch(name: str, data: Mapping[str, Any], form: SiteForm, like: Tensor) 
             f"Expected data of every observed site; got none for '{name}'. Pass it in observations=."
         )
     value = as_tensor(name, data[name], like)
-    if value.numel() != form.shape.numel() or value.shape[value.dim() - len(form.shape) :] != form.shape:
+    if (
+        value.numel() != form.shape.numel()
+        or value.shape[value.dim() - len(form.shape) :] != form.shape
+    ):
         raise ValueError(
             f"Expected data of site '{name}' of shape {tuple(form.shape)}; got {tuple(value.shape)}."
         )
     if not value.isfinite().all():
-        raise ValueError(f"Expected data without NaN and infinite values; got some at site '{name}'.")
+        raise ValueError(
+            f"Expected data without NaN and infinite values; got some at site '{name}'."
+        )
     return value.to(like.dtype).reshape(1, *like.shape[1:])

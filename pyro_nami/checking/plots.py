@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyro_nami.checking.rank_tests import JOINT_TARP, Verdict, binomial_interval, count_ranks, ecdf_tests
+from pyro_nami.checking.rank_tests import (
+    JOINT_TARP,
+    Verdict,
+    binomial_interval,
+    count_ranks,
+    ecdf_tests,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,10 +30,13 @@ if TYPE_CHECKING:
 
 _GOOD, _BAD, _INK, _FAINT = "#2b6cb0", "#c53030", "#333333", "#94a3b8"
 _BANDS = "#e8edf3", "#cbd5e1"  # of the verdict; of 95% of single curves
-_PANELS, _BINS, _LINES = 12, 20, 50  # at most: panels, bars of a histogram, elements drawn in one panel
+# at most: panels, bars of a histogram, elements drawn in one panel
+_PANELS, _BINS, _LINES = 12, 20, 50
 _POINTWISE = 0.01  # the share of bars outside of a histogram's band, as Talts et al. have it
 
-_BAND_NOTE = "Dark band: 95% of calibrated curves stay inside. Light band: outside of it the verdict fails."
+_BAND_NOTE = (
+    "Dark band: 95% of calibrated curves stay inside. Light band: outside of it the verdict fails."
+)
 _INSIDE = "share of truths inside"
 _KINDS = {  # title, label of x, label of y, note
     "ranks": (
@@ -84,7 +93,9 @@ def plot_ranks(panels: Mapping[str, RankPanel], kind: str, sites: Sequence[str] 
     names = [JOINT_TARP] if kind == "tarp" else names
     for name in names:
         if name not in panels:
-            raise ValueError(f"Expected sites with ranks, {', '.join(map(repr, panels))}; got '{name}'.")
+            raise ValueError(
+                f"Expected sites with ranks, {', '.join(map(repr, panels))}; got '{name}'."
+            )
     shown = [panels[name] for name in names]
     columns = 3 if len(shown) in (5, 6, 9) else min(4, len(shown))
     size = (10 / columns, 10 / columns) if columns > 2 else (4.2, 4.2)
@@ -104,14 +115,18 @@ def plot_ranks(panels: Mapping[str, RankPanel], kind: str, sites: Sequence[str] 
 def plot_all(title: str, parts: Mapping[str, Callable[[Axes], None]]) -> Figure:
     """Returns a figure of several drawings, each under its own title."""
     columns = 3 if len(parts) > 4 else 2
-    figure, all_axes = _figure(len(parts), columns, (10 / columns, 2.9), "\n".join(wrap(title, 110)))
+    figure, all_axes = _figure(
+        len(parts), columns, (10 / columns, 2.9), "\n".join(wrap(title, 110))
+    )
     for axes, (name, draw) in zip(all_axes, parts.items()):
         draw(axes)
         axes.set_title(name, fontsize=10, color=_INK, loc="left")
     return figure
 
 
-def _figure(count: int, columns: int, size: tuple[float, float], title: str) -> tuple[Figure, list[Axes]]:
+def _figure(
+    count: int, columns: int, size: tuple[float, float], title: str
+) -> tuple[Figure, list[Axes]]:
     """Returns a figure of ``count`` panels, each of a size in inches."""
     try:
         from matplotlib.figure import Figure
@@ -143,7 +158,9 @@ def draw_worst(axes: Axes, panels: Iterable[RankPanel], kind: str) -> None:
     for panel in panels:
         x, (y,) = _curves(panel, kind, panel.counts(0))
         axes.plot(x, y, color=panel.color, lw=0.9, alpha=0.8)
-    good, bad = ([panel.title for panel in panels if panel.color == color] for color in (_GOOD, _BAD))
+    good, bad = (
+        [panel.title for panel in panels if panel.color == color] for color in (_GOOD, _BAD)
+    )
     if good:
         axes.plot([], [], color=_GOOD, lw=1.4, label=f"{len(good)} calibrated")
     if bad:
@@ -169,7 +186,9 @@ def _draw_elements(axes: Axes, panel: RankPanel, kind: str) -> None:
     elements = f"  ({panel.verdict.elements} elements)" if panel.verdict.elements > 1 else ""
     axes.set_title(panel.title + elements, fontsize=9.5, color=_INK, loc="left", pad=15)
     above: Any = {"xycoords": "axes fraction", "xytext": (0, 3), "textcoords": "offset points"}
-    axes.annotate(panel.verdict.verdict, (0, 1), fontsize=8, color=panel.color, va="bottom", **above)
+    axes.annotate(
+        panel.verdict.verdict, (0, 1), fontsize=8, color=panel.color, va="bottom", **above
+    )
 
 
 def _draw_bars(axes: Axes, counts: np.ndarray, styles: Sequence[dict[str, Any]]) -> None:
@@ -213,7 +232,9 @@ def _curves(panel: RankPanel, kind: str, of: np.ndarray | float) -> tuple[np.nda
 # ---- the other parts of a diagnosis
 
 
-def draw_losses(axes: Axes, losses: Sequence[float], validation: Sequence[tuple[int, float]]) -> None:
+def draw_losses(
+    axes: Axes, losses: Sequence[float], validation: Sequence[tuple[int, float]]
+) -> None:
     """Draws the loss of every step, and pairs of steps and held-out losses, in nats."""
     values = np.asarray(losses, dtype=float)
     steps = 1 + np.flatnonzero(np.isfinite(values))
@@ -244,13 +265,20 @@ def draw_pareto(axes: Axes, k: np.ndarray, limit: float) -> None:
     """Draws k-hats, those above a limit in another color."""
     bad = k > limit
     for part, color in ((k[~bad], _GOOD), (k[bad], _BAD)):
-        axes.hist(np.clip(part, -0.5, 1.5), bins=np.linspace(-0.5, 1.5, 41).tolist(), color=color, alpha=0.75)
+        axes.hist(
+            np.clip(part, -0.5, 1.5),
+            bins=np.linspace(-0.5, 1.5, 41).tolist(),
+            color=color,
+            alpha=0.75,
+        )
     axes.axvline(limit, color=_BAD, lw=1, ls="--", label=f"above {limit}: {bad.mean():.0%}")
     axes.set(xlabel="Pareto k (ends of the axis: and beyond)", ylabel="data sets", xlim=(-0.5, 1.5))
     axes.legend(fontsize=7, frameon=False)
 
 
-def draw_data(axes: Axes, simulated: np.ndarray, distance: float, p_value: float, passed: bool) -> None:
+def draw_data(
+    axes: Axes, simulated: np.ndarray, distance: float, p_value: float, passed: bool
+) -> None:
     """Draws the distance of data from the simulations' center among those of simulations."""
     axes.hist(simulated, bins=30, color=_GOOD, alpha=0.75, label="simulations")
     color = _INK if passed else _BAD

@@ -6,7 +6,15 @@ is NumPy on counts of ranks. Change this module to change what a verdict rests o
 
 from __future__ import annotations
 
-__all__ = ["EcdfTest", "Verdict", "binomial_interval", "count_ranks", "ecdf_tests", "judge", "verdicts"]
+__all__ = [
+    "EcdfTest",
+    "Verdict",
+    "binomial_interval",
+    "count_ranks",
+    "ecdf_tests",
+    "judge",
+    "verdicts",
+]
 
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
@@ -87,7 +95,8 @@ def judge(name: str, ranks: Counts, num_draws: int) -> Verdict:
     far, wide = location * num**0.5, (spread - 1) * (2 * num) ** 0.5  # in standard errors
     if name == JOINT_DENSITY:  # the truth lies further out than draws, or less far
         clear = {OVERCONFIDENT: far, CONSERVATIVE: -far}
-    elif name == JOINT_TARP:  # distances that are only larger or only smaller, on average, have no name
+    elif name == JOINT_TARP:
+        # Distances that are only larger or only smaller, on average, have no name.
         clear = {OVERCONFIDENT: wide * (far > -_CLEAR), CONSERVATIVE: -wide * (far < _CLEAR)}
     else:
         clear = {BIASED: abs(far), OVERCONFIDENT: wide, CONSERVATIVE: -wide}
@@ -171,7 +180,9 @@ class EcdfTest:
             low, high = np.log(level / (2 * len(self.levels) + 2)), np.log(2 * level)
             while high - low > 1e-3:
                 middle = (low + high) / 2
-                low, high = (middle, high) if self.p_value(np.exp(middle)) <= level else (low, middle)
+                low, high = (
+                    (middle, high) if self.p_value(np.exp(middle)) <= level else (low, middle)
+                )
             self._thresholds[level] = float(np.exp(low))
         return _above(self._thresholds[level], *self._tails)
 
@@ -183,7 +194,9 @@ class EcdfTest:
         state, start = np.ones(1), 0
         rates = self.num * self.probabilities
         for rate, least, most in zip(rates, [*low, self.num], [*high, self.num]):
-            state = np.convolve(state, _poisson_pmf(rate, most - start))[least - start : most - start + 1]
+            state = np.convolve(state, _poisson_pmf(rate, most - start))[
+                least - start : most - start + 1
+            ]
             start = least
         return float(state[0] / _poisson_pmf(self.num, self.num)[-1])
 
@@ -197,7 +210,8 @@ def ecdf_test(num: int, num_draws: int, central: bool = False) -> EcdfTest:
 
 def ecdf_tests(name: str, num: int, num_draws: int) -> list[EcdfTest]:
     """Returns the tests of a site's ranks, or of a joint test's; the last says whether regions cover as they should."""
-    whole_only = name in (JOINT_DENSITY, JOINT_TARP) or num_draws == 1  # both ranks of one draw are as central
+    # both ranks of one draw are as central
+    whole_only = name in (JOINT_DENSITY, JOINT_TARP) or num_draws == 1
     kinds = (False,) if whole_only else (False, True)
     return [ecdf_test(num, num_draws, central) for central in kinds]
 

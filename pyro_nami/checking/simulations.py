@@ -18,7 +18,8 @@ from pyro_nami.inference.simulate import JointDraws, Simulator
 from pyro_nami.messages import warn
 from pyro_nami.program.isolation import forked_rng
 
-_TOLERATED = 0.95  # share of simulations that may be NaN or infinite: those with finite data keep their posterior
+# share of simulations that may be NaN or infinite: those with finite data keep their posterior
+_TOLERATED = 0.95
 
 
 @contextmanager

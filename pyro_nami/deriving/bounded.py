@@ -15,7 +15,14 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import Expansion, agree, broadcast, irregular, trimmed, without_gaps
+from pyro_nami.deriving.expansion import (
+    Expansion,
+    agree,
+    broadcast,
+    irregular,
+    trimmed,
+    without_gaps,
+)
 from pyro_nami.deriving.in_turn import InTurn, Order
 from pyro_nami.factors.bounds import bound_for
 from pyro_nami.factors.wrappers import innermost
@@ -52,25 +59,33 @@ class LinearBernoulli(Expansion):
         self._args, self._kwargs, self._at, self._rounds = args, kwargs, at or {}, 1
         self._logits: dict[str, Tensor] = {}
         self._slopes: dict[str, Tensor] = {}
-        self._steps: dict[str, tuple[Tensor, Tensor]] = {}  # member -> part of the last gap gone, and that gap
+        # member -> part of the last gap gone, and that gap
+        self._steps: dict[str, tuple[Tensor, Tensor]] = {}
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         if name in self._at:
             return self._at[name]
         mean = prior.mean.detach()
         if self.away is not None:
-            mean = (mean.logit(1e-3) + self.away * irregular(shape, mean, len(self.values))).sigmoid()
+            mean = (
+                mean.logit(1e-3) + self.away * irregular(shape, mean, len(self.values))
+            ).sigmoid()
         return mean.expand(shape)
 
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         if self.group.bound == "bound":
-            self.xi = {name: self._tightest(sites[name]) for name in self.group.children if name in sites}
+            self.xi = {
+                name: self._tightest(sites[name]) for name in self.group.children if name in sites
+            }
         self._solve(sites)
         if self._orders:
             return InTurn(self, sites, self._orders, self._observed)
         if self.group.bound != "bound" or self._rounds >= _MOST_ROUNDS:
             return None
-        gaps = {name: logits.detach().sigmoid() - self.values[name].detach() for name, logits in self._logits.items()}
+        gaps = {
+            name: logits.detach().sigmoid() - self.values[name].detach()
+            for name, logits in self._logits.items()
+        }
         if max(float(gap.abs().max()) for gap in gaps.values()) < _STILL:
             return None
         return self._moved(gaps)
@@ -123,7 +138,11 @@ class LinearBernoulli(Expansion):
         mean = bound.predictor(site["fn"])
         mean = mean if self.differentiable else mean.detach()
         tightest = bound.tightest(value, mean, mean.square())
-        return tightest.flatten(-len(site["fn"].event_shape)) if site["fn"].event_shape else tightest.unsqueeze(-1)
+        return (
+            tightest.flatten(-len(site["fn"].event_shape))
+            if site["fn"].event_shape
+            else tightest.unsqueeze(-1)
+        )
 
     # ---- probing
 
@@ -134,7 +153,9 @@ class LinearBernoulli(Expansion):
             super().measure(sites)
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
-        slopes = (self.take(sites, again=True, whole=True, parts=[child]) for child in self.group.children)
+        slopes = (
+            self.take(sites, again=True, whole=True, parts=[child]) for child in self.group.children
+        )
         return all(any(bool((each != 0).any()) for each in slope.values()) for slope in slopes)
 
     def explains(self, far: LinearBernoulli) -> bool:
@@ -142,5 +163,9 @@ class LinearBernoulli(Expansion):
         return all(agree(found, torch.zeros_like(slope), [slope]) for found, slope in slopes)
 
     def gain(self, near: LinearBernoulli, far: LinearBernoulli) -> tuple[Tensor, Tensor]:
-        steps = [(far.values[n] - near.values[n]).detach() * slope for n, slope in self._slopes.items()]
-        return torch.stack([s.sum() for s in steps]).sum(), torch.stack([s.abs().sum() for s in steps]).sum()
+        steps = [
+            (far.values[n] - near.values[n]).detach() * slope for n, slope in self._slopes.items()
+        ]
+        return torch.stack([s.sum() for s in steps]).sum(), torch.stack(
+            [s.abs().sum() for s in steps]
+        ).sum()

@@ -67,11 +67,17 @@ class ConjugateGroup(NamedTuple):
 
     def without(self, lacking: Collection[str], observed: Collection[str] = ()) -> ConjugateGroup:
         """Returns the group without sites that a call lacks; members that it observes are children."""
-        kept = [i for i, name in enumerate(self.members) if name not in lacking and name not in observed]
+        kept = [
+            i for i, name in enumerate(self.members) if name not in lacking and name not in observed
+        ]
         fields = ("members", "depths", "elements")
         parts: dict[str, Any] = {
-            field: tuple(getattr(self, field)[i] for i in kept) for field in fields if getattr(self, field)
+            field: tuple(getattr(self, field)[i] for i in kept)
+            for field in fields
+            if getattr(self, field)
         }
         parts["flat"] = self.flat.intersection(parts["members"])
         children = (*self.children, *(name for name in self.members if name in observed))
-        return self._replace(children=tuple(name for name in children if name not in lacking), **parts)
+        return self._replace(
+            children=tuple(name for name in children if name not in lacking), **parts
+        )

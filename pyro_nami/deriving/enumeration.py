@@ -86,11 +86,19 @@ class Enumeration(Expansion):
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         """Returns all values; or for each instance one."""
         event, batch = prior.event_shape, shape[: len(shape) - len(prior.event_shape)]
-        values = innermost(prior).enumerate_support(expand=False).reshape((self.group.elements[0],) + event)
+        values = (
+            innermost(prior)
+            .enumerate_support(expand=False)
+            .reshape((self.group.elements[0],) + event)
+        )
         if self.away is None:
             return values.reshape((-1,) + (1,) * (len(batch) - 1) + event).expand(shape)
         like = torch.empty(0, dtype=torch.get_default_dtype(), device=values.device)
-        self._which = (irregular(batch, like, int(self.away)).abs() * len(values)).long().clamp(max=len(values) - 1)
+        self._which = (
+            (irregular(batch, like, int(self.away)).abs() * len(values))
+            .long()
+            .clamp(max=len(values) - 1)
+        )
         return values[self._which]
 
     def solve(self, sites: Mapping[str, Any]) -> None:
@@ -109,7 +117,9 @@ class Enumeration(Expansion):
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         kind = _KINDS[type(innermost(self.priors[name]))]
-        logits = self._logits.reshape(trimmed(self._logits.shape[:-1], dims) + self._logits.shape[-1:])
+        logits = self._logits.reshape(
+            trimmed(self._logits.shape[:-1], dims) + self._logits.shape[-1:]
+        )
         if kind is _EnumeratedBernoulli:
             return kind(logits=logits[..., 1] - logits[..., 0], validate_args=False)
         return kind(logits=logits, validate_args=False)
@@ -122,12 +132,16 @@ class Enumeration(Expansion):
             return
         own = sites[self._name]
         terms = [self._total(sites, name) for name in self.group.children]
-        self.totals = torch.stack([self.priors[self._name].log_prob(own["value"]).detach().sum(), *terms])
+        self.totals = torch.stack(
+            [self.priors[self._name].log_prob(own["value"]).detach().sum(), *terms]
+        )
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         return bool(self._logits.isfinite().any(-1).all())
 
     def gain(self, near: Enumeration, far: Enumeration) -> tuple[Tensor, Tensor]:
         """Of a discrete latent densities alone are compared, as it has no slopes."""
-        chosen = [self._logits.gather(-1, each._which.unsqueeze(-1)).squeeze(-1) for each in (near, far)]
+        chosen = [
+            self._logits.gather(-1, each._which.unsqueeze(-1)).squeeze(-1) for each in (near, far)
+        ]
         return (chosen[1] - chosen[0]).sum(), (chosen[1] - chosen[0]).abs().sum()

@@ -25,9 +25,19 @@ from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import log_density_of, unmasked, without_gaps
 
 __all__ = [
-    "TOLERANCE", "Changed", "Expansion",
-    "agree", "broadcast", "derivatives", "expanding", "irregular", "leading_shape", "narrowed", "parameters_of",
-    "plate_shape", "trimmed",
+    "TOLERANCE",
+    "Changed",
+    "Expansion",
+    "agree",
+    "broadcast",
+    "derivatives",
+    "expanding",
+    "irregular",
+    "leading_shape",
+    "narrowed",
+    "parameters_of",
+    "plate_shape",
+    "trimmed",
 ]
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
@@ -69,7 +79,12 @@ class Expansion:
         away: float | None = None,
         given: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.group, self.nesting, self.away, self.differentiable = group, nesting, away, differentiable
+        self.group, self.nesting, self.away, self.differentiable = (
+            group,
+            nesting,
+            away,
+            differentiable,
+        )
         self._given = given or {}
         self.until = (*group.members, *group.children)
         self.priors: dict[str, Any] = {}
@@ -78,7 +93,8 @@ class Expansion:
         self.finite: dict[str, Tensor] = {}
         self.count: int | None = None
         self.leading = torch.Size(leading)
-        self.xi: dict[str, Tensor] = {}  # parameters of the bounds of children, 1 where none are given
+        # parameters of the bounds of children, 1 where none are given
+        self.xi: dict[str, Tensor] = {}
 
     @property
     def points(self) -> dict[str, Any]:
@@ -126,7 +142,12 @@ class Expansion:
         self.totals = torch.stack([self._total(sites, name) for name in self.group.children])
 
     def take(
-        self, sites: Mapping[str, Any], *, again: bool = False, whole: bool = False, parts: Sequence[str] = ()
+        self,
+        sites: Mapping[str, Any],
+        *,
+        again: bool = False,
+        whole: bool = False,
+        parts: Sequence[str] = (),
     ) -> dict[str, Tensor]:
         """Returns the slopes by the members' values.
 
@@ -136,10 +157,15 @@ class Expansion:
             whole: whether the form is not known to hold yet.
             parts: the children whose log density it is; by default all.
         """
-        whole = whole or torch.jit.is_tracing()  # a traced tensor's shape is none that autograd can compare
+        # a traced tensor's shape is none that autograd can compare
+        whole = whole or torch.jit.is_tracing()
         with derivatives():
             # Of sites that a call lacks there are no data.
-            terms = [self._term(sites, name, whole) for name in parts or self.group.children if name in sites]
+            terms = [
+                self._term(sites, name, whole)
+                for name in parts or self.group.children
+                if name in sites
+            ]
             terms = [term for term in terms if term[0].requires_grad]
             if not terms:
                 return {name: torch.zeros_like(leaf) for name, leaf in self.values.items()}
@@ -156,14 +182,22 @@ class Expansion:
     def choose(self, name: str, prior: Any) -> Tensor:
         """Returns a member's values at the points, given its prior."""
         leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
-        batch, event = broadcast(leading, torch.Size(prior.batch_shape)), torch.Size(prior.event_shape)
+        batch, event = (
+            broadcast(leading, torch.Size(prior.batch_shape)),
+            torch.Size(prior.event_shape),
+        )
         if len(batch) > len(leading):
-            raise RuntimeError(f"'{name}' has more batch dims than its plates and the dims of the points.")
+            raise RuntimeError(
+                f"'{name}' has more batch dims than its plates and the dims of the points."
+            )
         prior = self.priors[name] = unmasked(prior)
         self.shapes[name] = batch + event
         given = self._given.get(name)
-        value = self.start(name, prior, batch + event) if given is None else given.expand(batch + event)
-        if self.count is None and leading.numel() == 1:  # with one point a model sees the dims that it is used to
+        value = (
+            self.start(name, prior, batch + event) if given is None else given.expand(batch + event)
+        )
+        # with one point a model sees the dims that it is used to
+        if self.count is None and leading.numel() == 1:
             value = value.reshape(prior.batch_shape + event)
         self.values[name] = value.clone().requires_grad_(value.is_floating_point())
         return self.values[name]
@@ -173,7 +207,9 @@ class Expansion:
         if name in self.group.flat and (flat := flat_prior(sites[name]["fn"])) is not None:
             return flat.log_prob(sites[name]["value"], sites[name]["fn"].event_dim)
         weight = self.weight(sites, name)
-        bound = functools.partial(log_prob_or_bound, xi=self.xi.get(name)) if self.group.bound else None
+        bound = (
+            functools.partial(log_prob_or_bound, xi=self.xi.get(name)) if self.group.bound else None
+        )
         log_prob = log_density_of(sites[name], bound)
         return log_prob if weight is None else log_prob * weight
 
@@ -182,10 +218,14 @@ class Expansion:
         fn, value = sites[name]["fn"], without_gaps(sites[name])
         with suppress(NotImplementedError):
             if not value.isnan().any() and not _is_supported(fn, value):
-                return torch.tensor(-torch.inf, dtype=torch.get_default_dtype(), device=value.device)
+                return torch.tensor(
+                    -torch.inf, dtype=torch.get_default_dtype(), device=value.device
+                )
         return self.density(sites, name).detach().sum()
 
-    def _term(self, sites: Mapping[str, Any], name: str, whole: bool) -> tuple[Tensor, Tensor | None]:
+    def _term(
+        self, sites: Mapping[str, Any], name: str, whole: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns an output and its cotangent, of which the slope of a site's log density is the product.
 
         That is the log density, summed; or a Normal's location and weighted error, which takes half the time, if that
@@ -202,13 +242,21 @@ class Expansion:
 
     def precision(self, sites: Mapping[str, Any], name: str) -> Any:
         """Returns a Normal site's precision, at its scale relative to that of the members; size 1 where it is one."""
-        precision, weight = narrowed(sites[name]["fn"].scale).square().reciprocal(), self.weight(sites, name)
+        precision, weight = (
+            narrowed(sites[name]["fn"].scale).square().reciprocal(),
+            self.weight(sites, name),
+        )
         return precision if weight is None else precision * weight
 
     def weight(self, sites: Mapping[str, Any], name: str) -> Any:
         """Returns the scale of a site relative to that of the members; None if it is the same."""
         own, scale = sites[name]["scale"], sites[self.group.members[0]]["scale"]
-        if own is scale or not isinstance(own, Tensor) and not isinstance(scale, Tensor) and own == scale:
+        if (
+            own is scale
+            or not isinstance(own, Tensor)
+            and not isinstance(scale, Tensor)
+            and own == scale
+        ):
             return None
         return self._narrowed(own) / self._narrowed(scale)
 
@@ -253,7 +301,9 @@ def _is_supported(fn: Any, value: Tensor) -> bool:
     return below is None or _is_supported(below, value)
 
 
-def agree(found: Tensor, start: Tensor, terms: Sequence[Tensor], dtype: torch.dtype | None = None) -> bool:
+def agree(
+    found: Tensor, start: Tensor, terms: Sequence[Tensor], dtype: torch.dtype | None = None
+) -> bool:
     """Whether something moved from ``start`` by the sum of some terms, as far as rounding and a thousandth allow."""
     size = torch.stack(torch.broadcast_tensors(*[term.abs() for term in terms])).sum(0)
     rounding = 100 * torch.finfo(dtype or size.dtype).eps * (size + start.abs()).max()
@@ -282,7 +332,9 @@ def irregular(shape: torch.Size, like: Tensor, phase: int) -> Tensor:
     return (1 + 2.4 * order + phase).sin()
 
 
-def leading_shape(values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int) -> torch.Size:
+def leading_shape(
+    values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int
+) -> torch.Size:
     """Returns the sizes of all batch dims to the left of the plates that values have, and 1 for each plate dim."""
     plates, shape = (1,) * nesting, torch.Size((1,) * nesting)
     for name, value in values.items():
@@ -295,7 +347,11 @@ def leading_shape(values: Mapping[str, Tensor], event_dims: Mapping[str, int], n
 @contextmanager
 def derivatives() -> Iterator[None]:
     """Takes derivatives on this thread, since a trace does not see what others do, as a GPU's would."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
         yield
 
 

@@ -14,7 +14,14 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_nami.deriving.expansion import TOLERANCE, Expansion, agree, derivatives, irregular, trimmed
+from pyro_nami.deriving.expansion import (
+    TOLERANCE,
+    Expansion,
+    agree,
+    derivatives,
+    irregular,
+    trimmed,
+)
 from pyro_nami.factors.truncated_normal import TruncatedNormal
 from pyro_nami.factors.wrappers import innermost
 
@@ -68,7 +75,11 @@ def _within(prior: Any, t: Tensor) -> Tensor:
 
 
 def _truncated(prior: Any, e1: Tensor, e2: Tensor) -> tuple[Tensor, ...]:
-    low, high = (prior.low, prior.high) if isinstance(prior, dist.Uniform) else (0 * prior.mean, prior.mean + torch.inf)
+    low, high = (
+        (prior.low, prior.high)
+        if isinstance(prior, dist.Uniform)
+        else (0 * prior.mean, prior.mean + torch.inf)
+    )
     slope = -prior.rate if isinstance(prior, dist.Exponential) else 0.0
     own = prior.scale.square().reciprocal() if isinstance(prior, dist.HalfNormal) else 0.0
     precision, least = own - e2, (_FLAT / prior.stddev).square()
@@ -142,7 +153,9 @@ def forms_of(prior: Any, moving: bool = False) -> list[str]:
     """Returns the names of the forms that a prior may have; ``moving`` says that its bounds may depend on latents."""
     base = innermost(prior)
     names = [name for name, form in FORMS.items() if type(base) in form.priors]
-    if type(base) is dist.Uniform and (moving or not bool(((base.low == 0) & (base.high == 1)).all())):
+    if type(base) is dist.Uniform and (
+        moving or not bool(((base.low == 0) & (base.high == 1)).all())
+    ):
         names.remove("Beta")
     return names
 
@@ -183,7 +196,11 @@ class ByStatistics(Expansion):
         with derivatives():
             bend = torch.zeros_like(slope)
             if slope.requires_grad:
-                options: Any = {"create_graph": self.differentiable, "retain_graph": True, "materialize_grads": True}
+                options: Any = {
+                    "create_graph": self.differentiable,
+                    "retain_graph": True,
+                    "materialize_grads": True,
+                }
                 (bend,) = torch.autograd.grad((slope * along).sum(), leaf, **options)
             slope, bend = z * slope, z * (z * bend)
             first, second = self._form.slopes(z), [each * along for each in self._form.bends(z)]
@@ -216,7 +233,9 @@ class ByStatistics(Expansion):
             self._form.kind(*parameters, validate_args=True)
         except ValueError:
             return False
-        slopes = (self.take(sites, again=True, whole=True, parts=[child]) for child in self.group.children)
+        slopes = (
+            self.take(sites, again=True, whole=True, parts=[child]) for child in self.group.children
+        )
         return all(bool((slope[self._name] != 0).any()) for slope in slopes)
 
     def explains(self, far: ByStatistics) -> bool:
@@ -230,6 +249,8 @@ class ByStatistics(Expansion):
         return agree(z * far.slopes[self._name], torch.zeros_like(z), terms)
 
     def gain(self, near: ByStatistics, far: ByStatistics) -> tuple[Tensor, Tensor]:
-        starts, ends = (self._form.statistics(each.values[self._name].detach()) for each in (near, far))
+        starts, ends = (
+            self._form.statistics(each.values[self._name].detach()) for each in (near, far)
+        )
         terms = [e * (end - start) for e, start, end in zip(self.natural, starts, ends)]
         return sum(terms).sum(), sum(term.abs() for term in terms).sum()  # type: ignore[union-attr]

@@ -72,9 +72,12 @@ class Finder(Refutation):
     is_compiled: bool = False
     bounds: Mapping[str, str] = field(default_factory=dict)
     cut: Mapping[str, str] = field(default_factory=dict)
-    moving: set[str] = field(default_factory=set)  # latents that are learned as their modes are no constants of a trace
-    obstacles: dict[str, str] = field(default_factory=dict)  # latent -> what speaks against it, if anything; found once
-    flat: dict[str, bool] = field(default_factory=dict)  # latent with a flat prior -> whether a joint block has it
+    # latents that are learned as their modes are no constants of a trace
+    moving: set[str] = field(default_factory=set)
+    # latent -> what speaks against it, if anything; found once
+    obstacles: dict[str, str] = field(default_factory=dict)
+    # latent with a flat prior -> whether a joint block has it
+    flat: dict[str, bool] = field(default_factory=dict)
     bent: dict[str, str] = field(default_factory=dict)  # why others of these are not
 
     def holding(self, group: ConjugateGroup, near: bool = True) -> ConjugateGroup | None:
@@ -109,7 +112,9 @@ class Finder(Refutation):
             inverse: what each latent may read.
             order: latents in sampling order.
         """
-        if not self.flat and any(flat_prior(self.nodes[name]["fn"]) for name in order if name in self.nodes):
+        if not self.flat and any(
+            flat_prior(self.nodes[name]["fn"]) for name in order if name in self.nodes
+        ):
             self.block()  # which tells what is to be taken for flat
         found: dict[str, ConjugateGroup] = {}
         exact, failed, halved = self._dependencies(inverse), frozenset[str](), False
@@ -123,7 +128,9 @@ class Finder(Refutation):
                 continue  # as to try each end of a long chain would take too many runs of the model
             # By a bound, binary latents do not depend on each other.
             apart = set(group.members) if group.form == "Bernoulli" else set()
-            unread = set().union(*(exact[each].difference(inverse.parents[each], apart) for each in group.members))
+            unread = set().union(
+                *(exact[each].difference(inverse.parents[each], apart) for each in group.members)
+            )
             if unread:
                 self.refused[name] = f"the inverse does not let it read '{min(unread, key=str)}'"
             elif exact_group := self.holding(group):
@@ -131,7 +138,9 @@ class Finder(Refutation):
             else:
                 failed = frozenset(members)
         bent = {**self.bent, **self.cut}
-        self.refused.update({name: reason for name, reason in bent.items() if reason and name not in found})
+        self.refused.update(
+            {name: reason for name, reason in bent.items() if reason and name not in found}
+        )
         return found
 
     def _own(self, group: ConjugateGroup, name: str) -> ConjugateGroup:
@@ -139,7 +148,8 @@ class Finder(Refutation):
 
         By Newton's method this is done anew at each level, given what is drawn before; by quadrature for each member.
         """
-        if not group.has_mode or self.is_compiled and len(group.members) > 1:  # of which one mode is constant
+        # of which one mode is constant
+        if not group.has_mode or self.is_compiled and len(group.members) > 1:
             return group
 
         def rest(before: Collection[str]) -> ConjugateGroup:
@@ -173,7 +183,9 @@ class Finder(Refutation):
             near = self._children(member).union(*map(self._parents, [member, *self._data(member)]))
             before = self._children(member).difference(self.net.observed, left)
             if before:
-                self.refused.setdefault(name, f"'{min(before)}', which depends on it, is drawn before it")
+                self.refused.setdefault(
+                    name, f"'{min(before)}', which depends on it, is drawn before it"
+                )
                 return []
             members += sorted(near.intersection(left).difference(members), key=left.index)
         return members
@@ -182,7 +194,11 @@ class Finder(Refutation):
 
     def block(self) -> list[list[str]]:
         """Returns blocks of all latents, to be eliminated one after another, such that most are exact; or none."""
-        shown = [name for name in self.net.latent if name in self.nodes and not self.net.sites[name].marginalized]
+        shown = [
+            name
+            for name in self.net.latent
+            if name in self.nodes and not self.net.sites[name].marginalized
+        ]
         self.flat.update({name: True for name in shown if self._may_be_flat(name)})
         self.flat.update({name: False for name in self.flat if self._is_probability(name)})
         latents = [name for name in self.nodes if name in shown and self._is_able(name)]
@@ -192,12 +208,17 @@ class Finder(Refutation):
         elif not self._is_block(block, near=False):
             block = self._with_flat(latents, [name for name in block if name not in self.flat])
         self.flat.update({name: name in block for name in self.flat})
-        self.bent.update({name: self.refused.get(name, "") for name in self.flat if not self.flat[name]})
+        self.bent.update(
+            {name: self.refused.get(name, "") for name in self.flat if not self.flat[name]}
+        )
         self.obstacles.clear()  # as these are priors of another kind then
         latents = [name for name in latents if self._is_able(name)]
         taken, single = {child for name in block for child in self._data(name)}, []
         for name in latents:
-            data, alone = self._data(name), not self._is_normal(name) and self._children(name) == self._data(name)
+            data, alone = (
+                self._data(name),
+                not self._is_normal(name) and self._children(name) == self._data(name),
+            )
             if alone and data.isdisjoint(taken) and self._is_block([name]):
                 single.append(name)
                 taken |= data
@@ -229,7 +250,8 @@ class Finder(Refutation):
         Flat ones between zero and some number come last, as these mostly are scales.
         """
         flat = [name for name in latents if self.flat.get(name)]
-        scales = [name for name in flat if bool((flat_prior(self.nodes[name]["fn"]).low == 0).all())]  # type: ignore[union-attr]
+        priors = {name: flat_prior(self.nodes[name]["fn"]) for name in flat}
+        scales = [name for name, prior in priors.items() if prior and bool((prior.low == 0).all())]
         places = [name for name in flat if name not in scales]
 
         def grown(block: list[str], names: list[str], near: bool) -> list[str]:
@@ -243,14 +265,21 @@ class Finder(Refutation):
 
         exact = grown(grown(self._as_many(normal, near=False), places, False), scales, False)
         most = self._most(normal)
-        return exact if exact and len(exact) >= len(most) else grown(grown(most, places, True), scales, True)
+        return (
+            exact
+            if exact and len(exact) >= len(most)
+            else grown(grown(most, places, True), scales, True)
+        )
 
     def _parts(self, first: Sequence[Sequence[str]]) -> list[list[str]]:
         """Returns blocks of all latents: those without data, some that come first, and the rest."""
         taken = set(self.predictive).union(*first)
         barren = [name for name in self.net.latent if name in self.predictive]
         rest = [name for name in self.net.latent if name not in taken]
-        shown = [[name for name in part if not self.net.sites[name].marginalized] for part in (barren, *first, rest)]
+        shown = [
+            [name for name in part if not self.net.sites[name].marginalized]
+            for part in (barren, *first, rest)
+        ]
         return [part for part in shown if part]
 
     def _closed(self, names: Sequence[str]) -> list[str]:
@@ -262,18 +291,26 @@ class Finder(Refutation):
             if not bad:
                 return self._small_enough(kept)
             for name, outside in bad.items():
-                self.refused[name] = f"'{min(outside)}' depends on it, which has no such conditional"
+                self.refused[name] = (
+                    f"'{min(outside)}' depends on it, which has no such conditional"
+                )
             kept = [name for name in kept if name not in bad]
 
     def _small_enough(self, names: list[str]) -> list[str]:
         """Returns latents without the largest ones that would make the dense vector too long."""
         while names:
             depths, lifted = self._levels(names)
-            sizes = {name: self._elements(name, False) for name, depth in zip(names, depths) if depth >= lifted}
+            sizes = {
+                name: self._elements(name, False)
+                for name, depth in zip(names, depths)
+                if depth >= lifted
+            }
             if sum(sizes.values()) <= MOST_DENSE:
                 return names
             largest = max(sizes, key=sizes.__getitem__)
-            self.refused[largest] = f"a joint block of {sum(sizes.values())} elements has more than {MOST_DENSE}"
+            self.refused[largest] = (
+                f"a joint block of {sum(sizes.values())} elements has more than {MOST_DENSE}"
+            )
             names = self._closed([name for name in names if name != largest])
         return names
 
@@ -302,7 +339,11 @@ class Finder(Refutation):
             yield "its prior is masked where something reads it"
         elif is_masked_within(site["fn"]) or own_mask(site) is not None and self._bound([name]):
             yield "it is masked"
-        needed = set().union(self._parents(name), *map(self._parents, data)).difference(self.net.observed, [name])
+        needed = (
+            set()
+            .union(self._parents(name), *map(self._parents, data))
+            .difference(self.net.observed, [name])
+        )
         bounded = self._form(name) == "Bernoulli"
         if self.bounds.get(name) == "bound" and not bounded:
             yield "a fixed point is found of bounds on binary latents only; 'bounded' learns the parameters of others"
@@ -318,7 +359,10 @@ class Finder(Refutation):
                 yield f"'{child}' depends on it, which is no site with a density"
             elif self._form(name) == "enumeration" and not self.frames[name] <= self.frames[child]:
                 yield f"'{child}' reads several of its instances"
-            elif child in self.unread or not self.frames[child].intersection(self.subsampled) <= self.frames[name]:
+            elif (
+                child in self.unread
+                or not self.frames[child].intersection(self.subsampled) <= self.frames[name]
+            ):
                 yield f"a call sees a part only of '{child}', which depends on it"
         if name in self.excluded:
             yield "the options, or its role in the model, exclude it"
@@ -343,20 +387,28 @@ class Finder(Refutation):
 
     def _form(self, name: str) -> str | None:
         fn = self.nodes[name]["fn"]
-        if isinstance(innermost(fn), dist.Bernoulli) and (name in self.bounds or self._is_bounded(name)):
+        if isinstance(innermost(fn), dist.Bernoulli) and (
+            name in self.bounds or self._is_bounded(name)
+        ):
             return "Bernoulli"
         return "enumeration" if num_values(fn) else next(iter(self._forms(name)), None)
 
     def _forms(self, name: str) -> list[str]:
         """Returns the forms that a prior may have, whatever the values of other latents."""
-        return forms_of(self.nodes[name]["fn"], moving=not self._parents(name) <= set(self.net.observed))
+        return forms_of(
+            self.nodes[name]["fn"], moving=not self._parents(name) <= set(self.net.observed)
+        )
 
     def _is_bounded(self, name: str) -> bool:
         """Whether a binary latent is one of many that its children read, and all these have bounds."""
         children = self._children(name)
         several = not num_values(self.nodes[name]["fn"])
-        several = several or any(not self.frames[name] <= self.frames.get(child, frozenset()) for child in children)
-        return several and all(child in self.nodes and bound_for(self.nodes[child]["fn"]) for child in children)
+        several = several or any(
+            not self.frames[name] <= self.frames.get(child, frozenset()) for child in children
+        )
+        return several and all(
+            child in self.nodes and bound_for(self.nodes[child]["fn"]) for child in children
+        )
 
     def _parents(self, name: Any) -> set:
         return set(self.net.graph.predecessors(name))
@@ -374,7 +426,11 @@ class Finder(Refutation):
         children = set().union(*map(self._data, names))
         if not children:
             return None
-        needed = set().union(*map(self._parents, [*names, *children])).difference(names, self.net.observed)
+        needed = (
+            set()
+            .union(*map(self._parents, [*names, *children]))
+            .difference(names, self.net.observed)
+        )
         group = ConjugateGroup(tuple(names), tuple(sorted(children)), needed=frozenset(needed))
         group = group._replace(bound=self._bound(names))
         if not all(map(self._is_normal, names)):
@@ -390,7 +446,11 @@ class Finder(Refutation):
         if sum(n for n, depth in zip(elements, depths) if depth >= lifted) > MOST_DENSE:
             return None
         flat = frozenset(name for name in names if name in self.flat)
-        given: dict[str, Any] = {"depths": tuple(depths), "num_lifted": lifted, "elements": tuple(elements)}
+        given: dict[str, Any] = {
+            "depths": tuple(depths),
+            "num_lifted": lifted,
+            "elements": tuple(elements),
+        }
         # As no prior says how far apart points are to be, slopes of slopes are taken at one.
         return group._replace(**given, flat=flat, vectorized=not flat)
 
@@ -403,7 +463,9 @@ class Finder(Refutation):
         fn = self.nodes[name]["fn"]
         return torch.Size(fn.event_shape if lifted else fn.shape()).numel()
 
-    def _levels(self, names: Sequence[str], inverse: Inverse | None = None) -> tuple[list[int], int]:
+    def _levels(
+        self, names: Sequence[str], inverse: Inverse | None = None
+    ) -> tuple[list[int], int]:
         """Returns the level of each latent in the order of elimination, and the number of lifted levels.
 
         Plates of lifted levels lie in each other. What a dense latent depends on is dense, and so are instances that
@@ -421,10 +483,18 @@ class Finder(Refutation):
         dense = {name for name in names if frames[name] not in chain}
         dense |= {name for name in names if inverse is not None and inverse.joint[name]}
         while True:
-            while more := {name for name in names if name not in dense and self._children(name) & dense}:
+            while more := {
+                name for name in names if name not in dense and self._children(name) & dense
+            }:
                 dense |= more
-            used = [each for each in chain if any(frames[name] == each and name not in dense for name in names)]
-            depths = {name: len(used) if name in dense else used.index(frames[name]) for name in names}
+            used = [
+                each
+                for each in chain
+                if any(frames[name] == each and name not in dense for name in names)
+            ]
+            depths = {
+                name: len(used) if name in dense else used.index(frames[name]) for name in names
+            }
             lifted = [name for name in names if name not in dense] if inverse is None else []
             blocks = self._parts(_by_depth(depths)) if lifted else []
             coupled = nami(self.net, direction="reverse", blocks=blocks).joint if lifted else {}
@@ -434,4 +504,6 @@ class Finder(Refutation):
 
 
 def _by_depth(depths: Mapping[str, int]) -> list[list[str]]:
-    return [[name for name in depths if depths[name] == depth] for depth in sorted(set(depths.values()))]
+    return [
+        [name for name in depths if depths[name] == depth] for depth in sorted(set(depths.values()))
+    ]

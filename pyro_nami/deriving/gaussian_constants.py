@@ -41,7 +41,8 @@ from pyro_nami.program.runner import RunModel
 __all__ = ["Constants", "FromConstants", "constants_of"]
 
 
-_ROUNDED = 16.0  # times the rounding error of the largest number: what sums in another order may differ by
+# times the rounding error of the largest number: what sums in another order may differ by
+_ROUNDED = 16.0
 
 
 class BlockPart(NamedTuple):
@@ -100,7 +101,12 @@ class FromConstants(JointGaussian):
         self, *args: Any, constants: Constants, forget: Callable[[], None], is_rounded: bool = False
     ) -> None:
         super().__init__(*args, differentiable=True, sizes=constants.sizes)
-        self.count, self._constants, self._forget, self._is_rounded = None, constants, forget, is_rounded
+        self.count, self._constants, self._forget, self._is_rounded = (
+            None,
+            constants,
+            forget,
+            is_rounded,
+        )
         self.shapes, self.references = constants.shapes, constants.references
         self._bases: dict[str, Any] = {}
 
@@ -119,8 +125,14 @@ class FromConstants(JointGaussian):
 
     def solve(self, sites: Mapping[str, Any]) -> None:
         constants, left = self._constants, []
-        weights = {name: self.precision(sites, name).double()[..., None, None] for name in constants.factors}
-        marks = [_told(mark, own) for mark, own in _marks(self, sites, constants.factors, constants.scales)]
+        weights = {
+            name: self.precision(sites, name).double()[..., None, None]
+            for name in constants.factors
+        }
+        marks = [
+            _told(mark, own)
+            for mark, own in _marks(self, sites, constants.factors, constants.scales)
+        ]
         finite = all(bool(each.isfinite().all()) for each in weights.values())
         if not finite or not _same(constants.marks, marks, self._is_rounded):
             self._forget()
@@ -135,13 +147,19 @@ class FromConstants(JointGaussian):
             left[i + 1 :] = [later.reduced(gain, self.nesting) for later in left[i + 1 :]]
             after = gain.rows
             for later in constants.parts[i + 1 :]:
-                after = after if later.others is None else after + gain.spread(later.level, later.others)
+                after = (
+                    after
+                    if later.others is None
+                    else after + gain.spread(later.level, later.others)
+                )
             if part.others is not None:
                 size = part.level.size
                 more = own * part.others if size == 1 else own @ part.others
                 own, after = own + more[..., :size], after + more[..., size:]
             posterior = torch.cat([own, after], -1)
-            self._levels.append(part.level._replace(rows=left[i].rows, prior=posterior, open=gain.open))
+            self._levels.append(
+                part.level._replace(rows=left[i].rows, prior=posterior, open=gain.open)
+            )
 
     def _base(self, name: str) -> Any:
         return self._bases[name]
@@ -180,11 +198,25 @@ class _OfOne(SecondOrder):
         self.part, self._levels, found = part, [], []
         self._read(sites, whole=False)
         for names, level in zip(self._by_level(), self._levels):
-            rows, prior = (_first(each.detach(), self.nesting + 2) for each in (level.rows, level.prior))
+            rows, prior = (
+                _first(each.detach(), self.nesting + 2) for each in (level.rows, level.prior)
+            )
             for some in [[name] for name in names] if self._is_lifted(names[0]) else [names]:
-                begin, size = self._first[some[0]] - level.start, sum(self.sizes[name] for name in some)
+                begin, size = (
+                    self._first[some[0]] - level.start,
+                    sum(self.sizes[name] for name in some),
+                )
                 own = (..., slice(begin, begin + size), slice(begin, None))
-                found.append(Level(level.start + begin, size, level.dims, rows[own], prior[own], level.proper[:size]))
+                found.append(
+                    Level(
+                        level.start + begin,
+                        size,
+                        level.dims,
+                        rows[own],
+                        prior[own],
+                        level.proper[:size],
+                    )
+                )
         return found
 
 
@@ -216,21 +248,31 @@ def constants_of(
         noise = irregular(shape[len(shape) - dims[name] :], reference, len(points))
         step = there.flat[name].step() if name in there.flat else prior.stddev.detach().mean()
         value = (reference + step.to(reference) * noise).expand(shape)
-        points[name] = (value.reshape(prior.batch_shape + prior.event_shape) if leading.numel() == 1 else value).clone()
+        points[name] = (
+            value.reshape(prior.batch_shape + prior.event_shape) if leading.numel() == 1 else value
+        ).clone()
         return points[name]
 
     with expanding():
         once = run({name: functools.partial(choose, name) for name in group.members}, probe.until)
-    bases = {name: innermost(prior) for name, prior in there.priors.items() if name not in there.flat}
+    bases = {
+        name: innermost(prior) for name, prior in there.priors.items() if name not in there.flat
+    }
     weights = {
         name: there.precision(once, name)
         for name in group.children
         if name in once and type(once[name]["fn"]) is dist.Normal
     }
     factors = frozenset(
-        name for name, weight in weights.items() if weight.shape[max(0, weight.dim() - nesting) :].numel() == 1
+        name
+        for name, weight in weights.items()
+        if weight.shape[max(0, weight.dim() - nesting) :].numel() == 1
     )
-    scales = frozenset(name for name, base in bases.items() if type(base) is dist.Normal and base.scale.requires_grad)
+    scales = frozenset(
+        name
+        for name, base in bases.items()
+        if type(base) is dist.Normal and base.scale.requires_grad
+    )
     marks = list(_marks(there, once, factors, scales))
     varies = any(mark.requires_grad or not _is_one(mark, own) for mark, own in marks)
     if varies or not all(type(base) is dist.Normal for base in bases.values()):
@@ -238,12 +280,20 @@ def constants_of(
     probe.factors = factors
     with derivatives():
         rows = {name: probe.levels(sites, name) for name in group.children if name in sites}
-    parts, kept = list(_parts(there, rows, factors, scales)), [_told(*mark).detach().clone() for mark in marks]
-    return Constants(points, probe.shapes, references, dict(probe.sizes), factors, scales, kept, parts)
+    parts, kept = (
+        list(_parts(there, rows, factors, scales)),
+        [_told(*mark).detach().clone() for mark in marks],
+    )
+    return Constants(
+        points, probe.shapes, references, dict(probe.sizes), factors, scales, kept, parts
+    )
 
 
 def _parts(
-    there: SecondOrder, children: dict[str, list[Level]], factors: frozenset[str], scales: frozenset[str]
+    there: SecondOrder,
+    children: dict[str, list[Level]],
+    factors: frozenset[str],
+    scales: frozenset[str],
 ) -> Iterator[BlockPart]:
     """Yields what is constant of each level, given the levels by each child."""
     count = len(next(iter(children.values())))
@@ -253,8 +303,14 @@ def _parts(
         level = next(iter(children.values()))[i]
         rows = {name: levels[i].rows for name, levels in children.items() if levels[i].rows.any()}
         units = {name: rows.pop(name) for name in factors & rows.keys()}
-        names = {name: there.sizes[name] for name in there._first if 0 <= there._first[name] - level.start < level.size}
-        more = level.prior - torch.eye(*level.prior.shape[-2:], dtype=level.prior.dtype, device=level.prior.device)
+        names = {
+            name: there.sizes[name]
+            for name in there._first
+            if 0 <= there._first[name] - level.start < level.size
+        }
+        more = level.prior - torch.eye(
+            *level.prior.shape[-2:], dtype=level.prior.dtype, device=level.prior.device
+        )
         fixed = sum(rows.values(), torch.zeros_like(level.rows)) if rows or not units else None
         scale = _scales(there, names).detach() if scales.isdisjoint(names) else None
         others = _squeezed(more, there.nesting) if more.any() else None
@@ -262,7 +318,10 @@ def _parts(
 
 
 def _marks(
-    expansion: SecondOrder, sites: Mapping[str, Any], factors: Collection[str], scales: Collection[str]
+    expansion: SecondOrder,
+    sites: Mapping[str, Any],
+    factors: Collection[str],
+    scales: Collection[str],
 ) -> Iterator[tuple[Tensor, int]]:
     """Yields what constants depend on, and how many of its dims are those of plates and events."""
     nesting = expansion.nesting
@@ -283,7 +342,12 @@ def _marks(
                 yield torch.as_tensor(site["mask"]), nesting
             if name not in factors:
                 yield site["fn"].scale, nesting
-                yield torch.as_tensor(1.0 if (weight := expansion.weight(sites, name)) is None else weight), nesting
+                yield (
+                    torch.as_tensor(
+                        1.0 if (weight := expansion.weight(sites, name)) is None else weight
+                    ),
+                    nesting,
+                )
         else:
             yield expansion.density(sites, name), nesting
 
@@ -292,7 +356,10 @@ def _scales(expansion: SecondOrder, names: Mapping[str, int]) -> Tensor:
     """Returns the priors' scales of a level, ``(*batch, *plates, E, 1)``; of size 1 where they are one number."""
     found = []
     for name, size in names.items():
-        whole, dims = expansion._base(name).scale, expansion.nesting + len(expansion.priors[name].event_shape)
+        whole, dims = (
+            expansion._base(name).scale,
+            expansion.nesting + len(expansion.priors[name].event_shape),
+        )
         scale = narrowed(whole)
         cut = max(0, scale.dim() - dims)
         if scale.shape[cut:].numel() == 1:

@@ -12,10 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Level", "along_units", "in_noise", "inverse_root", "is_quadratic", "solved", "times", "without_gaps"]
+__all__ = [
+    "Level",
+    "along_units",
+    "in_noise",
+    "inverse_root",
+    "is_quadratic",
+    "solved",
+    "times",
+    "without_gaps",
+]
 
 
-_LEAST = 0.5  # precision relative to the prior's, which is 1 at least where a log density is concave, but for rounding
+# precision relative to the prior's, which is 1 at least where a log density is concave, but for rounding
+_LEAST = 0.5
 
 
 class Level(NamedTuple):
@@ -55,7 +65,9 @@ class Level(NamedTuple):
         dims = [dim - 1 for dim in self.dims - level.dims]
         return term.sum(dims, keepdim=True) if dims else term
 
-    def eliminated(self, concave: bool, rounding: float = 0.0) -> tuple[Level, tuple[Tensor, Tensor]]:
+    def eliminated(
+        self, concave: bool, rounding: float = 0.0
+    ) -> tuple[Level, tuple[Tensor, Tensor]]:
         """Returns the level with its posterior, and two factors whose product is what it adds to the rows left.
 
         With x = M r + S u by the prior, where r ends in a 1: C = H_x M + H_xr, P = D^-1 + S^T H_x S = L L^T and
@@ -80,7 +92,9 @@ class Level(NamedTuple):
         mean = -root * others if single else -root @ others
         moved = own * mean + rest if single else own @ mean + rest
         if single:
-            least = torch.where(self.proper > 0, _LEAST if concave else eps, torch.finfo(own.dtype).tiny ** 0.5)
+            least = torch.where(
+                self.proper > 0, _LEAST if concave else eps, torch.finfo(own.dtype).tiny ** 0.5
+            )
             lower = precision.clamp(min=least).sqrt()
             gain = root / lower * moved
         else:
@@ -103,7 +117,9 @@ class Level(NamedTuple):
             return None
         size = precision.diagonal(dim1=-2, dim2=-1)
         root = size.clamp(min=torch.finfo(size.dtype).tiny).rsqrt()
-        lower, failed = torch.linalg.cholesky_ex(root.unsqueeze(-1) * precision * root.unsqueeze(-2))
+        lower, failed = torch.linalg.cholesky_ex(
+            root.unsqueeze(-1) * precision * root.unsqueeze(-2)
+        )
         pivots = lower.diagonal(dim1=-2, dim2=-1).square()
         told = (size > 0) & (pivots > rounding) & (failed == 0).unsqueeze(-1)
         return ~told & (self.proper == 0)
@@ -128,14 +144,19 @@ class Level(NamedTuple):
         else:
             ridge = 4 * eps * precision.detach().diagonal(dim1=-2, dim2=-1).abs()
             lower = torch.linalg.cholesky_ex(precision + torch.diag_embed(ridge))[0]
-            whitening, gain = lower.mT / scale.mT, torch.linalg.solve_triangular(lower, scale * rest, upper=False)
+            whitening, gain = (
+                lower.mT / scale.mT,
+                torch.linalg.solve_triangular(lower, scale * rest, upper=False),
+            )
         undecided = self._undecided(precision.detach(), rounding)
         return whitening, self._replace(start=self.start + self.size, rows=gain, open=undecided)
 
     def reduced(self, gain: Level, nesting: int) -> Level:
         """Returns the level without what elimination of a deeper one by its noise takes from its rows."""
         columns = gain.rows[..., self.start - gain.start :]
-        return self._replace(rows=self.rows - self._product(columns[..., : self.size], columns, gain, nesting))
+        return self._replace(
+            rows=self.rows - self._product(columns[..., : self.size], columns, gain, nesting)
+        )
 
     def updated(self, factors: tuple[Tensor, Tensor], level: Level, nesting: int) -> Level:
         """Returns the level with what elimination of a deeper one adds to its rows."""
@@ -149,7 +170,9 @@ class Level(NamedTuple):
         if not self.dims and summed:
             cut = rows.dim() - 2 - nesting
             rows, columns = rows.flatten(cut, -2), columns.flatten(cut, -2)
-            return (rows.mT @ columns).reshape(rows.shape[:cut] + (1,) * nesting + (self.size, columns.shape[-1]))
+            return (rows.mT @ columns).reshape(
+                rows.shape[:cut] + (1,) * nesting + (self.size, columns.shape[-1])
+            )
         product = rows * columns if rows.shape[-2:] == (1, 1) else rows.mT @ columns
         return product.sum(summed, keepdim=True) if summed else product
 
@@ -180,7 +203,8 @@ def in_noise(levels: Sequence[Level], i: int, nesting: int) -> list[Level]:
     root = torch.linalg.solve_triangular(level.prior[..., : level.size], eye, upper=True)
     mean = -root @ level.prior[..., level.size :]
     before = [
-        each._replace(rows=each.rows + each.spread(level, torch.cat([root - eye, mean], -1))) for each in levels[:i]
+        each._replace(rows=each.rows + each.spread(level, torch.cat([root - eye, mean], -1)))
+        for each in levels[:i]
     ]
     moved = own @ mean + rest
     here = level._replace(rows=torch.cat([root.mT @ own @ root, root.mT @ moved], -1))
@@ -196,7 +220,9 @@ def without_gaps(levels: Sequence[Level]) -> tuple[list[Level], list[Tensor]]:
     """
     finite, left = [level.rows.isfinite().all(-1) for level in levels], []
     for i, (level, own) in enumerate(zip(levels, finite)):
-        columns = torch.cat([each.expand(own.shape[:-1] + each.shape[-1:]) for each in finite[i:]], -1)
+        columns = torch.cat(
+            [each.expand(own.shape[:-1] + each.shape[-1:]) for each in finite[i:]], -1
+        )
         both = own.unsqueeze(-1) & F.pad(columns, (0, 1), value=True).unsqueeze(-2)
         left.append(level._replace(rows=torch.where(both, level.rows, 0.0)))
     return left, finite
@@ -212,7 +238,9 @@ def along_units(
     options: Any = {"create_graph": graph, "retain_graph": True, "materialize_grads": True}
     if torch.jit.is_tracing():  # a traced tensor's shape is none that autograd can compare
         count = len(next(iter(units.values())))
-        totals: list[Any] = [sum((p * units[name][i]).sum() for name, p in moving.items()) for i in range(count)]
+        totals: list[Any] = [
+            sum((p * units[name][i]).sum() for name, p in moving.items()) for i in range(count)
+        ]
         each = [torch.autograd.grad(total, inputs, **options) for total in totals]
         return [torch.stack(found) for found in zip(*each)]
     along = [units[name].reshape(-1, *part.shape) for name, part in moving.items()]
@@ -246,7 +274,9 @@ def inverse_root(root: Tensor, points: Sequence[int], nesting: int | None) -> Te
         inverse = inverse.reshape(inverse.shape[:cut] + (-1,) + inverse.shape[-2:])
         count = inverse.shape[cut]
         many = torch.eye(count, dtype=root.dtype, device=root.device)[:, None, :, None]
-        inverse = (many * inverse.unsqueeze(-2)).reshape(inverse.shape[:cut] + (1,) * nesting + (count * size,) * 2)
+        inverse = (many * inverse.unsqueeze(-2)).reshape(
+            inverse.shape[:cut] + (1,) * nesting + (count * size,) * 2
+        )
     return inverse.flip(-1, -2)
 
 
@@ -258,6 +288,8 @@ def is_quadratic(found: Mapping[float, Tensor], tolerance: float) -> bool:
     rounding = 100 * torch.finfo(found[0.0].dtype).eps * zero.abs()
     for place, value in found.items():
         size = slope.abs() * abs(place) + bend.abs() * place**2
-        if not ((value - zero - slope * place - bend * place**2).abs() <= tolerance * size + rounding).all():
+        if not (
+            (value - zero - slope * place - bend * place**2).abs() <= tolerance * size + rounding
+        ).all():
             return False
     return True

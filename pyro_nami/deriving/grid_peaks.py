@@ -37,10 +37,14 @@ class Peaks:
     def note(self, table: Tensor, places: Tensor, steps: Tensor) -> None:
         """Takes in a table ``(points, ..., *batch)``, places ``(sides, points, ..., *batch)``, ``(sides, *batch)``."""
         sides, center = len(places), (1,) * len(places)
-        padded = torch.nn.functional.pad(table, (0, 0) * (table.dim() - sides) + (1, 1) * sides, value=-torch.inf)
+        padded = torch.nn.functional.pad(
+            table, (0, 0) * (table.dim() - sides) + (1, 1) * sides, value=-torch.inf
+        )
         peak = table.isfinite()
         for offset in itertools.product(range(3), repeat=sides):
-            near = padded[tuple(slice(start, start + size) for start, size in zip(offset, table.shape))]
+            near = padded[
+                tuple(slice(start, start + size) for start, size in zip(offset, table.shape))
+            ]
             peak = peak & (table >= near if offset <= center else table > near)
         values = torch.where(peak, table, -torch.inf).flatten(0, sides - 1)
         values, index = values.topk(min(_MOST, len(values)), 0)
@@ -52,7 +56,9 @@ class Peaks:
         self.places, self.reach, self.values = found
 
 
-def climbed(log_density: Callable[[Tensor], Tensor], places: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+def climbed(
+    log_density: Callable[[Tensor], Tensor], places: Tensor, reach: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns where steps upwards from places ``(sides, peaks, *batch)`` lead, and the log density there in nats.
 
     Args:
@@ -67,7 +73,11 @@ def climbed(log_density: Callable[[Tensor], Tensor], places: Tensor, reach: Tens
     values = places[0]
     for _ in range(_ROUNDS):
         tried = places.unsqueeze(1) + offsets * reach.unsqueeze(1)
-        table = log_density(tried.flatten(1, 2)).reshape(tried.shape[1:]).nan_to_num(-torch.inf, -torch.inf, -torch.inf)
+        table = (
+            log_density(tried.flatten(1, 2))
+            .reshape(tried.shape[1:])
+            .nan_to_num(-torch.inf, -torch.inf, -torch.inf)
+        )
         values, best = table.max(0, keepdim=True)
         index = best.expand((sides, *best.shape))
         places, values = tried.gather(1, index).squeeze(1), values.squeeze(0)

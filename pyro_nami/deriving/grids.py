@@ -31,12 +31,16 @@ class Mass:
         if log_density is None:
             padded = torch.cat([_before(slope), slope, _before(slope.flip(-1))], -1)
             rise = 13 * (slope[..., :-1] + slope[..., 1:]) - padded[..., :-3] - padded[..., 3:]
-            log_density = torch.cat([torch.zeros_like(slope[..., :1]), (rise * (step / 24)).cumsum(-1)], -1)
+            log_density = torch.cat(
+                [torch.zeros_like(slope[..., :1]), (rise * (step / 24)).cumsum(-1)], -1
+            )
         self.log_density = log_density
         self.top = self.log_density.detach().amax(-1, keepdim=True)
         self.density = density = (self.log_density - self.top).exp()
         bend = density * slope
-        mass = (density[..., :-1] + density[..., 1:]) / 2 + (bend[..., :-1] - bend[..., 1:]) * (step / 12)
+        mass = (density[..., :-1] + density[..., 1:]) / 2 + (bend[..., :-1] - bend[..., 1:]) * (
+            step / 12
+        )
         self.between = (mass * step).clamp(min=0)
         # Beyond the grid the log density goes on as a straight line.
         self.before = density[..., :1] / slope[..., :1].clamp(min=1 / HALF)
@@ -56,11 +60,19 @@ class Mass:
         size = -torch.special.ndtri(tail.clamp(min=_SMALLEST))
         at = torch.where(lower < upper, -size, size)
         tiny = torch.finfo(total.dtype).tiny
-        slopes = total * (-at * at / 2).exp() / (math.sqrt(2 * math.pi) * self.density.clamp(min=tiny))
+        slopes = (
+            total * (-at * at / 2).exp() / (math.sqrt(2 * math.pi) * self.density.clamp(min=tiny))
+        )
         # Where tails are too small the map goes on as a straight line.
-        known, grid = (tail > _SMALLEST).long(), grid_like(at.shape[-1], at[..., 0]).movedim(0, -1).expand(at.shape)
+        known, grid = (
+            (tail > _SMALLEST).long(),
+            grid_like(at.shape[-1], at[..., 0]).movedim(0, -1).expand(at.shape),
+        )
         index = torch.arange(at.shape[-1], device=at.device)
-        first, last = known.argmax(-1, keepdim=True), len(index) - 1 - known.flip(-1).argmax(-1, keepdim=True)
+        first, last = (
+            known.argmax(-1, keepdim=True),
+            len(index) - 1 - known.flip(-1).argmax(-1, keepdim=True),
+        )
         for edge, beyond in ((first, index < first), (last, index > last)):
             start, place, slope = (each.gather(-1, edge) for each in (at, grid, slopes))
             at = torch.where(beyond, start + (grid - place) / slope, at)

@@ -70,7 +70,9 @@ class ChildTerm(NamedTuple):
 class Turns(tuple[ChildTerm, ...]):
     """All parts of what a latent's elements, in turn, are drawn by."""
 
-    def next(self, index: int, before: Sequence[Tensor], element: Tensor | None = None) -> tuple[Tensor, list]:
+    def next(
+        self, index: int, before: Sequence[Tensor], element: Tensor | None = None
+    ) -> tuple[Tensor, list]:
         """Returns what children add to the log odds of an element ``(*batch,)``, in nats.
 
         Args:
@@ -89,11 +91,17 @@ class Turns(tuple[ChildTerm, ...]):
         """Returns what children add to all log odds ``(*batch, elements)`` at values of that shape, in one pass."""
         elements, gains = elements.movedim(-1, 0), []
         for part in self:
-            outer = (1,) * (elements.dim() + part.event_dim - part.rest.dim())  # batch dims that values alone have
-            rest, added = (each.reshape(each.shape[:1] + outer + each.shape[1:]) for each in (part.rest, part.added))
+            # batch dims that values alone have
+            outer = (1,) * (elements.dim() + part.event_dim - part.rest.dim())
+            rest, added = (
+                each.reshape(each.shape[:1] + outer + each.shape[1:])
+                for each in (part.rest, part.added)
+            )
             wide = part._replace(rest=rest, added=added)
             before = wide.of(elements)
-            gains.append(wide.gain(torch.cat([torch.zeros_like(before[:1]), before[:-1].cumsum(0)])))
+            gains.append(
+                wide.gain(torch.cat([torch.zeros_like(before[:1]), before[:-1].cumsum(0)]))
+            )
         return functools.reduce(torch.add, gains).movedim(0, -1)
 
 
@@ -108,17 +116,26 @@ class InTurn(Expansion):
     """
 
     def __init__(
-        self, bounded: Any, sites: Mapping[str, Any], orders: Mapping[str, Order], observed: Collection[str] = ()
+        self,
+        bounded: Any,
+        sites: Mapping[str, Any],
+        orders: Mapping[str, Order],
+        observed: Collection[str] = (),
     ) -> None:
         super().__init__(bounded.group, bounded.leading, bounded.nesting, bounded.differentiable)
         self._bounded, self._orders, self.finite = bounded, orders, bounded.finite
         self._sites = sites
         stops = list(itertools.accumulate(order.num_elements for order in orders.values()))
-        self._places = {name: slice(stop - orders[name].num_elements, stop) for name, stop in zip(orders, stops)}
+        self._places = {
+            name: slice(stop - orders[name].num_elements, stop) for name, stop in zip(orders, stops)
+        }
         self.count = 1 + stops[-1]
         self._observed = dict[str, Tensor]()
         for name in observed:
-            value, dims = sites[name]["value"], len(self.leading) + len(sites[name]["fn"].event_shape)
+            value, dims = (
+                sites[name]["value"],
+                len(self.leading) + len(sites[name]["fn"].event_shape),
+            )
             value = value.reshape((1,) * (1 + dims - value.dim()) + value.shape)
             self._observed[name] = value.expand(self.count, *value.shape[1:])
 
@@ -129,7 +146,9 @@ class InTurn(Expansion):
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
         order, place, event = self._orders[name], self._places[name], prior.event_shape
         n, batch_dim = order.num_elements, len(shape) - 1 - len(event)
-        unit = torch.eye(n, dtype=prior.mean.dtype, device=prior.mean.device).reshape(n, *(1,) * batch_dim, n)
+        unit = torch.eye(n, dtype=prior.mean.dtype, device=prior.mean.device).reshape(
+            n, *(1,) * batch_dim, n
+        )
         unit = to_instances(unit, order.dims, order.sizes)
         unit = unit.reshape(unit.shape[:-1] + event)
         value = unit.new_zeros(shape)
@@ -141,8 +160,12 @@ class InTurn(Expansion):
         self._added: dict[str, Tensor] = {}
         self._entries: dict[str, list[Tensor] | None] = {}
         for name in (name for name in self.group.children if name in sites):
-            s, event_dim = _bound_of(sites[name]).predictor(sites[name]["fn"]), len(sites[name]["fn"].event_shape)
-            if s.dim() <= len(self.leading) + event_dim:  # a member that this call observes depends on no other
+            s, event_dim = (
+                _bound_of(sites[name]).predictor(sites[name]["fn"]),
+                len(sites[name]["fn"].event_shape),
+            )
+            # a member that this call observes depends on no other
+            if s.dim() <= len(self.leading) + event_dim:
                 continue
             s = s if self.differentiable else s.detach()
             self._zero[name], self._added[name] = s[0], s[1:] - s[0]
@@ -191,15 +214,22 @@ class InTurn(Expansion):
 
     def _part(self, name: str, child: str, before: Mapping[str, Tensor]) -> ChildTerm:
         """Returns what a child says of a member's elements."""
-        others = [self._adds(other, child, before).sum(0) for other in self._orders if other != name]
+        others = [
+            self._adds(other, child, before).sum(0) for other in self._orders if other != name
+        ]
         adds = self._adds(name, child, {})
         to_come = torch.cat([adds[1:].flip(0).cumsum(0).flip(0), torch.zeros_like(adds[:1])])
-        plates = [{f.dim for f in self._sites[each]["cond_indep_stack"] if f.vectorized} for each in (child, name)]
+        plates = [
+            {f.dim for f in self._sites[each]["cond_indep_stack"] if f.vectorized}
+            for each in (child, name)
+        ]
         density = functools.partial(self._density, child, sorted(plates[0] - plates[1]))
         rest = sum(others, start=self._zero[child]) + to_come
         own, entries = self._places[name], self._entries[child]
         event_dim = len(self._sites[child]["fn"].event_shape)
-        return ChildTerm(density, rest, self._added[child][own], event_dim, entries[own] if entries else None)
+        return ChildTerm(
+            density, rest, self._added[child][own], event_dim, entries[own] if entries else None
+        )
 
     def _density(self, child: str, summed: list[int], s: Tensor, entries: Tensor | None) -> Tensor:
         """Returns a child's log density at predictors ``(*, *batch, *event)``, summed over some of its plates."""
@@ -239,23 +269,33 @@ class ConditionalsInTurn:
         gains = self.turns.all(features[..., 0])
         return self.conditionals.all(features) + gains.unsqueeze(-1)
 
-    def _moved(self, params: Tensor, advance: Callable, index: int, *given: Any) -> tuple[Tensor, Callable]:
+    def _moved(
+        self, params: Tensor, advance: Callable, index: int, *given: Any
+    ) -> tuple[Tensor, Callable]:
         gain, before = self.turns.next(index, *given)
         gain = gain.reshape(trimmed(gain.shape, self.dims)).unsqueeze(-1)
         return params + gain, functools.partial(self._next, advance, index + 1, before)
 
-    def _next(self, advance: Callable, index: int, before: Any, features: Tensor) -> tuple[Tensor, Callable]:
+    def _next(
+        self, advance: Callable, index: int, before: Any, features: Tensor
+    ) -> tuple[Tensor, Callable]:
         return self._moved(*advance(features), index, before, features[..., 0])
 
 
 def _entries(added: Tensor, fn: Any) -> list[Tensor] | None:
     """Returns which entries of an event, a vector, each element adds to, if these are few; None otherwise."""
-    if len(fn.event_shape) != 1 or any(isinstance(layer, MaskedDistribution) for layer in layers(fn)):
+    if len(fn.event_shape) != 1 or any(
+        isinstance(layer, MaskedDistribution) for layer in layers(fn)
+    ):
         return None
     if torch.jit.is_tracing():  # which would take them for constants
         return None
     some = (added.detach() != 0).flatten(1, -2).any(1) if added.dim() > 2 else added.detach() != 0
-    return None if 2 * int(some.sum()) > some.numel() else [each.nonzero().squeeze(-1) for each in some]
+    return (
+        None
+        if 2 * int(some.sum()) > some.numel()
+        else [each.nonzero().squeeze(-1) for each in some]
+    )
 
 
 def _flat(value: Tensor, event_dim: int) -> Tensor:

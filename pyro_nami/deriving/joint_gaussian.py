@@ -29,11 +29,15 @@ if TYPE_CHECKING:
 
 __all__ = ["JointGaussian"]
 
-_OFF, _FAR = 0.01, 30.0  # deviations: what rounding may move a mean by, and the way there, of which more is taken anew
-_MOST_CLOSER = 3  # times that more is taken anew; after one, one of 280 posteriors in float32 is 45 deviations off
-_COLLINEAR = 1e3  # by how much what offsets under flat priors share may multiply rounding, as no prior's width says
+# deviations: what rounding may move a mean by, and the way there, of which more is taken anew
+_OFF, _FAR = 0.01, 30.0
+# times that more is taken anew; after one, one of 280 posteriors in float32 is 45 deviations off
+_MOST_CLOSER = 3
+# by how much what offsets under flat priors share may multiply rounding, as no prior's width says
+_COLLINEAR = 1e3
 _WIDE = 10.0  # deviations, within which, or some times as far, a density is looked at
-_PIVOT = 50.0  # times the rounding error: of a relative pivot that is no more, rounding leaves no digit
+# times the rounding error: of a relative pivot that is no more, rounding leaves no digit
+_PIVOT = 50.0
 
 
 class JointGaussian(SecondOrder):
@@ -49,18 +53,26 @@ class JointGaussian(SecondOrder):
     concave = True  # whether log densities are known to be so
 
     def __init__(
-        self, group: ConjugateGroup, *args: Any, at: Mapping[str, Tensor] | None = None, **kwargs: Any
+        self,
+        group: ConjugateGroup,
+        *args: Any,
+        at: Mapping[str, Tensor] | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(group, *args, **kwargs)
         self._args, self._kwargs = args, kwargs
-        self._at: Mapping[str, Tensor] = {name: value.detach() for name, value in (at or {}).items()}
+        self._at: Mapping[str, Tensor] = {
+            name: value.detach() for name, value in (at or {}).items()
+        }
         self._runs = 1
-        self._offsets: dict[int, tuple[int, Tensor | None]] = {}  # level -> number of members drawn, and their offsets
+        # level -> number of members drawn, and their offsets
+        self._offsets: dict[int, tuple[int, Tensor | None]] = {}
         self._order = list(reversed(self._first))  # of drawing
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
         at = self._at.get(name)
-        at = loc if at is None else torch.where(at.isnan(), loc.to(at), at)  # where it is not known where to start
+        # where it is not known where to start
+        at = loc if at is None else torch.where(at.isnan(), loc.to(at), at)
         return self.flat[name].within(at) if name in self.flat else at
 
     @property
@@ -98,7 +110,9 @@ class JointGaussian(SecondOrder):
             rounding = self._rounding()
             for i, level in enumerate(self._levels):
                 self._levels[i], update = level.eliminated(self.concave, rounding)
-                self._levels[i + 1 :] = [later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]]
+                self._levels[i + 1 :] = [
+                    later.updated(update, level, self.nesting) for later in self._levels[i + 1 :]
+                ]
             return self._closer()
 
     def _rounding(self) -> float:
@@ -110,8 +124,11 @@ class JointGaussian(SecondOrder):
         found = {}
         for names, level in zip(self._by_level(), self._levels):
             own, prior = (each[..., : level.size].detach() for each in (level.rows, level.prior))
-            if level.open is None:  # which it is until the level is eliminated, where there are flat priors
-                whole = own.diagonal(dim1=-2, dim2=-1) + (level.proper.unsqueeze(-1) * prior.square()).sum(-2)
+            # which it is until the level is eliminated, where there are flat priors
+            if level.open is None:
+                whole = own.diagonal(dim1=-2, dim2=-1) + (
+                    level.proper.unsqueeze(-1) * prior.square()
+                ).sum(-2)
             else:
                 whole = prior.square().sum(-2)
             wide = _WIDE * whole.clamp(min=torch.finfo(whole.dtype).tiny).rsqrt()
@@ -146,13 +163,21 @@ class JointGaussian(SecondOrder):
             if level.open is None or not bool(level.open.any()):
                 continue
             elements = [self.sizes[name] for name in names]
-            found += [name for name, each in zip(names, level.open.split(elements, -1)) if bool(each.any())]
+            found += [
+                name
+                for name, each in zip(names, level.open.split(elements, -1))
+                if bool(each.any())
+            ]
         return found
 
     def _closer(self) -> Self | None:
         """Returns the expansion about the means, where rounding at the references may have moved these."""
         eps = torch.finfo(next(iter(self.references.values())).dtype).eps
-        if eps < torch.finfo(torch.float32).eps or self._runs > _MOST_CLOSER or torch.jit.is_tracing():
+        if (
+            eps < torch.finfo(torch.float32).eps
+            or self._runs > _MOST_CLOSER
+            or torch.jit.is_tracing()
+        ):
             return None
         means, steps, away, narrower = self.means(), self._lengths, [], []
         for names, level in zip(self._by_level(), self._levels):
@@ -163,13 +188,21 @@ class JointGaussian(SecondOrder):
             narrow = torch.where(level.proper > 0, narrow, _COLLINEAR)
             away.append((moved * roots).abs().amax(inner))
             narrower.append(narrow.abs().amax(inner))
-        far, narrow = (torch.stack(torch.broadcast_tensors(*each)).amax(0) for each in (away, narrower))
+        far, narrow = (
+            torch.stack(torch.broadcast_tensors(*each)).amax(0) for each in (away, narrower)
+        )
         off = eps * far * narrow
-        return self.moved_to(means) if bool(((off > _OFF) & (off < torch.inf) & (far > _FAR)).any()) else None
+        return (
+            self.moved_to(means)
+            if bool(((off > _OFF) & (off < torch.inf) & (far > _FAR)).any())
+            else None
+        )
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
         size, event_shape = self.sizes[name], self.priors[name].event_shape
-        level = next(each for each in self._levels if 0 <= self._first[name] - each.start < each.size)
+        level = next(
+            each for each in self._levels if 0 <= self._first[name] - each.start < each.size
+        )
         first = self._first[name] - level.start
         rows = level.prior[..., first : first + size, :]
         upper, error = rows[..., first : first + size], -rows[..., -1]
@@ -192,14 +225,20 @@ class JointGaussian(SecondOrder):
         held = self._held(name, self.shapes[name])
         plates = len(held) - len(event_shape)
         loc, lower = loc.flip(-1), upper.flip(-1, -2).to(like)
-        lead, rows_lead = loc.shape[: loc.dim() - 1 - plates], lower.shape[: lower.dim() - 2 - plates]
+        lead, rows_lead = (
+            loc.shape[: loc.dim() - 1 - plates],
+            lower.shape[: lower.dim() - 2 - plates],
+        )
         lead = trimmed(lead, None if dims is None else max(0, dims - plates))
         held = held[max(0, plates - dims) :] if dims is not None and not lead else held
         rows_lead = rows_lead[max(0, len(rows_lead) - len(lead)) :]
         loc, lower = loc.reshape(lead + loc.shape[-1:]), lower.reshape(rows_lead + lower.shape[-2:])
         if bounds is None:
             return JointNormal(loc, lower, held, len(event_shape))
-        low, high = (each.reshape(trimmed(each.shape[: -1 - plates], len(lead)) + each.shape[-1:]) for each in bounds)
+        low, high = (
+            each.reshape(trimmed(each.shape[: -1 - plates], len(lead)) + each.shape[-1:])
+            for each in bounds
+        )
         return BoxedNormal(loc, lower, held, len(event_shape), None, low, high)
 
     def _bounds(self, name: str) -> tuple[Tensor, Tensor] | None:
@@ -214,7 +253,9 @@ class JointGaussian(SecondOrder):
 
     def _drawn(self, level: Level, values: Mapping[str, Tensor], until: str = "") -> Any:
         """Returns offsets of a level's members that are drawn before one, ``(*batch, *plates, elements)``; or None."""
-        names = [name for name in self.group.members if 0 <= self._first[name] - level.start < level.size]
+        names = [
+            name for name in self.group.members if 0 <= self._first[name] - level.start < level.size
+        ]
         stop = names.index(until) if until else len(names)
         count, offsets = self._offsets.get(level.start, (0, None))
         for name in names[count:stop]:

@@ -32,7 +32,8 @@ _POINTS = (33, 31)  # a side, of one member and of two
 _DEPTH = 8.0  # nats below the greatest log density, to which the grid reaches
 _FLOOR = 100.0  # nats below it, from where it is taken for constant
 _MOST_GRIDS, _MOST_WIDENED = 40, 2
-_FURTHER = 4.0  # half sides: how far a grid is moved where the log density goes on rising, so that steps grow
+# half sides: how far a grid is moved where the log density goes on rising, so that steps grow
+_FURTHER = 4.0
 _COVERED = 0.5  # of a side, at least, that is less than ``_DEPTH`` deep
 
 
@@ -53,13 +54,16 @@ class GridBox(NamedTuple):
 
     def places(self, grids: Sequence[Tensor]) -> list[Tensor]:
         """Returns the members' values at places between -1 and 1 that broadcast with the batch."""
-        first, *second = (middle + half * grid for middle, half, grid in zip(self.middle, self.half, grids))
+        first, *second = (
+            middle + half * grid for middle, half, grid in zip(self.middle, self.half, grids)
+        )
         return [first, *(place + self.slide * (first - self.middle[0]) for place in second)]
 
     def where(self, kept: Tensor, other: GridBox) -> GridBox:
         """Returns another box but where this one is kept, ``(*batch)``."""
         middle, half = (
-            [torch.where(kept, *pair) for pair in zip(now, new)] for now, new in zip(self[:2], other[:2])
+            [torch.where(kept, *pair) for pair in zip(now, new)]
+            for now, new in zip(self[:2], other[:2])
         )
         return GridBox(middle, half, torch.where(kept, self.slide, other.slide))
 
@@ -103,13 +107,24 @@ class Marginal:
         count = len(group.members)
         self._size, self._ndims = _POINTS[count - 1], middle[0].dim()
         grid = torch.linspace(-1, 1, self._size, dtype=torch.float64, device=middle[0].device)
-        self._grids = [grid.reshape((-1,) + (1,) * (count - 1 - i + self._ndims)) for i in range(count)]
-        first = GridBox([each.double() for each in middle], [each.double() for each in half], middle[0].double() * 0)
+        self._grids = [
+            grid.reshape((-1,) + (1,) * (count - 1 - i + self._ndims)) for i in range(count)
+        ]
+        first = GridBox(
+            [each.double() for each in middle],
+            [each.double() for each in half],
+            middle[0].double() * 0,
+        )
         self.box, self._fits = first, torch.ones_like(first.slide, dtype=torch.bool)
         self._peaks = Peaks()
-        again = near is not None and near.box.middle[0].shape == middle[0].shape and middle[0].numel() == 1
+        again = (
+            near is not None
+            and near.box.middle[0].shape == middle[0].shape
+            and middle[0].numel() == 1
+        )
         if near is not None and again:
-            with forked_rng():  # what is drawn on the near box's grid is then the same at the same data
+            # what is drawn on the near box's grid is then the same at the same data
+            with forked_rng():
                 self._tabulated()
             self.box = near.box
         flaw = self._search()
@@ -158,7 +173,9 @@ class Marginal:
         """Takes what fits a box, of several data sets."""
         fits = self._fits
         if fits.numel() == 1 or not bool(fits.any()):
-            raise ValueError(f"the log density of {', '.join(map(repr, self.group.members))} {flaw}")
+            raise ValueError(
+                f"the log density of {', '.join(map(repr, self.group.members))} {flaw}"
+            )
         self.box = self.box.where(fits, first)
         self._table = torch.where(fits, self._table, self._nothing())
         self.finite = {name: each & fits for name, each in self.finite.items()}
@@ -182,10 +199,14 @@ class Marginal:
         middle, half, shift, step = [], [], torch.zeros_like(slide), 2 / (self._size - 1)
         for axis, grid in enumerate(self._grids):
             # What of the second one's place the first does not tell, at points that are kept.
-            off = box.half[axis] * grid + (axis * (box.slide - slide) * box.half[0] * self._grids[0])
+            off = box.half[axis] * grid + (
+                axis * (box.slide - slide) * box.half[0] * self._grids[0]
+            )
             line = kept.any(1 - axis) if len(axes) == 2 else kept
             fits = fits & ~line[0] & ~line[-1] & (line.sum(0) >= _COVERED * self._size)
-            below, above = (torch.where(edge, _FURTHER, step) * box.half[axis] for edge in (line[0], line[-1]))
+            below, above = (
+                torch.where(edge, _FURTHER, step) * box.half[axis] for edge in (line[0], line[-1])
+            )
             low = torch.where(kept, off, torch.inf).amin(axes) - below
             high = torch.where(kept, off, -torch.inf).amax(axes) + above
             middle.append(box.middle[axis] + slide * shift + (low + high) / 2)
@@ -206,7 +227,11 @@ class Marginal:
             return None
         places, values = climbed(self._log_prob, places[:, some], reach[:, some])
         grids, sides = self.box.grids(places), len(places)
-        apart = apart[some] & (grids.abs() > 1).any(0) & (values > self._table.amax(tuple(range(sides))) - _DEPTH)
+        apart = (
+            apart[some]
+            & (grids.abs() > 1).any(0)
+            & (values > self._table.amax(tuple(range(sides))) - _DEPTH)
+        )
         if not bool(apart.any()):
             return None
         self._fits = ~apart.any(0)
@@ -216,7 +241,9 @@ class Marginal:
         shift = [half * (above + below) / 2 for half, above, below in zip(self.box.half, high, low)]
         middle = [each + moved for each, moved in zip(self.box.middle, shift)]
         middle[1:] = [each + self.box.slide * shift[0] for each in middle[1:]]
-        half = [each * (width / 2 + more) for each, width, more in zip(self.box.half, high - low, room)]
+        half = [
+            each * (width / 2 + more) for each, width, more in zip(self.box.half, high - low, room)
+        ]
         return self.box.where(self._fits, GridBox(middle, half, self.box.slide))
 
     def _slide(self) -> tuple[Tensor, Tensor]:
@@ -228,7 +255,9 @@ class Marginal:
         variance = (weights * off.square()).sum((0, 1))
         step = 2 * self.box.half[0] / (self._size - 1)
         told = variance > 0.5 * step.square()
-        slide = (weights * off * (second - mean[1])).sum((0, 1)) / variance.clamp(min=torch.finfo(off.dtype).tiny)
+        slide = (weights * off * (second - mean[1])).sum((0, 1)) / variance.clamp(
+            min=torch.finfo(off.dtype).tiny
+        )
         slide = torch.where(told, slide, self.box.slide)
         narrower = (slide - self.box.slide).abs() * self.box.half[0] > 0.25 * self.box.half[1]
         return slide, ~narrower
@@ -237,12 +266,18 @@ class Marginal:
         """Returns standard Normal quantiles at the points of a line, and slopes by these, ``(*batch, points)``."""
         return Mass(slope_of(line).movedim(0, -1), line.movedim(0, -1)).quantiles()
 
-    def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> SiteDistribution:
+    def conditional(
+        self, name: str, values: Mapping[str, Tensor], dims: int | None = None
+    ) -> SiteDistribution:
         """Returns a member's conditional, as `Expansion.conditional` does."""
         if name == self.group.members[0]:
             (at, slopes), middle, half = self._knots, self.box.middle[0], self.box.half[0]
         else:
-            first = self._layouts[self.group.members[0]].elements(values[self.group.members[0]]).squeeze(-1)
+            first = (
+                self._layouts[self.group.members[0]]
+                .elements(values[self.group.members[0]])
+                .squeeze(-1)
+            )
             off = first.detach().double() - self.box.middle[0]
             at, slopes = self._quantiles(self._row(off / self.box.half[0]))
             middle, half = self.box.middle[1] + self.box.slide * off, self.box.half[1]
@@ -251,7 +286,8 @@ class Marginal:
         batch = trimmed(at.shape[:-1], dims)
         knots = (at, places, slopes * half.unsqueeze(-1) / HALF)
         x, y, rise = (
-            each.expand(at.shape).reshape(batch + (1,) + at.shape[-1:]).to(self._like) for each in knots
+            each.expand(at.shape).reshape(batch + (1,) + at.shape[-1:]).to(self._like)
+            for each in knots
         )
         return SiteDistribution(OwnElements(bent_normal(x, y, rise)), self._layouts[name])
 
@@ -268,7 +304,9 @@ class Marginal:
         )
         more = (1,) * (at.dim() - self._ndims)
         shape = torch.broadcast_shapes(at.shape, self._table.shape[2:])
-        table = self._table.reshape(self._table.shape[:2] + more + self._table.shape[2:]).expand((-1, -1) + shape)
+        table = self._table.reshape(self._table.shape[:2] + more + self._table.shape[2:]).expand(
+            (-1, -1) + shape
+        )
         index = start.long().expand(shape)[None, None].expand((1, self._size) + shape)
         rows = [w * table.gather(0, index + k).squeeze(0) for k, w in enumerate(weights, -1)]
         return torch.stack(rows).sum(0)

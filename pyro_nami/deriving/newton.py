@@ -34,7 +34,8 @@ _SHORTEST, _LONGEST = 0.1, 0.7  # to what part a step is cut
 _LEAST = 1e-6  # of a step; shorter, it leads back to where it began, for good
 _WIDER = 1.05  # times the deviations of priors, squared: what is left to rounding
 _LOST = 1e4  # nats: where a step would still gain as much, the mode is nowhere near
-_OF_TERMS = 1e-2  # of the most by which rounding is told to take log densities, what it takes them by
+# of the most by which rounding is told to take log densities, what it takes them by
+_OF_TERMS = 1e-2
 _GROWTH, _GAINED = 2, 0.2  # of steps that fell short; of what a line would gain, what is enough
 
 
@@ -63,17 +64,20 @@ class Newton(JointGaussian):
     """
 
     concave = False
-    is_probe = True  # rather than one to draw from, where priors stand in for modes that were not found
+    # rather than one to draw from, where priors stand in for modes that were not found
+    is_probe = True
     length = 0.0  # of the way on a line from the mode to here, in deviations, squared
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._step: LineStep | None = None  # that led here
         self._is_last = False
-        self._lost: Tensor | None = None  # sets of instances whose mode was not found: their priors stand in
+        # sets of instances whose mode was not found: their priors stand in
+        self._lost: Tensor | None = None
         self._slopes: dict[str, Tensor] | None = None  # of the children, taken once
         self._densities: dict[str, Tensor] = {}
-        self._of_terms: Tensor | None = None  # how far the data let rounding take log densities, the same in all runs
+        # how far the data let rounding take log densities, the same in all runs
+        self._of_terms: Tensor | None = None
 
     def reference(self, name: str, loc: Tensor, step: Tensor) -> Tensor:
         at = self._at.get(name)
@@ -81,22 +85,31 @@ class Newton(JointGaussian):
             return at
         # Not at the mean itself: at logits of 0 some densities have no curvature by their implementation.
         first = loc + _ASIDE * step * irregular(loc.shape, loc, len(self.values))
-        return first if at is None else torch.where(at.isnan(), first, at)  # where it is not known where to start
+        # where it is not known where to start
+        return first if at is None else torch.where(at.isnan(), first, at)
 
     # ---- steps
 
     def solve(self, sites: Mapping[str, Any]) -> Expansion | None:
         if self._is_last:
             return super().solve(sites)
-        frames = sites[self._order[0]]["cond_indep_stack"] if all(map(self._is_lifted, self._order)) else ()
-        self._apart = {frame.name: frame.dim for frame in frames if frame.vectorized}  # of instances by themselves
+        frames = (
+            sites[self._order[0]]["cond_indep_stack"]
+            if all(map(self._is_lifted, self._order))
+            else ()
+        )
+        # of instances by themselves
+        self._apart = {frame.name: frame.dim for frame in frames if frame.vectorized}
         differentiable, self.differentiable = self.differentiable, False
         slopes, (total, rounding) = self.joint_slopes(sites), self._joint(sites)
         over, stalled, shorter, longer = self._cut(slopes, total, rounding)
         if over.all() and self._runs < _MOST_RUNS:
             return self._reached(shorter)
         super().solve(sites)
-        along = {name: _beyond_rounding(mean, self.references[name]) for name, mean in self.means().items()}
+        along = {
+            name: _beyond_rounding(mean, self.references[name])
+            for name, mean in self.means().items()
+        }
         slope = self._along(slopes, along)
         going = (slope > 2 * self._enough()) & ~stalled
         if self._runs < _MOST_RUNS and bool((going | over).any()):
@@ -143,7 +156,9 @@ class Newton(JointGaussian):
     def _reached(self, step: LineStep) -> Newton:
         """Returns the expansion about the point that a step leads to."""
         lengths = {name: self._beside(name, step.length) for name in step.start}
-        other = self.moved_to({name: start + lengths[name] * step.along[name] for name, start in step.start.items()})
+        other = self.moved_to(
+            {name: start + lengths[name] * step.along[name] for name, start in step.start.items()}
+        )
         other._step, other._of_terms = step, self._of_terms
         return other
 
@@ -178,7 +193,10 @@ class Newton(JointGaussian):
             return step
         parts = [torch.where(over, first, second) for first, second in zip(shorter[2:], step[2:])]
         start, along = (
-            {name: torch.where(self._beside(name, over), first[name], value) for name, value in second.items()}
+            {
+                name: torch.where(self._beside(name, over), first[name], value)
+                for name, value in second.items()
+            }
             for first, second in zip(shorter[:2], step[:2])
         )
         return LineStep(start, along, *parts)
@@ -195,17 +213,27 @@ class Newton(JointGaussian):
     def joint_slopes(self, sites: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns the slopes of the joint log density, members' own included, ``(*batch, *plates, *event)``."""
         own = self.take(sites, whole=True, parts=self.group.members)
-        return {name: self._whole(name, (own[name] + slope).detach()) for name, slope in self.take(sites).items()}
+        return {
+            name: self._whole(name, (own[name] + slope).detach())
+            for name, slope in self.take(sites).items()
+        }
 
-    def take(self, sites: Mapping[str, Any], *, parts: Sequence[str] = (), **options: Any) -> dict[str, Tensor]:
+    def take(
+        self, sites: Mapping[str, Any], *, parts: Sequence[str] = (), **options: Any
+    ) -> dict[str, Tensor]:
         if parts:
             return super().take(sites, parts=parts, **options)
         if self._slopes is None:
             self._slopes = super().take(sites, again=True, whole=True)
             if (lost := self._lost) is not None:
                 found = self._slopes.items()
-                gone = {name: each.masked_fill(self._beside(name, lost), torch.nan) for name, each in found}
-                self._slopes = {name: each.reshape(self._slopes[name].shape) for name, each in gone.items()}
+                gone = {
+                    name: each.masked_fill(self._beside(name, lost), torch.nan)
+                    for name, each in found
+                }
+                self._slopes = {
+                    name: each.reshape(self._slopes[name].shape) for name, each in gone.items()
+                }
         return self._slopes
 
     def _along(self, slopes: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:
@@ -223,14 +251,22 @@ class Newton(JointGaussian):
         """
         names = [name for name in (*self.group.members, *self.group.children) if name in sites]
         within = [{frame.name for frame in sites[name]["cond_indep_stack"]} for name in names]
-        apart = [dim for plate, dim in self._apart.items() if all(plate in frames for frames in within)]
+        apart = [
+            dim for plate, dim in self._apart.items() if all(plate in frames for frames in within)
+        ]
         parts = [self._summed(self.density(sites, name).detach().double(), apart) for name in names]
         if any(part.dim() > len(self.leading) for part in parts):  # the model mixes up its dims
             return (torch.zeros_like(parts[0].sum()),) * 2
         total = torch.stack(torch.broadcast_tensors(*parts)).sum(0)
         if self._of_terms is None:
-            own = [self._summed(each, apart) for each in self.rounding(sites) if each.dim() <= len(self.leading)]
-            self._of_terms = _OF_TERMS * torch.stack(torch.broadcast_tensors(torch.zeros_like(total), *own)).sum(0)
+            own = [
+                self._summed(each, apart)
+                for each in self.rounding(sites)
+                if each.dim() <= len(self.leading)
+            ]
+            self._of_terms = _OF_TERMS * torch.stack(
+                torch.broadcast_tensors(torch.zeros_like(total), *own)
+            ).sum(0)
         eps = torch.finfo(next(iter(self.references.values())).dtype).eps
         return total, 100 * eps * total.abs() + self._of_terms
 
@@ -268,24 +304,36 @@ class Newton(JointGaussian):
     def is_wider(self, far: Newton) -> bool:
         """Whether Normals are wider than priors, on a line to another point; concave densities only narrow them."""
         names = [name for name in self._order if name not in self.flat]
-        way = sum(float((self._noise(name, far) - self._noise(name, self)).square().sum()) for name in names)
+        way = sum(
+            float((self._noise(name, far) - self._noise(name, self)).square().sum())
+            for name in names
+        )
         return not way <= _WIDER * far.length
 
     def across(self, place: float) -> Newton:
         """Returns the expansion about a point some deviations of the priors from the mode, of one that is solved."""
         ways = self._ways()
-        return self.moved_to({name: mean + place * ways[name] for name, mean in self.means().items()})
+        return self.moved_to(
+            {name: mean + place * ways[name] for name, mean in self.means().items()}
+        )
 
     def room(self) -> float:
         """Returns the most such deviations that are within the bounds of flat priors."""
         ways, means = self._ways(), self.means()
-        return min((flat.room(means[name], ways[name]) for name, flat in self.flat.items()), default=math.inf)
+        return min(
+            (flat.room(means[name], ways[name]) for name, flat in self.flat.items()),
+            default=math.inf,
+        )
 
     def _ways(self) -> dict[str, Tensor]:
         """Returns where a deviation of the priors leads, by member; of flat ones, a few of those that data leave."""
         found, wide = {}, self.widths()
         for i, (name, mean) in enumerate(self.means().items()):
-            spread = wide[name] if name in wide else self.priors[name].stddev.detach().nan_to_num(posinf=0.0)
+            spread = (
+                wide[name]
+                if name in wide
+                else self.priors[name].stddev.detach().nan_to_num(posinf=0.0)
+            )
             found[name] = spread.expand(mean.shape) * irregular(mean.shape, mean, i)
         return found
 
@@ -300,9 +348,13 @@ class Newton(JointGaussian):
         """Returns how far rounding may take these: constants that cancel in a count's are as large as log(count!)."""
         found, names = [], [name for name in self.group.children if name in sites]
         for name in names:
-            density, value = self.density(sites, name).detach(), without_gaps(sites[name]).detach().abs()
+            density, value = (
+                self.density(sites, name).detach(),
+                without_gaps(sites[name]).detach().abs(),
+            )
             value, events = value.double().nan_to_num(), len(sites[name]["fn"].event_shape)
-            value = pad(value.flatten(-events), (0, 1)).amax(-1) if events else value  # a factor's has no elements
+            # a factor's has no elements
+            value = pad(value.flatten(-events), (0, 1)).amax(-1) if events else value
             terms = 10 + value * value.log1p() + 0.1 * density.abs().double().nan_to_num()
             found.append(1e3 * torch.finfo(density.dtype).eps * terms)
         return found
@@ -338,7 +390,11 @@ def is_concave(line: Mapping[float, Sequence[Tensor]], rounding: Sequence[Tensor
     for first, middle, last in zip(places, places[1:], places[2:]):
         share = (middle - first) / (last - first)
         for low, here, high, error in zip(line[first], line[middle], line[last], rounding):
-            off = TOLERANCE * (high - low).abs() + 10 * torch.finfo(here.dtype).eps * here.abs() + error
+            off = (
+                TOLERANCE * (high - low).abs()
+                + 10 * torch.finfo(here.dtype).eps * here.abs()
+                + error
+            )
             bent = here < low + share * (high - low) - off
             if (bent & low.isfinite() & high.isfinite()).any():
                 return False

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from pyro_nami.deriving.expansion import Expansion, agree, trimmed
-from pyro_nami.deriving.grids import HALF, Mass, coefficients, grid_like, on_grid, points_like, slope_of
+from pyro_nami.deriving.grids import (
+    HALF,
+    Mass,
+    coefficients,
+    grid_like,
+    on_grid,
+    points_like,
+    slope_of,
+)
 from pyro_nami.factors.knots import bent_normal
 from pyro_nami.program.flat_priors import flat_prior
 from pyro_nami.program.masks import own_mask
@@ -28,8 +36,10 @@ __all__ = ["MOST_TABULATED", "Tabulated"]
 
 MOST_TABULATED = 2  # members
 _POINTS = 33, 17  # of the grid of one member, and of each of two
-_NODES = 13, 11  # Chebyshev points, in the place of those; with 9 counts of 20 groups often need the grid
-_TAIL = 1e-2  # the largest of the last coefficients that a polynomial may have, of a slope by deviations
+# Chebyshev points, in the place of those; with 9 counts of 20 groups often need the grid
+_NODES = 13, 11
+# the largest of the last coefficients that a polynomial may have, of a slope by deviations
+_TAIL = 1e-2
 _STEEPEST = 1e9  # slope, for those that overflow
 _ERROR = 1e-2  # of a log density, in nats and relative, that integration over the grid may have
 
@@ -52,7 +62,8 @@ class Tabulated(Expansion):
         near = near.renewed()
         first, *second = self.group.members
         self._size: int = max(1, finer) * (_POINTS[len(second)] - 1) + 1  # of the grid
-        self._taken = self._size if finer else _NODES[len(second)]  # points of a line at which slopes are taken
+        # points of a line at which slopes are taken
+        self._taken = self._size if finer else _NODES[len(second)]
         line = functools.partial(grid_like if finer else points_like, self._taken)
         fn = near.conditional(first, {})
         ones = (1,) * fn.event_dim
@@ -100,13 +111,17 @@ class Tabulated(Expansion):
             # A slope that is no number says nothing of its instance, nor does a grid that has left out where the mass
             # is, as for the Normals that are near.
             knots = Mass(slope.movedim(0, -1)).quantiles()
-            rises = torch.cat([knots[0].diff(dim=-1), self._scale.unsqueeze(-1) * knots[1]], -1).to(self._center)
+            rises = torch.cat([knots[0].diff(dim=-1), self._scale.unsqueeze(-1) * knots[1]], -1).to(
+                self._center
+            )
             good = ((rises > 0) & rises.isfinite()).all(-1)
             self.finite = {self.group.members[0]: good}
             mask = own_mask(sites[self.group.members[0]])  # where a draw counts
             known = good if mask is None else good & mask
             if not bool(known.all()):
-                knots = Mass(torch.where(known, slope, -grid_like(self._size, slope[0])).movedim(0, -1)).quantiles()
+                knots = Mass(
+                    torch.where(known, slope, -grid_like(self._size, slope[0])).movedim(0, -1)
+                ).quantiles()
             self._knots = knots
         return None
 
@@ -115,7 +130,9 @@ class Tabulated(Expansion):
 
         Shapes are ``(points, *batch, *plates)`` and ``(points, points, *batch, *plates)``.
         """
-        first, *second = (slopes[name].double().clamp(-_STEEPEST, _STEEPEST) for name in self.group.members)
+        first, *second = (
+            slopes[name].double().clamp(-_STEEPEST, _STEEPEST) for name in self.group.members
+        )
         if not second:
             return first * self._scale, None
         outer, inner = (each.unflatten(0, (self._taken, -1)) for each in (first, *second))
@@ -125,9 +142,14 @@ class Tabulated(Expansion):
 
     def joint_slopes(self, sites: Mapping[str, Any], again: bool = False) -> dict[str, Tensor]:
         """Returns the slopes of the joint log density at all points, ``(points, *batch, *plates)``."""
-        slopes = self.take(sites, again=again, whole=True, parts=[*self.group.members, *self.group.children])
+        slopes = self.take(
+            sites, again=again, whole=True, parts=[*self.group.members, *self.group.children]
+        )
         events = {name: len(self.priors[name].event_shape) for name in slopes}
-        slopes = {name: slope.reshape(slope.shape[: slope.dim() - events[name]]) for name, slope in slopes.items()}
+        slopes = {
+            name: slope.reshape(slope.shape[: slope.dim() - events[name]])
+            for name, slope in slopes.items()
+        }
         return slopes if again else {name: slope.detach() for name, slope in slopes.items()}
 
     def conditional(self, name: str, values: Mapping[str, Tensor], dims: int | None = None) -> Any:
@@ -136,7 +158,9 @@ class Tabulated(Expansion):
         center, scale = (each.unsqueeze(-1) for each in (self._center, self._scale))
         events = (1,) * len(self.priors[name].event_shape)
         batch = trimmed(at.shape[:-1], dims)
-        knots = (each.to(center).expand(at.shape) for each in (at, center + scale * grid, scale * slopes))
+        knots = (
+            each.to(center).expand(at.shape) for each in (at, center + scale * grid, scale * slopes)
+        )
         x, y, slopes = (each.reshape(batch + events + at.shape[-1:]) for each in knots)
         flat, bounds = flat_prior(self.priors[name]), None
         if flat is not None and flat.is_bounded:
@@ -149,7 +173,10 @@ class Tabulated(Expansion):
     def third(self) -> dict[str, Tensor]:
         """Returns the members' values at one of the points."""
         events = {name: (1,) * len(prior.event_shape) for name, prior in self.priors.items()}
-        return {name: place[self._third].reshape(place.shape[1:] + events[name]) for name, place in self.places.items()}
+        return {
+            name: place[self._third].reshape(place.shape[1:] + events[name])
+            for name, place in self.places.items()
+        }
 
     def flaw(self, sites: Mapping[str, Any], alone: Mapping[str, Tensor], rounding: float) -> str:
         """Returns what speaks against it: slopes that a run at a point by itself does not have, or that miss something.
@@ -164,7 +191,10 @@ class Tabulated(Expansion):
             found = slopes[name][self._third].reshape(slope.shape)
             if not agree(found, slope, [torch.zeros_like(slope)], torch.float32):
                 return "a run at many points has other slopes than a run at one of them"
-        each = [self.density(sites, name).detach().double() for name in (*self.group.members, *self.group.children)]
+        each = [
+            self.density(sites, name).detach().double()
+            for name in (*self.group.members, *self.group.children)
+        ]
         if any(part.dim() <= len(self.leading) for part in each):
             return "a child has no dim of the points"
         totals = torch.stack([part.flatten(1).sum(-1) for part in each]).sum(0)

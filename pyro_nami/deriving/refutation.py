@@ -35,14 +35,17 @@ __all__ = ["OPEN", "Refutation", "expansion_of"]
 _PROBED_AT = {"Gaussian": (0.0, 1.0, -1.0, 3.0, -3.0, 300.0, -300.0)}
 _OTHERS_PROBED_AT = (0.0, 1.0, -1.0, 4.0, -4.0)
 _LINE = (-6.0, -3.0, -1.0, 1.0, 3.0, 6.0)  # about the mode, in deviations of the Normals there
-_ACROSS = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))  # in those of the priors
-_FAR_ACROSS = tuple(side * 1.6**i for i in range(4, 18) for side in (-1, 1))  # where no prior's deviation says how far
+# in those of the priors
+_ACROSS = tuple(side * place for place in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) for side in (-1, 1))
+# where no prior's deviation says how far
+_FAR_ACROSS = tuple(side * 1.6**i for i in range(4, 18) for side in (-1, 1))
 _MOST_STEPS, _MOST_ROUNDING = 60, 1e4  # to a mode; nats there, in a density
 # Points, or offsets, times rows of data: of more, steps of training take too long beside those of other guides. Of the
 # latter, each element of a latent counts as some rows.
 _MOST_TABLE, _MOST_WORK, _ROWS = 5e5, 4e5, 10
 _PROBED_DRAWS = 2  # beside the data themselves
-_MOST_BY_ONE = 64  # elements of a block, if the model cannot be run at several points of them at once
+# elements of a block, if the model cannot be run at several points of them at once
+_MOST_BY_ONE = 64
 _AT_ONCE = "the model cannot be run at the points that this takes"
 _FLAT = "the log density of a child does not move with it, or is curved the wrong way"
 _NOT_FINITE = "its log density, or a derivative of it, is not finite"
@@ -51,11 +54,14 @@ _TOO_MANY = "are too many"
 _NOT_LINEAR = "the prior of one is not linear in the others"
 OPEN = "its prior is flat, and data leave it, or a sum with others, open"
 _LOOSE = "its prior is flat, and data hardly tell it: within a deviation of the mode their curvature is another"
-_LOOSENED = 30.0  # times: by how much a curvature may differ there, as it does where a density never falls again
-_MOVES, _ROUNDED = 2, 10.0  # steps to a mean, and how much more than the usual rounding it may be off by
+# times: by how much a curvature may differ there, as it does where a density never falls again
+_LOOSENED = 30.0
+# steps to a mean, and how much more than the usual rounding it may be off by
+_MOVES, _ROUNDED = 2, 10.0
 _INSIDE = 0.9  # of the way to bounds, up to which a density is looked at
 _SAMPLED = 256  # draws, by which the share out of bounds is told
-_BEYOND = 1e4, 3.0, 4.0  # how far beyond a deviation, and beyond zero, flat priors are looked at, and others meanwhile
+# how far beyond a deviation, and beyond zero, flat priors are looked at, and others meanwhile
+_BEYOND = 1e4, 3.0, 4.0
 _SCALED_APART = "latents that hang together are scaled by themselves"
 _ASKED = {"Gaussian": "stay quadratic in latents with Gaussian priors"}
 
@@ -135,18 +141,30 @@ class Refutation:
         """Returns why the form does not hold at some draw; empty if it does."""
         told, flat = 0, ""
         for draw in self.draws:
-            closed = group.form in ("Gaussian", *FORMS) and not group.bound and draw is not self.draws[0]
-            own = {name: draw[name] for name in group.members} if closed and draw.keys() >= {*group.members} else {}
+            closed = (
+                group.form in ("Gaussian", *FORMS) and not group.bound and draw is not self.draws[0]
+            )
+            own = (
+                {name: draw[name] for name in group.members}
+                if closed and draw.keys() >= {*group.members}
+                else {}
+            )
             if draw.keys() >= group.needed and (told <= _PROBED_DRAWS or own):
                 given = draw.keys() & {*group.children, *group.needed}
-                reason = self._flaw(group, {name: draw[name] for name in given}, own, told > _PROBED_DRAWS)
+                reason = self._flaw(
+                    group, {name: draw[name] for name in given}, own, told > _PROBED_DRAWS
+                )
                 # A draw at which numbers overflow says nothing, nor does one whose data lie at bounds, or leave a
                 # latent open; the first is the data themselves.
                 mute = reason.startswith((_NOT_FINITE, OPEN, _LOOSE, CUT[: CUT.index("{")]))
                 if reason and reason != _FLAT and (not mute or draw is self.draws[0]):
                     return reason
                 told, flat = told + (not reason), reason if reason == _FLAT else flat
-                reason = self._flaw_elsewhere(group, {name: draw[name] for name in given}) if told == 1 else ""
+                reason = (
+                    self._flaw_elsewhere(group, {name: draw[name] for name in given})
+                    if told == 1
+                    else ""
+                )
                 if reason and reason != _FLAT:
                     return reason
         return "" if told else flat or _NOT_FINITE
@@ -212,7 +230,10 @@ class Refutation:
 
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
         """
-        kind, distances = expansion_of(group), _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)[: 1 if only else None]
+        kind, distances = (
+            expansion_of(group),
+            _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)[: 1 if only else None],
+        )
         children = ", ".join(map(repr, group.children))
         of = "a bound on " if group.bound else ""
         what = f"{of}the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
@@ -220,7 +241,9 @@ class Refutation:
         here, flat, in_the_end = at(), False, ""
         line: list[Any]
         if group.form == "Gaussian" and group.flat:
-            here, line, beyond, in_the_end = self._about_flat(group, run, distances, is_data=not own)
+            here, line, beyond, in_the_end = self._about_flat(
+                group, run, distances, is_data=not own
+            )
             if in_the_end == _NOT_FINITE:
                 return _NOT_FINITE
         else:
@@ -240,7 +263,9 @@ class Refutation:
         for other, place in zip(others, places):
             if not here.explains(other):
                 at_once = here.count is not None and other is others[0]
-                return f"{_AT_ONCE}: {what}" if at_once else f"{what}: its slopes are others {place}"
+                return (
+                    f"{_AT_ONCE}: {what}" if at_once else f"{what}: its slopes are others {place}"
+                )
         first, *rest = others
         for other, place in zip(rest, places[1:]):
             gain, size = here.gain(first, other)
@@ -277,11 +302,15 @@ class Refutation:
             for _ in range(_MOVES):
                 here = here.moved_to(here.means())
                 here.solve(sites := run(here))
-            here.noise = _ROUNDED * max(_rounding(sites[name]) for name in group.children if name in sites)
+            here.noise = _ROUNDED * max(
+                _rounding(sites[name]) for name in group.children if name in sites
+            )
             if not is_data and here.noise > 1.0:  # as rounding is all that there is to see
                 return here, [], [], _NOT_FINITE
             reason = self._cut(here) if is_data else ""
-        wide = {name: max(1.0, here.noise / TOLERANCE) * width for name, width in here.widths().items()}
+        wide = {
+            name: max(1.0, here.noise / TOLERANCE) * width for name, width in here.widths().items()
+        }
         ways = dict[str, Tensor]()
         reach, most = 1.0, float(max(map(abs, distances)))
         for i, (name, width) in enumerate(wide.items()):
@@ -304,7 +333,9 @@ class Refutation:
                 far = zero * center.abs() + factor * way.abs()
                 low = torch.maximum(flat.low.to(far), center - far)
                 high = torch.minimum(flat.high.to(far), center + far)
-                values[name] = flat.within((low + high) / 2 + side * (high - low) / 2 * way / wide[name])
+                values[name] = flat.within(
+                    (low + high) / 2 + side * (high - low) / 2 * way / wide[name]
+                )
             beyond.append(at(side * others, values))
         return here, line, beyond, reason
 
@@ -330,13 +361,17 @@ class Refutation:
             lost = max((float(each.max()) for each in here.lost(_SAMPLED).values()), default=0.0)
         return CUT.format(lost) if lost > MOST_LOST else ""
 
-    def _flaw_about_mode(self, group: ConjugateGroup, run: Callable[[Expansion], Mapping[str, Any]]) -> str:
+    def _flaw_about_mode(
+        self, group: ConjugateGroup, run: Callable[[Expansion], Mapping[str, Any]]
+    ) -> str:
         """Returns what speaks against Newton's method, or quadrature behind it; empty if nothing does."""
         of = group._replace(form="Newton"), (1,) * self.nesting, self.nesting, False
         kind = functools.partial(Newton, *of, **({"at": self.starts(group)} if group.flat else {}))
         near: Any = kind()
         sites = run(near)
-        rows = max(sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites)
+        rows = max(
+            sites[name]["fn"].batch_shape.numel() for name in group.children if name in sites
+        )
         own = sum(value.numel() for value in near.values.values())
         if near.num_offsets * rows + _ROWS * own > _MOST_WORK:
             return f"{near.num_offsets} derivatives for each of {rows:,} rows of data, or {own:,} elements {_TOO_MANY}"
@@ -406,13 +441,17 @@ class Refutation:
             far = near.line(place)
             far.measure(run(far))
             for name, width in far.widths().items():
-                if not ((width / near.widths()[name]).square().log().abs() < math.log(_LOOSENED)).all():
+                if not (
+                    (width / near.widths()[name]).square().log().abs() < math.log(_LOOSENED)
+                ).all():
                     return True
         return False
 
     def _wide(self, sites: Mapping[str, Any], group: ConjugateGroup) -> str:
         """Returns the flaw that a node has the dim of the points by their shape, and does not depend on them."""
-        outside = (name for name in sites if name not in group.members and name not in group.children)
+        outside = (
+            name for name in sites if name not in group.members and name not in group.children
+        )
         others = filter(lambda name: is_node(sites[name]), outside)
         dims = ((name, len(getattr(sites[name]["fn"], "batch_shape", ()))) for name in others)
         wide = next((name for name, count in dims if count > self.nesting), "")
@@ -432,5 +471,10 @@ def _is_scaled_apart(sites: Mapping[str, Any], group: ConjugateGroup) -> bool:
 
 def expansion_of(group: ConjugateGroup) -> type[Expansion]:
     """Returns the class that derives a group's conditionals."""
-    kinds = {"Gaussian": JointGaussian, "Newton": Newton, "quadrature": Newton, "enumeration": Enumeration}
+    kinds = {
+        "Gaussian": JointGaussian,
+        "Newton": Newton,
+        "quadrature": Newton,
+        "enumeration": Enumeration,
+    }
     return {**kinds, "Bernoulli": LinearBernoulli}.get(group.form, ByStatistics)

@@ -50,11 +50,14 @@ class SecondOrder(Expansion):
         sizes: member -> number of its elements, where they are not those of the group; is kept up to date.
     """
 
-    def __init__(self, group: ConjugateGroup, *args: Any, sizes: dict[str, int] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, group: ConjugateGroup, *args: Any, sizes: dict[str, int] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(group, *args, **kwargs)
         self.sizes = dict(zip(group.members, group.elements)) if sizes is None else sizes
         self._depth = dict(zip(group.members, group.depths))
-        self._first, self._end = {}, 0  # in order of elimination, of each level the last drawn first
+        # in order of elimination, of each level the last drawn first
+        self._first, self._end = {}, 0
         backwards = list(reversed(group.members))
         for name in sorted(backwards, key=self._depth.__getitem__):
             self._first[name] = self._end
@@ -75,7 +78,8 @@ class SecondOrder(Expansion):
             loc, step = prior.mean.detach(), prior.stddev.detach().mean()
             loc = loc[0] if self._has_points(prior, shape) else loc
         reference = self.references[name] = self.reference(name, loc, step)
-        loc, step = loc.to(reference), step.to(reference)  # a flat prior may not say on which device it is
+        # a flat prior may not say on which device it is
+        loc, step = loc.to(reference), step.to(reference)
         if self.away is not None:
             return reference + self.away * step * irregular(shape, loc, len(self.values))
         held = self._held(name, shape, prior)
@@ -83,7 +87,12 @@ class SecondOrder(Expansion):
             self.sizes[name] = held.numel()
             raise Changed
         first = 1 + self._first[name]
-        unit = torch.eye(1 + self._end, dtype=loc.dtype, device=loc.device)[:, first : first + held.numel()] * step
+        unit = (
+            torch.eye(1 + self._end, dtype=loc.dtype, device=loc.device)[
+                :, first : first + held.numel()
+            ]
+            * step
+        )
         unit = unit.flip(-1) if held.numel() > 1 else unit
         lead = shape if self.count is None else shape[1:]
         unit = unit.reshape((-1,) + (1,) * (len(lead) - len(held)) + held).expand((-1, *lead))
@@ -105,19 +114,33 @@ class SecondOrder(Expansion):
         self._levels = []
         slopes = self.take(sites, again=self.differentiable or self.count is None, whole=whole)
         locs = {name: self._base(name).loc for name in self.priors}
-        moved = {name for name, prior in self.priors.items() if self._has_points(prior, self.shapes[name])}
+        moved = {
+            name
+            for name, prior in self.priors.items()
+            if self._has_points(prior, self.shapes[name])
+        }
         if self.count is None:
-            moved = {name for name, loc in locs.items() if loc.requires_grad} if len(locs) > 1 else set()
+            moved = (
+                {name for name, loc in locs.items() if loc.requires_grad}
+                if len(locs) > 1
+                else set()
+            )
             slopes, locs = self._at_units(slopes, {name: locs[name] for name in moved}, locs)
         self._lengths = torch.cat([self._steps[name] for name in self._first]).double()
         for names in self._by_level():
             begin, size = self._first[names[0]], sum(self.sizes[name] for name in names)
             frames = sites[names[0]]["cond_indep_stack"] if self._is_lifted(names[0]) else ()
             dims = frozenset(frame.dim for frame in frames if frame.vectorized)
-            rows = [self._differences(self._flat(name, slopes[name]), begin, sign=-1) for name in names]
+            rows = [
+                self._differences(self._flat(name, slopes[name]), begin, sign=-1) for name in names
+            ]
             priors = [self._whitening(name, locs[name], name in moved, begin) for name in names]
-            own, prior = (each[0] if len(each) == 1 else torch.cat(each, -2) for each in (rows, priors))
-            proper = [own.new_full((self.sizes[name],), float(name not in self.flat)) for name in names]
+            own, prior = (
+                each[0] if len(each) == 1 else torch.cat(each, -2) for each in (rows, priors)
+            )
+            proper = [
+                own.new_full((self.sizes[name],), float(name not in self.flat)) for name in names
+            ]
             self._levels.append(Level(begin, size, dims, own, prior, torch.cat(proper)))
         self._levels, finite = without_gaps(self._levels)
         for names, each in zip(self._by_level(), finite):
@@ -139,19 +162,27 @@ class SecondOrder(Expansion):
         points = shape if self.count is not None else (1, *shape)
         loc = loc - self.references[name]
         if moved:
-            mean = self._differences(self._flat(name, loc.expand((1 + self._end, *points[1:]))), after, sign=1)
+            mean = self._differences(
+                self._flat(name, loc.expand((1 + self._end, *points[1:]))), after, sign=1
+            )
         else:
             mean = self._flat(name, loc.expand(points[1:])).double().unsqueeze(-1)
             mean = mean if self.differentiable else mean.detach()
             still = self._end - after
-            mean = torch.cat([mean.new_zeros(mean.shape[:-1] + (still,)), mean], -1) if still else mean
+            mean = (
+                torch.cat([mean.new_zeros(mean.shape[:-1] + (still,)), mean], -1) if still else mean
+            )
         if isinstance(base, dist.Normal):
             scale = self._flat(name, base.scale.expand(points)[0]).double()
             scale = (scale if self.differentiable else scale.detach()).reciprocal().unsqueeze(-1)
             inverse = scale if size == 1 else torch.diag_embed(scale.squeeze(-1))
             mean = mean * scale
         else:
-            root = base.scale_tril.double() if self.differentiable else base.scale_tril.detach().double()
+            root = (
+                base.scale_tril.double()
+                if self.differentiable
+                else base.scale_tril.detach().double()
+            )
             inverse = inverse_root(root, points, None if self._is_lifted(name) else self.nesting)
             mean = inverse @ mean
         before = [inverse.new_zeros(inverse.shape[:-1] + (own - begin,))] if own > begin else []
@@ -162,7 +193,11 @@ class SecondOrder(Expansion):
         if name not in self.flat:
             return innermost(self.priors[name])
         reference = self.references[name].detach()
-        return dist.Normal(reference, self._steps[name][0].to(reference).expand(reference.shape), validate_args=False)
+        return dist.Normal(
+            reference,
+            self._steps[name][0].to(reference).expand(reference.shape),
+            validate_args=False,
+        )
 
     def _at_units(
         self, slopes: Mapping[str, Tensor], moved: Mapping[str, Tensor], locs: Mapping[str, Tensor]
@@ -175,21 +210,34 @@ class SecondOrder(Expansion):
         weights = {name: torch.ones_like(loc, requires_grad=True) for name, loc in moved.items()}
         totals = [(loc * weights[name]).sum() for name, loc in moved.items()]
         total = torch.stack(totals).sum() if totals else torch.zeros(())
-        backward = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True) if totals else ()
+        backward = (
+            torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
+            if totals
+            else ()
+        )
 
         def stacked(starts: Mapping[str, Tensor], changes: Sequence[Tensor]) -> dict[str, Tensor]:
             found = {}
             for (name, start), change in zip(starts.items(), changes):
-                change = change if change.dim() > start.dim() else change.expand(1 + self._end, *start.shape)  # zeros
+                # zeros
+                change = (
+                    change
+                    if change.dim() > start.dim()
+                    else change.expand(1 + self._end, *start.shape)
+                )
                 idle = (1,) * (self.values[name].dim() - start.dim())
                 # In doubles, as far from the mean changes are small beside slopes.
-                points = (start.double() + change.double()).reshape((1 + self._end,) + idle + start.shape)
+                points = (start.double() + change.double()).reshape(
+                    (1 + self._end,) + idle + start.shape
+                )
                 points = points.expand((-1, *self.values[name].shape))
                 found[name] = points.reshape((-1, *self.shapes[name]))
             return found
 
         graph, weighed = self.differentiable, list(weights.values())
-        gone = along_units(dict(zip(names, backward)), self._units, weighed, graph) if totals else ()
+        gone = (
+            along_units(dict(zip(names, backward)), self._units, weighed, graph) if totals else ()
+        )
         bent = along_units(slopes, self._units, leaves, graph)
         return stacked(slopes, bent), {**locs, **stacked(moved, gone)}
 
@@ -210,12 +258,17 @@ class SecondOrder(Expansion):
             super().measure(sites)
 
     def is_finite(self) -> bool:
-        return super().is_finite() and all(bool(level.prior.isfinite().all()) for level in self._levels)
+        return super().is_finite() and all(
+            bool(level.prior.isfinite().all()) for level in self._levels
+        )
 
     def reaches(self, sites: Mapping[str, Any]) -> bool:
         """Whether each child's log density moves at all, and that of no element is curved the wrong way."""
         for level in self._levels:
-            own = [each[..., : level.size].diagonal(dim1=-2, dim2=-1) for each in (level.rows, level.prior)]
+            own = [
+                each[..., : level.size].diagonal(dim1=-2, dim2=-1)
+                for each in (level.rows, level.prior)
+            ]
             # What is flat may be told by members that it moves alone.
             if not torch.where(level.proper > 0, own[0] > -own[1].square(), own[0] >= 0).all():
                 return False
@@ -228,10 +281,15 @@ class SecondOrder(Expansion):
                 raise RuntimeError(f"'{child}' has no dim of the points.")
             return bool((there != there[:1]).any())
         leaves = list(self.values.values())
-        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}  # as few of many are read
+        # as few of many are read
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
         with derivatives():
             density = self.density(sites, child).sum()
-            slopes = torch.autograd.grad(density, leaves, create_graph=True, **options) if density.requires_grad else ()
+            slopes = (
+                torch.autograd.grad(density, leaves, create_graph=True, **options)
+                if density.requires_grad
+                else ()
+            )
             moving = [slope for slope in slopes if slope is not None and slope.requires_grad]
             along = [irregular(slope.shape, slope, i) for i, slope in enumerate(moving)]
             bends = torch.autograd.grad(moving, leaves, along, **options) if moving else ()
@@ -241,16 +299,26 @@ class SecondOrder(Expansion):
         names, steps = self._by_level(), self._steps_to(far)
         for i, (each, level) in enumerate(zip(names, self._levels)):
             found = torch.cat([self._flat(name, far.slopes[name]).double() for name in each], -1)
-            terms = [times(level.columns(other), step) for other, step in zip(self._levels[i:], steps[i:])]
+            terms = [
+                times(level.columns(other), step)
+                for other, step in zip(self._levels[i:], steps[i:])
+            ]
             terms += [other.summed(level, step) for other, step in zip(self._levels[:i], steps[:i])]
             off = (found + level.rows[..., -1] + sum(terms)).abs()
             # Where data are precise, what is small beside their pull may be large beside what they leave open.
-            own = [each[..., : level.size].diagonal(dim1=-2, dim2=-1) for each in (level.rows, level.prior)]
+            own = [
+                each[..., : level.size].diagonal(dim1=-2, dim2=-1)
+                for each in (level.rows, level.prior)
+            ]
             precision = (own[0] + level.proper * own[1].square()).clamp(min=0)
             rounded = bool((off <= self.noise * precision.sqrt()).all())
-            if not rounded and not agree(found, -level.rows[..., -1], [-term for term in terms], torch.float32):
+            if not rounded and not agree(
+                found, -level.rows[..., -1], [-term for term in terms], torch.float32
+            ):
                 return False
-            rounding = 100 * torch.finfo(far.values[each[0]].dtype).eps * sum(term.abs() for term in terms)
+            rounding = (
+                100 * torch.finfo(far.values[each[0]].dtype).eps * sum(term.abs() for term in terms)
+            )
             least = (0.05 + self.noise) * precision.sqrt() + rounding
             if abs(far.away or 0.0) <= _NEAR and not (off <= least).all():
                 return False
@@ -261,7 +329,10 @@ class SecondOrder(Expansion):
         steps = self._steps_to(far)
         for i, (each, level) in enumerate(zip(self._by_level(), self._levels)):
             noise = [self._noise(name, far) for name in each]
-            terms = [times(level.columns(other, prior=True), step) for other, step in zip(self._levels[i:], steps[i:])]
+            terms = [
+                times(level.columns(other, prior=True), step)
+                for other, step in zip(self._levels[i:], steps[i:])
+            ]
             if not agree(torch.cat(noise, -1), level.prior[..., -1], terms, torch.float32):
                 return False
         return True
@@ -269,7 +340,10 @@ class SecondOrder(Expansion):
     def _steps_to(self, far: SecondOrder) -> list[Tensor]:
         """Returns the offsets of another point, by level."""
         values = {name: value.detach() for name, value in far.values.items()}
-        return [torch.cat([self._moved(name, values[name]) for name in each], -1) for each in self._by_level()]
+        return [
+            torch.cat([self._moved(name, values[name]) for name in each], -1)
+            for each in self._by_level()
+        ]
 
     def _noise(self, name: str, far: SecondOrder) -> Tensor:
         """Returns S^-1 (z - loc) of a member at another point, by its prior there; flat ones are all the same."""
@@ -279,7 +353,9 @@ class SecondOrder(Expansion):
             error = error / prior.scale.detach()
         else:
             root = prior.scale_tril.detach()
-            error = torch.linalg.solve_triangular(root, error.unsqueeze(-1), upper=False).squeeze(-1)
+            error = torch.linalg.solve_triangular(root, error.unsqueeze(-1), upper=False).squeeze(
+                -1
+            )
         return self._flat(name, error).double()
 
     def fits(self, others: Sequence[SecondOrder]) -> bool:
@@ -289,8 +365,15 @@ class SecondOrder(Expansion):
     def gain(self, near: SecondOrder, far: SecondOrder) -> tuple[Tensor, Tensor]:
         """Returns (g0 + g1) . (x1 - x0) / 2, which a quadratic gains, but not where autograd does not see slopes."""
         steps = {name: (far.values[name] - near.values[name]).detach() for name in self._first}
-        terms = [(step * (near.slopes[name] + far.slopes[name]) / 2).sum() for name, step in steps.items()]
-        sizes = [(step * each.slopes[name]).abs().sum() for name, step in steps.items() for each in (near, far)]
+        terms = [
+            (step * (near.slopes[name] + far.slopes[name]) / 2).sum()
+            for name, step in steps.items()
+        ]
+        sizes = [
+            (step * each.slopes[name]).abs().sum()
+            for name, step in steps.items()
+            for each in (near, far)
+        ]
         return torch.stack(terms).sum(), torch.stack(sizes).sum()
 
     # ---- shapes
@@ -298,7 +381,11 @@ class SecondOrder(Expansion):
     def _has_points(self, prior: Any, shape: Sequence[int]) -> bool:
         """Whether a prior moves with other members, and so has the dim of the points."""
         dims = len(shape) - len(prior.event_shape)
-        return self.count is not None and len(prior.batch_shape) == dims and prior.batch_shape[0] == self.count
+        return (
+            self.count is not None
+            and len(prior.batch_shape) == dims
+            and prior.batch_shape[0] == self.count
+        )
 
     def _held(self, name: str, shape: Sequence[int], prior: Any = None) -> torch.Size:
         """Returns those dims of a member's values that its elements lie along."""
@@ -321,5 +408,7 @@ class SecondOrder(Expansion):
         value = value.expand(broadcast(value.shape, shape if self.count is None else shape[1:]))
         held = self._held(name, shape)
         batch = value.shape[: value.dim() - len(held)]
-        value = value.reshape(batch + (() if self._is_lifted(name) else (1,) * self.nesting) + (held.numel(),))
+        value = value.reshape(
+            batch + (() if self._is_lifted(name) else (1,) * self.nesting) + (held.numel(),)
+        )
         return value.flip(-1) if held.numel() > 1 else value

@@ -14,4 +14,13 @@ from pyro_nami.factors.noisy_or import NoisyOr
 from pyro_nami.factors.registry import register_family
 from pyro_nami.factors.unconstrained import flow, mixture, relaxed
 
-__all__ = ["Bound", "Family", "NoisyOr", "flow", "mixture", "register_bound", "register_family", "relaxed"]
+__all__ = [
+    "Bound",
+    "Family",
+    "NoisyOr",
+    "flow",
+    "mixture",
+    "register_bound",
+    "register_family",
+    "relaxed",
+]

@@ -12,7 +12,11 @@ from pyro_nami.factors.wrappers import base_of, innermost, through_wrappers
 
 __all__ = ["location_and_scale"]
 
-_OF_SUPPORTS = (transforms.ExpTransform, transforms.SigmoidTransform, transforms.StickBreakingTransform)
+_OF_SUPPORTS = (
+    transforms.ExpTransform,
+    transforms.SigmoidTransform,
+    transforms.StickBreakingTransform,
+)
 
 
 def location_and_scale(prior: Distribution) -> Tensor | None:

@@ -21,9 +21,17 @@ from torch.nn.functional import softplus
 from pyro_nami.factors.links import within
 
 __all__ = [
-    "NearlyIdentity", "TriangularTransform",
-    "bijection_to", "detached_support", "has_tensor_bounds", "interior", "is_interval", "normal_bijection_to",
-    "peel_support", "support_of", "support_on",
+    "NearlyIdentity",
+    "TriangularTransform",
+    "bijection_to",
+    "detached_support",
+    "has_tensor_bounds",
+    "interior",
+    "is_interval",
+    "normal_bijection_to",
+    "peel_support",
+    "support_of",
+    "support_on",
 ]
 
 
@@ -58,13 +66,17 @@ def normal_bijection_to(support: Constraint) -> Transform:
         return bijection_to(support)
     base, ndims = peel_support(support)
     low, high = base.lower_bound, base.upper_bound  # type: ignore[attr-defined]
-    bijection = transforms.ComposeTransform([_NormalCDF(), transforms.AffineTransform(low, high - low)])
+    bijection = transforms.ComposeTransform(
+        [_NormalCDF(), transforms.AffineTransform(low, high - low)]
+    )
     return transforms.IndependentTransform(bijection, ndims) if ndims else bijection
 
 
 def is_interval(support: Constraint) -> bool:
     """Whether values are numbers between two bounds, or tensors of such."""
-    return isinstance(peel_support(support)[0], (constraints.interval, constraints.half_open_interval))
+    return isinstance(
+        peel_support(support)[0], (constraints.interval, constraints.half_open_interval)
+    )
 
 
 def peel_support(support: Constraint) -> tuple[Constraint, int]:
@@ -85,7 +97,9 @@ def support_of(distribution: Distribution) -> Constraint:
     """Returns the support of a distribution; raises NotImplementedError where it declares none."""
     support = distribution.support
     if support is None:
-        raise NotImplementedError(f"Expected a distribution with a support; got {type(distribution).__name__}")
+        raise NotImplementedError(
+            f"Expected a distribution with a support; got {type(distribution).__name__}"
+        )
     return support
 
 
@@ -125,7 +139,8 @@ def interior(support: Constraint, value: Tensor) -> Tensor:
     if not value.is_floating_point():
         return value
     finfo = torch.finfo(value.dtype)
-    least, most = min(finfo.tiny * 2**26, finfo.eps**2), max(finfo.max**0.5, 1e4)  # the latter of each for float16
+    # the latter of each for float16
+    least, most = min(finfo.tiny * 2**26, finfo.eps**2), max(finfo.max**0.5, 1e4)
     if isinstance(base, (constraints.greater_than, constraints.greater_than_eq)):
         lower = base.lower_bound + (finfo.eps * abs(base.lower_bound) + least)
         return within(value, lower, None if isinstance(lower, Tensor) else max(most, 2 * lower))
@@ -190,7 +205,9 @@ class TriangularTransform(Transform):
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """Returns the log determinant ``(*batch,)``: the sum of the log diagonal, or zero."""
-        return x[..., : y.shape[-1]].sum(-1) if self.diagonal == "log" else x.new_zeros(x.shape[:-1])
+        return (
+            x[..., : y.shape[-1]].sum(-1) if self.diagonal == "log" else x.new_zeros(x.shape[:-1])
+        )
 
     def inverse_shape(self, shape: tuple[int, ...]) -> torch.Size:
         size = shape[-1] - (self.diagonal == "unit")
@@ -279,10 +296,14 @@ def _base_bijection(support: Constraint) -> Transform:
     for diagonal, triangular in _TRIANGULAR.items():
         if isinstance(support, type(triangular)):
             return TriangularTransform(diagonal)
-    if isinstance(support, (type(constraints.positive_definite), type(constraints.positive_semidefinite))):
+    if isinstance(
+        support, (type(constraints.positive_definite), type(constraints.positive_semidefinite))
+    ):
         return transforms.ComposeTransform([TriangularTransform("log"), CholeskyTransform().inv])
     if isinstance(support, constraints.cat):
-        return transforms.CatTransform([bijection_to(part) for part in support.cseq], support.dim, support.lengths)
+        return transforms.CatTransform(
+            [bijection_to(part) for part in support.cseq], support.dim, support.lengths
+        )
     if isinstance(support, constraints.stack):
         return transforms.StackTransform([bijection_to(part) for part in support.cseq], support.dim)
     if type(support).__name__ == "MixtureSameFamilyConstraint" and not has_tensor_bounds(support):
@@ -295,4 +316,8 @@ def _base_bijection(support: Constraint) -> Transform:
 def _holds_tensor(value: object) -> bool:
     if isinstance(value, Constraint):
         return has_tensor_bounds(value)
-    return any(map(_holds_tensor, value)) if isinstance(value, (list, tuple)) else isinstance(value, Tensor)
+    return (
+        any(map(_holds_tensor, value))
+        if isinstance(value, (list, tuple))
+        else isinstance(value, Tensor)
+    )

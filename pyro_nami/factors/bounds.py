@@ -19,7 +19,14 @@ from torch.nn.functional import logsigmoid
 from pyro_nami.factors.noisy_or import NoisyOr
 from pyro_nami.factors.wrappers import innermost, layers, through_wrappers
 
-__all__ = ["Bound", "JaakkolaJordan", "NoisyOrDual", "bound_for", "log_prob_or_bound", "register_bound"]
+__all__ = [
+    "Bound",
+    "JaakkolaJordan",
+    "NoisyOrDual",
+    "bound_for",
+    "log_prob_or_bound",
+    "register_bound",
+]
 
 
 class Bound(ABC):
@@ -43,7 +50,9 @@ class Bound(ABC):
         """Returns s ``(*batch, *event)`` of a distribution of the registered type."""
 
     @abstractmethod
-    def coefficients(self, value: Tensor, xi: Tensor) -> tuple[Tensor | float, Tensor | float, Tensor | float]:
+    def coefficients(
+        self, value: Tensor, xi: Tensor
+    ) -> tuple[Tensor | float, Tensor | float, Tensor | float]:
         """Returns constant, linear and quadratic coefficients, each of the shape of `value` and `xi`, or a number."""
 
     @abstractmethod
@@ -61,7 +70,9 @@ class Bound(ABC):
     def log_density(self, value: Tensor, s: Tensor) -> Tensor:
         """Returns what is bounded, in nats for each element: the bound where it is tight, whose slope is right, too."""
         at = s.detach()
-        constant, linear, quadratic = self.coefficients(value, self.tightest(value, at, at.square()))
+        constant, linear, quadratic = self.coefficients(
+            value, self.tightest(value, at, at.square())
+        )
         return constant + linear * s + quadratic * s.square()
 
     def log_prob_at(self, fn: Distribution, value: Tensor, s: Tensor) -> Tensor:
@@ -103,7 +114,8 @@ class NoisyOrDual(Bound):
 
     def coefficients(self, value: Tensor, xi: Tensor) -> tuple[Tensor, Tensor, float]:
         psi, present = xi.clamp(min=torch.finfo(xi.dtype).tiny), value != 0
-        dual = psi.log1p() - psi * logsigmoid(psi.log())  # log(psi + 1) - log psi is -logsigmoid(log psi)
+        # log(psi + 1) - log psi is -logsigmoid(log psi)
+        dual = psi.log1p() - psi * logsigmoid(psi.log())
         return torch.where(present, -dual, 0.0), torch.where(present, psi, -1.0), 0.0
 
     def relevance(self, s: Tensor) -> Tensor:
@@ -114,7 +126,8 @@ class NoisyOrDual(Bound):
         return torch.where(value != 0, present, -s)
 
     def tightest(self, value: Tensor, mean: Tensor, square: Tensor) -> Tensor:
-        s = mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5)  # so that the slope is finite as well
+        # so that the slope is finite as well
+        s = mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5)
         return torch.exp(-s) / -torch.expm1(-s)
 
 
@@ -157,12 +170,18 @@ def register_bound(distribution_type: type[Distribution], bound: Bound) -> None:
         ValueError: for a side other than ``"lower"`` and ``"upper"``.
     """
     if not (isinstance(distribution_type, type) and issubclass(distribution_type, Distribution)):
-        raise TypeError(f"Expected a type of distribution; got {distribution_type!r}. Give its class.")
+        raise TypeError(
+            f"Expected a type of distribution; got {distribution_type!r}. Give its class."
+        )
     if not isinstance(bound, Bound):
-        raise TypeError(f"Expected a Bound; got {bound!r}. Subclass pyro_nami.Bound, and give an instance.")
+        raise TypeError(
+            f"Expected a Bound; got {bound!r}. Subclass pyro_nami.Bound, and give an instance."
+        )
     side = getattr(bound, "side", None)
     if side not in ("lower", "upper"):
-        raise ValueError(f'Expected side "lower" or "upper"; got {side!r}. Set it in {type(bound).__name__}.')
+        raise ValueError(
+            f'Expected side "lower" or "upper"; got {side!r}. Set it in {type(bound).__name__}.'
+        )
     _BOUNDS[distribution_type] = bound
 
 

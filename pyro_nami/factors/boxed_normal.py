@@ -18,7 +18,8 @@ from pyro_nami.factors.truncated_normal import TruncatedNormal
 __all__ = ["BoxedNormal"]
 
 _CLEAR = 8.0  # deviations: from bounds that far a Normal loses less than doubles can tell
-_FARTHEST = 1e6  # deviations: bounds further off are taken to be there, where bends are still numbers
+# deviations: bounds further off are taken to be there, where bends are still numbers
+_FARTHEST = 1e6
 
 
 class BoxedNormal(JointNormal):
@@ -64,7 +65,10 @@ class BoxedNormal(JointNormal):
 
     @constraints.dependent_property
     def support(self) -> constraints.Constraint:
-        low, high = (each.expand(self.loc.shape).reshape(self.loc.shape[:-1] + self._held) for each in self._bounds)
+        low, high = (
+            each.expand(self.loc.shape).reshape(self.loc.shape[:-1] + self._held)
+            for each in self._bounds
+        )
         interval = constraints.interval(low, high)
         return constraints.independent(interval, self.event_dim) if self.event_dim else interval
 
@@ -88,9 +92,13 @@ class BoxedNormal(JointNormal):
         clear = (below < -_CLEAR) & (above > _CLEAR)
         if bool(clear.all()):
             return log_prob
-        log_mass = torch.where(inside, self._log_mass(self._straight(noise), below, above).to(noise), torch.inf)
+        log_mass = torch.where(
+            inside, self._log_mass(self._straight(noise), below, above).to(noise), torch.inf
+        )
         log_mass = log_mass.reshape(log_mass.shape[:-1] + self._held)
-        return log_prob - (log_mass.sum(tuple(range(-self.event_dim, 0))) if self.event_dim else log_mass)
+        return log_prob - (
+            log_mass.sum(tuple(range(-self.event_dim, 0))) if self.event_dim else log_mass
+        )
 
     def _made(self, loc: Tensor, elements: Any) -> BoxedNormal:
         other = BoxedNormal(loc, self.lower, self._held, self.event_dim, elements, *self._bounds)
@@ -127,7 +135,9 @@ class BoxedNormal(JointNormal):
         for i in range(shape[-1]):
             pull = (lower[..., i, :i] * off).sum(-1)
             narrow = lower[..., i, i]
-            edges = [narrow * (bound[..., i].double() - loc[..., i]) + pull for bound in self._bounds]
+            edges = [
+                narrow * (bound[..., i].double() - loc[..., i]) + pull for bound in self._bounds
+            ]
             below, above = (self._of_one(i, edge, shape, straight=True) for edge in edges)
             zero, one = torch.zeros_like(below), torch.ones_like(below)
             noise = TruncatedNormal(zero, one, below, above, validate_args=False).rsample()

@@ -35,7 +35,11 @@ def completed(fn: Any) -> Any:
     if not isinstance(fn, Distribution):
         return fn
     support = _support_or_none(fn)
-    return fn if support is not None and isinstance(fn, TorchDistributionMixin) else _Completed(fn, support)
+    return (
+        fn
+        if support is not None and isinstance(fn, TorchDistributionMixin)
+        else _Completed(fn, support)
+    )
 
 
 def is_support_unknown(fn: Any) -> bool:
@@ -57,7 +61,9 @@ class _Completed(ExpandedDistribution):
     def __init__(self, base: Distribution, support: Constraint | None) -> None:
         self.is_support_unknown = support is None
         event_dim = len(base.event_shape)
-        real = constraints.independent(constraints.real, event_dim) if event_dim else constraints.real
+        real = (
+            constraints.independent(constraints.real, event_dim) if event_dim else constraints.real
+        )
         self._support = real if support is None else support
         super().__init__(base, base.batch_shape)
 
@@ -67,7 +73,9 @@ class _Completed(ExpandedDistribution):
 
     # Unless it is expanded, draws and densities have the shapes that the distribution itself gives them.
 
-    def _sample(self, sample_fn: Callable[[torch.Size], Tensor], sample_shape: torch.Size) -> Tensor:
+    def _sample(
+        self, sample_fn: Callable[[torch.Size], Tensor], sample_shape: torch.Size
+    ) -> Tensor:
         whole = self.batch_shape == base_of(self).batch_shape
         return sample_fn(sample_shape) if whole else super()._sample(sample_fn, sample_shape)
 

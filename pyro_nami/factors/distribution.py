@@ -44,7 +44,12 @@ class SiteDistribution(PathScored):
     arg_constraints: dict[str, constraints.Constraint] = {}
 
     def __init__(self, elements: Elements, layout: Layout) -> None:
-        self._elements, self._layout, self._latest, self._support = elements, layout, NO_DRAW, layout.support
+        self._elements, self._layout, self._latest, self._support = (
+            elements,
+            layout,
+            NO_DRAW,
+            layout.support,
+        )
         batch_shape = elements.shape[:-1]
         if layout.batch_shape:
             batch_shape = torch.broadcast_shapes(batch_shape, layout.batch_shape)
@@ -64,7 +69,10 @@ class SiteDistribution(PathScored):
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> SiteDistribution:
         wide = copy.copy(self)
-        wide._batch_shape, wide._latest = torch.broadcast_shapes(tuple(batch_shape), self._batch_shape), NO_DRAW
+        wide._batch_shape, wide._latest = (
+            torch.broadcast_shapes(tuple(batch_shape), self._batch_shape),
+            NO_DRAW,
+        )
         return wide
 
     def relaxed(self, temperature: float) -> SiteDistribution | None:
@@ -80,7 +88,9 @@ class SiteDistribution(PathScored):
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         """Returns a reparameterized draw ``(*sample_shape, *batch, *event)``."""
         if not self.has_rsample:
-            raise NotImplementedError("A site of a discrete or non-reparameterized type has no rsample")
+            raise NotImplementedError(
+                "A site of a discrete or non-reparameterized type has no rsample"
+            )
         return self._draw(sample_shape)
 
     def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
@@ -119,14 +129,20 @@ class SiteDistribution(PathScored):
     def enumerate_support(self, expand: bool = True) -> Tensor:
         """Returns every value, ``(values, *batch, *event)``, with ones for the batch unless `expand`."""
         if not self.has_enumerate_support:
-            raise NotImplementedError("Expected one element of a type with finite support to enumerate")
+            raise NotImplementedError(
+                "Expected one element of a type with finite support to enumerate"
+            )
         values = self._elements.enumerate_support()
         ones = (1,) * len(self._batch_shape)
         values = values.reshape((len(values),) + ones + self._event_shape)
-        return values.expand((len(values),) + (self._batch_shape if expand else ones) + self._event_shape)
+        return values.expand(
+            (len(values),) + (self._batch_shape if expand else ones) + self._event_shape
+        )
 
     def _draw(self, sample_shape: Sequence[int]) -> Tensor:
-        elements = self._elements.draw(torch.Size(sample_shape) + self._batch_shape + (self._layout.num_elements,))
+        elements = self._elements.draw(
+            torch.Size(sample_shape) + self._batch_shape + (self._layout.num_elements,)
+        )
         value = self._layout.value(elements)
         self._latest = LatestDraw.of(value, elements)
         return value
@@ -168,7 +184,9 @@ class Relocated(TorchDistribution):
     def __init__(self, base: TorchDistribution, relocation: Relocation) -> None:
         self._base, self._relocation = base, relocation
         self._latest = NO_DRAW
-        super().__init__(relocation.outside(base.batch_shape), base.event_shape, validate_args=False)
+        super().__init__(
+            relocation.outside(base.batch_shape), base.event_shape, validate_args=False
+        )
 
     @constraints.dependent_property
     def support(self) -> constraints.Constraint | None:
@@ -183,12 +201,18 @@ class Relocated(TorchDistribution):
         return self._base.has_enumerate_support
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Relocated:
-        return Relocated(self._base.expand(self._relocation.inside(torch.Size(batch_shape))), self._relocation)
+        return Relocated(
+            self._base.expand(self._relocation.inside(torch.Size(batch_shape))), self._relocation
+        )
 
-    def rsample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:
+    def rsample(
+        self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()
+    ) -> Tensor:
         return self._out(self._base.rsample(sample_shape), len(sample_shape))
 
-    def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:
+    def sample(
+        self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()
+    ) -> Tensor:
         return self._out(self._base.sample(sample_shape), len(sample_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -197,9 +221,14 @@ class Relocated(TorchDistribution):
 
     def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
         parts = self._base.score_parts(self._inside(x))
-        return ScoreParts(*[
-            part.reshape(self._relocation.outside(part.shape)) if isinstance(part, Tensor) else part for part in parts
-        ])
+        return ScoreParts(
+            *[
+                part.reshape(self._relocation.outside(part.shape))
+                if isinstance(part, Tensor)
+                else part
+                for part in parts
+            ]
+        )
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         values = self._base.enumerate_support(expand)
@@ -214,7 +243,9 @@ class Relocated(TorchDistribution):
     def _inside(self, value: Tensor) -> Tensor:
         """Returns a value as the base knows it; for the latest draw, that draw itself."""
         kept = self._latest.recall(value)
-        return self._relocation.value_inside(value, len(self.event_shape)) if kept is None else kept[0]
+        return (
+            self._relocation.value_inside(value, len(self.event_shape)) if kept is None else kept[0]
+        )
 
 
 @gumbel_softmax.register(SiteDistribution)

@@ -19,8 +19,14 @@ from pyro_nami.factors.bijections import interior, support_of
 from pyro_nami.factors.gumbel_softmax import gumbel_noise, gumbel_softmax, logistic_noise
 
 __all__ = [
-    "NO_DRAW", "Elements", "ExpRelaxedElements", "LatestDraw", "LogisticElements", "OwnElements",
-    "StableKumaraswamy", "StableVonMises",
+    "NO_DRAW",
+    "Elements",
+    "ExpRelaxedElements",
+    "LatestDraw",
+    "LogisticElements",
+    "OwnElements",
+    "StableKumaraswamy",
+    "StableVonMises",
 ]
 
 
@@ -69,7 +75,9 @@ class Elements(ABC):
 
     def relaxed(self, temperature: float) -> Elements:
         """Returns these with draws by the Gumbel-softmax, reparameterized; see `gumbel_softmax`."""
-        raise NotImplementedError(f"Expected elements that can be relaxed; {type(self).__name__} has no such method")
+        raise NotImplementedError(
+            f"Expected elements that can be relaxed; {type(self).__name__} has no such method"
+        )
 
 
 class OwnElements(Elements):

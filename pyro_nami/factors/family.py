@@ -20,6 +20,7 @@ from pyro_nami.factors.layout import Layout, UnconstrainedLayout
 
 __all__ = ["Family", "SequentialElements"]
 
+
 class Family(ABC):
     """Parameter shapes of one site and the distribution they make; it holds numbers and functions, no parameters.
 
@@ -56,9 +57,12 @@ class Family(ABC):
     locations: Sequence[int] = ()  # which of these are locations, in units of the anchor
     num_features: int = 1  # f, what the network reads of an element
     has_rsample: bool = True  # whether draws are reparameterized
-    within: str = "autoregressive"  # or "independent": how the elements of a value depend on each other
-    takes_evidence: bool = False  # whether `elements` takes (precision, precision-weighted mean) behind the parameters
-    stack: tuple[int, int] | None = None  # transforms and bins of what couples several elements; see `networks.stack`
+    # or "independent": how the elements of a value depend on each other
+    within: str = "autoregressive"
+    # whether `elements` takes (precision, precision-weighted mean) behind the parameters
+    takes_evidence: bool = False
+    # transforms and bins of what couples several elements; see `networks.stack`
+    stack: tuple[int, int] | None = None
     varies: bool = False
     alike: Sequence[str] | None = None
     default_anchor: Tensor | None = None  # what stands for an anchor that is not given
@@ -74,7 +78,9 @@ class Family(ABC):
         moving = has_tensor_bounds(support)
         self.varies = self.varies or moving
         batch_shape = torch.Size(prior.batch_shape) if moving else torch.Size()
-        self.layout = self.layout_type(detached_support(support), self.event_shape, value, batch_shape=batch_shape)
+        self.layout = self.layout_type(
+            detached_support(support), self.event_shape, value, batch_shape=batch_shape
+        )
 
     @property
     def num_elements(self) -> int:
@@ -141,7 +147,9 @@ class Family(ABC):
         elements = SequentialElements(self, conditionals, anchor, batch_shape, dims, sizes)
         return SiteDistribution(elements, self.layout)
 
-    def coupled_distribution(self, params: Tensor, anchor: Tensor | None, coupling: Any) -> SiteDistribution:
+    def coupled_distribution(
+        self, params: Tensor, anchor: Tensor | None, coupling: Any
+    ) -> SiteDistribution:
         """Returns the site's distribution with elements made of noise that a `Coupling` couples, if it can have one."""
         raise NotImplementedError
 
@@ -184,7 +192,8 @@ class SequentialElements(Elements):
         self._family, self._conditionals, self._anchor = family, conditionals, anchor
         self.shape, self.has_rsample = batch_shape + (family.num_elements,), family.has_rsample
         self._dims, self._sizes, self._latest = dims, sizes, NO_DRAW
-        self._temperature: float | None = None  # at which every element is drawn, and read by those after it
+        # at which every element is drawn, and read by those after it
+        self._temperature: float | None = None
 
     def relaxed(self, temperature: float) -> SequentialElements:
         new = copy.copy(self)
@@ -204,12 +213,16 @@ class SequentialElements(Elements):
             anchor = to_sequence(anchor.expand(self.shape + anchor.shape[-1:]), self._dims, 1)
         for dim in self._dims:
             batch[dim] = 1
-        elements, params = self._draw_sequence(torch.Size(batch), count * math.prod(self._sizes), anchor)
+        elements, params = self._draw_sequence(
+            torch.Size(batch), count * math.prod(self._sizes), anchor
+        )
         x = to_instances(elements, self._dims, self._sizes, elements.dim() - len(shape))
         self._latest = LatestDraw.of(x, to_instances(params, self._dims, self._sizes, 1))
         return x
 
-    def _draw_sequence(self, shape: torch.Size, count: int, anchor: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _draw_sequence(
+        self, shape: torch.Size, count: int, anchor: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Returns ``count`` elements, drawn one by one, ``(*shape, count, *element)``, and their parameters."""
         params, advance = self._conditionals.first()
         all_params, elements = [params], []
@@ -220,7 +233,9 @@ class SequentialElements(Elements):
             if index + 1 < count:
                 params, advance = advance(self._family.element_features(element).squeeze(-2))
                 all_params.append(params)
-        return torch.cat(elements, len(shape)), torch.stack(torch.broadcast_tensors(*all_params), -2)
+        return torch.cat(elements, len(shape)), torch.stack(
+            torch.broadcast_tensors(*all_params), -2
+        )
 
     def _elements(self, params: Tensor, anchor: Tensor | None) -> Elements:
         elements = self._family.elements(params, anchor)

@@ -37,13 +37,22 @@ class JointNormal(PathScored):
     has_rsample = True
 
     def __init__(
-        self, loc: Tensor, lower: Tensor, shape: torch.Size, event_dim: int, elements: Elements | None = None
+        self,
+        loc: Tensor,
+        lower: Tensor,
+        shape: torch.Size,
+        event_dim: int,
+        elements: Elements | None = None,
     ) -> None:
         self.loc, self.lower, self._held, self._elements = loc, lower, shape, elements
         self._latest = NO_DRAW
         lead = loc.shape[:-1]  # `torch.broadcast_shapes` takes as long as a draw
         others = [lower.shape[:-2], *([] if elements is None else [elements.shape[:-1]])]
-        lead = lead if all(lead == other for other in others) else torch.broadcast_shapes(lead, *others)
+        lead = (
+            lead
+            if all(lead == other for other in others)
+            else torch.broadcast_shapes(lead, *others)
+        )
         full, cut = lead + shape, len(lead + shape) - event_dim
         super().__init__(full[:cut], full[cut:], validate_args=False)
 
@@ -54,14 +63,18 @@ class JointNormal(PathScored):
 
     @property
     def mean(self) -> Tensor:
-        return self.loc.reshape(self.loc.shape[:-1] + self._held).expand(self.batch_shape + self.event_shape)
+        return self.loc.reshape(self.loc.shape[:-1] + self._held).expand(
+            self.batch_shape + self.event_shape
+        )
 
     @property
     def variance(self) -> Tensor:
         eye = torch.eye(self.lower.shape[-1], dtype=self.lower.dtype, device=self.lower.device)
         root = torch.linalg.solve_triangular(self.lower, eye, upper=False)
         variance = root.square().sum(-1).expand(self.loc.shape)
-        return variance.reshape(self.loc.shape[:-1] + self._held).expand(self.batch_shape + self.event_shape)
+        return variance.reshape(self.loc.shape[:-1] + self._held).expand(
+            self.batch_shape + self.event_shape
+        )
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> JointNormal:
         shape = torch.Size(batch_shape)
@@ -79,7 +92,11 @@ class JointNormal(PathScored):
         """Returns what the event's elements of each instance have, ``(*batch, n, k)``, as vectors ``(*lead, E, k)``."""
         plates = len(self._held) - self.event_dim
         lead = elements.shape[: elements.dim() - 2 - plates] + self._held[:plates]
-        return elements.expand(lead + elements.shape[-2:]).flatten(-2 - plates, -2) if plates else elements
+        return (
+            elements.expand(lead + elements.shape[-2:]).flatten(-2 - plates, -2)
+            if plates
+            else elements
+        )
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         shape = self._extended_shape(sample_shape)
@@ -101,7 +118,9 @@ class JointNormal(PathScored):
 
     def at(self, noise: Tensor) -> Tensor:
         """Returns the vector that e stands for, ``(*lead, E)``."""
-        return self.loc + torch.linalg.solve_triangular(self.lower, noise.unsqueeze(-1), upper=False).squeeze(-1)
+        return self.loc + torch.linalg.solve_triangular(
+            self.lower, noise.unsqueeze(-1), upper=False
+        ).squeeze(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
         noise = self._noise(self._vector(value))

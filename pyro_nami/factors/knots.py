@@ -88,7 +88,9 @@ class KnotTransform(Transform):
         return left, right - left, low, high - low, up, down
 
 
-def _slope(t: Tensor, rest: Tensor, both: Tensor, rise: Tensor, bottom: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _slope(
+    t: Tensor, rest: Tensor, both: Tensor, rise: Tensor, bottom: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
     curved = torch.addcmul(down * t * t, up, rest * rest)
     return torch.addcmul(curved, rise, both, value=2) * (rise / bottom).square()
 
@@ -123,12 +125,17 @@ class NeuralSpline(KnotTransform):
         with torch.no_grad():
             place = ((at + _BOUND) / unit[..., axis]).unsqueeze(-1).contiguous()
             inner = self._ends[..., axis, :-1]
-            first = torch.searchsorted(inner.expand(*place.shape[:-1], -1).contiguous(), place, right=True)
+            first = torch.searchsorted(
+                inner.expand(*place.shape[:-1], -1).contiguous(), place, right=True
+            )
         both = first.unsqueeze(-1).expand(*first.shape[:-1], 2, 1)
         sizes, ends = (_taken(each, both).squeeze(-1) for each in (self._sizes, self._ends))
         slopes = _taken(self._slopes, torch.cat((first, first + 1), -1))
         slopes = (slopes / (1 + slopes.abs() / _SPAN)).exp()
-        (left, low), (width, height) = ((ends - sizes) * unit - _BOUND).unbind(-1), (sizes * unit).unbind(-1)
+        (left, low), (width, height) = (
+            ((ends - sizes) * unit - _BOUND).unbind(-1),
+            (sizes * unit).unbind(-1),
+        )
         return left, width, low, height, *slopes.unbind(-1)
 
 

@@ -60,14 +60,16 @@ class Layout:
         cut = len(event_shape) - element_ndims
         self.num_elements, self.element_shape = math.prod(event_shape[:cut]), self.event_shape[cut:]
         entries = self.element_shape[0] if element_ndims else 1
-        self.num_features = num_classes or max(entries - (not self.support.is_discrete), 1)  # f, read of an element
+        # f, read of an element
+        self.num_features = num_classes or max(entries - (not self.support.is_discrete), 1)
         self.marks_nan = False  # whether one of these says that it is NaN
 
     @property
     def is_indicator(self) -> bool:
         """Whether values are binary or one-hot."""
         support = getattr(self.support, "base_constraint", self.support)
-        return isinstance(support, _INDICATORS)  # by type, as a copied guide has a copy of its supports
+        # by type, as a copied guide has a copy of its supports
+        return isinstance(support, _INDICATORS)
 
     def at(self, support: Constraint, batch_shape: torch.Size) -> Layout:
         """Returns this layout on a support of the same kind whose bounds vary over ``batch_shape``."""
@@ -85,7 +87,9 @@ class Layout:
     def elements(self, value: Tensor) -> Tensor:
         """Returns the elements ``(*batch, E, *element)`` of a value ``(*batch, *event)``, moved off the boundary."""
         batch = value.shape[: value.dim() - len(self.event_shape)]
-        return interior(self.support, value).reshape(batch + (self.num_elements,) + self.element_shape)
+        return interior(self.support, value).reshape(
+            batch + (self.num_elements,) + self.element_shape
+        )
 
     def log_abs_det(self, elements: Tensor, value: Tensor) -> Tensor | None:
         """Returns the log Jacobian determinant of `value` ``(*batch,)``; None where it is zero."""
@@ -113,7 +117,10 @@ class Layout:
         return _finite(elements if self.element_shape else elements.unsqueeze(-1))
 
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
-        self.support, self.batch_shape = support_on(support, len(self.event_shape)), torch.Size(batch_shape)
+        self.support, self.batch_shape = (
+            support_on(support, len(self.event_shape)),
+            torch.Size(batch_shape),
+        )
 
 
 class LogLayout(Layout):
@@ -141,11 +148,17 @@ class UnconstrainedLayout(Layout):
 
     to: Callable[[Constraint], Transform] = staticmethod(bijection_to)
 
-    def __init__(self, support: Constraint, event_shape: torch.Size, value: Tensor, **options: Any) -> None:
+    def __init__(
+        self, support: Constraint, event_shape: torch.Size, value: Tensor, **options: Any
+    ) -> None:
         super().__init__(support, event_shape, value, **options)
-        batch = torch.broadcast_shapes(value.shape[: value.dim() - len(self.event_shape)], self.batch_shape)
+        batch = torch.broadcast_shapes(
+            value.shape[: value.dim() - len(self.event_shape)], self.batch_shape
+        )
         value = value.expand(batch + self.event_shape)  # bounds need not have all of these dims
-        free = value if self.bijection is None else self.bijection.inv(interior(self.support, value))
+        free = (
+            value if self.bijection is None else self.bijection.inv(interior(self.support, value))
+        )
         self.free_shape = free.shape[len(batch) :]
         self.num_elements = math.prod(self.free_shape)
 
@@ -209,7 +222,11 @@ class ObservedLayout(UnconstrainedLayout):
 
     def element_features(self, elements: Tensor) -> Tensor:
         features = super().element_features(elements)
-        return torch.cat((features, elements.isnan().to(features).unsqueeze(-1)), -1) if self.marks_nan else features
+        return (
+            torch.cat((features, elements.isnan().to(features).unsqueeze(-1)), -1)
+            if self.marks_nan
+            else features
+        )
 
 
 def _finite(tensor: Tensor) -> Tensor:

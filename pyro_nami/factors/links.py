@@ -10,14 +10,25 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 __all__ = [
-    "POSITIVE", "RANGE", "RATE", "REAL", "Link",
-    "log", "positive", "raw_positive", "raw_scale", "relative_scale", "within",
+    "POSITIVE",
+    "RANGE",
+    "RATE",
+    "REAL",
+    "Link",
+    "log",
+    "positive",
+    "raw_positive",
+    "raw_scale",
+    "relative_scale",
+    "within",
 ]
 
 RANGE = 40.0  # of raw parameters: squares of what they stand for are finite
 
 
-def within(value: Tensor, low: float | Tensor | None = None, high: float | Tensor | None = None) -> Tensor:
+def within(
+    value: Tensor, low: float | Tensor | None = None, high: float | Tensor | None = None
+) -> Tensor:
     """Returns `value`, or the bound that it lies beyond; the slope by `value` is 1 on a bound, as it is inside.
 
     ``Tensor.clamp`` has slope 0 or 1/2 on a bound from torch 2.14 on, and a parameter that starts there would stay.
@@ -56,7 +67,9 @@ def relative_scale(raw: Tensor) -> Tensor:
 
 def raw_scale(scale: Tensor) -> Tensor:
     """Returns the raw parameter at which `relative_scale` is ``scale``."""
-    return within(torch.where(scale > RANGE / 2, scale, within(scale, high=RANGE / 2).expm1().log()), -RANGE)
+    return within(
+        torch.where(scale > RANGE / 2, scale, within(scale, high=RANGE / 2).expm1().log()), -RANGE
+    )
 
 
 def log(value: Tensor) -> Tensor:

@@ -53,7 +53,9 @@ class NoisyOr(TorchDistribution):
     has_rsample = False
     rates: Tensor
 
-    def __init__(self, weights: Tensor, leak: Tensor, z: Tensor, *, validate_args: bool | None = None) -> None:
+    def __init__(
+        self, weights: Tensor, leak: Tensor, z: Tensor, *, validate_args: bool | None = None
+    ) -> None:
         if self._validate_args if validate_args is None else validate_args:
             _check(weights, leak, z)
         self.weights, self.leak, self.z = weights, leak, z
@@ -75,8 +77,12 @@ class NoisyOr(TorchDistribution):
         self.rates = self._rates()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoisyOr:
-        if self.weights.layout == torch.sparse_csr and self.weights.is_leaf:  # which torch 2.13 cannot copy
-            memo.setdefault(id(self.weights), self.weights.detach().clone().requires_grad_(self.weights.requires_grad))
+        # which torch 2.13 cannot copy
+        if self.weights.layout == torch.sparse_csr and self.weights.is_leaf:
+            memo.setdefault(
+                id(self.weights),
+                self.weights.detach().clone().requires_grad_(self.weights.requires_grad),
+            )
         new = memo[id(self)] = type(self).__new__(type(self))
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return new
@@ -84,7 +90,11 @@ class NoisyOr(TorchDistribution):
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> NoisyOr:
         new = self._get_checked_instance(NoisyOr, _instance)
         batch_shape = torch.Size(batch_shape)
-        new.weights, new.leak, new.z = self.weights, self.leak, self.z.expand(batch_shape + self.z.shape[-1:])
+        new.weights, new.leak, new.z = (
+            self.weights,
+            self.leak,
+            self.z.expand(batch_shape + self.z.shape[-1:]),
+        )
         new.rates = self.rates.expand(batch_shape + self.event_shape)
         super(NoisyOr, new).__init__(batch_shape, self.event_shape, validate_args=False)
         new._validate_args = self._validate_args
@@ -119,7 +129,9 @@ class NoisyOr(TorchDistribution):
                 f"Expected x of shape (*batch, {self.event_shape[0]}), as weights has rows; got {tuple(value.shape)}"
             )
         if not ((value == 0) | (value == 1)).all():
-            raise ValueError("Expected x in {0, 1}; got other numbers. Give counts as (x > 0), and 0 under a mask.")
+            raise ValueError(
+                "Expected x in {0, 1}; got other numbers. Give counts as (x > 0), and 0 under a mask."
+            )
         super()._validate_sample(value)
 
 
@@ -132,12 +144,21 @@ def _log1mexp(a: Tensor) -> Tensor:
 
 def _check(weights: Tensor, leak: Tensor, z: Tensor) -> None:
     sparse = is_sparse(weights)
-    if weights.layout != torch.strided and not sparse or weights.dim() < 2 or sparse and weights.dim() > 2:
+    if (
+        weights.layout != torch.strided
+        and not sparse
+        or weights.dim() < 2
+        or sparse
+        and weights.dim() > 2
+    ):
         raise ValueError(
             "Expected weights to be a dense tensor (*batch, D, K), or a sparse COO or CSR tensor (D, K); "
             f"got {weights.layout} of shape {tuple(weights.shape)}"
         )
-    for name, tensor, axis, size in ("leak", leak, "rows", weights.shape[-2]), ("z", z, "columns", weights.shape[-1]):
+    for name, tensor, axis, size in (
+        ("leak", leak, "rows", weights.shape[-2]),
+        ("z", z, "columns", weights.shape[-1]),
+    ):
         if tensor.shape[-1:] != (size,):
             raise ValueError(
                 f"Expected {name} of shape (*batch, {size}), as weights of shape {tuple(weights.shape)} has {axis}; "
@@ -153,6 +174,10 @@ def _check(weights: Tensor, leak: Tensor, z: Tensor) -> None:
         ) from None
     for name, tensor in ("weights", entries(weights)[0] if sparse else weights), ("leak", leak):
         if not (tensor >= 0).all():
-            raise ValueError(f"Expected nonnegative {name}; got a negative number or NaN. Use softplus, or clamp them.")
+            raise ValueError(
+                f"Expected nonnegative {name}; got a negative number or NaN. Use softplus, or clamp them."
+            )
     if not ((z >= 0) & (z <= 1)).all():
-        raise ValueError("Expected z in [0, 1]; got other numbers. Use a Bernoulli or relaxed Bernoulli z, or sigmoid.")
+        raise ValueError(
+            "Expected z in [0, 1]; got other numbers. Use a Bernoulli or relaxed Bernoulli z, or sigmoid."
+        )

@@ -19,10 +19,18 @@ from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.factors.knots import NeuralSpline
 from pyro_nami.factors.links import RANGE, relative_scale
 
-__all__ = ["Coupling", "FlowElements", "LinearMap", "MixtureElements", "NormalElements", "SinhArcsinhElements"]
+__all__ = [
+    "Coupling",
+    "FlowElements",
+    "LinearMap",
+    "MixtureElements",
+    "NormalElements",
+    "SinhArcsinhElements",
+]
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
-_TAIL_RANGE = 8.0  # raw parameters of tails move them less than that of the scale moves it, which training needs first
+# raw parameters of tails move them less than that of the scale moves it, which training needs first
+_TAIL_RANGE = 8.0
 
 
 class LinearMap(NamedTuple):
@@ -193,7 +201,11 @@ class SinhArcsinhElements(NormalElements):
         """Returns what sinh(w) is bent to, and the logarithm of the slope there."""
         root = (1 + w * w).sqrt()
         a = self._mean * w + self._half * (root - 1)
-        log_slope = (self._mean + self._half * (w / root)).log() + torch.logaddexp(a, -a) - torch.logaddexp(w, -w)
+        log_slope = (
+            (self._mean + self._half * (w / root)).log()
+            + torch.logaddexp(a, -a)
+            - torch.logaddexp(w, -w)
+        )
         return a.sinh(), log_slope
 
     def _straighten(self, bent: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +216,9 @@ class SinhArcsinhElements(NormalElements):
         # A root of a quadratic equation in two ways, each without cancellation where the other has some.
         same = along * root > 0
         w = torch.where(
-            same, a * (c + self._half) / torch.where(same, along + root, product), (along - root) / product
+            same,
+            a * (c + self._half) / torch.where(same, along + root, product),
+            (along - root) / product,
         )
         w = w.clamp(-RANGE, RANGE)
         return w.sinh(), self._bend_at(w)[1]
@@ -236,7 +250,9 @@ class MixtureElements(Elements):
     def draw(self, shape: torch.Size) -> Tensor:
         with torch.no_grad():
             weight = self.log_weight.exp().expand(shape + self.log_weight.shape[-1:])
-            component = torch.multinomial(weight.reshape(-1, weight.shape[-1]), 1).reshape(shape + (1,))
+            component = torch.multinomial(weight.reshape(-1, weight.shape[-1]), 1).reshape(
+                shape + (1,)
+            )
             loc = self.loc.expand(weight.shape).gather(-1, component).squeeze(-1)
             scale = self.scale.expand(weight.shape).gather(-1, component).squeeze(-1)
             x = loc + scale * torch.randn(shape, dtype=loc.dtype, device=loc.device)
@@ -259,7 +275,10 @@ class MixtureElements(Elements):
             weight = self.log_weight.exp()
             # F - F_k from whichever tail is small, so that it does not cancel.
             lower, upper = ndtr(noise), ndtr(-noise)
-            cdf, survival = (weight * lower).sum(-1, keepdim=True), (weight * upper).sum(-1, keepdim=True)
+            cdf, survival = (
+                (weight * lower).sum(-1, keepdim=True),
+                (weight * upper).sum(-1, keepdim=True),
+            )
             excess = torch.where(cdf < 0.5, cdf - lower, upper - survival)
             tiny = torch.finfo(x.dtype).tiny
             by_log_weight = weight * excess / density.clamp(min=tiny)

@@ -34,7 +34,9 @@ class OwnTypeFamily(Family):
 
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
         leaf: Any = innermost(prior)
-        kind = next((kind for kind in type(leaf).__mro__ if kind in TYPES and TYPES[kind].make), None)
+        kind = next(
+            (kind for kind in type(leaf).__mro__ if kind in TYPES and TYPES[kind].make), None
+        )
         if kind is None:
             known = ", ".join(sorted({kind.__name__ for kind, row in TYPES.items() if row.start}))
             raise NotImplementedError(
@@ -42,7 +44,11 @@ class OwnTypeFamily(Family):
                 f'{type(leaf).__name__}. Give the site the family "normal", or add one with register_family.'
             )
         self._kind = kind  # the key, not the row: functions in it do not pickle
-        self.num_params = (leaf.event_shape or leaf.logits.shape)[-1] if self._row.vector else len(self._row.links)
+        self.num_params = (
+            (leaf.event_shape or leaf.logits.shape)[-1]
+            if self._row.vector
+            else len(self._row.links)
+        )
         self.has_rsample = leaf.has_rsample
         options: dict[str, Any] = {"element_ndims": len(leaf.event_shape)}
         if leaf.support.is_discrete:
@@ -75,7 +81,9 @@ class OwnTypeFamily(Family):
 
     def _raw_of(self, leaf: Any) -> Tensor:
         """Returns the raw parameters ``(*batch, k)`` of a distribution of this type."""
-        return self._stacked([link.raw_of(getattr(leaf, name)) for name, link in self._row.links.items()])
+        return self._stacked(
+            [link.raw_of(getattr(leaf, name)) for name, link in self._row.links.items()]
+        )
 
     def _stacked(self, raw: Sequence[Tensor]) -> Tensor:
         return raw[0] if self._row.vector else torch.stack(torch.broadcast_tensors(*raw), -1)
@@ -108,7 +116,8 @@ class AdditiveFamily(OwnTypeFamily):
         if given is not None:
             rows = given.reshape((-1,) + given.shape[-2:])
             equal = len(rows) and (rows == rows[0]).all()
-            self.default_anchor = self._with_zeros(rows[0] if equal else given)  # if equal, plates may change size
+            # if equal, plates may change size
+            self.default_anchor = self._with_zeros(rows[0] if equal else given)
 
     def at(self, prior: Distribution) -> Family:
         moved = super().at(prior)
@@ -130,7 +139,9 @@ class AdditiveFamily(OwnTypeFamily):
         if anchor is None:
             return self._make(params)
         anchor = anchor.to(params)
-        return self._make(anchor[..., : self.num_params] + params, *anchor[..., self.num_params :].unbind(-1))
+        return self._make(
+            anchor[..., : self.num_params] + params, *anchor[..., self.num_params :].unbind(-1)
+        )
 
     def _raw(self, prior: Distribution) -> Tensor:
         """Returns the prior's raw parameters ``(*batch, E, k)``."""
@@ -142,8 +153,12 @@ class AdditiveFamily(OwnTypeFamily):
         name = self._row.given
         if name is None:
             return None
-        given = through_wrappers(prior, lambda leaf: torch.as_tensor(getattr(leaf, name)).expand(leaf.batch_shape))
-        return given.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 1)).to(self._start.dtype)
+        given = through_wrappers(
+            prior, lambda leaf: torch.as_tensor(getattr(leaf, name)).expand(leaf.batch_shape)
+        )
+        return given.reshape(torch.Size(prior.batch_shape) + (self.num_elements, 1)).to(
+            self._start.dtype
+        )
 
     def _with_zeros(self, given: Tensor) -> Tensor:
         """Returns the anchor ``(*batch, E, k + 1)`` that adds nothing."""

@@ -38,7 +38,9 @@ class PathShare:
 
     def now(self) -> Tensor:
         """Returns the share, between 0 and 1; 0 at first."""
-        return torch.where(self._square > 0, -self._product / self._square, self._square).clamp(0, 1)
+        return torch.where(self._square > 0, -self._product / self._square, self._square).clamp(
+            0, 1
+        )
 
     def note(self, other: Tensor, own: Tensor) -> None:
         """Takes in gradients by a draw: of all other terms, and of its own density."""
@@ -82,8 +84,12 @@ class PathScored(TorchDistribution):
         own = drawn.view_as(drawn)
         gradients: list[Tensor] = []
         own.register_hook(gradients.append)
-        drawn.register_hook(lambda whole: share.note(whole - gradients[0], gradients.pop()) if gradients else None)
-        log_prob = torch.lerp(self.log_prob_drawn(x, own), make().log_prob_drawn(x, own), share.now().to(own))
+        drawn.register_hook(
+            lambda whole: share.note(whole - gradients[0], gradients.pop()) if gradients else None
+        )
+        log_prob = torch.lerp(
+            self.log_prob_drawn(x, own), make().log_prob_drawn(x, own), share.now().to(own)
+        )
         if log_prob.shape != self.batch_shape:
             log_prob = log_prob.expand(torch.broadcast_shapes(log_prob.shape, self.batch_shape))
         return ScoreParts(log_prob, 0, log_prob)  # type: ignore[arg-type]  # as Pyro's own

@@ -68,7 +68,9 @@ def make_family(
             raise
         raise _unsupported(name, prior) from error
     if not isinstance(family, Family):
-        raise TypeError(f'Expected the family of site "{name}" to be a Family; got {type(family).__name__}')
+        raise TypeError(
+            f'Expected the family of site "{name}" to be a Family; got {type(family).__name__}'
+        )
     family.within = within
     return family
 
@@ -81,9 +83,13 @@ def register_family(name: str, factory: FamilyFactory) -> None:
         factory: a `Family` subclass, or a callable of a site's name, prior and value that returns one; else TypeError.
     """
     if name in _BUILT_IN:
-        raise ValueError(f"Expected a name other than the built-in {sorted(_BUILT_IN)}; got {name!r}")
+        raise ValueError(
+            f"Expected a name other than the built-in {sorted(_BUILT_IN)}; got {name!r}"
+        )
     if not callable(factory):
-        raise TypeError(f"Expected a callable of name, prior and value; got {type(factory).__name__}")
+        raise TypeError(
+            f"Expected a callable of name, prior and value; got {type(factory).__name__}"
+        )
     _registered[name] = factory
 
 
@@ -147,7 +153,11 @@ def _match(name: str, prior: Distribution, value: Tensor) -> Family:
     row, leaf = type_of(prior), innermost(prior)
     if row.make and not row.start or support_of(prior).is_discrete:
         return _default(name, prior, value)
-    if row.make is None and isinstance(leaf, TransformedDistribution) and location_and_scale(leaf) is not None:
+    if (
+        row.make is None
+        and isinstance(leaf, TransformedDistribution)
+        and location_and_scale(leaf) is not None
+    ):
         row = type_of(base_of(leaf))
     return (NormalFamily if row.normal else OwnTypeFamily)(name, prior, value)
 

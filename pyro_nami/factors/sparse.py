@@ -30,7 +30,9 @@ def entries(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if matrix.layout == torch.sparse_coo:
         matrix = matrix.coalesce()
         return matrix.values(), *matrix.indices()
-    rows = torch.arange(matrix.shape[0], device=matrix.device).repeat_interleave(matrix.crow_indices().diff())
+    rows = torch.arange(matrix.shape[0], device=matrix.device).repeat_interleave(
+        matrix.crow_indices().diff()
+    )
     return matrix.values(), rows, matrix.col_indices().long()
 
 
@@ -61,7 +63,9 @@ class _Product(Function):
         order = rows.argsort(stable=True)
         starts = pad(rows.bincount(minlength=size).cumsum(0), (1, 0))
         options: Any = {"mode": "sum", "include_last_offset": True}
-        return embedding_bag(columns[order], dense, starts, per_sample_weights=values[order], **options)
+        return embedding_bag(
+            columns[order], dense, starts, per_sample_weights=values[order], **options
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -83,7 +87,9 @@ class _Entries(Function):
 
     @staticmethod
     def forward(left: Tensor, right: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        chunks = zip(*(index.split(max(1, _CHUNK // max(1, left.shape[1]))) for index in (rows, columns)))
+        chunks = zip(
+            *(index.split(max(1, _CHUNK // max(1, left.shape[1]))) for index in (rows, columns))
+        )
         return torch.cat([(left[row] * right[column]).sum(-1) for row, column in chunks])
 
     @staticmethod

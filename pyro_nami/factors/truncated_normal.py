@@ -17,7 +17,8 @@ from pyro_nami.factors.links import within
 
 __all__ = ["TruncatedNormal"]
 
-_FARTHEST, _UPMOST = 1e10, 8.0  # deviations below the mode, and above the location, from where nothing is lost
+# deviations below the mode, and above the location, from where nothing is lost
+_FARTHEST, _UPMOST = 1e10, 8.0
 _NO_BOUND = 1e100  # in place of infinity, which has no gradient
 _STEPS = 8
 
@@ -41,7 +42,12 @@ class TruncatedNormal(TorchDistribution):
     has_rsample = True
 
     def __init__(
-        self, loc: Tensor, scale: Tensor, low: Tensor, high: Tensor, validate_args: bool | None = None
+        self,
+        loc: Tensor,
+        scale: Tensor,
+        low: Tensor,
+        high: Tensor,
+        validate_args: bool | None = None,
     ) -> None:
         self.loc, self.scale, self.low, self.high = broadcast_all(loc, scale, low, high)
         super().__init__(self.loc.shape, validate_args=validate_args)
@@ -50,16 +56,24 @@ class TruncatedNormal(TorchDistribution):
     def support(self) -> constraints.Constraint:
         return constraints.interval(self.low, self.high)
 
-    def expand(self, batch_shape: Sequence[int], _instance: TruncatedNormal | None = None) -> TruncatedNormal:
+    def expand(
+        self, batch_shape: Sequence[int], _instance: TruncatedNormal | None = None
+    ) -> TruncatedNormal:
         loc, scale, low, high = (
-            each.expand(torch.Size(batch_shape)) for each in (self.loc, self.scale, self.low, self.high)
+            each.expand(torch.Size(batch_shape))
+            for each in (self.loc, self.scale, self.low, self.high)
         )
         return type(self)(loc, scale, low, high, validate_args=False)
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         at, left = self._mode()
-        u = torch.rand(torch.Size(sample_shape) + self.batch_shape, dtype=at.scale.dtype, device=at.scale.device)
-        u = torch.where(at.sign > 0, u, 1 - u).clamp(min=2.0**-54)  # so that draws are continuous in the parameters
+        u = torch.rand(
+            torch.Size(sample_shape) + self.batch_shape,
+            dtype=at.scale.dtype,
+            device=at.scale.device,
+        )
+        # so that draws are continuous in the parameters
+        u = torch.where(at.sign > 0, u, 1 - u).clamp(min=2.0**-54)
         log_mass = (torch.lerp(left, torch.ones_like(left), u) * at.mass).log()
         with torch.no_grad():
             mills = _mills(at.place)
@@ -79,11 +93,15 @@ class TruncatedNormal(TorchDistribution):
         at, left = self._mode()
         t = at.sign * (at.edge - value.double()) / at.scale
         log_prob = t * (at.place - t / 2) - (at.mass * at.scale).log() - (-left).log1p()
-        return torch.where((self.low <= value) & (value <= self.high), log_prob.to(self.loc), -torch.inf)
+        return torch.where(
+            (self.low <= value) & (value <= self.high), log_prob.to(self.loc), -torch.inf
+        )
 
     def _mode(self) -> tuple[_Mode, Tensor]:
         """Returns where the density is greatest, and the share of the mass up to there that is out of bounds."""
-        loc, scale, low, high = (each.double() for each in (self.loc, self.scale, self.low, self.high))
+        loc, scale, low, high = (
+            each.double() for each in (self.loc, self.scale, self.low, self.high)
+        )
         low, high = low.clamp(min=-_NO_BOUND), high.clamp(max=_NO_BOUND)
         flipped = low + high > 2 * loc
         sign = 1 - 2 * flipped.to(loc)
@@ -94,7 +112,9 @@ class TruncatedNormal(TorchDistribution):
         edge, place = torch.where(inside, loc, near), torch.where(inside, 0.0, place)
         mass = torch.where(inside, mass, _mills(place))
         t = (sign * (edge - far) / scale).clamp(max=_FARTHEST)
-        return _Mode(sign, scale, edge, place, mass), _mills(place - t) / mass * (t * (place - t / 2)).exp()
+        return _Mode(sign, scale, edge, place, mass), _mills(place - t) / mass * (
+            t * (place - t / 2)
+        ).exp()
 
 
 class _Mode(NamedTuple):

@@ -18,7 +18,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pyro_nami.factors.bijections import NearlyIdentity
-from pyro_nami.factors.elements import ExpRelaxedElements, LogisticElements, StableKumaraswamy, StableVonMises
+from pyro_nami.factors.elements import (
+    ExpRelaxedElements,
+    LogisticElements,
+    StableKumaraswamy,
+    StableVonMises,
+)
 from pyro_nami.factors.layout import Layout, LogLayout, UnconstrainedLayout
 from pyro_nami.factors.links import POSITIVE, RATE, REAL, Link, log, positive, raw_positive, within
 from pyro_nami.factors.wrappers import innermost
@@ -50,9 +55,11 @@ class Row(NamedTuple):
     vector: bool = False  # whether there is one parameter, a vector
     given: str | None = None  # a parameter that is the prior's own
     layout_type: type[Layout] = Layout  # of continuous values as elements
-    normal: bool = False  # whether it is a Normal in unconstrained space, so that this is its own type
+    # whether it is a Normal in unconstrained space, so that this is its own type
+    normal: bool = False
     classes: bool = False  # whether its values are classes, which its support does not tell
-    hard: bool = False  # whether the model draws hard values of a relaxed variable, which no factor gives
+    # whether the model draws hard values of a relaxed variable, which no factor gives
+    hard: bool = False
 
 
 def type_of(prior: td.Distribution) -> Row:
@@ -65,7 +72,9 @@ def type_of(prior: td.Distribution) -> Row:
     return next((TYPES[kind] for kind in type(innermost(prior)).__mro__ if kind in TYPES), _UNKNOWN)
 
 
-def _location_scale(make: Callable, *, deviation: float, mean: float = 0.0, median: float = 0.0) -> Row:
+def _location_scale(
+    make: Callable, *, deviation: float, mean: float = 0.0, median: float = 0.0
+) -> Row:
     """Returns the row of a type with location and scale, by the numbers of its standard form; `start` at the median."""
 
     def start(value: Tensor, scale: Tensor) -> RawParameters:
@@ -196,11 +205,15 @@ def _kumaraswamy_start(value: Tensor, scale: Tensor) -> RawParameters:
     need a b beyond any precision: b stays below 1000, and the spread is then wider than asked.
     """
     target = 1 / (math.sqrt(2 * _PI) * scale)
-    grid = torch.linspace(math.log(0.05), math.log(1000.0), 400, dtype=value.dtype, device=value.device)
+    grid = torch.linspace(
+        math.log(0.05), math.log(1000.0), 400, dtype=value.dtype, device=value.device
+    )
     log_w = -_LOG_TWO / grid.exp()
     log_one_minus_w = (-log_w.expm1()).log()
     a = log_one_minus_w / value.log().unsqueeze(-1)
-    log_density = a.log() + grid + log_one_minus_w + (-value).log1p().unsqueeze(-1) - _LOG_TWO - log_w
+    log_density = (
+        a.log() + grid + log_one_minus_w + (-value).log1p().unsqueeze(-1) - _LOG_TWO - log_w
+    )
     best = (log_density - target.log().unsqueeze(-1)).abs().argmin(-1, keepdim=True)
     return raw_positive(a.gather(-1, best).squeeze(-1)), grid[best.squeeze(-1)]
 
@@ -215,7 +228,9 @@ def _dirichlet_anchor(prior: Any) -> Anchor:
 
 def _dirichlet_start(value: Tensor, scale: Tensor) -> RawParameters:
     """Mean at the value, total concentration by the mean over entries of the Beta rule."""
-    total = (1 / (value * (1 - value)).clamp(min=torch.finfo(value.dtype).eps)).mean(-1) / scale.square()
+    total = (1 / (value * (1 - value)).clamp(min=torch.finfo(value.dtype).eps)).mean(
+        -1
+    ) / scale.square()
     return (raw_positive(value * total.unsqueeze(-1)),)
 
 
@@ -238,7 +253,10 @@ _MULTIVARIATE_NORMAL = Row(lambda prior: (prior.loc, prior.variance.sqrt()), nor
 _BY_CONCENTRATIONS = {"concentration1": POSITIVE, "concentration0": POSITIVE}
 _BY_LOGITS = {"logits": REAL}
 _INVERSE_GAMMA = Row(
-    _inverse_gamma_anchor, _inverse_gamma, {"concentration": POSITIVE, "center": POSITIVE}, _gamma_start
+    _inverse_gamma_anchor,
+    _inverse_gamma,
+    {"concentration": POSITIVE, "center": POSITIVE},
+    _gamma_start,
 )
 
 TYPES: dict[type, Row] = {
@@ -252,24 +270,45 @@ TYPES: dict[type, Row] = {
         dist.Gumbel, deviation=_PI / math.sqrt(6.0), mean=_EULER, median=-math.log(_LOG_TWO)
     ),
     td.Cauchy: _location_scale(dist.Cauchy, deviation=1.0),
-    td.StudentT: Row(_LOC_SCALE, dist.StudentT, {"df": POSITIVE, "loc": REAL, "scale": POSITIVE}, _student_t_start),
-    dist.MultivariateStudentT: Row(lambda prior: (prior.loc, prior.scale_tril.square().sum(-1).sqrt())),
+    td.StudentT: Row(
+        _LOC_SCALE,
+        dist.StudentT,
+        {"df": POSITIVE, "loc": REAL, "scale": POSITIVE},
+        _student_t_start,
+    ),
+    dist.MultivariateStudentT: Row(
+        lambda prior: (prior.loc, prior.scale_tril.square().sum(-1).sqrt())
+    ),
     td.VonMises: Row(
-        _von_mises_anchor, StableVonMises, {"loc": REAL, "concentration": _CONCENTRATION}, _von_mises_start
+        _von_mises_anchor,
+        StableVonMises,
+        {"loc": REAL, "concentration": _CONCENTRATION},
+        _von_mises_start,
     ),
     # positive
     td.LogNormal: _NORMAL,
-    td.Gamma: Row(_gamma_anchor, _gamma, {"concentration": POSITIVE, "mean": POSITIVE}, _gamma_start),
+    td.Gamma: Row(
+        _gamma_anchor, _gamma, {"concentration": POSITIVE, "mean": POSITIVE}, _gamma_start
+    ),
     td.Chi2: Row(_gamma_anchor, dist.Chi2, {"df": POSITIVE}, _median_at_value(1.0)),
     td.InverseGamma: _INVERSE_GAMMA,
     dist.InverseGamma: _INVERSE_GAMMA,
-    td.Exponential: Row(_exponential_anchor, dist.Exponential, {"rate": RATE}, _median_at_value(_LOG_TWO)),
+    td.Exponential: Row(
+        _exponential_anchor, dist.Exponential, {"rate": RATE}, _median_at_value(_LOG_TWO)
+    ),
     td.HalfNormal: _scale_only(
         dist.HalfNormal, -0.5 * (_EULER + _LOG_TWO), _PI / math.sqrt(8.0), median=0.6744897501960817
     ),
     td.HalfCauchy: _scale_only(dist.HalfCauchy, 0.0, _PI / 2, median=1.0),
-    td.Weibull: Row(_weibull_anchor, dist.Weibull, {"scale": POSITIVE, "concentration": POSITIVE}, _weibull_start),
-    td.Pareto: Row(lambda prior: _log_ratio(torch.ones_like(prior.alpha), prior.alpha, log(prior.scale))),
+    td.Weibull: Row(
+        _weibull_anchor,
+        dist.Weibull,
+        {"scale": POSITIVE, "concentration": POSITIVE},
+        _weibull_start,
+    ),
+    td.Pareto: Row(
+        lambda prior: _log_ratio(torch.ones_like(prior.alpha), prior.alpha, log(prior.scale))
+    ),
     td.FisherSnedecor: Row(
         lambda prior: _log_ratio(prior.df1 / 2, prior.df2 / 2, log(prior.df2) - log(prior.df1))
     ),
@@ -278,16 +317,26 @@ TYPES: dict[type, Row] = {
     td.Beta: Row(_beta_anchor, _beta, {"logit": REAL, "log_total": REAL}, _beta_start),
     dist.AffineBeta: Row(_beta_anchor),
     td.Kumaraswamy: Row(None, StableKumaraswamy, _BY_CONCENTRATIONS, _kumaraswamy_start),
-    td.Dirichlet: Row(_dirichlet_anchor, dist.Dirichlet, {"concentration": POSITIVE}, _dirichlet_start, vector=True),
+    td.Dirichlet: Row(
+        _dirichlet_anchor,
+        dist.Dirichlet,
+        {"concentration": POSITIVE},
+        _dirichlet_start,
+        vector=True,
+    ),
     td.LKJCholesky: Row(_lkj_anchor),
     # discrete
     td.Bernoulli: Row(None, dist.Bernoulli, _BY_LOGITS),
     td.Categorical: Row(None, dist.Categorical, _BY_LOGITS, vector=True, classes=True),
     td.OneHotCategorical: Row(None, dist.OneHotCategorical, _BY_LOGITS, vector=True),
-    td.OneHotCategoricalStraightThrough: Row(None, dist.OneHotCategoricalStraightThrough, _BY_LOGITS, vector=True),
+    td.OneHotCategoricalStraightThrough: Row(
+        None, dist.OneHotCategoricalStraightThrough, _BY_LOGITS, vector=True
+    ),
     td.Geometric: Row(None, dist.Geometric, _BY_LOGITS),
     td.Poisson: Row(None, dist.Poisson, {"rate": POSITIVE}),
-    td.NegativeBinomial: Row(None, dist.NegativeBinomial, {"total_count": POSITIVE, "logits": REAL}),
+    td.NegativeBinomial: Row(
+        None, dist.NegativeBinomial, {"total_count": POSITIVE, "logits": REAL}
+    ),
     dist.GammaPoisson: Row(None, _gamma_poisson, {"concentration": POSITIVE, "rate": RATE}),
     td.Binomial: Row(None, dist.Binomial, _BY_LOGITS, given="total_count"),
     dist.BetaBinomial: Row(None, dist.BetaBinomial, _BY_CONCENTRATIONS, given="total_count"),
@@ -296,7 +345,12 @@ TYPES: dict[type, Row] = {
         None, LogisticElements, _BY_LOGITS, given="temperature", layout_type=UnconstrainedLayout
     ),
     td.RelaxedOneHotCategorical: Row(
-        None, ExpRelaxedElements, _BY_LOGITS, vector=True, given="temperature", layout_type=LogLayout
+        None,
+        ExpRelaxedElements,
+        _BY_LOGITS,
+        vector=True,
+        given="temperature",
+        layout_type=LogLayout,
     ),
     dist.RelaxedBernoulliStraightThrough: Row(given="temperature", hard=True),
     dist.RelaxedOneHotCategoricalStraightThrough: Row(given="temperature", hard=True),

@@ -29,8 +29,16 @@ from pyro_nami.factors.normals import (
 )
 
 __all__ = [
-    "BUILT_IN", "CorrectionFamily", "FlowFamily", "MixtureFamily", "NormalFamily", "RelaxedFamily", "SinhArcsinhFamily",
-    "flow", "mixture", "relaxed",
+    "BUILT_IN",
+    "CorrectionFamily",
+    "FlowFamily",
+    "MixtureFamily",
+    "NormalFamily",
+    "RelaxedFamily",
+    "SinhArcsinhFamily",
+    "flow",
+    "mixture",
+    "relaxed",
 ]
 
 
@@ -71,7 +79,9 @@ class NormalFamily(Family):
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return self.bent(*self._split(params), anchor)
 
-    def coupled_distribution(self, params: Tensor, anchor: Tensor | None, coupling: Coupling) -> SiteDistribution:
+    def coupled_distribution(
+        self, params: Tensor, anchor: Tensor | None, coupling: Coupling
+    ) -> SiteDistribution:
         return SiteDistribution(self.bent(*self._split(params), anchor, coupling), self.layout)
 
     def _split(self, params: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -95,7 +105,9 @@ class MixtureFamily(NormalFamily):
     takes_evidence = False
     alike = ()
 
-    def __init__(self, name: str, prior: Distribution, value: Tensor, *, components: int = 3) -> None:
+    def __init__(
+        self, name: str, prior: Distribution, value: Tensor, *, components: int = 3
+    ) -> None:
         self.components = components
         self.num_params = 3 * components
         self.locations = range(components, 2 * components)
@@ -104,14 +116,18 @@ class MixtureFamily(NormalFamily):
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         location, raw = super().initial(value, scale, anchor)[..., :2].split(1, -1)
         relative = relative_scale(raw)
-        offset = torch.linspace(-1, 1, self.components, dtype=location.dtype, device=location.device)
+        offset = torch.linspace(
+            -1, 1, self.components, dtype=location.dtype, device=location.device
+        )
         if self.components == 1:
             offset, within = torch.zeros_like(offset), relative
         else:
             # Half of the variance lies between the components, half within.
             offset, within = offset / offset.square().mean().mul(2).sqrt(), relative * 0.5**0.5
         locations = location + relative * offset
-        return torch.cat([torch.zeros_like(locations), locations, raw_scale(within).expand_as(locations)], -1)
+        return torch.cat(
+            [torch.zeros_like(locations), locations, raw_scale(within).expand_as(locations)], -1
+        )
 
     def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
         return MixtureElements(params, anchor)
@@ -128,7 +144,9 @@ class FlowFamily(NormalFamily):
     bent = FlowElements
     alike = ()
 
-    def __init__(self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8, transforms: int = 0) -> None:
+    def __init__(
+        self, name: str, prior: Distribution, value: Tensor, *, bins: int = 8, transforms: int = 0
+    ) -> None:
         self.num_params = 2 + 3 * bins - 1
         if transforms:
             self.stack, self.layout_type = (transforms, bins), NormalLayout
@@ -159,7 +177,11 @@ class CorrectionFamily(SinhArcsinhFamily):
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         elements = self.layout.elements(value)
-        return super().initial(torch.zeros_like(value), 1.0).expand(elements.shape + (self.num_params,))
+        return (
+            super()
+            .initial(torch.zeros_like(value), 1.0)
+            .expand(elements.shape + (self.num_params,))
+        )
 
 
 class RelaxedFamily(Family):
@@ -180,7 +202,9 @@ class RelaxedFamily(Family):
     num_params = 1
     alike = ("temperature",)
 
-    def __init__(self, name: str, prior: Distribution, value: Tensor, *, temperature: float = 2 / 3) -> None:
+    def __init__(
+        self, name: str, prior: Distribution, value: Tensor, *, temperature: float = 2 / 3
+    ) -> None:
         self.temperature = temperature
         super().__init__(name, prior, value)
 

@@ -13,7 +13,15 @@ from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDi
 from torch import Tensor
 from torch.distributions import Distribution
 
-__all__ = ["base_of", "innermost", "layers", "named_layers", "rewrapped", "through_wrappers", "without"]
+__all__ = [
+    "base_of",
+    "innermost",
+    "layers",
+    "named_layers",
+    "rewrapped",
+    "through_wrappers",
+    "without",
+]
 
 _WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
 
@@ -47,7 +55,9 @@ def named_layers(distribution: Any, path: str = "") -> Iterator[tuple[str, Any]]
         yield from named_layers(base, f"{path}base_dist.")
 
 
-def through_wrappers(distribution: Distribution, function: Callable[[Distribution], Tensor]) -> Tensor:
+def through_wrappers(
+    distribution: Distribution, function: Callable[[Distribution], Tensor]
+) -> Tensor:
     """Applies `function` to the innermost distribution, and returns its tensor at the batch shape of the outermost.
 
     It maps batch shape ``(*inner)`` to a tensor ``(*inner, *rest)``; the result is ``(*batch, *reinterpreted, *rest)``.
@@ -57,7 +67,9 @@ def through_wrappers(distribution: Distribution, function: Callable[[Distributio
     base = base_of(distribution)
     tensor = through_wrappers(base, function)
     if isinstance(distribution, ExpandedDistribution):
-        return tensor.expand(torch.Size(distribution.batch_shape) + tensor.shape[len(base.batch_shape) :])
+        return tensor.expand(
+            torch.Size(distribution.batch_shape) + tensor.shape[len(base.batch_shape) :]
+        )
     return tensor
 
 

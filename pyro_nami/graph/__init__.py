@@ -2,7 +2,13 @@
 
 from pyro_nami.graph.elimination import Elimination, eliminate, moralize
 from pyro_nami.graph.inverse import Inverse
-from pyro_nami.graph.inversion_methods import fully_connected, mean_field, nami, nami_steps, stuhlmueller
+from pyro_nami.graph.inversion_methods import (
+    fully_connected,
+    mean_field,
+    nami,
+    nami_steps,
+    stuhlmueller,
+)
 from pyro_nami.graph.min_fill import Step
 from pyro_nami.graph.network import BayesNet, Instance
 from pyro_nami.graph.sites import Site

@@ -86,7 +86,9 @@ def eliminate(net: BayesNet, order: Iterable[Hashable]) -> Elimination:
         site = net.sites.get(name)
         if site is None or site.observed or name in result.joint:
             kind = "unknown" if site is None else "observed" if site.observed else "there twice"
-            raise ValueError(f"Expected an order of distinct latent sites; got {name!r}, which is {kind}.")
+            raise ValueError(
+                f"Expected an order of distinct latent sites; got {name!r}, which is {kind}."
+            )
         v = net.indexed.position[name]
         rows = graph.rows(v)
         result.parents[name], result.joint[name] = graph.eliminate(v)
@@ -108,11 +110,14 @@ class MoralGraph:
         (('a', 'b', 'x', 'y'), 0, 2)
     """
 
-    def __init__(self, net: BayesNet, kept: Iterable[int] | None = None, gone: Iterable[int] = ()) -> None:
+    def __init__(
+        self, net: BayesNet, kept: Iterable[int] | None = None, gone: Iterable[int] = ()
+    ) -> None:
         self.net, self.names, self.plates = net, net.indexed.names, net.indexed.plates
         self.cliques: list[set[int]] = []
         self.batches: list[Plates] = []
-        self.holding: list[set[int]] = [set() for _ in self.names]  # the cliques that hold each site
+        # the cliques that hold each site
+        self.holding: list[set[int]] = [set() for _ in self.names]
         kept = range(len(self.names)) if kept is None else list(kept)
         # With all sites in the same plates no label ever arises, and every pair counts alike.
         self.uniform = len({self.plates[t] for t in kept}) <= 1
@@ -171,7 +176,11 @@ class MoralGraph:
         _, clique, rest = self._split(v)
         twice = 0
         for x in rest:
-            twice += 2 * (len(clique) - len(self._near(x, clique))) + len(rest) - len(self._near(x, rest))
+            twice += (
+                2 * (len(clique) - len(self._near(x, clique)))
+                + len(rest)
+                - len(self._near(x, rest))
+            )
         return twice // 2, len(clique) + len(rest)
 
     def new_edges(self, v: int) -> dict[tuple[int, int], int]:
@@ -196,7 +205,12 @@ class MoralGraph:
             if len(ids) <= len(ends):  # look from the side that has fewer cliques
                 found |= self._near(x, waiting)
             else:
-                found.update(u for b in ends for u in self._near(b, waiting) if not ids.isdisjoint(self.holding[u]))
+                found.update(
+                    u
+                    for b in ends
+                    for u in self._near(b, waiting)
+                    if not ids.isdisjoint(self.holding[u])
+                )
         return found
 
     def _batch(self, v: int) -> Plates:
@@ -209,7 +223,9 @@ class MoralGraph:
         for i in ids:
             if len(self.cliques[i]) > len(clique) and self.batches[i] <= batch:
                 clique = self.cliques[i]
-        rest = set().union(*[self.cliques[i] for i in ids if self.cliques[i] is not clique]) - clique
+        rest = (
+            set().union(*[self.cliques[i] for i in ids if self.cliques[i] is not clique]) - clique
+        )
         rest.discard(v)
         return batch, clique, rest
 

@@ -101,7 +101,9 @@ class Inverse:
             name for name in self.net.sites if name in self.parents or self.net.sites[name].observed
         )
         graph.add_edges_from(
-            (u, v, {"across": across}) for v in reversed(self.order) for u, across in self.parents[v].items()
+            (u, v, {"across": across})
+            for v in reversed(self.order)
+            for u, across in self.parents[v].items()
         )
         return graph
 
@@ -167,7 +169,9 @@ class Inverse:
                 )
             known.add(v)
             if not self.joint[v] <= plates[v]:
-                raise ValueError(f"Expected {v!r} to be joint over plates it lies in; got {set(self.joint[v])!r}.")
+                raise ValueError(
+                    f"Expected {v!r} to be joint over plates it lies in; got {set(self.joint[v])!r}."
+                )
             for u, across in self.parents[v].items() if self.net.plate_sizes else ():
                 if not across <= plates[u] & plates[v]:
                     raise ValueError(
@@ -179,14 +183,22 @@ class Inverse:
 
     def __reduce__(self) -> tuple[Any, ...]:
         parents = {v: dict(reads) for v, reads in self.parents.items()}
-        return Inverse, (self.net, self.order, parents, dict(self.joint), self.predictive, self.exact)
+        return Inverse, (
+            self.net,
+            self.order,
+            parents,
+            dict(self.joint),
+            self.predictive,
+            self.exact,
+        )
 
     def __str__(self) -> str:
         grounded = f" ({self.num_grounded_edges} between instances)" if self.net.plate_sizes else ""
         text = f"Inverse: latents {len(self.order)}, edges {self.num_edges}{grounded}, levels {len(self.levels)}"
         for v in reversed(self.order):
             reads = [
-                label(u) + (f" over {plate_list(self.net, pooled)}" if (pooled := self.pooled(v, u)) else "")
+                label(u)
+                + (f" over {plate_list(self.net, pooled)}" if (pooled := self.pooled(v, u)) else "")
                 for u in self.parents[v]
             ]
             text += f"\n  {site_label(self.net, v)}" + (f" | {', '.join(reads)}" if reads else "")
@@ -224,7 +236,13 @@ def check_partition(net: BayesNet, parts: Sequence[Sequence[Hashable]], what: st
             raise ValueError(f"Expected every latent once in {what}; got {name!r} twice.")
         if name not in latents:
             site = net.sites.get(name)
-            kind = "an unknown site" if site is None else "observed" if site.observed else "marginalized"
+            kind = (
+                "an unknown site"
+                if site is None
+                else "observed"
+                if site.observed
+                else "marginalized"
+            )
             raise ValueError(
                 f"Expected latents that a guide samples in {what}; got {name!r}, which is {kind}."
             )

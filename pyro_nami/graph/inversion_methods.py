@@ -13,7 +13,15 @@ One that only orders the elimination differently is a heuristic in `min_fill.py`
 
 from __future__ import annotations
 
-__all__ = ["DIRECTIONS", "INVERSIONS", "fully_connected", "mean_field", "nami", "nami_steps", "stuhlmueller"]
+__all__ = [
+    "DIRECTIONS",
+    "INVERSIONS",
+    "fully_connected",
+    "mean_field",
+    "nami",
+    "nami_steps",
+    "stuhlmueller",
+]
 
 import gc
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -157,7 +165,8 @@ def _best(net: BayesNet, direction: str, blocks: Sequence[Sequence[int]]) -> tup
 
 def _invert(net: BayesNet, direction: str, blocks: Sequence[Sequence[int]]) -> Inverse:
     enabled = gc.isenabled()
-    gc.disable()  # there is no cycle to find, and at 100,000 sites its walks cost as much as all else
+    # there is no cycle to find, and at 100,000 sites its walks cost as much as all else
+    gc.disable()
     try:
         taken = {step.site: step for step in steps(net, direction, blocks)}
         return Inverse(
@@ -172,18 +181,24 @@ def _invert(net: BayesNet, direction: str, blocks: Sequence[Sequence[int]]) -> I
             gc.enable()
 
 
-def _parts(net: BayesNet, direction: str, blocks: Iterable[Iterable[Hashable]] | None) -> list[list[int]]:
+def _parts(
+    net: BayesNet, direction: str, blocks: Iterable[Iterable[Hashable]] | None
+) -> list[list[int]]:
     """Checks the arguments, and returns the blocks in indices."""
     latents = sampled(net)
     if direction not in DIRECTIONS:
-        raise ValueError(f"Expected direction to be one of {', '.join(DIRECTIONS)}; got {direction!r}.")
+        raise ValueError(
+            f"Expected direction to be one of {', '.join(DIRECTIONS)}; got {direction!r}."
+        )
     if blocks is None:
         parts = [list(latents)]
     else:
         blocks = list(blocks)
         for block in blocks:
             if isinstance(block, str):
-                raise TypeError(f"Expected blocks to be lists of site names; got the string {block!r}.")
+                raise TypeError(
+                    f"Expected blocks to be lists of site names; got the string {block!r}."
+                )
         parts = [list(block) for block in blocks]
         check_partition(net, parts, "blocks")
     return [[net.indexed.position[name] for name in part] for part in parts]

@@ -77,7 +77,9 @@ def steps(
         if not left:
             continue
         graph = graph or remains.moral_graph()
-        frontier = Frontier(graph, _precedence(net, direction, left), backwards=direction != "forward")
+        frontier = Frontier(
+            graph, _precedence(net, direction, left), backwards=direction != "forward"
+        )
         for _ in left:
             v = frontier.choose()
             ready = tuple(names[u] for u in sorted(frontier.ready)) if traced else ()
@@ -123,7 +125,8 @@ class Frontier:
         self.graph, self.after = graph, after
         self.sign = -1 if backwards else 1
         self.ready: set[int] = set()
-        self.bounds: dict[int, tuple[float, int, bool]] = {}  # a bound on the fill, the rank, whether it is exact
+        # a bound on the fill, the rank, whether it is exact
+        self.bounds: dict[int, tuple[float, int, bool]] = {}
         self.slack: dict[int, float] = {}
         self.heap: list[tuple[float, int, bool]] = []
         self.pending = Counter(chain.from_iterable(after.values()))
@@ -196,7 +199,8 @@ class Remains:
         self.net, self.parents = net, net.indexed.parents
         self.num_children = list(map(len, net.indexed.children))
         self.kept = set(range(len(self.parents)))
-        self.gone = {v: None for v, site in enumerate(net.sites.values()) if site.marginalized}  # in this order
+        # in this order
+        self.gone = {v: None for v, site in enumerate(net.sites.values()) if site.marginalized}
         for v in self.gone:
             if not net.indexed.children[v]:
                 self.drop(v)

@@ -97,10 +97,15 @@ class BayesNet:
         pairs = dict.fromkeys((u, t) for u, t in edges)
         ordered = sites_in_order(sites, pairs)
         rank = {name: i for i, name in enumerate(ordered)}
-        sizes, outer = plate_sizes_of(ordered, plate_sizes or {}), closed_nesting(ordered, nesting or {})
+        sizes, outer = (
+            plate_sizes_of(ordered, plate_sizes or {}),
+            closed_nesting(ordered, nesting or {}),
+        )
         nested = {plate: outer[plate] for plate in sizes if outer.get(plate)}
         object.__setattr__(self, "sites", MappingProxyType(ordered))
-        object.__setattr__(self, "edges", tuple(sorted(pairs, key=lambda edge: (rank[edge[1]], rank[edge[0]]))))
+        object.__setattr__(
+            self, "edges", tuple(sorted(pairs, key=lambda edge: (rank[edge[1]], rank[edge[0]])))
+        )
         object.__setattr__(self, "plate_sizes", MappingProxyType(sizes))
         object.__setattr__(self, "nesting", MappingProxyType(nested))
 
@@ -135,7 +140,9 @@ class BayesNet:
                         f"Expected every {what} to be a node of the graph; got {name!r}. "
                         "Add it to the edges, or list it in nodes."
                     )
-        sites = [Site(name, frozenset(names_of(lying.get(name, ()))), name in seen) for name in names]
+        sites = [
+            Site(name, frozenset(names_of(lying.get(name, ()))), name in seen) for name in names
+        ]
         return cls(sites, edges, plate_sizes, nesting)
 
     @classmethod
@@ -153,7 +160,12 @@ class BayesNet:
             raise TypeError(f"Expected a networkx.DiGraph; got {type(graph).__name__}.")
         edges, nodes = graph.edges(), graph.nodes
         return cls.from_edges(
-            edges, observed=observed, nodes=nodes, plates=plates, plate_sizes=plate_sizes, nesting=nesting
+            edges,
+            observed=observed,
+            nodes=nodes,
+            plates=plates,
+            plate_sizes=plate_sizes,
+            nesting=nesting,
         )
 
     @cached_property
@@ -190,7 +202,11 @@ class BayesNet:
             parents[position[t]].append(position[u])
             children[position[u]].append(position[t])
         return Indexed(
-            names, position, tuple(map(tuple, parents)), tuple(map(tuple, children)), tuple(self.plates.values())
+            names,
+            position,
+            tuple(map(tuple, parents)),
+            tuple(map(tuple, children)),
+            tuple(self.plates.values()),
         )
 
     def ground(self) -> BayesNet:
@@ -204,11 +220,21 @@ class BayesNet:
             return [source for u in parents for source in self.aligned(u, target, self.plates[u])]
 
         sites = [
-            replace(site, name=at, plates=NO_PLATES, support_parents=frozenset(sources(site.support_parents, at)))
+            replace(
+                site,
+                name=at,
+                plates=NO_PLATES,
+                support_parents=frozenset(sources(site.support_parents, at)),
+            )
             for name, site in self.sites.items()
             for at in self.instances(name)
         ]
-        edges = ((source, at) for u, t in self.edges for at in self.instances(t) for source in sources([u], at))
+        edges = (
+            (source, at)
+            for u, t in self.edges
+            for at in self.instances(t)
+            for source in sources([u], at)
+        )
         return BayesNet(sites, edges)
 
     def instances(self, name: Hashable) -> list[Instance]:
@@ -257,7 +283,12 @@ class BayesNet:
         return hash((tuple(self.sites.values()), self.edges))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BayesNet, (tuple(self.sites.values()), self.edges, dict(self.plate_sizes), dict(self.nesting))
+        return BayesNet, (
+            tuple(self.sites.values()),
+            self.edges,
+            dict(self.plate_sizes),
+            dict(self.nesting),
+        )
 
     def __str__(self) -> str:
         text = f"BayesNet: {len(self.latent)} latent and {len(self.observed)} observed sites, {len(self.edges)} edges"
@@ -265,15 +296,23 @@ class BayesNet:
             outer = plate_list(self, self.nesting.get(plate, NO_PLATES))
             text += f", plate {label(plate)} of {size}" + (f" within {outer}" if outer else "")
         for site, parents in zip(self.sites.values(), self.indexed.parents):
-            kind = "observed" if site.observed else "marginalized" if site.marginalized else "latent"
+            kind = (
+                "observed" if site.observed else "marginalized" if site.marginalized else "latent"
+            )
             given = ", ".join(label(self.indexed.names[u]) for u in parents)
-            text += f"\n  {site_label(self, site.name)}: {kind}" + (f", given {given}" if given else "")
+            text += f"\n  {site_label(self, site.name)}: {kind}" + (
+                f", given {given}" if given else ""
+            )
         return text
 
 
 def label(name: Hashable) -> str:
     """A name as text: a string that reads as an identifier is left bare, anything else shows its `repr`."""
-    if isinstance(name, str) and PLAIN_NAME.fullmatch(name) and name not in ("None", "True", "False"):
+    if (
+        isinstance(name, str)
+        and PLAIN_NAME.fullmatch(name)
+        and name not in ("None", "True", "False")
+    ):
         return name
     return repr(name).replace("\n", r"\n")
 
@@ -287,5 +326,3 @@ def site_label(net: BayesNet, name: Hashable) -> str:
 def plate_list(net: BayesNet, plates: Plates) -> str:
     """Plates as text, in the order of the network's ``plate_sizes``."""
     return " and ".join(label(plate) for plate in net.plate_sizes if plate in plates)
-
-

@@ -6,7 +6,15 @@ wrong. Change this file to say more about a site, or to demand more of a network
 
 from __future__ import annotations
 
-__all__ = ["NO_PLATES", "Plates", "Site", "closed_nesting", "names_of", "plate_sizes_of", "sites_in_order"]
+__all__ = [
+    "NO_PLATES",
+    "Plates",
+    "Site",
+    "closed_nesting",
+    "names_of",
+    "plate_sizes_of",
+    "sites_in_order",
+]
 
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Mapping
@@ -45,7 +53,9 @@ class Site:
         object.__setattr__(self, "plates", frozenset(names_of(self.plates)))
         object.__setattr__(self, "support_parents", frozenset(names_of(self.support_parents)))
         if self.observed and self.marginalized:
-            raise ValueError(f"Expected site {self.name!r} to be observed or marginalized; got both.")
+            raise ValueError(
+                f"Expected site {self.name!r} to be observed or marginalized; got both."
+            )
 
 
 def names_of(names: Iterable[Hashable]) -> Iterable[Hashable]:
@@ -75,12 +85,20 @@ def sites_in_order(
     return {name: given[name] for name in _parents_first(given, edges, "graph")}
 
 
-def plate_sizes_of(sites: Mapping[Hashable, Site], sizes: Mapping[Hashable, int]) -> dict[Hashable, int]:
+def plate_sizes_of(
+    sites: Mapping[Hashable, Site], sizes: Mapping[Hashable, int]
+) -> dict[Hashable, int]:
     """The size of each plate that a site lies in, those that are given first."""
     for plate, size in sizes.items():
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"Expected the size of plate {plate!r} to be a positive integer; got {size!r}.")
-    used = {plate: DEFAULT_PLATE_SIZE for site in sites.values() for plate in sorted(site.plates, key=repr)}
+            raise ValueError(
+                f"Expected the size of plate {plate!r} to be a positive integer; got {size!r}."
+            )
+    used = {
+        plate: DEFAULT_PLATE_SIZE
+        for site in sites.values()
+        for plate in sorted(site.plates, key=repr)
+    }
     return {plate: size for plate, size in {**sizes, **used, **sizes}.items() if plate in used}
 
 
@@ -109,13 +127,17 @@ def _by_name(sites: Mapping[Hashable, Site] | Iterable[Site]) -> dict[Hashable, 
     named: dict[Hashable, Site] = {}
     for site in values:
         if not isinstance(site, Site):
-            raise TypeError(f"Expected every site to be a Site; got {type(site).__name__} {site!r}.")
+            raise TypeError(
+                f"Expected every site to be a Site; got {type(site).__name__} {site!r}."
+            )
         if site.name in named:
             count = sum(getattr(other, "name", None) == site.name for other in values)
             raise ValueError(f"Expected every site once; got {site.name!r} {count} times.")
         named[site.name] = site
     if isinstance(sites, Mapping) and list(sites) != list(named):
-        raise ValueError(f"Expected every site under its own name; got {list(sites)!r} for {list(named)!r}.")
+        raise ValueError(
+            f"Expected every site under its own name; got {list(sites)!r} for {list(named)!r}."
+        )
     return named
 
 

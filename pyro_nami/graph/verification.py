@@ -45,7 +45,13 @@ class Verification:
     @property
     def verdict(self) -> str:
         """The two in words."""
-        return "minimally faithful" if self.minimal else "faithful, not minimal" if self else "not faithful"
+        return (
+            "minimally faithful"
+            if self.minimal
+            else "faithful, not minimal"
+            if self
+            else "not faithful"
+        )
 
     def __str__(self) -> str:
         parts = [self.verdict]
@@ -87,7 +93,10 @@ def verify_inverse(net: BayesNet, inverse: Inverse) -> Verification:
     redundant: dict[Dependency, Plates] = {}
     for v in reversed(inverse.order):
         crossed: set[Hashable] = set()
-        blocks = (small.aligned(v, instance, net.plates[v] - inverse.joint[v]) for instance in small.instances(v))
+        blocks = (
+            small.aligned(v, instance, net.plates[v] - inverse.joint[v])
+            for instance in small.instances(v)
+        )
         for block in dict.fromkeys(map(tuple, blocks)):
             needs = {instance: known.sample(instance) for instance in block}
             needed_by_block = set().union(*needs.values(), block)
@@ -119,7 +128,9 @@ def d_separated(net: BayesNet, x: Hashable, y: Hashable, given: Iterable[Hashabl
         if name not in net.sites:
             raise ValueError(f"Expected sites of the network; got {name!r}.")
     if x in given or y in given or x == y:
-        raise ValueError(f"Expected two sites and others given; got {x!r} and {y!r} given {given!r}.")
+        raise ValueError(
+            f"Expected two sites and others given; got {x!r} and {y!r} given {given!r}."
+        )
     return y not in _Known(net, [y, *given]).sample(x)
 
 
@@ -143,7 +154,9 @@ class _Known:
         found, families, stack = {site}, set[int](), [site]
         while stack:
             inner = stack.pop()
-            for family in self.ancestral.intersection((inner, *self.graph.children[inner])) - families:
+            for family in (
+                self.ancestral.intersection((inner, *self.graph.children[inner])) - families
+            ):
                 families.add(family)
                 new = {family, *self.graph.parents[family]} - found
                 found |= new

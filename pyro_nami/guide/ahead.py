@@ -15,7 +15,8 @@ from torch import Tensor
 __all__ = ["DrawsAhead"]
 
 _FIRST = 2  # calls in a row that `Predictive` makes before those that it is asked for, for shapes
-_LEAST, _MOST = 4, 64  # draws in one pass; 128 take about twice the time of 64 in models of 1,000 rows
+# draws in one pass; 128 take about twice the time of 64 in models of 1,000 rows
+_LEAST, _MOST = 4, 64
 
 Make = Callable[[int, int], Mapping[str, Tensor]]  # number of draws, seed -> draws of every latent
 
@@ -76,6 +77,10 @@ class DrawsAhead:
         self._calls += 1
         is_spare = self._calls <= _FIRST
         seed = int(torch.randint(2**31, ()))  # in every call, so that no two leave the same state
-        found = self._spare.next(make, self._seeds.__next__) if is_spare else self._row.next(make, lambda: seed)
+        found = (
+            self._spare.next(make, self._seeds.__next__)
+            if is_spare
+            else self._row.next(make, lambda: seed)
+        )
         self._left = torch.get_rng_state()
         return found

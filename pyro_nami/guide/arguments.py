@@ -32,22 +32,30 @@ class Arguments:
 
     def __init__(self, leaves: Sequence[Any] = (), kept: bool = False) -> None:
         self._leaves = [(leaf, _stamp(leaf)) for leaf in leaves]
-        self._kept = [leaf.detach().clone() if kept and isinstance(leaf, Tensor) else None for leaf in leaves]
+        self._kept = [
+            leaf.detach().clone() if kept and isinstance(leaf, Tensor) else None for leaf in leaves
+        ]
 
     def are(self, leaves: Sequence[Any]) -> bool:
         """Whether the arguments of a later call are the same ones, unchanged; never in a trace, which is for others."""
-        return not torch.jit.is_tracing() and len(leaves) == len(self._leaves) and all(
-            _same(old, stamp, new) or _equal(kept, new)
-            for (old, stamp), kept, new in zip(self._leaves, self._kept, leaves)
+        return (
+            not torch.jit.is_tracing()
+            and len(leaves) == len(self._leaves)
+            and all(
+                _same(old, stamp, new) or _equal(kept, new)
+                for (old, stamp), kept, new in zip(self._leaves, self._kept, leaves)
+            )
         )
 
 
 class Look(NamedTuple):
     """What a run of the model has shown of a call."""
 
-    slots: dict[str, int | str]  # observed site -> the argument, by position or name, that is its very value
+    # observed site -> the argument, by position or name, that is its very value
+    slots: dict[str, int | str]
     varying: bool  # whether calls with arguments of this kind vary in more
-    moving: frozenset[str] = frozenset()  # observed sites whose values move with parameters of the model
+    # observed sites whose values move with parameters of the model
+    moving: frozenset[str] = frozenset()
 
 
 class Looks:
@@ -123,6 +131,10 @@ def _same(old: Any, stamp: Any, new: Any) -> bool:
 
 
 def _equal(kept: Tensor | None, new: Any) -> bool:
-    if kept is None or not isinstance(new, Tensor) or (kept.shape, kept.dtype) != (new.shape, new.dtype):
+    if (
+        kept is None
+        or not isinstance(new, Tensor)
+        or (kept.shape, kept.dtype) != (new.shape, new.dtype)
+    ):
         return False
     return kept.device == new.device and bool(((kept == new) | (kept != kept) & (new != new)).all())

@@ -18,19 +18,27 @@ from pyro_nami.guide.plan import Plan
 __all__ = ["left_of_plates", "own_shape", "quantiles_of", "resized_plates", "sum_plates"]
 
 
-def left_of_plates(latents: Mapping[str, Tensor], plan: Plan, known: Collection[str]) -> dict[str, Tensor]:
+def left_of_plates(
+    latents: Mapping[str, Tensor], plan: Plan, known: Collection[str]
+) -> dict[str, Tensor]:
     """Returns every latent's value with batch dims left of the plate dims; see `AutoNaMIGuide.log_prob`."""
     nesting = plan.plates.nesting
     wanted = [name for name in plan.rules if name not in known and name in plan.bayesnet.sites]
     for name in wanted:
         if name not in latents:
             raise ValueError(f"Expected a value for every latent, {wanted}; got none for '{name}'.")
-    own_dims = {name: {plan.plates.dims[plate] for plate in plan.sites[name].plates} for name in wanted}
+    own_dims = {
+        name: {plan.plates.dims[plate] for plate in plan.sites[name].plates} for name in wanted
+    }
 
     def fits(name: str) -> bool:
         value = latents[name]
         batch = value.shape[: value.dim() - plan.sites[name].event_dim]
-        return all(batch[dim] == 1 for dim in range(-min(len(batch), nesting), 0) if dim not in own_dims[name])
+        return all(
+            batch[dim] == 1
+            for dim in range(-min(len(batch), nesting), 0)
+            if dim not in own_dims[name]
+        )
 
     if all(map(fits, wanted)):
         return {name: latents[name] for name in wanted}
@@ -73,5 +81,7 @@ def resized_plates(value: Tensor, frames: Iterable[Any], event_dim: int) -> dict
     """Returns the plates of a site, with their sizes now, in which ``value`` has another size."""
     batch = value.shape[: value.dim() - event_dim]
     return {
-        frame.name: frame.size for frame in frames if len(batch) >= -frame.dim and batch[frame.dim] != frame.size
+        frame.name: frame.size
+        for frame in frames
+        if len(batch) >= -frame.dim and batch[frame.dim] != frame.size
     }

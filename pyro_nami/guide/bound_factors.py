@@ -25,11 +25,15 @@ from pyro_nami.parameters.factor_groups import Factor
 __all__ = ["bound_factors", "in_turn", "initial_bounds", "is_corrected"]
 
 _RANGE = 1e-3, 1e3  # of xi at first
-_MOST_PAIRS = 2e4  # of a latent's and a datum's elements, of one instance, for latents to be drawn in turn
+# of a latent's and a datum's elements, of one instance, for latents to be drawn in turn
+_MOST_PAIRS = 2e4
 
 
 def bound_factors(
-    first: FirstCall, groups: Mapping[str, ConjugateGroup], reads: Mapping[str, Mapping[Any, Read]], plates: Plates
+    first: FirstCall,
+    groups: Mapping[str, ConjugateGroup],
+    reads: Mapping[str, Mapping[Any, Read]],
+    plates: Plates,
 ) -> dict[str, Factor]:
     """Returns child -> the place in the networks of its bound's parameters, one an element.
 
@@ -44,19 +48,29 @@ def bound_factors(
             if bound_for(fn) is None:
                 continue
             batch = plates.closure(first.frames[child])
-            frames = {node: first.frames[node if node in first.frames else node[1]] for node in nodes}
+            frames = {
+                node: first.frames[node if node in first.frames else node[1]] for node in nodes
+            }
             sources = plan_sources(batch, {node: Read() for node in nodes}, frames, plates)
-            found[child] = Factor(("bound", child), batch, (), fn.event_shape.numel(), 1, 1, False, sources)
+            found[child] = Factor(
+                ("bound", child), batch, (), fn.event_shape.numel(), 1, 1, False, sources
+            )
     return found
 
 
 def is_corrected(first: FirstCall, group: ConjugateGroup) -> bool:
     """Whether networks correct conditionals by a bound: where the inverse lets latents depend on each other."""
     options = first.options
-    return group.bound == "bounded" and options.inverse != "mean_field" and options.within == "autoregressive"
+    return (
+        group.bound == "bounded"
+        and options.inverse != "mean_field"
+        and options.within == "autoregressive"
+    )
 
 
-def in_turn(first: FirstCall, group: ConjugateGroup, factors: Mapping[str, Factor]) -> ConjugateGroup:
+def in_turn(
+    first: FirstCall, group: ConjugateGroup, factors: Mapping[str, Factor]
+) -> ConjugateGroup:
     """Returns a group with binary members drawn in turn, if all that takes holds: else as it is.
 
     Conditionals have to be corrected, instances to be told apart where children tell them apart, elements and data to
@@ -66,7 +80,8 @@ def in_turn(first: FirstCall, group: ConjugateGroup, factors: Mapping[str, Facto
         return group
     frames, own = first.frames, [factors[name] for name in group.members]
     apart = all(
-        frames[factor.name] - set(factor.joint) <= frames[child] and frames[child].isdisjoint(factor.joint)
+        frames[factor.name] - set(factor.joint) <= frames[child]
+        and frames[child].isdisjoint(factor.joint)
         for factor in own
         for child in group.children
     )
@@ -75,7 +90,9 @@ def in_turn(first: FirstCall, group: ConjugateGroup, factors: Mapping[str, Facto
         return group
     dims, sizes = first.plates.dims, first.plates.sizes
     orders = {
-        factor.name: Order(factor.num_elements, [dims[p] for p in factor.joint], [sizes[p] for p in factor.joint])
+        factor.name: Order(
+            factor.num_elements, [dims[p] for p in factor.joint], [sizes[p] for p in factor.joint]
+        )
         for factor in own
     }
     nesting, draw = first.plates.nesting, first.draws[0]
@@ -108,7 +125,9 @@ def initial_bounds(first: FirstCall, child: str) -> tuple[Tensor, ...]:
             "no parent that is active leads to an element, as a leak of zero leaves it, a 1 there is impossible. Give "
             "such elements a small leak."
         )
-    s = torch.cat([bound.predictor(site["fn"]).detach().reshape(-1, event.numel()) for site in runs])
+    s = torch.cat(
+        [bound.predictor(site["fn"]).detach().reshape(-1, event.numel()) for site in runs]
+    )
     found = []
     for weights in (torch.ones_like(s), bound.relevance(s) + torch.finfo(s.dtype).tiny):
         mean, square = ((weights * each).sum(0) / weights.sum(0) for each in (s, s.square()))

@@ -46,7 +46,11 @@ _PLENTY = 5  # instances from which an observed site is standardized by its own 
 
 
 def assemble(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any], options: Options, subsampled: Collection[str] = ()
+    model: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    options: Options,
+    subsampled: Collection[str] = (),
 ) -> tuple[Plan, InverseNetwork, poutine.Trace]:
     """Returns a guide's plan, its networks, and a run at the initial values, from one call; see `first_call`."""
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
@@ -84,7 +88,14 @@ def _tried(first: FirstCall, derived: Derived) -> tuple[Plan, InverseNetwork, Pa
     values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
     call = Call(first.model, first.args, first.kwargs, values=values, held=held)
     state = NetworkState(network, call.maps)
-    current = Pass(plan.rules, plan.families, state, functools.partial(derive, plan, call), None, validate=False)
+    current = Pass(
+        plan.rules,
+        plan.families,
+        state,
+        functools.partial(derive, plan, call),
+        None,
+        validate=False,
+    )
     return plan, network, current, call
 
 
@@ -110,7 +121,12 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
     def encoder(size: int) -> nn.Module:
         activation = options.activation or nn.functional.silu
         return make_encoder(
-            options.pooling, size, _POOLED_FEATURES, _POOLING_UNITS, activation=activation, **plan.factory
+            options.pooling,
+            size,
+            _POOLED_FEATURES,
+            _POOLING_UNITS,
+            activation=activation,
+            **plan.factory,
         )
 
     network = InverseNetwork(
@@ -120,7 +136,11 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         hidden_features=options.hidden_features,
         shared=options.shared,
         make_encoder=encoder,
-        adding=[name for name, rule in plan.learned.items() if options.evidence and rule.family.takes_evidence],
+        adding=[
+            name
+            for name, rule in plan.learned.items()
+            if options.evidence and rule.family.takes_evidence
+        ],
         latents=_positions(plan),
         simulated=options.simulated,
         skip=options.skip,
@@ -133,10 +153,16 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
             network.group_of[name].set_units(factor, options.init_scale, _anchor_scale(first, rule))
         inside = first.plates.minibatched
         network.set_offsets(_offset_plates(first, network))
-        network.vary([group for group in network.groups if not inside.isdisjoint(group.factors[0].batch)])
-    initial: dict[Hashable, Tensor] = {name: _initial(first, rule, network) for name, rule in plan.learned.items()}
+        network.vary(
+            [group for group in network.groups if not inside.isdisjoint(group.factors[0].batch)]
+        )
+    initial: dict[Hashable, Tensor] = {
+        name: _initial(first, rule, network) for name, rule in plan.learned.items()
+    }
     bounds = {factor.name: initial_bounds(first, child) for child, factor in plan.bounds.items()}
-    network.starts = [{**initial, **dict(zip(bounds, each))} for each in zip(*bounds.values())] or [initial]
+    network.starts = [{**initial, **dict(zip(bounds, each))} for each in zip(*bounds.values())] or [
+        initial
+    ]
     network.set_initial(network.starts[0])
     return network
 
@@ -153,7 +179,11 @@ def _positions(plan: Plan) -> list[Hashable]:
 
 def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor:
     """Returns raw parameters ``(elements, raw)`` at the initial value, averaged over batch plates."""
-    value, scale, factor = first.nodes[rule.name]["value"], first.options.init_scale, network.factors[rule.name]
+    value, scale, factor = (
+        first.nodes[rule.name]["value"],
+        first.options.init_scale,
+        network.factors[rule.name],
+    )
     anchor = _anchor(first, rule)
     if rule.expert and anchor is not None:
         raw = initial_expert(rule.family, value, scale, anchor)
@@ -182,18 +212,29 @@ def _anchor_scale(first: FirstCall, rule: Learned) -> Tensor:
     anchor = _anchor(first, rule)
     if anchor is None or not rule.factor.locations or rule.expert:
         return torch.ones(rule.factor.num_elements)
-    return _averaged(first, anchor.log(), rule.factor)[:, 1].exp().clamp(min=first.options.init_scale / _WIDEST)
+    return (
+        _averaged(first, anchor.log(), rule.factor)[:, 1]
+        .exp()
+        .clamp(min=first.options.init_scale / _WIDEST)
+    )
 
 
-def _offset_plates(first: FirstCall, network: InverseNetwork) -> dict[str, dict[str, tuple[int, int]]]:
+def _offset_plates(
+    first: FirstCall, network: InverseNetwork
+) -> dict[str, dict[str, tuple[int, int]]]:
     """Returns factor -> its plates, with dims and full sizes, of those that get offsets: whose instances stay."""
     found = {}
     for name, factor in network.factors.items():
         if not first.plates.minibatched.isdisjoint(factor.batch):
             continue
-        site = first.nodes[name if name in first.nodes else name[1]]  # of a bound's parameters, that of the child
+        # of a bound's parameters, that of the child
+        site = first.nodes[name if name in first.nodes else name[1]]
         frames = [frame for frame in site["cond_indep_stack"] if frame.name in factor.batch]
-        plates = {frame.name: (frame.dim, frame.full_size or frame.size) for frame in frames if frame.vectorized}
+        plates = {
+            frame.name: (frame.dim, frame.full_size or frame.size)
+            for frame in frames
+            if frame.vectorized
+        }
         if plates and math.prod(size for _, size in plates.values()) <= first.options.max_offsets:
             found[name] = plates
     return found
@@ -223,7 +264,9 @@ def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tens
             standard[name] = torch.zeros(width, **plan.factory), torch.ones(width, **plan.factory)
         else:
             standard[name] = _site_standard(first, plan, name)
-    values = covariate_values(plan.covariates, first.options.covariates, first.args, first.kwargs, first.run)
+    values = covariate_values(
+        plan.covariates, first.options.covariates, first.args, first.kwargs, first.run
+    )
     for name, chosen in plan.columns.items():
         rows = values[name].reshape(-1, len(chosen))
         standard[covariates_of(name)] = _standardization(rows, rows, plan.factory)
@@ -245,7 +288,9 @@ def _site_standard(first: FirstCall, plan: Plan, name: str) -> tuple[Tensor, Ten
     return _standardization(here if plenty or not drawn else torch.cat(drawn), here, plan.factory)
 
 
-def _standardization(rows: Tensor, here: Tensor, factory: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _standardization(
+    rows: Tensor, here: Tensor, factory: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
     """Returns (shift, scale) from rows of raw features; zeros and ones (categories) are left as they are."""
     rows, here = rows.to(**factory), here.to(**factory)
     if len(rows) > 1:

@@ -24,20 +24,30 @@ class Call:
     args: tuple
     kwargs: Mapping[str, Any]
     indices: Mapping[str, Tensor] = field(default_factory=dict)  # subsampled plate -> its instances
-    values: Mapping[str, Tensor] = field(default_factory=dict)  # observed site -> value that the factors read
-    own: Mapping[str, Tensor] = field(default_factory=dict)  # those of them that the model's arguments bring
-    held: Mapping[str, Tensor] = field(default_factory=dict)  # what the model is run with in place of its own values
-    sites: Mapping[str, Any] = field(default_factory=dict)  # of a run at reference values, where one was needed
+    # observed site -> value that the factors read
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    # those of them that the model's arguments bring
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+    # what the model is run with in place of its own values
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+    # of a run at reference values, where one was needed
+    sites: Mapping[str, Any] = field(default_factory=dict)
     lacking: frozenset[str] = frozenset()  # sites of the guide's first call that this one lacks
-    new: tuple[str, ...] = ()  # latents that the first call lacked: drawn from the model's own conditional
+    # latents that the first call lacked: drawn from the model's own conditional
+    new: tuple[str, ...] = ()
     covariates: Mapping[str, Tensor] = field(default_factory=dict)  # site -> its covariates
-    maps: IndexMaps = field(default_factory=lambda: IndexMaps({}, {}))  # of the rows that the factors read
-    moving: frozenset[str] = frozenset()  # observed sites whose values move with the model's parameters
+    # of the rows that the factors read
+    maps: IndexMaps = field(default_factory=lambda: IndexMaps({}, {}))
+    # observed sites whose values move with the model's parameters
+    moving: frozenset[str] = frozenset()
     unseen: frozenset[str] = frozenset()  # latents of rows that no data covers
-    constants: dict[Any, Any] | None = None  # of exact conditionals, kept from step to step in training
-    tables: dict[Any, Any] = field(default_factory=dict)  # what was found of latents that come first, with its data
+    # of exact conditionals, kept from step to step in training
+    constants: dict[Any, Any] | None = None
+    # what was found of latents that come first, with its data
+    tables: dict[Any, Any] = field(default_factory=dict)
     starts: dict[Any, Any] = field(default_factory=dict)  # of Newton's method, group -> `Starts`
-    is_fixed: bool = False  # whether these are the data of training, which later calls do not change
+    # whether these are the data of training, which later calls do not change
+    is_fixed: bool = False
     target: TrainedAnswer | None = None
 
     def argument(self, slot: int | str) -> Any:

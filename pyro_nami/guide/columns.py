@@ -22,7 +22,8 @@ from pyro_nami.reading.covariates import MASK, Column, ColumnSearch, Given, colu
 
 __all__ = ["covariate_values", "find_covariates"]
 
-_FEW_DRAWS = 3  # after which a site whose covariates grow with every draw is explained by arguments, if it can be
+# after which a site whose covariates grow with every draw is explained by arguments, if it can be
+_FEW_DRAWS = 3
 _MOST_COVARIATES = 64
 
 
@@ -42,11 +43,15 @@ def find_covariates(first: FirstCall) -> Covariates:
             "model's arguments to a mapping from sites to tensors."
         )
     columns = {name: tuple(search.columns) for name, search in searches.items() if search.columns}
-    used = {column.draw for found in columns.values() for column in found if isinstance(column, Column)}
+    used = {
+        column.draw for found in columns.values() for column in found if isinstance(column, Column)
+    }
     return Covariates(columns, references[: max(used, default=-1) + 1])
 
 
-def _search(first: FirstCall, sites: Collection[str]) -> tuple[dict[str, ColumnSearch], list[dict[str, Tensor]]]:
+def _search(
+    first: FirstCall, sites: Collection[str]
+) -> tuple[dict[str, ColumnSearch], list[dict[str, Tensor]]]:
     """Returns site -> its search, at an end, and the draws at which it was made."""
     searches = {name: ColumnSearch(_MOST_COVARIATES) for name in sites}
     explained: dict[str, ColumnSearch] = {}
@@ -65,7 +70,9 @@ def _search(first: FirstCall, sites: Collection[str]) -> tuple[dict[str, ColumnS
         references.append(draw)
         new = [name for name, search in searches.items() if search.add(number, run[name])]
         if number == _FEW_DRAWS:
-            explained = {name: searches[name] for name in new if _explained(first, name, searches[name])}
+            explained = {
+                name: searches[name] for name in new if _explained(first, name, searches[name])
+            }
             searches = {name: search for name, search in searches.items() if name not in explained}
         if number > 0 and not new:
             break
@@ -93,12 +100,18 @@ def _given(first: FirstCall, sites: Collection[str]) -> Covariates:
         )
         for name in sites
     }
-    initial = _first_instances(first, {name: site.get("value") for name, site in first.nodes.items()})
+    initial = _first_instances(
+        first, {name: site.get("value") for name, site in first.nodes.items()}
+    )
     return Covariates({name: found for name, found in columns.items() if found}, [initial])
 
 
 def _first_instances(first: FirstCall, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: first_instance(values[name], first.nodes[name]) for name in first.net.sites if name in first.nodes}
+    return {
+        name: first_instance(values[name], first.nodes[name])
+        for name in first.net.sites
+        if name in first.nodes
+    }
 
 
 def covariate_values(

@@ -33,7 +33,8 @@ from pyro_nami.program.isolation import outside_of_traces, untouched
 __all__ = ["check_decided", "check_members", "derive", "expansion_in", "keep_constants", "valid_at"]
 
 _MANY = 16  # draws, for which it pays to look first at what one of them shows
-_PASSES, _MOST_KEPT = 2, 16  # passes in training before constants are kept; blocks, and shapes of batches, with some
+# passes in training before constants are kept; blocks, and shapes of batches, with some
+_PASSES, _MOST_KEPT = 2, 16
 
 
 def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
@@ -44,7 +45,9 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         return marginal(plan, call, current, group, derive)
     kept = call.constants
     values = {name: value for name, value in current.values.items() if name not in group.members}
-    known = {name: value.clone() if value.is_inference() else value for name, value in values.items()}
+    known = {
+        name: value.clone() if value.is_inference() else value for name, value in values.items()
+    }
     from_one = _from_one(group, current, plan, call, known)
     while True:
         with suppress(Changed):
@@ -53,7 +56,9 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
             while following is not None:
                 expansion = following
                 with expanding():
-                    sites = call.run({**call.held, **known, **expansion.points}, until=expansion.until)
+                    sites = call.run(
+                        {**call.held, **known, **expansion.points}, until=expansion.until
+                    )
                 check_members(expansion, sites, current)
                 keep_constants(expansion, current, call, known)
                 following = expansion.solve(sites)
@@ -63,7 +68,9 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     near = expansion if type(expansion) is JointGaussian else current.near.get(group)
     check_decided(expansion if isinstance(expansion, JointGaussian) else near)
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
-        kept[group, expansion.leading, "at"] = {name: at.detach() for name, at in near.references.items()}
+        kept[group, expansion.leading, "at"] = {
+            name: at.detach() for name, at in near.references.items()
+        }
     elif near is not None and near.has_moved:
         for starts, data in _starts(group, current, plan, call):
             starts.note(data, near.references)
@@ -82,9 +89,20 @@ def _from_one(
     nesting = plan.plates.nesting
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
     of_data = leading_shape(call.values, plan.event_dims, nesting)
-    if leading.numel() < _MANY or of_data.numel() > 1 or group.form != "Gaussian" or group.bound or group.in_turn:
+    if (
+        leading.numel() < _MANY
+        or of_data.numel() > 1
+        or group.form != "Gaussian"
+        or group.bound
+        or group.in_turn
+    ):
         return None
-    if call.lacking or current.observed or torch.jit.is_tracing() or (call.constants or {}).get((group, leading)):
+    if (
+        call.lacking
+        or current.observed
+        or torch.jit.is_tracing()
+        or (call.constants or {}).get((group, leading))
+    ):
         return None
     kept: dict[Any, Any] = call.constants if call.is_fixed and call.constants is not None else {}
     key = group, "one"
@@ -101,7 +119,9 @@ def _constants_of_one(
 ) -> Constants | None:
     """Returns what of a Gaussian block is constant, by the first of many draws of what is before it."""
     nesting = plan.plates.nesting
-    cuts = {name: max(0, v.dim() - plan.event_dims.get(name, 0) - nesting) for name, v in known.items()}
+    cuts = {
+        name: max(0, v.dim() - plan.event_dims.get(name, 0) - nesting) for name, v in known.items()
+    }
     first = {name: value[(0,) * cuts[name]].detach().clone() for name, value in known.items()}
     first = {name: value.requires_grad_(value.is_floating_point()) for name, value in first.items()}
     sizes = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
@@ -172,12 +192,16 @@ def _scripted() -> Any:
 
 def _if_same(value: Tensor, then: Tensor, result: Tensor, message: str) -> Tensor:
     """Returns a result where a value is what it was; raises elsewhere."""
-    if value.shape != then.shape or not bool(((value == then) | ((value != value) & (then != then))).all()):
+    if value.shape != then.shape or not bool(
+        ((value == then) | ((value != value) & (then != then))).all()
+    ):
         raise ValueError(message)
     return result
 
 
-def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, draws: bool = False) -> Expansion:
+def expansion_in(
+    group: ConjugateGroup, current: Pass, plan: Plan, call: Call, draws: bool = False
+) -> Expansion:
     """Returns the expansion of a group at values of what is before it; it needs a run of the model.
 
     ``draws`` says that some of these are drawn in that run.
@@ -198,42 +222,66 @@ def expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call, d
         forget = functools.partial(kept.__setitem__, (group, leading), None)
         return FromConstants(group, leading, nesting, constants=constants, forget=forget)
     if group.has_mode or group.form == "Gaussian":
-        wider = [each for each in current.near.values() if set(group.members) <= set(each.group.members)]
-        at = wider[-1].means(current.values, group.members) if wider else kept.get((group, leading, "at"))
+        wider = [
+            each for each in current.near.values() if set(group.members) <= set(each.group.members)
+        ]
+        at = (
+            wider[-1].means(current.values, group.members)
+            if wider
+            else kept.get((group, leading, "at"))
+        )
         if not at and (group.has_mode or group in call.starts):
             for starts, data in _starts(group, current, plan, call):
                 at = starts.find(data, at or {})
-        options["at"] = {**{name: plan.initial[name] for name in group.flat}, **(at or {})}  # where to start
+        # where to start
+        options["at"] = {**{name: plan.initial[name] for name in group.flat}, **(at or {})}
     if group.in_turn:
         rules: Any = plan.rules
-        options |= {"orders": {name: rules[name].order for name in group.members}, "observed": observed}
+        options |= {
+            "orders": {name: rules[name].order for name in group.members},
+            "observed": observed,
+        }
     expansion = expansion_of(group)(group, leading, nesting, differentiable, **options)
     if isinstance(expansion, Newton):
         expansion.is_probe = False
     for child in group.children if group.bound == "bounded" else ():
         if child in plan.bounds:
-            expansion.xi[child] = softplus(current.state.params(plan.bounds[child].name).squeeze(-1))
+            expansion.xi[child] = softplus(
+                current.state.params(plan.bounds[child].name).squeeze(-1)
+            )
     return expansion
 
 
-def _starts(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) -> Iterator[tuple[Starts, DataSets]]:
+def _starts(
+    group: ConjugateGroup, current: Pass, plan: Plan, call: Call
+) -> Iterator[tuple[Starts, DataSets]]:
     """Yields where modes are kept, and as whose: as those of data and, of one draw for each, of what is before too."""
     data = DataSets.of(call.values, plan.event_dims, plan.plates.nesting)
     if data is None:
         return
     yield call.starts.setdefault(group, Starts()), data
     before = {name: current.values[name] for name in group.needed if name in current.values}
-    whole = DataSets.of({**call.values, **before}, plan.event_dims, plan.plates.nesting) if before else None
+    whole = (
+        DataSets.of({**call.values, **before}, plan.event_dims, plan.plates.nesting)
+        if before
+        else None
+    )
     if whole is not None and len(whole.keys) == len(data.keys):
         yield call.starts.setdefault((group, "needed"), Starts(is_renewed=True)), whole
 
 
-def keep_constants(expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]) -> None:
+def keep_constants(
+    expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]
+) -> None:
     """Keeps, in training, what steps with the same data need not derive again, and raises `Changed`; tries once."""
     kept, key = call.constants, (expansion.group, expansion.leading)
     if kept is None or key in kept or len(kept) >= _MOST_KEPT or current.state.passes() < _PASSES:
         return
-    if not expansion.differentiable or torch.jit.is_tracing() or type(expansion) is not JointGaussian:
+    if (
+        not expansion.differentiable
+        or torch.jit.is_tracing()
+        or type(expansion) is not JointGaussian
+    ):
         return
     if expansion.xi:  # which change from step to step
         return
@@ -248,7 +296,9 @@ def keep_constants(expansion: Expansion, current: Pass, call: Call, values: Mapp
 
 def check_members(expansion: Expansion, sites: Mapping[str, Any], current: Pass) -> None:
     """Raises `Changed` where members turn out to be observed in a run."""
-    observed = [name for name in expansion.group.members if name in sites and sites[name]["is_observed"]]
+    observed = [
+        name for name in expansion.group.members if name in sites and sites[name]["is_observed"]
+    ]
     if observed:
         current.observed.update(observed)
         for name in observed:

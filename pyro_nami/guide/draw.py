@@ -65,12 +65,24 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     rules = {name: rule for name, rule in plan.rules.items() if name not in call.lacking}
     rules |= {name: Prior(name) for name in (*(rules.keys() & call.unseen), *call.new)}
     validate = is_validation_enabled() and not torch.jit.is_tracing()
-    hidden, private = (frozenset[str](), frozenset[str]()) if call.target is None else call.target[1:3]
+    hidden, private = (
+        (frozenset[str](), frozenset[str]()) if call.target is None else call.target[1:3]
+    )
     rules = {name: rule for name, rule in rules.items() if name not in hidden or name in private}
-    current = Pass(rules, plan.families, state, functools.partial(derive, plan, call), _relocation(plan), validate)
+    current = Pass(
+        rules,
+        plan.families,
+        state,
+        functools.partial(derive, plan, call),
+        _relocation(plan),
+        validate,
+    )
     current.private = private
-    if call.is_fixed and plan.groups and torch.jit.is_tracing():  # what is compiled knows of no other data set
-        one = valid_at(plan, call, ", ".join(map(repr, plan.groups)), "mode='minibatches' or mode='amortized'")
+    # what is compiled knows of no other data set
+    if call.is_fixed and plan.groups and torch.jit.is_tracing():
+        one = valid_at(
+            plan, call, ", ".join(map(repr, plan.groups)), "mode='minibatches' or mode='amortized'"
+        )
         current.valid.update(dict.fromkeys(plan.groups, one))
     current.outer = outer_sizes(plan.plates.nesting)
     traced = any(isinstance(handler, TraceMessenger) for handler in _PYRO_STACK)
@@ -100,7 +112,9 @@ def hand_out(plan: Plan, call: Call, values: Mapping[str, Tensor]) -> dict[str, 
     hidden = call.lacking if call.target is None else call.lacking | call.target.hidden
     for name in [name for name in plan.rules if name in values and name not in hidden]:
         with _At(sites[name]):
-            found[name] = pyro.sample(name, dist.Delta(values[name], event_dim=sites[name]["fn"].event_dim))
+            found[name] = pyro.sample(
+                name, dist.Delta(values[name], event_dim=sites[name]["fn"].event_dim)
+            )
     return found
 
 
@@ -109,7 +123,9 @@ def draw_fresh(current: Pass, plan: Plan, target: TrainedAnswer) -> dict[str, Te
     rules = {name: Prior(name) for name in target.fresh}
     deriving = functools.partial(derive, plan, target.call)
     follow = Pass(rules, {}, current.state, deriving, _relocation(plan), current.validate)
-    follow.values = {name: value for name, value in current.values.items() if name not in target.hidden}
+    follow.values = {
+        name: value for name, value in current.values.items() if name not in target.hidden
+    }
     follow.outer = current.outer
     if rules:
         _draw_along(follow, plan, target.call)
@@ -186,12 +202,15 @@ class _DrawingRun(Runner):
                 if self._expansion.solve(self.sites) is None:
                     check_decided(self._expansion)
                     current.solved[group] = self._expansion
-                    current.ready.update({name: self.sites[name] for name in self._expansion.group.members})
+                    current.ready.update(
+                        {name: self.sites[name] for name in self._expansion.group.members}
+                    )
         current.derive(group)
         known = current.values.keys() | current.observed
         left = [name for name in group.members if name in current.rules and name not in known]
         sites = current.ready
-        if not sites.keys() >= set(left):  # as the run that derived the conditionals ended before them
+        # as the run that derived the conditionals ended before them
+        if not sites.keys() >= set(left):
             with forked_rng():  # as draws shall not depend on what was derived before
                 sites = self._call.run({**self._call.held, **current.values}, until=left)
         for name in left:
@@ -200,7 +219,11 @@ class _DrawingRun(Runner):
 
     def _point(self, msg: Any) -> Tensor | None:
         """Returns the values that a latent has where the log density is expanded."""
-        if self._expansion is None or msg["is_observed"] or msg["name"] not in self._expansion.group.members:
+        if (
+            self._expansion is None
+            or msg["is_observed"]
+            or msg["name"] not in self._expansion.group.members
+        ):
             return None
         return self._expansion.choose(msg["name"], msg["fn"])
 
@@ -222,7 +245,10 @@ class _DrawingRun(Runner):
             if name not in self._plan.names and is_latent(msg):
                 raise ValueError(new_site(name))
         elif known:
-            if msg["is_observed"] and name in self._plan.inverse.predictive - self._plan.semi_observed:
+            if (
+                msg["is_observed"]
+                and name in self._plan.inverse.predictive - self._plan.semi_observed
+            ):
                 raise ValueError(observed_latent(name))
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
         else:
@@ -247,19 +273,25 @@ class _DrawingRun(Runner):
         self._group, current = group, self._current
         waiting = group.needed.intersection(current.rules).difference(current.values, self.values)
         passed = not current.values.keys().isdisjoint(group.members)
-        moved = bool(waiting) and current.is_relocated()  # where what is drawn lies is not known before
-        again = isinstance(self._call.model, Vectorized)  # starts again where points bring batch dims
+        # where what is drawn lies is not known before
+        moved = bool(waiting) and current.is_relocated()
+        # starts again where points bring batch dims
+        again = isinstance(self._call.model, Vectorized)
         alone = passed or moved or again or group.iterates
         if not waiting and (alone or not (self._gradients and torch.is_grad_enabled())):
             raise AllSeen
         if not alone and self._gradients and torch.is_grad_enabled():
-            self._expansion = expansion_in(group, current, self._plan, self._call, draws=bool(waiting))
+            self._expansion = expansion_in(
+                group, current, self._plan, self._call, draws=bool(waiting)
+            )
         self.missing = {*(self._expansion.until if self._expansion else ()), *waiting}
 
     def _postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self._drawn and msg["value"] is not None:
             private = msg["name"] in self._current.private
-            msg["value"] = self._current.take(msg["name"], msg["value"], msg["fn"], seen=not private)
+            msg["value"] = self._current.take(
+                msg["name"], msg["value"], msg["fn"], seen=not private
+            )
         super()._postprocess_message(msg)
 
 
@@ -276,7 +308,9 @@ def _draw_detached(current: Pass, plan: Plan, call: Call) -> None:
             _draw_at(current, name, call.sites[name], prior)
 
 
-def _draw_at(current: Pass, name: str, site: Mapping[str, Any], prior: Distribution | None = None) -> None:
+def _draw_at(
+    current: Pass, name: str, site: Mapping[str, Any], prior: Distribution | None = None
+) -> None:
     """Draws a latent at its site of a run of the model that is over: in the site's plates, at its mask and scale."""
     shape = site["fn"].batch_shape
     if current.rules[name].group is not None:  # at points of an expansion the site has further dims
@@ -332,7 +366,9 @@ def _relocation(plan: Plan) -> Relocation | None:
     if not any(isinstance(handler, IndepMessenger) for handler in _PYRO_STACK):
         return None
     dims, nesting = plan.plates.dims, plan.plates.nesting
-    outer: list[Any] = [frame.dim for frame in get_plates() if frame.vectorized and frame.name not in dims]
+    outer: list[Any] = [
+        frame.dim for frame in get_plates() if frame.vectorized and frame.name not in dims
+    ]
     kept = -1 - max(outer, default=-1 - nesting)
     return Relocation(kept, nesting - kept) if kept < nesting else None
 

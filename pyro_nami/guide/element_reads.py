@@ -29,7 +29,8 @@ from pyro_nami.reading.site_records import moved
 __all__ = ["element_reads"]
 
 _MOST = 256  # elements in all, each of which takes a few runs
-_ORIGINS, _MORE = 2, 8  # draws that runs start from, and further ones for elements that nothing seems to read
+# draws that runs start from, and further ones for elements that nothing seems to read
+_ORIGINS, _MORE = 2, 8
 
 
 def element_reads(
@@ -45,7 +46,11 @@ def element_reads(
     leaves = tree_leaves((first.args, dict(first.kwargs)))
     if any(isinstance(leaf, (Tensor, np.ndarray)) and id(leaf) not in data for leaf in leaves):
         return {}
-    kept = {name: site for name, site in net.sites.items() if name in order or site.observed or site.marginalized}
+    kept = {
+        name: site
+        for name, site in net.sites.items()
+        if name in order or site.observed or site.marginalized
+    }
     edges = [(u, t) for u, t in net.edges if u in kept and t in kept]
     hidden = [name for name in net.latent if net.sites[name].marginalized]
     eliminated = [*hidden, *(name for name in inverse.order if name in order)]
@@ -59,13 +64,17 @@ def element_reads(
     for name in kept:
         children = [t for u, t in edges if u == name]
         if any(counts[name] * counts[t] > 1 for t in children):
-            found.update({(name, t): reads for t, reads in _reads(first, name, children, counts).items()})
+            found.update(
+                {(name, t): reads for t, reads in _reads(first, name, children, counts).items()}
+            )
     sites = [
         replace(site, name=(name, i), support_parents=frozenset())
         for name, site in kept.items()
         for i in range(counts[name])
     ]
-    pairs = [((u, j), (t, i)) for (u, t), reads in found.items() for i, j in reads.nonzero().tolist()]
+    pairs = [
+        ((u, j), (t, i)) for (u, t), reads in found.items() for i, j in reads.nonzero().tolist()
+    ]
     elements = [(name, i) for name in eliminated for i in reversed(range(counts[name]))]
     parents = eliminate(BayesNet(sites, pairs, net.plate_sizes, net.nesting), elements).parents
     result: dict[str, dict[Hashable, tuple[tuple[bool, ...], ...]]] = {}
@@ -83,10 +92,14 @@ def _count(site: Mapping[str, Any] | None) -> int:
     """Returns how many elements a site has that are independent given its parents; 1 if they are not."""
     if site is None:
         return 1
-    return site["fn"].event_shape.numel() if without(site["fn"], Independent).event_shape == () else 1
+    return (
+        site["fn"].event_shape.numel() if without(site["fn"], Independent).event_shape == () else 1
+    )
 
 
-def _reads(first: FirstCall, name: str, children: Sequence[str], counts: Mapping[str, int]) -> dict[str, Tensor]:
+def _reads(
+    first: FirstCall, name: str, children: Sequence[str], counts: Mapping[str, int]
+) -> dict[str, Tensor]:
     """Returns child -> which of its elements move with which ones of a site, a boolean ``(child's, its)``.
 
     What no element is seen to read is changed all together once more; a child that then moves reads all.
@@ -106,7 +119,11 @@ def _reads(first: FirstCall, name: str, children: Sequence[str], counts: Mapping
         other = redraw(before[name]["fn"], base)
 
         def moves(
-            changed: Tensor, values: dict = values, before: dict = before, base: Tensor = base, other: Tensor = other
+            changed: Tensor,
+            values: dict = values,
+            before: dict = before,
+            base: Tensor = base,
+            other: Tensor = other,
         ) -> dict[str, Tensor]:
             """Which elements of children move with those of the site that are ``changed``, ``(elements,)``."""
             event = before[name]["fn"].event_shape if len(changed) > 1 else ()
@@ -124,7 +141,8 @@ def _reads(first: FirstCall, name: str, children: Sequence[str], counts: Mapping
                         reads[t][:] = True
         except (ValueError, RuntimeError, ArithmeticError):  # values that the model does not run at
             return {}
-    return {t: rows for t, rows in reads.items() if rows.any()}  # what shows nothing, as it has no density, reads all
+    # what shows nothing, as it has no density, reads all
+    return {t: rows for t, rows in reads.items() if rows.any()}
 
 
 def _moved(before: Any, after: Any, count: int) -> Tensor:
@@ -134,10 +152,19 @@ def _moved(before: Any, after: Any, count: int) -> Tensor:
         return torch.ones(count, dtype=torch.bool)
 
     def bare(site: Any) -> dict[str, Any]:
-        return {**site, "fn": without(site["fn"], Independent) if count > 1 else site["fn"], "mask": None, "scale": 1.0}
+        return {
+            **site,
+            "fn": without(site["fn"], Independent) if count > 1 else site["fn"],
+            "mask": None,
+            "scale": 1.0,
+        }
 
     return moved(bare(before), bare(after)).reshape(-1, count).any(0).cpu()
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or bool(a == b)
+    return (
+        torch.equal(a, b)
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        else a is b or bool(a == b)
+    )

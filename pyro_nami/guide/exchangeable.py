@@ -40,9 +40,16 @@ def exchangeable_plates(before: Call, now: Call, names: Collection[str]) -> froz
             sites = now.run({}, choose=_reference)
         except Exception:  # noqa: BLE001  whatever a model does near the origin
             return frozenset()
-        frames = {frame.name: frame for name in names if name in sites for frame in sites[name]["cond_indep_stack"]}
+        frames = {
+            frame.name: frame
+            for name in names
+            if name in sites
+            for frame in sites[name]["cond_indep_stack"]
+        }
         return frozenset(
-            plate for plate, frame in frames.items() if frame.vectorized and _may_be_of(frame, before, now, sites)
+            plate
+            for plate, frame in frames.items()
+            if frame.vectorized and _may_be_of(frame, before, now, sites)
         )
 
 
@@ -56,11 +63,17 @@ def _reference(site: Any) -> Tensor | None:
 
 def _may_be_of(frame: Any, before: Call, now: Call, sites: Mapping[str, Any]) -> bool:
     """Whether log densities are those of ``sites``, rotated along a plate, once arguments and latents are rotated."""
-    values = {name: _along(site["value"], site, frame) for name, site in sites.items() if is_latent(site)}
+    values = {
+        name: _along(site["value"], site, frame) for name, site in sites.items() if is_latent(site)
+    }
     try:
         others = _rotated(before, now, frame).run(values)
         return all(
-            torch.allclose(_along(_log_prob(site), site, frame, event_dim=0), _log_prob(others[name]), equal_nan=True)
+            torch.allclose(
+                _along(_log_prob(site), site, frame, event_dim=0),
+                _log_prob(others[name]),
+                equal_nan=True,
+            )
             for name, site in sites.items()
         )
     except Exception:  # noqa: BLE001  whatever a model does that refuses other orders
@@ -80,7 +93,9 @@ def _along(value: Any, site: Any, frame: Any, event_dim: int | None = None) -> A
 
 def _rotated(before: Call, now: Call, frame: Any) -> Call:
     """Returns a call whose arguments are rotated by one row along a plate, if they differ from those of ``before``."""
-    (old, kind), (leaves, spec) = (tree_flatten([each.args, dict(each.kwargs)]) for each in (before, now))
+    (old, kind), (leaves, spec) = (
+        tree_flatten([each.args, dict(each.kwargs)]) for each in (before, now)
+    )
     old = old if kind == spec else [None] * len(leaves)
     args, kwargs = tree_unflatten([_rotate(*pair, frame) for pair in zip(old, leaves)], spec)
     return replace(now, args=args, kwargs=kwargs)

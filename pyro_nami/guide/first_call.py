@@ -50,7 +50,8 @@ class FirstCall(NamedTuple):
     frames: Mapping[str, frozenset[str]]  # site -> the plates that its tensor has dims for
     passing: frozenset[str]  # sites that other calls may lack
     unread: frozenset[str]  # these, and data of which a call sees a part that no plate tells
-    apart: frozenset[str] = frozenset()  # latents too large for networks to say how they depend on others
+    # latents too large for networks to say how they depend on others
+    apart: frozenset[str] = frozenset()
 
     @property
     def nodes(self) -> Mapping[str, Any]:
@@ -66,7 +67,9 @@ class FirstCall(NamedTuple):
     def semi_observed(self) -> frozenset[str]:
         """The latents that a call may observe."""
         named = (name for block in self.options.blocks or () for name in block)
-        return frozenset(self.net.latent) & frozenset(self.found.bayesnet.observed) | frozenset(named)
+        return frozenset(self.net.latent) & frozenset(self.found.bayesnet.observed) | frozenset(
+            named
+        )
 
     @property
     def is_compiled(self) -> bool:
@@ -75,7 +78,9 @@ class FirstCall(NamedTuple):
 
     def read_where_masked(self) -> frozenset[str]:
         """Returns the latents that something reads where the model masks their density; by runs of the model."""
-        latents = [name for name in self.net.latent if name in self.nodes and is_latent(self.nodes[name])]
+        latents = [
+            name for name in self.net.latent if name in self.nodes and is_latent(self.nodes[name])
+        ]
         with forked_rng():
             return read_where_masked(self.nodes, latents, self.run)
 
@@ -90,12 +95,19 @@ class FirstCall(NamedTuple):
         """
         if isinstance(self.model, Vectorized) or self.is_compiled:
             return None
-        other, check = Vectorized(self.model, self.plates.nesting), (self.args, self.kwargs, self.draws)
-        if takes_many(self.model, *check, self.plates.nesting) or not takes_many(other, *check, self.plates.nesting):
+        other, check = (
+            Vectorized(self.model, self.plates.nesting),
+            (self.args, self.kwargs, self.draws),
+        )
+        if takes_many(self.model, *check, self.plates.nesting) or not takes_many(
+            other, *check, self.plates.nesting
+        ):
             return None
         return self._replace(model=other)
 
-    def run(self, values: Mapping[str, Any], until: Collection[str] | None = None) -> dict[str, Any]:
+    def run(
+        self, values: Mapping[str, Any], until: Collection[str] | None = None
+    ) -> dict[str, Any]:
         """Returns the sites of a run of the model at chosen values of its latents."""
         return Runner(values, broadcast=True, until=until).run(self.model, self.args, self.kwargs)
 
@@ -111,7 +123,11 @@ class FirstCall(NamedTuple):
 
 
 def first_call(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any], options: Options, subsampled: Collection[str]
+    model: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    options: Options,
+    subsampled: Collection[str],
 ) -> FirstCall:
     """Returns what one call shows; leaves the model as it was, but not the random number generators.
 
@@ -153,7 +169,9 @@ def first_call(
         )
     plates = _plates(stacks.values(), net, {*subsampled, *subsamples(nodes)})
     moving = _moving(options, net, stacks)
-    minibatched = {plate for name in moving for plate in _outermost(stacks[name], plates, options.along)}
+    minibatched = {
+        plate for name in moving for plate in _outermost(stacks[name], plates, options.along)
+    }
     return FirstCall(
         model=model,
         args=args,
@@ -244,4 +262,6 @@ class _Embedding(NamedTuple):
     def features(self, value: Tensor) -> Tensor:
         """Returns ``(*batch, 1, features)``; the module sees the batch as its only leading dim."""
         cut = value.dim() - self.event_dim
-        return self.module(value.reshape((-1,) + value.shape[cut:])).reshape(value.shape[:cut] + (1, -1))
+        return self.module(value.reshape((-1,) + value.shape[cut:])).reshape(
+            value.shape[:cut] + (1, -1)
+        )

@@ -39,42 +39,69 @@ __all__ = ["cut_by_bounds", "first_ones", "flaw_of_tables", "marginal"]
 
 _DRAWS, _SPREADS, _LEAST_SPREAD = 256, 2.0, 1e-6  # of a prior, for the first grid
 _MOST_AT_ONCE = 2e6  # points times rows of data in one run of the model
-_MOST_TABLE, _GRID = 4e6, 15  # points times rows of data, and the points that a grid of others at each counts as
+# points times rows of data, and the points that a grid of others at each counts as
+_MOST_TABLE, _GRID = 4e6, 15
 _CHECKED, _MOST_SPREAD = 64, 0.03  # draws of a table, and by how many nats they may be off
-_MOST_ROUNDED = 0.3  # nats more, where data are so large beside their noise that single precision tells no better
+# nats more, where data are so large beside their noise that single precision tells no better
+_MOST_ROUNDED = 0.3
 
 
 def first_ones(
     first: FirstCall, inverse: Inverse, order: Sequence[str], groups: Mapping[str, ConjugateGroup]
 ) -> ConjugateGroup | None:
     """Returns the latents that come first, if all others have exact conditionals given them, and they are few."""
-    rest, nodes, options = [name for name in order if name not in groups], first.nodes, first.options
+    rest, nodes, options = (
+        [name for name in order if name not in groups],
+        first.nodes,
+        first.options,
+    )
     hidden = first.found.hidden_randomness
     known = {*first.net.observed, *rest}
-    searched = options.inverse == "auto" and options.blocks is None and options.rules.keys().isdisjoint(rest)
+    searched = (
+        options.inverse == "auto"
+        and options.blocks is None
+        and options.rules.keys().isdisjoint(rest)
+    )
     if not searched or not groups or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
         return None
-    if not all(group.is_exact for group in groups.values()) or first.plates.partial or first.unread or hidden:
+    if (
+        not all(group.is_exact for group in groups.values())
+        or first.plates.partial
+        or first.unread
+        or hidden
+    ):
         return None
     if options.simulated and any(group.is_tabulated for group in groups.values()):
         return None  # grids of grids take seconds for one data set
-    if any(name in (options.families or ()) or not known.issuperset(inverse.parents[name]) for name in rest):
+    if any(
+        name in (options.families or ()) or not known.issuperset(inverse.parents[name])
+        for name in rest
+    ):
         return None
-    if any(first.frames[name] or torch.Size(nodes[name]["fn"].event_shape).numel() != 1 for name in rest):
+    if any(
+        first.frames[name] or torch.Size(nodes[name]["fn"].event_shape).numel() != 1
+        for name in rest
+    ):
         return None
     if any(support_of(nodes[name]["fn"]).is_discrete for name in rest):
         return None
     moving = (name for name in rest if has_tensor_bounds(support_of(nodes[name]["fn"])))
-    if any(not set(first.net.graph.predecessors(name)) <= set(first.net.observed) for name in moving):
+    if any(
+        not set(first.net.graph.predecessors(name)) <= set(first.net.observed) for name in moving
+    ):
         return None
     for name in (*order, *first.data):
         site = nodes[name]
-        if bool((torch.as_tensor(site["scale"]) != 1).any()) or (name in rest and own_mask(site) is not None):
+        if bool((torch.as_tensor(site["scale"]) != 1).any()) or (
+            name in rest and own_mask(site) is not None
+        ):
             return None
     return ConjugateGroup(tuple(rest), tuple(first.data), form="marginal")
 
 
-def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, derive: Callable) -> Marginal:
+def marginal(
+    plan: Plan, call: Call, current: Pass, group: ConjugateGroup, derive: Callable
+) -> Marginal:
     """Returns the conditionals of what comes first, found anew where a call's data or arguments are others.
 
     ``derive`` is `pyro_nami.guide.derivation.derive`.
@@ -89,7 +116,9 @@ def marginal(plan: Plan, call: Call, current: Pass, group: ConjugateGroup, deriv
             known, found = Arguments(leaves, kept=True), joint.table(group, found)
         except ValueError as error:
             learned = dict.fromkeys(group.members, "learned")
-            raise ValueError(f"At these data {error}. A guide with rules={learned} takes them.") from error
+            raise ValueError(
+                f"At these data {error}. A guide with rules={learned} takes them."
+            ) from error
         call.tables[group] = known, found, joint.seen(group, found)
     else:
         current.ready.update({name: sites[name] for name in group.members})
@@ -120,10 +149,14 @@ def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> s
             spread = float((joint.log_density(values) - given).std(0).max())
         with torch.enable_grad():
             sites = call.run({**call.held, **{name: value[:1] for name, value in values.items()}})
-            densities = [log_density_of(sites[name]) for name in (*plan.order, *plan.read) if name in sites]
+            densities = [
+                log_density_of(sites[name]) for name in (*plan.order, *plan.read) if name in sites
+            ]
         if next(parameters_of(*densities), None) is not None:
             return "the model has parameters, which are still to be learned"
-        most = _MOST_SPREAD + min(_MOST_ROUNDED, _rounding(sites[name] for name in plan.read if name in sites))
+        most = _MOST_SPREAD + min(
+            _MOST_ROUNDED, _rounding(sites[name] for name in plan.read if name in sites)
+        )
         return "" if spread < most else f"by quadrature it would be off by {spread:.2g} nats"
     except Exception as error:  # noqa: BLE001  whatever a model does at values far out
         return f"quadrature fails with {type(error).__name__}: {error}"
@@ -153,7 +186,9 @@ def cut_by_bounds(plan: Plan, call: Call, current: Pass, derive: Callable) -> di
             pyro.set_rng_seed(1)
             table = joint.table(group)
             for name in group.members:
-                values[name] = table.conditional(name, values).expand((_CHECKED, *joint.leading)).sample()
+                values[name] = (
+                    table.conditional(name, values).expand((_CHECKED, *joint.leading)).sample()
+                )
             lost = joint._drawn(values)[0].lost()
     except Exception:  # noqa: BLE001  of which `flaw_of_tables` tells
         return {}
@@ -183,15 +218,23 @@ class _Joint(NamedTuple):
         """Raises ValueError where the model mixes up draws in a way that would take much memory for those of a grid."""
         with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
             sites = self.call.run(self.call.held, until=group.members)
-            few = {name: any_value(sites[name]["fn"].expand((2, *self.leading))) for name in group.members}
-            self.call.run({**self.call.held, **self._with_others(few)[0]}, note=of_rank(1 + len(self.leading)))
+            few = {
+                name: any_value(sites[name]["fn"].expand((2, *self.leading)))
+                for name in group.members
+            }
+            self.call.run(
+                {**self.call.held, **self._with_others(few)[0]}, note=of_rank(1 + len(self.leading))
+            )
 
     def table(self, group: ConjugateGroup, near: Marginal | None = None) -> Marginal:
         """Returns the conditionals of a group, from runs of the model at points of a grid."""
         with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
             pyro.set_rng_seed(0)
             sites = self.call.run(self.call.held, until=group.members)
-            layouts = {name: self.plan.families[name].at(sites[name]["fn"]).layout for name in group.members}
+            layouts = {
+                name: self.plan.families[name].at(sites[name]["fn"]).layout
+                for name in group.members
+            }
             middle, half = [], []
             for name in group.members:  # the spread of the prior
                 draws = self._draws(layouts[name], name, sites[name]["fn"])
@@ -266,7 +309,11 @@ class _Joint(NamedTuple):
     def _log_density_of(self, sites: Mapping[str, Any], values: Mapping[str, Tensor]) -> Tensor:
         """Returns the log density in nats of values and data, ``(points, *batch)``, at the sites of their run."""
         known = values.keys() | set(self.plan.bayesnet.observed)
-        terms = [_summed(log_density_of(sites[name]), self.plan.plates.nesting) for name in sites if name in known]
+        terms = [
+            _summed(log_density_of(sites[name]), self.plan.plates.nesting)
+            for name in sites
+            if name in known
+        ]
         return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
 

@@ -59,7 +59,8 @@ class LazyGuide(AutoGuide):
     _observed: ObservedFeatures
     _options: Options
     _waiting_state: tuple[dict[str, Any], bool, bool] | None
-    _unmoved: list[tuple[Tensor, Tensor]]  # parameters made by a change of mode, and their values then
+    # parameters made by a change of mode, and their values then
+    _unmoved: list[tuple[Tensor, Tensor]]
     network: InverseNetwork
 
     # ---- the first call
@@ -71,7 +72,9 @@ class LazyGuide(AutoGuide):
 
     def _made(self) -> Plan:
         if self._plan is None:
-            raise RuntimeError("Expected a guide that was called once; call it with the model's arguments first.")
+            raise RuntimeError(
+                "Expected a guide that was called once; call it with the model's arguments first."
+            )
         return self._plan
 
     def _subsampled(self, *args: Any, **kwargs: Any) -> list[str]:
@@ -88,9 +91,13 @@ class LazyGuide(AutoGuide):
         if mode is Mode.AMORTIZED and not network.simulated:
             network.vary(network.groups)
         is_asked = self._options.mode is not None
-        self._reader = CallReader(plan, self._options.covariates, self._options.index_maps, mode, is_asked)
+        self._reader = CallReader(
+            plan, self._options.covariates, self._options.index_maps, mode, is_asked
+        )
         self._observed = ObservedFeatures(self._options.embeddings)
-        for name in [name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)]:
+        for name in [
+            name for name, site in prototype.nodes.items() if self._prototype_hide_fn(site)
+        ]:
             prototype.remove_node(name)
         self.prototype_trace = prototype
         check_store(self)
@@ -104,11 +111,20 @@ class LazyGuide(AutoGuide):
     def _choose_start(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Starts bounds where the ELBO of the first call is largest; without data, where they were found first."""
         starts, self.network.starts = self.network.starts, []
-        stored = any(name.startswith(f"{self._pyro_name}.") for name in pyro.get_param_store()._params)
-        if len(starts) < 2 or self._options.observed or stored:  # in the store: they are started already
+        stored = any(
+            name.startswith(f"{self._pyro_name}.") for name in pyro.get_param_store()._params
+        )
+        # in the store: they are started already
+        if len(starts) < 2 or self._options.observed or stored:
             return
         elbo, losses = Trace_ELBO(_START_DRAWS), []
-        with untouched(self.model), own_dims(), poutine.block(), pyro.validation_enabled(False), torch.no_grad():
+        with (
+            untouched(self.model),
+            own_dims(),
+            poutine.block(),
+            pyro.validation_enabled(False),
+            torch.no_grad(),
+        ):
             for initial in starts:
                 self.network.set_initial(initial)
                 pyro.set_rng_seed(0)
@@ -125,7 +141,9 @@ class LazyGuide(AutoGuide):
         plates = [plates] if isinstance(plates, pyro.plate) else list(plates)
         for plate in plates:
             if not isinstance(plate, pyro.plate):
-                raise TypeError(f"Expected create_plates() to return plates; got {type(plate).__name__}.")
+                raise TypeError(
+                    f"Expected create_plates() to return plates; got {type(plate).__name__}."
+                )
         self.plates = {plate.name: plate for plate in plates}
         return self.plates
 
@@ -144,7 +162,9 @@ class LazyGuide(AutoGuide):
             kwargs = {key: value for key, value in kwargs.items() if key != "observations"}
         may_train = torch.is_grad_enabled()
         # A guide that scores first, or that is replayed (`pyro.infer.CSIS`), is trained on simulations.
-        replayed = bool(observations) and any(isinstance(handler, ReplayMessenger) for handler in _PYRO_STACK)
+        replayed = bool(observations) and any(
+            isinstance(handler, ReplayMessenger) for handler in _PYRO_STACK
+        )
         if replayed and self._plan is not None and not self._reader.memory.history.is_trained:
             self.serve_any_data()
         if self._plan is None:
@@ -162,25 +182,35 @@ class LazyGuide(AutoGuide):
             self._setup_prototype(*set_up[0], **set_up[1])
         else:
             self._settle()
-            if self._reader.memory.mode is Mode.MINIBATCHES and self._options.mode is not Mode.MINIBATCHES:
+            if (
+                self._reader.memory.mode is Mode.MINIBATCHES
+                and self._options.mode is not Mode.MINIBATCHES
+            ):
                 self._go_over_to_minibatches()
         plan = self._made()
         for name in observations:
             if name not in plan.names:
                 known = ", ".join(map(repr, plan.bayesnet.observed))
-                raise ValueError(f"Expected observations of the model's sites, {known}; got one of '{name}'.")
-        if "observations" in kwargs:  # of several data sets, whose values the model's runs hold, it sees the first
+                raise ValueError(
+                    f"Expected observations of the model's sites, {known}; got one of '{name}'."
+                )
+        # of several data sets, whose values the model's runs hold, it sees the first
+        if "observations" in kwargs:
             kwargs = {**kwargs, "observations": _first_set(observations, plan)}
         plates = self._create_plates(*args, **kwargs)
         call = Call(plan.for_many(self.model), args, kwargs)
         self.network.backward = backward = Backward()
-        return self._reader.read(call, plates, observations, backward=backward if may_train else None, draws=draws)
+        return self._reader.read(
+            call, plates, observations, backward=backward if may_train else None, draws=draws
+        )
 
     def _go_over_to_minibatches(self) -> None:
         """Makes the guide anew, at the arguments of its first steps, for data that differ from step to step."""
         memory = self._reader.memory
         args, kwargs = (memory.context or ((), {}))[:2]
-        moving = frozenset(name for name in self._plan.sites if name in set(map(site_of, memory.history.moving)))
+        moving = frozenset(
+            name for name in self._plan.sites if name in set(map(site_of, memory.history.moving))
+        )
         first = Call(self.model, args, kwargs)
         along = exchangeable_plates(first, self._reader.differing or first, moving)
         self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving, along=along)
@@ -188,7 +218,8 @@ class LazyGuide(AutoGuide):
         self._setup_prototype(*args, **kwargs)
         self._reader.memory = memory
         memory.forget_derived()
-        weights = self.network.parameters() if self.network.groups else ()  # else there is nothing to learn
+        # else there is nothing to learn
+        weights = self.network.parameters() if self.network.groups else ()
         self._unmoved = [(parameter, parameter.detach().clone()) for parameter in weights]
         logging.getLogger(__name__).warning(
             "The data of %s differ from step to step, so the guide takes them for minibatches of one data set, over "
@@ -196,7 +227,8 @@ class LazyGuide(AutoGuide):
             "To say otherwise make the guide with mode='fixed', for one data set, or mode='amortized', for a posterior "
             "of each data set; or name another plate in the model: pyro.plate(name, size, subsample_size=rows).",
             ", ".join(map(repr, sorted(moving))),
-            " and ".join(f"plate {plate!r}" for plate in sorted(self._plan.plates.minibatched)) or "no plate",
+            " and ".join(f"plate {plate!r}" for plate in sorted(self._plan.plates.minibatched))
+            or "no plate",
         )
 
     def _check_optimizer(self) -> None:
@@ -226,8 +258,14 @@ class LazyGuide(AutoGuide):
         """
         with untouched(self.model), torch.no_grad():
             sites = Runner({}).run(self.model, args, kwargs)
-        sampled = {name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site)}
-        extra = [name for name in observations if name in sampled and name not in self._options.observed]
+        sampled = {
+            name
+            for name, site in sites.items()
+            if not site["is_observed"] and not site_is_subsample(site)
+        }
+        extra = [
+            name for name in observations if name in sampled and name not in self._options.observed
+        ]
         observed = (*self._options.observed, *extra)
         mode = Mode.AMORTIZED if observed else self._options.mode
         self._options = self._options._replace(observed=observed, mode=mode)
@@ -236,10 +274,16 @@ class LazyGuide(AutoGuide):
             for name, value in observations.items()
             if isinstance(value, Tensor) and name in sites
         }
-        return {name: value[(0,) * max(more.get(name, 0), 0)] for name, value in observations.items()}
+        return {
+            name: value[(0,) * max(more.get(name, 0), 0)] for name, value in observations.items()
+        }
 
     def _start(
-        self, call: Call, *, learning: bool = False, refinement: Mapping[Hashable, Tensor] | None = None
+        self,
+        call: Call,
+        *,
+        learning: bool = False,
+        refinement: Mapping[Hashable, Tensor] | None = None,
     ) -> NetworkState:
         """Returns the networks' state with everything observed known."""
         plan, network = self._made(), self.network
@@ -337,7 +381,9 @@ class LazyGuide(AutoGuide):
             "one_context": memory.has_one_context,
             "data": {_key(node): each for node, each in (history.current or {}).items()},
             "references": list(covariates.references),
-            "columns": {site: [plain_column(c) for c in found] for site, found in covariates.columns.items()},
+            "columns": {
+                site: [plain_column(c) for c in found] for site, found in covariates.columns.items()
+            },
             "context": memory.plain_context() if self._options.save_data else None,
             "learned": sorted(self._plan.learned),
         }
@@ -365,7 +411,9 @@ class LazyGuide(AutoGuide):
         self._reader.follow(plan)
         self._observed.forget()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Loads a state, or keeps it for the first call, when the guide gets its structure and parameters."""
         before = self._options.mode
         self._take_mode(state_dict.get("_extra_state", {}))
@@ -375,7 +423,9 @@ class LazyGuide(AutoGuide):
             return nn.modules.module._IncompatibleKeys([], [])
         saved = set(state_dict.get("_extra_state", {}).get("learned", self._plan.learned))
         if strict and (differing := saved.symmetric_difference(self._plan.learned)):
-            own, names = (", ".join(map(repr, sorted(each))) for each in (self._plan.learned, differing))
+            own, names = (
+                ", ".join(map(repr, sorted(each))) for each in (self._plan.learned, differing)
+            )
             raise RuntimeError(
                 f"Expected a state_dict of a guide that learns {own or 'nothing'}; got one where {names} differ, as "
                 "data of a guide's first call decide what is derived. Call the new guide with data of training first, "
@@ -401,7 +451,9 @@ def _first_set(observations: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         return max((-plan.plates.dims[plate] for plate in site.plates), default=0) + site.event_dim
 
     return {
-        name: value[(0,) * max(value.dim() - own(name), 0)] if name in plan.sites and torch.is_tensor(value) else value
+        name: value[(0,) * max(value.dim() - own(name), 0)]
+        if name in plan.sites and torch.is_tensor(value)
+        else value
         for name, value in observations.items()
     }
 

@@ -45,8 +45,12 @@ class MapReader:
         """Returns the maps of a call with arguments ``leaves``."""
         if not call.indices and self._kept is not None:
             arguments, kept = self._kept
-            if torch.jit.is_tracing():  # where no search can run; a map that is an argument is that of later calls
-                return IndexMaps({**kept.maps, **{pair: leaves[i] for pair, i in self._slots.items()}}, kept.sizes)
+            # where no search can run; a map that is an argument is that of later calls
+            if torch.jit.is_tracing():
+                return IndexMaps(
+                    {**kept.maps, **{pair: leaves[i] for pair, i in self._slots.items()}},
+                    kept.sizes,
+                )
             if arguments.are(leaves):
                 return kept
         with untouched(call.model), torch.no_grad(), pyro.validation_enabled(False):
@@ -58,7 +62,9 @@ class MapReader:
     def _find(
         self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]
     ) -> tuple[dict[Pair, Tensor], dict[str, int]]:
-        data = {name: self._single(name, value) for name, value in {**call.held, **call.values}.items()}
+        data = {
+            name: self._single(name, value) for name, value in {**call.held, **call.values}.items()
+        }
         held = {**self.plan.initial, **data}
 
         def run(values: Mapping[str, Tensor]) -> Mapping[str, Any]:
@@ -67,8 +73,16 @@ class MapReader:
         sites = call.sites or run({})
         sizes = {each.plate: _size(each, sites) for each in self.plan.map_plans}
         maps = self._from_user(call, pairs, sizes) | self._from_table(call, leaves, pairs)
-        slots = {pair: leaves[i] for pair, i in self._slots.items() if pair not in maps and i < len(leaves)}
-        slots = {pair: leaf for pair, leaf in slots.items() if pair in pairs and _is_map(leaf, sizes[pair[1]])}
+        slots = {
+            pair: leaves[i]
+            for pair, i in self._slots.items()
+            if pair not in maps and i < len(leaves)
+        }
+        slots = {
+            pair: leaf
+            for pair, leaf in slots.items()
+            if pair in pairs and _is_map(leaf, sizes[pair[1]])
+        }
         if slots and maps_hold(run, self._plans(slots), held, slots):
             maps |= slots
         wanted = [pair for pair in pairs if pair not in maps]
@@ -84,7 +98,11 @@ class MapReader:
     def _single(self, name: str, value: Tensor) -> Tensor:
         """Returns the first of several data sets at a site, of the site's own shape."""
         site = self.plan.sites[name]
-        extra = value.dim() - site.event_dim + min((self.plan.plates.dims[plate] for plate in site.plates), default=0)
+        extra = (
+            value.dim()
+            - site.event_dim
+            + min((self.plan.plates.dims[plate] for plate in site.plates), default=0)
+        )
         return value[(0,) * max(extra, 0)]
 
     def _plans(self, pairs: Collection[Pair]) -> list[MapPlan]:
@@ -97,10 +115,14 @@ class MapReader:
         return plans
 
     def _pair(self, latent: str, site: str) -> Pair:
-        each = next(each for each in self.plan.map_plans if latent in each.values and site in each.targets)
+        each = next(
+            each for each in self.plan.map_plans if latent in each.values and site in each.targets
+        )
         return each.targets[site], each.plate
 
-    def _from_user(self, call: Any, pairs: Sequence[Pair], sizes: Mapping[str, int]) -> dict[Pair, Tensor]:
+    def _from_user(
+        self, call: Any, pairs: Sequence[Pair], sizes: Mapping[str, int]
+    ) -> dict[Pair, Tensor]:
         maps = {}
         for pair in self._given.keys() & set(pairs):
             rows, plate = pair
@@ -115,7 +137,9 @@ class MapReader:
             maps[pair] = index.to(self.plan.factory["device"])
         return maps
 
-    def _from_table(self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]) -> dict[Pair, Tensor]:
+    def _from_table(
+        self, call: Any, leaves: Sequence[Any], pairs: Sequence[Pair]
+    ) -> dict[Pair, Tensor]:
         """Returns the maps of the rows of subsampled plates, where all of them were met before.
 
         They are those of the full plates, so which rows a call holds is no matter.
@@ -137,7 +161,9 @@ class MapReader:
         for (rows, plate), index in maps.items():
             if rows in call.indices and plate not in call.indices:
                 where = call.indices[rows]
-                size = max(self.plan.bayesnet.plate_sizes[rows], int(where.max()) + 1 if len(where) else 0)
+                size = max(
+                    self.plan.bayesnet.plate_sizes[rows], int(where.max()) + 1 if len(where) else 0
+                )
                 table = self._table.setdefault((rows, plate), index.new_full((size,), -1))
                 if len(table) < size:
                     table = torch.cat((table, index.new_full((size - len(table),), -1)))

@@ -37,17 +37,27 @@ class Memory:
         self.mode = mode
         self.history = DataHistory()
         self.context: Context | None = None  # of the call whose data the guide answers for
-        self.call: Call | None = None  # that call; None where a loaded guide has not made it of the context yet
+        # that call; None where a loaded guide has not made it of the context yet
+        self.call: Call | None = None
         self.has_one_context = True  # whether all training steps had the same arguments
-        self.constants: dict[Hashable, Any] = {}  # of exact conditionals, of the data of training; see `deriving`
+        # of exact conditionals, of the data of training; see `deriving`
+        self.constants: dict[Hashable, Any] = {}
         self.tables: dict[Hashable, Any] = {}  # of latents that come first, of one call's data
         self.starts: dict[Hashable, Any] = {}  # of Newton's method, of all data
-        self._frozen: tuple[Arguments, Data, Call] | None = None  # arguments and data of the latest copy, and it
-        self._fingerprints: dict[Hashable, tuple[Arguments, str]] = {}  # node -> value last seen, and its fingerprint
+        # arguments and data of the latest copy, and it
+        self._frozen: tuple[Arguments, Data, Call] | None = None
+        # node -> value last seen, and its fingerprint
+        self._fingerprints: dict[Hashable, tuple[Arguments, str]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         found: dict[str, dict] = {"_fingerprints": {}, "constants": {}, "tables": {}, "starts": {}}
-        return {**self.__dict__, **found, "context": self.plain_context(), "call": None, "_frozen": None}
+        return {
+            **self.__dict__,
+            **found,
+            "context": self.plain_context(),
+            "call": None,
+            "_frozen": None,
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         copied = memo[id(self)] = object.__new__(type(self))
@@ -77,7 +87,9 @@ class Memory:
             Tensor, lambda value: copies.setdefault(id(value), value.detach().clone()), parts
         )
         held |= {name: value for name, value in values.items() if name not in call.moving}
-        frozen = replace(call, args=args, kwargs=kwargs, indices=indices, values=values, own={}, held=held)
+        frozen = replace(
+            call, args=args, kwargs=kwargs, indices=indices, values=values, own={}, held=held
+        )
         self._frozen = Arguments(leaves), data, frozen
         return frozen
 
@@ -101,7 +113,9 @@ class Memory:
         The call that is kept stays where it has the data of the saved guide.
         """
         data = {names[key]: value for key, value in state.get("data", {}).items()}
-        kept = self._frozen[1] if self._frozen is not None and self._frozen[2] is self.call else None
+        kept = (
+            self._frozen[1] if self._frozen is not None and self._frozen[2] is self.call else None
+        )
         if state.get("context") is not None or kept != data:
             self.context, self.call = state.get("context"), None
         self.mode, self.history = Mode(state["mode"]), DataHistory()

@@ -49,7 +49,8 @@ def misfits(
                     low = own < sum_plates(fn.log_prob(fn.sample((RANKED,))), nesting).amin(0)
                 except torch.OutOfMemoryError:
                     raise
-                except (RuntimeError, ValueError):  # as something is no number, which shows in the log density
+                except (RuntimeError, ValueError):
+                    # A value that is no number; its log density shows it.
                     pass
             found[name] = torch.stack([~own.isfinite(), low])
     return found

@@ -14,8 +14,10 @@ from torch import Tensor
 
 __all__ = ["STEPS_TO_STAY", "Change", "Data", "DataHistory", "Mode", "fingerprint"]
 
-MOST_CHANGES = 3  # between data sets that do not stay, after which data are minibatches; 1 would take a warm-up for one
-STEPS_TO_STAY = 100  # passes in a row on one data set, more than a step has particles; then changes are forgotten
+# between data sets that do not stay, after which data are minibatches; 1 would take a warm-up for one
+MOST_CHANGES = 3
+# passes in a row on one data set, more than a step has particles; then changes are forgotten
+STEPS_TO_STAY = 100
 
 Data = Mapping[Hashable, str]  # node -> the fingerprint of its value
 
@@ -69,7 +71,9 @@ class DataHistory:
         """Takes in the data of a step that a backward pass came back from."""
         latest = self._visited or self.current or data
         if data != latest:
-            self.moving |= {node for node in data.keys() | latest.keys() if data.get(node) != latest.get(node)}
+            self.moving |= {
+                node for node in data.keys() | latest.keys() if data.get(node) != latest.get(node)
+            }
             self._changes, self._stay = self._changes + 1, 0
             if self._changes >= MOST_CHANGES:
                 return Change.MINIBATCHES

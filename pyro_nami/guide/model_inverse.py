@@ -23,7 +23,10 @@ __all__ = ["invert", "plan_reads", "with_hidden_evidence", "with_latent_blocks"]
 
 
 def invert(
-    net: BayesNet, inverse: Any, blocks: Sequence[Sequence[str]] | None, parts: Sequence[Sequence[str]] = ()
+    net: BayesNet,
+    inverse: Any,
+    blocks: Sequence[Sequence[str]] | None,
+    parts: Sequence[Sequence[str]] = (),
 ) -> Inverse:
     """Returns the inverse that an option ``inverse`` stands for.
 
@@ -40,11 +43,15 @@ def invert(
     if isinstance(inverse, str):
         if inverse not in INVERSIONS:
             names = ", ".join(map(repr, (*DIRECTIONS, *INVERSIONS)))
-            raise ValueError(f"Expected `inverse` to be one of {names}, an Inverse or a callable; got {inverse!r}.")
+            raise ValueError(
+                f"Expected `inverse` to be one of {names}, an Inverse or a callable; got {inverse!r}."
+            )
         return INVERSIONS[inverse](net)
     result = inverse if isinstance(inverse, Inverse) else inverse(net)
     if not isinstance(result, Inverse):
-        raise TypeError(f"Expected `inverse` to be, or to return, an Inverse; got {type(result).__name__}.")
+        raise TypeError(
+            f"Expected `inverse` to be, or to return, an Inverse; got {type(result).__name__}."
+        )
     missing = set(net.latent).symmetric_difference(result.net.latent)
     if missing:
         raise ValueError(
@@ -60,7 +67,8 @@ def with_latent_blocks(net: BayesNet, blocks: Sequence[Sequence[str]] | None) ->
     if not named & set(net.observed):
         return net
     sites = {
-        name: dataclasses.replace(site, observed=False) if name in named else site for name, site in net.sites.items()
+        name: dataclasses.replace(site, observed=False) if name in named else site
+        for name, site in net.sites.items()
     }
     return BayesNet(sites, net.edges, plate_sizes=net.plate_sizes, nesting=net.nesting)
 
@@ -84,14 +92,22 @@ def with_hidden_evidence(net: BayesNet) -> BayesNet:
 
 
 def plan_reads(
-    net: BayesNet, inverse: Inverse, order: Sequence[str], columns: Collection[str], empty: Collection[str]
+    net: BayesNet,
+    inverse: Inverse,
+    order: Sequence[str],
+    columns: Collection[str],
+    empty: Collection[str],
 ) -> dict[str, dict[Hashable, Read]]:
     """Returns what each factor reads: its parents in the inverse, and the covariates that elimination brings it.
 
     Covariates are observed roots with an edge to their site, so the algebra of the inverse says who reads them. Latents
     come in sampling order, ``columns`` are sites with covariates, ``empty`` those without values to read.
     """
-    kept = {name: site for name, site in net.sites.items() if name in order or site.observed or site.marginalized}
+    kept = {
+        name: site
+        for name, site in net.sites.items()
+        if name in order or site.observed or site.marginalized
+    }
     sites = dict(kept)
     edges = [(u, v) for u, v in net.edges if u in kept and v in kept]
     for name in columns:
@@ -106,5 +122,7 @@ def plan_reads(
     for name in order:
         found = {u: label for u, label in parents[name].items() if u not in net.sites}
         own = {u: label for u, label in inverse.parents[name].items() if u not in empty}
-        reads[name] = {u: Read(label, rows[name].get(u, frozenset())) for u, label in {**own, **found}.items()}
+        reads[name] = {
+            u: Read(label, rows[name].get(u, frozenset())) for u, label in {**own, **found}.items()
+        }
     return reads

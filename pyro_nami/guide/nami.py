@@ -39,9 +39,11 @@ from pyro_nami.program.many_draws import takes_many
 __all__ = ["AutoNaMIGuide"]
 
 _MEDIAN_DRAWS, _FEW_DRAWS = 1000, 8  # for quantiles; to see whether the model can be run for many
-_LEAST_DRAWS, _MOST_ROWS = 16, 2**15  # in one pass: draws, and rows of data times draws where modes are searched
+# in one pass: draws, and rows of data times draws where modes are searched
+_LEAST_DRAWS, _MOST_ROWS = 16, 2**15
 MODES = {"auto": None, **{mode.value: mode for mode in Mode}}
-_ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]  # made by Pyro's metaclass, which type checkers do not follow
+# made by Pyro's metaclass, which type checkers do not follow
+_ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]
 
 
 class AutoNaMIGuide(DensityGuide):
@@ -149,23 +151,33 @@ class AutoNaMIGuide(DensityGuide):
     ) -> None:
         given = {name: value for name, value in locals().items() if name in Options._fields}
         super().__init__(model, create_plates=create_plates)
-        embeddings = {site: as_pyro_module(copy.deepcopy(module)) for site, module in (embeddings or {}).items()}
+        embeddings = {
+            site: as_pyro_module(copy.deepcopy(module))
+            for site, module in (embeddings or {}).items()
+        }
         if embeddings:  # A module's name has no dots; a site's may have some.
-            self.embeddings = _ModuleDict({site.replace(".", "/"): module for site, module in embeddings.items()})
+            self.embeddings = _ModuleDict(
+                {site.replace(".", "/"): module for site, module in embeddings.items()}
+            )
         given["observed"] = (observed,) if isinstance(observed, str) else tuple(observed)
         given["hidden_features"] = None if hidden_features is None else tuple(hidden_features)
         given["index_maps"] = dict(index_maps or {})
         given["rules"] = dict(rules or {})
         if mode not in MODES:
-            raise ValueError(f"Expected mode to be one of {', '.join(map(repr, MODES))}; got {mode!r}.")
+            raise ValueError(
+                f"Expected mode to be one of {', '.join(map(repr, MODES))}; got {mode!r}."
+            )
         given["mode"] = Mode.AMORTIZED if observed else MODES[mode]
-        self._options = Options(**{**given, "embeddings": embeddings}, moving=frozenset(), along=frozenset())
+        self._options = Options(
+            **{**given, "embeddings": embeddings}, moving=frozenset(), along=frozenset()
+        )
         self._options.check()
         self._plan = self._reader = None  # type: ignore[assignment]
         self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None
         self._unmoved: list[tuple[Tensor, Tensor]] = []
         self._ahead = DrawsAhead()
-        self._many: tuple[Plan, Plan | None] | None = None  # the plan, and by which many draws are made at once
+        # the plan, and by which many draws are made at once
+        self._many: tuple[Plan, Plan | None] | None = None
 
     # ---- what was found
 
@@ -221,7 +233,9 @@ class AutoNaMIGuide(DensityGuide):
         """Number of weights that the guide computes with: masked ones and padding do not count."""
         self._made()
         embeddings = self._options.embeddings.values()
-        return self.network.num_parameters + sum(p.numel() for module in embeddings for p in module.parameters())
+        return self.network.num_parameters + sum(
+            p.numel() for module in embeddings for p in module.parameters()
+        )
 
     def check(self, *args: Any, **kwargs: Any) -> list[str]:
         """Returns what the model has at these arguments other than at the guide's first call.
@@ -236,7 +250,9 @@ class AutoNaMIGuide(DensityGuide):
             A sentence for each difference; none where the guide fits.
         """
         before, subsampled = self._made(), self._subsampled(*args, **kwargs)
-        return list(differences(before, assemble(self.model, args, kwargs, self._options, subsampled)[0]))
+        return list(
+            differences(before, assemble(self.model, args, kwargs, self._options, subsampled)[0])
+        )
 
     def extra_repr(self) -> str:
         if self._plan is None:
@@ -277,14 +293,20 @@ class AutoNaMIGuide(DensityGuide):
         found = hand_out(plan, call, values)
         if target.fresh:
             current = start_pass(plan, self._start(call), call)
-            current.values.update({name: v.clone() if v.is_inference() else v for name, v in found.items()})
+            current.values.update(
+                {name: v.clone() if v.is_inference() else v for name, v in found.items()}
+            )
             found |= draw_fresh(current, plan, target)
         return {name: found[name] for name in (*plan.rules, *found) if name in found}
 
-    def _drawn(self, call: Call, refinement: Mapping[Hashable, Tensor] | None = None) -> dict[str, Tensor]:
+    def _drawn(
+        self, call: Call, refinement: Mapping[Hashable, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Returns draws of every latent of a call, with parameters of its instances refined."""
         plan, learning = self._made(), self.training and torch.is_grad_enabled()
-        current = start_pass(plan, self._start(call, learning=learning, refinement=refinement), call)
+        current = start_pass(
+            plan, self._start(call, learning=learning, refinement=refinement), call
+        )
         try:
             with self.network.with_gradient():
                 draw(current, plan, call)
@@ -298,7 +320,11 @@ class AutoNaMIGuide(DensityGuide):
 
     @torch.no_grad()
     def quantiles(
-        self, quantiles: Sequence[float], *args: Any, num_samples: int = _MEDIAN_DRAWS, **kwargs: Any
+        self,
+        quantiles: Sequence[float],
+        *args: Any,
+        num_samples: int = _MEDIAN_DRAWS,
+        **kwargs: Any,
     ) -> dict[str, Tensor]:
         """Returns Monte Carlo quantiles of every latent, elementwise in constrained space.
 
@@ -319,7 +345,9 @@ class AutoNaMIGuide(DensityGuide):
         """Returns the Monte Carlo median of every latent, elementwise in constrained space; see `quantiles`."""
         return {name: value[0] for name, value in self.quantiles([0.5], *args, **kwargs).items()}
 
-    def _draws(self, count: int, args: tuple, kwargs: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    def _draws(
+        self, count: int, args: tuple, kwargs: dict[str, Any], seed: int = 0
+    ) -> dict[str, Tensor]:
         """Returns draws of every latent, ``(count, *site shape)``, from a seed of their own.
 
         Where the model is written for one draw, it is mapped over them, or run for one after another.
@@ -336,10 +364,20 @@ class AutoNaMIGuide(DensityGuide):
             runs = []
             try:
                 for size in _passes(count, call, plan) if at_once else [1] * count:
-                    with pyro.plate("_draws", size, dim=-1 - plan.plates.nesting) if at_once else nullcontext():
+                    with (
+                        pyro.plate("_draws", size, dim=-1 - plan.plates.nesting)
+                        if at_once
+                        else nullcontext()
+                    ):
                         run = self(*args, **kwargs)
-                    run = {name: value if at_once else value[None] for name, value in run.items() if name in sites}
-                    runs.append({name: own_shape(value, size, sites[name]) for name, value in run.items()})
+                    run = {
+                        name: value if at_once else value[None]
+                        for name, value in run.items()
+                        if name in sites
+                    }
+                    runs.append(
+                        {name: own_shape(value, size, sites[name]) for name, value in run.items()}
+                    )
             finally:
                 self._plan = plan
         return {name: torch.cat([run[name] for run in runs]) for name in runs[0]}
@@ -351,10 +389,17 @@ class AutoNaMIGuide(DensityGuide):
             return plan
         if self._many is None or self._many[0] is not plan:
             pyro.set_rng_seed(0)
-            few = [{**call.held, **self._drawn(replace(call, target=None))} for _ in range(_FEW_DRAWS)]
+            few = [
+                {**call.held, **self._drawn(replace(call, target=None))} for _ in range(_FEW_DRAWS)
+            ]
             check = call.args, call.kwargs, few, plan.plates.nesting
             plans = plan, replace(plan, vectorized=True)
-            self._many = plan, next((each for each in plans if takes_many(each.for_many(self.model), *check)), None)
+            self._many = (
+                plan,
+                next(
+                    (each for each in plans if takes_many(each.for_many(self.model), *check)), None
+                ),
+            )
         return self._many[1]
 
 

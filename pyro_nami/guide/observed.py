@@ -55,10 +55,14 @@ class ObservedFeatures:
             column = plan.covariates.mask_column(name)
             if column is not None:
                 mask = call.covariates[name][..., column : column + 1] != 0
-                features = torch.where(mask.to(features.device), features, torch.zeros_like(features))
+                features = torch.where(
+                    mask.to(features.device), features, torch.zeros_like(features)
+                )
             state.put(name, features)
         for name, values in call.covariates.items():
-            state.put(covariates_of(name), self.features(covariates_of(name), values, plan, network))
+            state.put(
+                covariates_of(name), self.features(covariates_of(name), values, plan, network)
+            )
 
     def features(self, node: Any, value: Tensor, plan: Plan, network: InverseNetwork) -> Tensor:
         """Returns the standardized features of an observed node, ``(*left, *plates, features)``."""

@@ -26,7 +26,8 @@ from pyro_nami.parameters.network_state import NetworkState
 
 __all__ = ["Pass", "Term"]
 
-_MOST_LOST = 1e-3  # share of a conditional that is out of bounds: less is hardly seen in draws, nor told by a few
+# share of a conditional that is out of bounds: less is hardly seen in draws, nor told by a few
+_MOST_LOST = 1e-3
 
 
 class Term(NamedTuple):
@@ -41,7 +42,14 @@ class Term(NamedTuple):
         """Returns what has to be the same in terms that are taken together."""
         anchor = None if self.anchor is None else self.anchor.shape[:-2]
         own = [getattr(self.family, name) for name in self.family.alike or ()]
-        return type(self.family), *own, self.params.shape[:-2], self.params.shape[-1], anchor, self.elements.shape[:-1]
+        return (
+            type(self.family),
+            *own,
+            self.params.shape[:-2],
+            self.params.shape[-1],
+            anchor,
+            self.elements.shape[:-1],
+        )
 
 
 class Pass:
@@ -74,23 +82,34 @@ class Pass:
     ) -> None:
         self.rules, self.state, self.validate = rules, state, validate
         self._families, self._derive, self._relocation = families, derive, relocation
-        self._moved: dict[str, Family] = {}  # families whose support or count varies, as they are in this pass
+        # families whose support or count varies, as they are in this pass
+        self._moved: dict[str, Family] = {}
         self.values: dict[str, Tensor] = {}  # of latents, as the model sees them
         self.returned: dict[str, Tensor] = {}  # as handlers outside see them
         self.solved: dict[ConjugateGroup, Expansion] = {}
-        self.near: dict[ConjugateGroup, Newton] = {}  # latest Normals about modes, from which others are found
-        self.sizes: dict[ConjugateGroup, dict[str, int]] = {}  # elements of members, where these are other than planned
+        # latest Normals about modes, from which others are found
+        self.near: dict[ConjugateGroup, Newton] = {}
+        # elements of members, where these are other than planned
+        self.sizes: dict[ConjugateGroup, dict[str, int]] = {}
         self.observed: set[str] = set()  # latents that this call turns out to observe
-        self.ready: dict[str, Mapping[str, Any]] = {}  # latents whose site a run that derived conditionals has shown
-        self.anchors: dict[str, Tensor | None] = {}  # location and scale of the prior, if the factor is relative to it
-        self.freedom: dict[str, Tensor] = {}  # how much of its factor's own location each draw of a latent takes
+        # latents whose site a run that derived conditionals has shown
+        self.ready: dict[str, Mapping[str, Any]] = {}
+        # location and scale of the prior, if the factor is relative to it
+        self.anchors: dict[str, Tensor | None] = {}
+        # how much of its factor's own location each draw of a latent takes
+        self.freedom: dict[str, Tensor] = {}
         self.private: frozenset[str] = frozenset()  # latents that handlers outside do not see
-        self.valid: dict[str, Tensor] = {}  # member of a group in a trace -> 1, an error at other data
-        self.outer = torch.Size()  # sizes of the plates around the guide, to the left of the model's own
-        self._boxed: dict[str, BoxedNormal] = {}  # latents with flat priors -> what they are drawn from, within bounds
+        # member of a group in a trace -> 1, an error at other data
+        self.valid: dict[str, Tensor] = {}
+        # sizes of the plates around the guide, to the left of the model's own
+        self.outer = torch.Size()
+        # latents with flat priors -> what they are drawn from, within bounds
+        self._boxed: dict[str, BoxedNormal] = {}
         self._terms: dict[tuple, list[Term]] = {}
 
-    def beside(self, rules: Mapping[str, Any], derive: Callable, values: Mapping[str, Tensor]) -> Pass:
+    def beside(
+        self, rules: Mapping[str, Any], derive: Callable, values: Mapping[str, Tensor]
+    ) -> Pass:
         """Returns another pass, by other rules, in which values of some latents are known."""
         other = Pass(rules, self._families, self.state, derive, None, validate=False)
         other.values.update(values)
@@ -109,7 +128,9 @@ class Pass:
                 self._moved[name] = family
         return family
 
-    def know(self, name: str, value: Tensor, elements: Tensor | None = None, *, drawn: bool = False) -> None:
+    def know(
+        self, name: str, value: Tensor, elements: Tensor | None = None, *, drawn: bool = False
+    ) -> None:
         """Takes in the value of a latent, and its elements where they are known from the draw."""
         self.values[name] = value
         if name in self._families and self.state.reads(name):
@@ -187,7 +208,9 @@ class Pass:
         sums = [value.detach().sum() for value in self.returned.values()] if self.validate else []
         if not sums:
             return
-        finite = {name: each for solved in self.solved.values() for name, each in solved.finite.items()}
+        finite = {
+            name: each for solved in self.solved.values() for name, each in solved.finite.items()
+        }
         whole = [torch.stack([each.all() for each in finite.values()]).all()] if finite else []
         total, *whole = torch.stack([torch.stack(sums).sum(), *whole]).tolist()
         if not all(whole):

@@ -25,7 +25,8 @@ class Options(NamedTuple):
     blocks: Sequence[Sequence[str]] | None
     observed: tuple[str, ...]
     mode: Mode | None
-    moving: frozenset[str]  # sites of which training steps had other data, and the plates that these may be rows of
+    # sites of which training steps had other data, and the plates that these may be rows of
+    moving: frozenset[str]
     along: frozenset[str]
     families: Any
     hidden_features: tuple[int, ...] | None
@@ -56,12 +57,22 @@ class Options(NamedTuple):
         if not (isinstance(self.init_scale, float) and self.init_scale > 0):
             raise ValueError(f"Expected init_scale > 0.; got {self.init_scale}.")
         if self.within not in ("autoregressive", "independent"):
-            raise ValueError(f"Expected within to be 'autoregressive' or 'independent'; got {self.within!r}.")
-        if self.covariates is not None and self.covariates != "auto" and not callable(self.covariates):
-            raise TypeError(f"Expected covariates to be 'auto', None or a callable; got {self.covariates!r}.")
+            raise ValueError(
+                f"Expected within to be 'autoregressive' or 'independent'; got {self.within!r}."
+            )
+        if (
+            self.covariates is not None
+            and self.covariates != "auto"
+            and not callable(self.covariates)
+        ):
+            raise TypeError(
+                f"Expected covariates to be 'auto', None or a callable; got {self.covariates!r}."
+            )
         if self.pooling not in ENCODERS and not callable(self.pooling):
             names = ", ".join(ENCODERS)
-            raise ValueError(f"Expected pooling to be one of {names}, or a callable; got {self.pooling!r}.")
+            raise ValueError(
+                f"Expected pooling to be one of {names}, or a callable; got {self.pooling!r}."
+            )
         if self.max_offsets < 0:
             raise ValueError(f"Expected max_offsets >= 0; got {self.max_offsets}.")
         for site, rule in self.rules.items():

@@ -40,7 +40,9 @@ class OwnData:
         covariates, index_maps: the guide's options of these names.
     """
 
-    def __init__(self, plan: Plan, covariates: Any, index_maps: Mapping[tuple[str, str], Callable]) -> None:
+    def __init__(
+        self, plan: Plan, covariates: Any, index_maps: Mapping[tuple[str, str], Callable]
+    ) -> None:
         self.plan, self._option = plan, covariates
         self._maps = MapReader(plan, index_maps)
         self._looks = Looks()
@@ -57,7 +59,11 @@ class OwnData:
         return self.completed(self.values_of(call, {}, {}, draws=True))
 
     def values_of(
-        self, call: Call, plates: Mapping[str, pyro.plate], observations: Mapping[str, Any], draws: bool
+        self,
+        call: Call,
+        plates: Mapping[str, pyro.plate],
+        observations: Mapping[str, Any],
+        draws: bool,
     ) -> Call:
         """Returns a call with the observed values that it brings.
 
@@ -109,7 +115,9 @@ class OwnData:
         return values
 
     def _index_maps(self, call: Call, leaves: list) -> IndexMaps:
-        for name in [name for each in self.plan.map_plans for name in (*each.values, *each.targets)]:
+        for name in [
+            name for each in self.plan.map_plans for name in (*each.values, *each.targets)
+        ]:
             if name in call.lacking:
                 raise ValueError(missing_site(name))
         return self._maps.read(call, leaves)
@@ -143,7 +151,9 @@ def _moving(call: Call, plan: Plan, names: Collection[str]) -> frozenset[str]:
         return frozenset()
     with forked_rng(), torch.enable_grad():
         sites = call.run(plan.initial, broadcast=True)
-    return frozenset(name for name in names if getattr(sites[name]["value"], "requires_grad", False))
+    return frozenset(
+        name for name in names if getattr(sites[name]["value"], "requires_grad", False)
+    )
 
 
 def _from_observations(call: Call, plan: Plan, observations: Mapping[str, Any]) -> Call:
@@ -165,17 +175,25 @@ def _from_arguments(call: Call, plan: Plan, slots: Mapping[str, int | str]) -> C
         for name in (*plan.read, *plan.semi_observed)
         if name in slots and name not in call.values
     }
-    return _with_own(call, plan, {name: value for name, value in found.items() if isinstance(value, Tensor)})
+    return _with_own(
+        call, plan, {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    )
 
 
 def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
     """The third source: a run of the model at reference values of the latents, for what it observes itself."""
     subsampled = plan.plates.subsampled
-    indices = {**call.indices, **{name: plate.indices for name, plate in plates.items() if name in subsampled}}
+    indices = {
+        **call.indices,
+        **{name: plate.indices for name, plate in plates.items() if name in subsampled},
+    }
     shown = subsampled - indices.keys()
     # A semi-observed site may bring its own value.
-    latents = {name: value for name, value in plan.initial.items() if name not in plan.semi_observed}
-    with torch.no_grad(), nullcontext() if shown else forked_rng():  # a choice of instances is the user's
+    latents = {
+        name: value for name, value in plan.initial.items() if name not in plan.semi_observed
+    }
+    # a choice of instances is the user's
+    with torch.no_grad(), nullcontext() if shown else forked_rng():
         sites = replace(call, indices=indices).run(latents, shown=shown, broadcast=True)
     indices.update({name: sites[name]["value"] for name in shown if name in sites})
     fresh = [name for name in sites if name not in plan.names and not is_passing(sites[name])]
@@ -187,7 +205,10 @@ def _from_run(call: Call, plan: Plan, plates: Mapping[str, pyro.plate]) -> Call:
     found = {
         name: _as_tensor(sites[name]["value"], plan)
         for name in (*plan.read, *plan.semi_observed)
-        if name in sites and sites[name]["is_observed"] and name not in call.values and _is_in_shape(sites[name])
+        if name in sites
+        and sites[name]["is_observed"]
+        and name not in call.values
+        and _is_in_shape(sites[name])
     }
     call = replace(call, indices=indices, sites=sites, lacking=plan.names - sites.keys(), new=new)
     return _with_own(call, plan, found)

@@ -64,7 +64,9 @@ def factor_of(
         node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
         for node, read in reads.items()
     }
-    autoregressive = first.within(name) == "autoregressive" and (bool(joint) or family.autoregressive)
+    autoregressive = first.within(name) == "autoregressive" and (
+        bool(joint) or family.autoregressive
+    )
     autoregressive = autoregressive and not isinstance(family, CorrectionFamily)
     # Splines in sequence make all elements depend on each other.
     sequential = elements > 1 and autoregressive and any(map(any, parts.get(name, [[True]])))

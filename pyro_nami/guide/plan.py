@@ -21,15 +21,25 @@ from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.covariates import MASK
 from pyro_nami.reading.index_maps.finder import MapPlan
 
-__all__ = ["Covariates", "Plan", "SitePlan", "differences", "missing_site", "new_site", "observed_latent"]
+__all__ = [
+    "Covariates",
+    "Plan",
+    "SitePlan",
+    "differences",
+    "missing_site",
+    "new_site",
+    "observed_latent",
+]
 
 
 class SitePlan(NamedTuple):
     """What is fixed of one site."""
 
-    plates: frozenset[str]  # that its tensor has dims for; the network has those that these determine as well
+    # that its tensor has dims for; the network has those that these determine as well
+    plates: frozenset[str]
     event_dim: int
-    encoding: Any = None  # what gives its features, its family or another object; None if nothing reads it
+    # what gives its features, its family or another object; None if nothing reads it
+    encoding: Any = None
     initial: Tensor | None = None  # of a latent, the first instance of its initial value
     allows_nan: bool = False  # whether its distribution or mask allows for NaN in its data
 
@@ -38,12 +48,15 @@ class Covariates(NamedTuple):
     """Which covariates factors read."""
 
     columns: Mapping[str, tuple] = {}  # site -> its covariates
-    references: Sequence[Mapping[str, Tensor]] = ()  # values of the latents at the draws that they were found at
+    # values of the latents at the draws that they were found at
+    references: Sequence[Mapping[str, Tensor]] = ()
 
     def mask_column(self, name: str) -> int | None:
         """Returns which of a site's covariates is its mask, if one is."""
         columns = enumerate(self.columns.get(name, ()))
-        return next((i for i, column in columns if getattr(column, "parameter", None) == MASK), None)
+        return next(
+            (i for i, column in columns if getattr(column, "parameter", None) == MASK), None
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +67,12 @@ class Plan:
     inverse: Inverse
     plates: Plates
     sites: Mapping[str, SitePlan]
-    rules: Mapping[str, Rule]  # latent -> how it is drawn, for all that the guide emits, in model order
-    order: tuple[str, ...]  # latents drawn given what the inverse says that they read, in sampling order
-    interleaved: bool  # whether that is program order, so that one run of the model draws all latents
+    # latent -> how it is drawn, for all that the guide emits, in model order
+    rules: Mapping[str, Rule]
+    # latents drawn given what the inverse says that they read, in sampling order
+    order: tuple[str, ...]
+    # whether that is program order, so that one run of the model draws all latents
+    interleaved: bool
     read: tuple[str, ...]  # observed sites that some rule reads
     semi_observed: frozenset[str]  # latents that a call may observe
     masked: bool  # whether the model masks latents
@@ -65,7 +81,8 @@ class Plan:
     map_plans: tuple[MapPlan, ...]  # how a call's index maps are found
     factory: Mapping[str, Any]  # dtype and device of the networks
     refused: Mapping[str, str]  # latent -> why it is not drawn from an exact conditional
-    lost: frozenset[str]  # latents that might have one if the model could be run for many draws at once
+    # latents that might have one if the model could be run for many draws at once
+    lost: frozenset[str]
     doubts: Mapping[str, str]  # latents with improper priors that may have no posterior -> why
     bounds: Mapping[str, Factor]  # observed site -> what networks give for its bound
     vectorized: bool  # whether the model is one for one draw, and mapped over draws
@@ -137,7 +154,9 @@ class Plan:
         kind = type(rule).__name__.lower()
         if rule.group is not None:
             kind = rule.group.bound or ("quadrature" if rule.group.is_tabulated else kind)
-        reads = tuple(sorted(map(str, self.inverse.parents.get(name, ())))) if kind != "prior" else ()
+        reads = (
+            tuple(sorted(map(str, self.inverse.parents.get(name, ())))) if kind != "prior" else ()
+        )
         return RuleNote(kind, reads, "" if kind == "exact" else self.refused.get(name, ""))
 
     def features(self, name: str, value: Tensor) -> Tensor:
@@ -147,9 +166,15 @@ class Plan:
     def to(self, fn: Callable[[Tensor], Tensor]) -> Plan:
         """Returns the plan with ``fn`` applied to all tensors held, to move them to another device."""
         like = fn(torch.empty(0, **self.factory))
-        held = {"sites": dict(self.sites), "map_plans": self.map_plans, "covariates": self.covariates}
+        held = {
+            "sites": dict(self.sites),
+            "map_plans": self.map_plans,
+            "covariates": self.covariates,
+        }
         moved = tree_map_only(Tensor, fn, held)
-        return dataclasses.replace(self, factory={"dtype": like.dtype, "device": like.device}, **moved)
+        return dataclasses.replace(
+            self, factory={"dtype": like.dtype, "device": like.device}, **moved
+        )
 
 
 def new_site(name: str) -> str:
@@ -192,7 +217,9 @@ def differences(before: Plan, now: Plan) -> Iterator[str]:
             yield f"Site '{name}' has {b.event_dim} event dims, not {a.event_dim}."
         if a.plates != b.plates:
             yield f"Site '{name}' is in plates {_names(b.plates)}, not {_names(a.plates)}."
-        shapes = [each.sites[name].encoding.event_shape for each in (before, now) if name in each.order]
+        shapes = [
+            each.sites[name].encoding.event_shape for each in (before, now) if name in each.order
+        ]
         if len(shapes) == 2 and shapes[0] != shapes[1]:
             yield f"Site '{name}' has the event shape {tuple(shapes[1])}, not {tuple(shapes[0])}."
     edges = [{(u, v) for u, v in net.graph.edges if {u, v} <= shared} for net in (old, new)]

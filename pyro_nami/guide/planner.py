@@ -68,44 +68,77 @@ class Derived(NamedTuple):
         searched = finder is not None and options.inverse == "auto" and options.blocks is None
         parts = finder.block() if finder and searched else []
         # If the latents that are left come in another order than the program's, they are taken one by one.
-        for each in (parts, [*parts[:-1], *([name] for name in reversed(parts[-1]))]) if parts else ((),):
+        for each in (
+            (parts, [*parts[:-1], *([name] for name in reversed(parts[-1]))]) if parts else ((),)
+        ):
             inverse = invert(first.net, options.inverse, options.blocks, each)
             order = _learned_order(first, inverse)
             groups = finder.groups(inverse, order) if finder else {}
             order, interleaved, last = _program_order(first, inverse, order, groups)
             if interleaved:
-                inverse = dataclasses.replace(inverse, exact=tuple(v for v in inverse.order if each and v in groups))
+                inverse = dataclasses.replace(
+                    inverse, exact=tuple(v for v in inverse.order if each and v in groups)
+                )
                 break
         before = order if last else ()
-        groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()} if interleaved else {}
+        groups = (
+            {name: _with_all_read(group, inverse, before) for name, group in groups.items()}
+            if interleaved
+            else {}
+        )
         refused, lost = (dict(finder.refused), set(finder.lost)) if finder else ({}, set())
         if finder and (moving := sorted(finder.moving.difference(groups))):
             names = ", ".join(map(repr, moving))
             logging.getLogger(__name__).warning(
-                "Learned, as the objective is compiled, where plain objectives derive modes: %s.", names
+                "Learned, as the objective is compiled, where plain objectives derive modes: %s.",
+                names,
             )
         marginal = first_ones(first, inverse, order, groups) if finder and interleaved else None
         if marginal:
             if flaw:
-                refused.update({name: f"{refused[name]}, and {flaw}" for name in marginal.members if name in refused})
+                refused.update(
+                    {
+                        name: f"{refused[name]}, and {flaw}"
+                        for name in marginal.members
+                        if name in refused
+                    }
+                )
                 lost.update(marginal.members)
             else:
                 groups.update(dict.fromkeys(marginal.members, marginal))
         exact = {name for name, group in groups.items() if group.is_exact}
         bounded = {name for name, group in groups.items() if group.bound}
         found = {"exact": exact, "bounded": bounded, "bound": bounded}
-        for name in (name for name, rule in options.rules.items() if name not in found.get(rule, (name,))):
-            reason = refused.get(name, "it is drawn in another order") if finder else "the options exclude it"
-            what = "a latent with an exact conditional" if options.rules[name] == "exact" else "a latent under a bound"
+        for name in (
+            name for name, rule in options.rules.items() if name not in found.get(rule, (name,))
+        ):
+            reason = (
+                refused.get(name, "it is drawn in another order")
+                if finder
+                else "the options exclude it"
+            )
+            what = (
+                "a latent with an exact conditional"
+                if options.rules[name] == "exact"
+                else "a latent under a bound"
+            )
             raise ValueError(f"Expected {what}, as `rules` asks; got '{name}': {reason}.")
-        improper = [name for name in first.net.latent if name in first.nodes and is_improper(first.nodes[name]["fn"])]
+        improper = [
+            name
+            for name in first.net.latent
+            if name in first.nodes and is_improper(first.nodes[name]["fn"])
+        ]
         for name in improper:
             if name not in order or refused.get(name) == OPEN:
                 raise ValueError(improper_posterior(name))
         doubts = dict.fromkeys(finder.open if finder else (), "no mode of it was found")
         if flaw and marginal:
             doubts.update(dict.fromkeys(marginal.members, flaw))
-        doubts = {name: reason for name, reason in doubts.items() if name in improper and name not in groups}
+        doubts = {
+            name: reason
+            for name, reason in doubts.items()
+            if name in improper and name not in groups
+        }
         return cls(inverse, order, interleaved, groups, refused, lost, doubts)
 
 
@@ -119,31 +152,50 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
         ValueError: for options that name what the model lacks.
         NotImplementedError: for a site that no family covers.
     """
-    net, nodes, options, read_masked = first.net, first.nodes, first.options, first.read_where_masked()
+    net, nodes, options, read_masked = (
+        first.net,
+        first.nodes,
+        first.options,
+        first.read_where_masked(),
+    )
     latents = _latents(first)
     inverse, order, interleaved, groups, refused, lost, doubts = derived
-    near = {name for name, group in groups.items() if group.form == "Newton" or is_corrected(first, group)}
+    near = {
+        name
+        for name, group in groups.items()
+        if group.form == "Newton" or is_corrected(first, group)
+    }
     bent = {name for name in near if groups[name].form != "Bernoulli"}
     families = {name: _family(first, name, bent) for name in order}
     check_names("embeddings", options.embeddings, first.data, "an observed site")
-    encodings = {name: families.get(name) or data_features(first, name) for name in (*order, *first.data)}
+    encodings = {
+        name: families.get(name) or data_features(first, name) for name in (*order, *first.data)
+    }
     covariates = find_covariates(first)
     # A ``pyro.factor`` couples what it reads, but holds no value; and of a part no data set can be told.
     empty = {name for name in net.sites if name not in nodes or nodes[name]["value"].numel() == 0}
-    reads = _in_reach(first, plan_reads(net, inverse, order, covariates.columns, empty | first.unread))
-    blocks = {name: block_of(first, name, inverse) if name not in bent else frozenset() for name in order}
+    reads = _in_reach(
+        first, plan_reads(net, inverse, order, covariates.columns, empty | first.unread)
+    )
+    blocks = {
+        name: block_of(first, name, inverse) if name not in bent else frozenset() for name in order
+    }
     plates = first.plates._replace(fixed=frozenset().union(*blocks.values()))
     served = [name for name in order if name not in groups or name in near]
     learned = set(served) - near
     parts = element_reads(first, inverse, order) if first.options.simulated and learned else {}
     parts = {name: reads for name, reads in parts.items() if name in learned}
     factors = {
-        name: factor_of(first, families[name], reads[name], blocks[name], plates, parts.get(name, {}))
+        name: factor_of(
+            first, families[name], reads[name], blocks[name], plates, parts.get(name, {})
+        )
         for name in served
     }
     turned = {group: in_turn(first, group, factors) for group in dict.fromkeys(groups.values())}
     groups = {name: turned[group] for name, group in groups.items()}
-    anchored = _anchored(first, families, inverse) if options.anchor and interleaved else frozenset()
+    anchored = (
+        _anchored(first, families, inverse) if options.anchor and interleaved else frozenset()
+    )
     used = {child for group in groups.values() for child in group.children if child not in empty}
     bounds = bound_factors(first, groups, reads, plates)
     networks = (*factors.values(), *bounds.values())
@@ -154,7 +206,9 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
         made, mask = bare_rule(name), own_mask(nodes[name])
         if isinstance(made, Prior) or mask is None:
             return made
-        return dataclasses.replace(made, is_flat=name in read_masked, is_untold=not bool(mask.any()))
+        return dataclasses.replace(
+            made, is_flat=name in read_masked, is_untold=not bool(mask.any())
+        )
 
     def bare_rule(name: str) -> Rule:
         if name in bent:
@@ -187,7 +241,11 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
         masked=any(own_mask(nodes[name]) is not None for name in emitted),
         names=frozenset(name for name, site in nodes.items() if site["type"] == "sample"),
         covariates=covariates._replace(
-            columns={name: found for name, found in covariates.columns.items() if {name, covariates_of(name)} & used}
+            columns={
+                name: found
+                for name, found in covariates.columns.items()
+                if {name, covariates_of(name)} & used
+            }
         ),
         map_plans=first.found.map_plans,
         factory=first.factory(order),
@@ -204,7 +262,10 @@ def _in_reach(first: FirstCall, reads: Mapping[str, dict[Any, Read]]) -> dict[st
     of their own instances: what is the same in every step says no more than their parameters do.
     """
     names = first.apart
-    left = {name: {node: read for node, read in each.items() if node not in names} for name, each in reads.items()}
+    left = {
+        name: {node: read for node, read in each.items() if node not in names}
+        for name, each in reads.items()
+    }
     for name in names.intersection(left):
         data = first.frames[name] and {*first.data, *map(covariates_of, first.data)}
         left[name] = {node: read for node, read in left[name].items() if node in data}
@@ -226,7 +287,8 @@ def _latents(first: FirstCall) -> list[str]:
     latents = [name for name in first.net.latent if not first.net.sites[name].marginalized]
     if not latents and not is_blocked(first.model):
         observed = first.net.observed
-        logging.getLogger(__name__).warning(  # no warning of Python's, as Pyro's own guides are silent here
+        # no warning of Python's, as Pyro's own guides are silent here
+        logging.getLogger(__name__).warning(
             "Expected a model with at least one latent sample site; got a model with %s, for which the guide is "
             "empty. If a site shall be inferred, do not pass it a value at the guide's first call, or name it in "
             "`blocks`.",
@@ -279,7 +341,9 @@ def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:
     return make_family(spec, name, site["fn"], site["value"], first.within(name))
 
 
-def _learned(first: FirstCall, factor: Factor, family: Family, anchored: bool, plates: Plates) -> Learned:
+def _learned(
+    first: FirstCall, factor: Factor, family: Family, anchored: bool, plates: Plates
+) -> Learned:
     """Returns the rule of a latent that networks serve.
 
     In a guide that is trained on data, a factor whose prior other latents move is that prior times evidence of its own.
@@ -305,7 +369,9 @@ def _with_all_read(group: ConjugateGroup, inverse: Inverse, order: Sequence[str]
     first = min((order.index(name) for name in group.members if name in order), default=0)
     needed = sorted(group.needed.union(order[:first]).difference(group.members))
     for name in needed:  # which grows
-        read = set(inverse.parents.get(name, ())).difference(inverse.net.observed, group.members, needed)
+        read = set(inverse.parents.get(name, ())).difference(
+            inverse.net.observed, group.members, needed
+        )
         needed += sorted(read)
     return group._replace(needed=frozenset(needed))
 
@@ -338,7 +404,9 @@ def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
     )
 
 
-def _anchored(first: FirstCall, families: Mapping[str, Family], inverse: Inverse) -> Collection[str]:
+def _anchored(
+    first: FirstCall, families: Mapping[str, Family], inverse: Inverse
+) -> Collection[str]:
     """Returns the latents whose prior the guide knows when it draws them: a function of what their factor reads.
 
     An inverse that drops an edge of the model (mean field) shall not get it back by the anchor. In a guide that is
@@ -350,7 +418,9 @@ def _anchored(first: FirstCall, families: Mapping[str, Family], inverse: Inverse
     def known(name: str) -> bool:
         parents = frozenset(first.net.graph.predecessors(name))
         real = peel_support(support_of(first.nodes[name]["fn"]))[0] is constraints.real
-        return (first.options.simulated or real or bool(parents)) and parents <= given.union(inverse.parents[name])
+        return (first.options.simulated or real or bool(parents)) and parents <= given.union(
+            inverse.parents[name]
+        )
 
     return {
         name

@@ -29,7 +29,8 @@ from pyro_nami.parameters.conditioning import covariates_of, site_of
 
 __all__ = ["CallReader", "has_first_sizes"]
 
-_ARGUMENTS = ("arguments of the model",)  # the node of all of them, where data are made of parameters
+# the node of all of them, where data are made of parameters
+_ARGUMENTS = ("arguments of the model",)
 
 
 class _Step(NamedTuple):
@@ -63,8 +64,10 @@ class CallReader:
         self._open: list[_Step] = []  # of which this is not known yet
         self._latest_target: tuple[Arguments, Any, TrainedAnswer] | None = None
         self._told: frozenset[str] = frozenset()
-        self.differing: Call | None = None  # the latest step on other data than those that the guide answers for
-        self.moved = False  # whether training goes on with another data set, which networks are yet to be centered on
+        # the latest step on other data than those that the guide answers for
+        self.differing: Call | None = None
+        # whether training goes on with another data set, which networks are yet to be centered on
+        self.moved = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": [], "differing": None, "_latest_target": None}
@@ -94,7 +97,10 @@ class CallReader:
         self.settle()
         given = any(observations.get(name) is not None for name in plan.read)
         trained = memory.mode is Mode.FIXED and memory.history.is_trained
-        subsampled, predicts = bool(plan.plates.subsampled), trained and not given and backward is None
+        subsampled, predicts = (
+            bool(plan.plates.subsampled),
+            trained and not given and backward is None,
+        )
         if predicts and not subsampled and self._has_call(call.model):
             return self._answer(call)
         own = self.own.values_of(call, plates, observations, draws)
@@ -183,7 +189,9 @@ class CallReader:
         target = self._target(answer, own or call)
         if not is_step:
             self._tell(target.notice)
-        if own is not None and any(not self._is_whole(name) for name in self.plan.rules if name not in target.hidden):
+        if own is not None and any(
+            not self._is_whole(name) for name in self.plan.rules if name not in target.hidden
+        ):
             answer = self._at_instances(answer, own)
         elif answer.moving:
             held = {name: value for name, value in answer.held.items() if name not in answer.moving}
@@ -203,7 +211,9 @@ class CallReader:
         names = [name for name in plan.rules if not self._is_whole(name) and plan.data_of(name)]
         complete = all(name in own.values for name in plan.read)
         before = memory.call.indices if memory.call is not None else {}
-        alike = all(len(index) == len(before.get(plate, index)) for plate, index in own.indices.items())
+        alike = all(
+            len(index) == len(before.get(plate, index)) for plate, index in own.indices.items()
+        )
         if not names or not complete or memory.has_one_context and alike:
             return False
         self._tell(
@@ -220,7 +230,10 @@ class CallReader:
             ValueError: where its arguments do not hold the data of these instances.
         """
         plan = self.plan
-        alike = all(len(index) == len(answer.indices.get(plate, index)) for plate, index in own.indices.items())
+        alike = all(
+            len(index) == len(answer.indices.get(plate, index))
+            for plate, index in own.indices.items()
+        )
         rows = [name for name in plan.read if not self._is_whole(name)]
         if rows and not (alike and self.memory.has_one_context):
             plates = ", ".join(map(repr, sorted(plan.plates.subsampled)))
@@ -239,7 +252,11 @@ class CallReader:
         kept = self._latest_target
         if kept is None or kept[1] is not answer.values or not kept[0].are(leaves) or call.indices:
             before, now = (each.sites or sites_of(each, self.plan) for each in (answer, call))
-            kept = self._latest_target = Arguments(leaves), answer.values, target_of(call, before, now, self.plan)
+            kept = self._latest_target = (
+                Arguments(leaves),
+                answer.values,
+                target_of(call, before, now, self.plan),
+            )
         return kept[2]
 
     def _compared(self, own: Call, call: Call, backward: Backward | None) -> Call:
@@ -254,8 +271,13 @@ class CallReader:
             if memory.call is None:
                 memory.keep(memory.frozen(own, data))
             return self._with_kept(own, constants=True)
-        if backward is not None and _is_step() and any(family.varies for family in self.plan.families.values()):
-            _check_sizes(own, self.plan)  # draws for other data may lie outside of supports that these move
+        if (
+            backward is not None
+            and _is_step()
+            and any(family.varies for family in self.plan.families.values())
+        ):
+            # draws for other data may lie outside of supports that these move
+            _check_sizes(own, self.plan)
             return self._with_kept(own)
         if not self._has_call(call.model):
             if self.plan.read or self.plan.groups:
@@ -263,7 +285,8 @@ class CallReader:
             return own
         answer = self._answer(call, own, is_step=backward is not None)
         if backward is not None and not tracing and answer.target is not None:
-            if answer.target.private:  # no step could be scored given those that this call has no place for
+            # no step could be scored given those that this call has no place for
+            if answer.target.private:
                 return self._with_kept(own)
             self._open[-1] = self._open[-1]._replace(notice=answer.target.notice)
         return answer
@@ -290,7 +313,9 @@ class CallReader:
         memory = self.memory
         kept = memory.constants if constants and not call.indices else None
         is_fixed = memory.mode is Mode.FIXED and not self.plan.plates.subsampled
-        return replace(call, constants=kept, tables=memory.tables, starts=memory.starts, is_fixed=is_fixed)
+        return replace(
+            call, constants=kept, tables=memory.tables, starts=memory.starts, is_fixed=is_fixed
+        )
 
     def _without(self, absent: Sequence[str], own: Call, call: Call, given: bool) -> Call:
         """Returns the answer to a call that lacks data of some sites.
@@ -301,11 +326,21 @@ class CallReader:
         memory, plan = self.memory, self.plan
         known = self._has_call(call.model)
         brings_none = not any(name in own.values for name in plan.read)
-        if known and not given and (memory.mode is Mode.FIXED or memory.mode is Mode.AMORTIZED and brings_none):
+        if (
+            known
+            and not given
+            and (memory.mode is Mode.FIXED or memory.mode is Mode.AMORTIZED and brings_none)
+        ):
             return self._answer(call, own)
-        held = memory.call.values if memory.call is not None and memory.mode is not Mode.AMORTIZED else {}
+        held = (
+            memory.call.values
+            if memory.call is not None and memory.mode is not Mode.AMORTIZED
+            else {}
+        )
         if memory.mode is Mode.MINIBATCHES:
-            held = {name: value for name, value in held.items() if name not in memory.history.moving}
+            held = {
+                name: value for name, value in held.items() if name not in memory.history.moving
+            }
         values = {name: held[name] for name in absent if name in held}
         absent = [name for name in absent if name not in values]
         own = replace(own, values={**own.values, **values}, held={**own.held, **values})
@@ -353,7 +388,11 @@ class CallReader:
                 values[name] = call.values[name]
         values |= {covariates_of(name): value for name, value in call.covariates.items()}
         parts = plan.plates.subsampled
-        values = {node: each for node, each in values.items() if parts.isdisjoint(plan.sites[site_of(node)].plates)}
+        values = {
+            node: each
+            for node, each in values.items()
+            if parts.isdisjoint(plan.sites[site_of(node)].plates)
+        }
         if call.moving:
             values[_ARGUMENTS] = _joined(leaves_of(call))
         return self.memory.data_of(values)
@@ -367,13 +406,18 @@ class CallReader:
 
 def _joined(leaves: Sequence[Any]) -> Tensor:
     """Returns all numbers of tensors among the model's arguments, as one vector that is not empty."""
-    tensors = [torch.zeros(1), *(leaf.detach().flatten() for leaf in leaves if isinstance(leaf, Tensor))]
+    tensors = [
+        torch.zeros(1),
+        *(leaf.detach().flatten() for leaf in leaves if isinstance(leaf, Tensor)),
+    ]
     return torch.cat([tensor.to(tensors[-1].device, torch.float64) for tensor in tensors])
 
 
 def _is_step() -> bool:
     """Whether this is a step of `pyro.infer.SVI`, which captures parameters, so that a backward pass will follow."""
-    return any(isinstance(handler, TraceMessenger) and handler.param_only for handler in _PYRO_STACK)
+    return any(
+        isinstance(handler, TraceMessenger) and handler.param_only for handler in _PYRO_STACK
+    )
 
 
 def _no_data(site: str) -> str:
@@ -393,7 +437,9 @@ def _check_sizes(call: Call, plan: Plan) -> None:
 
 def has_first_sizes(call: Call, plan: Plan) -> bool:
     """Whether the plates of latents, but for those seen in part, have the sizes of the guide's first call."""
-    plates = frozenset().union(*(plan.sites[name].plates for name in plan.rules)) - plan.plates.partial
+    plates = (
+        frozenset().union(*(plan.sites[name].plates for name in plan.rules)) - plan.plates.partial
+    )
     return not any(_other_sizes(call, plan, call.values, plates))
 
 

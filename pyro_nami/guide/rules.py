@@ -32,7 +32,17 @@ from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.program.masks import own_mask
 from pyro_nami.program.runner import changed_event_shape
 
-__all__ = ["Bounded", "Exact", "Learned", "Located", "Prior", "Rule", "RuleNote", "RuleNotes", "fixed_size"]
+__all__ = [
+    "Bounded",
+    "Exact",
+    "Learned",
+    "Located",
+    "Prior",
+    "Rule",
+    "RuleNote",
+    "RuleNotes",
+    "fixed_size",
+]
 
 
 @dataclass(frozen=True)
@@ -40,11 +50,14 @@ class Rule:
     """How one latent gets its distribution."""
 
     name: str  # the latent's
-    group: ConjugateGroup | None = None  # the latents whose exact conditionals are derived before this one is drawn
+    # the latents whose exact conditionals are derived before this one is drawn
+    group: ConjugateGroup | None = None
     reads_prior: bool = False  # whether its density takes the model's distribution at the site
     inside: bool = False  # whether it can be drawn inside a run of the model only
-    is_untold: bool = False  # whether all of it was masked at the guide's first call, which shows not what reads it
-    is_flat: bool = False  # whether its prior is flat where the model masks it, as something reads its value there
+    # whether all of it was masked at the guide's first call, which shows not what reads it
+    is_untold: bool = False
+    # whether its prior is flat where the model masks it, as something reads its value there
+    is_flat: bool = False
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
@@ -124,7 +137,8 @@ class Learned(Rule):
     family: Family = None  # type: ignore[assignment]
     anchored: bool = False  # whether its parameters are relative to the model's own conditional
     expert: bool = False  # whether its distribution is that conditional times evidence of its own
-    dims: tuple[int, ...] = ()  # batch dims of the plates ``factor.joint``, that are flattened into its elements
+    # batch dims of the plates ``factor.joint``, that are flattened into its elements
+    dims: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
 
     def distribution(
@@ -140,19 +154,28 @@ class Learned(Rule):
         anchor = current.anchors[self.name] = self._anchor(family, prior)
         fn = self._given(current, current.state, family, batch_shape, anchor)
         fn.fixed = (
-            lambda: self._given(current, current.state.fixed(self.name), family, batch_shape, anchor),
+            lambda: self._given(
+                current, current.state.fixed(self.name), family, batch_shape, anchor
+            ),
             current.state.path_share(self.name),
         )
         return fn
 
     def _given(
-        self, current: Pass, state: Any, family: Family, batch_shape: torch.Size, anchor: Tensor | None
+        self,
+        current: Pass,
+        state: Any,
+        family: Family,
+        batch_shape: torch.Size,
+        anchor: Tensor | None,
     ) -> SiteDistribution:
         """Returns the distribution by the networks' state, or by one whose parameters are numbers."""
         if self.factor.sequential:
             conditionals = self._conditionals(current, state, len(batch_shape))
             target = torch.broadcast_shapes(conditionals.first()[0].shape[:-1], batch_shape)
-            return family.autoregressive_distribution(conditionals, anchor, target, self.dims, self.sizes)
+            return family.autoregressive_distribution(
+                conditionals, anchor, target, self.dims, self.sizes
+            )
         params = self._params(state)
         target, batch = _common(params.shape[:-2], batch_shape)
         if params.shape[:-2] != target:
@@ -167,7 +190,9 @@ class Learned(Rule):
             fn = self._at_once(current, current.state, family, params, anchor)
             return self.masked(fn.log_prob(value), site)
         if current.validate and not family.layout.support.check(value).all():
-            raise ValueError(f"Expected values of '{self.name}' in {family.layout.support}; some are outside of it.")
+            raise ValueError(
+                f"Expected values of '{self.name}' in {family.layout.support}; some are outside of it."
+            )
         if anchor is not None and self.expert:
             params = expert(params, family.num_params)
         elements = family.layout.elements(value)
@@ -221,7 +246,10 @@ class Located(Learned):
         dims = len(batch_shape)
         near = self._near(current, dims)
         fn = self._bent(near, current.state, dims)
-        fn.fixed = lambda: self._bent(near, current.state.fixed(self.name), dims), current.state.path_share(self.name)
+        fn.fixed = (
+            lambda: self._bent(near, current.state.fixed(self.name), dims),
+            current.state.path_share(self.name),
+        )
         return _expanded(fn, batch_shape)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor:
@@ -259,12 +287,20 @@ class Bounded(Learned):
     ) -> TorchDistribution:
         solved, dims = self._solved(current), len(batch_shape)
         in_turn = isinstance(solved, InTurn) and self.factor.sequential
-        near = solved.prior(self.name, dims) if in_turn else solved.conditional(self.name, self._known(current), dims)
+        near = (
+            solved.prior(self.name, dims)
+            if in_turn
+            else solved.conditional(self.name, self._known(current), dims)
+        )
         return super().distribution(current, batch_shape, near)
 
     def log_prob(self, current: Pass, value: Tensor, site: Mapping[str, Any]) -> Tensor | None:
-        near = self._solved(current).conditional(self.name, {**self._known(current), self.name: value})
-        return super().log_prob(current, value, {**site, "fn": near, "mask": self.mask(site) if site["fn"] else None})
+        near = self._solved(current).conditional(
+            self.name, {**self._known(current), self.name: value}
+        )
+        return super().log_prob(
+            current, value, {**site, "fn": near, "mask": self.mask(site) if site["fn"] else None}
+        )
 
     def _conditionals(self, current: Pass, state: Any, dims: int) -> Any:
         conditionals, solved = super()._conditionals(current, state, dims), self._solved(current)

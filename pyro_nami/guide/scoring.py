@@ -45,7 +45,12 @@ class DensityGuide(LazyGuide):
         return self._log_prob(latents, None, args, kwargs)
 
     def log_prob_of(
-        self, weighted: bool, latents: Mapping[str, Tensor], sites: Mapping[str, Any] | None, *args: Any, **kwargs: Any
+        self,
+        weighted: bool,
+        latents: Mapping[str, Tensor],
+        sites: Mapping[str, Any] | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """Returns the part of `log_prob` that the guide's weights are in, or the rest, which the model gives.
 
@@ -74,16 +79,23 @@ class DensityGuide(LazyGuide):
             plan, state = self._made(), self._start(call)
             target = call.target
             hidden = target.hidden if target is not None else frozenset()
-            new = [*call.new, *(name for name in (target.fresh if target else ()) if name not in plan.rules)]
+            new = [
+                *call.new,
+                *(name for name in (target.fresh if target else ()) if name not in plan.rules),
+            ]
             if new:
                 raise ValueError(new_site(new[0]))
             values = left_of_plates(latents, plan, call.held.keys() | call.lacking | hidden)
             names = (plan.rules.keys() if names is None else set(names)) - hidden
             if sites is None:
-                needed = names and (plan.masked or any(plan.rules[name].reads_prior for name in names))
+                needed = names and (
+                    plan.masked or any(plan.rules[name].reads_prior for name in names)
+                )
                 sites = call.run({**call.held, **values}, until=plan.rules) if needed else {}
             total = self.network.zero()
-            for log_prob in densities(start_pass(plan, state, call), plan, call, values, sites, names):
+            for log_prob in densities(
+                start_pass(plan, state, call), plan, call, values, sites, names
+            ):
                 total = total + sum_plates(log_prob, plan.plates.nesting)
             if target is not None and target.fresh:
                 fresh = left_of_plates(latents, plan, plan.rules.keys() - target.fresh)
@@ -101,12 +113,17 @@ class DensityGuide(LazyGuide):
         """
         current, values, sites = self._at(latents, args, kwargs)
         rules = {name: rule for name, rule in self._made().learned.items() if name in values}
-        targets = {name: rule.target(current, values[name], sites[name]["fn"]) for name, rule in rules.items()}
+        targets = {
+            name: rule.target(current, values[name], sites[name]["fn"])
+            for name, rule in rules.items()
+        }
         dims = {name: list(rule.dims) for name, rule in rules.items()}
         regress(self.network, current.state, targets, dims, self._options.embeddings)
 
     @torch.no_grad()
-    def misfits(self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def misfits(
+        self, latents: Mapping[str, Tensor], *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
         """Returns where draws of the model speak against what was derived from it; see `pyro_nami.guide.misfits`.
 
         Args:

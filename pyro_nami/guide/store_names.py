@@ -38,7 +38,10 @@ def check_store(module: PyroModule) -> None:
             )
         shared = shared or other is not value and other in _made
         _made[value] = True
-    own = {f"{module._pyro_name}.{name.removesuffix('_unconstrained')}" for name, _ in module.named_parameters()}
+    own = {
+        f"{module._pyro_name}.{name.removesuffix('_unconstrained')}"
+        for name, _ in module.named_parameters()
+    }
     for name, other in stored.items():
         if name.startswith(f"{module._pyro_name}.") and name not in own and other not in _made:
             raise ValueError(

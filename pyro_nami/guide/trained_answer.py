@@ -39,17 +39,31 @@ class TrainedAnswer(NamedTuple):
     notice: str
 
 
-def target_of(call: Any, before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan) -> TrainedAnswer:
+def target_of(
+    call: Any, before: Mapping[str, Any], now: Mapping[str, Any], plan: Plan
+) -> TrainedAnswer:
     """Returns how a call with sites ``now`` differs from the one that answers it, whose sites were ``before``."""
     latents = [name for name in plan.rules if name in before and not before[name]["is_observed"]]
     open_sites = {name for name in now if is_latent(now[name]) and not is_passing(now[name])}
-    other = [name for name in latents if name in open_sites and _extent(now[name]) != _extent(before[name])]
+    other = [
+        name
+        for name in latents
+        if name in open_sites and _extent(now[name]) != _extent(before[name])
+    ]
     new = [name for name in now if name in open_sites and name not in plan.names]
     barren = [name for name in latents if isinstance(plan.rules[name], Prior)]
-    hidden = frozenset(name for name in latents if name not in open_sites or name in other or name in barren)
-    fresh = tuple(name for name in now if name in open_sites and (name in other or name in new or name in barren))
+    hidden = frozenset(
+        name for name in latents if name not in open_sites or name in other or name in barren
+    )
+    fresh = tuple(
+        name
+        for name in now
+        if name in open_sites and (name in other or name in new or name in barren)
+    )
     untold = tuple(name for name in fresh if name not in barren)
-    return TrainedAnswer(call, hidden, _read_by_others(plan, hidden), fresh, _notice(untold, before, now))
+    return TrainedAnswer(
+        call, hidden, _read_by_others(plan, hidden), fresh, _notice(untold, before, now)
+    )
 
 
 def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
@@ -58,7 +72,9 @@ def _read_by_others(plan: Plan, hidden: Collection[str]) -> frozenset[str]:
     while left:
         name = left.pop()
         needed = plan.groups[name].needed if name in plan.groups else ()
-        reads = {*plan.inverse.parents.get(name, ()), *needed}.intersection(hidden).difference(found)
+        reads = {*plan.inverse.parents.get(name, ()), *needed}.intersection(hidden).difference(
+            found
+        )
         found |= reads
         left += reads
     return frozenset(found)

@@ -36,7 +36,9 @@ class DataSets(NamedTuple):
     event_dims: Mapping[str, int]
 
     @classmethod
-    def of(cls, values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int) -> DataSets | None:
+    def of(
+        cls, values: Mapping[str, Tensor], event_dims: Mapping[str, int], nesting: int
+    ) -> DataSets | None:
         """Returns those of observed values ``(*batch, *plates, *event)``; None if they are one."""
         leading = leading_shape(values, event_dims, nesting)
         batch = leading[: len(leading) - nesting]
@@ -47,10 +49,14 @@ class DataSets(NamedTuple):
             value, inner = values[name].detach().contiguous(), nesting + event_dims.get(name, 0)
             if value.dim() > inner:
                 bits = value.view(_BITS[value.element_size()]).long()
-                bits = (bits ^ bits >> 32).reshape(*value.shape[: value.dim() - inner], -1)  # low ones decide
+                # low ones decide
+                bits = (bits ^ bits >> 32).reshape(*value.shape[: value.dim() - inner], -1)
                 place = torch.arange(1, bits.shape[-1] + 1, device=bits.device) * _WEIGHT
-                total = total * 3 + (bits * ((place ^ place >> 31) * _WEIGHT | 1)).sum(-1)  # overflows, as it may
-        return cls(torch.as_tensor(total).expand(batch).flatten().tolist(), batch, nesting, event_dims)
+                # overflows, as it may
+                total = total * 3 + (bits * ((place ^ place >> 31) * _WEIGHT | 1)).sum(-1)
+        return cls(
+            torch.as_tensor(total).expand(batch).flatten().tolist(), batch, nesting, event_dims
+        )
 
     def rows(self, name: str, value: Tensor) -> Tensor:
         """Returns values ``(*draws, *batch, *plates, *event)`` of a site as ``(data sets, *plates, *event)``.
@@ -104,7 +110,10 @@ class Starts:
         most = min(_MOST, _ELEMENTS // max(1, *(value[0].numel() for value in new.values())))
         if self.is_renewed and len(self._rows) + len(data.keys) > most:
             self._kept = {}
-        if any(name not in self._kept or self._kept[name].shape[1:] != new[name].shape[1:] for name in new):
+        if any(
+            name not in self._kept or self._kept[name].shape[1:] != new[name].shape[1:]
+            for name in new
+        ):
             self._rows, self._kept = {}, {name: value[:0] for name, value in new.items()}
         for key in data.keys:
             if len(self._rows) < most:
@@ -113,5 +122,7 @@ class Starts:
         rows = [self._rows[data.keys[i]] for i in known]
         for name, value in new.items():
             kept = self._kept[name]
-            self._kept[name] = torch.cat([kept, value.new_empty((len(self._rows) - len(kept), *value.shape[1:]))])
+            self._kept[name] = torch.cat(
+                [kept, value.new_empty((len(self._rows) - len(kept), *value.shape[1:]))]
+            )
             self._kept[name][rows] = value[known]

@@ -137,7 +137,9 @@ class _Whole:
     An epoch's batches are of the size of its first step.
     """
 
-    def __init__(self, draws: JointDraws, size: Callable[[int], int], epochs: _Epochs | None) -> None:
+    def __init__(
+        self, draws: JointDraws, size: Callable[[int], int], epochs: _Epochs | None
+    ) -> None:
         self.draws, self.size, self.shuffled = draws, size, epochs is not None
         self.renew, self.place = epochs or _Epochs(None, {})
         if "latents" in self.place:
@@ -166,10 +168,13 @@ class _Seeded:
     def __getitem__(self, step: int) -> Batch:
         pyro.set_rng_seed((self.seed + step) % 2**32)
         batch = self.simulations.fresh(step)
-        return batch._replace(draws=batch.draws._replace(sites=None))  # not to go from process to process
+        # not to go from process to process
+        return batch._replace(draws=batch.draws._replace(sites=None))
 
 
-def _read(simulations: Simulations, steps: range, given: Iterator[Any], processes: Processes) -> Iterator[Batch]:
+def _read(
+    simulations: Simulations, steps: range, given: Iterator[Any], processes: Processes
+) -> Iterator[Batch]:
     for step in steps:
         values = next(given, None)
         if processes.any(values is None):
@@ -242,5 +247,7 @@ def as_draws(values: Any, simulator: Simulator) -> JointDraws:
                 f"Expected values of site '{name}' of shape (draws, *plates, *event), with {simulator.nesting} plate "
                 f"dims and as many draws as '{names[0]}', {num}; got {tuple(values[name].shape)}."
             )
-    latents, observed = ({name: values[name] for name in part} for part in (simulator.latent, simulator.observed))
+    latents, observed = (
+        {name: values[name] for name in part} for part in (simulator.latent, simulator.observed)
+    )
     return JointDraws(latents, observed, simulator.nesting)

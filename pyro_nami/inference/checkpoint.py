@@ -82,7 +82,10 @@ def structure_of(guide: Callable, parameters: Mapping[str, Tensor]) -> dict[str,
             words[name] += f"; in the inverse {line.strip()}"
     return {
         **{f"site '{name}'": line.strip() for name, line in words.items()},
-        **{f"parameter '{name}'": f"shape {tuple(value.shape)}" for name, value in parameters.items()},
+        **{
+            f"parameter '{name}'": f"shape {tuple(value.shape)}"
+            for name, value in parameters.items()
+        },
     }
 
 
@@ -92,7 +95,9 @@ def check_structure(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
         return
     differing = [key for key in {**own, **saved} if saved.get(key) != own.get(key)]
     sites = [key for key in differing if key.startswith("site")] or differing
-    lines = [f"{key}: here {own.get(key, 'absent')}; there {saved.get(key, 'absent')}" for key in sites]
+    lines = [
+        f"{key}: here {own.get(key, 'absent')}; there {saved.get(key, 'absent')}" for key in sites
+    ]
     told = "; ".join(lines if len(lines) <= 5 else [*lines[:5], f"and {len(lines) - 5} more"])
     raise ValueError(
         f"Expected a checkpoint of this guide's structure; got one of another model or guide. They differ at {told}. "

@@ -14,7 +14,15 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pyro_nami.inference.batches import Arguments, Batch, Simulations, Stream, are_all, as_draws, stream_of
+from pyro_nami.inference.batches import (
+    Arguments,
+    Batch,
+    Simulations,
+    Stream,
+    are_all,
+    as_draws,
+    stream_of,
+)
 from pyro_nami.inference.checkpoint import load_checkpoint, save_checkpoint
 from pyro_nami.inference.history import History
 from pyro_nami.inference.latent_moves import LatentMoves
@@ -163,9 +171,17 @@ class InferenceCompilation:
         if isinstance(validation, int):
             _check_counts(validation=validation)
         if patience is not None and validation is None:
-            raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
+            raise ValueError(
+                "Expected validation with patience; got none. Pass validation=1000, say."
+            )
         if refresh and (callable(args) or not are_all(data)):
-            given = "arguments that vary" if callable(args) else "none" if data is None else type(data).__name__
+            given = (
+                "arguments that vary"
+                if callable(args)
+                else "none"
+                if data is None
+                else type(data).__name__
+            )
             raise ValueError(
                 f"Expected simulations all at once in data, of the same arguments, with refresh={refresh}; got {given}."
             )
@@ -180,7 +196,15 @@ class InferenceCompilation:
             own_args, own_kwargs = arguments(0)
             renew = LatentMoves(trainer.simulator.at(*own_args, **own_kwargs), self.guide, refresh)
         stream = stream_of(simulations, ahead, data, num_workers, place, trainer.processes, renew)
-        plan = _Schedule(ahead, validate_every, patience, checkpoint, checkpoint_every, callback(tracker), progress)
+        plan = _Schedule(
+            ahead,
+            validate_every,
+            patience,
+            checkpoint,
+            checkpoint_every,
+            callback(tracker),
+            progress,
+        )
         _train(trainer, stream, held_out, plan)
         return trainer.history
 
@@ -194,7 +218,9 @@ class InferenceCompilation:
         """Returns the trainer, which the first call makes with the guide's structure, and simulations at arguments."""
         args, kwargs = arguments(0)
         if self._trainer is None:
-            simulator = Simulator(self.model, args, kwargs, observed_names(self._observed, self.guide))
+            simulator = Simulator(
+                self.model, args, kwargs, observed_names(self._observed, self.guide)
+            )
             bind(self.guide, self.model, simulator.model)
             given = as_draws(data, simulator) if are_all(data) else None
             self._trainer = Trainer(simulator, self.guide, self._optimization, self._wrap, given)
@@ -214,7 +240,10 @@ class _Schedule(NamedTuple):
 
 
 def _train(
-    trainer: Trainer, stream: Stream, held_out: Callable[[], Iterable[Batch]] | None, plan: _Schedule
+    trainer: Trainer,
+    stream: Stream,
+    held_out: Callable[[], Iterable[Batch]] | None,
+    plan: _Schedule,
 ) -> None:
     """Takes the steps of a plan, until its patience or the batches end."""
     history, done, last = trainer.history, plan.ahead.start, plan.ahead.stop
@@ -249,17 +278,27 @@ def _save(trainer: Trainer, stream: Stream, checkpoint: str | Path | None) -> No
         return
     own, *others = trainer.processes.gather({"rng": rng_state(), "stream": stream.state})
     if trainer.processes.first:
-        save_checkpoint(checkpoint, {**trainer.state(), **own, **({"others": others} if others else {})})
+        save_checkpoint(
+            checkpoint, {**trainer.state(), **own, **({"others": others} if others else {})}
+        )
 
 
-def _resume(trainer: Trainer, checkpoint: str | Path | None) -> tuple[str | Path | None, dict[str, Any]]:
+def _resume(
+    trainer: Trainer, checkpoint: str | Path | None
+) -> tuple[str | Path | None, dict[str, Any]]:
     """Goes on from the first process's checkpoint; returns its path and the state of this process's stream.
 
     Random numbers go on as well; where another number of processes goes on, from the first's, anew in the others.
     """
     processes = trainer.processes
-    found = None if checkpoint is None or not (processes.first and Path(checkpoint).exists()) else checkpoint
-    checkpoint, saved = processes.of_first((checkpoint, {} if found is None else load_checkpoint(found)))
+    found = (
+        None
+        if checkpoint is None or not (processes.first and Path(checkpoint).exists())
+        else checkpoint
+    )
+    checkpoint, saved = processes.of_first(
+        (checkpoint, {} if found is None else load_checkpoint(found))
+    )
     trainer.load(saved)
     parts = [saved, *saved.get("others", ())]
     own = parts[processes.rank] if len(parts) == processes.size else {}

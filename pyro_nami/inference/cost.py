@@ -23,7 +23,9 @@ class _Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        self.elements += sum(each.numel() for each in tree_leaves(found) if isinstance(each, Tensor))
+        self.elements += sum(
+            each.numel() for each in tree_leaves(found) if isinstance(each, Tensor)
+        )
         return found
 
 

@@ -45,7 +45,9 @@ class History:
         best = self.best_step
         return 0 if best is None else sum(step > best for step, _ in self.validation)
 
-    def count(self, drawn: int, skipped: int, non_finite: Mapping[str, int], most: float = _MAX_SKIPPED) -> None:
+    def count(
+        self, drawn: int, skipped: int, non_finite: Mapping[str, int], most: float = _MAX_SKIPPED
+    ) -> None:
         """Takes the figures of one batch; raises ValueError where a larger share of all than ``most`` is not finite."""
         self.simulations += drawn
         self.skipped += skipped

@@ -119,7 +119,9 @@ def importance_sample(
     target = replace(target, prior_share=1 - ours / num_samples)
     proposal = Proposal.of(target, as_mapping(observations))
     size = min(num_samples, chunk_size or max(1, _ELEMENTS // proposal.elements))
-    result = proposal.draw(*([min(size, num - i) for i in range(0, num, size)] for num in (ours, num_samples - ours)))
+    result = proposal.draw(
+        *([min(size, num - i) for i in range(0, num, size)] for num in (ours, num_samples - ours))
+    )
     warn_of_bad(result)
     return result
 
@@ -166,7 +168,9 @@ class Proposal:
     def elements(self) -> int:
         """The number of elements of all sites, for one draw and all data sets."""
         sites = [*self.single.guide.values(), *self.single.model.values()]
-        return max(1, sum(site["fn"].shape().numel() for site in sites)) * (self.target.data.num or 1)
+        return max(1, sum(site["fn"].shape().numel() for site in sites)) * (
+            self.target.data.num or 1
+        )
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -199,7 +203,10 @@ class Proposal:
         """Returns the log weights of given latents ``(draws, *data sets, *site shape)``, as those of draws."""
         extent = self.target.extent(len(values[self.latents[0]]))
         nesting, dims = self.target.nesting, len(extent.sizes)
-        values = {name: with_idle_dims(values[name], self.single.model[name], nesting, dims) for name in self.latents}
+        values = {
+            name: with_idle_dims(values[name], self.single.model[name], nesting, dims)
+            for name in self.latents
+        }
         model = self.target.run_model(extent, Runner({**values, **extent.data}))
         return summed(log_densities(model), extent) - self.target.guide_log_prob(extent, values)
 
@@ -208,7 +215,9 @@ class Proposal:
         with forked_rng():
             target, reason = run_for_many(self.target, self._fault)
         proposal = replace(self, target=target)
-        draws = [(proposal._guide_draws, num) for num in counts] + [(proposal._prior_draws, num) for num in from_prior]
+        draws = [(proposal._guide_draws, num) for num in counts] + [
+            (proposal._prior_draws, num) for num in from_prior
+        ]
         if reason is not None:
             warn(_LOOP.format(reason), OneByOne)
             return [proposal._one_by_one(draw, num) for draw, num in draws]
@@ -223,7 +232,9 @@ class Proposal:
             return None
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a model does with batch dims that it was not written for
+        except (
+            Exception
+        ) as error:  # whatever a model does with batch dims that it was not written for
             return in_one_line(error)
 
     def _one_by_one(self, draw: Callable[[Extent], _Draws], count: int) -> _Draws:
@@ -236,7 +247,9 @@ class Proposal:
             return torch.stack(parts).reshape(sizes + parts[0].shape)
 
         values = {name: stacked([draw.values[name] for draw in draws]) for name in self.latents}
-        return _Draws(values, stacked([draw.log_weights for draw in draws]), max(draw.fault for draw in draws))
+        return _Draws(
+            values, stacked([draw.log_weights for draw in draws]), max(draw.fault for draw in draws)
+        )
 
     def _guide_draws(self, extent: Extent) -> _Draws:
         return self._draws(weighed_run(self.target, extent))
@@ -244,7 +257,9 @@ class Proposal:
     def _prior_draws(self, extent: Extent) -> _Draws:
         return self._draws(weighed_run(self.target, extent, weigh=self._weighed_prior))
 
-    def _weighed_prior(self, target: Target, extent: Extent, values: Mapping[str, Tensor]) -> Weighed:
+    def _weighed_prior(
+        self, target: Target, extent: Extent, values: Mapping[str, Tensor]
+    ) -> Weighed:
         sites = target.run_model(extent, Runner({**values, **extent.data}))
         log_q = target.guide_log_prob(extent, {name: whole(sites[name]) for name in self.latents})
         log_q = torch.where(log_q.isnan(), -torch.inf, log_q)  # far out, where it draws nothing
@@ -254,13 +269,20 @@ class Proposal:
         log_q, log_p = (summed(part, run.extent) for part in (run.log_q, run.log_p))
         if self.target.prior_share:
             sites = {name: run.model[name] for name in self.latents}
-            with pyro.validation_enabled(False):  # the model's log density is NaN where it refuses a draw
-                prior = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
+            # the model's log density is NaN where it refuses a draw
+            with pyro.validation_enabled(False):
+                prior = {
+                    name: scale_and_mask(log_density(site), mask=site["mask"])
+                    for name, site in sites.items()
+                }
             log_q = self.target.defended(log_q, summed(prior, run.extent))
         log_weights = log_p - log_q
         fault = fault_of(run) if checked and not (log_weights < torch.inf).all() else ""
         sizes = run.extent.sizes
-        values = {name: whole(run.model[name]).reshape(sizes + shape) for name, shape in self.shapes.items()}
+        values = {
+            name: whole(run.model[name]).reshape(sizes + shape)
+            for name, shape in self.shapes.items()
+        }
         return _Draws(values, log_weights, fault)
 
     def _difference(self, run: Weighed) -> str | None:
@@ -282,7 +304,10 @@ class Proposal:
             shapes = {name: self.single.guide[name]["fn"].shape() for name in drawn}
             values = {name: whole(run.guide[name])[index].reshape(shapes[name]) for name in drawn}
             alone = weighed_run(self.target, self.target.one(index[-1]), values)
-            for role, many, one in (("guide", run.log_q, alone.log_q), ("model", run.log_p, alone.log_p)):
+            for role, many, one in (
+                ("guide", run.log_q, alone.log_q),
+                ("model", run.log_p, alone.log_p),
+            ):
                 name = differing_site(many, index, one)
                 if name is not None:
                     return f"the {role}'s log density of site '{name}' differs from that in a single run"
@@ -294,7 +319,11 @@ def _matched_latents(single: Weighed) -> tuple[str, ...]:
     sites, data = single.model, single.extent.data
     latents = [name for name, site in sites.items() if not site["is_observed"] and name not in data]
     auxiliary = {name for name, site in single.guide.items() if site["infer"].get("is_auxiliary")}
-    drawn = {n: site for n, site in single.guide.items() if not site["is_observed"] and n not in auxiliary}
+    drawn = {
+        n: site
+        for n, site in single.guide.items()
+        if not site["is_observed"] and n not in auxiliary
+    }
     for name in latents:
         if name not in drawn and is_sample_site(sites[name]):
             raise ValueError(

@@ -35,11 +35,15 @@ from pyro_nami.program.isolation import bounded_indices, forked_rng
 __all__ = ["LatentMoves"]
 
 _ELEMENTS = 2**20  # of all sites' values that are in memory at a time
-_TRIES = 2, 10  # at a time and in all, as what is derived may be off by rounding at draws of a poor guide
+# at a time and in all, as what is derived may be off by rounding at draws of a poor guide
+_TRIES = 2, 10
 _MOVED = 0.8  # share of draws after whose move no further draws of the guide are made
-_FIRST, _WORTH = 0.1, 0.1  # share of draws that are moved first, and of these that have to move, or others are left
-_FEWEST = 1000  # draws that are moved first, as fewer take as long, and for which draws of the guide are made at once
-_WORK = 2**15  # elements of all tensors computed for a draw of the guide, of more of which moves are rarer
+# share of draws that are moved first, and of these that have to move, or others are left
+_FIRST, _WORTH = 0.1, 0.1
+# draws that are moved first, as fewer take as long, and for which draws of the guide are made at once
+_FEWEST = 1000
+# elements of all tensors computed for a draw of the guide, of more of which moves are rarer
+_WORK = 2**15
 
 
 class LatentMoves:
@@ -90,27 +94,40 @@ class LatentMoves:
             return draws
         state["due"] -= 1
         with pyro.validation_enabled(False):
-            one = sum(value[0].numel() for value in (*draws.latents.values(), *draws.observed.values()))
+            one = sum(
+                value[0].numel() for value in (*draws.latents.values(), *draws.observed.values())
+            )
             first = max(math.ceil(_FIRST * draws.num), min(_FEWEST, draws.num))
-            rest = torch.arange(first, draws.num).split(max(1, _ELEMENTS // one)) if first < draws.num else ()
+            rest = (
+                torch.arange(first, draws.num).split(max(1, _ELEMENTS // one))
+                if first < draws.num
+                else ()
+            )
             found, moved = [], 0.0
             for rows in (torch.arange(first), *rest):
                 at_once = self.num if len(rows) <= _FEWEST and state["share"] == 1 else 1
-                latents, share = self._moved(self._proposal, draws.select(rows).to(self.simulator.device), at_once)
+                latents, share = self._moved(
+                    self._proposal, draws.select(rows).to(self.simulator.device), at_once
+                )
                 found.append(latents)
                 moved += share * len(rows) / draws.num
                 if share < _WORTH:
                     found.append(draws.select(torch.arange(int(rows[-1]) + 1, draws.num)).latents)
                     break
         state["moved"] = moved
-        latents = {name: torch.cat([part[name].to(old) for part in found]) for name, old in draws.latents.items()}
+        latents = {
+            name: torch.cat([part[name].to(old) for part in found])
+            for name, old in draws.latents.items()
+        }
         return draws._replace(latents=latents)
 
     def _found(self, few: JointDraws, state: dict[str, Any]) -> Proposal | None:
         """Returns what proposes, if draws can be moved at once, and have the density that the model simulates; notes in
         what share of the calls, and how often that is to be tried again.
         """
-        target = Target(self.simulator.model, self.guide, self.simulator.args, self.simulator.kwargs)
+        target = Target(
+            self.simulator.model, self.guide, self.simulator.args, self.simulator.kwargs
+        )
         try:
             proposal = Proposal.of(target, few.observed)
             if not all(map(_is_simulated, proposal.single.model.values())):
@@ -124,14 +141,19 @@ class LatentMoves:
         state["tries"] = max(0, state["tries"] - 1)
         return None
 
-    def _moved(self, proposal: Proposal, draws: JointDraws, at_once: int) -> tuple[dict[str, Tensor], float]:
+    def _moved(
+        self, proposal: Proposal, draws: JointDraws, at_once: int
+    ) -> tuple[dict[str, Tensor], float]:
         """Returns the latents after the move, as they were where the model fails at one of the guide's draws, and the
         share that moved; so many draws are made at a time.
         """
         latents, share = draws.latents, 0.0
         try:
             proposal = proposal.on(draws.observed)
-            now = {name: latents[name].reshape((1, draws.num) + shape) for name, shape in proposal.shapes.items()}
+            now = {
+                name: latents[name].reshape((1, draws.num) + shape)
+                for name, shape in proposal.shapes.items()
+            }
             weights = proposal.log_weights(now).nan_to_num(nan=-math.inf)
             weights = weights.clamp(min=torch.finfo(weights.dtype).min)  # it was drawn
             moved = torch.zeros_like(weights, dtype=torch.bool)
@@ -158,6 +180,8 @@ class LatentMoves:
 
 def _is_simulated(site: Any) -> bool:
     """Whether a site counts in the joint density as it does in simulations."""
-    masked = site["mask"] is not None or any(isinstance(fn, MaskedDistribution) for fn in layers(site["fn"]))
+    masked = site["mask"] is not None or any(
+        isinstance(fn, MaskedDistribution) for fn in layers(site["fn"])
+    )
     whole = bool(torch.as_tensor(site["scale"]).eq(1).all())
     return whole and not site_is_factor(site) and (site["is_observed"] or not masked)

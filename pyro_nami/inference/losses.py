@@ -50,7 +50,9 @@ class CompilationLoss(nn.Module):
         self.derived: float | None = None
         self.arguments: tuple[tuple, Mapping[str, Any]] = (), {}
 
-    def forward(self, draws: JointDraws, args: tuple, kwargs: dict[str, Any], *, whole: bool = False) -> Tensor:
+    def forward(
+        self, draws: JointDraws, args: tuple, kwargs: dict[str, Any], *, whole: bool = False
+    ) -> Tensor:
         """Returns the loss of every simulation in nats, ``(draws,)``; ``whole`` says to compute all of it.
 
         Beyond a million nats it goes on by its logarithm: few simulations are not to outweigh all others.
@@ -59,23 +61,30 @@ class CompilationLoss(nn.Module):
         kwargs = {**kwargs, "observations": draws.observed}
         if brief:
             guide: Any = self.guide
-            log_prob = guide.log_prob_of(True, draws.latents, draws.sites, *args, **kwargs) - self.derived
+            log_prob = (
+                guide.log_prob_of(True, draws.latents, draws.sites, *args, **kwargs) - self.derived
+            )
         elif hasattr(self.guide, "log_prob"):
             log_prob = self.guide.log_prob(draws.latents, *args, **kwargs)
         else:
-            log_prob = torch.stack(list(site_log_probs(self.guide, draws, args, kwargs).values())).sum(0)
+            log_prob = torch.stack(
+                list(site_log_probs(self.guide, draws, args, kwargs).values())
+            ).sum(0)
         if log_prob.shape != (draws.num,):
             raise ValueError(
                 f"Expected log densities of shape ({draws.num},) of the guide; got {tuple(log_prob.shape)}."
             )
-        beyond = (-log_prob / _LARGE).clamp(min=1)  # of which one may be at the end of what is a number
+        # of which one may be at the end of what is a number
+        beyond = (-log_prob / _LARGE).clamp(min=1)
         return torch.where(beyond > 1, _LARGE * (1 + beyond.log()), -log_prob)
 
     def _are_same(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         before, before_by_name = self.arguments
         if len(args) != len(before) or kwargs.keys() != before_by_name.keys():
             return False
-        return all(map(operator.is_, args, before)) and all(kwargs[key] is before_by_name[key] for key in kwargs)
+        return all(map(operator.is_, args, before)) and all(
+            kwargs[key] is before_by_name[key] for key in kwargs
+        )
 
 
 def site_log_probs(
@@ -88,7 +97,11 @@ def site_log_probs(
 
 
 def non_finite_sites(
-    guide: Callable, parameters: Sequence[Tensor], draws: JointDraws, args: tuple, kwargs: dict[str, Any]
+    guide: Callable,
+    parameters: Sequence[Tensor],
+    draws: JointDraws,
+    args: tuple,
+    kwargs: dict[str, Any],
 ) -> tuple[list[str], str]:
     """Returns the sites at which log q or its gradient is not finite, and the one of the largest loss of all.
 
@@ -98,7 +111,9 @@ def non_finite_sites(
     for name, log_prob in log_probs.items():
         values: list[Any] = [log_prob.detach()]
         if log_prob.requires_grad:
-            values += torch.autograd.grad(log_prob.sum(), parameters, allow_unused=True, retain_graph=True)
+            values += torch.autograd.grad(
+                log_prob.sum(), parameters, allow_unused=True, retain_graph=True
+            )
         if not all(value.isfinite().all() for value in values if value is not None):
             guilty.append(name)
     return guilty, min(log_probs, key=lambda name: log_probs[name].min().item())

@@ -46,11 +46,15 @@ class Observations:
         self.num: int | None = None
         self._shared: dict[str, Tensor] = {}  # of all data sets, the own shape
         self._several: dict[str, Tensor] = {}  # (data sets, *plates, *event)
-        self._shapes = {name: site["fn"].shape() for name, site in sites.items() if not is_fixed(site)}
+        self._shapes = {
+            name: site["fn"].shape() for name, site in sites.items() if not is_fixed(site)
+        }
         for name, value in given.items():
             if name not in self._shapes:
                 known = ", ".join(map(repr, self._shapes))
-                raise ValueError(f"Expected observations of the model's sites, {known}; got one of '{name}'.")
+                raise ValueError(
+                    f"Expected observations of the model's sites, {known}; got one of '{name}'."
+                )
             value = as_tensor(name, value, sites[name]["value"])
             if value.shape == self._shapes[name]:
                 self._shared[name] = value
@@ -77,7 +81,9 @@ class Observations:
 
     def one(self, index: int = 0) -> dict[str, Tensor]:
         """Returns the values of one data set, of the sites' own shapes."""
-        own = {name: value[index].reshape(self._shapes[name]) for name, value in self._several.items()}
+        own = {
+            name: value[index].reshape(self._shapes[name]) for name, value in self._several.items()
+        }
         return {**self._shared, **own}
 
     def batch(self, rows: slice | Tensor = slice(None)) -> dict[str, Tensor]:
@@ -109,7 +115,9 @@ def as_tensor(name: str, given: Any, like: Tensor) -> Tensor:
     try:
         value = torch.as_tensor(given, device=like.device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"Expected a tensor as the value of site '{name}'; got {type(given).__name__}.") from error
+        raise TypeError(
+            f"Expected a tensor as the value of site '{name}'; got {type(given).__name__}."
+        ) from error
     return value.to(like.dtype) if value.is_floating_point() and like.is_floating_point() else value
 
 

@@ -17,7 +17,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 __all__ = ["Optimization", "optimization_of"]
 
 
-def optimization_of(optim: Any, scheduler: Any, clip_norm: float | None) -> Callable[..., Optimization]:
+def optimization_of(
+    optim: Any, scheduler: Any, clip_norm: float | None
+) -> Callable[..., Optimization]:
     """Returns the function from parameters to their `Optimization`; raises for options that it does not take."""
     if isinstance(optim, torch.optim.Optimizer) or not callable(optim):  # a PyroOptim is callable
         raise TypeError(
@@ -32,7 +34,9 @@ def optimization_of(optim: Any, scheduler: Any, clip_norm: float | None) -> Call
         )
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"Expected clip_norm > 0; got {clip_norm}.")
-    return functools.partial(Optimization, optim, scheduler, math.inf if clip_norm is None else clip_norm)
+    return functools.partial(
+        Optimization, optim, scheduler, math.inf if clip_norm is None else clip_norm
+    )
 
 
 class Optimization:
@@ -50,7 +54,9 @@ class Optimization:
         0.5
     """
 
-    def __init__(self, optim: Any, scheduler: Any, clip_norm: float, parameters: list[Tensor]) -> None:
+    def __init__(
+        self, optim: Any, scheduler: Any, clip_norm: float, parameters: list[Tensor]
+    ) -> None:
         self.parameters, self.clip_norm = parameters, clip_norm
         self.parts: dict[str, Any] = {}
         if isinstance(optim, PyroOptim):

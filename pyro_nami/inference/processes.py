@@ -64,7 +64,9 @@ class Processes:
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=dist.get_global_rank(self.group, 0), group=self.group)
+        dist.broadcast_object_list(
+            values, src=dist.get_global_rank(self.group, 0), group=self.group
+        )
         return values[0]
 
     def part(self) -> None:

@@ -57,7 +57,9 @@ def smooth(log_weights: Tensor) -> tuple[Tensor, Tensor]:
 def check_log_weights(log_weights: Tensor) -> None:
     """Raises ValueError for log weights ``(*batch, draws)`` that are no weights: NaN, inf, all zero, or none at all."""
     if log_weights.dim() == 0 or log_weights.numel() == 0:
-        raise ValueError(f"Expected log weights of at least one draw; got shape {tuple(log_weights.shape)}.")
+        raise ValueError(
+            f"Expected log weights of at least one draw; got shape {tuple(log_weights.shape)}."
+        )
     if not log_weights.is_floating_point():
         raise TypeError(f"Expected log weights of a floating dtype; got {log_weights.dtype}.")
     bad = torch.isnan(log_weights) | (log_weights == math.inf)
@@ -93,7 +95,8 @@ def _smooth_row(row: Tensor, length: int) -> tuple[Tensor, float]:
         k, scale = fit_generalized_pareto(excess)
     if not math.isfinite(k):
         return row, math.inf
-    above = (torch.arange(len(excess), dtype=row.dtype, device="cpu") + 0.5) / len(excess)  # probabilities
+    # probabilities
+    above = (torch.arange(len(excess), dtype=row.dtype, device="cpu") + 0.5) / len(excess)
     quantiles = cutoff + scale * torch.expm1(-k * above.log()) / k
     smoothed = quantiles.log().clamp(max=0.0) + largest
     return row.scatter(-1, index, torch.where(smoothed.isnan(), row[index], smoothed)), k

@@ -27,7 +27,11 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Sets what `rng_state` returned; CUDA generators only where there are as many devices."""
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
+    if (
+        state["cuda"]
+        and torch.cuda.is_available()
+        and torch.cuda.device_count() == len(state["cuda"])
+    ):
         torch.cuda.set_rng_state_all(state["cuda"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

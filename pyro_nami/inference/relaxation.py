@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyro.infer import ELBO, JitTrace_ELBO, JitTraceEnum_ELBO, JitTraceGraph_ELBO, JitTraceMeanField_ELBO
+from pyro.infer import (
+    ELBO,
+    JitTrace_ELBO,
+    JitTraceEnum_ELBO,
+    JitTraceGraph_ELBO,
+    JitTraceMeanField_ELBO,
+)
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
@@ -47,14 +53,20 @@ class ExponentialDecay:
 
     def __post_init__(self) -> None:
         if not 0 < self.minimum <= self.initial < math.inf:
-            raise ValueError(f"Expected 0 < minimum <= initial, finite; got {self.minimum} and {self.initial}")
+            raise ValueError(
+                f"Expected 0 < minimum <= initial, finite; got {self.minimum} and {self.initial}"
+            )
         if not 0 <= self.rate < math.inf:
             raise ValueError(f"Expected a finite rate of at least 0; got {self.rate}")
         if self.every != int(self.every) or self.every < 1:
-            raise ValueError(f"Expected every to be a whole number of steps, at least 1; got {self.every}")
+            raise ValueError(
+                f"Expected every to be a whole number of steps, at least 1; got {self.every}"
+            )
 
     @classmethod
-    def over(cls, initial: float, minimum: float, steps: int, *, every: int = 1) -> ExponentialDecay:
+    def over(
+        cls, initial: float, minimum: float, steps: int, *, every: int = 1
+    ) -> ExponentialDecay:
         """Returns the schedule that reaches ``minimum`` at the last change up to ``steps``."""
         if not 1 <= every <= steps:
             raise ValueError(f"Expected 1 <= every <= steps; got every={every} and steps={steps}")
@@ -133,7 +145,9 @@ class RelaxedELBO(ELBO):
         """The temperature of the next gradient."""
         now = float(self._schedule(self.step) if callable(self._schedule) else self._schedule)
         if not 0 < now < math.inf:
-            raise ValueError(f"Expected a positive, finite temperature; got {now} at step {self.step}")
+            raise ValueError(
+                f"Expected a positive, finite temperature; got {now} at step {self.step}"
+            )
         return now
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +158,9 @@ class RelaxedELBO(ELBO):
         """Returns the negative ELBO in nats at relaxed draws, and adds its gradient to that of each parameter."""
         return self._relaxed("loss_and_grads", model, guide, args, kwargs)
 
-    def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
+    def differentiable_loss(
+        self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Returns the negative ELBO in nats at relaxed draws, with gradients; a step unless these are disabled."""
         return self._relaxed("differentiable_loss", model, guide, args, kwargs)  # type: ignore[no-any-return]
 
@@ -156,7 +172,9 @@ class RelaxedELBO(ELBO):
         """Goes on at the step of a `state_dict`."""
         self.step = int(state["step"])
 
-    def _relaxed(self, what: str, model: Callable, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _relaxed(
+        self, what: str, model: Callable, guide: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         drawn = Drawn(self.temperature)
         loss = getattr(self.elbo, what)(_Scored(drawn)(model), drawn(guide), *args, **kwargs)
         self.step += torch.is_grad_enabled()
@@ -168,7 +186,9 @@ class RelaxedELBO(ELBO):
             )
         return loss
 
-    def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _get_trace(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         return self.elbo._get_trace(model, guide, args, kwargs)
 
 
@@ -186,7 +206,9 @@ class Drawn(Messenger):
         return self
 
     def _pyro_sample(self, msg: Any) -> None:
-        drawn = not msg["is_observed"] and msg["value"] is None and not msg["infer"].get("enumerate")
+        drawn = (
+            not msg["is_observed"] and msg["value"] is None and not msg["infer"].get("enumerate")
+        )
         if not drawn or getattr(msg["fn"], "has_rsample", True):
             return
         fn = gumbel_softmax(msg["fn"], self.temperature)

@@ -45,7 +45,11 @@ def site_forms(simulator: Simulator) -> dict[str, SiteForm]:
 
 def _unconstraining(fn: Any) -> Callable[[Tensor], Tensor]:
     try:
-        return _as_float if fn.support.is_discrete or is_support_unknown(fn) else biject_to(fn.support).inv
+        return (
+            _as_float
+            if fn.support.is_discrete or is_support_unknown(fn)
+            else biject_to(fn.support).inv
+        )
     except NotImplementedError:  # no bijection to it
         return _as_float
 
@@ -76,7 +80,9 @@ class Coordinates:
         self._maps = {name: forms[name].unconstrain for name in values}
         parts = self._parts(values, 1)
         ends = np.cumsum([part.shape[1] for part in parts.values()]).tolist()
-        self.columns = {name: slice(end - parts[name].shape[1], end) for name, end in zip(parts, ends)}
+        self.columns = {
+            name: slice(end - parts[name].shape[1], end) for name, end in zip(parts, ends)
+        }
         self._center, spread = center_and_spread(torch.cat(list(parts.values()), -1))
         self._scale = torch.where(spread > 0, spread, torch.ones_like(spread))
 

@@ -70,14 +70,22 @@ class JointDraws(NamedTuple):
 
     def finite(self) -> tuple[JointDraws, dict[str, int]]:
         """Returns the draws whose values are all finite, and site -> how many of all draws are not, where any."""
-        sites = {name: v for name, v in {**self.latents, **self.observed}.items() if v.is_floating_point()}
+        sites = {
+            name: v
+            for name, v in {**self.latents, **self.observed}.items()
+            if v.is_floating_point()
+        }
         # A sum is finite only if all terms are (not the reverse): one transfer from the device, and rarely more.
         total = (
-            torch.stack([value.detach().sum().double() for value in sites.values()]).sum() if sites else 0.0
+            torch.stack([value.detach().sum().double() for value in sites.values()]).sum()
+            if sites
+            else 0.0
         )
         if math.isfinite(total):
             return self, {}
-        bad = {name: ~value.isfinite().reshape(self.num, -1).all(-1) for name, value in sites.items()}
+        bad = {
+            name: ~value.isfinite().reshape(self.num, -1).all(-1) for name, value in sites.items()
+        }
         counts = {name: int(rows.sum()) for name, rows in bad.items()}
         kept = self.select(~torch.stack(list(bad.values())).any(0))
         return kept, {name: n for name, n in counts.items() if n}
@@ -156,13 +164,19 @@ class Simulator:
             self.nesting = plate_nesting(first.values())
             self.observed = tuple(name for name in names if name in given or name in data)
             self.latent = tuple(name for name in names if name not in self.observed)
-            self.trainable = tuple(name for name, site in params.trace.nodes.items() if _is_trained(site))
+            self.trainable = tuple(
+                name for name, site in params.trace.nodes.items() if _is_trained(site)
+            )
             self._check_sites(first)
             fns = {name: first[name]["fn"] for name in (*self.latent, *self.observed)}
             self.ranks = {name: (len(fn.batch_shape), fn.event_dim) for name, fn in fns.items()}
-            self.like = {name: first[name]["value"].new_empty(0) for name in (*self.latent, *self.observed)}
+            self.like = {
+                name: first[name]["value"].new_empty(0) for name in (*self.latent, *self.observed)
+            }
             self.device = self.like[self.latent[0]].device
-            target, reason = run_for_many(self.target, lambda target: self._as(target)._difference(first))
+            target, reason = run_for_many(
+                self.target, lambda target: self._as(target)._difference(first)
+            )
             self.model = target.model
         self.vectorized = reason is None
         if reason is not None:
@@ -192,7 +206,9 @@ class Simulator:
             sites = self._batch(num, latents)
             draws = {name: sites[name]["value"] for name in (*self.latent, *self.observed)}
         else:
-            given = [{name: value[i] for name, value in (latents or {}).items()} for i in range(num)]
+            given = [
+                {name: value[i] for name, value in (latents or {}).items()} for i in range(num)
+            ]
             runs = [self._run(values=values) for values in given]
             draws = {
                 name: torch.stack(
@@ -200,8 +216,12 @@ class Simulator:
                 )
                 for name in (*self.latent, *self.observed)
             }
-        latents, observed = ({name: draws[name] for name in part} for part in (self.latent, self.observed))
-        return JointDraws(latents, observed, self.nesting, sites if keep_sites and self.vectorized else None)
+        latents, observed = (
+            {name: draws[name] for name in part} for part in (self.latent, self.observed)
+        )
+        return JointDraws(
+            latents, observed, self.nesting, sites if keep_sites and self.vectorized else None
+        )
 
     def at(self, *args: Any, **kwargs: Any) -> Simulator:
         """Returns a simulator of the same model at other arguments (other plate sizes, say), not checked again."""
@@ -249,8 +269,11 @@ class Simulator:
                     f"Expected batch dims on the left: {num} draws of site '{name}' should be of shape {expected}, but "
                     f"are of shape {tuple(shape)}, their event dims aside."
                 )
-            if isinstance(site["fn"], Simulated) and site["fn"].theta.stride(0) == 0:  # no density would show it
-                raise ValueError(f"Expected a value of site '{name}' for each of {num} draws; got one for all.")
+            # no density would show it
+            if isinstance(site["fn"], Simulated) and site["fn"].theta.stride(0) == 0:
+                raise ValueError(
+                    f"Expected a value of site '{name}' for each of {num} draws; got one for all."
+                )
         return sites
 
     def _check_sites(self, sites: Mapping[str, Any]) -> None:
@@ -264,7 +287,9 @@ class Simulator:
         for name, site in sites.items():
             check_declared(site, self.nesting)
             if site_is_factor(site):
-                warn(f"Simulations know nothing of the factor '{name}': they are of the model without it.")
+                warn(
+                    f"Simulations know nothing of the factor '{name}': they are of the model without it."
+                )
 
     def _as(self, target: Target) -> Simulator:
         """Returns a simulator of another model, with the same sites."""
@@ -286,7 +311,9 @@ class Simulator:
                 }
                 wrong = differing_site(together, draw, _log_densities(self._run(values=values)))
                 if wrong is not None:
-                    return f"the log density of site '{wrong}' differs from that in a run of one draw"
+                    return (
+                        f"the log density of site '{wrong}' differs from that in a run of one draw"
+                    )
         except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
             return in_one_line(error)
         return None
@@ -308,5 +335,7 @@ def _is_trained(param: Any) -> bool:
 
 def _is_name(site: Mapping[str, Any]) -> bool:
     """Whether a site is a value and no data, as deterministic ones are, and those that a reparametrization leaves."""
-    left = is_delta(site["fn"]) and any(getattr(layer, "_mask", None) is False for layer in layers(site["fn"]))
+    left = is_delta(site["fn"]) and any(
+        getattr(layer, "_mask", None) is False for layer in layers(site["fn"])
+    )
     return left or bool(site["infer"].get("_deterministic"))

@@ -36,7 +36,9 @@ class Simulated(TorchDistribution):
     arg_constraints: dict = {}
     has_rsample = False
 
-    def __init__(self, simulator: Callable[[Tensor], Any], theta: Tensor, ndims: int, shape: torch.Size) -> None:
+    def __init__(
+        self, simulator: Callable[[Tensor], Any], theta: Tensor, ndims: int, shape: torch.Size
+    ) -> None:
         self.simulator, self.theta, self._ndims = simulator, theta, ndims
         super().__init__(theta.shape[: theta.dim() - ndims], shape, validate_args=False)
 
@@ -45,7 +47,9 @@ class Simulated(TorchDistribution):
         return constraints.independent(constraints.real, len(self.event_shape))
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Simulated:
-        theta = self.theta.expand(torch.Size(batch_shape) + self.theta.shape[self.theta.dim() - self._ndims :])
+        theta = self.theta.expand(
+            torch.Size(batch_shape) + self.theta.shape[self.theta.dim() - self._ndims :]
+        )
         return Simulated(self.simulator, theta, self._ndims, self.event_shape)
 
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
@@ -105,7 +109,9 @@ def _itself(value: Tensor) -> Tensor:
     return value
 
 
-def with_drawn_data(model: Callable, args: tuple, kwargs: Mapping[str, Any], observed: Sequence[str]) -> Callable:
+def with_drawn_data(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], observed: Sequence[str]
+) -> Callable:
     """Returns a model whose values at observed sites, if deterministic or a `Delta`, are draws; others as they are."""
     if isinstance(model, SimulatorModel) or not observed:
         return model
@@ -117,14 +123,19 @@ def with_drawn_data(model: Callable, args: tuple, kwargs: Mapping[str, Any], obs
     for name in observed:
         site = sites.get(name, {})
         if any(isinstance(layer, Delta) for layer in layers(site.get("fn"))):
-            depth = max((-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized), default=0)
-            ndims = len(site["fn"].event_shape)  # by default a deterministic site has all dims for events
+            depth = max(
+                (-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized), default=0
+            )
+            # by default a deterministic site has all dims for events
+            ndims = len(site["fn"].event_shape)
             whole = site["infer"].get("_deterministic") and ndims == site["value"].dim()
             data[name] = max(ndims - depth, 0) if whole else ndims
     return SimulatorModel(model, data) if data else model
 
 
-def _black_box(prior: Distribution, simulator: Callable[[Tensor], Any], shape: torch.Size) -> Tensor:
+def _black_box(
+    prior: Distribution, simulator: Callable[[Tensor], Any], shape: torch.Size
+) -> Tensor:
     """The model of `from_simulator`."""
     theta = pyro.sample("theta", prior)  # type: ignore[arg-type]
     return pyro.sample("x", Simulated(simulator, theta, len(prior.event_shape), shape))
@@ -173,11 +184,15 @@ def _simulated(simulator: Callable[[Tensor], Any], theta: Tensor) -> Tensor:
         try:
             made = simulator(theta)
         except Exception as error:
-            raise ValueError(f"{expected}; it raises {type(error).__name__}: {error}. {_BY_ROWS}") from error
+            raise ValueError(
+                f"{expected}; it raises {type(error).__name__}: {error}. {_BY_ROWS}"
+            ) from error
     try:
         x = torch.as_tensor(made, device=theta.device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{expected}, in one tensor; got {type(made).__name__}. Concatenate its parts.") from error
+        raise ValueError(
+            f"{expected}, in one tensor; got {type(made).__name__}. Concatenate its parts."
+        ) from error
     if x.dim() == 0 or len(x) != len(theta):
         raise ValueError(f"{expected}; got shape {tuple(x.shape)}. {_BY_ROWS}")
     return x.to(theta.dtype)
@@ -194,7 +209,9 @@ def _of_pyro(prior: Any) -> Any:
     if isinstance(prior, TorchDistributionMixin):
         return prior
     if type(prior) is TransformedDistribution:
-        return pyro.distributions.TransformedDistribution(_of_pyro(base_of(prior)), prior.transforms)
+        return pyro.distributions.TransformedDistribution(
+            _of_pyro(base_of(prior)), prior.transforms
+        )
     known = getattr(pyro.distributions, type(prior).__name__, None)
     if not isinstance(prior, Distribution) or known is None:
         raise TypeError(
@@ -202,4 +219,6 @@ def _of_pyro(prior: Any) -> Any:
             "pyro.distributions, such as Uniform(low, high).to_event(1)."
         )
     options = arguments_of(prior).items()
-    return known(**{key: _of_pyro(part) if isinstance(part, Distribution) else part for key, part in options})
+    return known(
+        **{key: _of_pyro(part) if isinstance(part, Distribution) else part for key, part in options}
+    )

@@ -113,5 +113,8 @@ def log_density(site: Any, fn: Any = None) -> Tensor:
     try:
         log_prob = (fn or site["fn"]).log_prob(value)
     except ValueError as error:  # of Pyro's validation, which names no site
-        raise OutsideSupport(f"Expected a value of site '{site['name']}' in its support; {error}") from error
-    return log_prob.to(value.device) if isinstance(value, Tensor) else log_prob  # an improper prior's are anywhere
+        raise OutsideSupport(
+            f"Expected a value of site '{site['name']}' in its support; {error}"
+        ) from error
+    # an improper prior's are anywhere
+    return log_prob.to(value.device) if isinstance(value, Tensor) else log_prob

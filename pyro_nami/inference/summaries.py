@@ -26,7 +26,9 @@ def table_of(drawn: Any, prob: float) -> str:
     rows: list[tuple[str, ...]] = [("", "mean", "sd", *(f"{100 * end:.3g}%" for end in ends))]
     for name in drawn.samples:
         mean = drawn.mean(name)
-        told = torch.cat((torch.stack((mean, drawn.std(name))), drawn.quantile(name, ends).to(mean)))
+        told = torch.cat(
+            (torch.stack((mean, drawn.std(name))), drawn.quantile(name, ends).to(mean))
+        )
         places = itertools.islice(itertools.product(*map(range, mean.shape)), _MOST)
         for place, numbers in zip(places, told.reshape(5, -1).T.tolist()):
             index = f"[{', '.join(map(str, place))}]" if place else ""

@@ -24,7 +24,12 @@ from torch.utils._pytree import tree_leaves
 from pyro_nami.factors.wrappers import innermost
 from pyro_nami.inference.observations import Observations
 from pyro_nami.inference.simulator_model import SimulatorModel
-from pyro_nami.inference.site_messages import check_full_plates, is_delta, log_density, plate_nesting
+from pyro_nami.inference.site_messages import (
+    check_full_plates,
+    is_delta,
+    log_density,
+    plate_nesting,
+)
 from pyro_nami.program.isolation import bounded_indices
 from pyro_nami.program.runner import Runner, own_dims, takes_observations
 from pyro_nami.program.site_values import any_value
@@ -89,7 +94,9 @@ class Target:
 
     def __post_init__(self) -> None:
         if not 0 <= self.prior_share < 1:
-            raise ValueError(f"Expected defensive to be a share of the draws, in [0, 1); got {self.prior_share}.")
+            raise ValueError(
+                f"Expected defensive to be a share of the draws, in [0, 1); got {self.prior_share}."
+            )
 
     def observing(self, observations: Mapping[str, Any]) -> tuple[Target, dict[str, Any]]:
         """Returns the target on observed values, and the sites of the run of the model that these are checked against.
@@ -103,11 +110,15 @@ class Target:
                 return None
             return any_value(site["fn"], like, torch.zeros)
 
-        tensors = (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor))
+        tensors = (
+            leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)
+        )
         like = next((leaf for leaf in tensors if leaf.is_floating_point()), None)
         sites = self.run_model(Extent(data=observations), Runner({}, choose=value))
         nesting = plate_nesting(sites.values())
-        return replace(self, data=Observations(observations, sites, nesting), nesting=nesting), sites
+        return replace(
+            self, data=Observations(observations, sites, nesting), nesting=nesting
+        ), sites
 
     def one(self, row: int = 0) -> Extent:
         """Returns the extent of one draw for one data set."""
@@ -152,20 +163,27 @@ class Target:
             ValueError: a latent that the guide lacks, or has too many, or that lacks dims of the extent.
         """
         run = self.run_guide(extent, Runner(values))
-        sites = {name: site for name, site in run.items() if name in values or not is_delta(site["fn"])}
+        sites = {
+            name: site for name, site in run.items() if name in values or not is_delta(site["fn"])
+        }
         for name in sorted(sites.keys() ^ values.keys()):
             raise ValueError(
                 f"Expected a guide with the model's latents, {', '.join(map(repr, values))}; "
                 + (f"it has '{name}' as well." if name in sites else f"it lacks '{name}'.")
             )
-        log_probs = {name: scale_and_mask(log_density(site), mask=site["mask"]) for name, site in sites.items()}
+        log_probs = {
+            name: scale_and_mask(log_density(site), mask=site["mask"])
+            for name, site in sites.items()
+        }
         return per_draw(log_probs, extent)
 
     def defended(self, log_q: Tensor, log_prior: Tensor) -> Tensor:
         """Returns the log density of the mixture of guide and prior, by those of its parts."""
         if not self.prior_share:
             return log_q
-        return torch.logaddexp(log_q + math.log1p(-self.prior_share), log_prior + math.log(self.prior_share))
+        return torch.logaddexp(
+            log_q + math.log1p(-self.prior_share), log_prior + math.log(self.prior_share)
+        )
 
     def _kwargs(self, extent: Extent, fn: Any) -> Mapping[str, Any]:
         told = extent.data and takes_observations(fn, is_guide=fn is self.guide)
@@ -214,13 +232,16 @@ def _run(
 
 
 @bounded_indices()
-def run_for_many(target: Target, difference: Callable[[Target], str | None]) -> tuple[Target, str | None]:
+def run_for_many(
+    target: Target, difference: Callable[[Target], str | None]
+) -> tuple[Target, str | None]:
     """Returns the target, with its model, and the guide's, in `Vectorized` where only so it can be run for many draws.
 
     Behind it, why it cannot: what ``difference`` says of the model; None where batched runs are as single ones are.
     """
     reason = difference(target)
-    if reason is None or isinstance(target.model, (SimulatorModel, Vectorized)):  # the first may draw at no site
+    # the first may draw at no site
+    if reason is None or isinstance(target.model, (SimulatorModel, Vectorized)):
         return target, reason
     other = replace(target, model=Vectorized(target.model, target.nesting))
     bind(target.guide, target.model, other.model)
@@ -246,7 +267,8 @@ def log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
         OutsideSupport: a value that its distribution refuses.
     """
     return {
-        name: scale_and_mask(log_density(site), site["scale"], site["mask"]) for name, site in sites.items()
+        name: scale_and_mask(log_density(site), site["scale"], site["mask"])
+        for name, site in sites.items()
     }
 
 
@@ -261,7 +283,9 @@ def per_draw(log_probs: Mapping[str, Tensor], extent: Extent) -> dict[str, Tenso
             raise ValueError(
                 f"Expected batch dims {extent.sizes} at site '{name}'; got {tuple(log_prob.shape)}."
             )
-    return {name: log_prob.reshape(extent.sizes + (-1,)).sum(-1) for name, log_prob in log_probs.items()}
+    return {
+        name: log_prob.reshape(extent.sizes + (-1,)).sum(-1) for name, log_prob in log_probs.items()
+    }
 
 
 def in_one_line(error: Exception) -> str:

@@ -17,7 +17,9 @@ class Tracker(Protocol):
         """Takes a scalar: a loss in nats per simulation, after so many steps."""
 
 
-def callback(tracker: Tracker | Callable[[str, float, int], Any] | None) -> Callable[[str, float, int], Any]:
+def callback(
+    tracker: Tracker | Callable[[str, float, int], Any] | None,
+) -> Callable[[str, float, int], Any]:
     """Returns the function that takes what is logged; without a tracker one that forgets it."""
     if tracker is None:
         return lambda name, value, step: None
@@ -69,4 +71,6 @@ def _imported(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"Expected the package {package} for this tracker; pip install {package}") from error
+        raise ImportError(
+            f"Expected the package {package} for this tracker; pip install {package}"
+        ) from error

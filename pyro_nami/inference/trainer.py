@@ -63,7 +63,8 @@ class Trainer:
         self.optimization = optimization([*self.parameters.values()])
         self.structure = structure_of(guide, self.parameters)
         self.wrapped = self.loss if wrap is None else wrap(self.loss)
-        self.finite = [value.detach().clone() for value in self.parameters.values()]  # as the wrapper set them
+        # as the wrapper set them
+        self.finite = [value.detach().clone() for value in self.parameters.values()]
         self.processes = Processes(self.wrapped, self.finite[0].device)
         self.processes.part()
         self.history = History()
@@ -76,7 +77,9 @@ class Trainer:
         NaN where a process has no finite simulation: none may go on alone.
         """
         draws, share = self._finite_draws(batch.draws)
-        self.history.losses.append(self._descend(batch._replace(draws=draws), share) if share else math.nan)
+        self.history.losses.append(
+            self._descend(batch._replace(draws=draws), share) if share else math.nan
+        )
         return self.history.losses[-1]
 
     def validate(self, batches: Iterable[Batch], moved: float = 0.0) -> float:
@@ -99,7 +102,9 @@ class Trainer:
         """Whether losses of held-out simulations are not above the lowest by more than so many standard errors."""
         lowest = torch.zeros(()) if self.lowest is None else self.lowest.to(losses)
         above = losses - (lowest if lowest.shape == losses.shape else lowest.mean())
-        num, total, square = self.processes.sum((len(above), float(above.sum()), float(above.square().sum())))
+        num, total, square = self.processes.sum(
+            (len(above), float(above.sum()), float(above.square().sum()))
+        )
         mean = total / num
         if self.lowest is None or mean < 0:
             self.lowest = losses
@@ -121,7 +126,9 @@ class Trainer:
                 if kept.num:
                     losses.append(self.loss(kept, args, kwargs, whole=True).double())
         if not losses:
-            raise ValueError(f"Expected finite simulations to evaluate the loss on; {seen.shortfall()}.")
+            raise ValueError(
+                f"Expected finite simulations to evaluate the loss on; {seen.shortfall()}."
+            )
         if seen.skipped:
             warn(f"Held out: {seen.shortfall()}; they were left out.")
         return torch.cat(losses)
@@ -131,11 +138,14 @@ class Trainer:
 
         The factor is 0 where some process has none.
         """
-        draws, non_finite = drawn.to(self.finite[0].device).finite()  # a loader's may be on the host
+        # a loader's may be on the host
+        draws, non_finite = drawn.to(self.finite[0].device).finite()
         sites = (*drawn.latents, *drawn.observed)
         own = (drawn.num, draws.num, draws.num == 0, *(non_finite.get(name, 0) for name in sites))
         total, kept, empty, *bad = map(int, self.processes.sum(own))
-        self.history.count(total, total - kept, {name: count for name, count in zip(sites, bad) if count})
+        self.history.count(
+            total, total - kept, {name: count for name, count in zip(sites, bad) if count}
+        )
         return draws, 0.0 if empty else draws.num * self.processes.size / kept
 
     def _descend(self, batch: Batch, share: float) -> float:
@@ -157,8 +167,13 @@ class Trainer:
         """Returns the message for a loss or gradient that is not finite, with the sites that it comes from."""
         args, kwargs, draws = batch
         with pyro.validation_enabled(False):
-            sites, largest = non_finite_sites(self.guide, self.optimization.parameters, draws, args, kwargs)
-        found = [f"'{name}' (values up to {draws.latents[name].abs().max().item():.3g})" for name in sites]
+            sites, largest = non_finite_sites(
+                self.guide, self.optimization.parameters, draws, args, kwargs
+            )
+        found = [
+            f"'{name}' (values up to {draws.latents[name].abs().max().item():.3g})"
+            for name in sites
+        ]
         found = [words for part in self.processes.gather(found) for words in part]
         where = ", ".join(found) or f"no single site (the largest loss is that of '{largest}')"
         return (
@@ -204,13 +219,19 @@ class Trainer:
         self.best, self.lowest = state.get("best"), state.get("lowest")
 
 
-def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws | None) -> dict[str, Tensor]:
+def _first_call(
+    loss: CompilationLoss, simulator: Simulator, given: JointDraws | None
+) -> dict[str, Tensor]:
     """Calls a guide, as lazy ones get their parameters then, and regresses it, if it can be; returns these by name."""
     guide, args, kwargs = loss.guide, simulator.args, simulator.kwargs
     regress: Any = getattr(guide, "regress", None) if simulator.vectorized else None
     count = _FIRST if regress is None else _REGRESSED
     with forked_rng():
-        draws = simulator.draw(count) if given is None else given.select(torch.arange(given.num)[:count])
+        draws = (
+            simulator.draw(count)
+            if given is None
+            else given.select(torch.arange(given.num)[:count])
+        )
     draws, _ = draws.finite()
     few = draws.select(torch.arange(draws.num)[:_FIRST])
     with torch.no_grad(), _out_of_sight():
@@ -226,7 +247,9 @@ def _first_call(loss: CompilationLoss, simulator: Simulator, given: JointDraws |
     part: Any = getattr(guide, "log_prob_of", None)
     if simulator.vectorized and part is not None and getattr(guide, "num_parameters", None):
         with torch.no_grad(), _out_of_sight():
-            rest = part(False, draws.latents, None, *args, **{**kwargs, "observations": draws.observed})
+            rest = part(
+                False, draws.latents, None, *args, **{**kwargs, "observations": draws.observed}
+            )
         if rest.isfinite().all():  # or else steps say where it is not
             loss.derived, loss.arguments = -float(rest.mean()), (args, kwargs)
     return {name: value for name, value in guide.named_parameters() if value.requires_grad}

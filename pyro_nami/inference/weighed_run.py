@@ -17,7 +17,16 @@ from pyro_nami.inference.random_state import rng_state, set_rng_state
 from pyro_nami.inference.target import Extent, Target, log_densities, per_draw
 from pyro_nami.program.runner import Runner
 
-__all__ = ["CHECK", "BadDensity", "Weighed", "fault_of", "lost_draws", "summed", "weighed_run", "whole"]
+__all__ = [
+    "CHECK",
+    "BadDensity",
+    "Weighed",
+    "fault_of",
+    "lost_draws",
+    "summed",
+    "weighed_run",
+    "whole",
+]
 
 CHECK = "Check the site's parameters and the data that it sees."
 
@@ -46,7 +55,10 @@ def whole(site: Any) -> Tensor:
 
 
 def weighed_run(
-    target: Target, extent: Extent, values: Mapping[str, Tensor] | None = None, weigh: Callable | None = None
+    target: Target,
+    extent: Extent,
+    values: Mapping[str, Tensor] | None = None,
+    weigh: Callable | None = None,
 ) -> Weighed:
     """Runs the guide, at its own draws or at given values, and the model at the guide's; or what ``weigh`` does.
 
@@ -75,7 +87,10 @@ def weighed_run(
         if (lost := _draws_of(refused, run.extent)).all():
             return run
         again = weigh(target, extent, {**_filled(run, lost), **(values or {})})
-        log_p = {name: torch.where(refused[name], part, again.log_p[name]) for name, part in run.log_p.items()}
+        log_p = {
+            name: torch.where(refused[name], part, again.log_p[name])
+            for name, part in run.log_p.items()
+        }
         return again._replace(log_p=log_p)
 
 
@@ -103,7 +118,11 @@ def _filled(run: Weighed, lost: Tensor) -> dict[str, Tensor]:
 def _weighed(target: Target, extent: Extent, values: Mapping[str, Tensor]) -> Weighed:
     guide = target.run_guide(extent, Runner(values))
     # What the guide observes is no part of its density, but what it weights by a factor is.
-    guide = {name: site for name, site in guide.items() if not site["is_observed"] or site_is_factor(site)}
+    guide = {
+        name: site
+        for name, site in guide.items()
+        if not site["is_observed"] or site_is_factor(site)
+    }
     drawn = {name: site["value"] for name, site in guide.items() if not site["is_observed"]}
     model = target.run_model(extent, Runner({**drawn, **extent.data}))
     return Weighed(extent, guide, model, log_densities(guide), log_densities(model))
@@ -115,7 +134,10 @@ def fault_of(run: Weighed) -> str:
     Raises:
         BadDensity: it is +inf, or the guide's is NaN, or infinite where it drew.
     """
-    roles, fault = {"guide": per_draw(run.log_q, run.extent), "model": per_draw(run.log_p, run.extent)}, ""
+    roles, fault = (
+        {"guide": per_draw(run.log_q, run.extent), "model": per_draw(run.log_p, run.extent)},
+        "",
+    )
     for kind, bad in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
         for role, log_probs in roles.items():
             for name, log_prob in log_probs.items():
@@ -124,5 +146,7 @@ def fault_of(run: Weighed) -> str:
                 if found and (kind, role) == ("NaN", "model"):
                     fault = fault or told
                 elif found and not (kind == "-inf" and (role == "model" or not run.guide)):
-                    raise BadDensity(f"Expected {told} for {found} of {log_prob.numel()} draws. {CHECK}")
+                    raise BadDensity(
+                        f"Expected {told} for {found} of {log_prob.numel()} draws. {CHECK}"
+                    )
     return fault

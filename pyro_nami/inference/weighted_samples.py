@@ -20,9 +20,18 @@ from pyro_nami.inference.psis import check_log_weights, smooth
 from pyro_nami.inference.summaries import table_of
 from pyro_nami.messages import warn
 
-__all__ = ["K_MAX", "Pool", "WeightedSamples", "log_mean", "log_mean_error", "resampled", "warn_of_bad"]
+__all__ = [
+    "K_MAX",
+    "Pool",
+    "WeightedSamples",
+    "log_mean",
+    "log_mean_error",
+    "resampled",
+    "warn_of_bad",
+]
 
-K_GOOD, K_MAX = 0.5, 0.7  # k-hat: finite variance below the first, no usable estimate above the second
+# k-hat: finite variance below the first, no usable estimate above the second
+K_GOOD, K_MAX = 0.5, 0.7
 
 
 class Pool(NamedTuple):
@@ -77,7 +86,9 @@ class WeightedSamples:
     pool: Pool | None = None
 
     def __post_init__(self) -> None:
-        check_log_weights(self.log_weights.movedim(0, -1) if self.log_weights.dim() else self.log_weights)
+        check_log_weights(
+            self.log_weights.movedim(0, -1) if self.log_weights.dim() else self.log_weights
+        )
         shape = self.log_weights.shape
         for name, value in self.samples.items():
             if value.shape[: len(shape)] != shape:
@@ -110,7 +121,9 @@ class WeightedSamples:
     @cached_property
     def effective_sample_size(self) -> Tensor:
         """(sum w)^2 / sum w^2, ``(*data sets)``: the number of draws from the posterior of the same variance."""
-        size = (2 * torch.logsumexp(self.log_weights, 0) - torch.logsumexp(2 * self.log_weights, 0)).exp()
+        size = (
+            2 * torch.logsumexp(self.log_weights, 0) - torch.logsumexp(2 * self.log_weights, 0)
+        ).exp()
         return size if self.pool is None else size / (1 + size * self.pool.draws)
 
     @cached_property
@@ -126,7 +139,11 @@ class WeightedSamples:
     @property
     def pareto_k(self) -> Tensor:
         """Shape of the weights' tail, ``(*data sets)``; above 0.7 estimates are unreliable. See `psis.smooth`."""
-        return self._smoothed[1] if self.pool is None else self._smoothed[1].maximum(self.pool.pareto_k)
+        return (
+            self._smoothed[1]
+            if self.pool is None
+            else self._smoothed[1].maximum(self.pool.pareto_k)
+        )
 
     def _weights(self, smoothed: bool) -> Tensor:
         """Normalized weights, ``(num_samples, *data sets)``."""
@@ -144,7 +161,9 @@ class WeightedSamples:
         value, weights = self._weighted(site, smoothed)
         return ((value - (value * weights).sum(0)).square() * weights).sum(0).sqrt()
 
-    def quantile(self, site: str, q: float | Sequence[float] | Tensor, *, smoothed: bool = True) -> Tensor:
+    def quantile(
+        self, site: str, q: float | Sequence[float] | Tensor, *, smoothed: bool = True
+    ) -> Tensor:
         """Returns quantiles of a site, elementwise, ``(*shape of q, *data sets, *site shape)``.
 
         They are the smallest draws at or below which lies a weight of q or more.
@@ -158,12 +177,15 @@ class WeightedSamples:
             raise ValueError(f"Expected quantiles between 0 and 1; got {q}.")
         ordered, index = self.samples[site].sort(0)
         below = weights.expand(value.shape).gather(0, index).double().cumsum(0)
-        below = (below / below[-1:]).movedim(0, -1).contiguous()  # draws last, as searchsorted wants them
+        # draws last, as searchsorted wants them
+        below = (below / below[-1:]).movedim(0, -1).contiguous()
         wanted = probabilities.reshape(-1).expand(*below.shape[:-1], -1).contiguous()
         # The first draw of positive weight serves q = 0; rounding is not to push a q on a step to the next draw.
         wanted = wanted.clamp(min=torch.finfo(torch.float64).tiny) - 1e-12 * wanted
         found = torch.searchsorted(below, wanted).clamp(max=self.num_samples - 1)
-        return ordered.gather(0, found.movedim(-1, 0)).reshape(probabilities.shape + value.shape[1:])
+        return ordered.gather(0, found.movedim(-1, 0)).reshape(
+            probabilities.shape + value.shape[1:]
+        )
 
     def resample(
         self, num: int, generator: torch.Generator | None = None, *, smoothed: bool = True
@@ -227,7 +249,9 @@ class WeightedSamples:
     def _named(self, name: str, value: Tensor) -> tuple[Tensor, list[str]]:
         """Returns a site's draws without dims of plates that it is not in, and names for all dims but the draws'."""
         sets = self.log_weights.dim() - 1
-        names: list[str | None] = ["data_set"] if sets == 1 else [f"data_set_{i}" for i in range(sets)]
+        names: list[str | None] = (
+            ["data_set"] if sets == 1 else [f"data_set_{i}" for i in range(sets)]
+        )
         names += self.plates.get(name, ())
         idle = [1 + i for i, plate in enumerate(names) if plate is None and value.shape[1 + i] == 1]
         value = value.squeeze(idle) if idle else value
@@ -307,7 +331,9 @@ def warn_of_bad(drawn: WeightedSamples, advice: str | None = None) -> None:
     """Warns of weights with k-hat above 0.7."""
     if (drawn.pareto_k > K_MAX).any():
         advice = advice or _ADVICE
-        warn(f"The importance weights are {drawn.verdict} The guide may miss a part of the posterior: {advice}")
+        warn(
+            f"The importance weights are {drawn.verdict} The guide may miss a part of the posterior: {advice}"
+        )
 
 
 def resampled(weights: Tensor, num: int, generator: torch.Generator | None = None) -> Tensor:

@@ -27,7 +27,23 @@ from pyro_nami.networks.separate import SeparateMLP
 from pyro_nami.networks.stepped import Base, SteppedState
 
 __all__ = [
-    "ENCODERS", "Along", "AttentionEncoder", "Base", "MaskedMLP", "MaxEncoder", "MeanEncoder", "OwnEncoder", "Pace",
-    "PrecisionSums", "Reduction", "Running", "Segments", "SeparateMLP", "SetEncoder", "SteppedState", "SumEncoder",
-    "make_encoder", "tempered",
+    "ENCODERS",
+    "Along",
+    "AttentionEncoder",
+    "Base",
+    "MaskedMLP",
+    "MaxEncoder",
+    "MeanEncoder",
+    "OwnEncoder",
+    "Pace",
+    "PrecisionSums",
+    "Reduction",
+    "Running",
+    "Segments",
+    "SeparateMLP",
+    "SetEncoder",
+    "SteppedState",
+    "SumEncoder",
+    "make_encoder",
+    "tempered",
 ]

@@ -67,7 +67,9 @@ class MaskedMLP(SteppedMLP):
             check_width(dependency, (*hidden, output))
         self._bounds = (*(unit_steps(last, self.steps) for last in last_columns), self.steps.rows)
         direct = [dependency] if self.skip and hidden else []
-        masks = [F.pad(mask, (0, 1), value=True) for mask in (*hidden, torch.cat([output, *direct], 1))]
+        masks = [
+            F.pad(mask, (0, 1), value=True) for mask in (*hidden, torch.cat([output, *direct], 1))
+        ]
         rows = torch.arange(self.out_features, device="cpu")
         gather = F.pad(torch.arange(1, self.in_features + 1, device="cpu"), (0, 1)).unsqueeze(0)
         return Layers(masks, [tuple(mask.shape) for mask in masks], rows, gather)
@@ -79,8 +81,14 @@ class MaskedMLP(SteppedMLP):
         ]
         layers, depth = [layer[:, :-1] for layer in (*hidden, output)], len(hidden)
         biases = [each.t() for each in (*(layer[:, -1:] for layer in hidden), bias)]
-        steps = [layer.split([end - start for start, end in pairwise(each)]) for layer, each in zip(layers, bounds)]
-        reads = (*((layer,) for layer in range(depth)), (depth, 0) if self.skip and depth else (depth,))
+        steps = [
+            layer.split([end - start for start, end in pairwise(each)])
+            for layer, each in zip(layers, bounds)
+        ]
+        reads = (
+            *((layer,) for layer in range(depth)),
+            (depth, 0) if self.skip and depth else (depth,),
+        )
         weights = _MaskedWeights(columns, bounds, reads, self.activation, layers, steps)
         memory = _Memory(0, [[bias] for bias in biases], [None] * (depth + 1))
         return SteppedState(weights, 0, torch.Size(), memory)
@@ -134,7 +142,10 @@ class _MaskedWeights(NamedTuple):
         if not step:
             return memory
         memory = self._gathered(memory, step, step)
-        totals = [[total if len(total) == 1 else expand_batch(total, old, new)] for (total,) in memory.totals]
+        totals = [
+            [total if len(total) == 1 else expand_batch(total, old, new)]
+            for (total,) in memory.totals
+        ]
         return memory._replace(totals=totals)
 
     def _gathered(self, memory: _Memory, step: int, stop: int) -> _Memory:
@@ -151,9 +162,16 @@ class _MaskedWeights(NamedTuple):
         since, first, bounds = memory.since, 0, self.bounds[layer]
         parts = memory.totals[layer][step - since :]
         total = concatenated(parts[: stop - step] if stop - step < len(parts) else parts)
-        weight = self.steps[layer][step] if stop == step + 1 else self.layers[layer][bounds[step] : bounds[stop]]
+        weight = (
+            self.steps[layer][step]
+            if stop == step + 1
+            else self.layers[layer][bounds[step] : bounds[stop]]
+        )
         for source in self.reads[layer]:
-            value, starts = memory.known[source], self.bounds[source - 1] if source else self.columns
+            value, starts = (
+                memory.known[source],
+                self.bounds[source - 1] if source else self.columns,
+            )
             if value is not None and value.shape[1] and len(weight):
                 column = first + starts[since]
                 total = torch.addmm(total, value, weight[:, column : column + value.shape[1]].t())

@@ -48,13 +48,17 @@ class Steps(NamedTuple):
 class LayerMasks(NamedTuple):
     """Masks of a stack of layers, and for its hidden units the last columns of their labels, in ascending order."""
 
-    hidden: tuple[Tensor, ...]  # boolean ``(units, units of the layer below)``; the lowest reads the inputs
-    output: Tensor  # ``(outputs, units of the last hidden layer)``, or inputs if there is no hidden layer
+    # boolean ``(units, units of the layer below)``; the lowest reads the inputs
+    hidden: tuple[Tensor, ...]
+    # ``(outputs, units of the last hidden layer)``, or inputs if there is no hidden layer
+    output: Tensor
     last_columns: tuple[tuple[int, ...], ...]
 
 
 def split_steps(
-    dependency: Tensor, input_splits: Sequence[int] | None = None, output_splits: Sequence[int] | None = None
+    dependency: Tensor,
+    input_splits: Sequence[int] | None = None,
+    output_splits: Sequence[int] | None = None,
 ) -> Steps:
     """Returns the step boundaries of a dependency matrix, in which no row reads a column of a later step.
 
@@ -79,7 +83,9 @@ def distinct_labels(dependency: Tensor) -> Tensor:
     packed = np.packbits(dependency.numpy(force=True), axis=1)
     rows = {row.tobytes(): i for i, row in reversed([*enumerate(packed)]) if row.any()}
     labels = dependency.cpu()[sorted(rows.values())]
-    return labels[torch.tensor(_last_columns(labels), dtype=torch.long, device="cpu").argsort(stable=True)]
+    return labels[
+        torch.tensor(_last_columns(labels), dtype=torch.long, device="cpu").argsort(stable=True)
+    ]
 
 
 def allot_labels(labels: Tensor, width: int) -> Tensor:
@@ -123,9 +129,15 @@ def layer_masks(dependency: Tensor, hidden_features: Sequence[int]) -> LayerMask
     units = [allot_labels(labels, width) for width in hidden_features]
     hidden = [labels[each] for each in units[:1]]
     hidden += [nested[above][:, below] for below, above in pairwise(units)]
-    rows = (_contained(labels, part)[:, units[-1]] for part in dependency.split(_ROWS)) if units else ()
+    rows = (
+        (_contained(labels, part)[:, units[-1]] for part in dependency.split(_ROWS))
+        if units
+        else ()
+    )
     output = torch.cat([*rows]) if units else dependency
-    return LayerMasks(tuple(hidden), output, tuple(tuple(last[unit] for unit in each.tolist()) for each in units))
+    return LayerMasks(
+        tuple(hidden), output, tuple(tuple(last[unit] for unit in each.tolist()) for each in units)
+    )
 
 
 def jacobian_support(masks: Sequence[Tensor]) -> Tensor:
@@ -143,7 +155,9 @@ def jacobian_support(masks: Sequence[Tensor]) -> Tensor:
 def check_width(dependency: Tensor, masks: Sequence[Tensor]) -> None:
     """Raises ``ValueError`` unless every dependency has a path through a stack of masks."""
     parts = zip(dependency.split(_ROWS), masks[-1].split(_ROWS))
-    missing = sum(int((rows & ~jacobian_support([*masks[:-1], part])).sum()) for rows, part in parts)
+    missing = sum(
+        int((rows & ~jacobian_support([*masks[:-1], part])).sum()) for rows, part in parts
+    )
     if missing:
         widths = [len(mask) for mask in masks[:-1]]
         enough = int(_irreducible(distinct_labels(dependency)).sum())
@@ -161,7 +175,9 @@ def unit_steps(last_columns: Sequence[int], steps: Steps) -> tuple[int, ...]:
 
 def _irreducible(labels: Tensor) -> Tensor:
     """Says which labels hold a column that no strictly smaller label inside them holds, ``(labels,)``."""
-    smaller = _contained(labels, labels) & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    smaller = _contained(labels, labels) & ~torch.eye(
+        len(labels), dtype=torch.bool, device=labels.device
+    )
     union = smaller.float() @ labels.float() > 0
     return (union != labels).any(-1)
 
@@ -173,7 +189,9 @@ def _contained(smaller: Tensor, larger: Tensor) -> Tensor:
 
 def _evenly(count: int, width: int) -> Tensor:
     """Returns ``width`` ascending indices spread evenly over ``range(count)``, all of them if there is room."""
-    return (2 * torch.arange(width if count else 0, device="cpu") + 1) * count // (2 * max(width, 1))
+    return (
+        (2 * torch.arange(width if count else 0, device="cpu") + 1) * count // (2 * max(width, 1))
+    )
 
 
 def _last_columns(labels: Tensor) -> list[int]:

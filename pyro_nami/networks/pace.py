@@ -16,7 +16,8 @@ __all__ = ["Pace"]
 _EVERY = 4  # steps between two looks
 _SHARE = 0.06  # of the latest look in the averages
 _SLOWEST, _FASTEST = 0.1, 16.0
-_SHORTEST, _LONGEST = 0.002, 0.05  # step that a speed leads to, as all of these a mean of `_EVERY` signed ones
+# step that a speed leads to, as all of these a mean of `_EVERY` signed ones
+_SHORTEST, _LONGEST = 0.002, 0.05
 _GROWTH = 1.25  # of a speed between two looks, at most
 _BURST = 3.0  # of its usual steps, that a patient parameter takes in one at most
 _REST = 0.001  # step of a patient parameter while its steps do not agree, if not said otherwise
@@ -44,7 +45,8 @@ class Pace(nn.Module):
 
     speed: Tensor  # of each parameter, how far it goes in units of the optimizer's step
     patient: Tensor  # which of them go by short steps until these agree, boolean; none at first
-    shared: Tensor  # to which of them others are added, one by one, that have speeds as well; likewise
+    # to which of them others are added, one by one, that have speeds as well; likewise
+    shared: Tensor
     _drift: Tensor
     _length: Tensor
     _moved: Tensor
@@ -91,7 +93,9 @@ class Pace(nn.Module):
         rest = torch.where(self.patient | self.shared, (self._rest / length).clamp(max=1.0), 1.0)
         fastest = torch.maximum(_LONGEST / length - self.shared.to(step), rest).clamp(max=_FASTEST)
         slowest = (_SHORTEST / length).clamp(_SLOWEST, 1.0)
-        wanted = torch.lerp(rest, fastest, lead.clamp(min=0.0).square()) * slowest ** (-lead).clamp(min=0.0)
+        wanted = torch.lerp(rest, fastest, lead.clamp(min=0.0).square()) * slowest ** (-lead).clamp(
+            min=0.0
+        )
         if first:
             self.speed.clamp_(max=rest)
         self.speed.copy_(wanted.clamp(self.speed / _GROWTH, self.speed * _GROWTH))

@@ -28,7 +28,13 @@ from torch import Tensor, nn
 from pyro_nami.networks.reductions import Counts, Reduction
 
 __all__ = [
-    "ENCODERS", "AttentionEncoder", "MaxEncoder", "MeanEncoder", "OwnEncoder", "SetEncoder", "SumEncoder",
+    "ENCODERS",
+    "AttentionEncoder",
+    "MaxEncoder",
+    "MeanEncoder",
+    "OwnEncoder",
+    "SetEncoder",
+    "SumEncoder",
     "make_encoder",
 ]
 
@@ -86,7 +92,9 @@ class SetEncoder(nn.Module):
         """Returns the parameters, read by attribute, layer by layer."""
         return [getattr(self, name) for name in self._gains]
 
-    def forward(self, x: Tensor, over: Reduction, weights: Sequence[Tensor] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, over: Reduction, weights: Sequence[Tensor] | None = None
+    ) -> Tensor:
         """Returns the features of each set of instances.
 
         Args:
@@ -140,7 +148,10 @@ class _PerceptronEncoder(SetEncoder):
         **factory: Any,
     ) -> None:
         reads = [num_inputs, *hidden_features]
-        layers = {f"layer_{i}": (units, reads[i] + 1, 2 if i else 1) for i, units in enumerate(hidden_features)}
+        layers = {
+            f"layer_{i}": (units, reads[i] + 1, 2 if i else 1)
+            for i, units in enumerate(hidden_features)
+        }
         layers["output"] = (num_outputs, sum(hidden_features[-1:]) + num_inputs + 1, 1)
         super().__init__(num_inputs, num_outputs, layers, **factory)
         self.activation = activation
@@ -151,7 +162,8 @@ class _PerceptronEncoder(SetEncoder):
             units = self.activation(F.linear(units, weight[:, :-1], weight[:, -1]))
         if len(weights) > 1:
             values.insert(0, units)
-        if units.requires_grad:  # the gradient of a sum is one row for all, and activations are slow at that
+        # the gradient of a sum is one row for all, and activations are slow at that
+        if units.requires_grad:
             units.register_hook(_contiguous)
         reduce = getattr(over, self.reduction)
         return F.linear(torch.cat([reduce(value) for value in values], -1), weights[-1])
@@ -200,7 +212,9 @@ class OwnEncoder(SetEncoder):
 
     def __init__(self, module: nn.Module, num_inputs: int, **factory: Any) -> None:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"Expected a torch.nn.Module that encodes instances; got {type(module).__name__}.")
+            raise TypeError(
+                f"Expected a torch.nn.Module that encodes instances; got {type(module).__name__}."
+            )
         module = module.to(**factory)
         with torch.no_grad():
             features = module(torch.zeros(2, 3, num_inputs, **factory))
@@ -269,8 +283,12 @@ class AttentionEncoder(SetEncoder):
         (seed, read_instances, update_seed, output) = weights[5:]
         query, key, value = _affine(x, read_inputs).chunk(3, -1)
         points = self._updated(inducing + _read_set(inducing, key, value, over), update_inducing)
-        points = over.gather(_affine(points, read_inducing).flatten(-2)).unflatten(-1, (len(inducing), -1))
-        instances = self._updated(query + _read_points(query, *points.chunk(2, -1)), update_instances)
+        points = over.gather(_affine(points, read_inducing).flatten(-2)).unflatten(
+            -1, (len(inducing), -1)
+        )
+        instances = self._updated(
+            query + _read_points(query, *points.chunk(2, -1)), update_instances
+        )
         key, value = _affine(instances, read_instances).chunk(2, -1)
         summary = self._updated(seed + _read_set(seed, key, value, over), update_seed).squeeze(-2)
         inputs = over.mean(F.pad(x, (0, 1), value=1.0))
@@ -325,7 +343,9 @@ def _read_set(queries: Tensor, key: Tensor, value: Tensor, over: Reduction) -> T
     """
     scores = F.linear(key, queries) * queries.shape[-1] ** -0.5
     weight = (scores - over.gather(over.amax(scores.detach()))).exp()
-    total = over.sum((weight.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-2)).unflatten(-1, (len(queries), -1))
+    total = over.sum((weight.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-2)).unflatten(
+        -1, (len(queries), -1)
+    )
     # The largest weight of a set is 1, so the bound concerns empty sets only, and no sum lies on it.
     return total / over.sum(weight).clamp(min=0.5).unsqueeze(-1)
 
@@ -336,8 +356,12 @@ def _read_points(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (scores.softmax(-2) * value).sum(-2)
 
 
-def _attention(num_inputs: int, num_outputs: int, hidden_features: Sequence[int], **options: Any) -> SetEncoder:
-    return AttentionEncoder(num_inputs, num_outputs, max(hidden_features, default=num_outputs), **options)
+def _attention(
+    num_inputs: int, num_outputs: int, hidden_features: Sequence[int], **options: Any
+) -> SetEncoder:
+    return AttentionEncoder(
+        num_inputs, num_outputs, max(hidden_features, default=num_outputs), **options
+    )
 
 
 _BUILDERS: dict[str, Callable[..., SetEncoder]] = {

@@ -76,7 +76,8 @@ class Segments(Along):
 
     def __init__(self, index: Tensor, num_segments: int, dim: int) -> None:
         with torch.inference_mode(False):  # a call in training may use it again
-            self.index = index.to(torch.long, copy=True)  # what is made of it is kept, whatever is written to it
+            # what is made of it is kept, whatever is written to it
+            self.index = index.to(torch.long, copy=True)
         self.num_segments = num_segments
         super().__init__(dim)
 
@@ -123,7 +124,9 @@ class Segments(Along):
 
     @cached_property
     def _sizes(self) -> Tensor:
-        return torch.bincount(self.index, minlength=self.num_segments).view(-1, *(1,) * (-self.axis - 1))
+        return torch.bincount(self.index, minlength=self.num_segments).view(
+            -1, *(1,) * (-self.axis - 1)
+        )
 
     @cached_property
     def _range(self) -> Counts:

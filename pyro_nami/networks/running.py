@@ -15,7 +15,8 @@ from torch import Tensor, nn
 __all__ = ["Running", "center_and_spread", "tempered"]
 
 _FAR, _NEAR = 10.0, 2.0
-_MOST_ROWS, _MOST_NUMBERS = 100_000, 16_000_000  # that quantiles are taken of; older torch refuses more
+# that quantiles are taken of; older torch refuses more
+_MOST_ROWS, _MOST_NUMBERS = 100_000, 16_000_000
 _OFTEN, _SELDOM = 64, 8  # the first updates are made in every pass, later ones in one of some
 _LEAST_SHARE = 0.05
 
@@ -52,7 +53,8 @@ class Running(nn.Module):
     scale: Tensor
     variance: Tensor
     floor: Tensor  # the least scale of each input, ``(inputs,)``
-    follows: Tensor  # whether an input's center and scale follow what is read, a boolean ``(inputs,)``
+    # whether an input's center and scale follow what is read, a boolean ``(inputs,)``
+    follows: Tensor
 
     def __init__(self, floor: Tensor, follows: Tensor) -> None:
         super().__init__()
@@ -60,7 +62,8 @@ class Running(nn.Module):
             self.register_buffer(name, torch.full_like(floor, value))
         self.register_buffer("floor", floor, persistent=False)
         self.register_buffer("follows", follows, persistent=False)
-        self.passes, self.settled = 0, False  # passes in training; whether inputs that are data are centered
+        # passes in training; whether inputs that are data are centered
+        self.passes, self.settled = 0, False
 
     def extra_repr(self) -> str:
         return f"{len(self.floor)} inputs"
@@ -101,7 +104,13 @@ class Running(nn.Module):
         variance = old["variance"] + share * (seen - old["variance"])
         new = {"center": old["center"] + share * off, "variance": variance}
         new["scale"] = torch.maximum(variance.sqrt(), self.floor[part])
-        self._replace({name: torch.where(self.follows[part], value, old[name]) for name, value in new.items()}, part)
+        self._replace(
+            {
+                name: torch.where(self.follows[part], value, old[name])
+                for name, value in new.items()
+            },
+            part,
+        )
 
     def _replace(self, values: Mapping[str, Tensor], part: slice) -> None:
         for name, value in values.items():

@@ -57,7 +57,9 @@ class SeparateMLP(SteppedMLP):
 
     def _lay_out(self, dependency: Tensor, hidden_features: Sequence[int]) -> Layers:
         factors = sorted(self._factors, key=lambda rows: bisect_right(self.steps.rows, rows[0]))
-        self._factor_bounds = tuple(sum(rows[0] < bound for rows in factors) for bound in self.steps.rows)
+        self._factor_bounds = tuple(
+            sum(rows[0] < bound for rows in factors) for bound in self.steps.rows
+        )
         rows = _padded(factors, -1)
         columns = [(dependency[rows[0]].nonzero().flatten() + 1).tolist() for rows in factors]
         gather = F.pad(_padded(columns, 0), (0, 1))
@@ -66,8 +68,12 @@ class SeparateMLP(SteppedMLP):
         sources = [mask, *(mask.new_ones(1, 1, width + 1) for width in hidden_features)]
         hidden = [source & reads for source in sources[:-1]]
         units = [sources[-1][..., :-1] & reads] if hidden else []
-        output = torch.cat((*units, mask if self.skip else mask[..., -1:]), -1) & (rows >= 0).unsqueeze(-1)
-        shapes = [(len(rows), width, each.shape[-1]) for width, each in zip(hidden_features, hidden)]
+        output = torch.cat((*units, mask if self.skip else mask[..., -1:]), -1) & (
+            rows >= 0
+        ).unsqueeze(-1)
+        shapes = [
+            (len(rows), width, each.shape[-1]) for width, each in zip(hidden_features, hidden)
+        ]
         return Layers([*hidden, output], [*shapes, tuple(output.shape)], rows, gather)
 
     def start(self, whole: bool = False) -> SteppedState:
@@ -80,7 +86,14 @@ class SeparateMLP(SteppedMLP):
         blocks = tuple(weight.split(sizes) for weight in (*hidden, output))
         gather = self._gather.flatten()
         weights = _SeparateWeights(
-            *steps, factors, gather, self._positions, output.shape[1], self.skip, self.activation, blocks
+            *steps,
+            factors,
+            gather,
+            self._positions,
+            output.shape[1],
+            self.skip,
+            self.activation,
+            blocks,
         )
         return SteppedState(weights, 0, torch.Size(), output.new_ones(1, 1))
 
@@ -110,7 +123,9 @@ class _SeparateWeights(NamedTuple):
         if first == last:
             return known[:0].t(), known
         width = len(self.gather) // self.factors[-1]
-        inputs = known.index_select(0, self.gather[first * width : last * width]).view(last - first, width, -1)
+        inputs = known.index_select(0, self.gather[first * width : last * width]).view(
+            last - first, width, -1
+        )
         value, ones = inputs, inputs[:, -1:]
         *hidden, output = (concatenated(blocks[step:stop], 0) for blocks in self.blocks)
         for layer, weight in enumerate(hidden, 1):

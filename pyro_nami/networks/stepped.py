@@ -25,9 +25,18 @@ from torch import Tensor, nn
 from pyro_nami.networks.masks import split_steps
 from pyro_nami.networks.pace import Pace
 
-__all__ = ["Activation", "Base", "Layers", "SteppedMLP", "SteppedState", "concatenated", "expand_batch"]
+__all__ = [
+    "Activation",
+    "Base",
+    "Layers",
+    "SteppedMLP",
+    "SteppedState",
+    "concatenated",
+    "expand_batch",
+]
 
-_MOST_PACED = 200_000  # weights of an output layer; of larger ones only the biases have speeds, for their time
+# weights of an output layer; of larger ones only the biases have speeds, for their time
+_MOST_PACED = 200_000
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -88,9 +97,11 @@ class SteppedState(NamedTuple):
 class Layers(NamedTuple):
     """How the weights of a network are laid out; the output layer reads hidden units, then inputs."""
 
-    masks: Sequence[Tensor]  # which weights there are, broadcastable to the parameters, the bias in the last column
+    # which weights there are, broadcastable to the parameters, the bias in the last column
+    masks: Sequence[Tensor]
     shapes: Sequence[tuple[int, ...]]  # of the parameters, ``(*stack, units, inputs + 1)``
-    rows: Tensor  # which row each place of the output layer gives, ``(*stack, places)``; -1 for padding
+    # which row each place of the output layer gives, ``(*stack, places)``; -1 for padding
+    rows: Tensor
     gather: Tensor  # 1 + the column that each direct weight reads, ``(stack, inputs + 1)``; else 0
 
 
@@ -112,7 +123,8 @@ class SteppedMLP(nn.Module):
 
     _buffers: dict[str, Any]
     output: Tensor
-    units: Tensor  # of each row, ``(outputs,)``, the size that a weight of one gives to what the row reads
+    # of each row, ``(outputs,)``, the size that a weight of one gives to what the row reads
+    units: Tensor
     bias_units: Tensor  # likewise of its bias
     _rows: Tensor
     _gather: Tensor
@@ -136,9 +148,13 @@ class SteppedMLP(nn.Module):
         self.out_features, self.in_features = dependency.shape
         self.skip, self.activation, self._variances = skip, activation, base.variances
         if any(width < 1 for width in hidden_features):
-            raise ValueError(f"Expected hidden_features of at least 1 each; got {list(hidden_features)}.")
+            raise ValueError(
+                f"Expected hidden_features of at least 1 each; got {list(hidden_features)}."
+            )
         if not hidden_features and not skip:
-            raise ValueError("Expected at least one hidden layer or skip=True; got hidden_features=() and skip=False.")
+            raise ValueError(
+                "Expected at least one hidden layer or skip=True; got hidden_features=() and skip=False."
+            )
         self.layer_names = (*(f"layer_{layer}" for layer in range(len(hidden_features))), "output")
         self._register_layers(self._lay_out(dependency, hidden_features), base, factory)
         self._paced = slice(None) if self.output.numel() <= _MOST_PACED else slice(-1, None)
@@ -159,9 +175,13 @@ class SteppedMLP(nn.Module):
         in_place = torch.equal(positions, torch.arange(len(rows), device=rows.device))
         self.register_buffer("_rows", layers.rows.to(self.units.device), persistent=False)
         self.register_buffer("_gather", layers.gather.to(self.units.device), persistent=False)
-        self.register_buffer("_positions", None if in_place else positions.to(self.units.device), persistent=False)
+        self.register_buffer(
+            "_positions", None if in_place else positions.to(self.units.device), persistent=False
+        )
         self._units = layers.shapes[-2][-2] if len(layers.shapes) > 1 else 0
-        for name, shape, multiplier in zip(self.layer_names, layers.shapes, self._multipliers(layers.masks, base)):
+        for name, shape, multiplier in zip(
+            self.layer_names, layers.shapes, self._multipliers(layers.masks, base)
+        ):
             self.register_parameter(name, nn.Parameter(self.units.new_empty(shape)))
             self.register_buffer(f"{name}_mask", multiplier.to(self.units), persistent=False)
         self.register_buffer("_output_scale", None, persistent=False)
@@ -196,12 +216,16 @@ class SteppedMLP(nn.Module):
 
     def _weights(self) -> tuple[list[Tensor], Tensor, Tensor]:
         """Returns the hidden and the output layer, read by attribute and multiplied, and its bias less W h(0)."""
-        hidden = [getattr(self, name) * self._buffers[f"{name}_mask"] for name in self.layer_names[:-1]]
+        hidden = [
+            getattr(self, name) * self._buffers[f"{name}_mask"] for name in self.layer_names[:-1]
+        ]
         output = self.output * self._output_scale
         if not hidden:
             return hidden, output, output[..., -1:]
         units = self.activation(hidden[0][..., -1:])
-        product, add_product = (torch.mm, torch.addmm) if units.dim() == 2 else (torch.bmm, torch.baddbmm)
+        product, add_product = (
+            (torch.mm, torch.addmm) if units.dim() == 2 else (torch.bmm, torch.baddbmm)
+        )
         for weight in hidden[1:]:
             units = self.activation(add_product(weight[..., -1:], weight[..., :-1], units))
         return hidden, output, output[..., -1:] - product(output[..., : self._units], units)
@@ -212,7 +236,9 @@ class SteppedMLP(nn.Module):
         """Returns what weights are multiplied by, from masks (or multipliers) of all layers."""
         *hidden, output = (mask != 0 for mask in masks)
         limits = (base.inputs, *[base.hidden] * len(hidden))
-        parts = [[_shares(mask[..., :-1], limit), mask[..., -1:]] for mask, limit in zip(hidden, limits)]
+        parts = [
+            [_shares(mask[..., :-1], limit), mask[..., -1:]] for mask, limit in zip(hidden, limits)
+        ]
         units, direct = output[..., : self._units], output[..., self._units : -1]
         parts.append([_shares(units, base.output), _shares(direct, base.inputs), output[..., -1:]])
         return [torch.cat(layer, -1) for layer in parts]
@@ -220,8 +246,13 @@ class SteppedMLP(nn.Module):
     def _scale_output(self) -> None:
         """Puts the units into the multipliers of the output layer."""
         mask = self._buffers["output_mask"]
-        units, bias = (torch.cat((part, part.new_ones(1)))[self._rows] for part in (self.units, self.bias_units))
-        self._output_scale = torch.cat((mask[..., :-1] * units[..., None], mask[..., -1:] * bias[..., None]), -1)
+        units, bias = (
+            torch.cat((part, part.new_ones(1)))[self._rows]
+            for part in (self.units, self.bias_units)
+        )
+        self._output_scale = torch.cat(
+            (mask[..., :-1] * units[..., None], mask[..., -1:] * bias[..., None]), -1
+        )
 
     @torch.no_grad()
     def rebase(self, base: Base) -> None:
@@ -297,7 +328,11 @@ class SteppedMLP(nn.Module):
 
     def _places(self) -> Tensor:
         """Returns where each row lies in a stack of all places of the output layer, ``(outputs,)``."""
-        return torch.arange(self.out_features, device=self._rows.device) if self._positions is None else self._positions
+        return (
+            torch.arange(self.out_features, device=self._rows.device)
+            if self._positions is None
+            else self._positions
+        )
 
 
 def expand_batch(values: Tensor, old: torch.Size, new: torch.Size) -> Tensor:

@@ -74,9 +74,12 @@ class Additions(NamedTuple):
         tensor([[0., 0., 3., 8.]])
     """
 
-    counts: list[int]  # rows an element: of the family, then of the pseudo-observations of each source
-    totals: list[Tensor | None]  # of each source, sums ``(*batch, E, inputs + 2)``; None for what shall not count
-    affine: Sequence[Tensor]  # shift and scale that standardize the latent, ``(E, 1)``; needed with totals
+    # rows an element: of the family, then of the pseudo-observations of each source
+    counts: list[int]
+    # of each source, sums ``(*batch, E, inputs + 2)``; None for what shall not count
+    totals: list[Tensor | None]
+    # shift and scale that standardize the latent, ``(E, 1)``; needed with totals
+    affine: Sequence[Tensor]
     offset: Tensor | None  # ``(*batch, E, params)``
 
     def params(self, rows: Tensor, at: Any = slice(None)) -> Tensor:
@@ -104,7 +107,11 @@ class Additions(NamedTuple):
 
 
 def initial_rows(
-    location: Tensor, scale: float, counts: Sequence[float], pseudo: Sequence[PseudoObservations], affine: Any
+    location: Tensor,
+    scale: float,
+    counts: Sequence[float],
+    pseudo: Sequence[PseudoObservations],
+    affine: Any,
 ) -> Tensor:
     """Returns first rows ``(E, rows)`` of pseudo-observations, which agree with the factor's first location ``(E,)``.
 
@@ -114,7 +121,11 @@ def initial_rows(
     columns = []
     for count, each in zip(counts, pseudo):
         rows = location.new_zeros(len(location), each.num_params)
-        rows[:, 0] = math.log(_FIRST_SHARE / (max(count, 1.0) * len(pseudo))) - 2 * math.log(scale) - 2 * spread.log()
+        rows[:, 0] = (
+            math.log(_FIRST_SHARE / (max(count, 1.0) * len(pseudo)))
+            - 2 * math.log(scale)
+            - 2 * spread.log()
+        )
         rows[:, 1] = shift + spread * location
         columns.append(rows)
     return torch.cat(columns, -1)

@@ -18,8 +18,20 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 __all__ = [
-    "Direct", "Flattened", "Gathered", "Plates", "Pooled", "Read", "Source",
-    "covariates_of", "flattened", "nodes_of", "parts_of", "plan_sources", "pooled_part", "site_of",
+    "Direct",
+    "Flattened",
+    "Gathered",
+    "Plates",
+    "Pooled",
+    "Read",
+    "Source",
+    "covariates_of",
+    "flattened",
+    "nodes_of",
+    "parts_of",
+    "plan_sources",
+    "pooled_part",
+    "site_of",
 ]
 
 
@@ -96,8 +108,10 @@ def site_of(node: Hashable) -> Any:
 class Read(NamedTuple):
     """How elimination joins a factor and one of its parents."""
 
-    across: frozenset = frozenset()  # shared plates that the parent is read across (``Inverse.parents``)
-    rows: frozenset = frozenset()  # plates of the model factors that join the two (``Elimination.rows``)
+    # shared plates that the parent is read across (``Inverse.parents``)
+    across: frozenset = frozenset()
+    # plates of the model factors that join the two (``Elimination.rows``)
+    rows: frozenset = frozenset()
 
 
 class Plates(NamedTuple):
@@ -107,7 +121,8 @@ class Plates(NamedTuple):
     fixed: frozenset[str] = frozenset()  # those of fixed size: flattened rather than pooled
     subsampled: frozenset[str] = frozenset()  # of which the model or `create_plates` takes a part
     minibatched: frozenset[str] = frozenset()  # of which the data of a call are a part
-    determined: Mapping[str, frozenset[str]] = {}  # plate -> those that index maps lead to, closed transitively
+    # plate -> those that index maps lead to, closed transitively
+    determined: Mapping[str, frozenset[str]] = {}
     dims: Mapping[str, int] = {}  # plate -> its (negative) batch dim
     sizes: Mapping[str, int] = {}  # plate -> its size at the guide's first call
 
@@ -169,7 +184,9 @@ def plan_sources(
                 streams.setdefault(stream, set()).add(source)
     while len(streams) > 1:
         # The innermost plate first; what comes out joins the reads across the plates that are left.
-        plate = max(frozenset().union(*(stream.pooled for stream in streams)), key=plates.order.index)
+        plate = max(
+            frozenset().union(*(stream.pooled for stream in streams)), key=plates.order.index
+        )
         for stream in [stream for stream in streams if plate in stream.pooled]:
             rest, source = plan.pool(plate, stream, _canonical(streams.pop(stream)))
             streams.setdefault(rest, set()).add(source)
@@ -205,7 +222,8 @@ class _SourcePlan(NamedTuple):
         if lies <= self.batch - across:
             yield _DONE, self._at(Direct(node), frames)
             return
-        there = frames <= plates.closure(rows)  # else the rows do not say which of its instances they read
+        # else the rows do not say which of its instances they read
+        there = frames <= plates.closure(rows)
         if there and not plates.generators(lies | rows) - frames & (plates.partial | plates.fixed):
             lies |= rows
         dims = plates.generators(lies)
@@ -227,14 +245,18 @@ class _SourcePlan(NamedTuple):
         else:
             yield _DONE, self._at(source, frames)
 
-    def pool(self, plate: str, stream: _Stream, inputs: tuple[Source, ...]) -> tuple[_Stream, Source]:
+    def pool(
+        self, plate: str, stream: _Stream, inputs: tuple[Source, ...]
+    ) -> tuple[_Stream, Source]:
         """Returns what comes out of a stream whose instances are pooled over a plate, and the stream that it joins."""
         plates, determined = self.plates, self.plates.determined.get(plate, frozenset())
         # One dim cannot be that of two plates at a time, now or when others are pooled onto theirs.
         others = (stream.pooled | stream.kept) - determined - {plate}
         taken = {plates.dims.get(other, other) for other in others}
         kept = stream.kept & determined
-        left = frozenset(each for each in stream.pooled & determined if plates.dims.get(each, each) not in taken)
+        left = frozenset(
+            each for each in stream.pooled & determined if plates.dims.get(each, each) not in taken
+        )
         onto = plates.generators(kept | left)
         if len(onto) > 1 and onto != plates.generators(kept):
             # Crossed plates: one set for each of their combinations would be a set for hardly any row.
@@ -246,7 +268,9 @@ class _SourcePlan(NamedTuple):
         dims = plates.generators(stream.kept)
         return _DONE, self._at(flattened(source, plates.sort(dims & self.joint)), dims - self.joint)
 
-    def _at(self, source: Source, frames: frozenset[str], dims: frozenset[str] | None = None) -> Source:
+    def _at(
+        self, source: Source, frames: frozenset[str], dims: frozenset[str] | None = None
+    ) -> Source:
         """Returns a source that has dims ``frames`` as it is read at dims ``dims``, by default the factor's own."""
         dims = self.plates.generators(self.batch) if dims is None else dims
         for rows in self.plates.sort(dims - frames):

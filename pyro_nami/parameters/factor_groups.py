@@ -51,11 +51,15 @@ class Factor(NamedTuple):
     num_features: int  # features an element
     sequential: bool  # whether elements are drawn one by one, given those before
     sources: tuple[Source, ...]  # what it reads
-    locations: Sequence[int] = ()  # which of an element's parameters are locations, relative to the anchor; a list
+    # which of an element's parameters are locations, relative to the anchor; a list
+    locations: Sequence[int] = ()
     coupled: bool = False  # whether elements come all at once of noise that depends on each other
-    stack: tuple[int, int] | None = None  # by how many splines of how many bins if so; by a linear map if None
-    pseudo: tuple[PseudoObservations, ...] = ()  # those of it that instances of its pooled sources are
-    parts: Mapping[Any, tuple[tuple[bool, ...], ...]] = {}  # node -> which of its elements each element reads, if few
+    # by how many splines of how many bins if so; by a linear map if None
+    stack: tuple[int, int] | None = None
+    # those of it that instances of its pooled sources are
+    pseudo: tuple[PseudoObservations, ...] = ()
+    # node -> which of its elements each element reads, if few
+    parts: Mapping[Any, tuple[tuple[bool, ...], ...]] = {}
 
     @property
     def num_rows(self) -> int:
@@ -136,7 +140,11 @@ def plan_steps(
         >>> [(step.columns[0].source, step.rows) for step in plan_steps(factors, {"z": 0, "w": 1}, {y: 3, z: 1})]
         [(Direct(node='y'), {'z': 2}), (Direct(node='z'), {'w': 2})]
     """
-    known = {s: max((position.get(n, -1) for n in nodes_of(s)), default=-1) for f in factors for s in f.sources}
+    known = {
+        s: max((position.get(n, -1) for n in nodes_of(s)), default=-1)
+        for f in factors
+        for s in f.sources
+    }
     steps: list[NetworkStep] = []
     heads: list[tuple[int, NetworkStep]] = []  # steps that open for a factor, with its position
     opened = False
@@ -146,21 +154,32 @@ def plan_steps(
             steps.append(NetworkStep([], {}))
             heads.append((position[factor.name], steps[-1]))
         opened = not factor.sequential
-        steps[-1].rows[factor.name] = factor.num_rows * (1 if factor.sequential else factor.num_elements)
+        steps[-1].rows[factor.name] = factor.num_rows * (
+            1 if factor.sequential else factor.num_elements
+        )
         for element in range(factor.num_elements - 1) if factor.sequential else ():
             first, last = element * factor.num_features, (element + 1) * factor.num_features
-            steps.append(NetworkStep([InputColumns(factor.own, first, last)], {factor.name: factor.num_rows}))
+            steps.append(
+                NetworkStep([InputColumns(factor.own, first, last)], {factor.name: factor.num_rows})
+            )
     # Of a sequential factor others read the last element; those before it are read as it is drawn.
     last_elements = {factor.own: factor.num_features for factor in factors if factor.sequential}
     for source, when in known.items():
         step = next(step for place, step in heads if when < place)
         size = sizes[source]
         step.columns.append(InputColumns(source, size - last_elements.get(source, size), size))
-    starts = accumulate((column.last - column.first for step in steps for column in step.columns), initial=0)
-    return [step._replace(columns=[each._replace(start=next(starts)) for each in step.columns]) for step in steps]
+    starts = accumulate(
+        (column.last - column.first for step in steps for column in step.columns), initial=0
+    )
+    return [
+        step._replace(columns=[each._replace(start=next(starts)) for each in step.columns])
+        for step in steps
+    ]
 
 
-def dependency(factors: Sequence[Factor], columns: Sequence[InputColumns]) -> tuple[Tensor, list[list[int]]]:
+def dependency(
+    factors: Sequence[Factor], columns: Sequence[InputColumns]
+) -> tuple[Tensor, list[list[int]]]:
     """Returns which columns each row reads, boolean ``(rows, columns)``, and the rows that read the same, in lists.
 
     Rows of pseudo-observations read no pooled features.
@@ -182,5 +201,7 @@ def dependency(factors: Sequence[Factor], columns: Sequence[InputColumns]) -> tu
                 reads[:, :, here] &= parts[:, which].unsqueeze(1)
         matrix.append(reads.flatten(0, 1))
     counts = [[f.num_params, f.num_rows - f.num_params] * f.num_elements for f in factors]
-    rows = torch.arange(sum(map(len, matrix))).split([count for each in counts for count in each if count])
+    rows = torch.arange(sum(map(len, matrix))).split(
+        [count for each in counts for count in each if count]
+    )
     return torch.cat(matrix), [part.tolist() for part in rows]

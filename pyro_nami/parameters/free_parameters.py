@@ -72,7 +72,9 @@ class FreeParameters(PyroModule):
             for plate, (dim, _) in self._plates.get(factor, {}).items():
                 if indices and plate in indices:
                     # `dim` is counted without the dims of the units
-                    value = value.index_select(dim - getattr(self, unit).dim(), indices[plate].to(value.device))
+                    value = value.index_select(
+                        dim - getattr(self, unit).dim(), indices[plate].to(value.device)
+                    )
             found[factor] = value * getattr(self, unit)
         return found
 
@@ -85,4 +87,6 @@ class FreeParameters(PyroModule):
 def coupling_units(size: int, like: Tensor) -> Tensor:
     """Returns the units of a coupling, ``(size, size)``: zero but below the diagonal, less in rows that read more."""
     before = torch.arange(size, device=like.device).to(like).clamp(min=_BASE) / _BASE
-    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril(-1) / before.unsqueeze(-1)
+    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril(-1) / before.unsqueeze(
+        -1
+    )

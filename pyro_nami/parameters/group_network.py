@@ -26,12 +26,19 @@ __all__ = ["GroupNetwork", "TooLargeError"]
 
 # What weights are divided beyond: where a guide is compiled on simulations, and where it is trained on data as Pyro's
 # own guides are, at the rates that suit these. Simulations are few, and smooth functions serve others as well.
-_COMPILED, _TRAINED = Base(32.0, 64.0, 8.0, variances=(1 / 3, 1 / 3)), Base(1.0, 8.0, 0.25, paced=True)
-_SHAPE_UNIT = 0.1  # of rows that are no locations: how scales move with other latents matters less, and is noisier
-_LEAST_SCALE, _LEAST_POOLED_SCALE = 1e-6, 0.1  # of an input, in units of its spread at the first call
-_MOST_DIRECT = 2e7  # weights from inputs to rows; beyond, hidden units alone carry them to factors drawn in one go
+_COMPILED, _TRAINED = (
+    Base(32.0, 64.0, 8.0, variances=(1 / 3, 1 / 3)),
+    Base(1.0, 8.0, 0.25, paced=True),
+)
+# of rows that are no locations: how scales move with other latents matters less, and is noisier
+_SHAPE_UNIT = 0.1
+# of an input, in units of its spread at the first call
+_LEAST_SCALE, _LEAST_POOLED_SCALE = 1e-6, 0.1
+# weights from inputs to rows; beyond, hidden units alone carry them to factors drawn in one go
+_MOST_DIRECT = 2e7
 _COPIES = 6  # weights, mask, masked weights, gradient and two of the optimizer's
-_MOST_MEMORY, _MOST_TRAINED = 5e8, 5e7  # bytes, of guides that simulations train, and of those that data do
+# bytes, of guides that simulations train, and of those that data do
+_MOST_MEMORY, _MOST_TRAINED = 5e8, 5e7
 
 
 class GroupNetwork:
@@ -60,31 +67,47 @@ class GroupNetwork:
         self.factors, self.steps = tuple(factors), tuple(steps)
         columns, latents = self.columns(0, len(steps)), frozenset(latents)
         # Sources of data alone; in a group without plates they are not read where data are the same in every call.
-        self.data = frozenset(column.source for column in columns if latents.isdisjoint(nodes_of(column.source)))
+        self.data = frozenset(
+            column.source for column in columns if latents.isdisjoint(nodes_of(column.source))
+        )
         self.constant = frozenset() if factors[0].batch else self.data
-        self.head = {name: i for i, step in reversed([*enumerate(steps)]) for name in step.rows}  # first steps
+        # first steps
+        self.head = {name: i for i, step in reversed([*enumerate(steps)]) for name in step.rows}
         self._blocks: dict[tuple[int, int], Counter] = {}
         self._first_rows, count = {}, 0
         for name, rows in self.blocks(0, len(steps)).items():
             self._first_rows[name], count = count, count + rows
 
         splits = [sum(column.last - column.first for column in step.columns) for step in steps]
-        one = not any(factor.sequential or factor.coupled for factor in factors) and bool(hidden_features)
-        options["skip"] = options.get("skip", True) and not (one and count * sum(splits) > _MOST_DIRECT)
+        one = not any(factor.sequential or factor.coupled for factor in factors) and bool(
+            hidden_features
+        )
+        options["skip"] = options.get("skip", True) and not (
+            one and count * sum(splits) > _MOST_DIRECT
+        )
         direct = sum(splits) if options["skip"] or not one else 0
         units = sum(hidden_features[-1:]) if sum(splits) else 0
         most = _MOST_MEMORY if simulated else _MOST_TRAINED
         _check_memory(factors, count, direct + units + 1, most, factory)
         self.reads, alike = dependency(factors, columns)  # which columns each row reads
-        options |= {"input_splits": splits, "output_splits": [sum(step.rows.values()) for step in steps]}
+        options |= {
+            "input_splits": splits,
+            "output_splits": [sum(step.rows.values()) for step in steps],
+        }
         base = _COMPILED if simulated else _TRAINED
         self.stacks, self._read = {}, {}
         for factor in factors:
             if factor.stack is not None:
                 read = self.reads[self._first_rows[factor.name]].nonzero().flatten()
                 transforms, bins = factor.stack
-                shape: dict[str, Any] = {"transforms": transforms, "bins": bins, "hidden_features": hidden_features}
-                self.stacks[factor.name] = SplineStack(factor.num_elements, len(read), base=base, **shape, **factory)
+                shape: dict[str, Any] = {
+                    "transforms": transforms,
+                    "bins": bins,
+                    "hidden_features": hidden_features,
+                }
+                self.stacks[factor.name] = SplineStack(
+                    factor.num_elements, len(read), base=base, **shape, **factory
+                )
                 self._read[factor.name] = read.to(factory.get("device"))
         options |= {"base": base, **factory}
         if shared:
@@ -93,7 +116,8 @@ class GroupNetwork:
             self.mlp = SeparateMLP(self.reads, hidden_features, factors=alike, **options)
         if not simulated:
             self.mlp.set_units(torch.full_like(self.mlp.units, _SHAPE_UNIT))
-        floor, follows = [], []  # training goes on to standardize latents wholly, and data not at all
+        # training goes on to standardize latents wholly, and data not at all
+        floor, follows = [], []
         for source, first, last, _ in columns:
             pure = nodes_of(source) <= latents and pooled_part(source) is None
             floor += (last - first) * [_LEAST_SCALE if pure else _LEAST_POOLED_SCALE]
@@ -152,7 +176,10 @@ class GroupNetwork:
         for source, first, last, start in self.columns(0, len(self.steps)):
             if pooled_part(source) is not None or not nodes_of(source).isdisjoint(moving):
                 left[start : start + last - first] = True
-        self.running.center, self.running.scale = center.masked_fill(left, 0.0), scale.masked_fill(left, 1.0)
+        self.running.center, self.running.scale = (
+            center.masked_fill(left, 0.0),
+            scale.masked_fill(left, 1.0),
+        )
 
     def learn(self, innovations: Mapping[Any, Tensor]) -> None:
         """Takes draws ``(*batch, elements)`` of factors, relative to their anchors, into the units of locations."""
@@ -160,7 +187,9 @@ class GroupNetwork:
         for factor in self.factors:
             if factor.name in innovations:
                 parts = bias, units, self.mlp.bias_units
-                center, unit, most = (self.rows(values, factor)[:, factor.locations] for values in parts)
+                center, unit, most = (
+                    self.rows(values, factor)[:, factor.locations] for values in parts
+                )
                 off = innovations[factor.name].unsqueeze(-1) - center
                 spread = off.reshape(-1, *unit.shape).square().mean(0)
                 # No faster than a bias: draws that spread would make what spreads them faster, without end.
@@ -197,7 +226,9 @@ class TooLargeError(ValueError):
         self.largest = largest
 
 
-def _check_memory(factors: Sequence[Factor], rows: int, columns: int, most: float, factory: Mapping[str, Any]) -> None:
+def _check_memory(
+    factors: Sequence[Factor], rows: int, columns: int, most: float, factory: Mapping[str, Any]
+) -> None:
     """Raises where the output layer, which holds rows times columns, would take more memory than is sensible."""
     unit = rows * torch.empty(0, **factory).element_size() * _COPIES
     size = unit * columns

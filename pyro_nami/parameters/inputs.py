@@ -17,7 +17,8 @@ from pyro_nami.parameters.conditioning import Direct, Flattened, Pooled, Source
 
 __all__ = ["IndexMaps", "Pooling", "Sources", "concatenate"]
 
-Pooling = Mapping[Pooled, Callable[[Tensor, Reduction], Tensor]]  # pooled source -> what reduces its sets
+# pooled source -> what reduces its sets
+Pooling = Mapping[Pooled, Callable[[Tensor, Reduction], Tensor]]
 
 
 class IndexMaps:
@@ -45,7 +46,9 @@ class IndexMaps:
         return self.maps[rows, plate]
 
     def _leads(self, rows: str, plate: str) -> bool:
-        return (rows, plate) in self.maps or any(self._leads(p, plate) for q, p in self.maps if q == rows)
+        return (rows, plate) in self.maps or any(
+            self._leads(p, plate) for q, p in self.maps if q == rows
+        )
 
     def segments(self, rows: str, plates: tuple[str, ...], dim: int) -> Segments:
         """Returns the rows, along ``dim``, as sets, one for each combination of instances of ``plates``."""
@@ -75,7 +78,9 @@ class Sources:
         tensor([[2.]])
     """
 
-    def __init__(self, dims: Mapping[str, int], maps: IndexMaps, encoders: Pooling, sums: Pooling) -> None:
+    def __init__(
+        self, dims: Mapping[str, int], maps: IndexMaps, encoders: Pooling, sums: Pooling
+    ) -> None:
         self._dims, self._maps, self._encoders, self._sums = dims, maps, encoders, sums
         self._features: dict[Hashable, Tensor] = {}
         self._known: dict[Any, Tensor] = {}
@@ -132,12 +137,18 @@ class Sources:
             shape = list(value.shape)
             for plate_dim, size in zip(dims, sizes):
                 shape[plate_dim - 1] = size
-            value = to_sequence(value.expand(shape).unsqueeze(-2), dims, 1).transpose(dim - 2, -2).squeeze(-2)
+            value = (
+                to_sequence(value.expand(shape).unsqueeze(-2), dims, 1)
+                .transpose(dim - 2, -2)
+                .squeeze(-2)
+            )
         return self._maps.segments(source.rows, source.plates, dim).gather(value)
 
     def _places(self, plates: Sequence[str]) -> tuple[list[int], list[int]]:
         """Returns dims and sizes of plates; the fastest first, where combinations of instances are in a row."""
-        return [self._dims[plate] for plate in plates[::-1]], [self._maps.sizes[plate] for plate in plates[::-1]]
+        return [self._dims[plate] for plate in plates[::-1]], [
+            self._maps.sizes[plate] for plate in plates[::-1]
+        ]
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
@@ -150,5 +161,8 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
         ndims = max(map(len, shapes))
         padded = [(1,) * (ndims - len(shape)) + tuple(shape) for shape in shapes]
         batch = tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded))
-        parts = [part if part.shape[:-1] == batch else part.expand(batch + part.shape[-1:]) for part in parts]
+        parts = [
+            part if part.shape[:-1] == batch else part.expand(batch + part.shape[-1:])
+            for part in parts
+        ]
     return torch.cat(list(parts), dim=-1)

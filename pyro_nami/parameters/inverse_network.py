@@ -29,8 +29,21 @@ from pyro_nami.factors.path_scored import PathShare
 from pyro_nami.networks.pace import Pace
 from pyro_nami.networks.precision_sums import PrecisionSums
 from pyro_nami.parameters.backward import Backward
-from pyro_nami.parameters.conditioning import Direct, Flattened, Plates, Pooled, Source, nodes_of, parts_of
-from pyro_nami.parameters.factor_groups import Factor, num_inputs, plan_steps, with_pseudo_observations
+from pyro_nami.parameters.conditioning import (
+    Direct,
+    Flattened,
+    Plates,
+    Pooled,
+    Source,
+    nodes_of,
+    parts_of,
+)
+from pyro_nami.parameters.factor_groups import (
+    Factor,
+    num_inputs,
+    plan_steps,
+    with_pseudo_observations,
+)
 from pyro_nami.parameters.free_parameters import FreeParameters, coupling_units
 from pyro_nami.parameters.group_network import GroupNetwork
 from pyro_nami.parameters.inputs import Pooling
@@ -38,7 +51,8 @@ from pyro_nami.parameters.inputs import Pooling
 __all__ = ["InverseNetwork", "TrainingRecord", "as_pyro_module", "coupling_of"]
 
 _COUPLING_REST = 0.01  # step of a coupling while its steps do not agree
-_LARGEST, _LATEST = 10.0, 0.01  # gradient in units of the usual one, and the share of the latest one in that
+# gradient in units of the usual one, and the share of the latest one in that
+_LARGEST, _LATEST = 10.0, 0.01
 _UNITS = 8, 64  # hidden ones, at least and at most
 _MOST_UNITS = 2**20  # times the instances of a group
 _FIRST = 10  # passes of which none is unusual
@@ -66,8 +80,10 @@ def coupling_of(name: Hashable) -> tuple[str, Hashable]:
 class TrainingRecord(NamedTuple):
     """What a pass in training leaves for averages."""
 
-    inputs: list[tuple[GroupNetwork, int, int, Tensor]]  # group, first column, last column + 1, values
-    innovations: dict[Hashable, Tensor]  # factor -> its elements ``(*batch, elements)`` relative to the anchor
+    # group, first column, last column + 1, values
+    inputs: list[tuple[GroupNetwork, int, int, Tensor]]
+    # factor -> its elements ``(*batch, elements)`` relative to the anchor
+    innovations: dict[Hashable, Tensor]
 
 
 class InverseNetwork(PyroModule):
@@ -106,10 +122,12 @@ class InverseNetwork(PyroModule):
         super().__init__()
         self.dims, self.nesting = dict(plates.dims), plates.nesting
         self.simulated = simulated
-        self.starts: list[Mapping[Hashable, Tensor]] = []  # of which a guide's first call chooses one
+        # of which a guide's first call chooses one
+        self.starts: list[Mapping[Hashable, Tensor]] = []
         self.told: frozenset[str] = frozenset()  # latents that a user was warned of
         self.backward = Backward()  # from the current call
-        self.passes, self._stepped = 0, False  # that gradients came back from; whether since the speeds were looked at
+        # that gradients came back from; whether since the speeds were looked at
+        self.passes, self._stepped = 0, False
         self.register_buffer("like", torch.empty(0, **factory), persistent=False)
         self._affine = {node: (f"shift_{i}", f"scale_{i}") for i, node in enumerate(standard)}
         for node, names in self._affine.items():
@@ -118,11 +136,19 @@ class InverseNetwork(PyroModule):
 
         sizes, encoders = _encoders(factors, standard, plates, make_encoder)
         factors, heads = with_pseudo_observations(factors, adding, sizes)
-        sums = {source: PrecisionSums(num_inputs(source, sizes), count, **factory) for source, count in heads.items()}
-        position = {name: i for i, name in enumerate(options["latents"])}  # those without a factor are read as well
+        sums = {
+            source: PrecisionSums(num_inputs(source, sizes), count, **factory)
+            for source, count in heads.items()
+        }
+        # those without a factor are read as well
+        position = {name: i for i, name in enumerate(options["latents"])}
         options |= {"simulated": simulated, "factory": factory}
-        keys = {factor.name: (factor.batch, not (simulated or factor.sources)) for factor in factors}
-        members = [[f for f in factors if keys[f.name] == key] for key in dict.fromkeys(keys.values())]
+        keys = {
+            factor.name: (factor.batch, not (simulated or factor.sources)) for factor in factors
+        }
+        members = [
+            [f for f in factors if keys[f.name] == key] for key in dict.fromkeys(keys.values())
+        ]
 
         def width(batch: Collection[str]) -> Sequence[int]:
             least, most = _UNITS
@@ -133,7 +159,9 @@ class InverseNetwork(PyroModule):
             GroupNetwork(
                 each,
                 plan_steps(each, position, sizes),
-                hidden_features=width(each[0].batch) if hidden_features is None else hidden_features,
+                hidden_features=width(each[0].batch)
+                if hidden_features is None
+                else hidden_features,
                 **options,
             )
             for each in members
@@ -143,7 +171,9 @@ class InverseNetwork(PyroModule):
         self._nodes = {f.name: frozenset().union(*map(nodes_of, f.sources)) for f in factors}
         self.path_shares = {name: PathShare() for name in self.factors}
         read = (nodes_of(source) for factor in factors for source in factor.sources)
-        self.read = frozenset().union(*read, (factor.name for factor in factors if factor.sequential))
+        self.read = frozenset().union(
+            *read, (factor.name for factor in factors if factor.sequential)
+        )
 
         self.encoders = as_pyro_module(nn.ModuleList(encoders.values()))
         self.evidence = as_pyro_module(nn.ModuleList(sums.values()))
@@ -152,9 +182,17 @@ class InverseNetwork(PyroModule):
         self.stacks = as_pyro_module(nn.ModuleList(stacks))
         self.inputs = as_pyro_module(nn.ModuleList(group.running for group in self.groups))
         self.offsets = FreeParameters("offset", {}, persistent=True)
-        coupled = {f.name: coupling_units(f.num_elements, self.like) for f in factors if f.coupled and f.stack is None}
-        self.couplings = FreeParameters("coupling", coupled, rest=None if simulated else _COUPLING_REST)
-        self._index = {name: i for i, name in enumerate((*self.factors, *map(coupling_of, coupled)))}
+        coupled = {
+            f.name: coupling_units(f.num_elements, self.like)
+            for f in factors
+            if f.coupled and f.stack is None
+        }
+        self.couplings = FreeParameters(
+            "coupling", coupled, rest=None if simulated else _COUPLING_REST
+        )
+        self._index = {
+            name: i for i, name in enumerate((*self.factors, *map(coupling_of, coupled)))
+        }
         self.register_buffer("usual", self.like.new_zeros(len(self._index)))
         if not factors:
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
@@ -165,13 +203,19 @@ class InverseNetwork(PyroModule):
         for factor in factors:
             still_read = set(factor.sources) - self.group_of[factor.name].constant
             self._pooling[0][1].update(part for source in still_read for part in parts_of(source))
-            self._pooling[1][1].update(each.pooled for each in factor.pseudo if each.source in still_read)
+            self._pooling[1][1].update(
+                each.pooled for each in factor.pseudo if each.source in still_read
+            )
 
     @property
     def num_parameters(self) -> int:
         """Number of weights that are not masked."""
-        whole = [value.numel() for part in (self.encoders, self.evidence) for value in part.parameters()]
-        return sum(whole) + sum(mlp.num_parameters for group in self.groups for mlp in group.networks)
+        whole = [
+            value.numel() for part in (self.encoders, self.evidence) for value in part.parameters()
+        ]
+        return sum(whole) + sum(
+            mlp.num_parameters for group in self.groups for mlp in group.networks
+        )
 
     def standard(self, node: Hashable) -> tuple[Tensor, Tensor]:
         """Returns shift and scale of a node's features, ``(features,)`` each."""
@@ -191,7 +235,9 @@ class InverseNetwork(PyroModule):
         factor = self.factors[name]
         shift, scale = (part.view(-1, factor.num_features) for part in self.standard(name))
         members = factor.num_elements // len(shift)
-        return (shift, scale) if members == 1 else (shift.repeat(members, 1), scale.repeat(members, 1))
+        return (
+            (shift, scale) if members == 1 else (shift.repeat(members, 1), scale.repeat(members, 1))
+        )
 
     def reads(self, name: Hashable, nodes: Collection[Hashable]) -> bool:
         """Whether a factor reads any of some nodes."""
@@ -205,7 +251,9 @@ class InverseNetwork(PyroModule):
 
         def bound(modules: Mapping[Pooled, Any], still_read: Collection[Source]) -> Pooling:
             used = [source for source in modules if not constant or source in still_read]
-            return {s: functools.partial(modules[s].forward, weights=modules[s].weights()) for s in used}
+            return {
+                s: functools.partial(modules[s].forward, weights=modules[s].weights()) for s in used
+            }
 
         encoders, sums = self._pooling
         return bound(*encoders), bound(*sums)
@@ -221,14 +269,18 @@ class InverseNetwork(PyroModule):
     def set_offsets(self, plates: Mapping[Any, Mapping[str, tuple[int, int]]]) -> None:
         """Gives each instance of some factors offsets of its own: factor -> plates with batch dims and full sizes."""
         factors = {name: self.factors[name] for name in plates}
-        units = {name: self.like.new_ones(f.num_elements, f.num_params) for name, f in factors.items()}
+        units = {
+            name: self.like.new_ones(f.num_elements, f.num_params) for name, f in factors.items()
+        }
         for group in self.groups:
             shared = torch.zeros_like(group.mlp.units, dtype=torch.bool)
             for factor in group.factors:
                 if factor.name in units:
                     group.rows(shared, factor)[:, : factor.num_params] = True
                     where = factor.locations
-                    units[factor.name][:, where] = group.rows(group.mlp.bias_units, factor)[:, where]
+                    units[factor.name][:, where] = group.rows(group.mlp.bias_units, factor)[
+                        :, where
+                    ]
             group.mlp.set_shared(shared)
         self.offsets = FreeParameters("offset", units, plates, self.nesting, persistent=True)
 
@@ -299,9 +351,13 @@ class InverseNetwork(PyroModule):
             usual, length = self.usual[self._index[name]], gradient.norm()
             known = (usual > 0) & (self.passes > _FIRST)
             lost = known & ~length.isfinite()
-            taken = torch.minimum(length, torch.where(known, _LARGEST * usual, torch.inf)).where(~lost, usual)
+            taken = torch.minimum(length, torch.where(known, _LARGEST * usual, torch.inf)).where(
+                ~lost, usual
+            )
             share = torch.where(taken < length, taken / length, 1.0)
-            usual.copy_(usual.square().lerp(taken.square(), max(1 / (1 + self.passes), _LATEST)).sqrt())
+            usual.copy_(
+                usual.square().lerp(taken.square(), max(1 / (1 + self.passes), _LATEST)).sqrt()
+            )
         return (gradient * share).where(~lost, 0.0)
 
     def quicken(self) -> None:
@@ -326,12 +382,17 @@ class InverseNetwork(PyroModule):
 
 
 def _encoders(
-    factors: Sequence[Factor], standard: Mapping[Hashable, Any], plates: Plates, make_encoder: Callable[[int], Any]
+    factors: Sequence[Factor],
+    standard: Mapping[Hashable, Any],
+    plates: Plates,
+    make_encoder: Callable[[int], Any],
 ) -> tuple[dict[Source, int], dict[Pooled, Any]]:
     """Returns the number of features of each source that factors read, and the encoders of the pooled ones."""
     sizes: dict[Source, int] = {}
     encoders: dict[Pooled, Any] = {}
-    for part in (part for factor in factors for source in factor.sources for part in parts_of(source)):
+    for part in (
+        part for factor in factors for source in factor.sources for part in parts_of(source)
+    ):
         if part in sizes:
             continue
         if isinstance(part, Direct):

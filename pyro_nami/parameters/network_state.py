@@ -81,14 +81,19 @@ class NetworkState:
         for name, added in (refinement or {}).items():
             self._offsets[name] = self._offsets[name] + added if name in self._offsets else added
         self._couplings: dict[Hashable, Any] = network.couplings.start()
-        self._stacks = {name: each.start() for group in network.groups for name, each in group.stacks.items()}
+        self._stacks = {
+            name: each.start() for group in network.groups for name, each in group.stacks.items()
+        }
         due = self._noting and network.groups and network.groups[0].running.due
         self._record = TrainingRecord([], {}) if due else None
         self._sources = Sources(network.dims, maps, *network.pooling(constant))
-        self._states: dict[GroupNetwork, Any] = {group: group.mlp.start() for group in network.groups}
+        self._states: dict[GroupNetwork, Any] = {
+            group: group.mlp.start() for group in network.groups
+        }
         self._learning, self._pulls = learning, dict[GroupNetwork, Tensor]()
         self._rows: dict[Hashable, Tensor] = {}
-        self._read: dict[GroupNetwork, Tensor] = {}  # what a group's network has read so far, for stacks
+        # what a group's network has read so far, for stacks
+        self._read: dict[GroupNetwork, Tensor] = {}
 
     @property
     def nesting(self) -> int:
@@ -101,7 +106,9 @@ class NetworkState:
         """Makes the features of data known, which are standardized already."""
         self._sources.put(node, features)
 
-    def add(self, node: Hashable, features: Tensor, *, drawn: bool = False, share: Tensor | None = None) -> None:
+    def add(
+        self, node: Hashable, features: Tensor, *, drawn: bool = False, share: Tensor | None = None
+    ) -> None:
         """Makes a latent's raw features ``(*left, *plates, features)`` known; leading plate dims may be left out.
 
         ``drawn`` says whether the value was drawn in this pass, ``share`` by how much it follows its factor's biases.
@@ -136,7 +143,9 @@ class NetworkState:
             pull = pull + (offset - offset.detach()) / group.locations(group.mlp.bias_units, factor)
         return self._network.affine(factor.name)[1][:, 0] * pull
 
-    def note(self, name: Hashable, elements: Tensor, anchor: Tensor | None, dims: Sequence[int]) -> None:
+    def note(
+        self, name: Hashable, elements: Tensor, anchor: Tensor | None, dims: Sequence[int]
+    ) -> None:
         """Records a draw, relative to its anchor, for averages; ``dims`` are those of a block."""
         if self._record is None or not self._network.factors[name].locations:
             return
@@ -232,7 +241,9 @@ class NetworkState:
                 totals.append(_trimmed(total, ndims + 1))
         counts = [factor.num_params, *(each.num_params for each in factor.pseudo)]
         offset = _trimmed(self._offsets.get(factor.name), ndims + 1)
-        return Additions(counts, totals, self._network.affine(factor.name) if totals else (), offset)
+        return Additions(
+            counts, totals, self._network.affine(factor.name) if totals else (), offset
+        )
 
     def _advance(self, group: GroupNetwork, stop: int) -> None:
         """Takes the steps of a group before ``stop``, whose inputs must all be known, in one advance."""
@@ -251,7 +262,9 @@ class NetworkState:
             rows.register_hook(functools.partial(self._network.learn, self._record))
             self._noting = False
         sizes = group.blocks(begin, stop)
-        for name, part in zip(sizes, rows.split([*sizes.values()], -1) if len(sizes) > 1 else [rows]):
+        for name, part in zip(
+            sizes, rows.split([*sizes.values()], -1) if len(sizes) > 1 else [rows]
+        ):
             self._rows.setdefault(name, part)  # what is there already was used to draw the factor
 
     def inputs(self, group: GroupNetwork, begin: int, stop: int) -> Tensor:
@@ -264,7 +277,11 @@ class NetworkState:
             else:
                 value = self._sources.value(source)
                 parts.append(value if last - first == value.shape[-1] else value[..., first:last])
-        x = concatenate(parts) if parts else self._network.like.new_empty((1,) * self._network.nesting + (0,))
+        x = (
+            concatenate(parts)
+            if parts
+            else self._network.like.new_empty((1,) * self._network.nesting + (0,))
+        )
         return self._inputs(group, begin, stop, x) if x.shape[-1] else x
 
     def _inputs(self, group: GroupNetwork, begin: int, stop: int, x: Tensor) -> Tensor:
@@ -301,7 +318,8 @@ class ElementConditionals(NamedTuple):
     """Parameters of a sequential factor's elements, one by one or all at once. Features come raw."""
 
     factor: Factor
-    affine: tuple[Tensor, Tensor]  # shift and scale that standardize features, ``(elements, features)``
+    # shift and scale that standardize features, ``(elements, features)``
+    affine: tuple[Tensor, Tensor]
     rows: Tensor  # of element 0
     state: Any  # of the network, at which element 0 is to come
     inputs: Callable[[int, int, Tensor], Tensor]
@@ -317,7 +335,9 @@ class ElementConditionals(NamedTuple):
         seen = self._standardized(features, element - 1)
         if self.pull is not None:
             seen = seen - self.pull[..., element - 1 : element]
-        rows, state = state.advance(self.inputs(state.step, state.step + 1, tempered(seen)), state.step + 1)
+        rows, state = state.advance(
+            self.inputs(state.step, state.step + 1, tempered(seen)), state.step + 1
+        )
         params = self.additions.params(_trimmed(rows, features.dim() - 1), element)
         return params, functools.partial(self._next, state, element + 1)
 
@@ -328,7 +348,9 @@ class ElementConditionals(NamedTuple):
         rows, _ = self.state.advance(self.inputs(begin, stop, seen), stop)
         rows = _trimmed(rows, features.dim() - 2).unflatten(-1, (-1, self.factor.num_rows))
         first = self.rows.unsqueeze(-2)
-        return self.additions.params(torch.cat([first.expand(rows.shape[:-2] + first.shape[-2:]), rows], -2))
+        return self.additions.params(
+            torch.cat([first.expand(rows.shape[:-2] + first.shape[-2:]), rows], -2)
+        )
 
     def _standardized(self, features: Tensor, at: Any = slice(None)) -> Tensor:
         shift, scale = self.affine

@@ -50,11 +50,14 @@ def regress(
         numbers = torch.arange(group.mlp.out_features)
         for factor in group.factors:
             if len(factor.locations) != 1 or factor.name not in targets or factor.pseudo:
-                continue  # a regression on a set of one size would be taken for what instances say at any size
+                # a regression on a set of one size would be taken for what instances say at any size
+                continue
             goal = to_sequence(targets[factor.name], dims[factor.name])
             both = concatenate([inputs, goal]).flatten(0, -2)
             rows = group.locations(numbers, factor).tolist()
-            _regress_rows(group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], group.reads)
+            _regress_rows(
+                group.mlp, rows, both[:, : -len(rows)], both[:, -len(rows) :], group.reads
+            )
 
 
 def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor) -> None:
@@ -69,7 +72,9 @@ def _regress_rows(mlp: Any, rows: list[int], x: Tensor, y: Tensor, kept: Tensor)
         design = design - center
         gram = design.mT @ design
         ridge = _RIDGE * gram.diagonal().mean().clamp(min=1e-12) if len(columns) else gram
-        slope = torch.linalg.solve(gram + ridge * torch.eye(len(columns)).to(gram), design.mT @ (goal - middle))
+        slope = torch.linalg.solve(
+            gram + ridge * torch.eye(len(columns)).to(gram), design.mT @ (goal - middle)
+        )
         left = goal - middle - design @ slope
         spread = (left.square().sum() / max(count - len(columns) - 1, 1)).sqrt()
         if not (slope.isfinite().all() and spread.isfinite() and spread > 0):

@@ -62,10 +62,20 @@ class SplineStack(nn.Module):
         rows = 3 * bins - 1
         before = torch.ones(size, size - 1).tril(-1).bool()
         reads = torch.cat((torch.ones(size, context).bool(), before), 1).repeat_interleave(rows, 0)
-        splits: dict[str, Any] = {"input_splits": [context] + [1] * (size - 1), "output_splits": [rows] * size}
+        splits: dict[str, Any] = {
+            "input_splits": [context] + [1] * (size - 1),
+            "output_splits": [rows] * size,
+        }
         # Without direct weights, where units alone reach every feature, noise is learned less.
-        shape: dict[str, Any] = {"base": base, "activation": F.silu, "skip": min(hidden_features, default=0) < size}
-        made = (MaskedMLP(reads, hidden_features, **shape, **splits, **factory) for _ in range(transforms))
+        shape: dict[str, Any] = {
+            "base": base,
+            "activation": F.silu,
+            "skip": min(hidden_features, default=0) < size,
+        }
+        made = (
+            MaskedMLP(reads, hidden_features, **shape, **splits, **factory)
+            for _ in range(transforms)
+        )
         self.layers = nn.ModuleList(made)
 
     def start(self) -> Callable[[Tensor], StackPass]:

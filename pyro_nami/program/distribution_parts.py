@@ -23,7 +23,11 @@ from pyro_nami.factors.wrappers import base_of
 __all__ = ["Parts", "arguments_of"]
 
 # Of which a distribution is given one.
-_ONE_OF = ("logits", "probs"), ("scale_tril", "covariance_matrix", "precision_matrix"), ("gate", "gate_logits")
+_ONE_OF = (
+    ("logits", "probs"),
+    ("scale_tril", "covariance_matrix", "precision_matrix"),
+    ("gate", "gate_logits"),
+)
 
 
 class Parts:
@@ -70,15 +74,22 @@ class Parts:
             made, own = self.distribution(base, width), fn.batch_shape
             return lambda given: _expanded(made(given), own)
         if isinstance(fn, Delta):
-            value, log_density = self.tensor(fn.v, width + fn.event_dim), self.tensor(fn.log_density, width)
+            value, log_density = (
+                self.tensor(fn.v, width + fn.event_dim),
+                self.tensor(fn.log_density, width),
+            )
             return lambda given: Delta(value(given), log_density(given), fn.event_dim)
         if type(fn).__init__ is TransformedDistribution.__init__:
             made = self.distribution(base, width + fn.event_dim - base.event_dim)
             changes = self.transforms(fn.transforms, width + fn.event_dim)
             return lambda given: type(fn)(made(given), changes(given))
-        options = {key: self.parameter(fn, key, value, width) for key, value in arguments_of(fn).items()}
+        options = {
+            key: self.parameter(fn, key, value, width) for key, value in arguments_of(fn).items()
+        }
         own = fn.batch_shape
-        return lambda given: _expanded(type(fn)(**{key: part(given) for key, part in options.items()}), own)
+        return lambda given: _expanded(
+            type(fn)(**{key: part(given) for key, part in options.items()}), own
+        )
 
     def parameter(self, fn: Any, name: str, value: Any, width: int) -> Callable[[Any], Any]:
         """For an argument that a distribution was made with."""
@@ -90,7 +101,9 @@ class Parts:
     def transform(self, change: Transform, width: int) -> Callable[[Any], Any]:
         """For a transform of values of ``width`` dims, with its tensors, and transforms that it is made of."""
         if isinstance(change, nn.Module):
-            raise NotImplementedError(f"Expected a transform without a network; got {type(change).__name__}.")
+            raise NotImplementedError(
+                f"Expected a transform without a network; got {type(change).__name__}."
+            )
         if isinstance(change, _InverseTransform):
             inverse = self.transform(change.inv, width)
             return lambda given: inverse(given).inv
@@ -105,12 +118,18 @@ class Parts:
 
         def of(given: Any) -> Transform:
             made = copy.copy(change)
-            vars(made).update({key: part(given) for key, part in parts.items()}, _inv=None, _cached_x_y=(None, None))
+            vars(made).update(
+                {key: part(given) for key, part in parts.items()},
+                _inv=None,
+                _cached_x_y=(None, None),
+            )
             return made
 
         return of
 
-    def transforms(self, changes: Sequence[Transform], width: int) -> Callable[[Any], list[Transform]]:
+    def transforms(
+        self, changes: Sequence[Transform], width: int
+    ) -> Callable[[Any], list[Transform]]:
         """For transforms, one after the other."""
         made = [self.transform(each, width) for each in changes]
         return lambda given: [each(given) for each in made]

@@ -38,7 +38,9 @@ class _InitContinuous(InitMessenger):
             super()._pyro_sample(msg)
 
 
-def first_run(model: Callable, args: tuple, kwargs: Mapping[str, Any], init_loc_fn: Callable) -> poutine.Trace:
+def first_run(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], init_loc_fn: Callable
+) -> poutine.Trace:
     """Returns the trace of a run with every continuous latent at its initial value."""
     with _InitContinuous(init_loc_fn):
         return poutine.trace(model).get_trace(*args, **kwargs)
@@ -51,17 +53,25 @@ def is_node(msg: Any) -> bool:
     observed, fn = msg["is_observed"], msg["fn"]
     if observed and (msg["mask"] is False or msg["infer"].get("_deterministic", False)):
         return False
-    return not _is_delta(fn) or (observed and all(getattr(layer, "_mask", None) is not False for layer in layers(fn)))
+    return not _is_delta(fn) or (
+        observed and all(getattr(layer, "_mask", None) is not False for layer in layers(fn))
+    )
 
 
 def is_latent(site: Any) -> bool:
     """Whether a site is drawn, and not summed out by enumeration."""
-    return not (site["is_observed"] or site_is_subsample(site) or site["infer"].get("enumerate") == "parallel")
+    return not (
+        site["is_observed"]
+        or site_is_subsample(site)
+        or site["infer"].get("enumerate") == "parallel"
+    )
 
 
 def is_passing(site: Any) -> bool:
     """Whether a site is one of a sequential plate that the model subsamples: other calls have others."""
-    return any(not frame.vectorized and frame.size < frame.full_size for frame in site["cond_indep_stack"])
+    return any(
+        not frame.vectorized and frame.size < frame.full_size for frame in site["cond_indep_stack"]
+    )
 
 
 def is_transparent(site: Any) -> bool:
@@ -86,7 +96,9 @@ def subsamples(nodes: Mapping[str, Any]) -> dict[str, Any]:
 def allows_nan(site: Mapping[str, Any]) -> bool:
     """Whether a site's value may be missing in part."""
     *_, fn = layers(site["fn"])
-    return site["mask"] is not None or isinstance(fn, (NanMaskedNormal, NanMaskedMultivariateNormal))
+    return site["mask"] is not None or isinstance(
+        fn, (NanMaskedNormal, NanMaskedMultivariateNormal)
+    )
 
 
 def _is_delta(fn: Any) -> bool:

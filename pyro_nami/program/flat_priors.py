@@ -23,7 +23,8 @@ __all__ = ["CUT", "MOST_LOST", "Flat", "flat_prior", "improper_posterior", "is_i
 # and log densities by 1e-4 nats. Ten times as much would show in 10,000 draws.
 MOST_LOST = 1e-4
 CUT = "the bounds of its flat prior cut off {:.1g} of what data leave"
-_STEP = 0.05  # of the way between the bounds, at most: the length of a unit offset, which stays within them
+# of the way between the bounds, at most: the length of a unit offset, which stays within them
+_STEP = 0.05
 
 
 class Flat(NamedTuple):
@@ -44,7 +45,9 @@ class Flat(NamedTuple):
     def within(self, value: Tensor) -> Tensor:
         """Returns values moved to where the density is that of the prior, off the bounds by a thousandth."""
         off = 1e-3 * torch.where((self.high - self.low).isfinite(), self.high - self.low, 0.0)
-        return torch.minimum(torch.maximum(value, (self.low + off).to(value)), (self.high - off).to(value))
+        return torch.minimum(
+            torch.maximum(value, (self.low + off).to(value)), (self.high - off).to(value)
+        )
 
     def room(self, center: Tensor, way: Tensor) -> float:
         """Returns how many times a way may be gone from a center, to both sides, within the bounds."""

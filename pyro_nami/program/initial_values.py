@@ -40,18 +40,23 @@ def near_origin(site: Any) -> Tensor:
     """
     fn = site["fn"]
     if is_improper(fn):  # which Pyro's own start draws from
-        value = any_value(fn, unconstrained=lambda *shape, **kind: 0.1 * torch.rand(*shape, **kind) - 0.05)
+        value = any_value(
+            fn, unconstrained=lambda *shape, **kind: 0.1 * torch.rand(*shape, **kind) - 0.05
+        )
         if value is None:  # as no way is known from unconstrained space to its support
             raise NotImplementedError
     else:
         value = init_to_uniform(site, radius=0.05) * _narrowness(fn)
         if is_interval(fn.support):  # whose unconstrained space is another than Pyro's
             value = bijection_to(fn.support)(biject_to(fn.support).inv(value))
-    value._pyro_custom_init = False  # nobody asked for it, so a reparametrization may replace it without a warning
+    # nobody asked for it, so a reparametrization may replace it without a warning
+    value._pyro_custom_init = False
     return value
 
 
-def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale: float) -> poutine.Trace:
+def likely_start(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], scale: float
+) -> poutine.Trace:
     """Returns the trace of a run with every continuous latent where it starts.
 
     Latents are near the origin of unconstrained space, or as near to the median of their prior, or to a place between
@@ -95,11 +100,17 @@ def likely_start(model: Callable, args: tuple, kwargs: Mapping[str, Any], scale:
             try:
                 trace = run(at, scale)
                 trace.compute_log_prob()
-                data = [site for site in trace.nodes.values() if site["type"] == "sample" and site["is_observed"]]
+                data = [
+                    site
+                    for site in trace.nodes.values()
+                    if site["type"] == "sample" and site["is_observed"]
+                ]
                 found.append(float(sum(site["log_prob_sum"] for site in data)))
             except Exception:  # noqa: BLE001  whatever a model does where it is not meant to be
                 found.append(-torch.inf)
-        return torch.tensor(found, dtype=torch.float64).nan_to_num(-1e300, neginf=-1e300, posinf=-1e300)
+        return torch.tensor(found, dtype=torch.float64).nan_to_num(
+            -1e300, neginf=-1e300, posinf=-1e300
+        )
 
     at = dict[str, float]()
     with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):

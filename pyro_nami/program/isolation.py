@@ -61,10 +61,14 @@ def untouched(*roots: Any) -> Iterator[None]:
         False
     """
     store = pyro.get_param_store()
-    params = {key: dict(getattr(store, key)) for key in ("_params", "_constraints", "_param_to_name")}
+    params = {
+        key: dict(getattr(store, key)) for key in ("_params", "_constraints", "_param_to_name")
+    }
     modules = {module: module.training for root in _modules(roots) for module in root.modules()}
     items = [(module._buffers, key, b) for module in modules for key, b in module._buffers.items()]
-    buffers = [(place, key, b, b.clone()) for place, key, b in items if b is not None and not is_lazy(b)]
+    buffers = [
+        (place, key, b, b.clone()) for place, key, b in items if b is not None and not is_lazy(b)
+    ]
     try:
         for module, training in modules.items():
             module.training = training and not isinstance(module, _STOCHASTIC_LAYERS)
@@ -141,7 +145,9 @@ def _check_index(index: Tensor, size: int, negative: bool = False) -> None:
     if index.numel():
         least, most = torch.stack(index.aminmax()).tolist()
         if least < -size * negative or most >= size:
-            raise IndexError(f"Expected indices of a dim of size {size}; got {least} to {most}, out of bounds.")
+            raise IndexError(
+                f"Expected indices of a dim of size {size}; got {least} to {most}, out of bounds."
+            )
 
 
 def on_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
@@ -152,7 +158,9 @@ def on_ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
         if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
-            args, kwargs = tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, (args, kwargs))
+            args, kwargs = tree_map_only(
+                Tensor, lambda t: t.clone() if t.is_inference() else t, (args, kwargs)
+            )
             return function(*args, **kwargs)
 
     return wrapped

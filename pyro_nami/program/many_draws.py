@@ -19,7 +19,8 @@ from pyro_nami.program.runner import Runner
 
 __all__ = ["differing_site", "few_draws", "of_rank", "takes_many"]
 
-_TOLERANCE = {torch.float64: 1e-6}  # of log densities; else what Newton's last step in single precision may leave
+# of log densities; else what Newton's last step in single precision may leave
+_TOLERANCE = {torch.float64: 1e-6}
 _FEW = 3
 _ROUNDED = 4.0  # times the rounding error of a value: what a sum of a few terms may be off by
 
@@ -57,7 +58,11 @@ def differing_site(
 
 
 def takes_many(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any], draws: Sequence[Mapping[str, Any]], nesting: int
+    model: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    draws: Sequence[Mapping[str, Any]],
+    nesting: int,
 ) -> bool:
     """Whether a run at several joint draws of all sites is what runs at each of them are.
 
@@ -76,9 +81,14 @@ def takes_many(
             if num > len(alone):
                 return False
             values = {name: _stacked([sites[name] for sites in alone], nesting) for name in first}
-            together = _log_densities(_sites(values, model, args, kwargs, note=of_rank(nesting + 1)))
+            together = _log_densities(
+                _sites(values, model, args, kwargs, note=of_rank(nesting + 1))
+            )
             singles = enumerate(alone)
-            return not any(differing_site(together, i, _log_densities(each), _rounding(each)) for i, each in singles)
+            return not any(
+                differing_site(together, i, _log_densities(each), _rounding(each))
+                for i, each in singles
+            )
     except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
         return False
 
@@ -110,7 +120,9 @@ def _stacked(sites: Sequence[Any], nesting: int) -> Tensor:
     """Returns the values of a site in several runs, ``(runs, *plates, *event)``."""
     fn = sites[0]["fn"]
     idle = (1,) * (nesting - len(fn.batch_shape))
-    return torch.stack([site["value"].expand(fn.shape()).reshape(idle + fn.shape()) for site in sites])
+    return torch.stack(
+        [site["value"].expand(fn.shape()).reshape(idle + fn.shape()) for site in sites]
+    )
 
 
 def _rounding(sites: Mapping[str, Any]) -> dict[str, Tensor]:

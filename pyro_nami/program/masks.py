@@ -14,7 +14,14 @@ from torch import Tensor
 
 from pyro_nami.factors.wrappers import layers, without
 
-__all__ = ["is_masked_within", "log_density_of", "own_mask", "rounding_of", "unmasked", "without_gaps"]
+__all__ = [
+    "is_masked_within",
+    "log_density_of",
+    "own_mask",
+    "rounding_of",
+    "unmasked",
+    "without_gaps",
+]
 
 
 def own_mask(site: Mapping[str, Any]) -> Tensor | None:
@@ -27,7 +34,9 @@ def own_mask(site: Mapping[str, Any]) -> Tensor | None:
         >>> own_mask(site)
         tensor([ True, False])
     """
-    outer = itertools.takewhile(lambda layer: isinstance(layer, MaskedDistribution), layers(site["fn"]))
+    outer = itertools.takewhile(
+        lambda layer: isinstance(layer, MaskedDistribution), layers(site["fn"])
+    )
     masks = [site["mask"], *(layer._mask for layer in outer)]
     found = [torch.as_tensor(mask) for mask in masks if mask is not None and mask is not True]
     return functools.reduce(torch.logical_and, found) if found else None
@@ -43,17 +52,25 @@ def is_masked_within(fn: Any) -> bool:
     return any(isinstance(layer, MaskedDistribution) for layer in layers(unmasked(fn)))
 
 
-def log_density_of(site: Mapping[str, Any], log_prob_of: Callable[[Any, Tensor], Tensor] | None = None) -> Tensor:
+def log_density_of(
+    site: Mapping[str, Any], log_prob_of: Callable[[Any, Tensor], Tensor] | None = None
+) -> Tensor:
     """Returns a site's log density, or what takes its place, as far as its mask counts it, ``(*batch, *plates)``."""
     fn, value, mask = site["fn"], without_gaps(site), site["mask"]
     log_prob = log_prob_of(fn, value) if log_prob_of else fn.log_prob(value)
-    return log_prob if mask is None else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
+    return (
+        log_prob
+        if mask is None
+        else torch.where(torch.as_tensor(mask), log_prob, torch.zeros_like(log_prob))
+    )
 
 
 def without_gaps(site: Mapping[str, Any]) -> Tensor:
     """Returns a site's value, with any number in place of NaN that a mask hides: a gradient would not be hidden."""
     fn, value = site["fn"], site["value"]
-    if site["mask"] is None and not any(isinstance(layer, MaskedDistribution) for layer in layers(fn)):
+    if site["mask"] is None and not any(
+        isinstance(layer, MaskedDistribution) for layer in layers(fn)
+    ):
         return value
     try:
         stand_in = fn.mean.detach().nan_to_num()

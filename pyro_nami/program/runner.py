@@ -90,7 +90,12 @@ class Runner(Messenger):
         note: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__()
-        self.values, self.indices, self.shown, self.broadcast = values, indices or {}, shown, broadcast
+        self.values, self.indices, self.shown, self.broadcast = (
+            values,
+            indices or {},
+            shown,
+            broadcast,
+        )
         self.simulated, self.choose, self.note = simulated, choose, note
         self.until, self.is_sampling = until, False
         Runner.restart(self)
@@ -129,7 +134,8 @@ class Runner(Messenger):
                 msg["value"] = value(msg["fn"])
         elif self.simulated and msg["is_observed"] and not is_fixed(msg):
             msg["is_observed"], msg["value"] = False, None
-        elif msg["value"] is None and not self.is_sampling and is_improper(msg["fn"]):  # which has no draws
+        elif msg["value"] is None and not self.is_sampling and is_improper(msg["fn"]):
+            # An improper prior has no draws.
             msg["value"] = any_value(msg["fn"])
 
     def _postprocess_message(self, msg: Any) -> None:
@@ -137,7 +143,9 @@ class Runner(Messenger):
         if msg["type"] != "sample" or msg["value"] is None:
             return
         if msg["name"] in self.sites and not site_is_subsample(msg):
-            raise RuntimeError(f"Expected sites with names of their own; got '{msg['name']}' twice in one run.")
+            raise RuntimeError(
+                f"Expected sites with names of their own; got '{msg['name']}' twice in one run."
+            )
         self.sites[msg["name"]] = msg  # of which nothing changes from here on
         if self.note is not None:
             self.note(msg)
@@ -159,7 +167,9 @@ def make_whole(msg: Any) -> None:
     if not msg["is_observed"] or not isinstance(value, Tensor):
         return
     if any(frame.vectorized and frame.size < 0 for frame in msg["cond_indep_stack"]):
-        msg["fn"] = fn.expand(torch.broadcast_shapes(fn.batch_shape, value.shape[: value.dim() - fn.event_dim]))
+        msg["fn"] = fn.expand(
+            torch.broadcast_shapes(fn.batch_shape, value.shape[: value.dim() - fn.event_dim])
+        )
     if value.shape[value.dim() - fn.event_dim :] != fn.event_shape and value.dim() <= fn.event_dim:
         msg["value"] = value.expand(fn.event_shape)
 
@@ -204,7 +214,9 @@ def outer_sizes(nesting: int) -> torch.Size:
     return torch.Size(sizes.get(dim, 1) for dim in range(max(sizes, default=0), nesting, -1))
 
 
-def prior_draws(model: Callable, args: tuple, kwargs: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:
+def prior_draws(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], count: int
+) -> list[dict[str, Tensor]]:
     """Returns up to ``count`` joint draws of all sites, observed ones as well; fewer where the model fails at some.
 
     Of improper priors any values stand for draws. Where the model fails at all draws, a warning tells how.
@@ -243,7 +255,9 @@ def takes_observations(fn: Callable, *, is_guide: bool = False) -> bool:
         # None is to be read off what a Pyro handler makes of a function, such as the model that an AutoGuide holds.
         handled = _handled(fn)
         return callable(handled) and takes_observations(handled, is_guide=is_guide)
-    variadic = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    variadic = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     return "observations" in parameters or (is_guide and variadic)
 
 

@@ -30,7 +30,9 @@ def drawn(fn: Any) -> Any:
         return None
 
 
-def any_value(fn: Any, like: Tensor | None = None, unconstrained: Callable[..., Tensor] = torch.randn) -> Any:
+def any_value(
+    fn: Any, like: Tensor | None = None, unconstrained: Callable[..., Tensor] = torch.randn
+) -> Any:
     """A value of shape ``fn.shape()`` in the support: a draw, or the image of a point in unconstrained space.
 
     Args:
@@ -53,7 +55,9 @@ def any_value(fn: Any, like: Tensor | None = None, unconstrained: Callable[..., 
             raise
         return like
     kind = next(_bounds_of(fn.support), torch.empty(0)) if like is None else like
-    return transform(unconstrained(transform.inverse_shape(fn.shape()), dtype=kind.dtype, device=kind.device))
+    return transform(
+        unconstrained(transform.inverse_shape(fn.shape()), dtype=kind.dtype, device=kind.device)
+    )
 
 
 def _bounds_of(constraint: Any) -> Iterator[Tensor]:
@@ -78,7 +82,11 @@ def redraw(fn: Any, base: Tensor) -> Tensor:
         stuck = _whole_event(value == base, fn.event_dim)
         if not stuck.any():
             break
-        value = torch.where(stuck, _other_value(fn, base) if fn.has_enumerate_support else any_value(fn, base), value)
+        value = torch.where(
+            stuck,
+            _other_value(fn, base) if fn.has_enumerate_support else any_value(fn, base),
+            value,
+        )
     return value.to(base.dtype)
 
 
@@ -91,7 +99,9 @@ def _other_value(fn: Any, base: Tensor) -> Tensor:
     log_prob, event = fn.log_prob(support), (1,) * fn.event_dim
     score = log_prob - torch.empty_like(log_prob).exponential_().log()
     same = _whole_event(support == base, fn.event_dim)
-    best, index = score.reshape(log_prob.shape + event).masked_fill(same, -torch.inf).max(0, keepdim=True)
+    best, index = (
+        score.reshape(log_prob.shape + event).masked_fill(same, -torch.inf).max(0, keepdim=True)
+    )
     return torch.where(best.isfinite(), support.gather(0, index.expand((1,) + base.shape)), base)[0]
 
 

@@ -27,7 +27,9 @@ __all__ = ["Vectorized"]
 
 # Functions that make tensors which a model may write into.
 _MAKERS = {"clone", "new_tensor", "tensor"} | {
-    form.format(name) for name in ("zeros", "ones", "full", "empty") for form in ("{}", "{}_like", "new_{}")
+    form.format(name)
+    for name in ("zeros", "ones", "full", "empty")
+    for form in ("{}", "{}_like", "new_{}")
 }
 
 
@@ -78,7 +80,11 @@ class Vectorized(nn.Module):
                 if not batch or self._writes or type(error) is not RuntimeError:
                     raise
                 self._writes = True
-            around = (handler for handler in reversed(_PYRO_STACK[:handlers]) if isinstance(handler, Runner))
+            around = (
+                handler
+                for handler in reversed(_PYRO_STACK[:handlers])
+                if isinstance(handler, Runner)
+            )
             runner = next(around, None)
             if runner is not None:
                 runner.restart()  # others see nothing of this run
@@ -156,7 +162,8 @@ class _Crossing(_Seen):
             _Seen._postprocess_message(self, site)
             value = site["value"]
             own = fn.batch_shape + value.shape[value.dim() - fn.event_dim :]
-            own = msg["value"].shape if value is kept else own  # to what is given plates add nothing
+            # to what is given plates add nothing
+            own = msg["value"].shape if value is kept else own
             idle = (1,) * (nesting + fn.event_dim - len(own))
             return value.expand(self.batch + idle + own).reshape(self.batch.numel(), *own)
 
@@ -188,7 +195,8 @@ class _Making(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") not in _MAKERS or self._crossing not in _PYRO_STACK:  # then it is outside
+        # then it is outside
+        if getattr(func, "__name__", "") not in _MAKERS or self._crossing not in _PYRO_STACK:
             return value
         return torch.where(self._crossing.index >= 0, value, value)
 
@@ -207,9 +215,13 @@ class _Outside(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, function: Callable, batch: torch.Size, *tensors: Tensor) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: Any, function: Callable, batch: torch.Size, *tensors: Tensor
+    ) -> tuple[Tensor, int]:
         """Runs at the level below that of vmap, where gradients are recorded as anywhere."""
         given: list[tuple[Tensor, bool]] = []  # each with whether it is another one for each draw
         for part, dim in zip(tensors[1:], in_dims[3:]):
-            given.append((part, False) if dim is None else (part.movedim(dim, 0).unflatten(0, batch), True))
+            given.append(
+                (part, False) if dim is None else (part.movedim(dim, 0).unflatten(0, batch), True)
+            )
         return function(given), 0

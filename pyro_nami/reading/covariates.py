@@ -88,7 +88,9 @@ def columns_of(
     def values(column: Column | Argument | Given) -> Tensor:
         if isinstance(column, Argument):
             leaf = leaves[column.leaf]
-            return leaf.reshape(len(leaf), -1)[:, column.column].reshape((-1,) + (1,) * (-1 - column.dim))
+            return leaf.reshape(len(leaf), -1)[:, column.column].reshape(
+                (-1,) + (1,) * (-1 - column.dim)
+            )
         if isinstance(column, Column):
             if column.parameter in at(column.draw):
                 return at(column.draw)[column.parameter][..., column.entry]
@@ -133,7 +135,9 @@ def parameters(fn: Distribution, names: Collection[str] = ()) -> dict[str, Tenso
 def _tensors(fn: Distribution, names: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yields name and value of the parameters of a distribution and of what it wraps; event dims rightmost."""
     for path, layer in named_layers(fn):
-        for i, transform in enumerate(layer.transforms if isinstance(layer, TransformedDistribution) else ()):
+        for i, transform in enumerate(
+            layer.transforms if isinstance(layer, TransformedDistribution) else ()
+        ):
             for key, value in vars(transform).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     yield f"{path}transforms.{i}.{key}", value.detach()
@@ -153,8 +157,11 @@ def _unconstrained(value: Tensor, constraint: Any) -> Tensor:
     except (NotImplementedError, RuntimeError, ValueError):
         return value
     if free.shape == value.shape:
-        return torch.where(free.isfinite().all(), free, value)  # without a look, for which a device is waited for
+        # without a look, for which a device is waited for
+        return torch.where(free.isfinite().all(), free, value)
     return free if free.isfinite().all() else value
+
+
 class ColumnSearch:
     """Collects the covariates of one site, reference draw by reference draw.
 
@@ -199,20 +206,35 @@ class ColumnSearch:
         """
         arguments: dict[Argument, Tensor] = {}
         for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(leaf) == size:
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.is_floating_point()
+                and leaf.dim()
+                and len(leaf) == size
+            ):
                 rows = _some(leaf.detach().reshape(size, -1).double())
                 if rows.shape[1] <= self._most and rows.isfinite().all():
-                    arguments |= {Argument(i, column, dim): rows[:, column] for column in range(rows.shape[1])}
+                    arguments |= {
+                        Argument(i, column, dim): rows[:, column] for column in range(rows.shape[1])
+                    }
         if not arguments or not self._found:
             return False
         wanted, design = torch.stack(self._found, 1), torch.stack([*arguments.values()], 1)
         scale = design.std(0).clamp(min=1e-12)
         design, wanted = (design - design.mean(0)) / scale, wanted - wanted.mean(0)
-        weights = torch.linalg.lstsq(design.cpu(), wanted.cpu(), driver="gelsd").solution.to(design)  # not on CUDA
-        if len(design) <= 2 * design.shape[1] or (wanted - design @ weights).norm() > _TOLERANCE * wanted.norm():
+        # not on CUDA
+        weights = torch.linalg.lstsq(design.cpu(), wanted.cpu(), driver="gelsd").solution.to(design)
+        if (
+            len(design) <= 2 * design.shape[1]
+            or (wanted - design @ weights).norm() > _TOLERANCE * wanted.norm()
+        ):
             return False
         used = (weights.abs() > 1e-6 * weights.abs().amax(0)).any(1)
-        masks = [column for column in self.columns if isinstance(column, Column) and column.parameter == MASK]
+        masks = [
+            column
+            for column in self.columns
+            if isinstance(column, Column) and column.parameter == MASK
+        ]
         self.columns = masks + [argument for argument, use in zip(arguments, used.tolist()) if use]
         return len(self.columns) <= self._most
 
@@ -226,13 +248,16 @@ def _independent(rows: Tensor, basis: list[Tensor], most: int) -> list[int]:
     centered = rows - rows.mean(0)
     size = centered.norm(dim=0)
     magnitude = rows.abs().amax(0).clamp(min=torch.finfo(torch.float32).tiny) * rows.shape[0] ** 0.5
-    rest = torch.where(size > 1e-5 * magnitude, centered / size.clamp(min=1e-30), torch.zeros_like(centered))
+    rest = torch.where(
+        size > 1e-5 * magnitude, centered / size.clamp(min=1e-30), torch.zeros_like(centered)
+    )
     for direction in basis:
         rest = rest - direction.unsqueeze(-1) * (direction @ rest)
     chosen: list[int] = []
     while len(chosen) < most:
         left, index = rest.norm(dim=0).max(0)
-        left, entry = torch.stack([left, index.to(left)]).tolist()  # one look, as a device has to be waited for
+        # one look, as a device has to be waited for
+        left, entry = torch.stack([left, index.to(left)]).tolist()
         if not left > _TOLERANCE:
             break
         direction = rest[:, int(entry)] / left

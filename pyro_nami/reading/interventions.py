@@ -56,13 +56,17 @@ def claim(probe: Probe) -> Dependencies:
     tracker = ProvenanceTracker()
     for name in probe.order:
         data = probe.base[name]
-        if name not in probe.latent and isinstance(data, Tensor):  # the model may read its data directly
+        # the model may read its data directly
+        if name not in probe.latent and isinstance(data, Tensor):
             tracker.tag(data, tracker.provenance(data) | {name})
     with tracker:
         run = probe.run({}, tracker=tracker)
     hidden, nothing = _hidden(probe, run), [frozenset[str]()] * 3
     earlier = {name: frozenset(probe.order[:rank]) for name, rank in probe.rank.items()}
-    reads = {name: [names & earlier[name] for names in run.reads.get(name, nothing)] for name in probe.order}
+    reads = {
+        name: [names & earlier[name] for names in run.reads.get(name, nothing)]
+        for name in probe.order
+    }
     return Dependencies(
         {name: density | support for name, (density, support, _) in reads.items()},
         {name: support & probe.latent for name, (_, support, _) in reads.items()},
@@ -89,7 +93,14 @@ def intervene(probe: Probe, claimed: Dependencies) -> Dependencies:
         work.check()
     work.settle()
     return Dependencies(
-        work.parents, work.support, claimed.suspects, claimed.escaped, work.hidden, work.checked, work.lost, work.failed
+        work.parents,
+        work.support,
+        claimed.suspects,
+        claimed.escaped,
+        work.hidden,
+        work.checked,
+        work.lost,
+        work.failed,
     )
 
 
@@ -137,7 +148,9 @@ class _Interventions:
             earlier = self.probe.order[:rank]
             if name in self.hidden:
                 coupled = [other for other in earlier if other in self.hidden]
-                self.parents[name].update(u for u in earlier if u in self.probe.latent or u in self.hidden)
+                self.parents[name].update(
+                    u for u in earlier if u in self.probe.latent or u in self.hidden
+                )
                 self.parents[name].update(u for other in coupled for u in self.parents[other])
             elif name not in self.checked:
                 self.parents[name] |= self.suspects[name]
@@ -201,7 +214,9 @@ class _Interventions:
                     if self._repair(name, origin, run):
                         untested.hold(probe.rank[name], self._held(name))
             if number == 0:
-                self.checked = {name for name, waits in zip(order, untested.sites) if not waits} - self.hidden
+                self.checked = {
+                    name for name, waits in zip(order, untested.sites) if not waits
+                } - self.hidden
             if untested.sites.any():
                 return
 
@@ -219,7 +234,9 @@ class _Interventions:
     def _untested(self, first: bool) -> Untested:
         """What is to be tested, by rank: at first all sites, then those that values which left torch may reach."""
         count = len(self.probe.order)
-        held = np.array([self._held(name) for name in self.probe.order], dtype=bool).reshape(count, count)
+        held = np.array([self._held(name) for name in self.probe.order], dtype=bool).reshape(
+            count, count
+        )
         worth = np.zeros(held.shape, dtype=np.int64)
         for rank, name in enumerate(self.probe.order):
             suspect = bool(self.suspects[name])
@@ -231,11 +248,17 @@ class _Interventions:
         """Whether each site has to be held in a run that tests ``name``: what it reads, and later arguments."""
         probe, rank = self.probe, self.probe.rank[name]
         free = probe.changeable - self.parents[name]
-        return [u not in free or (i >= rank and u in probe.arguments) for i, u in enumerate(probe.order)]
+        return [
+            u not in free or (i >= rank and u in probe.arguments) for i, u in enumerate(probe.order)
+        ]
 
     def _candidates(self, name: str) -> list[str]:
         """The sites that ``name`` could read but is not known to."""
-        return [u for u, held in zip(self.probe.order[: self.probe.rank[name]], self._held(name)) if not held]
+        return [
+            u
+            for u, held in zip(self.probe.order[: self.probe.rank[name]], self._held(name))
+            if not held
+        ]
 
     def _repair(self, name: str, origin: Run, run: Run) -> bool:
         """Adds the parents that were lost, one bisection each, until nothing else moves it; whether any were."""
@@ -244,11 +267,15 @@ class _Interventions:
             self.failed = self.failed or (name, run.error)
         while name in origin.records and run.differs(origin, name):
             candidates = self._candidates(name)
-            culprit = self._pivot(name, candidates, origin, run, partial(Run.differs, origin=origin, name=name))
+            culprit = self._pivot(
+                name, candidates, origin, run, partial(Run.differs, origin=origin, name=name)
+            )
             found = candidates if culprit is None else [culprit]
             self.lost += [(parent, name) for parent in found]
             self.parents[name].update(found)
-            if name in run.records and not same(origin.records[name].support, run.records[name].support):
+            if name in run.records and not same(
+                origin.records[name].support, run.records[name].support
+            ):
                 self.support[name] |= self.probe.latent.intersection(found)
             if len(found) == len(candidates):
                 break

@@ -22,7 +22,9 @@ from pyro_nami.reading.site_records import same
 __all__ = ["read_where_masked"]
 
 
-def read_where_masked(nodes: Mapping[str, Any], latents: Collection[str], run: RunModel) -> frozenset[str]:
+def read_where_masked(
+    nodes: Mapping[str, Any], latents: Collection[str], run: RunModel
+) -> frozenset[str]:
     """Returns the latents whose values some other site's density moves with where the model masks their own.
 
     Args:
@@ -37,7 +39,10 @@ def read_where_masked(nodes: Mapping[str, Any], latents: Collection[str], run: R
             if mask is None or bool(mask.all()):
                 continue
             other = _moved(nodes[name], mask)
-            runs = [_densities(run({**values, name: value}), without=name) for value in (values[name], other)]
+            runs = [
+                _densities(run({**values, name: value}), without=name)
+                for value in (values[name], other)
+            ]
             if not same(*runs):
                 found.add(name)
     return frozenset(found)
@@ -50,5 +55,7 @@ def _moved(site: Mapping[str, Any], mask: Tensor) -> Tensor:
 
 
 def _densities(sites: Mapping[str, Any], without: str) -> list[Tensor]:
-    others = [site for name, site in sites.items() if name != without and not site_is_subsample(site)]
+    others = [
+        site for name, site in sites.items() if name != without and not site_is_subsample(site)
+    ]
     return [log_density_of(site) for site in others]

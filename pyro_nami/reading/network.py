@@ -115,14 +115,18 @@ def extract(
     return Extraction(net, probe.trace, len(found.checked), found.escaped, hidden, maps, plans)
 
 
-def _network(probe: Probe, found: Dependencies, index_maps: Collection[tuple[str, str]]) -> BayesNet:
+def _network(
+    probe: Probe, found: Dependencies, index_maps: Collection[tuple[str, str]]
+) -> BayesNet:
     """The network, with plates nested as the keys (inner, outer) of index maps say."""
     nesting: dict[Any, set[str]] = {}
     for q, p in index_maps:
         nesting.setdefault(q, set()).add(p)
     sites, edges, outer = [], [], closed_nesting({}, nesting)
     for name in probe.order:
-        plates = probe.plates_of[name].union(*(outer.get(plate, ()) for plate in probe.plates_of[name]))
+        plates = probe.plates_of[name].union(
+            *(outer.get(plate, ()) for plate in probe.plates_of[name])
+        )
         if name in probe.observed:
             sites.append(Site(name, plates, observed=True))
         else:
@@ -130,7 +134,10 @@ def _network(probe: Probe, found: Dependencies, index_maps: Collection[tuple[str
             support = frozenset(found.support[name])
             sites.append(Site(name, plates, support_parents=support, marginalized=enumerated))
         edges += [(u, name) for u in sorted(found.parents[name], key=probe.rank.__getitem__)]
-    sizes = {plate: max(frame.full_size or 0, probe.sizes[plate]) for plate, frame in probe.plates.items()}
+    sizes = {
+        plate: max(frame.full_size or 0, probe.sizes[plate])
+        for plate, frame in probe.plates.items()
+    }
     return BayesNet(sites, edges, sizes, nesting)
 
 
@@ -152,7 +159,11 @@ def _warn(probe: Probe, found: Dependencies, finished: bool) -> None:
             "`torch.where` for `if`, tensors as indices, no `.item()`, `float()` or numpy in between."
         )
     nodes: Mapping[str, Any] = probe.trace.nodes
-    hidden = [name for name in probe.order if name in found.hidden and not nodes[name]["infer"].get("_drawn")]
+    hidden = [
+        name
+        for name in probe.order
+        if name in found.hidden and not nodes[name]["infer"].get("_drawn")
+    ]
     if hidden and not is_blocked(probe.model):
         names = ", ".join(f"'{name}'" for name in hidden)
         warn(

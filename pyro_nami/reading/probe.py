@@ -61,7 +61,11 @@ class Run:
     """
 
     def __init__(
-        self, base: Mapping[str, Any], choice: Choose, tracker: Any = None, only: Container[str] | None = None
+        self,
+        base: Mapping[str, Any],
+        choice: Choose,
+        tracker: Any = None,
+        only: Container[str] | None = None,
     ) -> None:
         self._base, self._choice, self._tracker, self._only = base, choice, tracker, only
         self.values: dict[str, Any] = {}
@@ -100,7 +104,8 @@ class Run:
                 msg["value"] = self._follow(msg, self._tracker)
             elif self._only is None or name in self._only:
                 judged = self._data if msg["is_observed"] else self._base.get(name, value)
-                if isinstance(judged, Tensor):  # as a stranger, not as the draw that transforms remember
+                # as a stranger, not as the draw that transforms remember
+                if isinstance(judged, Tensor):
                     judged = judged.clone()
                 self.records[name] = recorded(msg, judged, Exception if self._base else _NO_DENSITY)
 
@@ -109,13 +114,18 @@ class Run:
         name, value, escaped = msg["name"], msg["value"], tracker.escaped
         origin: frozenset = frozenset()
         if isinstance(value, Tensor):
-            if msg["is_observed"]:  # other sites may observe the same data; that alone is no dependence
+            # other sites may observe the same data; that alone is no dependence
+            if msg["is_observed"]:
                 origin = tracker.provenance(value) - tracker.provenance(self._base[name])
             value = value.clone()
             tracker.tag(value, {name})
         record = self.records[name] = recorded(msg, value, _NO_DENSITY)
         density = origin | tracker.provenance(record.log_prob, record.inputs)
-        self.reads[name] = density - {name}, tracker.provenance(record.support) - {name}, tracker.escaped
+        self.reads[name] = (
+            density - {name},
+            tracker.provenance(record.support) - {name},
+            tracker.escaped,
+        )
         tracker.escaped = escaped  # what log_prob takes out of torch concerns this site only
         return value
 
@@ -150,7 +160,13 @@ class Probe:
     """
 
     def __init__(
-        self, model: Callable, args: tuple, kwargs: Mapping[str, Any], init: Any, observed: Collection[str], budget: int
+        self,
+        model: Callable,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        init: Any,
+        observed: Collection[str],
+        budget: int,
     ) -> None:
         self.model, self.args, self.kwargs, self.budget, self.runs = model, args, kwargs, budget, 0
         self.first, self.trace = self._first_run(init)
@@ -169,15 +185,30 @@ class Probe:
         self.arguments = frozenset(name for name in seen if id(self.base[name]) in given)
         tensors = {name: value for name, value in self.base.items() if isinstance(value, Tensor)}
         full = {name for name, value in tensors.items() if value.numel()}
-        self.changeable = frozenset(name for name in sites if name in full and not site_is_factor(sites[name]))
+        self.changeable = frozenset(
+            name for name in sites if name in full and not site_is_factor(sites[name])
+        )
         self.device = next((value.device for value in tensors.values()), torch.device("cpu"))
-        self.frames = {name: [f for f in site["cond_indep_stack"] if f.vectorized] for name, site in sites.items()}
-        self.plates_of = {name: frozenset(frame.name for frame in frames) for name, frames in self.frames.items()}
-        self.plates = {frame.name: frame for name in reversed(self.order) for frame in self.frames[name]}
+        self.frames = {
+            name: [f for f in site["cond_indep_stack"] if f.vectorized]
+            for name, site in sites.items()
+        }
+        self.plates_of = {
+            name: frozenset(frame.name for frame in frames) for name, frames in self.frames.items()
+        }
+        self.plates = {
+            frame.name: frame for name in reversed(self.order) for frame in self.frames[name]
+        }
         self.sizes = {}
         for plate, frame in self.plates.items():
-            inside = [site["fn"].batch_shape for name, site in sites.items() if plate in self.plates_of[name]]
-            self.sizes[plate] = frame.size if frame.size > 0 else max(shape[frame.dim] for shape in inside)
+            inside = [
+                site["fn"].batch_shape
+                for name, site in sites.items()
+                if plate in self.plates_of[name]
+            ]
+            self.sizes[plate] = (
+                frame.size if frame.size > 0 else max(shape[frame.dim] for shape in inside)
+            )
 
     @property
     def spent(self) -> bool:
@@ -195,7 +226,11 @@ class Probe:
         return run
 
     def run(
-        self, values: Mapping[str, Any], draw: Choose = lambda msg: None, tracker: Any = None, only: Any = None
+        self,
+        values: Mapping[str, Any],
+        draw: Choose = lambda msg: None,
+        tracker: Any = None,
+        only: Any = None,
     ) -> Run:
         """Runs the model with ``values``, else what ``draw`` returns, else the base values; records sites ``only``.
 
@@ -222,10 +257,20 @@ class Probe:
 
     def sample(self) -> Run:
         """Runs the model with a fresh draw of every latent."""
-        return self.run({}, lambda msg: None if msg["is_observed"] else any_value(msg["fn"], self.base[msg["name"]]))
+        return self.run(
+            {},
+            lambda msg: (
+                None if msg["is_observed"] else any_value(msg["fn"], self.base[msg["name"]])
+            ),
+        )
 
     def redraw(
-        self, names: Iterable[str], origin: Run, only: Any = None, other: Any = None, attempts: int = _RETRIES
+        self,
+        names: Iterable[str],
+        origin: Run,
+        only: Any = None,
+        other: Any = None,
+        attempts: int = _RETRIES,
     ) -> Run:
         """Repeats ``origin`` with other values at the sites ``names``; again if the model fails at these.
 
@@ -282,7 +327,9 @@ class Probe:
     def _check_sites(self, run: Run) -> None:
         changed = [name for name in run.sites if name not in self.rank]
         if run.error is None:
-            changed += [name for name in self.order if name in self.latent and name not in run.sites]
+            changed += [
+                name for name in self.order if name in self.latent and name not in run.sites
+            ]
         if changed:
             raise ValueError(
                 f"Expected the same sites in every run of the model; got '{changed[0]}' in some runs only, "

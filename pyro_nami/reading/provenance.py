@@ -29,7 +29,14 @@ Names = frozenset[Any]
 
 # Operations whose result takes shape and type, but no values, from their first argument.
 _SHAPE_ONLY = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"}
-_SHAPE_ONLY |= {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "randint_like"}
+_SHAPE_ONLY |= {
+    "new_empty",
+    "new_empty_strided",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "randint_like",
+}
 # Operations whose result is constant if their second argument is the number 0.
 _VANISHING = {"mul", "pow"}
 # Operations that only move the elements of their first argument.
@@ -39,7 +46,16 @@ _POINTWISE = {"copy_", "_to_copy", "rsub"}
 # In-place operations whose result does not depend on what was there before.
 _OVERWRITES = {"copy_", "fill_", "zero_"}
 # Functions that read numbers out of (nested lists of) tensors and put them into a new tensor.
-_CONSTRUCTORS = {"tensor", "as_tensor", "asarray", "full", "arange", "linspace", "new_tensor", "new_full"}
+_CONSTRUCTORS = {
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "full",
+    "arange",
+    "linspace",
+    "new_tensor",
+    "new_full",
+}
 # Functions and operations that read numbers out of tensors for their own checks.
 _CHECKS = {"one_hot", "_linalg_check_errors", "_assert_async"}
 # Functions that hand a tensor's memory to Python without any torch operation.
@@ -76,7 +92,8 @@ class ProvenanceTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # for torch, which would import its compiler, for seconds, to keep it away from here
+        # for torch, which would import its compiler, for seconds, to keep it away from here
+        return False
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -106,7 +123,9 @@ class ProvenanceTracker(TorchDispatchMode):
         if name == "set_" or not any(_storage(tensor) in self._entries for tensor in inputs):
             return result
         sources = tensors_in((args[1:], kwargs)) if name in _SHAPE_ONLY else inputs
-        sources = [tensor for tensor in sources if not any(tensor is target for target in overwritten)]
+        sources = [
+            tensor for tensor in sources if not any(tensor is target for target in overwritten)
+        ]
         if name in _VANISHING and any(type(arg) in (int, float) and arg == 0 for arg in args[1:]):
             sources = []
         if not outputs and not written and name not in _CHECKS:
@@ -121,7 +140,9 @@ class ProvenanceTracker(TorchDispatchMode):
         self, func: Any, name: str, sources: list[Tensor], args: Any, kwargs: Any, shape: Any
     ) -> Names | Tensor:
         """What reaches a result of ``shape``: names, or one index into ``_sets`` per element."""
-        if name not in ("cat", "stack") and not any(isinstance(self._entry(tensor), Tensor) for tensor in sources):
+        if name not in ("cat", "stack") and not any(
+            isinstance(self._entry(tensor), Tensor) for tensor in sources
+        ):
             return self.provenance(sources)
         if name in _POINTWISE or torch.Tag.pointwise in func.tags:
             if all(_broadcasts(tensor.shape, shape) for tensor in sources):
@@ -129,7 +150,9 @@ class ProvenanceTracker(TorchDispatchMode):
         elif name in _MOVES:
             moved = tree_map_only(Tensor, self._labels, args[0])
             others = self._label_tensor(self.provenance(args[1:], kwargs))
-            return self._merge([func(moved, *tree_map_only(Tensor, Tensor.cpu, args[1:]), **kwargs), others], shape)
+            return self._merge(
+                [func(moved, *tree_map_only(Tensor, Tensor.cpu, args[1:]), **kwargs), others], shape
+            )
         return self.provenance(sources)
 
     def _merge(self, labels: list[Tensor], shape: Any) -> Tensor:
@@ -149,13 +172,18 @@ class ProvenanceTracker(TorchDispatchMode):
         return self._index[names]
 
     def _label_tensor(self, names: Names) -> Tensor:
-        return torch.tensor(self._label(names), device="cpu")  # labels stay on the host, whatever they are of
+        # labels stay on the host, whatever they are of
+        return torch.tensor(self._label(names), device="cpu")
 
     def _entry(self, tensor: Tensor) -> Names | Tensor:
         """The entry of the tensor's storage; names only where its elements are not those of ``tensor``."""
         storage = _storage(tensor)
         entry = frozenset() if storage is None else self._entries.get(storage, frozenset())
-        return self._union(entry) if isinstance(entry, Tensor) and entry.numel() != _capacity(tensor) else entry
+        return (
+            self._union(entry)
+            if isinstance(entry, Tensor) and entry.numel() != _capacity(tensor)
+            else entry
+        )
 
     def _names(self, tensor: Tensor) -> Names:
         entry = self._entry(tensor)
@@ -166,7 +194,11 @@ class ProvenanceTracker(TorchDispatchMode):
 
     def _labels(self, tensor: Tensor) -> Tensor:
         entry = self._entry(tensor)
-        return _window(entry, tensor) if isinstance(entry, Tensor) else self._label_tensor(entry).expand(tensor.shape)
+        return (
+            _window(entry, tensor)
+            if isinstance(entry, Tensor)
+            else self._label_tensor(entry).expand(tensor.shape)
+        )
 
     def _write(self, tensor: Tensor, flow: Names | Tensor, fresh: bool = False) -> None:
         storage = _storage(tensor)
@@ -180,9 +212,15 @@ class ProvenanceTracker(TorchDispatchMode):
             self._entries[storage] = flow
             return
         capacity = _capacity(tensor)
-        entry = before if isinstance(before, Tensor) else torch.full((capacity,), self._label(before), device="cpu")
+        entry = (
+            before
+            if isinstance(before, Tensor)
+            else torch.full((capacity,), self._label(before), device="cpu")
+        )
         labels = self._label_tensor(flow) if isinstance(flow, frozenset) else flow
-        entry[_window(torch.arange(capacity, device="cpu"), tensor).flatten()] = labels.expand(tensor.shape).flatten()
+        entry[_window(torch.arange(capacity, device="cpu"), tensor).flatten()] = labels.expand(
+            tensor.shape
+        ).flatten()
         self._entries[storage] = entry
 
 
@@ -220,7 +258,13 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dicts, in order."""
     if isinstance(value, Tensor):
         return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    items = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return [tensor for item in items for tensor in tensors_in(item)]
 
 
@@ -232,7 +276,9 @@ def _effects(func: Any, args: Any, kwargs: Any) -> tuple[str, list[Tensor], list
     name, written, overwritten = schema.name.split("::")[-1], [], []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            targets = tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+            targets = tensors_in(
+                args[position] if position < len(args) else kwargs.get(argument.name)
+            )
             written += targets
             overwritten += targets if argument.kwarg_only or name in _OVERWRITES else []
     return name, written, overwritten
@@ -254,4 +300,6 @@ def _window(entry: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _broadcasts(shape: Any, target: Any) -> bool:
-    return len(shape) <= len(target) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(target)))
+    return len(shape) <= len(target) and all(
+        a in (1, b) for a, b in zip(reversed(shape), reversed(target))
+    )

@@ -58,7 +58,9 @@ def recorded(msg: Any, value: Any, expected: Any) -> Record:
 def _leaves(value: Any) -> list[Any]:
     """The tensors and numbers that a distribution, transform or constraint consists of."""
     if isinstance(value, (Distribution, Transform, Constraint)):
-        value = [part for key, part in vars(value).items() if not key.startswith(("_cached", "_inv"))]
+        value = [
+            part for key, part in vars(value).items() if not key.startswith(("_cached", "_inv"))
+        ]
     if isinstance(value, (list, tuple)):
         return [leaf for part in value for leaf in _leaves(part)]
     return [value] if isinstance(value, (Tensor, int, float)) else []
@@ -85,7 +87,10 @@ def moved(before: Any, after: Any) -> Tensor:
 
     All do where it changed its shape or kind, or did not come up (None).
     """
-    old, new = _readings(before, before["value"]), {} if after is None else _readings(after, before["value"])
+    old, new = (
+        _readings(before, before["value"]),
+        {} if after is None else _readings(after, before["value"]),
+    )
     device = next((value.device for value in old.values()), None)
     result = torch.zeros(before["fn"].batch_shape, dtype=torch.bool, device=device)
     for key in old.keys() | new.keys():
@@ -101,7 +106,8 @@ def _readings(site: Mapping[str, Any], value: Any) -> dict[Any, Tensor]:
     The parameters of its distribution show small changes that its log density, a sum of large terms, may absorb.
     """
     fn, log_prob = site["fn"], {}
-    with suppress(*_NO_DENSITY):  # first, as it makes a distribution keep parameters of the other kind, logits or probs
+    # first, as it makes a distribution keep parameters of the other kind, logits or probs
+    with suppress(*_NO_DENSITY):
         log_prob = {("log_prob", ""): fn.log_prob(value).detach().unsqueeze(-1)}
     found: dict[Any, Any] = {**parameters(fn), **log_prob}
     for key in ("mask", "scale"):

@@ -49,12 +49,20 @@ class EstimateRun(NamedTuple):
 
 
 def run_at(
-    guide: AutoNaMIGuide, call: Call, estimate: Refinement, num_particles: int, temperature: float | None
+    guide: AutoNaMIGuide,
+    call: Call,
+    estimate: Refinement,
+    num_particles: int,
+    temperature: float | None,
 ) -> EstimateRun:
     """Runs a guide by an estimate, and the model at its draws; those of discrete latents relaxed at a temperature."""
     plan = guide._made()
     nesting, drawn = plan.plates.nesting, None if temperature is None else Drawn(temperature)
-    particles = pyro.plate("_particles", num_particles, dim=-1 - nesting) if num_particles > 1 else nullcontext()
+    particles = (
+        pyro.plate("_particles", num_particles, dim=-1 - nesting)
+        if num_particles > 1
+        else nullcontext()
+    )
     with hidden(), particles, poutine.trace() as tracer, drawn or nullcontext():
         guide._drawn(call, estimate)
     q = tracer.trace
@@ -62,7 +70,11 @@ def run_at(
     with hidden():
         sites = call.run({**call.held, **values})
     names = () if drawn is None else drawn.names
-    relaxed = {name: gumbel_softmax(sites[name]["fn"], drawn.temperature) for name in names} if drawn else {}
+    relaxed = (
+        {name: gumbel_softmax(sites[name]["fn"], drawn.temperature) for name in names}
+        if drawn
+        else {}
+    )
     return EstimateRun(q, sites, relaxed, plan.rules.keys() & sites.keys(), nesting, num_particles)
 
 
@@ -99,14 +111,22 @@ def errors(run: EstimateRun, part: Refined) -> Tensor:
         if site_is_subsample(site) or is_fixed(site) or not frames & batch:
             continue
         kind: Any = type(innermost(site["fn"]))
-        if frames != batch or kind is not dist.Normal and not (site["is_observed"] and kind is dist.Bernoulli):
+        if (
+            frames != batch
+            or kind is not dist.Normal
+            and not (site["is_observed"] and kind is dist.Bernoulli)
+        ):
             raise NotImplementedError(
                 "Expected a latent Gaussian model, with Normal or Bernoulli data, all in one plate, for "
-                f"encode=\"errors\"; got site '{name}', {kind.__name__}. Use encode=\"gradients\"."
+                f'encode="errors"; got site \'{name}\', {kind.__name__}. Use encode="gradients".'
             )
         error = site["value"] - site["fn"].mean
         error = error / site["fn"].variance if kind is dist.Normal else error
-        error = error.flatten(error.dim() - site["fn"].event_dim) if site["fn"].event_dim else error.unsqueeze(-1)
+        error = (
+            error.flatten(error.dim() - site["fn"].event_dim)
+            if site["fn"].event_dim
+            else error.unsqueeze(-1)
+        )
         error = error.mean(0) if run.num_particles > 1 else error
         found.append(error.expand(*part.plates, -1))
     return torch.cat(found, -1)
@@ -114,9 +134,13 @@ def errors(run: EstimateRun, part: Refined) -> Tensor:
 
 def _main(run: EstimateRun) -> Any:
     """Returns the frame of the outermost plate that all latents are in, None if there is none."""
-    stacks = [[f for f in run.sites[name]["cond_indep_stack"] if f.vectorized] for name in run.latents]
+    stacks = [
+        [f for f in run.sites[name]["cond_indep_stack"] if f.vectorized] for name in run.latents
+    ]
     frames = {frame.name: frame for stack in stacks for frame in stack}
-    shared = [f for f in frames.values() if all(f.name in {g.name for g in stack} for stack in stacks)]
+    shared = [
+        f for f in frames.values() if all(f.name in {g.name for g in stack} for stack in stacks)
+    ]
     return min(shared, key=lambda frame: frame.dim, default=None)
 
 

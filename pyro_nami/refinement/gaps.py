@@ -51,8 +51,14 @@ class AmortizationGap(NamedTuple):
     def rows(self) -> list[tuple[str, float, float]]:
         """Returns what, its ELBO or bound, and its distance to `log_evidence`; means over instances, in nats."""
         count = self.optimized.numel()
-        named = [("guide", self.refined[0]), (f"{len(self.refined) - 1} learned steps", self.refined[-1])]
-        named += [("direct optimization", self.optimized), ("importance-weighted bound", self.importance)]
+        named = [
+            ("guide", self.refined[0]),
+            (f"{len(self.refined) - 1} learned steps", self.refined[-1]),
+        ]
+        named += [
+            ("direct optimization", self.optimized),
+            ("importance-weighted bound", self.importance),
+        ]
         found = [(name, float(value.mean())) for name, value in named]
         if self.annealed is not None:
             found.append(("annealed importance sampling", self.annealed[0] / count))
@@ -62,12 +68,14 @@ class AmortizationGap(NamedTuple):
         rows = self.rows()
         guide, steps, best = (row[1] for row in rows[:3])
         lines = [f"{name:30} {value:12.3f} {gap:10.3f}" for name, value, gap in rows]
-        return "\n".join([
-            f"{'nats an instance':30} {'ELBO':>12} {'gap':>10}",
-            *lines,
-            f"lost to amortization {best - guide:.3f}, of which steps learned to bring back {steps - guide:.3f}; "
-            f"to the family {rows[2][2]:.3f}",
-        ])
+        return "\n".join(
+            [
+                f"{'nats an instance':30} {'ELBO':>12} {'gap':>10}",
+                *lines,
+                f"lost to amortization {best - guide:.3f}, of which steps learned to bring back {steps - guide:.3f}; "
+                f"to the family {rows[2][2]:.3f}",
+            ]
+        )
 
     def plot(self, file: str | Path) -> None:
         """Draws the ELBO after each step, with the other bounds as lines; takes matplotlib (the extra ``viz``)."""
@@ -147,7 +155,9 @@ def amortization_gap(
     """
     with torch.no_grad():
         path = guide.trajectory(*args, steps=steps, **kwargs)
-        refined = torch.stack([guide.log_weights(path.call, each, num_particles).mean(0) for each in path.estimates])
+        refined = torch.stack(
+            [guide.log_weights(path.call, each, num_particles).mean(0) for each in path.estimates]
+        )
     found = []
     for rate in rates:
         taken = optimize_directly(guide, *args, steps=optimizer_steps, lr=rate, **kwargs)

@@ -21,7 +21,15 @@ from pyro_nami.networks.running import tempered
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import forked_rng
 from pyro_nami.refinement.estimates import errors, hidden, log_weights, run_at
-from pyro_nami.refinement.updates import ENCODINGS, INPUTS, UPDATES, Refined, Refinement, Updater, encoded
+from pyro_nami.refinement.updates import (
+    ENCODINGS,
+    INPUTS,
+    UPDATES,
+    Refined,
+    Refinement,
+    Updater,
+    encoded,
+)
 
 __all__ = ["AutoIterativeGuide", "Trajectory"]
 
@@ -103,18 +111,25 @@ class AutoIterativeGuide(AutoGuide):
         super().__init__(guide.model)
         for what, value, known in (("encode", encode, ENCODINGS), ("update", update, UPDATES)):
             if value not in known:
-                raise ValueError(f"Expected {what} to be one of {', '.join(map(repr, known))}; got {value!r}.")
+                raise ValueError(
+                    f"Expected {what} to be one of {', '.join(map(repr, known))}; got {value!r}."
+                )
         if not set(inputs) <= set(INPUTS):
-            raise ValueError(f"Expected inputs among {', '.join(map(repr, INPUTS))}; got {tuple(inputs)}.")
+            raise ValueError(
+                f"Expected inputs among {', '.join(map(repr, INPUTS))}; got {tuple(inputs)}."
+            )
         if steps < 0 or samples < 1:
-            raise ValueError(f"Expected steps of at least 0 and samples of at least 1; got {steps} and {samples}.")
+            raise ValueError(
+                f"Expected steps of at least 0 and samples of at least 1; got {steps} and {samples}."
+            )
         guide.serve_any_data()
         self.guide = guide
         guide.master = None  # it has plates of its own
         self.steps, self.encode, self.update, self.samples = steps, encode, update, samples
         self.inputs, self.hidden_features = frozenset(inputs), tuple(hidden_features)
         self.global_latents, self.temperature = global_latents, temperature
-        self.non_finite = 0  # instances and steps whose gradient was not finite, so that they kept their estimate
+        # instances and steps whose gradient was not finite, so that they kept their estimate
+        self.non_finite = 0
         self.updaters: Any = as_pyro_module(nn.ModuleList())
         self._held: tuple[Call, Refinement] | None = None
         self._told: set[Hashable] = set()
@@ -131,11 +146,20 @@ class AutoIterativeGuide(AutoGuide):
         super().__setstate__(state)
         self.guide.master = None
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Loads a state, before the first call as well."""
-        inner, own = ({key[len(of) :]: v for key, v in state_dict.items() if key.startswith(of)} for of in _PARTS)
+        inner, own = (
+            {key[len(of) :]: v for key, v in state_dict.items() if key.startswith(of)}
+            for of in _PARTS
+        )
         for i in range(len(self.updaters), len({key.split(".")[0] for key in own})):
-            shapes = {key.removeprefix(f"{i}."): value.shape for key, value in own.items() if key.startswith(f"{i}.")}
+            shapes = {
+                key.removeprefix(f"{i}."): value.shape
+                for key, value in own.items()
+                if key.startswith(f"{i}.")
+            }
             self.updaters.append(as_pyro_module(Updater.of_shapes(shapes, self.update)))
         self.guide.load_state_dict(inner, strict, assign)
         return self.updaters.load_state_dict(own, strict, assign)
@@ -149,7 +173,9 @@ class AutoIterativeGuide(AutoGuide):
         trajectory = self.trajectory(*args, **kwargs)
         return self.guide._drawn(trajectory.call, trajectory.estimates[-1])
 
-    def trajectory(self, *args: Any, steps: int | None = None, attached: bool = True, **kwargs: Any) -> Trajectory:
+    def trajectory(
+        self, *args: Any, steps: int | None = None, attached: bool = True, **kwargs: Any
+    ) -> Trajectory:
         """Returns the estimates of all steps for a call.
 
         Beyond those that were trained, steps are a half, a third, ... of what the networks say: these have not learned
@@ -170,7 +196,10 @@ class AutoIterativeGuide(AutoGuide):
                 following = self.advance(found, step, estimate)
                 if step >= self.steps:
                     gain = 1 / (step - self.steps + 2)
-                    following = {name: torch.lerp(estimate[name], value, gain) for name, value in following.items()}
+                    following = {
+                        name: torch.lerp(estimate[name], value, gain)
+                        for name, value in following.items()
+                    }
                 found.estimates.append(following)
         return found
 
@@ -183,7 +212,9 @@ class AutoIterativeGuide(AutoGuide):
             if "estimate" in self.inputs:
                 read.append(tempered(joined))
             read += trajectory.data[i : i + 1]
-            following |= part.split(self._updater(i, torch.cat(read, -1), joined).where(finite, joined))
+            following |= part.split(
+                self._updater(i, torch.cat(read, -1), joined).where(finite, joined)
+            )
         return following
 
     @contextmanager
@@ -205,14 +236,18 @@ class AutoIterativeGuide(AutoGuide):
             num_particles: draws by which each ELBO is estimated.
         """
         found = self.trajectory(*args, steps=steps, **kwargs)
-        return torch.stack([self.elbo(found.call, estimate, num_particles) for estimate in found.estimates])
+        return torch.stack(
+            [self.elbo(found.call, estimate, num_particles) for estimate in found.estimates]
+        )
 
     # ---- a step
 
     def _zero(self, parts: Sequence[Refined]) -> Refinement:
         """Returns the estimate that refines nothing."""
         like = self.guide.network.like
-        return {name: like.new_zeros(shape) for part in parts for name, shape in part.shapes().items()}
+        return {
+            name: like.new_zeros(shape) for part in parts for name, shape in part.shapes().items()
+        }
 
     def _data(self, call: Call, parts: Sequence[Refined]) -> list[Tensor]:
         """Returns what is read of the data, ``(*plates, n)`` for each part."""
@@ -221,13 +256,17 @@ class AutoIterativeGuide(AutoGuide):
         state, found = self.guide._start(call), []
         for part in parts:
             read = [each.expand(*part.plates, -1) for each in state.of_data(part.group)]
-            found.append(torch.cat(read, -1) if read else self.guide.network.like.new_zeros(*part.plates, 0))
+            found.append(
+                torch.cat(read, -1) if read else self.guide.network.like.new_zeros(*part.plates, 0)
+            )
         return found
 
     def _updater(self, index: int, inputs: Tensor, estimate: Tensor) -> Tensor:
         """Returns the next estimate by a group's network, which is made at the first step."""
         if index == len(self.updaters):
-            made = Updater(inputs.shape[-1], estimate.shape[-1], self.hidden_features, self.update).to(inputs)
+            made = Updater(
+                inputs.shape[-1], estimate.shape[-1], self.hidden_features, self.update
+            ).to(inputs)
             self.updaters.append(as_pyro_module(made))
             check_store(self)
         following: Tensor = self.updaters[index](inputs, estimate)
@@ -238,7 +277,12 @@ class AutoIterativeGuide(AutoGuide):
         plan, network = self.guide._made(), self.guide.network
         with hidden(), forked_rng(), torch.no_grad():
             sites = call.run(call.held)
-        sizes = {f.name: f.size for site in sites.values() for f in site["cond_indep_stack"] if f.vectorized}
+        sizes = {
+            f.name: f.size
+            for site in sites.values()
+            for f in site["cond_indep_stack"]
+            if f.vectorized
+        }
         found = []
         for group in network.groups:
             names = tuple(factor.name for factor in group.factors if self._is_refined(factor.name))
@@ -254,12 +298,23 @@ class AutoIterativeGuide(AutoGuide):
         """Whether estimates of a factor are refined: gradients have to come through its draws."""
         rule = self.guide._made().rules.get(name) if isinstance(name, str) else None
         family = getattr(rule, "family", None)
-        if family is None or family.has_rsample or self.temperature is not None and family.layout.is_indicator:
+        if (
+            family is None
+            or family.has_rsample
+            or self.temperature is not None
+            and family.layout.is_indicator
+        ):
             return True
         if name not in self._told:
             self._told.add(name)
-            how = " (`temperature=` refines it by relaxed draws)" if family.layout.is_indicator else ""
-            warn(f"Latent '{name}' is discrete, so what the guide gives for it is not refined{how}.")
+            how = (
+                " (`temperature=` refines it by relaxed draws)"
+                if family.layout.is_indicator
+                else ""
+            )
+            warn(
+                f"Latent '{name}' is discrete, so what the guide gives for it is not refined{how}."
+            )
         return False
 
     def _codes(self, trajectory: Trajectory) -> list[Tensor]:
@@ -280,7 +335,9 @@ class AutoIterativeGuide(AutoGuide):
             found = [part.joined(by_name) for part in parts]
         lost = sum(int((~each.isfinite().all(-1)).sum()) for each in found)
         if lost and not self.non_finite:
-            warn(f"{self.encode} are not finite for {lost} instances, which keep their estimate; see guide.non_finite.")
+            warn(
+                f"{self.encode} are not finite for {lost} instances, which keep their estimate; see guide.non_finite."
+            )
         self.non_finite += lost
         return [encoded(each) for each in found]
 

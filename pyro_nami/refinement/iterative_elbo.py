@@ -64,7 +64,9 @@ class IterativeELBO(ELBO):
     def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Returns the negative ELBO in nats, averaged over steps, and adds its gradient to that of each parameter."""
         if not isinstance(guide, AutoIterativeGuide):
-            raise TypeError(f"Expected an AutoIterativeGuide; got {type(guide).__name__}. Use {self.elbo!r} itself.")
+            raise TypeError(
+                f"Expected an AutoIterativeGuide; got {type(guide).__name__}. Use {self.elbo!r} itself."
+            )
         trajectory = guide.trajectory(*args, attached=False, **kwargs)
         if trajectory.call.indices:
             raise NotImplementedError(
@@ -72,28 +74,42 @@ class IterativeELBO(ELBO):
                 f"got plates that draw some: {', '.join(map(repr, trajectory.call.indices))}. Give it minibatches."
             )
         self.losses, count = [], len(trajectory.estimates)
-        data = [each.detach().requires_grad_() for each in trajectory.data]  # of one graph for all steps, the last
+        # of one graph for all steps, the last
+        data = [each.detach().requires_grad_() for each in trajectory.data]
         weight, adjoints = 1 / count if self.average else 1.0, list[Tensor | None]()
         for step in reversed(range(count)):
             last = step == count - 1
-            estimate = {name: value.detach().requires_grad_() for name, value in trajectory.estimates[step].items()}
+            estimate = {
+                name: value.detach().requires_grad_()
+                for name, value in trajectory.estimates[step].items()
+            }
             own = [*guide.parameters(), *estimate.values(), *data]
             if not last:
                 following = guide.advance(trajectory._replace(data=data), step, estimate)
                 torch.autograd.backward([*following.values()], adjoints, inputs=own)
             if last or self.average:
-                with poutine.trace(param_only=True) as tracer, guide.holding(trajectory.call, estimate):
+                with (
+                    poutine.trace(param_only=True) as tracer,
+                    guide.holding(trajectory.call, estimate),
+                ):
                     loss = self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[attr-defined]
                 self.losses.insert(0, float(loss.detach()))
                 (weight * loss).backward(inputs=own, retain_graph=last)
                 if last:
                     known = set(map(id, own))
                     sites: list[Any] = list(tracer.trace.nodes.values())
-                    leaves = [site["value"].unconstrained() for site in sites if site["type"] == "param"]
-                    others = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
+                    leaves = [
+                        site["value"].unconstrained() for site in sites if site["type"] == "param"
+                    ]
+                    others = [
+                        leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad
+                    ]
                     if others:
                         loss.backward(inputs=others)
-            adjoints = [torch.zeros_like(value) if value.grad is None else value.grad for value in estimate.values()]
+            adjoints = [
+                torch.zeros_like(value) if value.grad is None else value.grad
+                for value in estimate.values()
+            ]
         for each, leaf in zip(trajectory.data, data):
             if each.requires_grad and leaf.grad is not None:
                 each.backward(leaf.grad, retain_graph=True)

@@ -39,12 +39,17 @@ class Refined(NamedTuple):
         """Undoes `joined`."""
         shapes = self.shapes()
         parts = joined.split([elements * params for *_, elements, params in shapes.values()], -1)
-        return {name: part.unflatten(-1, shape[-2:]) for (name, shape), part in zip(shapes.items(), parts)}
+        return {
+            name: part.unflatten(-1, shape[-2:])
+            for (name, shape), part in zip(shapes.items(), parts)
+        }
 
     def shapes(self) -> dict[Hashable, tuple[int, ...]]:
         """Returns the shape of each factor's refinement in the call, ``(*plates, elements, params)``."""
         factors = {factor.name: factor for factor in self.group.factors}
-        return {n: (*self.plates, factors[n].num_elements, factors[n].num_params) for n in self.names}
+        return {
+            n: (*self.plates, factors[n].num_elements, factors[n].num_params) for n in self.names
+        }
 
 
 class Updater(nn.Module):
@@ -62,7 +67,9 @@ class Updater(nn.Module):
         Marino, Yue and Mandt 2018, Iterative Amortized Inference.
     """
 
-    def __init__(self, num_inputs: int, num_params: int, hidden_features: Sequence[int], update: str) -> None:
+    def __init__(
+        self, num_inputs: int, num_params: int, hidden_features: Sequence[int], update: str
+    ) -> None:
         super().__init__()
         widths = [num_inputs, *hidden_features]
         self.layers = nn.ModuleList([nn.Linear(a, b) for a, b in zip(widths, widths[1:])])
@@ -97,5 +104,9 @@ def encoded(gradient: Tensor) -> Tensor:
     Gradients span orders of magnitude, over steps and instances. A layer norm shows where they point; that the last
     steps are to be small the logarithms say.
     """
-    direction = F.layer_norm(gradient, gradient.shape[-1:], eps=1e-12) if gradient.shape[-1] > 1 else gradient.sign()
+    direction = (
+        F.layer_norm(gradient, gradient.shape[-1:], eps=1e-12)
+        if gradient.shape[-1] > 1
+        else gradient.sign()
+    )
     return torch.cat([direction, gradient.sign() * gradient.abs().log1p()], -1)

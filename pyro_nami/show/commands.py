@@ -88,7 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for message in found.warnings:
             print(f"{_PROGRAM}: warning: {message}", file=sys.stderr)
         report, code = options.run(options, found)
-        header = {"command": options.command, "model": options.target, "warnings": list(found.warnings)}
+        header = {
+            "command": options.command,
+            "model": options.target,
+            "warnings": list(found.warnings),
+        }
         _write(options.output, report.written(format, header))
     except Failure as failure:
         print(f"{_PROGRAM}: error: {failure}", file=sys.stderr)
@@ -103,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="{inspect,invert,verify}", dest="command")
+    commands = parser.add_subparsers(
+        required=True, metavar="{inspect,invert,verify}", dest="command"
+    )
     for name, run, about in (
         ("inspect", _inspect, "the Bayesian network of a model"),
         ("invert", _invert, "its inverse, as a guide has it"),
@@ -115,9 +121,13 @@ def _parser() -> argparse.ArgumentParser:
         if name != "inspect":
             _add_inverse_options(command.add_argument)
         if name == "invert":
-            command.add_argument("--steps", action="store_true", help="the elimination, step by step (text, json)")
+            command.add_argument(
+                "--steps", action="store_true", help="the elimination, step by step (text, json)"
+            )
         if name == "verify":
-            command.add_argument("--minimal", action="store_true", help="exit code 1 also if it is not minimal")
+            command.add_argument(
+                "--minimal", action="store_true", help="exit code 1 also if it is not minimal"
+            )
     return parser
 
 
@@ -131,21 +141,40 @@ def _add_common_options(add: Callable) -> None:
     add("--kwargs", metavar="EXPRESSION", help="its keyword arguments: a dict")
     add("--observed", metavar="A,B", help=later)
     add("--seed", type=int, default=0, help="of all random numbers (0)")
-    add("--checks", type=int, default=200, help="the most runs of the model to spend on interventions (200)")
+    add(
+        "--checks",
+        type=int,
+        default=200,
+        help="the most runs of the model to spend on interventions (200)",
+    )
     add("--format", choices=_FORMATS.values(), help="by default that of FILE, else text")
-    add("-o", "--output", metavar="FILE", type=Path, help=f"in place of stdout; {' '.join(_FORMATS)}")
+    add(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help=f"in place of stdout; {' '.join(_FORMATS)}",
+    )
 
 
 def _add_inverse_options(add: Callable) -> None:
     names = [*DIRECTIONS, *INVERSIONS]
     blocks = "an order of groups of latents; the last is sampled first"
-    add("--inverse", choices=names, default="auto", metavar="NAME", help=f"{', '.join(names)} (auto)")
+    add(
+        "--inverse",
+        choices=names,
+        default="auto",
+        metavar="NAME",
+        help=f"{', '.join(names)} (auto)",
+    )
     add("--blocks", metavar="A,B;C", help=blocks)
 
 
 def _format(options: argparse.Namespace) -> str:
     """The format asked for, or that of the file's name; checks, before any work, what does not go together."""
-    format = options.format or _FORMATS.get(options.output.suffix.lower() if options.output else ".txt")
+    format = options.format or _FORMATS.get(
+        options.output.suffix.lower() if options.output else ".txt"
+    )
     if format is None:
         endings = ", ".join(_FORMATS)
         raise Failure(
@@ -155,7 +184,9 @@ def _format(options: argparse.Namespace) -> str:
         if format in COMMENTS:
             raise Failure(f"Expected --steps with --format text or json; got {format}.")
         if options.inverse not in DIRECTIONS:
-            raise Failure(f"Expected --steps with --inverse {', '.join(DIRECTIONS)}; got {options.inverse}.")
+            raise Failure(
+                f"Expected --steps with --inverse {', '.join(DIRECTIONS)}; got {options.inverse}."
+            )
     return format
 
 
@@ -184,12 +215,22 @@ def _invert(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
     inverse, blocks = _inverse(options, found)
     guide = _guide(options, found, blocks)
     if guide is None or options.inverse != "auto":
-        steps = nami_steps(inverse.net, direction=options.inverse, blocks=blocks) if options.steps else None
+        steps = (
+            nami_steps(inverse.net, direction=options.inverse, blocks=blocks)
+            if options.steps
+            else None
+        )
     else:  # which may prefer another order, in which more is exact
         inverse = guide.inverse
         one_by_one = [[name] for name in inverse.order]
-        steps = nami_steps(inverse.net, direction="reverse", blocks=one_by_one) if options.steps else None
-    return inverse_report(options.inverse, inverse, steps, None if guide is None else guide.rules), 0
+        steps = (
+            nami_steps(inverse.net, direction="reverse", blocks=one_by_one)
+            if options.steps
+            else None
+        )
+    return inverse_report(
+        options.inverse, inverse, steps, None if guide is None else guide.rules
+    ), 0
 
 
 def _verify(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
@@ -202,11 +243,20 @@ def _verify(options: argparse.Namespace, found: Found) -> tuple[Report, int]:
     return verdict_report(title, options.inverse, inverse, verdict), 0 if well else 1
 
 
-def _guide(options: argparse.Namespace, found: Found, blocks: list[list[str]] | None) -> AutoNaMIGuide | None:
+def _guide(
+    options: argparse.Namespace, found: Found, blocks: list[list[str]] | None
+) -> AutoNaMIGuide | None:
     """A guide with these options after its first call; None if it cannot be called, as some networks alone can be."""
-    guide = AutoNaMIGuide(found.model, inverse=options.inverse, blocks=blocks, observed=_names(options.observed))
+    guide = AutoNaMIGuide(
+        found.model, inverse=options.inverse, blocks=blocks, observed=_names(options.observed)
+    )
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), poutine.block(), torch.no_grad():
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            poutine.block(),
+            torch.no_grad(),
+        ):
             warnings.simplefilter("ignore")
             guide(*found.args, **found.kwargs)
     except Exception:  # noqa: BLE001  whatever a model does in runs that its network did not need
@@ -216,7 +266,9 @@ def _guide(options: argparse.Namespace, found: Found, blocks: list[list[str]] | 
 
 def _inverse(options: argparse.Namespace, found: Found) -> tuple[Inverse, list[list[str]] | None]:
     """The inverse that a guide with these options has, and the blocks."""
-    blocks = None if options.blocks is None else [_names(block) for block in options.blocks.split(";")]
+    blocks = (
+        None if options.blocks is None else [_names(block) for block in options.blocks.split(";")]
+    )
     net = with_latent_blocks(found.extraction.bayesnet, blocks)
     if not net.latent:
         names = ", ".join(map(repr, net.observed))

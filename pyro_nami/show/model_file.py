@@ -44,7 +44,13 @@ class Found(NamedTuple):
 
 
 def find(
-    target: str, args: str | None, kwargs: str | None, *, observed: Sequence[str], seed: int, checks: int
+    target: str,
+    args: str | None,
+    kwargs: str | None,
+    *,
+    observed: Sequence[str],
+    seed: int,
+    checks: int,
 ) -> Found:
     """Imports the target's file and extracts the network of the model.
 
@@ -66,25 +72,38 @@ def find(
         raise Failure(f"Expected path/to/file.py:name or package.module:name; got {target!r}.")
     path = Path(place).resolve() if place.endswith(".py") or len(Path(place).parts) > 1 else None
     if path is not None and not path.is_file():
-        raise Failure(f"Expected a Python file; got {place!r}, which does not exist or is not a file.")
+        raise Failure(
+            f"Expected a Python file; got {place!r}, which does not exist or is not a file."
+        )
     pyro.set_rng_seed(seed)
     with _importable(path), contextlib.redirect_stdout(sys.stderr):
         module = _imported(place, path)
         model = _model(module, place, name)
-        given = getattr(module, f"{name}_args", ()) if args is None else _evaluated(args, "--args", module)
+        given = (
+            getattr(module, f"{name}_args", ())
+            if args is None
+            else _evaluated(args, "--args", module)
+        )
         named = {} if kwargs is None else _evaluated(kwargs, "--kwargs", module)
         if not isinstance(named, Mapping) or not all(isinstance(key, str) for key in named):
             raise Failure(f"Expected --kwargs to be a dict with names as keys; got {kwargs!r}.")
         arguments = given if isinstance(given, tuple) else (given,)
         pyro.set_rng_seed(seed)
-        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(io.StringIO()):
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             warnings.simplefilter("always", UserWarning)
             try:
                 extraction = extract(model, arguments, named, observed=observed, checks=checks)
             except Exception as error:
                 if _is_ours(error):
                     raise Failure(_line(error)) from error
-                called = f"{len(arguments) + len(named)} argument(s)" if arguments or named else "no arguments"
+                called = (
+                    f"{len(arguments) + len(named)} argument(s)"
+                    if arguments or named
+                    else "no arguments"
+                )
                 raise Failure(
                     f"The model {target!r}, called with {called}, fails: {told(error, path)}. "
                     "Give its arguments by --args."
@@ -138,7 +157,9 @@ def _model(module: ModuleType, place: str, name: str) -> Callable:
         return model
     if not hasattr(module, name):
         raise Failure(f"Expected a name in {place!r}; got {name!r}.")
-    kind = "a class; make an instance in the file and name that" if callable(model) else "not callable"
+    kind = (
+        "a class; make an instance in the file and name that" if callable(model) else "not callable"
+    )
     raise Failure(f"Expected a model, that is a callable; got {name!r}, which is {kind}.")
 
 

@@ -110,7 +110,9 @@ def _draw(structure: BayesNet | Inverse) -> tuple[Box, list[Edge]]:
     ids = {name: f"n{i}" for i, name in enumerate(shown)}
     # A plate whose sites are among another's is drawn inside it.
     count = Counter(itertools.chain.from_iterable(net.plates.values()))
-    nesting = sorted(net.plate_sizes, key=lambda plate: (-count[plate], len(net.nesting.get(plate, ()))))
+    nesting = sorted(
+        net.plate_sizes, key=lambda plate: (-count[plate], len(net.nesting.get(plate, ())))
+    )
     outer = Box()
     for name in shown:
         box = outer
@@ -142,7 +144,12 @@ def _edges(structure: BayesNet | Inverse, ids: Mapping[Hashable, str]) -> Iterat
     for v in reversed(structure.order):
         for u in structure.parents[v]:
             pooled = plate_list(structure.net, structure.pooled(v, u))
-            yield Edge(ids[u], ids[v], frozenset((u, v)) not in adjacent, f"over {pooled}" if pooled else "")
+            yield Edge(
+                ids[u],
+                ids[v],
+                frozenset((u, v)) not in adjacent,
+                f"over {pooled}" if pooled else "",
+            )
 
 
 def _mermaid(structure: BayesNet | Inverse) -> str:
@@ -151,9 +158,15 @@ def _mermaid(structure: BayesNet | Inverse) -> str:
     for edge in edges:
         text = f'|"{_mermaid_text(edge.text)}"|' if edge.text else ""
         body.append(f"  {edge.source} {'-.->' if edge.dashed else '-->'}{text} {edge.target}")
-    styles = {"observed": "fill:#bbb", "dashed": "stroke-dasharray:6 4", "dotted": "stroke-dasharray:2 2"}
+    styles = {
+        "observed": "fill:#bbb",
+        "dashed": "stroke-dasharray:6 4",
+        "dotted": "stroke-dasharray:2 2",
+    }
     used = [
-        f"  classDef {name} {style}" for name, style in styles.items() if any(f":::{name}" in b for b in body)
+        f"  classDef {name} {style}"
+        for name, style in styles.items()
+        if any(f":::{name}" in b for b in body)
     ]
     return "\n".join(["flowchart TD", *body, *used])
 
@@ -178,8 +191,12 @@ def _dot(structure: BayesNet | Inverse) -> str:
     outer, edges = _draw(structure)
     body = list(_dot_box(outer, "  ", itertools.count()))
     for edge in edges:
-        options = ["style=dashed"] * edge.dashed + [f"label={_dot_text(edge.text)}"] * bool(edge.text)
-        body.append(f"  {edge.source} -> {edge.target}" + (f" [{', '.join(options)}]" if options else ""))
+        options = ["style=dashed"] * edge.dashed + [f"label={_dot_text(edge.text)}"] * bool(
+            edge.text
+        )
+        body.append(
+            f"  {edge.source} -> {edge.target}" + (f" [{', '.join(options)}]" if options else "")
+        )
     return "\n".join(["digraph {", *body, "}"])
 
 
@@ -197,7 +214,9 @@ def _dot_box(box: Box, indent: str, numbers: Iterator[int]) -> Iterator[str]:
 
 def _dot_text(*lines: str) -> str:
     """Lines as one quoted DOT string; ``&`` would otherwise start an entity, and a backslash an escape."""
-    escaped = (line.replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;") for line in lines)
+    escaped = (
+        line.replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;") for line in lines
+    )
     return '"' + "\\n".join(escaped) + '"'
 
 

@@ -56,7 +56,10 @@ def network_report(extraction: Extraction) -> Report:
 
 
 def inverse_report(
-    name: str, inverse: Inverse, steps: Sequence[Step] | None, rules: Mapping[str, Any] | None = None
+    name: str,
+    inverse: Inverse,
+    steps: Sequence[Step] | None,
+    rules: Mapping[str, Any] | None = None,
 ) -> Report:
     """The inverse of this name, its levels, a guide's rules if told, and the steps of its elimination if asked for.
 
@@ -68,7 +71,9 @@ def inverse_report(
         Sampled in turn: z
     """
     taken = {} if steps is None else {"steps": list(map(_step_object, steps))}
-    known = {} if rules is None else {"rules": {site: note._asdict() for site, note in rules.items()}}
+    known = (
+        {} if rules is None else {"rules": {site: note._asdict() for site, note in rules.items()}}
+    )
     lines = _inverse_lines(inverse, steps or (), rules or {})
     return Report(_inverse_object(name, inverse) | known | taken, lines, inverse)
 
@@ -78,7 +83,11 @@ def verdict_report(title: str, name: str, inverse: Inverse, verdict: Verificatio
     found: Object = {"faithful": bool(verdict), "minimal": verdict.minimal}
     for key, pairs in (("missing", verdict.missing), ("redundant", verdict.redundant)):
         found[key] = [
-            {"parent": _name(u), "latent": _name(v), "across": _sorted(across, inverse.net.plate_sizes)}
+            {
+                "parent": _name(u),
+                "latent": _name(v),
+                "across": _sorted(across, inverse.net.plate_sizes),
+            }
             for (u, v), across in pairs.items()
         ]
     lines = [f"{title}: {verdict.verdict}", *_verdict_lines(inverse, verdict)]
@@ -99,7 +108,9 @@ def _network_lines(extraction: Extraction) -> Iterator[str]:
             yield f"{what}: {_labels(name for name in net.sites if name in names)}"
 
 
-def _inverse_lines(inverse: Inverse, steps: Sequence[Step], rules: Mapping[str, Any]) -> Iterator[str]:
+def _inverse_lines(
+    inverse: Inverse, steps: Sequence[Step], rules: Mapping[str, Any]
+) -> Iterator[str]:
     yield str(inverse)
     yield f"Sampled in turn: {'; '.join(map(_labels, inverse.levels))}"
     if rules:
@@ -156,7 +167,8 @@ def _inverse_object(name: str, inverse: Inverse) -> Object:
             {
                 "latent": _name(v),
                 "parents": [
-                    {"site": _name(u), "over": _sorted(inverse.pooled(v, u), plates)} for u in inverse.parents[v]
+                    {"site": _name(u), "over": _sorted(inverse.pooled(v, u), plates)}
+                    for u in inverse.parents[v]
                 ],
                 "joint": _sorted(inverse.joint[v], plates),
                 "predictive": v in inverse.predictive,

@@ -51,7 +51,10 @@ def test_a_posterior_of_two_modes_is_learned_and_weighted():
 def test_simulations_may_be_fresh_in_each_step():
     posterior = amortize(folded, observed=["x"], simulations="fresh", steps=60, progress=False)
     assert posterior.history.simulations == (36 + 24 * 2) * 332
-    z, x = (part["z"] if "z" in part else part["x"] for part in Simulator(folded, observed=["x"]).draw(2000)[:2])
+    z, x = (
+        part["z"] if "z" in part else part["x"]
+        for part in Simulator(folded, observed=["x"]).draw(2000)[:2]
+    )
     with torch.no_grad():
         gap = (exact(z, x) - posterior.guide.log_prob({"z": z}, observations={"x": x})).mean()
     assert -0.05 < gap < 0.4, gap
@@ -72,7 +75,8 @@ def test_where_weights_are_bad_draws_are_carried_to_the_posterior():
     z = drawn.resample(1000)["z"]
     assert torch.allclose(z.abs().mean(0), data["x"] / (1 + 0.02**2), atol=0.005)
     assert torch.allclose(z.abs().std(0), torch.tensor(0.02), rtol=0.15)
-    assert (z > 0).float().mean(0).sub(0.5).abs().max() < 0.2  # the modes' shares are those of a resampling
+    # the modes' shares are those of a resampling
+    assert (z > 0).float().mean(0).sub(0.5).abs().max() < 0.2
     evidence = dist.Normal(0.0, 1.0).log_prob(data["x"]) + math.log(2)
     assert torch.allclose(drawn.log_evidence, evidence, atol=0.3)
 
@@ -80,7 +84,9 @@ def test_where_weights_are_bad_draws_are_carried_to_the_posterior():
         z = pyro.sample("z", dist.Poisson(3.0))
         pyro.sample("x", dist.Normal(z, 0.1))
 
-    drawn = amortize(discrete, observed=["x"], simulations=50, steps=2, progress=False)({"x": torch.tensor(9.0)})
+    drawn = amortize(discrete, observed=["x"], simulations=50, steps=2, progress=False)(
+        {"x": torch.tensor(9.0)}
+    )
     assert drawn.samples["z"].eq(9).all()
 
 
@@ -105,9 +111,14 @@ def test_data_sets_with_good_weights_are_left_alone():
     drawn = AmortizedPosterior(model, (), {}, Guide(), History())({"x": x}, 1000)
     evidence = dist.Normal(0.0, 2**0.5).log_prob(x).sum(-1)
     assert torch.allclose(drawn.log_weights[:, [0, 2]], evidence[[0, 2]].expand(1000, 2), atol=1e-4)
-    assert torch.allclose(drawn.log_evidence, evidence, atol=0.3) and (drawn.effective_sample_size > 500).all()
+    assert (
+        torch.allclose(drawn.log_evidence, evidence, atol=0.3)
+        and (drawn.effective_sample_size > 500).all()
+    )
     z = drawn.resample(1000)["z"]
-    assert torch.allclose(z.mean(0), x / 2, atol=0.15) and torch.allclose(z.std(0), torch.tensor(0.5**0.5), rtol=0.15)
+    assert torch.allclose(z.mean(0), x / 2, atol=0.15) and torch.allclose(
+        z.std(0), torch.tensor(0.5**0.5), rtol=0.15
+    )
 
 
 def test_where_few_draws_are_effective_there_are_more(monkeypatch):
@@ -135,14 +146,20 @@ def test_where_few_draws_are_effective_there_are_more(monkeypatch):
     x = torch.tensor([[0.0], [2.0], [-1.0], [1.5]]).expand(4, 6)
     posterior = AmortizedPosterior(model, (), {}, Wide(), History())
     drawn, left = posterior({"x": x}), posterior({"x": x}, num_temperatures=2)
-    assert left.effective_sample_size[[1, 3]].max() < 150 and (drawn.effective_sample_size > 500).all()
+    assert (
+        left.effective_sample_size[[1, 3]].max() < 150 and (drawn.effective_sample_size > 500).all()
+    )
     evidence = dist.Normal(0.0, 2**0.5).log_prob(x).sum(-1)
-    assert (drawn.effective_sample_size[[0, 2]] > 999).all() and (drawn.effective_sample_size[[1, 3]] < 900).all()
+    assert (drawn.effective_sample_size[[0, 2]] > 999).all() and (
+        drawn.effective_sample_size[[1, 3]] < 900
+    ).all()
     off = torch.stack([posterior({"x": x[1:2]}).log_evidence[0] - evidence[1] for _ in range(30)])
     assert off.square().mean().sqrt() == pytest.approx(drawn.log_evidence_error[1].item(), rel=0.4)
     assert (drawn.log_evidence - evidence).abs().max() < 0.08
     z = drawn.samples["z"]
-    assert torch.allclose(z.mean(0), x / 2, atol=0.12) and torch.allclose(z.std(0), torch.tensor(0.5**0.5), rtol=0.1)
+    assert torch.allclose(z.mean(0), x / 2, atol=0.12) and torch.allclose(
+        z.std(0), torch.tensor(0.5**0.5), rtol=0.1
+    )
 
     def count():
         pyro.sample("x", dist.Normal(pyro.sample("n", dist.Poisson(3.0)), 0.1))
@@ -153,16 +170,22 @@ def test_where_few_draws_are_effective_there_are_more(monkeypatch):
 
     drawn = AmortizedPosterior(count, (), {}, Guess(), History())({"x": torch.tensor(9.0)})
     assert drawn.samples["n"].eq(9).all() and drawn.samples["n"].shape == (1000,)
-    exact = dist.Poisson(3.0).log_prob(torch.tensor(9.0)) + dist.Normal(0.0, 0.1).log_prob(torch.tensor(0.0))
+    exact = dist.Poisson(3.0).log_prob(torch.tensor(9.0)) + dist.Normal(0.0, 0.1).log_prob(
+        torch.tensor(0.0)
+    )
     assert abs(drawn.log_evidence - exact) < 0.15
 
 
 @pytest.mark.parametrize("affordable", [5_000, 2**40])
 def test_where_draws_take_long_there_are_fewer_to_resample_from(affordable, monkeypatch):
     asked, sample = [], posteriors.importance_sample
-    monkeypatch.setattr(posteriors, "elements_of_a_draw", lambda proposal: posteriors._WORK / affordable)
     monkeypatch.setattr(
-        posteriors, "importance_sample", lambda *args, **kwargs: asked.append(kwargs) or sample(*args, **kwargs)
+        posteriors, "elements_of_a_draw", lambda proposal: posteriors._WORK / affordable
+    )
+    monkeypatch.setattr(
+        posteriors,
+        "importance_sample",
+        lambda *args, **kwargs: asked.append(kwargs) or sample(*args, **kwargs),
     )
 
     def model():
@@ -183,7 +206,6 @@ def test_where_draws_take_long_there_are_fewer_to_resample_from(affordable, monk
     assert abs(drawn.log_evidence - dist.Normal(0.0, 2**0.5).log_prob(x).sum()) < 0.5
 
 
-
 def scaled(rows, y=None):
     s = pyro.sample("s", dist.LogNormal(0.0, 1.0))
     with pyro.plate("rows", rows):
@@ -195,9 +217,13 @@ def test_data_outside_of_simulations_are_told_and_annealed_from_the_prior():
     posterior = amortize(scaled, 15, observed=["y"], simulations=500, steps=100, progress=False)
     y = torch.randn(3, 15, dtype=torch.float64) * torch.tensor([[1.0], [300.0], [1e4]])
     grid = torch.linspace(-4.0, 14.0, 4001, dtype=torch.float64)
-    joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Logistic(0.0, grid.exp()).log_prob(y[:, :, None]).sum(1)
+    joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Logistic(0.0, grid.exp()).log_prob(
+        y[:, :, None]
+    ).sum(1)
     mean = (joint.softmax(-1) * grid).sum(-1)
-    with pytest.warns(UserWarning, match="2 of 3 data sets lie outside. Of data set 1: .* sites first: 'y'"):
+    with pytest.warns(
+        UserWarning, match="2 of 3 data sets lie outside. Of data set 1: .* sites first: 'y'"
+    ):
         found = posterior({"y": y.float()})
     assert ((found.resample(4000)["s"].log().mean(0) - mean).abs() < 0.05).all()
     assert ((found.log_evidence - joint.logsumexp(-1) - math.log(18 / 4000)).abs() < 0.5).all()
@@ -215,7 +241,9 @@ def test_posteriors_at_other_arguments_take_data_of_other_shapes():
         with pytest.raises(ValueError, match="other arguments of the model, as in posterior.at()"):
             posterior({"y": torch.randn(rows)})
     grid = torch.linspace(-4.0, 4.0, 4001)
-    joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Logistic(0.0, grid.exp()).log_prob(y[:, None]).sum(0)
+    joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Logistic(0.0, grid.exp()).log_prob(
+        y[:, None]
+    ).sum(0)
     found = posterior.at(45)({"y": y})
     assert found.log_weights.shape == (1000,)
     assert abs(found.log_evidence - joint.logsumexp(-1) - math.log(8 / 4000)) < 0.2
@@ -240,7 +268,9 @@ def test_a_conditional_that_simulations_speak_against_is_learned(monkeypatch):
         z = pyro.sample("z", dist.Normal(torch.zeros(2), spread).to_event(1))
         pyro.sample("x", dist.Normal(z, 1.0).to_event(1))
 
-    draws = {spread: Simulator(model, (spread,), observed=["x"]).draw(1000) for spread in (1.0, 3.0)}
+    draws = {
+        spread: Simulator(model, (spread,), observed=["x"]).draw(1000) for spread in (1.0, 3.0)
+    }
     guide = AutoNaMIGuide(model, observed=["x"])
     low = {}
     for spread, found in draws.items():
@@ -250,7 +280,11 @@ def test_a_conditional_that_simulations_speak_against_is_learned(monkeypatch):
     assert low[1.0] < 1000 / 65 + 6 * (1000 / 65) ** 0.5 < 200 < low[3.0]
 
     def told(self, latents, *args, **kwargs):
-        return {"z": torch.ones(2, len(latents["z"]), dtype=torch.bool)} if self.rules["z"].rule == "exact" else {}
+        return (
+            {"z": torch.ones(2, len(latents["z"]), dtype=torch.bool)}
+            if self.rules["z"].rule == "exact"
+            else {}
+        )
 
     monkeypatch.setattr(AutoNaMIGuide, "misfits", told)
     posterior = amortize(model, observed=["x"], simulations=100, steps=2, progress=False)
@@ -275,7 +309,9 @@ def test_a_model_for_one_draw_is_derived_as_one_for_many(gaussian):
     assert found.samples["w"].shape == (20, 2, 3) and found.log_evidence.isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore:The model cannot be simulated", "ignore:The model and the guide cannot be run")
+@pytest.mark.filterwarnings(
+    "ignore:The model cannot be simulated", "ignore:The model and the guide cannot be run"
+)
 def test_a_model_with_a_branch_is_learned():
     def model():
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
@@ -322,7 +358,12 @@ def test_what_a_model_marks_for_enumeration_is_drawn_from_its_exact_conditional(
     posterior = amortize(model, observed=["x"], simulations=50, progress=False)
     x = torch.tensor([-0.5, 1.0, 2.0])
     drawn = posterior({"x": x}, num_samples=20_000)
-    joint = torch.stack([0.7 * dist.Normal(0.0, 1.0).log_prob(x).exp(), 0.3 * dist.Normal(2.0, 1.0).log_prob(x).exp()])
+    joint = torch.stack(
+        [
+            0.7 * dist.Normal(0.0, 1.0).log_prob(x).exp(),
+            0.3 * dist.Normal(2.0, 1.0).log_prob(x).exp(),
+        ]
+    )
     torch.testing.assert_close(drawn.mean("k"), joint[1] / joint.sum(0), rtol=0, atol=0.02)
     torch.testing.assert_close(drawn.log_evidence, joint.sum(0).log().sum(), rtol=0, atol=1e-4)
 
@@ -331,17 +372,29 @@ def test_simulations_are_given_in_any_form_and_too_few_are_refused():
     draws = Simulator(folded, observed=["x"]).draw(60)
     both = TensorDataset(draws.latents["z"], draws.observed["x"])
     values = {**draws.latents, **draws.observed}
-    others = {name: value.double() for name, value in values.items()}, {n: value.numpy() for n, value in values.items()}
+    others = (
+        {name: value.double() for name, value in values.items()},
+        {n: value.numpy() for n, value in values.items()},
+    )
     for given in (draws, values, both, *others):
         posterior = amortize(folded, observed=["x"], simulations=given, steps=6, progress=False)
         assert posterior.history.simulations <= 6 * 54
-    with pytest.raises(ValueError, match=r"values of site 'z' of shape \(\) behind 1 batch dims; got \(60, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"values of site 'z' of shape \(\) behind 1 batch dims; got \(60, 2\)"
+    ):
         amortize(folded, observed=["x"], simulations={**values, "z": torch.zeros(60, 2)})
     own = AutoNaMIGuide(folded, observed=["x"])
-    assert amortize(folded, observed=["x"], simulations=draws, steps=3, guide=own, progress=False).guide is own
+    assert (
+        amortize(
+            folded, observed=["x"], simulations=draws, steps=3, guide=own, progress=False
+        ).guide
+        is own
+    )
     with pytest.raises(ValueError, match="at least 20 simulations to learn from; got 5"):
         amortize(folded, observed=["x"], simulations=5)
-    with pytest.raises(TypeError, match="Expected simulations as JointDraws, or as tensors of .*; got list"):
+    with pytest.raises(
+        TypeError, match="Expected simulations as JointDraws, or as tensors of .*; got list"
+    ):
         amortize(folded, observed=["x"], simulations=[draws])
 
 
@@ -372,7 +425,9 @@ def test_a_prior_without_draws_is_named():
         mu = pyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
         pyro.sample("y", dist.Normal(mu, 1.0))
 
-    with pytest.raises(NotImplementedError, match="can be sampled; got 'mu', whose ImproperUniform"):
+    with pytest.raises(
+        NotImplementedError, match="can be sampled; got 'mu', whose ImproperUniform"
+    ):
         amortize(model, observed=["y"])
 
 
@@ -391,5 +446,8 @@ def test_where_simulations_are_learned_by_heart_further_guides_have_more_restrai
     assert rates == [0.06, 0.06, 0.003]
     theta, x = prior.sample((2000,)), torch.randn(2000, 10)
     with torch.no_grad():
-        gap = (prior.log_prob(theta) - posterior.guide.log_prob({"theta": theta}, observations={"x": x})).mean()
+        gap = (
+            prior.log_prob(theta)
+            - posterior.guide.log_prob({"theta": theta}, observations={"x": x})
+        ).mean()
     assert 0 < gap < 0.3, gap

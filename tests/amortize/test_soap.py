@@ -51,7 +51,11 @@ def test_in_the_eigenbasis_of_gradients_it_is_cautious_adam(shape):
     drift = 0.5 * sizes * torch.randn(shape).sign()
     plain = [drift * 0.05 + sizes * torch.randn(shape) for _ in range(3000)]
     turned = torch.zeros(shape, requires_grad=True)
-    descend(SOAP([turned], lr=0.01, basis_beta=0.999), [turned], ([left @ each @ right.mT] for each in plain))
+    descend(
+        SOAP([turned], lr=0.01, basis_beta=0.999),
+        [turned],
+        ([left @ each @ right.mT] for each in plain),
+    )
     known = torch.zeros(shape, requires_grad=True)
     options = {"lr": 0.01, "betas": (0.95, 0.99)}
     descend(CautiousAdam([known], **options), [known], ([each] for each in plain[1:]))
@@ -59,7 +63,11 @@ def test_in_the_eigenbasis_of_gradients_it_is_cautious_adam(shape):
     gap, size = (inside - known.detach()).norm(), known.detach().norm()
     assert gap < 0.4 * size, (gap, size)
     without = torch.zeros(shape, requires_grad=True)
-    descend(CautiousAdam([without], **options), [without], ([left @ each @ right.mT] for each in plain[1:]))
+    descend(
+        CautiousAdam([without], **options),
+        [without],
+        ([left @ each @ right.mT] for each in plain[1:]),
+    )
     assert (left.mT @ without.detach() @ right - known.detach()).norm() > 2 * gap
 
 
@@ -86,12 +94,19 @@ def test_mixed_inputs_of_unequal_sizes_are_learned_sooner():
 
 def test_weights_decay_but_not_those_of_vectors():
     weight, bias = torch.ones(2, 2, requires_grad=True), torch.ones(2, requires_grad=True)
-    descend(SOAP([weight, bias], lr=0.1, weight_decay=1.0), [weight, bias], [[torch.zeros(2, 2), torch.zeros(2)]] * 3)
-    assert torch.allclose(weight, torch.tensor(0.9**2)) and (bias == 1).all()  # the first step of a matrix measures
+    descend(
+        SOAP([weight, bias], lr=0.1, weight_decay=1.0),
+        [weight, bias],
+        [[torch.zeros(2, 2), torch.zeros(2)]] * 3,
+    )
+    # the first step of a matrix measures
+    assert torch.allclose(weight, torch.tensor(0.9**2)) and (bias == 1).all()
 
 
 def test_parameters_of_one_shape_do_not_mix():
-    gradients = [[torch.randn(4, 5), torch.randn(4, 5), torch.randn(3), torch.randn(3)] for _ in range(30)]
+    gradients = [
+        [torch.randn(4, 5), torch.randn(4, 5), torch.randn(3), torch.randn(3)] for _ in range(30)
+    ]
     together = [torch.zeros_like(each, requires_grad=True) for each in gradients[0]]
     descend(SOAP(together), together, gradients)
     for i, own in enumerate(together):
@@ -112,7 +127,10 @@ def test_without_a_gradient_parameters_stay(shape):
 
 def test_it_goes_on_from_its_state():
     gradients = [[torch.randn(4, 5), torch.randn(3)] for _ in range(40)]
-    whole, halves = ([torch.zeros(4, 5, requires_grad=True), torch.zeros(3, requires_grad=True)] for _ in range(2))
+    whole, halves = (
+        [torch.zeros(4, 5, requires_grad=True), torch.zeros(3, requires_grad=True)]
+        for _ in range(2)
+    )
     descend(SOAP(whole), whole, gradients)
     first = SOAP(halves)
     descend(first, halves, gradients[:15])
@@ -122,7 +140,11 @@ def test_it_goes_on_from_its_state():
     assert all(map(torch.equal, whole, halves))
 
 
-@pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"basis_beta": 1.0}, {"basis_every": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"basis_beta": 1.0}, {"basis_every": 0}]
+)
 def test_settings_without_a_meaning_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"^Expected lr >= 0, betas and basis_beta within \[0, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"^Expected lr >= 0, betas and basis_beta within \[0, 1\)"
+    ):
         SOAP([torch.zeros(2, requires_grad=True)], **wrong)

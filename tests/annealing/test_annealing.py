@@ -47,9 +47,13 @@ pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("doub
 BIAS = 0.03
 
 
-def anneal(model, guide, *args, num_chains=1000, num_temperatures=25, num_leapfrog_steps=5, **options):
+def anneal(
+    model, guide, *args, num_chains=1000, num_temperatures=25, num_leapfrog_steps=5, **options
+):
     options = {"num_chains": num_chains, "num_leapfrog_steps": num_leapfrog_steps, **options}
-    return annealed_importance_sampling(model, guide, *args, num_temperatures=num_temperatures, **options)
+    return annealed_importance_sampling(
+        model, guide, *args, num_temperatures=num_temperatures, **options
+    )
 
 
 def check(result, *exact):
@@ -62,7 +66,11 @@ def check(result, *exact):
 
 def normal_log_prob(y, covariance):
     zeros = torch.zeros(len(covariance), dtype=torch.float64)
-    return torch.distributions.MultivariateNormal(zeros, covariance.double()).log_prob(y.double()).item()
+    return (
+        torch.distributions.MultivariateNormal(zeros, covariance.double())
+        .log_prob(y.double())
+        .item()
+    )
 
 
 # ---- exact evidences: each gives a model, its arguments, and the log evidence
@@ -101,7 +109,9 @@ def positive_support():
 
 def simplex_in_a_plate():
     prior = torch.tensor([1.0, 2.0, 3.0])
-    model = pair(dist.Dirichlet(prior), lambda p: dist.Multinomial(probs=p, validate_args=False), rows=2)
+    model = pair(
+        dist.Dirichlet(prior), lambda p: dist.Multinomial(probs=p, validate_args=False), rows=2
+    )
     counts = torch.tensor([[3.0, 0.0, 1.0], [0.0, 2.0, 5.0]])
     exact = dist.DirichletMultinomial(prior, counts.sum(-1), validate_args=False)
     return model, [counts], exact.log_prob(counts).sum().item()
@@ -127,7 +137,10 @@ def masked_latents_integrate_to_one():
 
 def latents_masked_twice_integrate_to_one():
     def model():
-        x = pyro.sample("x", dist.Normal(torch.zeros(()), 1.0).mask(torch.tensor(False)).mask(torch.tensor(False)))
+        x = pyro.sample(
+            "x",
+            dist.Normal(torch.zeros(()), 1.0).mask(torch.tensor(False)).mask(torch.tensor(False)),
+        )
         pyro.sample("y", dist.Normal(x, 1.0), obs=torch.tensor(0.5))
 
     return model, [], normal_log_prob(torch.tensor([0.5]), 2 * torch.eye(1))
@@ -197,7 +210,9 @@ def test_eight_schools_not_centered():
 def test_eight_schools_from_a_trained_guide():
     data, guide = eight_schools_data(), AutoNaMIGuide(eight_schools)
     optimizer = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.1 ** (1 / 120)})
-    svi = SVI(eight_schools, guide, optimizer, Trace_ELBO(num_particles=16, vectorize_particles=True))
+    svi = SVI(
+        eight_schools, guide, optimizer, Trace_ELBO(num_particles=16, vectorize_particles=True)
+    )
     for _ in range(120):
         svi.step(*data)
     result = anneal(eight_schools, guide, *data, num_chains=300, num_temperatures=12)
@@ -231,7 +246,9 @@ def test_weights_from_an_exact_guide_are_the_evidence(start):
     args = [torch.zeros(6)] if given else [y]
     options = {"observations": {"y": y[None]}} if given else {}
     result = anneal(conjugate_normal, start, *args, **options, num_chains=7, num_temperatures=20)
-    assert torch.allclose(result.log_weights, torch.tensor(conjugate_normal_evidence(y)), rtol=0, atol=1e-9)
+    assert torch.allclose(
+        result.log_weights, torch.tensor(conjugate_normal_evidence(y)), rtol=0, atol=1e-9
+    )
 
 
 def test_constrained_exact_guide_for_batched_data():
@@ -242,7 +259,9 @@ def test_constrained_exact_guide_for_batched_data():
         ones = observations["y"].sum(-1, keepdim=True)
         pyro.sample("p", dist.Beta(2 + ones, 7 - ones))
 
-    result = anneal(beta_bernoulli, guide, y[0], observations={"y": y}, num_chains=7, num_temperatures=20)
+    result = anneal(
+        beta_bernoulli, guide, y[0], observations={"y": y}, num_chains=7, num_temperatures=20
+    )
     exact = torch.tensor([beta_bernoulli_evidence(row) for row in y]).expand(7, 2)
     assert torch.allclose(result.log_weights, exact, rtol=0, atol=1e-9)
 
@@ -278,7 +297,12 @@ def test_networks_as_start(dense):
 def test_batch_of_data_sets(chunk_size):
     y = torch.randn(3, 6) * 2 + torch.tensor([[0.0], [2.0], [-3.0]])
     result = anneal(conjugate_normal, None, y[0], observations={"y": y}, chunk_size=chunk_size)
-    assert result.log_weights.shape == result.samples["mu"].shape == result.acceptance_rate.shape == (1000, 3)
+    assert (
+        result.log_weights.shape
+        == result.samples["mu"].shape
+        == result.acceptance_rate.shape
+        == (1000, 3)
+    )
     assert result.step_size.shape == (3,)
     check(result, *[conjugate_normal_evidence(row) for row in y])
 
@@ -330,10 +354,17 @@ def test_resampling_keeps_chains_effective_and_the_evidence_unbiased():
         pyro.sample("x", dist.Normal(z, 0.03))
 
     x, noise = torch.tensor(1.5), 0.03**2
-    exact, posterior = normal_log_prob(x.reshape(1), torch.tensor([[1 + noise]])), (x / (1 + noise), 0.03)
+    exact, posterior = (
+        normal_log_prob(x.reshape(1), torch.tensor([[1 + noise]])),
+        (x / (1 + noise), 0.03),
+    )
     options = {"observations": {"x": x.expand(600)}, "num_chains": 60, "num_temperatures": 16}
     plain, again = (anneal(model, None, **options, resample=resample) for resample in (False, True))
-    assert again.weighted().effective_sample_size.mean() > 30 > 2 * plain.weighted().effective_sample_size.mean()
+    assert (
+        again.weighted().effective_sample_size.mean()
+        > 30
+        > 2 * plain.weighted().effective_sample_size.mean()
+    )
     evidence = (again.log_evidence - exact).exp()
     assert abs(evidence.mean() - 1) < 4 * evidence.std() / 600**0.5 < 0.1
     means = again.weighted().mean("z", smoothed=False)
@@ -358,7 +389,12 @@ def test_chains_that_are_resampled_move_as_far_as_each_latent_is_wide():
         pyro.sample("b", dist.Normal(-1.0, 0.7))
 
     observations = {"x": torch.tensor(1.0).expand(20), "y": torch.tensor(2.0)}
-    options = {"num_chains": 200, "num_temperatures": 40, "observations": observations, "resample": True}
+    options = {
+        "num_chains": 200,
+        "num_temperatures": 40,
+        "observations": observations,
+        "resample": True,
+    }
     drawn = anneal(model, guide, **options).weighted()
     assert drawn.mean("b", smoothed=False).sub(1.0).abs().max() < 0.3
     assert drawn.std("b", smoothed=False).mean() == pytest.approx(0.5**0.5, rel=0.1)
@@ -377,11 +413,16 @@ def test_temperatures_that_are_chosen_suit_every_data_set():
 
     noise = torch.tensor([10.0, 0.1, 1e-4]).repeat(20)
     x = torch.ones(60)
-    found = annealed_importance_sampling(model, None, observations={"x": x, "noise": noise}, **CHOSEN)
+    found = annealed_importance_sampling(
+        model, None, observations={"x": x, "noise": noise}, **CHOSEN
+    )
     marginal, share = dist.Normal(0.0, (1 + noise**2).sqrt()), noise / (1 + noise**2).sqrt()
     positive = dist.Normal(0.0, 1.0).cdf(x * share / noise / noise)
-    exact = dist.LogNormal(0.0, 1.0).log_prob(noise) + (2 * marginal.log_prob(x).exp() * positive).log()
-    assert (found.log_evidence - exact).square().mean().sqrt() < 0.1  # 2 by 100 temperatures, which take as long
+    exact = (
+        dist.LogNormal(0.0, 1.0).log_prob(noise) + (2 * marginal.log_prob(x).exp() * positive).log()
+    )
+    # 2 by 100 temperatures, which take as long
+    assert (found.log_evidence - exact).square().mean().sqrt() < 0.1
     drawn = found.weighted().resample(500)["z"]
     assert drawn.gt(0).double().mean(0).sub(0.5).square().mean().sqrt() < 0.08  # 0.25
     assert drawn[:, 2::3].abs().std(0).mean() == pytest.approx(1e-4, rel=0.1)
@@ -392,15 +433,22 @@ def test_chains_move_until_their_weights_depend_little_on_where_they_were():
 
     def model():
         m, s = pyro.sample("m", dist.Normal(0.0, 2.0)), pyro.sample("s", dist.LogNormal(0.0, 1.0))
-        pyro.sample("x", dist.Logistic(m[..., None], s[..., None]).expand(s.shape + (15,)).to_event(1))
+        pyro.sample(
+            "x", dist.Logistic(m[..., None], s[..., None]).expand(s.shape + (15,)).to_event(1)
+        )
 
     x = 1e4 * torch.randn(15, dtype=torch.float64)
     grid = torch.linspace(-4.0, 14.0, 4001, dtype=torch.float64)
-    joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Logistic(0.0, grid.exp()).log_prob(x[:, None]).sum(0)
+    joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Logistic(0.0, grid.exp()).log_prob(
+        x[:, None]
+    ).sum(0)
     chosen = {**CHOSEN, "conditional_ess": 0.95}
-    found = annealed_importance_sampling(model, None, observations={"x": x.float().expand(20, 15)}, **chosen)
+    found = annealed_importance_sampling(
+        model, None, observations={"x": x.float().expand(20, 15)}, **chosen
+    )
     off = found.log_evidence - (joint.logsumexp(0) + math.log(18 / 4000))
-    assert off.square().mean().sqrt() < 0.25 and abs(off.mean()) < 0.15  # 0.54 and -0.32 by one transition at each
+    # 0.54 and -0.32 by one transition at each
+    assert off.square().mean().sqrt() < 0.25 and abs(off.mean()) < 0.15
     assert (off / found.log_evidence_error).square().mean().sqrt() < 1.5  # 1.7
 
 
@@ -409,9 +457,14 @@ def test_trajectories_for_which_a_model_has_no_factor_are_rejected():
     at = torch.linspace(0.0, 6.0, 20)
 
     def model():
-        length, scale = pyro.sample("length", dist.InverseGamma(3.0, 3.0)), pyro.sample("scale", dist.HalfNormal(1.0))
+        length, scale = (
+            pyro.sample("length", dist.InverseGamma(3.0, 3.0)),
+            pyro.sample("scale", dist.HalfNormal(1.0)),
+        )
         length, scale = (part[..., None, None] for part in (length, scale))
-        kernel = scale**2 * (-0.5 * (at[:, None] - at).square() / length**2).exp() + 1e-2 * torch.eye(20)
+        kernel = scale**2 * (
+            -0.5 * (at[:, None] - at).square() / length**2
+        ).exp() + 1e-2 * torch.eye(20)
         pyro.sample("y", dist.MultivariateNormal(torch.zeros(20), kernel))
 
     options = {"num_chains": 200, "num_temperatures": 30, "resample": True, "step_size": 20.0}
@@ -424,7 +477,9 @@ def test_temperatures_are_chosen_by_the_chains_that_data_leave():
         z = pyro.sample("z", dist.Normal(0.0, 1.0))
         pyro.sample("x", dist.Uniform(z, z + 0.1, validate_args=False))
 
-    found = annealed_importance_sampling(model, None, observations={"x": torch.full((20,), 0.5)}, **CHOSEN)
+    found = annealed_importance_sampling(
+        model, None, observations={"x": torch.full((20,), 0.5)}, **CHOSEN
+    )
     normal = dist.Normal(0.0, 1.0)
     exact = (normal.cdf(torch.tensor(0.5)) - normal.cdf(torch.tensor(0.4))).div(0.1).log()
     assert abs(found.log_evidence.mean() - exact) < 0.15  # 36 of 1,000 chains in each data set
@@ -438,7 +493,10 @@ def test_chains_that_start_from_many_draws_find_the_weights_of_modes():
         pyro.sample("x", dist.Normal(z.abs(), 0.03))
 
     def guide(observations):
-        logits, places = torch.tensor([0.99, 0.01]).log(), observations["x"].unsqueeze(-1) * torch.tensor([1.0, -1.0])
+        logits, places = (
+            torch.tensor([0.99, 0.01]).log(),
+            observations["x"].unsqueeze(-1) * torch.tensor([1.0, -1.0]),
+        )
         modes = dist.Categorical(logits=logits.expand(places.shape)), dist.Normal(places, 0.3)
         pyro.sample("z", dist.MixtureSameFamily(*modes))
 
@@ -452,7 +510,10 @@ def test_chains_that_start_from_many_draws_find_the_weights_of_modes():
     assert 3 * off < before
     assert off == pytest.approx(many.log_evidence_error.mean().item(), rel=0.5)
     drawn = many.weighted()
-    assert torch.equal(drawn.log_evidence_error, many.log_evidence_error) and (drawn.effective_sample_size > 150).all()
+    assert (
+        torch.equal(drawn.log_evidence_error, many.log_evidence_error)
+        and (drawn.effective_sample_size > 150).all()
+    )
     assert drawn.resample(300)["z"].gt(0).double().mean(0).sub(0.5).square().mean().sqrt() < 0.1
     with pytest.raises(ValueError, match="Expected conditional_ess, and at most 30000 chains"):
         anneal(model, guide, observations=data, draws=draws, resample=True)
@@ -562,7 +623,9 @@ def test_leaves_everything_as_it_was():
 
 
 def test_single_chain():
-    result = anneal(conjugate_normal, None, torch.randn(3), num_chains=1, num_temperatures=3, progress=True)
+    result = anneal(
+        conjugate_normal, None, torch.randn(3), num_chains=1, num_temperatures=3, progress=True
+    )
     assert result.log_evidence == result.log_weights[0] and result.log_evidence_error == math.inf
 
 
@@ -591,7 +654,10 @@ def test_improper_prior_starts_from_a_guide():
         ({"target_acceptance": 1.0}, "target_acceptance between 0 and 1"),
         ({"chunk_size": 0}, "chunk_size >= 1"),
         ({"conditional_ess": 0.9}, "conditional_ess between 0 and 1, with resample=True"),
-        ({"conditional_ess": 1.0, "resample": True}, "conditional_ess between 0 and 1, with resample=True"),
+        (
+            {"conditional_ess": 1.0, "resample": True},
+            "conditional_ess between 0 and 1, with resample=True",
+        ),
         ({"observations": {"x": ONE}}, "the model's sites.*'x'"),
         ({"observations": {"y": torch.ones(4)}}, r"site 'y' of shape \(3,\)"),
         ({"observations": {"y": torch.ones(0, 3)}}, "'y'"),
@@ -613,7 +679,9 @@ def sums_over_chains(y):
 
 def on_the_edge(y):
     z = pyro.sample("z", UNIT)
-    pyro.sample("u", dist.TransformedDistribution(dist.Normal(z, 1e4), dist.transforms.ExpTransform()))
+    pyro.sample(
+        "u", dist.TransformedDistribution(dist.Normal(z, 1e4), dist.transforms.ExpTransform())
+    )
     pyro.sample("y", dist.Normal(z, 1.0), obs=y[0])
 
 
@@ -641,18 +709,48 @@ infinite = pair(UNIT, lambda z: dist.Normal(z * math.nan, 1.0, validate_args=Fal
 @pytest.mark.parametrize(
     ("model", "y", "error", "message"),
     [
-        (around_the_sum(dist.Bernoulli(0.5)), FIRST, NotImplementedError, "site 'z' .Bernoulli. is discrete"),
-        (around_the_sum(dist.ProjectedNormal(ONE)), FIRST, NotImplementedError, "bijection.*site 'z'"),
+        (
+            around_the_sum(dist.Bernoulli(0.5)),
+            FIRST,
+            NotImplementedError,
+            "site 'z' .Bernoulli. is discrete",
+        ),
+        (
+            around_the_sum(dist.ProjectedNormal(ONE)),
+            FIRST,
+            NotImplementedError,
+            "bijection.*site 'z'",
+        ),
         (around_the_sum(DIFFUSE), FIRST, NotImplementedError, "can be sampled; got 'z'"),
         (subsampled, ONE, NotImplementedError, "plate 'data' holds 2 of 3"),
-        (poutine.scale(conjugate_normal, 2.0), ONE, NotImplementedError, "without scale at site 'mu'"),
+        (
+            poutine.scale(conjugate_normal, 2.0),
+            ONE,
+            NotImplementedError,
+            "without scale at site 'mu'",
+        ),
         (lambda y: pyro.sample("y", UNIT, obs=y), FIRST, ValueError, "latent sites"),
-        (pair(THREE, lambda z: dist.Normal(z, 1.0).to_event(1)), ONE, ValueError, r"site 'z' .* got \(3,\)"),
+        (
+            pair(THREE, lambda z: dist.Normal(z, 1.0).to_event(1)),
+            ONE,
+            ValueError,
+            r"site 'z' .* got \(3,\)",
+        ),
         (sums_over_chains, ONE, ValueError, "batch dims.*site 'y'"),
-        (pair(THREE.to_event(1), lambda z: dist.Normal(float(z[2]), 1.0)), FIRST, ValueError, "batch dims"),
+        (
+            pair(THREE.to_event(1), lambda z: dist.Normal(float(z[2]), 1.0)),
+            FIRST,
+            ValueError,
+            "batch dims",
+        ),
         (infinite, FIRST, ValueError, "finite log density at site 'y'"),
         (on_the_edge, ONE, ValueError, "site 'u' in its support"),
-        (pair(UNIT, lambda z: dist.Gamma(z.exp(), 1.0)), -FIRST, ValueError, "site 'y' in its support"),
+        (
+            pair(UNIT, lambda z: dist.Gamma(z.exp(), 1.0)),
+            -FIRST,
+            ValueError,
+            "site 'y' in its support",
+        ),
     ],
 )
 def test_models_that_cannot_be_annealed(model, y, error, message):
@@ -681,5 +779,8 @@ def test_masked_latents_are_refused_with_a_guide():
 
 
 def test_draws_on_the_edge_are_found_without_validation():
-    with pyro.validation_enabled(False), pytest.raises(ValueError, match="site 'u' inside its support"):
+    with (
+        pyro.validation_enabled(False),
+        pytest.raises(ValueError, match="site 'u' inside its support"),
+    ):
         anneal(on_the_edge, None, ONE, num_temperatures=3)

@@ -69,7 +69,8 @@ class ConjugateGuide:
 
     def log_prob(self, latents, observations):
         return sum(
-            factor.log_prob(latents[name]).sum(-1) for name, factor in self.factors(latents, **observations)
+            factor.log_prob(latents[name]).sum(-1)
+            for name, factor in self.factors(latents, **observations)
         )
 
 
@@ -91,7 +92,9 @@ def shapes(result):
 # ---- posteriors with known verdicts
 
 
-@pytest.mark.parametrize(("scale", "shift"), [(1.5, 0.0), (1.3, 0.4)], ids=["wide", "wide and biased"])
+@pytest.mark.parametrize(
+    ("scale", "shift"), [(1.5, 0.0), (1.3, 0.4)], ids=["wide", "wide and biased"]
+)
 def test_weighted_posteriors_are_judged_by_what_they_give(scale, shift):
     def twice():
         with pyro.plate("n", 2):
@@ -169,7 +172,9 @@ def test_a_guide_that_ignores_the_data_is_found_by_tarp_alone():
 def test_a_single_wrong_element_of_a_plate_is_found_and_named():
     class Guide(ConjugateGuide):
         def factor(self, loc, sd):
-            return super().factor(loc, sd * torch.tensor([1.0, 1.0, 0.6, 1.0]) if loc.shape[-1] == 4 else sd)
+            return super().factor(
+                loc, sd * torch.tensor([1.0, 1.0, 0.6, 1.0]) if loc.shape[-1] == 4 else sd
+            )
 
     verdicts = calibrated(Guide()).verdicts
     assert (verdicts["z"].verdict, verdicts["z"].worst) == (OVERCONFIDENT, (2,))
@@ -204,7 +209,8 @@ def test_discrete_sites_plates_and_vectors_have_uniform_ranks():
     assert result.passed
     for ranks in result.ranks.values():
         for counts in count_ranks(ranks.reshape(2000, -1).numpy(), 19):
-            assert stats.chisquare(counts).pvalue > 1e-4  # seven elements: alarms in 1 of 1400 seeds
+            # seven elements: alarms in 1 of 1400 seeds
+            assert stats.chisquare(counts).pvalue > 1e-4
 
 
 def test_trained_guide_passes_and_an_untrained_one_does_not():
@@ -224,7 +230,8 @@ def test_trained_guide_passes_and_an_untrained_one_does_not():
     assert JOINT_DENSITY in after.joint
     assert (before.passed, after.passed) == (False, True)
     pyro.clear_param_store()
-    assert calibrate(line, AutoNaMIGuide(line, observed=["x"]), **options).passed  # exact as it is made
+    # exact as it is made
+    assert calibrate(line, AutoNaMIGuide(line, observed=["x"]), **options).passed
 
 
 # ---- the result
@@ -233,7 +240,9 @@ def test_trained_guide_passes_and_an_untrained_one_does_not():
 def test_seed_repeats_and_outer_random_states_are_left_alone():
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    first, second = (calibrated(ConjugateGuide(), num_datasets=50, num_draws=9, seed=s) for s in (3, 3))
+    first, second = (
+        calibrated(ConjugateGuide(), num_datasets=50, num_draws=9, seed=s) for s in (3, 3)
+    )
     other = calibrated(ConjugateGuide(), num_datasets=50, num_draws=9, seed=4)
     assert all(torch.equal(first.ranks[name], second.ranks[name]) for name in first.ranks)
     assert all(torch.equal(first.joint[name], second.joint[name]) for name in first.joint)
@@ -286,7 +295,9 @@ def test_print_shows_a_verdict_for_every_site():
 def test_p_values_agree_with_enumeration():
     num, cells = 6, [0.2, 0.5, 0.3]
     test = EcdfTest(num, cells)
-    tables = [counts for counts in itertools.product(range(num + 1), repeat=3) if sum(counts) == num]
+    tables = [
+        counts for counts in itertools.product(range(num + 1), repeat=3) if sum(counts) == num
+    ]
     statistics = test.statistic(np.array(tables))
     chances = np.array([stats.multinomial.pmf(counts, num, cells) for counts in tables])
     for statistic in np.unique(statistics):
@@ -327,7 +338,11 @@ def test_false_alarms_are_as_rare_as_promised():
         drawn = torch.randint(0, 20, (100, 8), generator=generator)
         ranks, joint = {"a": drawn[:, :1], "b": drawn[:, 1:7]}, {JOINT_DENSITY: drawn[:, 7]}
         alarms += not Calibration(ranks, joint, num_draws=19, level=level).passed
-    assert stats.binom.ppf(1e-4, repeats, level / 2) < alarms < stats.binom.ppf(1 - 1e-4, repeats, level)
+    assert (
+        stats.binom.ppf(1e-4, repeats, level / 2)
+        < alarms
+        < stats.binom.ppf(1 - 1e-4, repeats, level)
+    )
 
 
 def test_one_draw_has_a_verdict_too():
@@ -348,7 +363,8 @@ def test_holm_rejects_as_step_down_bonferroni_does():
 
 
 def test_ranks_of_another_shape_have_no_name():
-    humps = np.repeat(np.r_[10:30, 70:90], 25)  # two, of the location and the spread of uniform ranks
+    # two, of the location and the spread of uniform ranks
+    humps = np.repeat(np.r_[10:30, 70:90], 25)
     ranks = np.concatenate([humps, np.repeat(np.r_[0:8, 92:100], 4)])
     verdict = judge("z", ranks[:, None], 99)
     assert verdict.p_value < 1e-6
@@ -409,7 +425,10 @@ def wide(observations):
     ],
 )
 def test_options_and_guides_that_do_not_fit_are_refused(options, error, message):
-    with pyro.validation_enabled(options.get("guide") is not nan), pytest.raises(error, match=message):
+    with (
+        pyro.validation_enabled(options.get("guide") is not nan),
+        pytest.raises(error, match=message),
+    ):
         calibrated(**{"guide": ConjugateGuide(), **options})
 
 
@@ -436,7 +455,9 @@ def test_latents_that_the_guide_leaves_out_are_named():
 
 
 def test_a_guide_that_was_never_called_knows_what_it_conditions_on():
-    result = calibrate(model, AutoNaMIGuide(model, observed=["y", "w"]), num_datasets=30, num_draws=9, seed=0)
+    result = calibrate(
+        model, AutoNaMIGuide(model, observed=["y", "w"]), num_datasets=30, num_draws=9, seed=0
+    )
     assert shapes(result) == {"mu": (30,), "z": (30, 4), "v": (30, 2)}
 
 
@@ -457,7 +478,10 @@ def calibrated_logarithms(num_datasets, seeds):
 
 
 def test_simulations_with_nan_parameters_are_left_out_whatever_the_seed():
-    assert all(result.num_datasets == 200 - result.skipped for result in calibrated_logarithms(200, seeds=30))
+    assert all(
+        result.num_datasets == 200 - result.skipped
+        for result in calibrated_logarithms(200, seeds=30)
+    )
 
 
 def overflowing(share):
@@ -483,7 +507,9 @@ def test_simulations_that_are_not_finite_are_left_out_or_refused():
 # ---- figures
 
 
-@pytest.mark.parametrize(("kind", "panels"), [("ranks", 5), ("ecdf", 5), ("coverage", 5), ("tarp", 1)])
+@pytest.mark.parametrize(
+    ("kind", "panels"), [("ranks", 5), ("ecdf", 5), ("coverage", 5), ("tarp", 1)]
+)
 def test_figures_have_a_panel_for_every_site(kind, panels, tmp_path):
     import matplotlib.pyplot
 
@@ -499,7 +525,9 @@ def test_figures_name_what_they_cannot_draw(monkeypatch):
     result = calibrated(prior_guide, num_datasets=50, num_draws=9)
     titles = [axes.get_title(loc="left") for axes in result.plot(sites=["mu", "v"]).axes]
     assert titles == ["mu", "v  (2 elements)"]
-    with pytest.raises(ValueError, match="kind to be one of ranks, ecdf, coverage, tarp; got 'bars'"):
+    with pytest.raises(
+        ValueError, match="kind to be one of ranks, ecdf, coverage, tarp; got 'bars'"
+    ):
         result.plot("bars")
     with pytest.raises(ValueError, match="sites with ranks, .*; got 'x'"):
         result.plot(sites=["x"])

@@ -35,10 +35,18 @@ class Guide:
 
     def __call__(self, x=None, observations=None):
         loc = observations["x"].sum(-1) / PRECISION
-        pyro.sample("z", dist.Normal(loc.unsqueeze(-1) if loc.dim() else loc, self.scale * PRECISION**-0.5))
+        pyro.sample(
+            "z", dist.Normal(loc.unsqueeze(-1) if loc.dim() else loc, self.scale * PRECISION**-0.5)
+        )
 
 
-SMALL = {"num_datasets": 400, "num_weighted": 20, "num_samples": 300, "seed": 0, "observed": ["x", "k"]}
+SMALL = {
+    "num_datasets": 400,
+    "num_weighted": 20,
+    "num_samples": 300,
+    "seed": 0,
+    "observed": ["x", "k"],
+}
 DATA = {"x": torch.tensor([0.5, -0.3, 1.0, 0.2]), "k": torch.tensor(2.0)}
 
 
@@ -50,7 +58,10 @@ def test_an_exact_guide_passes_with_all_draws_effective():
     assert (result.pareto_k < 0.7).all()
     text = str(result)
     assert text.startswith("Diagnosis: passed. Median effective sample size 100% of the draws.")
-    assert "Loss: 1.000 nats over the last 2 of 20 steps, 1.000 over as many before; held out 1.250, " in text
+    assert (
+        "Loss: 1.000 nats over the last 2 of 20 steps, 1.000 over as many before; held out 1.250, "
+        in text
+    )
     assert "held out 1.250, at best 1.250." in text
     assert "The data lie inside the model's simulations" in text
     titles = [axes.get_title(loc="left") for axes in result.plot().axes]
@@ -89,7 +100,9 @@ def test_a_posterior_brings_model_history_and_data():
     assert result.losses is None and not posterior.history.losses
     assert torch.allclose(result.effective_sample_size, torch.tensor(100.0), rtol=1e-3)  # exact
 
-    model = from_simulator(dist.Normal(torch.zeros(2), 1.0).to_event(1), lambda z: z + torch.randn_like(z))
+    model = from_simulator(
+        dist.Normal(torch.zeros(2), 1.0).to_event(1), lambda z: z + torch.randn_like(z)
+    )
     posterior = amortize(model, observed=["x"], simulations=200, steps=3, progress=False)
     result = diagnose(posterior, **few)
     assert result.losses == posterior.history.losses and len(result.losses) == 3
@@ -123,7 +136,9 @@ def test_a_single_observed_site_may_be_given_as_a_string():
 
 def test_data_that_do_not_fit_are_found_before_anything_is_run():
     guide = Guide()
-    guide.__class__ = type("Uncalled", (Guide,), {"__call__": lambda *args, **kwargs: pytest.fail("was run")})
+    guide.__class__ = type(
+        "Uncalled", (Guide,), {"__call__": lambda *args, **kwargs: pytest.fail("was run")}
+    )
     with pytest.raises(ValueError, match=r"site 'x' of shape \(4,\); got \(3,\)"):
         diagnose(guide, observations={**DATA, "x": torch.zeros(3)}, **SMALL)
 
@@ -139,7 +154,9 @@ def test_few_simulations_that_are_not_finite_leave_a_diagnosis_alone():
     small = {"num_datasets": 200, "num_weighted": 5, "num_samples": 30}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Left out")
-        results = [diagnose(guide, model=logarithm, observed="y", seed=i, **small) for i in range(12)]
+        results = [
+            diagnose(guide, model=logarithm, observed="y", seed=i, **small) for i in range(12)
+        ]
     assert {len(result.pareto_k) for result in results} > {5}
 
 
@@ -165,7 +182,8 @@ def test_the_models_own_data_have_p_values_that_are_no_smaller_than_uniform():
     for level in (0.05, 0.1, 0.3):
         found = sum(p <= level for p in p_values)
         assert found <= stats.binom.ppf(1 - 1e-3, 250, level)
-    assert sum(p <= 0.3 for p in p_values) >= 20  # half of the level at least, for the test of two statistics
+    # half of the level at least, for the test of two statistics
+    assert sum(p <= 0.3 for p in p_values) >= 20
 
 
 @pytest.mark.parametrize(
@@ -198,7 +216,10 @@ TWENTY = torch.zeros(20)
     [
         ({"observed": ["y"]}, "data of every observed site; got none for 'y'"),
         ({"observations": {"y": torch.zeros(3)}}, r"site 'y' of shape \(20,\); got \(3,\)"),
-        ({"observations": {"y": TWENTY / 0}}, "without NaN and infinite values; got some at site 'y'"),
+        (
+            {"observations": {"y": TWENTY / 0}},
+            "without NaN and infinite values; got some at site 'y'",
+        ),
         ({"y": TWENTY, "num_datasets": 3}, "num_datasets of at least 10"),
     ],
 )

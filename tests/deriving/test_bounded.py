@@ -72,14 +72,20 @@ def log_odds_in_turn(psi, z, x, w=W, places=range(K)):
         mixed[..., places[:i]] = z[..., places[:i]].expand(len(q), i)
         one, zero = mixed.clone(), mixed.clone()
         one[..., k], zero[..., k] = 1.0, 0.0
-        found.append(NoisyOr(w, LEAK, one).log_prob(x) - NoisyOr(w, LEAK, zero).log_prob(x) + PRIOR[k].logit())
+        found.append(
+            NoisyOr(w, LEAK, one).log_prob(x)
+            - NoisyOr(w, LEAK, zero).log_prob(x)
+            + PRIOR[k].logit()
+        )
     return torch.stack(found, -1)
 
 
 @pytest.mark.parametrize("inverse", ["mean_field", "auto"])
 def test_of_several_starts_that_of_the_largest_elbo_is_taken(monkeypatch, inverse):
     def started(*starts):
-        monkeypatch.setattr(build, "initial_bounds", lambda *_: tuple(each.expand(D, 1) for each in starts))
+        monkeypatch.setattr(
+            build, "initial_bounds", lambda *_: tuple(each.expand(D, 1) for each in starts)
+        )
         pyro.clear_param_store()
         return called(model, X, inverse=inverse)
 
@@ -87,7 +93,9 @@ def test_of_several_starts_that_of_the_largest_elbo_is_taken(monkeypatch, invers
     for each in raw:
         guide = started(each)
         assert torch.allclose(psi_of(guide), softplus(each).expand(D))
-        elbos.append(-Trace_ELBO(300, vectorize_particles=True, max_plate_nesting=1).loss(model, guide, X))
+        elbos.append(
+            -Trace_ELBO(300, vectorize_particles=True, max_plate_nesting=1).loss(model, guide, X)
+        )
     best = int(torch.tensor(elbos).argmax())
     assert 0 < best < 4
     torch.testing.assert_close(psi_of(started(*raw)), softplus(raw[best]).expand(D))
@@ -110,10 +118,13 @@ def test_a_faithful_guide_starts_at_the_models_conditionals_in_turn():
     psi = psi_of(guide)
     by_state = []
     for state in STATES:
-        by_state.append(dist.Bernoulli(logits=log_odds_in_turn(psi, state, X)).to_event(1).log_prob(state))
+        by_state.append(
+            dist.Bernoulli(logits=log_odds_in_turn(psi, state, X)).to_event(1).log_prob(state)
+        )
         found = conditional(guide, "z", X).log_prob(state.expand(N, K))
         torch.testing.assert_close(found, by_state[-1], rtol=1e-6, atol=1e-6)
-    found = conditional(guide, "z", X).log_prob(STATES[:, None].expand(-1, N, K))  # with a batch dim of its own
+    # with a batch dim of its own
+    found = conditional(guide, "z", X).log_prob(STATES[:, None].expand(-1, N, K))
     torch.testing.assert_close(found, torch.stack(by_state), rtol=1e-6, atol=1e-6)
 
 
@@ -132,7 +143,10 @@ def test_draws_under_few_weights_have_the_density_of_all():
 
 def test_the_last_latent_has_its_exact_conditional_at_first():
     q = conditional(called(model, X), "z", X)
-    pairs = [torch.cat([STATES[::2, :-1], torch.full((8, 1), value, dtype=torch.float64)], -1) for value in (1.0, 0.0)]
+    pairs = [
+        torch.cat([STATES[::2, :-1], torch.full((8, 1), value, dtype=torch.float64)], -1)
+        for value in (1.0, 0.0)
+    ]
     for one, zero in zip(*pairs):
         joint = [
             NoisyOr(W, LEAK, z).log_prob(X) + dist.Bernoulli(PRIOR.double()).to_event(1).log_prob(z)
@@ -155,7 +169,9 @@ def test_rows_that_are_masked_or_scaled_count_so_in_turn():
     one, zero = torch.ones(K).double(), torch.tensor([1.0, 1.0, 1.0, 0.0]).double()
     found = q.log_prob(one.expand(N, K)) - q.log_prob(zero.expand(N, K))
     gain = NoisyOr(W, LEAK, one).log_prob(X) - NoisyOr(W, LEAK, zero).log_prob(X)
-    torch.testing.assert_close(found, PRIOR[-1].double().logit() + scale * gain * mask, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found, PRIOR[-1].double().logit() + scale * gain * mask, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_a_model_that_runs_at_one_point_only_is_corrected_by_networks_alone():
@@ -207,8 +223,12 @@ def test_gradients_flow_into_the_models_weights(layout):
     q = conditional(guide, "z", X)
     own = poutine.trace(with_parameter).get_trace(X).nodes["w"]["value"]
     direction = torch.rand(N, K, dtype=torch.float64)
-    (found,) = torch.autograd.grad((q.base_dist.logits * direction).sum(), pyro.get_param_store()._params["w"])
-    (expected,) = torch.autograd.grad((logits_by(psi_of(guide), X, values) * direction).sum(), values)
+    (found,) = torch.autograd.grad(
+        (q.base_dist.logits * direction).sum(), pyro.get_param_store()._params["w"]
+    )
+    (expected,) = torch.autograd.grad(
+        (logits_by(psi_of(guide), X, values) * direction).sum(), values
+    )
     kept = W != 0 if layout != torch.strided else torch.ones_like(W, dtype=torch.bool)
     assert own.shape == W.shape
     torch.testing.assert_close(found[kept], expected[kept])
@@ -243,7 +263,10 @@ def test_densities_are_normalized_and_those_of_draws(options):
     guide = called(model, X, **options)
     trace = poutine.trace(guide).get_trace(X)
     torch.testing.assert_close(
-        guide.log_prob({"z": trace.nodes["z"]["value"]}, X), trace.log_prob_sum(), rtol=1e-5, atol=1e-5
+        guide.log_prob({"z": trace.nodes["z"]["value"]}, X),
+        trace.log_prob_sum(),
+        rtol=1e-5,
+        atol=1e-5,
     )
     one = X[:1]
     pyro.clear_param_store()
@@ -259,14 +282,21 @@ def test_the_correction_closes_the_gap_that_independence_leaves():
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         guide = called(model, X, inverse=inverse, mode="amortized")
-        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Trace_ELBO(num_particles=10, vectorize_particles=True))
+        svi = SVI(
+            model,
+            guide,
+            pyro.optim.Adam({"lr": 0.02}),
+            Trace_ELBO(num_particles=10, vectorize_particles=True),
+        )
         for _ in range(400):
             svi.step(X)
         with torch.no_grad():
-            log_q = torch.stack([conditional(guide, "z", X).log_prob(state.expand(N, K)) for state in STATES], 1)
-        joint = dist.Bernoulli(PRIOR.double()).to_event(1).log_prob(STATES) + NoisyOr(W, LEAK, STATES).log_prob(
-            X.unsqueeze(1)
-        )
+            log_q = torch.stack(
+                [conditional(guide, "z", X).log_prob(state.expand(N, K)) for state in STATES], 1
+            )
+        joint = dist.Bernoulli(PRIOR.double()).to_event(1).log_prob(STATES) + NoisyOr(
+            W, LEAK, STATES
+        ).log_prob(X.unsqueeze(1))
         gaps[inverse] = float((evidence(X) - (log_q.exp() * (joint - log_q)).sum(1)).mean())
     assert -1e-6 < gaps["auto"] < 0.02 < 0.08 < gaps["mean_field"] < 0.15, gaps
 
@@ -289,7 +319,9 @@ def test_two_sites_are_one_block():
         expected = dist.Bernoulli(logits=log_odds_in_turn(psi, state, X, places=places)).to_event(1)
         values = {"a": state[:2].expand(N, 2), "b": state[2:].expand(N, 2)}
         found = guide.log_prob(values, X)
-        torch.testing.assert_close(found, expected.log_prob(state[places]).sum(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            found, expected.log_prob(state[places]).sum(), rtol=1e-6, atol=1e-6
+        )
 
 
 def test_a_site_that_a_call_observes_is_known_to_the_others():
@@ -306,7 +338,9 @@ def test_a_site_that_a_call_observes_is_known_to_the_others():
     one, zero = (torch.tensor([1.0, last]).double() for last in (1.0, 0.0))
     found = q.log_prob(one.expand(N, 2)) - q.log_prob(zero.expand(N, 2))
     gain = [NoisyOr(W, LEAK, torch.cat([a.expand(N, 2), b], -1)).log_prob(X) for a in (one, zero)]
-    torch.testing.assert_close(found, gain[0] - gain[1] + PRIOR[1].double().logit(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found, gain[0] - gain[1] + PRIOR[1].double().logit(), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_latents_in_a_plate_are_as_a_vector():
@@ -331,8 +365,12 @@ def test_latents_in_a_plate_are_drawn_in_turn():
     guide = called(flat, X[:1])
     psi = psi_of(guide)
     for state in STATES:
-        expected = dist.Bernoulli(logits=log_odds_in_turn(psi, state, X[:1])).to_event(1).log_prob(state)
-        torch.testing.assert_close(guide.log_prob({"z": state}, X[:1]), expected[0], rtol=1e-6, atol=1e-6)
+        expected = (
+            dist.Bernoulli(logits=log_odds_in_turn(psi, state, X[:1])).to_event(1).log_prob(state)
+        )
+        torch.testing.assert_close(
+            guide.log_prob({"z": state}, X[:1]), expected[0], rtol=1e-6, atol=1e-6
+        )
 
 
 def test_a_single_binary_latent_is_enumerated_unless_bounds_are_asked_for():
@@ -353,7 +391,9 @@ def test_compilation_and_other_numbers_of_rows():
             pyro.sample("x", NoisyOr(W, LEAK, z), obs=x)
 
     guide = AutoNaMIGuide(simulator, observed=["x"])
-    InferenceCompilation(simulator, guide, pyro.optim.Adam({"lr": 1e-3}), batch_size=16).fit(30, progress=False)
+    InferenceCompilation(simulator, guide, pyro.optim.Adam({"lr": 1e-3}), batch_size=16).fit(
+        30, progress=False
+    )
     assert guide.rules["z"].rule == "bounded"
     q = conditional(guide, "z", N, X)
     assert q.batch_shape == (N,) and q.log_prob(STATES[0].expand(N, K)).isfinite().all()
@@ -376,7 +416,10 @@ def test_a_logistic_regression_has_jaakkola_and_jordans_gaussian():
     guide = called(logistic, design, y, rules={"w": "bounded"}, inverse="mean_field")
     assert guide.rules["w"].rule == "bounded"
     xi = psi_of(guide, "y")
-    precision = torch.eye(3, dtype=torch.float64) / 4 + 2 * torch.tanh(xi / 2) / (4 * xi) * design.T @ design
+    precision = (
+        torch.eye(3, dtype=torch.float64) / 4
+        + 2 * torch.tanh(xi / 2) / (4 * xi) * design.T @ design
+    )
     covariance = precision.inverse()
     expected = dist.MultivariateNormal(covariance @ design.T @ (y - 0.5), covariance)
     q = conditional(guide, "w", design, y)
@@ -392,7 +435,9 @@ def test_a_child_without_a_bound_is_named():
         z = pyro.sample("z", dist.Bernoulli(torch.full((2,), 0.5)).to_event(1))
         pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x)
 
-    with pytest.raises(ValueError, match=r"'z': 'x' has no bound; pyro_nami.register_bound gives Normal one"):
+    with pytest.raises(
+        ValueError, match=r"'z': 'x' has no bound; pyro_nami.register_bound gives Normal one"
+    ):
         called(normal, torch.tensor(1.0), rules={"z": "bounded"})
     assert called(normal, torch.tensor(1.0)).rules["z"].rule == "learned"
 
@@ -409,7 +454,9 @@ def test_a_predictor_that_is_not_linear_is_refused():
 
 
 def test_a_fixed_point_is_of_binary_latents_only():
-    with pytest.raises(ValueError, match="'w': a fixed point is found of bounds on binary latents only"):
+    with pytest.raises(
+        ValueError, match="'w': a fixed point is found of bounds on binary latents only"
+    ):
         called(logistic, torch.ones(4, 3).double(), torch.ones(4).double(), rules={"w": "bound"})
 
 
@@ -424,5 +471,10 @@ def test_impossible_data_are_told_with_their_site():
 
 def test_numbers_are_those_of_the_model():
     guide = called(model, X.float(), W.float(), LEAK.float())
-    assert poutine.trace(guide).get_trace(X.float(), W.float(), LEAK.float()).nodes["z"]["value"].dtype == torch.float32
-    assert math.isfinite(float(guide.log_prob({"z": torch.zeros(N, K)}, X.float(), W.float(), LEAK.float())))
+    assert (
+        poutine.trace(guide).get_trace(X.float(), W.float(), LEAK.float()).nodes["z"]["value"].dtype
+        == torch.float32
+    )
+    assert math.isfinite(
+        float(guide.log_prob({"z": torch.zeros(N, K)}, X.float(), W.float(), LEAK.float()))
+    )

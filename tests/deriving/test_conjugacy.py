@@ -22,7 +22,9 @@ COUNTY = torch.tensor([0, 0, 0, 1, 1, 2, 4, 4, 4, 4])
 FLOOR = torch.tensor([0.0, 1.0, 1.0, 0.0, 2.0, 1.0, 0.5, 1.5, 0.0, 1.0], dtype=torch.float64)
 Y = torch.tensor([0.3, -1.2, 4.0], dtype=torch.float64)
 LEARNED_MEAN = {"mu": "learned"}
-BOTH = pytest.mark.parametrize("rules, conjugate", [(LEARNED_MEAN, ("z",)), ({}, ("mu", "z"))], ids=["local", "all"])
+BOTH = pytest.mark.parametrize(
+    "rules, conjugate", [(LEARNED_MEAN, ("z",)), ({}, ("mu", "z"))], ids=["local", "all"]
+)
 
 
 def made(model, *args, conjugate=("z",), inverse="reverse", learned=("mu",), **kwargs):
@@ -66,7 +68,9 @@ def exact(values, county, floor, y, counties=5, weight=1.0, seen=slice(None)):
     center = torch.cat([values["mu"].expand(counties), torch.full((counties,), -1.0)])
     precision = mixing.t() @ (noise[:, None] * mixing) + weight * design.t() @ design / 0.25
     information = mixing.t() @ (noise * center) + weight * design.t() @ y / 0.25
-    joint = dist.MultivariateNormal(torch.linalg.solve(precision, information), precision_matrix=precision)
+    joint = dist.MultivariateNormal(
+        torch.linalg.solve(precision, information), precision_matrix=precision
+    )
     return joint.log_prob(torch.cat([values["alpha"], values["beta"]]))
 
 
@@ -85,7 +89,8 @@ def drawn(guide, *args, shape=(), **kwargs):
         nodes = poutine.trace(guide).get_trace(*args, **kwargs).nodes
     values = {name: nodes[name]["value"] for name in ("mu", "tau", "alpha", "beta")}
     return values, {
-        name: nodes[name]["fn"].log_prob(value).reshape(*shape, -1).sum(-1) for name, value in values.items()
+        name: nodes[name]["fn"].log_prob(value).reshape(*shape, -1).sum(-1)
+        for name, value in values.items()
     }
 
 
@@ -152,7 +157,9 @@ def test_it_is_differentiable_in_what_was_drawn_before():
     held = poutine.trace(poutine.condition(guide, values)).get_trace(*args)
     found = sum(held.nodes[name]["fn"].log_prob(values[name]).sum() for name in guide.conjugate)
     expected = exact(values, *args)
-    for ours, theirs in zip(*(torch.autograd.grad(total, list(start.values())) for total in (found, expected))):
+    for ours, theirs in zip(
+        *(torch.autograd.grad(total, list(start.values())) for total in (found, expected))
+    ):
         assert torch.allclose(ours, theirs)
 
 
@@ -200,9 +207,13 @@ def test_data_sets_side_by_side_are_separate(rules, conjugate):
     guide(y[0])
     assert guide.conjugate == conjugate
     values = {"mu": torch.randn(3, 1), "z": torch.randn(3, 4)}
-    one_by_one = [guide.log_prob({name: v[i].squeeze() for name, v in values.items()}, y[i]) for i in range(3)]
+    one_by_one = [
+        guide.log_prob({name: v[i].squeeze() for name, v in values.items()}, y[i]) for i in range(3)
+    ]
     assert torch.allclose(guide.log_prob(values, y), torch.stack(one_by_one))
-    assert torch.allclose(guide.log_prob(values, y[0], observations={"y": y}), torch.stack(one_by_one))
+    assert torch.allclose(
+        guide.log_prob(values, y[0], observations={"y": y}), torch.stack(one_by_one)
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -258,7 +269,9 @@ def test_in_inference_mode_where_a_drawn_number_multiplies_a_member():
     precision = 1.5**-2 + slope**2 / 0.25
     for given in (trace, poutine.trace(fn).get_trace(Y)):
         found = given.nodes["z"]["fn"]
-        torch.testing.assert_close(found.mean.clone().detach(), slope * (Y - slope) / 0.25 / precision)
+        torch.testing.assert_close(
+            found.mean.clone().detach(), slope * (Y - slope) / 0.25 / precision
+        )
 
 
 def adds_to_a_view(y):
@@ -334,7 +347,8 @@ def test_deriving_goes_on_in_the_run_that_draws_and_leaves_no_switch_behind():
 
     model = Counted(lambda y: rows(y, draw))
     guide = made(model, Y, inverse="auto")
-    for gradients, count in ((True, 1), (False, 2)):  # to z and on; without gradients up to z, and one with them behind
+    # to z and on; without gradients up to z, and one with them behind
+    for gradients, count in ((True, 1), (False, 2)):
         with torch.set_grad_enabled(gradients):
             guide(Y)
             before = model.runs
@@ -366,7 +380,9 @@ def test_an_error_while_deriving_leaves_no_switch_behind():
 def test_a_mask_that_comes_later():
     def model(y, seen=None):
         mask = poutine.mask(mask=torch.ones(4).bool() if seen is None else seen)
-        local_normals(y, around=mask, prior=lambda mu: dist.Normal(mu, 1.0).mask(True), likelihood=noise(0.5))
+        local_normals(
+            y, around=mask, prior=lambda mu: dist.Normal(mu, 1.0).mask(True), likelihood=noise(0.5)
+        )
 
     y = torch.randn(4)
     guide = AutoNaMIGuide(model, inverse="reverse")
@@ -414,7 +430,9 @@ exact_likelihood = noise()
     ],
 )
 def test_other_likelihoods_and_priors_are_not_taken_for_exact(likelihood, prior):
-    guide = made(below(likelihood, lambda mu: prior(mu, 1.0)), torch.ones(3, 4), conjugate=(), learned=())
+    guide = made(
+        below(likelihood, lambda mu: prior(mu, 1.0)), torch.ones(3, 4), conjugate=(), learned=()
+    )
     assert guide.rules["z"].rule != "exact"
 
 
@@ -480,7 +498,9 @@ def regression(x, y=None, setting=None):
 X = 1 + FLOOR  # a row that is multiplied by 0 could read any county
 
 
-@pytest.mark.parametrize("rules, conjugate", [(LEARNED_MEAN, ("alpha",)), ({}, ("mu", "alpha"))], ids=["local", "all"])
+@pytest.mark.parametrize(
+    "rules, conjugate", [(LEARNED_MEAN, ("alpha",)), ({}, ("mu", "alpha"))], ids=["local", "all"]
+)
 def test_new_rows_are_predicted_from_the_arguments_of_the_data(rules, conjugate):
     y = torch.randn(10)
     guide = trained(regression, X, y, save_data=True, rules=rules)
@@ -489,7 +509,10 @@ def test_new_rows_are_predicted_from_the_arguments_of_the_data(rules, conjugate)
     expected = guide.log_prob(values, X, y)
     for new in (X[:3], X.flip(0)):
         assert torch.equal(guide.log_prob(values, new), expected)
-    assert Predictive(regression, guide=guide, num_samples=4, parallel=True)(X[:3])["y"].shape == (4, 3)
+    assert Predictive(regression, guide=guide, num_samples=4, parallel=True)(X[:3])["y"].shape == (
+        4,
+        3,
+    )
     other = amortized(regression, inverse="reverse", rules=rules)
     other(X, torch.randn(10))
     other.load_state_dict(through_file(guide.state_dict()))
@@ -503,7 +526,9 @@ def test_arguments_that_no_state_holds_are_asked_for():
     other = AutoNaMIGuide(regression, inverse="reverse")
     other(X, y + 1)
     other.load_state_dict(guide.state_dict())
-    with pytest.raises(ValueError, match="data for the observed site 'y'.*only if it was saved with save_data=True"):
+    with pytest.raises(
+        ValueError, match="data for the observed site 'y'.*only if it was saved with save_data=True"
+    ):
         other(X[:3])
 
 
@@ -567,6 +592,6 @@ def test_priors_so_vague_that_draws_of_the_model_overflow_refute_nothing():
     guide = AutoNaMIGuide(effects)
     guide(torch.linspace(-1, 2, 60))
     assert set(guide.conjugate) == {"mean", "effect"}
-    assert {name: note.rule for name, note in guide.rules.items() if name not in guide.conjugate} == dict.fromkeys(
-        ("precision", "variance"), "quadrature"
-    )
+    assert {
+        name: note.rule for name, note in guide.rules.items() if name not in guide.conjugate
+    } == dict.fromkeys(("precision", "variance"), "quadrature")

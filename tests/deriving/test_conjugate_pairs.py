@@ -83,7 +83,9 @@ def more(h, extra):
 
 def cut(slope, precision, low, high):
     precision = precision.clamp(min=1e-10)  # where there are no rows
-    return TruncatedNormal(slope / precision, precision.rsqrt(), torch.as_tensor(low), torch.as_tensor(high))
+    return TruncatedNormal(
+        slope / precision, precision.rsqrt(), torch.as_tensor(low), torch.as_tensor(high)
+    )
 
 
 one_hot = torch.nn.functional.one_hot
@@ -219,7 +221,9 @@ PAIRS = {
     "Dirichlet-OneHotCategorical": Pair(
         dirichlet,
         dist.OneHotCategorical,
-        lambda generator, shape: one_hot(torch.randint(0, 3, shape, generator=generator), 3).double(),
+        lambda generator, shape: one_hot(
+            torch.randint(0, 3, shape, generator=generator), 3
+        ).double(),
         lambda h, y, w: more(h, total(y, w.unsqueeze(-1))),
         event=1,
     ),
@@ -324,7 +328,9 @@ def drawn(guide: Any, *args: Any) -> tuple[Any, Tensor, Tensor]:
 
 
 def assert_is(found: Any, expected: Any, z: Tensor) -> None:
-    torch.testing.assert_close(found.log_prob(z).detach(), expected.log_prob(z), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        found.log_prob(z).detach(), expected.log_prob(z), rtol=1e-8, atol=1e-8
+    )
 
 
 @OF_ALL_PAIRS
@@ -355,7 +361,11 @@ def test_rows_count_as_far_as_their_mask_and_scale_say(pair):
 def test_instances_have_their_own_posterior(pair):
     mask = torch.arange(15).reshape(3, 5) % 4 > 0
     guide = made(lambda y, mask: grouped(pair, y, mask), data(pair, 0, 3, 5), mask)
-    for seed, groups, seen in ((0, 5, mask), (1, 5, ~mask), (2, 2, torch.ones(3, 2, dtype=torch.bool))):
+    for seed, groups, seen in (
+        (0, 5, mask),
+        (1, 5, ~mask),
+        (2, 2, torch.ones(3, 2, dtype=torch.bool)),
+    ):
         y = data(pair, seed, 3, groups)
         fn, z, h = drawn(guide, y, seen)
         assert_is(fn, pair.posterior(h.expand(groups), y, seen.double()), z)

@@ -46,9 +46,9 @@ def mixture(kind, y, mask=True, weight=1.0):
 def log_posterior(values, y, mask=True, weight=1.0):
     """Returns log p(z = k | w, loc, scale, y), ``(*batch, rows, k)``."""
     components = dist.Normal(values["loc"], values["scale"]).log_prob(y[:, None])
-    return (values["w"].log() + weight * components * torch.as_tensor(mask).double()[..., None]).log_softmax(
-        -1
-    )
+    return (
+        values["w"].log() + weight * components * torch.as_tensor(mask).double()[..., None]
+    ).log_softmax(-1)
 
 
 def states(kind):
@@ -65,7 +65,9 @@ def made(model, *args, exact=("z",), **options):
 
 
 KINDS = pytest.mark.parametrize(
-    "kind", [dist.Categorical, dist.OneHotCategorical, dist.Bernoulli], ids=lambda kind: kind.__name__
+    "kind",
+    [dist.Categorical, dist.OneHotCategorical, dist.Bernoulli],
+    ids=lambda kind: kind.__name__,
 )
 
 
@@ -78,7 +80,11 @@ def test_assignments_given_the_globals_are_the_softmax(kind, mask, weight):
         mixture(kind, y, mask, weight)
 
     guide = made(model, Y)
-    for y, seen in ((Y, mask), (1.0 - Y.flip(0), mask), (Y[:4], mask if mask is True else mask[:4])):
+    for y, seen in (
+        (Y, mask),
+        (1.0 - Y.flip(0), mask),
+        (Y[:4], mask if mask is True else mask[:4]),
+    ):
         with torch.no_grad():
             nodes = poutine.trace(guide).get_trace(y, seen).nodes
             values = {name: nodes[name]["value"] for name in ("w", "loc", "scale")}
@@ -108,7 +114,9 @@ def test_particles_have_assignments_of_their_own(kind):
     expected = log_posterior(values, Y)
     for k, state in enumerate(states(kind)):
         z = state.expand((5, len(Y), *state.shape))
-        torch.testing.assert_close(nodes["z"]["fn"].log_prob(z), expected[..., k], rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(
+            nodes["z"]["fn"].log_prob(z), expected[..., k], rtol=1e-8, atol=1e-8
+        )
 
 
 def groups(y, group):
@@ -206,11 +214,15 @@ def test_the_bound_is_the_sum_over_all_states():
     joint = []
     for z in itertools.product(range(2), repeat=len(Y)):
         given = {**values, "z": torch.tensor(z)}
-        joint.append(poutine.trace(poutine.condition(mixed_globals, given)).get_trace(*args).log_prob_sum())
+        joint.append(
+            poutine.trace(poutine.condition(mixed_globals, given)).get_trace(*args).log_prob_sum()
+        )
     nodes = poutine.trace(poutine.condition(guide, values)).get_trace(*args).nodes
     now = poutine.trace(poutine.condition(mixed_globals, values)).get_trace(*args).log_prob_sum()
     found = nodes["z"]["fn"].log_prob(values["z"]).sum()
-    torch.testing.assert_close(found.detach(), now - torch.stack(joint).logsumexp(0), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        found.detach(), now - torch.stack(joint).logsumexp(0), rtol=1e-8, atol=1e-8
+    )
 
 
 def several(y, read):
@@ -253,7 +265,9 @@ def test_a_chain_of_states_is_exact_nowhere_but_at_its_end():
     for name in guide.conjugate:
         joint = []
         for state in (0.0, 1.0):
-            total = poutine.trace(poutine.condition(hidden_chain, {**values, name: torch.tensor(state)}))
+            total = poutine.trace(
+                poutine.condition(hidden_chain, {**values, name: torch.tensor(state)})
+            )
             joint.append(total.get_trace(Y[:3]).log_prob_sum())
         expected = torch.stack(joint).log_softmax(0)[values[name].long()]
         torch.testing.assert_close(nodes[name]["fn"].log_prob(values[name]).detach(), expected)

@@ -32,11 +32,17 @@ def improper():
 PRIORS = {"uniform": wide, "improper": improper}
 # prior of the noise's scale -> its log density up to a constant
 SCALES = {
-    "half-Cauchy": (lambda: dist.HalfCauchy(torch.tensor(2.5)), lambda s: -(1 + (s / 2.5) ** 2).log()),
+    "half-Cauchy": (
+        lambda: dist.HalfCauchy(torch.tensor(2.5)),
+        lambda s: -(1 + (s / 2.5) ** 2).log(),
+    ),
     "uniform": (lambda: dist.Uniform(torch.tensor(0.0), 1000.0), torch.zeros_like),
     "very wide": (lambda: dist.Uniform(torch.tensor(0.0), 1e6), torch.zeros_like),
     "improper": (lambda: dist.ImproperUniform(constraints.positive, (), ()), torch.zeros_like),
-    "logarithm": (lambda: dist.LogNormal(torch.tensor(0.0), 10.0), lambda s: -s.log() - (s.log() / 10) ** 2 / 2),
+    "logarithm": (
+        lambda: dist.LogNormal(torch.tensor(0.0), 10.0),
+        lambda s: -s.log() - (s.log() / 10) ** 2 / 2,
+    ),
 }
 
 
@@ -107,7 +113,10 @@ def moments(x, y, log_prior):
     mean, covariance = least_squares(x, y)
     left = len(x) - x.shape[-1]
     squares = (y.double() - x.double() @ mean).square().sum()
-    log_s = torch.linspace(-9, 25, 40001, dtype=torch.float64) / math.sqrt(left) + (squares / left).log() / 2
+    log_s = (
+        torch.linspace(-9, 25, 40001, dtype=torch.float64) / math.sqrt(left)
+        + (squares / left).log() / 2
+    )
     s = log_s.exp()
     weights = (-left * log_s - squares / (2 * s * s) + log_prior(s) + log_s).softmax(0)
     square, center = (weights * s * s).sum(), (weights * s).sum()
@@ -135,7 +144,11 @@ def test_a_known_noise_leaves_least_squares(prior, style, double):
     exact = dist.MultivariateNormal(mean, 0.49 * covariance)
     for _ in range(3):
         trace = poutine.trace(guide).get_trace(y)
-        values = {name: site["value"].detach() for name, site in trace.nodes.items() if name.startswith("b")}
+        values = {
+            name: site["value"].detach()
+            for name, site in trace.nodes.items()
+            if name.startswith("b")
+        }
         torch.testing.assert_close(trace.log_prob_sum(), exact.log_prob(coefficients(values)[0]))
     assert rules(guide) == {"exact"}
 
@@ -172,7 +185,9 @@ def test_a_log_scale_comes_by_quadrature():
             pyro.sample("y", dist.Normal(mean, s), obs=y)
 
     values = drawn(AutoNaMIGuide(model), y)
-    assert_moments({"b": values["b"], "s": values["log_s"].exp()}, *moments(x, y, lambda s: -s.log()))
+    assert_moments(
+        {"b": values["b"], "s": values["log_s"].exp()}, *moments(x, y, lambda s: -s.log())
+    )
 
 
 def test_flat_means_of_normal_effects_are_of_one_block(double):
@@ -197,7 +212,9 @@ def test_flat_means_of_normal_effects_are_of_one_block(double):
     torch.testing.assert_close(trace.log_prob_sum(), log_prob)
 
 
-@pytest.mark.parametrize("name", ["kidiq-kidscore_interaction", "earnings-earn_height", "mesquite-logmesquite_logvas"])
+@pytest.mark.parametrize(
+    "name", ["kidiq-kidscore_interaction", "earnings-earn_height", "mesquite-logmesquite_logvas"]
+)
 @pytest.mark.parametrize("prior", PRIORS)
 def test_reference_posteriors_are_met(prior, name):
     """All of them, in all styles: `benchmarks/flat_priors.py`."""
@@ -208,7 +225,9 @@ def test_reference_posteriors_are_met(prior, name):
     module = {"__name__": "flat_priors", "__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), module)  # noqa: S102  a script, which is in no package
     case = module["regression"](REFERENCES, name, summary)
-    row = module["measured"](module["vector"], case, case.bound if prior == "uniform" else None, summary)
+    row = module["measured"](
+        module["vector"], case, case.bound if prior == "uniform" else None, summary
+    )
     assert row["learned"] == [] and row["mean"] < 0.1 and row["sd"] < 0.1
 
 
@@ -264,9 +283,15 @@ def test_noise_that_is_large_makes_bounds_cut():
     """Of the first call's noise the bounds would be far, of the posterior's they are not."""
     x = torch.cat([torch.ones(12, 1), torch.randn(12, 3)], -1)
     y = 400 * torch.randn(12)
-    guide = AutoNaMIGuide(regression(x, lambda: dist.Uniform(torch.tensor(-300.0), 300.0), scale=SCALES["uniform"][0]))
+    guide = AutoNaMIGuide(
+        regression(x, lambda: dist.Uniform(torch.tensor(-300.0), 300.0), scale=SCALES["uniform"][0])
+    )
     b = drawn(guide, y)["b"]
-    assert b.abs().max() < 300 and guide.rules["b"].rule == "learned" and "cut off" in guide.rules["b"].reason
+    assert (
+        b.abs().max() < 300
+        and guide.rules["b"].rule == "learned"
+        and "cut off" in guide.rules["b"].reason
+    )
 
 
 def test_later_data_that_reach_the_bounds_are_told_and_draws_stay_within():
@@ -351,7 +376,9 @@ def test_a_logistic_regression_is_about_its_mode(prior):
         information = x.mT @ (x * (p * (1 - p)).unsqueeze(-1))
         mode = mode + torch.linalg.solve(information, x.mT @ (y - p))
     sds = information.inverse().diagonal().sqrt()
-    assert ((b.mean(0) - mode) / sds).abs().max() < 0.065 and (b.std(0) / sds - 1).abs().max() < 0.05
+    assert ((b.mean(0) - mode) / sds).abs().max() < 0.065 and (
+        b.std(0) / sds - 1
+    ).abs().max() < 0.05
     assert guide.rules["b"].rule == "newton"
 
 
@@ -382,7 +409,11 @@ def test_coefficients_that_are_learned_are_those_under_a_wide_normal_prior():
 
     def robust(prior):
         def model(y):
-            a, b, s = pyro.sample("a", prior()), pyro.sample("b", prior()), pyro.sample("s", dist.HalfNormal(1.0))
+            a, b, s = (
+                pyro.sample("a", prior()),
+                pyro.sample("b", prior()),
+                pyro.sample("s", dist.HalfNormal(1.0)),
+            )
             with pyro.plate("rows", 60):
                 pyro.sample("y", dist.StudentT(4.0, a + b * x, s), obs=y)
 
@@ -401,7 +432,9 @@ def test_coefficients_that_are_learned_are_those_under_a_wide_normal_prior():
     flat, normal = found
     for name in "ab":
         sd = normal[name].std()
-        assert (flat[name].mean() - normal[name].mean()).abs() < 0.25 * sd and 0.75 < flat[name].std() / sd < 1.33
+        assert (flat[name].mean() - normal[name].mean()).abs() < 0.25 * sd and 0.75 < flat[
+            name
+        ].std() / sd < 1.33
 
 
 def test_outcomes_that_a_covariate_tells_apart_are_told():

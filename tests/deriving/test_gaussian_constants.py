@@ -163,15 +163,21 @@ def steps(model, monkeypatch, *, afresh, particles=1, change=None):
         pyro.set_rng_seed(0)
         guide = AutoNaMIGuide(model)
         guide(data)
-        elbo = Trace_ELBO(num_particles=particles, vectorize_particles=particles > 1, max_plate_nesting=1)
+        elbo = Trace_ELBO(
+            num_particles=particles, vectorize_particles=particles > 1, max_plate_nesting=1
+        )
         for i in range(7):
             if change is not None and i >= 4:
                 change(data)
             pyro.set_rng_seed(i)
             loss = elbo.differentiable_loss(model, guide, data)
             parameters = [*guide.parameters(), data["parameter"]]
-            slopes = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-            found.append(torch.cat([loss.detach().reshape(1), *(slope.flatten() for slope in slopes)]))
+            slopes = torch.autograd.grad(
+                loss, parameters, allow_unused=True, materialize_grads=True
+            )
+            found.append(
+                torch.cat([loss.detach().reshape(1), *(slope.flatten() for slope in slopes)])
+            )
             kept.append([each is not None for each in guide._reader.memory.constants.values()])
     assert {"mu", "w"} & set(guide.conjugate)
     return torch.stack(found), kept
@@ -206,7 +212,8 @@ def test_random_numbers_of_the_models_own_are_no_constants(monkeypatch):
 
     monkeypatch.setattr(PathShare, "now", lambda self: torch.zeros(()))  # which remembers step 4
     expected, found = runs(afresh=True), runs(afresh=False)
-    assert found[1][3:5] == [[True], [False]]  # in step 4 the model is run once more, and draws other numbers
+    # in step 4 the model is run once more, and draws other numbers
+    assert found[1][3:5] == [[True], [False]]
     for part in (slice(4), slice(5, None)):
         torch.testing.assert_close(found[0][part], expected[0][part], rtol=1e-7, atol=1e-7)
 
@@ -239,8 +246,18 @@ def dtype(data):
 @pytest.mark.parametrize(
     "model, change",
     [
-        *[(model, change) for model in (regression, varying_slopes) for change in (in_place, other_values, slopes)],
-        *[(regression, one_slope), (schools, slopes), (masked, mask), (regression, dtype), (two_children, slopes)],
+        *[
+            (model, change)
+            for model in (regression, varying_slopes)
+            for change in (in_place, other_values, slopes)
+        ],
+        *[
+            (regression, one_slope),
+            (schools, slopes),
+            (masked, mask),
+            (regression, dtype),
+            (two_children, slopes),
+        ],
     ],
     ids=lambda part: part.__name__,
 )

@@ -111,7 +111,11 @@ def varying_slopes(y=Y):
 
 
 def chain(y=Y):
-    sd, weight, z = spread("sd"), pyro.sample("weight", dist.Beta(torch.tensor(2.0), 2.0)), torch.zeros(())
+    sd, weight, z = (
+        spread("sd"),
+        pyro.sample("weight", dist.Beta(torch.tensor(2.0), 2.0)),
+        torch.zeros(()),
+    )
     for t in range(6):
         z = normal(f"z{t}", weight * z)
         normal(f"y{t}", z, sd, obs=y[t])
@@ -124,7 +128,9 @@ def vectors(y=Y):
         at = mean if mean.dim() == 1 else mean  # a batch of means has a plate dim of its own
         b = pyro.sample("b", dist.MultivariateNormal(at, COVARIANCE * sd[..., None, None]))
     with pyro.plate("rows", len(y)):
-        normal("y", b[..., OTHER[: len(y)], 0] + b[..., OTHER[: len(y)], 1] * X[: len(y)], sd, obs=y)
+        normal(
+            "y", b[..., OTHER[: len(y)], 0] + b[..., OTHER[: len(y)], 1] * X[: len(y)], sd, obs=y
+        )
 
 
 def noncentered(y=Y):
@@ -254,8 +260,14 @@ def dense(
     sizes = [values[name].numel() for name in names]
 
     def log_joint(flat: torch.Tensor) -> torch.Tensor:
-        parts = {name: part.reshape(values[name].shape) for name, part in zip(names, flat.split(sizes))}
-        return poutine.trace(poutine.condition(model, {**values, **parts})).get_trace(*args).log_prob_sum()
+        parts = {
+            name: part.reshape(values[name].shape) for name, part in zip(names, flat.split(sizes))
+        }
+        return (
+            poutine.trace(poutine.condition(model, {**values, **parts}))
+            .get_trace(*args)
+            .log_prob_sum()
+        )
 
     x = torch.cat([values[name].reshape(-1) for name in names]).requires_grad_()
     (slope,) = torch.autograd.grad(log_joint(x), x)
@@ -269,7 +281,9 @@ def dense(
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, size: float = 1.0) -> None:
-    torch.testing.assert_close(found.detach(), expected.detach(), rtol=0.0, atol=1e-8 * max(1.0, size))
+    torch.testing.assert_close(
+        found.detach(), expected.detach(), rtol=0.0, atol=1e-8 * max(1.0, size)
+    )
 
 
 @pytest.mark.parametrize("model", [*DESIGNS, *NOT_VECTORIZED], ids=lambda model: model.__name__)
@@ -292,18 +306,28 @@ def test_particles_are_exact_each(model):
         nodes = poutine.trace(guide).get_trace(2.0 * Y).nodes
     shapes = {name: value.shape for name, value in drawn(guide, 2.0 * Y).items()}
     for i in range(3):
-        values = {name: nodes[name]["value"].detach()[i].reshape(shape) for name, shape in shapes.items()}
-        log_probs = [nodes[name]["fn"].log_prob(nodes[name]["value"])[i].sum() for name in guide.conjugate]
+        values = {
+            name: nodes[name]["value"].detach()[i].reshape(shape) for name, shape in shapes.items()
+        }
+        log_probs = [
+            nodes[name]["fn"].log_prob(nodes[name]["value"])[i].sum() for name in guide.conjugate
+        ]
         assert_close(sum(log_probs), dense(model, guide.conjugate, values, 2.0 * Y))
 
 
-@pytest.mark.parametrize("model", [schools, varying_slopes, plain_index], ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    "model", [schools, varying_slopes, plain_index], ids=lambda model: model.__name__
+)
 def test_gradients_reach_what_was_drawn_before(model):
     guide = called(model)
     values = drawn(guide)
-    before = [value.requires_grad_() for name, value in values.items() if name not in guide.conjugate]
+    before = [
+        value.requires_grad_() for name, value in values.items() if name not in guide.conjugate
+    ]
     found, expected = density(guide, values), dense_of_scales(model, guide.conjugate, values)
-    for ours, theirs in zip(torch.autograd.grad(found, before), torch.autograd.grad(expected, before)):
+    for ours, theirs in zip(
+        torch.autograd.grad(found, before), torch.autograd.grad(expected, before)
+    ):
         assert_close(ours, theirs, float(theirs.abs().max()))
 
 
@@ -413,7 +437,8 @@ class Program:
         self.sizes = {f"p{i}": rng.randint(2, 4) for i in range(rng.randint(1, 3))}
         if rng.random() < 0.4:
             self.sizes |= {"row": rng.randint(2, 3), "column": rng.randint(2, 4)}
-        self.plain = rng.random() < 0.15  # reads by ``z[index]``, such that particles are not possible
+        # reads by ``z[index]``, such that particles are not possible
+        self.plain = rng.random() < 0.15
         self.scales = [f"s{i}" for i in range(rng.randint(0, 2))]
         plates = ["", *self.sizes, *(["row column"] if "row" in self.sizes else [])]
         for i in range(rng.randint(2, 5)):
@@ -421,7 +446,8 @@ class Program:
         for i in range(rng.randint(1, 3)):
             self._add(f"y{i}", rng.choice(plates), rng, observed=True)
         self.data = {
-            site.name: torch.randn(self.shape(site), generator=self.generator) for site in self.sites
+            site.name: torch.randn(self.shape(site), generator=self.generator)
+            for site in self.sites
         }
 
     def _add(self, name: str, plate: str, rng: random.Random, observed: bool) -> None:
@@ -436,7 +462,9 @@ class Program:
                 parents.append((site.name, read))
         root = None
         if width and rng.random() < 0.5:
-            root = torch.eye(width) + 0.5 * torch.randn(width, width, generator=self.generator).tril(-1)
+            root = torch.eye(width) + 0.5 * torch.randn(
+                width, width, generator=self.generator
+            ).tril(-1)
         const = torch.randn((width,) if width else (), generator=self.generator)
         scale = rng.choice([*self.scales, 0.3, 1.0, 2.0])
         self.sites.append(Site(name, plate, width, parents, const, scale, root, observed))
@@ -470,8 +498,13 @@ class Program:
         return (*plates, *([site.width] if site.width else []))
 
     def model(self, data: Mapping[str, torch.Tensor]) -> None:
-        values = {name: pyro.sample(name, dist.LogNormal(torch.zeros(()), 0.5)) for name in self.scales}
-        plates = {name: pyro.plate(name, size, dim=-1 - (name == "row")) for name, size in self.sizes.items()}
+        values = {
+            name: pyro.sample(name, dist.LogNormal(torch.zeros(()), 0.5)) for name in self.scales
+        }
+        plates = {
+            name: pyro.plate(name, size, dim=-1 - (name == "row"))
+            for name, size in self.sizes.items()
+        }
         for site in self.sites:
             loc = site.const
             for name, read in site.parents:
@@ -486,7 +519,9 @@ class Program:
             with_plates = [plates[each] for each in site.plate.split()]
             values[site.name] = _within(
                 with_plates,
-                functools.partial(pyro.sample, site.name, fn, obs=data[site.name] if site.observed else None),
+                functools.partial(
+                    pyro.sample, site.name, fn, obs=data[site.name] if site.observed else None
+                ),
             )
 
     def exact(self) -> set[str]:
@@ -501,7 +536,10 @@ class Program:
 
         Latents without data are drawn behind them, from their prior, and do not count.
         """
-        known = {**values, **{site.name: self.data[site.name] for site in self.sites if site.observed}}
+        known = {
+            **values,
+            **{site.name: self.data[site.name] for site in self.sites if site.observed},
+        }
         x = torch.cat([known[name].reshape(-1) for name in names])
         units = torch.eye(len(x)).split([known[name].numel() for name in names], -1)
         unit = {name: each.reshape((-1,) + known[name].shape) for name, each in zip(names, units)}
@@ -549,7 +587,10 @@ def test_random_models_are_exact(seed):
     if not guide.conjugate:
         return
     values = drawn(guide, program.data)
-    found, expected = density(guide, values, program.data), program.log_prob(guide.conjugate, values)
+    found, expected = (
+        density(guide, values, program.data),
+        program.log_prob(guide.conjugate, values),
+    )
     assert_close(found, expected, float(expected.abs()))
     if seed % 4 == 0:
         assert_reads_no_more(guide, values, program.data)
@@ -565,14 +606,18 @@ def assert_reads_no_more(guide, values, data):
     before = log_probs(values, data)
     for site in (*guide.bayesnet.observed, *values):
         unread = [
-            name for name in guide.conjugate if name != site and site not in guide.inverse.parents[name]
+            name
+            for name in guide.conjugate
+            if name != site and site not in guide.inverse.parents[name]
         ]
         if unread:
             now = log_probs(
                 {**values, site: 1.3 * values[site]} if site in values else values,
                 {**data, site: 1.3 * data[site] + 1} if site in data else data,
             )
-            assert not [name for name in unread if not torch.allclose(now[name], before[name])], site
+            assert not [name for name in unread if not torch.allclose(now[name], before[name])], (
+                site
+            )
 
 
 @torch.no_grad()
@@ -595,18 +640,27 @@ def test_in_single_precision_means_far_from_the_priors_are_what_they_are_in_doub
             normal("y", mu + u[..., a] + v[..., b], s)
 
     s = torch.logspace(-2.0, 0.0, 20).unsqueeze(-1)
-    latents = {"s": s, "mu": 5 * torch.randn(20, 1), "u": 2.4 * torch.randn(20, 12), "v": 0.2 * torch.randn(20, 8)}
+    latents = {
+        "s": s,
+        "mu": 5 * torch.randn(20, 1),
+        "u": 2.4 * torch.randn(20, 12),
+        "v": 0.2 * torch.randn(20, 8),
+    }
     y = latents["mu"] + latents["u"][:, a] + latents["v"][:, b] + s * torch.randn(20, 200)
     found = []
     for dtype in (torch.float64, torch.float32):
         torch.set_default_dtype(dtype)
         guide = AutoNaMIGuide(model, observed=["y"], rules={"s": "learned"})
-        now, data = {name: value.to(dtype) for name, value in latents.items()}, {"observations": {"y": y.to(dtype)}}
+        now, data = (
+            {name: value.to(dtype) for name, value in latents.items()},
+            {"observations": {"y": y.to(dtype)}},
+        )
         guide(observations={"y": y[-1].to(dtype)})
         assert {guide.rules[name].rule for name in ("mu", "u", "v")} == {"exact"}
         found.append(guide.log_prob_of(False, now, None, **data).double())
         found.append(guide.log_prob_of(False, now, None, **data).double())  # from where it ended
     for single in found[2:]:
-        off = (single - found[0]).abs() * s.squeeze(-1) ** 2  # as an error of a mean counts by its precision
+        # as an error of a mean counts by its precision
+        off = (single - found[0]).abs() * s.squeeze(-1) ** 2
         assert off.max() < 5e-4, single - found[0]
         assert (single - found[0]).abs().max() < 1.0

@@ -77,7 +77,11 @@ def spread(model, guide, *args, num=2000):
 
 def test_schools_are_those_of_a_dense_grid():
     guide = called(schools, EFFECTS, ERRORS)
-    assert [guide.rules[name].rule for name in ("tau", "mu", "theta")] == ["quadrature", "exact", "exact"]
+    assert [guide.rules[name].rule for name in ("tau", "mu", "theta")] == [
+        "quadrature",
+        "exact",
+        "exact",
+    ]
     u = torch.linspace(-14.0, 9.0, 40001, dtype=torch.float64)
     dense = schools_density(u.exp(), EFFECTS, ERRORS) + u
     evidence = dense.logsumexp(0) + (u[1] - u[0]).log()
@@ -98,9 +102,13 @@ def test_two_at_once_are_those_of_a_dense_grid():
     found, sd = spread(pumps, guide, COUNTS)
     assert found == pytest.approx(float(evidence), abs=2e-3) and sd < 1e-2
     at = {"a": torch.tensor([0.4, 0.7, 1.5]), "b": torch.tensor([0.5, 0.9, 2.0])}
-    trace = poutine.trace(poutine.condition(guide, {"a": at["a"][1], "b": at["b"][1]})).get_trace(COUNTS)
+    trace = poutine.trace(poutine.condition(guide, {"a": at["a"][1], "b": at["b"][1]})).get_trace(
+        COUNTS
+    )
     log_q = sum(trace.nodes[name]["fn"].log_prob(at[name][1]) for name in at)
-    assert float(log_q) == pytest.approx(float(pumps_density(at["a"], at["b"])[1] - evidence), abs=5e-3)
+    assert float(log_q) == pytest.approx(
+        float(pumps_density(at["a"], at["b"])[1] - evidence), abs=5e-3
+    )
 
 
 def test_a_model_that_mixes_up_draws_is_not_run_for_all_of_a_grid():
@@ -108,7 +116,10 @@ def test_a_model_that_mixes_up_draws_is_not_run_for_all_of_a_grid():
     sizes = []
 
     def model(y):
-        level, step = pyro.sample("level", dist.Normal(100.0, 9.0)), pyro.sample("step", dist.LogNormal(0.0, 1.0))
+        level, step = (
+            pyro.sample("level", dist.Normal(100.0, 9.0)),
+            pyro.sample("step", dist.LogNormal(0.0, 1.0)),
+        )
         noise = pyro.sample("noise", dist.LogNormal(0.0, 1.0))
         with pyro.plate("steps", len(y)):
             e = pyro.sample("e", dist.Normal(0.0, 1.0))
@@ -125,12 +136,23 @@ def test_a_model_that_mixes_up_draws_is_not_run_for_all_of_a_grid():
     }
     assert max(sizes) < 10_000
     # What is left given step and noise is Gaussian.
-    half, ones = torch.linspace(-4.0, 3.0, 200, dtype=torch.float64), torch.ones(8, 8, dtype=torch.float64)
-    step, noise = (each.exp()[..., None, None] for each in torch.meshgrid(half, half, indexing="ij"))
-    covariance = 81.0 * ones + step**2 * ones.tril() @ ones.tril().mT + noise**2 * torch.eye(8, dtype=torch.float64)
+    half, ones = (
+        torch.linspace(-4.0, 3.0, 200, dtype=torch.float64),
+        torch.ones(8, 8, dtype=torch.float64),
+    )
+    step, noise = (
+        each.exp()[..., None, None] for each in torch.meshgrid(half, half, indexing="ij")
+    )
+    covariance = (
+        81.0 * ones
+        + step**2 * ones.tril() @ ones.tril().mT
+        + noise**2 * torch.eye(8, dtype=torch.float64)
+    )
     joint = dist.MultivariateNormal(100.0 * ones[0], covariance).log_prob(y.double())
     prior = dist.Normal(0.0, 1.0).log_prob(half)
-    evidence = (joint + prior[:, None] + prior).flatten().logsumexp(0) + 2 * (half[1] - half[0]).log()
+    evidence = (joint + prior[:, None] + prior).flatten().logsumexp(0) + 2 * (
+        half[1] - half[0]
+    ).log()
     found, error = spread(model, guide, y)
     assert abs(found - float(evidence)) < 0.01
     assert error < 0.05
@@ -140,7 +162,9 @@ def test_a_model_that_mixes_up_draws_is_not_run_for_all_of_a_grid():
 def test_noise_of_a_regression(rows):
     torch.manual_seed(rows)
     x = torch.randn(rows, 4, dtype=torch.float64)
-    y = x @ torch.tensor([1.0, -1.0, 0.5, 0.0], dtype=torch.float64) + 0.3 * torch.randn(rows, dtype=torch.float64)
+    y = x @ torch.tensor([1.0, -1.0, 0.5, 0.0], dtype=torch.float64) + 0.3 * torch.randn(
+        rows, dtype=torch.float64
+    )
     guide = called(regression, x, y)
     assert guide.rules["sd"].rule == "quadrature" and guide.num_parameters == 0
     _, sd = spread(regression, guide, x, y, num=200)
@@ -186,7 +210,10 @@ def test_modes_that_the_last_data_did_not_have_are_found():
     dense = dist.Normal(0.0, 3.0).log_prob(u) + dist.Normal(u**2, 0.5**0.5).log_prob(at[0])
     dense = dense + dist.Normal(u, 0.3).log_prob(at[2])
     found, sd = spread(told, guide, at[0], at[2], num=300)
-    assert found == pytest.approx(float(dense.logsumexp(0) + (u[1] - u[0]).log()), abs=5e-3) and sd < 5e-3
+    assert (
+        found == pytest.approx(float(dense.logsumexp(0) + (u[1] - u[0]).log()), abs=5e-3)
+        and sd < 5e-3
+    )
     guide(at[0], at[1])
     with pytest.raises(ValueError, match="modes .* 'learned'"):
         guide(at[3], at[2])
@@ -195,7 +222,9 @@ def test_modes_that_the_last_data_did_not_have_are_found():
 @pytest.mark.parametrize(("scale", "shift"), [(1e-3, 0.0), (1e3, 0.0), (1.0, 300.0)])
 def test_data_far_from_the_prior(scale, shift):
     y = (EFFECTS * scale + shift).double()
-    _, sd = spread(schools, called(schools, y, ERRORS.double() * scale), y, ERRORS.double() * scale, num=500)
+    _, sd = spread(
+        schools, called(schools, y, ERRORS.double() * scale), y, ERRORS.double() * scale, num=500
+    )
     assert sd < 2e-2
 
 
@@ -222,10 +251,17 @@ def test_other_data_other_sizes_and_batches_of_data_sets():
         exact = schools_density(middle, y, errors) - evidence
         assert torch.allclose(fn.log_prob(middle).double(), exact, atol=2e-2)
     sets = torch.stack([EFFECTS, -2 * EFFECTS, EFFECTS / 10])
-    latents = {"mu": torch.ones(3, 1), "tau": torch.tensor([[1.0], [5.0], [0.3]]), "theta": torch.ones(3, 8)}
+    latents = {
+        "mu": torch.ones(3, 1),
+        "tau": torch.tensor([[1.0], [5.0], [0.3]]),
+        "theta": torch.ones(3, 8),
+    }
     together = guide.log_prob(latents, None, ERRORS, observations={"y": sets})
     for i, y in enumerate(sets):
-        alone = {name: value[i].squeeze(-1) if name != "theta" else value[i] for name, value in latents.items()}
+        alone = {
+            name: value[i].squeeze(-1) if name != "theta" else value[i]
+            for name, value in latents.items()
+        }
         alone = guide.log_prob(alone, None, ERRORS, observations={"y": y})
         assert float(together[i]) == pytest.approx(float(alone), abs=1e-2)
 
@@ -234,7 +270,9 @@ def test_data_that_are_far_from_the_last_ones():
     guide = AutoNaMIGuide(schools, observed=["y"])
     for scale in (1.0, 1e-4, 1e4, 1e-2):
         y, errors = EFFECTS.double() * scale, ERRORS.double() * scale
-        found = importance_sample(schools, guide, None, errors, num_samples=200, observations={"y": y})
+        found = importance_sample(
+            schools, guide, None, errors, num_samples=200, observations={"y": y}
+        )
         assert float(found.log_weights.double().std()) < 2e-2
 
 
@@ -253,11 +291,22 @@ def test_data_are_looked_at_once_for_as_long_as_they_are_equal():
         runs = 0
         guide(y, ERRORS)
         counts.append(runs)
-    assert counts[3] > counts[4] >= counts[1] and counts[2] <= counts[1] + 1  # a run to look at a new tensor
+    # a run to look at a new tensor
+    assert counts[3] > counts[4] >= counts[1] and counts[2] <= counts[1] + 1
     written = EFFECTS.clone()
-    first = poutine.trace(guide).get_trace(written, ERRORS).nodes["tau"]["fn"].log_prob(torch.tensor(3.0))
+    first = (
+        poutine.trace(guide)
+        .get_trace(written, ERRORS)
+        .nodes["tau"]["fn"]
+        .log_prob(torch.tensor(3.0))
+    )
     written.mul_(5.0)
-    second = poutine.trace(guide).get_trace(written, ERRORS).nodes["tau"]["fn"].log_prob(torch.tensor(3.0))
+    second = (
+        poutine.trace(guide)
+        .get_trace(written, ERRORS)
+        .nodes["tau"]["fn"]
+        .log_prob(torch.tensor(3.0))
+    )
     assert abs(float(first - second)) > 0.1
 
 
@@ -295,7 +344,10 @@ def with_parameter(y, errors):
 def three(y, errors):
     df = pyro.sample("rate", dist.Gamma(2.0, 2.0))
     with poutine.mask(mask=torch.tensor(True)):
-        tau, more = pyro.sample("tau", dist.HalfCauchy(df)), pyro.sample("more", dist.HalfCauchy(1.0))
+        tau, more = (
+            pyro.sample("tau", dist.HalfCauchy(df)),
+            pyro.sample("more", dist.HalfCauchy(1.0)),
+        )
     with pyro.plate("schools", 8):
         theta = pyro.sample("theta", dist.Normal(0.0, tau))
         pyro.sample("y", dist.Normal(theta, errors + more), obs=y)
@@ -333,13 +385,20 @@ def test_nothing_finite_leaves_the_prior():
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
 def test_a_data_set_that_fits_no_grid_leaves_the_others_theirs():
-    y, about = (torch.tensor(values, dtype=torch.float64) for values in ([4.0, 16.0, 4.0], [2.0, 0.0, 0.0]))
+    y, about = (
+        torch.tensor(values, dtype=torch.float64) for values in ([4.0, 16.0, 4.0], [2.0, 0.0, 0.0])
+    )
     guide = called(told, y[0], about[0])
     with pytest.raises(ValueError, match="modes .* 'learned'"):
         guide(y[1], about[1])
-    latents = {"root": torch.tensor([1.9, 3.9, 0.1], dtype=torch.float64), "z": torch.zeros(3, dtype=torch.float64)}
+    latents = {
+        "root": torch.tensor([1.9, 3.9, 0.1], dtype=torch.float64),
+        "z": torch.zeros(3, dtype=torch.float64),
+    }
     found = guide.log_prob(latents, None, None, observations={"y": y, "about": about})
     for i in (0, 2):
         one = {name: value[i] for name, value in latents.items()}
-        assert float(found[i]) == pytest.approx(float(guide.log_prob(one, y[i], about[i])), abs=1e-2)
+        assert float(found[i]) == pytest.approx(
+            float(guide.log_prob(one, y[i], about[i])), abs=1e-2
+        )
     assert found.isfinite().all()

@@ -98,7 +98,8 @@ def mean(function: Callable) -> Callable:
 def spiked(narrow: float) -> Callable:
     """A likelihood that is Normal but for what is near the data."""
     return lambda z: dist.MixtureSameFamily(
-        dist.Categorical(torch.ones(2)), dist.Normal(z.unsqueeze(-1), torch.tensor([1.0, narrow]).to(z))
+        dist.Categorical(torch.ones(2)),
+        dist.Normal(z.unsqueeze(-1), torch.tensor([1.0, narrow]).to(z)),
     )
 
 
@@ -173,8 +174,12 @@ NOT_QUADRATIC = {
     "Huber": of(normal(), Huber),
     "Huber beside a strong prior": of(normal(0.0, 0.01), Huber, 0.1 * Y, 10 * Y),
     "probit": of(normal(), lambda z: dist.Bernoulli(torch.special.ndtr(z)), BITS),
-    "probit far off": of(normal(5.0), lambda z: dist.Bernoulli(torch.special.ndtr(z)), 0 * BITS + 1, BITS),
-    "logit far off": of(normal(0.0, 10.0), lambda z: dist.Bernoulli(logits=z + 12), 0 * BITS + 1, 0 * BITS),
+    "probit far off": of(
+        normal(5.0), lambda z: dist.Bernoulli(torch.special.ndtr(z)), 0 * BITS + 1, BITS
+    ),
+    "logit far off": of(
+        normal(0.0, 10.0), lambda z: dist.Bernoulli(logits=z + 12), 0 * BITS + 1, 0 * BITS
+    ),
     "Poisson of exp": of(normal(), lambda z: dist.Poisson(z.exp()), COUNTS),
     "von Mises": of(normal(), lambda z: dist.VonMises(z, 2.0), Y),
     "clamped 50 deviations away": of(normal(), mean(lambda z: z.clamp(-50, 50)), Y, 100 * Y),
@@ -187,7 +192,9 @@ NOT_QUADRATIC = {
     "softplus": of(normal(), mean(softplus)),
     "softplus far up": of(normal(20.0), mean(softplus), Y, Y - 10),
     "elu": of(normal(2.0), mean(torch.nn.functional.elu), Y, Y - 5),
-    "a window": of(normal(), mean(lambda z: torch.where((z > 0.2) & (z < 1.5), 1.3 * z, z)), Y, Y + 1),
+    "a window": of(
+        normal(), mean(lambda z: torch.where((z > 0.2) & (z < 1.5), 1.3 * z, z)), Y, Y + 1
+    ),
     "a window below": of(
         normal(), mean(lambda z: torch.where((z < -0.2) & (z > -1.5), 1.3 * z, z)), Y, Y - 1
     ),
@@ -214,7 +221,9 @@ NOT_QUADRATIC = {
     "scale hardly of z": of(normal(), lambda z: dist.Normal(z, (1e-3 * z).exp())),
     "scale of z detached": of(normal(), lambda z: dist.Normal(z, 1 + z.detach() ** 2)),
     "scale of z alone": of(normal(), lambda z: dist.Normal(0.0, z.exp())),
-    "scale by a comparison": of(normal(), lambda z: dist.Normal(z, torch.where(z > -1, 1.0, 3.0)), Y, Y - 5),
+    "scale by a comparison": of(
+        normal(), lambda z: dist.Normal(z, torch.where(z > -1, 1.0, 3.0)), Y, Y - 5
+    ),
     "covariance of z": of(
         normal(),
         lambda z: dist.MultivariateNormal(z * torch.ones(2), torch.eye(2) * z.cosh()),
@@ -246,7 +255,8 @@ NOT_QUADRATIC = {
     "product of elements": of(unit(2), mean(lambda z: z[..., 0] * z[..., 1])),
     "one element squared": of(unit(2), mean(lambda z: z[..., 0] + z[..., 1] ** 2)),
     "norm of a MultivariateNormal": of(
-        lambda: dist.MultivariateNormal(torch.zeros(2), torch.eye(2)), mean(lambda z: z.square().sum(-1))
+        lambda: dist.MultivariateNormal(torch.zeros(2), torch.eye(2)),
+        mean(lambda z: z.square().sum(-1)),
     ),
 }
 
@@ -254,24 +264,37 @@ NOT_OF_THAT_FORM = {
     "Gamma, square": of(gamma(), lambda z: dist.Poisson(z**2), COUNTS),
     "Gamma, plus one": of(gamma(), lambda z: dist.Poisson(z + 1), COUNTS),
     "Gamma, plus a hundredth": of(gamma(), lambda z: dist.Poisson(z + 0.01), COUNTS),
-    "Gamma, clamped below": of(gamma(), lambda z: dist.Poisson(z.clamp(min=0.5)), COUNTS, 0 * COUNTS),
-    "Gamma, clamped above": of(gamma(), lambda z: dist.Poisson(z.clamp(max=5.0)), COUNTS, 9 + COUNTS),
+    "Gamma, clamped below": of(
+        gamma(), lambda z: dist.Poisson(z.clamp(min=0.5)), COUNTS, 0 * COUNTS
+    ),
+    "Gamma, clamped above": of(
+        gamma(), lambda z: dist.Poisson(z.clamp(max=5.0)), COUNTS, 9 + COUNTS
+    ),
     "Gamma, bent below 1": of(
         gamma(), lambda z: dist.Poisson(torch.where(z > 1, z, z**2)), COUNTS, 0 * COUNTS
     ),
-    "Gamma, a branch": of(gamma(), lambda z: dist.Poisson(z if z > 0.5 else z**2), COUNTS, 0 * COUNTS),
-    "Gamma, detached": of(gamma(), lambda z: dist.Gamma(1.5, z.sqrt() * z.detach().sqrt()), Y.exp()),
+    "Gamma, a branch": of(
+        gamma(), lambda z: dist.Poisson(z if z > 0.5 else z**2), COUNTS, 0 * COUNTS
+    ),
+    "Gamma, detached": of(
+        gamma(), lambda z: dist.Gamma(1.5, z.sqrt() * z.detach().sqrt()), Y.exp()
+    ),
     "Gamma, LogNormal": of(gamma(), lambda z: dist.LogNormal(z, 1.0), Y.exp()),
     "Gamma, Normal of that sd": of(gamma(), lambda z: dist.Normal(0.0, z)),
     "Gamma, Normal of that variance": of(gamma(), lambda z: dist.Normal(z, z.sqrt())),
     "Gamma, location and precision": of(gamma(), lambda z: dist.Normal(z, z.rsqrt())),
     "Gamma, shape": of(gamma(), lambda z: dist.Gamma(z, 1.0), Y.exp()),
-    "Gamma, NegativeBinomial": of(gamma(), lambda z: dist.NegativeBinomial(10.0, logits=z.log()), COUNTS),
+    "Gamma, NegativeBinomial": of(
+        gamma(), lambda z: dist.NegativeBinomial(10.0, logits=z.log()), COUNTS
+    ),
     "Gamma, zero-inflated": of(
         gamma(), lambda z: dist.ZeroInflatedPoisson(z, gate=torch.tensor(0.3)), COUNTS
     ),
     "Gamma, zero-inflated, without zeros yet": of(
-        gamma(), lambda z: dist.ZeroInflatedPoisson(z, gate=torch.tensor(0.01)), COUNTS + 1, 0 * COUNTS
+        gamma(),
+        lambda z: dist.ZeroInflatedPoisson(z, gate=torch.tensor(0.01)),
+        COUNTS + 1,
+        0 * COUNTS,
     ),
     "Gamma, Uniform up to z": of(gamma(9.0), lambda z: dist.Uniform(0.0, z), double(1.0, 3.0)),
     "Gamma, Pareto from z": of(gamma(9.0), lambda z: dist.Pareto(z, 2.0), double(10.0, 30.0)),
@@ -281,12 +304,17 @@ NOT_OF_THAT_FORM = {
     "Gamma, Weibull scale": of(gamma(), lambda z: dist.Weibull(z, 1.5), Y.exp()),
     "Gamma, StudentT precision": of(gamma(), lambda z: dist.StudentT(5.0, 0.0, z.rsqrt())),
     "Gamma, location by its log": of(gamma(), lambda z: dist.Normal(z.log(), 1.0)),
-    "InverseGamma, Normal of that sd": of(lambda: dist.InverseGamma(2.0, 3.0), lambda z: dist.Normal(0.0, z)),
+    "InverseGamma, Normal of that sd": of(
+        lambda: dist.InverseGamma(2.0, 3.0), lambda z: dist.Normal(0.0, z)
+    ),
     "InverseGamma, variance plus one": of(
         lambda: dist.InverseGamma(2.0, 3.0), lambda z: dist.Normal(0.0, (z + 1).sqrt())
     ),
     "InverseGamma, clamped": of(
-        lambda: dist.InverseGamma(3.0, 3.0), lambda z: dist.Normal(0.0, z.clamp(min=0.4).sqrt()), Y, 0.01 * Y
+        lambda: dist.InverseGamma(3.0, 3.0),
+        lambda z: dist.Normal(0.0, z.clamp(min=0.4).sqrt()),
+        Y,
+        0.01 * Y,
     ),
     "Exponential, Poisson plus one": of(
         lambda: dist.Exponential(torch.tensor(1.0)), lambda z: dist.Poisson(z + 1), COUNTS
@@ -294,15 +322,21 @@ NOT_OF_THAT_FORM = {
     "Beta, square": of(beta(), lambda z: dist.Binomial(9, z**2), COUNTS),
     "Beta, lapses": of(beta(), lambda z: dist.Bernoulli(0.02 + 0.96 * z), BITS),
     "Beta, clamped below": of(beta(), lambda z: dist.Bernoulli(z.clamp(min=0.3)), BITS, 0 * BITS),
-    "Beta, clamped above": of(beta(), lambda z: dist.Bernoulli(z.clamp(max=0.7)), BITS, 0 * BITS + 1),
+    "Beta, clamped above": of(
+        beta(), lambda z: dist.Bernoulli(z.clamp(max=0.7)), BITS, 0 * BITS + 1
+    ),
     "Beta, half": of(beta(), lambda z: dist.Bernoulli(z / 2), BITS),
     "Beta, logits": of(beta(), lambda z: dist.Bernoulli(logits=z), BITS),
     "Beta, Normal": of(beta(), lambda z: dist.Normal(z, 1.0)),
     "Beta, ContinuousBernoulli": of(beta(), dist.ContinuousBernoulli, double(0.2, 0.3, 0.9, 0.5)),
     "Beta, gate": of(beta(), lambda z: dist.ZeroInflatedPoisson(torch.tensor(2.0), gate=z), COUNTS),
     "Beta, group testing": of(beta(), lambda z: dist.Bernoulli(1 - (1 - z) ** 5 * 0.9), BITS),
-    "Uniform up to 2": of(lambda: dist.Uniform(torch.zeros(()), 2.0), lambda z: dist.Bernoulli(z / 2), BITS),
-    "Uniform, square": of(lambda: dist.Uniform(torch.zeros(()), 1.0), lambda z: dist.Bernoulli(z**2), BITS),
+    "Uniform up to 2": of(
+        lambda: dist.Uniform(torch.zeros(()), 2.0), lambda z: dist.Bernoulli(z / 2), BITS
+    ),
+    "Uniform, square": of(
+        lambda: dist.Uniform(torch.zeros(()), 1.0), lambda z: dist.Bernoulli(z**2), BITS
+    ),
     "Dirichlet, powers": of(simplex, lambda z: dist.Categorical(z**2), CLASSES),
     "Dirichlet, logits": of(simplex, lambda z: dist.Categorical(logits=z), CLASSES),
     "Dirichlet, confusion": of(simplex, lambda z: dist.Categorical(0.1 / 3 + 0.9 * z), CLASSES),
@@ -313,11 +347,15 @@ NOT_OF_THAT_FORM = {
     "Dirichlet, rates of exposures": of(
         simplex, lambda z: dist.Poisson(z * double(1, 5, 20)).to_event(1), COUNTS[:3].expand(2, 3)
     ),
-    "Dirichlet, top-coded": of(simplex, lambda z: dist.Categorical(z.clamp(max=0.6)), CLASSES, 0 * CLASSES),
+    "Dirichlet, top-coded": of(
+        simplex, lambda z: dist.Categorical(z.clamp(max=0.6)), CLASSES, 0 * CLASSES
+    ),
     "LogNormal, Normal": of(log_normal, lambda z: dist.Normal(z, 1.0)),
     "LogNormal, Poisson": of(log_normal, dist.Poisson, COUNTS),
     "LogNormal, relu of its log": of(log_normal, mean(lambda z: relu(z.log() + 1)), Y, Y - 4),
-    "LogNormal, StudentT of its log": of(log_normal, lambda z: dist.StudentT(500.0, z.log(), 1.0), Y, Y + 40),
+    "LogNormal, StudentT of its log": of(
+        log_normal, lambda z: dist.StudentT(500.0, z.log(), 1.0), Y, Y + 40
+    ),
     "LogNormal, log1p": of(log_normal, mean(torch.log1p)),
 }
 
@@ -325,7 +363,9 @@ OTHER_PRIORS = {
     "HalfNormal": of(lambda: dist.HalfNormal(torch.tensor(1.0)), mean(lambda z: z.square())),
     "HalfNormal of a spike": of(lambda: dist.HalfNormal(torch.tensor(10.0)), spiked(0.01)),
     "Uniform of a spike": of(lambda: dist.Uniform(torch.tensor(-10.0), 10.0), spiked(0.01)),
-    "HalfNormal of a scale": of(lambda: dist.HalfNormal(torch.tensor(1.0)), lambda z: dist.Normal(0.0, z)),
+    "HalfNormal of a scale": of(
+        lambda: dist.HalfNormal(torch.tensor(1.0)), lambda z: dist.Normal(0.0, z)
+    ),
     "HalfNormal of a tiny quartic": of(lambda: dist.HalfNormal(torch.tensor(1.0)), tiny_quartic),
     "HalfCauchy": of(lambda: dist.HalfCauchy(torch.tensor(1.0)), mean(lambda z: z)),
     "Exponential": of(lambda: dist.Exponential(torch.tensor(1.0)), mean(torch.sqrt)),
@@ -336,17 +376,29 @@ OTHER_PRIORS = {
     "StudentT": of(lambda: dist.StudentT(3.0, torch.tensor(0.0), 1.0), mean(lambda z: z)),
     "Uniform": of(lambda: dist.Uniform(torch.tensor(-1.0), 1.0), mean(torch.sin)),
     "Uniform on (0, 1)": of(lambda: dist.Uniform(torch.tensor(0.0), 1.0), mean(torch.log)),
-    "Uniform of a precision": of(lambda: dist.Uniform(torch.tensor(1.0), 2.0), lambda z: dist.Normal(0.0, z.rsqrt())),
+    "Uniform of a precision": of(
+        lambda: dist.Uniform(torch.tensor(1.0), 2.0), lambda z: dist.Normal(0.0, z.rsqrt())
+    ),
     "Uniform whose elements hang together": of(
         lambda: dist.Uniform(torch.zeros(3), 1.0).to_event(1), mean(lambda z: z.sum(-1))
     ),
-    "Uniform of a detached one": of(lambda: dist.Uniform(torch.tensor(-1.0), 1.0), mean(lambda z: z + z.detach())),
+    "Uniform of a detached one": of(
+        lambda: dist.Uniform(torch.tensor(-1.0), 1.0), mean(lambda z: z + z.detach())
+    ),
     "improper, of a bend": of(improper, mean(lambda z: z + torch.tanh(z))),
-    "improper, positive": of(lambda: dist.ImproperUniform(dist.constraints.positive, (), ()), mean(lambda z: z)),
-    "flat, of its size": of(lambda: dist.Uniform(torch.tensor(-1000.0), 1000.0), mean(torch.abs), Y + 5),
+    "improper, positive": of(
+        lambda: dist.ImproperUniform(dist.constraints.positive, (), ()), mean(lambda z: z)
+    ),
+    "flat, of its size": of(
+        lambda: dist.Uniform(torch.tensor(-1000.0), 1000.0), mean(torch.abs), Y + 5
+    ),
     "improper, of its size": of(improper, mean(torch.abs), Y + 5),
-    "flat vector, of one that bends": of(flat_vector(1000.0), mean(lambda z: z[..., 0] + torch.tanh(z[..., 1]))),
-    "flat vector that bounds cut": of(flat_vector(0.5), mean(lambda z: z[..., 0] + 0.1 * z[..., 1]), Y + 3),
+    "flat vector, of one that bends": of(
+        flat_vector(1000.0), mean(lambda z: z[..., 0] + torch.tanh(z[..., 1]))
+    ),
+    "flat vector that bounds cut": of(
+        flat_vector(0.5), mean(lambda z: z[..., 0] + 0.1 * z[..., 1]), Y + 3
+    ),
     "flat vector, of a sum alone": of(flat_vector(1000.0), mean(lambda z: z.sum(-1))),
     "unit": of(
         lambda: dist.TransformedDistribution(
@@ -355,9 +407,13 @@ OTHER_PRIORS = {
         mean(torch.atanh),
     ),
     "masked": of(lambda: dist.Normal(torch.tensor(0.0), 1.0).mask(False), mean(lambda z: z)),
-    "relaxed": of(lambda: dist.RelaxedBernoulli(torch.tensor(0.5), torch.tensor(0.3)), mean(lambda z: z)),
+    "relaxed": of(
+        lambda: dist.RelaxedBernoulli(torch.tensor(0.5), torch.tensor(0.3)), mean(lambda z: z)
+    ),
     "mixture": of(
-        lambda: dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), dist.Normal(double(-1, 1), 1.0)),
+        lambda: dist.MixtureSameFamily(
+            dist.Categorical(torch.ones(2)), dist.Normal(double(-1, 1), 1.0)
+        ),
         mean(lambda z: z),
     ),
     "Poisson": of(lambda: dist.Poisson(torch.tensor(3.0)), mean(lambda z: z)),
@@ -661,12 +717,16 @@ RIGHT = {
         Y.expand(3, 4),
         Y.expand(2, 4),
     ),
-    "flat, in log space": of(lambda: dist.Uniform(torch.tensor(-50.0), 50.0), mean(lambda z: z.exp().log()), Y, Y + 3),
+    "flat, in log space": of(
+        lambda: dist.Uniform(torch.tensor(-50.0), 50.0), mean(lambda z: z.exp().log()), Y, Y + 3
+    ),
     "logits of a Gamma": of(gamma(), lambda z: dist.Poisson(z.log().exp()), COUNTS, COUNTS + 5),
     "weights that a Categorical normalizes": of(
         simplex, lambda z: dist.Categorical(5 * z), CLASSES, 0 * CLASSES
     ),
-    "rates of a simplex": of(simplex, lambda z: dist.Poisson(4 * z).to_event(1), COUNTS[:3].expand(2, 3)),
+    "rates of a simplex": of(
+        simplex, lambda z: dist.Poisson(4 * z).to_event(1), COUNTS[:3].expand(2, 3)
+    ),
     "64 values": of(lambda: dist.Categorical(torch.ones(64)), mean(lambda z: z / 10), Y, Y + 3),
 }
 
@@ -699,7 +759,9 @@ def test_one_of_two_is_exact_given_the_other(name):
     assert made(RIGHT[name]).conjugate[0] in ONE_OF_TWO[name]
 
 
-TAKEN = [name for name, case in RIGHT.items() if name not in (*ONE_OF_TWO, "partly missing", "residual")]
+TAKEN = [
+    name for name, case in RIGHT.items() if name not in (*ONE_OF_TWO, "partly missing", "residual")
+]
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -725,11 +787,17 @@ def assert_exact(guide: AutoNaMIGuide, case: Case, draws: int = 30) -> None:
             fixed, weights, densities = {name: values[name] for name in learned}, [], []
             for _ in range(draws):
                 trace = poutine.trace(poutine.condition(guide, fixed)).get_trace(*args)
-                drawn = {name: site["value"] for name, site in trace.nodes.items() if name in values}
-                model = poutine.trace(poutine.condition(case.model, {**drawn, **fixed})).get_trace(*args)
+                drawn = {
+                    name: site["value"] for name, site in trace.nodes.items() if name in values
+                }
+                model = poutine.trace(poutine.condition(case.model, {**drawn, **fixed})).get_trace(
+                    *args
+                )
                 trace.compute_log_prob()
                 inside = [
-                    site["log_prob_sum"] for name, site in trace.nodes.items() if name in drawn.keys() - fixed
+                    site["log_prob_sum"]
+                    for name, site in trace.nodes.items()
+                    if name in drawn.keys() - fixed
                 ]
                 densities.append(sum(inside))
                 weights.append(model.log_prob_sum() - densities[-1])

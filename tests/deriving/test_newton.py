@@ -26,7 +26,9 @@ pytestmark = pytest.mark.usefixtures("double", "own_parameters")
 GENERATOR = torch.Generator().manual_seed(2)
 X = torch.randn(24, 3, generator=GENERATOR, dtype=torch.float64)
 GROUP, OTHER = torch.arange(24) % 5, (torch.arange(24) * 7) % 4
-COUNTS = torch.poisson((X @ torch.tensor([0.5, -0.3, 0.2], dtype=torch.float64) + 1).exp(), GENERATOR)
+COUNTS = torch.poisson(
+    (X @ torch.tensor([0.5, -0.3, 0.2], dtype=torch.float64) + 1).exp(), GENERATOR
+)
 BITS = (X[:, 0] + 0.5 * torch.randn(24, generator=GENERATOR, dtype=torch.float64) > 0).double()
 
 
@@ -79,7 +81,9 @@ def slopes(y):
     """Vectors of two effects for each group."""
     s, m = spread(), weights("m", 2, 1.0)
     with pyro.plate("groups", 5):
-        b = pyro.sample("b", dist.Normal(m.expand(m.shape[:-1] + (2,)), s.unsqueeze(-1)).to_event(1))
+        b = pyro.sample(
+            "b", dist.Normal(m.expand(m.shape[:-1] + (2,)), s.unsqueeze(-1)).to_event(1)
+        )
     with pyro.plate("rows", len(y)):
         eta = b[..., GROUP, 0] + b[..., GROUP, 1] * X[:, 0]
         pyro.sample("y", dist.Bernoulli(logits=eta), obs=y)
@@ -98,7 +102,9 @@ def crossed(y):
     with pyro.plate("others", 4):
         c = normal("c", 1.0)
     with pyro.plate("rows", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=(w * X).sum(-1) + b[..., GROUP] + c[..., OTHER]), obs=y)
+        pyro.sample(
+            "y", dist.Bernoulli(logits=(w * X).sum(-1) + b[..., GROUP] + c[..., OTHER]), obs=y
+        )
 
 
 def crossed_joint(v, s):
@@ -116,7 +122,9 @@ def walk(y):
 
 
 def walk_joint(v, s):
-    prior = dist.Normal(0.0, 1.0).log_prob(v[0]) + dist.Normal(0.9 * v[:-1], s).log_prob(v[1:]).sum()
+    prior = (
+        dist.Normal(0.0, 1.0).log_prob(v[0]) + dist.Normal(0.9 * v[:-1], s).log_prob(v[1:]).sum()
+    )
     return prior + dist.Poisson(v.exp()).log_prob(COUNTS[:6]).sum()
 
 
@@ -179,7 +187,9 @@ def test_the_first_latent_is_normal_about_the_mode(design, s):
     loc, covariance = moments(conditional(guide, name, design.y, s=torch.tensor(s)))
     center, whole = mode(design, torch.tensor(s))
     torch.testing.assert_close(loc.reshape(-1), center[:size], rtol=0, atol=1e-6)
-    torch.testing.assert_close(covariance.reshape(size, size), whole[:size, :size], rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(
+        covariance.reshape(size, size), whole[:size, :size], rtol=1e-4, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("design", DESIGNS.values(), ids=list(DESIGNS))
@@ -192,7 +202,9 @@ def test_mode_and_curvature_follow_what_was_drawn(design):
         (slope,) = torch.autograd.grad(loc.reshape(-1)[i], s, retain_graph=True)
         torch.testing.assert_close(slope, (above[0] - below[0])[i] / 2 / step, rtol=1e-3, atol=1e-5)
         (slope,) = torch.autograd.grad(covariance.reshape(size, size)[i, i], s, retain_graph=True)
-        torch.testing.assert_close(slope, (above[1] - below[1])[i, i] / 2 / step, rtol=1e-2, atol=1e-5)
+        torch.testing.assert_close(
+            slope, (above[1] - below[1])[i, i] / 2 / step, rtol=1e-2, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("design", DESIGNS.values(), ids=list(DESIGNS))
@@ -201,7 +213,9 @@ def test_guides_are_faithful_and_their_density_is_that_of_their_draws(design):
     verify_inverse(guide.bayesnet, guide.inverse)
     trace = poutine.trace(guide).get_trace(design.y)
     values = {name: site["value"] for name, site in trace.nodes.items() if name in guide.rules}
-    torch.testing.assert_close(guide.log_prob(values, design.y).sum(), trace.log_prob_sum(), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        guide.log_prob(values, design.y).sum(), trace.log_prob_sum(), rtol=1e-4, atol=1e-3
+    )
 
 
 def test_particles_have_modes_of_their_own():
@@ -225,7 +239,10 @@ def test_large_counts_under_vague_priors(scale):
     guide = called(model, y)
     assert guide.rules["w"].rule == "newton"
     loc = conditional(guide, "w", y).loc.reshape(-1).detach()
-    slope = torch.cat([X, torch.ones(24, 1)], -1).mT @ (y - (X @ loc[:3] + loc[3]).exp()) - loc / scale**2
+    slope = (
+        torch.cat([X, torch.ones(24, 1)], -1).mT @ (y - (X @ loc[:3] + loc[3]).exp())
+        - loc / scale**2
+    )
     assert (slope.abs() < 1e-4 * y.sum()).all()
 
 
@@ -233,11 +250,15 @@ def test_what_data_cannot_tell_apart_is_as_wide_as_the_prior():
     def model(y):
         w = weights("w", 2, 3.0)
         with pyro.plate("rows", len(y)):
-            pyro.sample("y", dist.Bernoulli(logits=(w[..., 0] + w[..., 1]).unsqueeze(-1) * X[:, 0]), obs=y)
+            pyro.sample(
+                "y", dist.Bernoulli(logits=(w[..., 0] + w[..., 1]).unsqueeze(-1) * X[:, 0]), obs=y
+            )
 
     _, covariance = moments(conditional(called(model, BITS), "w", BITS))
     apart = torch.tensor([1.0, -1.0]) / 2**0.5
-    torch.testing.assert_close(apart @ covariance.reshape(2, 2) @ apart, torch.tensor(9.0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        apart @ covariance.reshape(2, 2) @ apart, torch.tensor(9.0), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("options", [{"exact": False}, {"rules": {"w": "learned"}}])
@@ -279,7 +300,9 @@ def test_a_density_that_turns_is_not_taken_for_concave():
 
 def student_errors():
     w, scale = weights(size=2, scale=1.0), pyro.sample("s", dist.HalfCauchy(0.5))
-    fn = dist.StudentT(3.0, w[..., :1] + w[..., 1:] * torch.linspace(-2, 2, 15), scale.unsqueeze(-1))
+    fn = dist.StudentT(
+        3.0, w[..., :1] + w[..., 1:] * torch.linspace(-2, 2, 15), scale.unsqueeze(-1)
+    )
     pyro.sample("x", fn.to_event(1))
 
 
@@ -321,7 +344,9 @@ def far_off():
 def test_data_sets_do_not_wait_for_each_other(monkeypatch):
     """Far from heavy-tailed data the way is long, and each has its own."""
     steps, solve = [], newton.Newton.solve
-    monkeypatch.setattr(newton.Newton, "solve", lambda self, sites: steps.append(self) or solve(self, sites))
+    monkeypatch.setattr(
+        newton.Newton, "solve", lambda self, sites: steps.append(self) or solve(self, sites)
+    )
     draws = Simulator(far_off, observed=["x"]).draw(1000)
     guide = AutoNaMIGuide(far_off, observed=["x"])
     few, *each = map(draws.select, [torch.arange(2), *torch.arange(20).split(1)])
@@ -370,10 +395,15 @@ def test_compiled_guides_have_it_too():
     fn = poutine.trace(guide).get_trace(20, observations={"y": BITS[:20]}).nodes["w"]["fn"]
 
     def joint(w):
-        return dist.Normal(0.0, 1.0).log_prob(w).sum() + dist.Bernoulli(logits=X[:20, :2] @ w).log_prob(BITS[:20]).sum()
+        return (
+            dist.Normal(0.0, 1.0).log_prob(w).sum()
+            + dist.Bernoulli(logits=X[:20, :2] @ w).log_prob(BITS[:20]).sum()
+        )
 
     design = Design(model, BITS[:20], ("w", 2), 2, lambda w, s: joint(w))
-    torch.testing.assert_close(fn.loc.reshape(-1), mode(design, torch.ones(()))[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        fn.loc.reshape(-1), mode(design, torch.ones(()))[0], rtol=0, atol=1e-6
+    )
 
 
 @torch.no_grad()
@@ -388,14 +418,21 @@ def test_where_the_mode_is_not_found_the_prior_stands_in():
             pyro.sample(f"y{t}", dist.Poisson(x.exp()))
 
     far = [1.266, 4.589, 8.985, 10.97, 13.99, 19.101, 16.144, 26.32, 30.103, 26.713, 25.713, 23.896]
-    x = torch.stack([torch.tensor(far), torch.linspace(0.0, 2.0, 12), torch.linspace(1.0, -1.0, 12)])
+    x = torch.stack(
+        [torch.tensor(far), torch.linspace(0.0, 2.0, 12), torch.linspace(1.0, -1.0, 12)]
+    )
     y = x.exp().round()
-    latents, data = ({f"{name}{t}": value[:, t] for t in range(12)} for name, value in (("x", x), ("y", y)))
+    latents, data = (
+        {f"{name}{t}": value[:, t] for t in range(12)} for name, value in (("x", x), ("y", y))
+    )
     guide = AutoNaMIGuide(model, observed=list(data))
     guide(observations={name: value[1] for name, value in data.items()})
     assert {note.rule for note in guide.rules.values()} <= {"newton", "quadrature"}
     log_prob = guide.log_prob(latents, observations=data)
-    prior = dist.Normal(0.0, 1.0).log_prob(x[0, 0]) + dist.Normal(x[0, :-1], 3.0).log_prob(x[0, 1:]).sum()
+    prior = (
+        dist.Normal(0.0, 1.0).log_prob(x[0, 0])
+        + dist.Normal(x[0, :-1], 3.0).log_prob(x[0, 1:]).sum()
+    )
     torch.testing.assert_close(log_prob[0], prior, rtol=1e-4, atol=1e-3)
     few = {name: value[1:] for name, value in latents.items()}
     near = guide.log_prob(few, observations={name: value[1:] for name, value in data.items()})
@@ -417,13 +454,17 @@ def test_counts_whose_log_density_is_rounded_by_many_nats_do_not_keep_it_from_en
             x = pyro.sample(f"x{t}", dist.Normal(x, s))
             pyro.sample(f"y{t}", dist.Poisson(x.exp()))
 
-    y = torch.tensor([
-        [2.0, 2, 53, 189, 10000, 2221, 28695, 64705, 149548, 5362, 278858, 55132],
-        [0.0, 2, 1, 6, 127, 2097, 16829, 7847, 12888, 331927, 98402, 7600],
-        [5.0, 113, 134, 187, 439, 505, 2797, 84124, 33707, 248692, 189414, 8395017],
-    ])
+    y = torch.tensor(
+        [
+            [2.0, 2, 53, 189, 10000, 2221, 28695, 64705, 149548, 5362, 278858, 55132],
+            [0.0, 2, 1, 6, 127, 2097, 16829, 7847, 12888, 331927, 98402, 7600],
+            [5.0, 113, 134, 187, 439, 505, 2797, 84124, 33707, 248692, 189414, 8395017],
+        ]
+    )
     x = (y + 1).log()
-    data, latents = ({f"{name}{t}": value[:, t] for t in range(12)} for name, value in (("y", y), ("x", x)))
+    data, latents = (
+        {f"{name}{t}": value[:, t] for t in range(12)} for name, value in (("y", y), ("x", x))
+    )
     guide = AutoNaMIGuide(model, observed=list(data))
     guide(observations={name: value[0] for name, value in data.items()})
     assert guide.rules["x3"].rule == "newton"
@@ -445,14 +486,23 @@ def test_conditionals_wait_for_latents_before_them_in_the_networks():
         s = pyro.sample("s", dist.Gamma(5.0, 1.0))
         t = pyro.sample("t", dist.Gamma(5.0, 1.0))
         with pyro.plate("rows", 4):
-            pyro.sample("x", dist.Poisson((design @ m).exp()), obs=torch.tensor([1.0, 2.0, 0.0, 1.0]))
-            pyro.sample("y", dist.Gamma(t, t / (s * (design @ p).exp())), obs=torch.tensor([1.0, 2.0, 3.0, 1.0]))
+            pyro.sample(
+                "x", dist.Poisson((design @ m).exp()), obs=torch.tensor([1.0, 2.0, 0.0, 1.0])
+            )
+            pyro.sample(
+                "y",
+                dist.Gamma(t, t / (s * (design @ p).exp())),
+                obs=torch.tensor([1.0, 2.0, 3.0, 1.0]),
+            )
 
     guide = AutoNaMIGuide(model)
     with torch.no_grad():
         trace = poutine.trace(guide).get_trace()
     assert {name: note.rule for name, note in guide.rules.items()} == {
-        "m": "newton", "p": "newton", "s": "learned", "t": "learned"
+        "m": "newton",
+        "p": "newton",
+        "s": "learned",
+        "t": "learned",
     }
     values = {name: trace.nodes[name]["value"] for name in "mpst"}
     assert trace.log_prob_sum() == pytest.approx(guide.log_prob(values).item())
@@ -474,10 +524,17 @@ def test_logits_of_a_regressor_in_its_own_units(vague):
     guide = AutoNaMIGuide(model)
     elbo = -Trace_ELBO(200, vectorize_particles=True).loss(model, guide)
     assert {note.rule for note in guide.rules.values()} <= {"newton", "quadrature"}
-    slope, middle = torch.linspace(0.0, 0.6, 800).double(), torch.linspace(-6.0, 6.0, 800).double()[:, None]
+    slope, middle = (
+        torch.linspace(0.0, 0.6, 800).double(),
+        torch.linspace(-6.0, 6.0, 800).double()[:, None],
+    )
     logits = middle[..., None] + slope[:, None] * (years.double() - 1985)
     joint = dist.Bernoulli(logits=logits).log_prob(late.double()).sum(-1)
-    joint = joint + dist.Normal(0.0, vague).log_prob(middle - 1985 * slope) + dist.Normal(0.0, 1.0).log_prob(slope)
+    joint = (
+        joint
+        + dist.Normal(0.0, vague).log_prob(middle - 1985 * slope)
+        + dist.Normal(0.0, 1.0).log_prob(slope)
+    )
     exact = joint.flatten().logsumexp(0) + math.log(0.6 * 12.0 / 799**2)
     assert exact - 0.3 < elbo < exact + 0.1
 
@@ -507,7 +564,8 @@ def test_what_takes_too_many_derivatives_is_learned(monkeypatch):
             pyro.sample("y", dist.Bernoulli(logits=(X * w.unsqueeze(-2)).sum(-1)), obs=BITS)
 
     assert called(model).rules["w"].rule == "newton"
-    monkeypatch.setattr(refutation, "_MOST_WORK", 4 * 24 + 3 * 10 - 1)  # offsets of three elements, and none
+    # offsets of three elements, and none
+    monkeypatch.setattr(refutation, "_MOST_WORK", 4 * 24 + 3 * 10 - 1)
     note = called(model).rules["w"]
     assert note.rule == "learned"
     assert "4 derivatives for each of 24 rows of data, or 3 elements are too many" in str(note)

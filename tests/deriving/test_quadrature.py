@@ -29,7 +29,10 @@ LIKELIHOODS: dict[str, tuple[Callable, Tensor]] = {
     "ordinal": (lambda eta: dist.OrderedLogistic(eta, LEVELS), ORDERED),
     "Gumbel": (lambda eta: dist.Gumbel(eta, 1.0), SIZES),
 }
-GROUP, GRID = torch.tensor([0, 1, 0, 2, 1, 2, 2, 0]), torch.linspace(-15, 15, 30001, dtype=torch.float64)
+GROUP, GRID = (
+    torch.tensor([0, 1, 0, 2, 1, 2, 2, 0]),
+    torch.linspace(-15, 15, 30001, dtype=torch.float64),
+)
 
 
 def effects(like: Callable) -> Callable:
@@ -83,7 +86,9 @@ def log_rest(a: Tensor, y: Tensor, s: Tensor) -> Tensor:
     b = torch.linspace(-8, 8, 801, dtype=torch.float64)
     total = dist.Normal(0.0, 2.0).log_prob(a)
     for group in range(3):
-        rows = dist.Poisson((a[:, None] + b).exp().unsqueeze(-1)).log_prob(y[group == GROUP]).sum(-1)
+        rows = (
+            dist.Poisson((a[:, None] + b).exp().unsqueeze(-1)).log_prob(y[group == GROUP]).sum(-1)
+        )
         total = total + torch.logsumexp(dist.Normal(0.0, s).log_prob(b) + rows, -1)
     return total
 
@@ -127,7 +132,10 @@ def test_draws_follow_the_density():
 
 def test_gradients_are_those_of_the_density():
     y, s = COUNTS, torch.tensor(1.2, requires_grad=True)
-    guide, value = called(effects(LIKELIHOODS["Poisson"][0]), y), torch.tensor([-1.0, 1.2, 0.0, 2.5])
+    guide, value = (
+        called(effects(LIKELIHOODS["Poisson"][0]), y),
+        torch.tensor([-1.0, 1.2, 0.0, 2.5]),
+    )
 
     def log_prob(s):
         return conditional(guide, "z", y, s=s).log_prob(value).sum()
@@ -136,7 +144,9 @@ def test_gradients_are_those_of_the_density():
     z = GRID.unsqueeze(-1).expand(-1, 4)
 
     def exact(s):
-        joint = [dist.Normal(0.3, s).log_prob(x) + dist.Poisson(x.exp()).log_prob(y) for x in (z, value)]
+        joint = [
+            dist.Normal(0.3, s).log_prob(x) + dist.Poisson(x.exp()).log_prob(y) for x in (z, value)
+        ]
         return (joint[1] - torch.logsumexp(joint[0], 0)).sum()
 
     (expected,) = torch.autograd.grad(exact(s), s)
@@ -155,7 +165,9 @@ def test_rows_that_a_mask_hides_keep_their_prior():
     with pyro.validation_enabled(False):
         fn = conditional(called(model, y), "z", y, s=torch.tensor(1.0))
         value = torch.tensor([1.0, 0.7, -2.0])
-        torch.testing.assert_close(fn.log_prob(value)[1], dist.Normal(0.0, 1.0).log_prob(value[1]), atol=1e-3, rtol=0)
+        torch.testing.assert_close(
+            fn.log_prob(value)[1], dist.Normal(0.0, 1.0).log_prob(value[1]), atol=1e-3, rtol=0
+        )
 
 
 def test_a_row_whose_slopes_are_no_numbers_keeps_its_prior():
@@ -170,7 +182,9 @@ def test_a_row_whose_slopes_are_no_numbers_keeps_its_prior():
     with pyro.validation_enabled(False):
         found = conditional(guide, "z", exposure, COUNTS, s=torch.tensor(1.0)).log_prob(value)
         usual = conditional(guide, "z", torch.ones(4), COUNTS, s=torch.tensor(1.0)).log_prob(value)
-    torch.testing.assert_close(found[1], dist.Normal(0.3, 1.0).log_prob(value[1]), rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        found[1], dist.Normal(0.3, 1.0).log_prob(value[1]), rtol=0, atol=1e-3
+    )
     torch.testing.assert_close(found[[0, 2, 3]], usual[[0, 2, 3]], rtol=0, atol=1e-2)
 
 

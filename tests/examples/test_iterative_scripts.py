@@ -25,7 +25,8 @@ def test_the_toy_has_a_surface_and_ways_on_it(tmp_path):
 def test_explaining_away_has_gaps_to_the_exact_evidence(tmp_path):
     _, results = finished(tmp_path, "explaining_away")
     gaps = {(row["base"], row["steps"]): row["runs"][0]["gap"] for row in results["rows"]}
-    assert len(gaps["faithful", 5]) == 26 and min(map(min, gaps.values())) > -0.5  # but for the noise of draws
+    # but for the noise of draws
+    assert len(gaps["faithful", 5]) == 26 and min(map(min, gaps.values())) > -0.5
 
 
 def test_autoencoders_are_compared_by_steps_and_with_optimizers(tmp_path):
@@ -45,4 +46,8 @@ def test_titles_have_a_perplexity(tmp_path):
         pytest.skip("titles of NeurIPS papers are not here")
     pytest.importorskip("sklearn")
     printed, results = finished(tmp_path, "vae", "--titles", str(folder))
-    assert {row["model"] for row in results["rows"]} == {"single", "hierarchical", "text"} and "perplexity" in printed
+    assert {row["model"] for row in results["rows"]} == {
+        "single",
+        "hierarchical",
+        "text",
+    } and "perplexity" in printed

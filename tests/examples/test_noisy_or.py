@@ -24,7 +24,9 @@ import worlds  # noqa: E402
 def small_world(observed: int = 4, latents: int = 3) -> worlds.World:
     torch.manual_seed(1)
     return worlds.World(
-        2 * torch.rand(observed, latents), 0.3 * torch.rand(observed), 0.1 + 0.6 * torch.rand(latents)
+        2 * torch.rand(observed, latents),
+        0.3 * torch.rand(observed),
+        0.1 + 0.6 * torch.rand(latents),
     )
 
 
@@ -42,7 +44,8 @@ def test_patterns_are_eight_distinct_overlapping_shapes_and_a_leak():
     assert world.leak.unique().tolist() == pytest.approx([-math.log(0.999), -math.log(0.2)])
     assert drawn[0, :2].all() and drawn[0].sum() == 16  # the first is a bar above
     shared = drawn.flatten(1).float() @ drawn.flatten(1).float().T
-    assert ((shared < shared.diagonal()) | torch.eye(8, dtype=torch.bool)).all()  # none holds another
+    # none holds another
+    assert ((shared < shared.diagonal()) | torch.eye(8, dtype=torch.bool)).all()
     assert ((shared > 0).sum(1) >= 6).all()  # each overlaps five others or more
 
 
@@ -76,15 +79,23 @@ def test_draws_have_the_probabilities_of_all_states():
     powers = 2 ** torch.arange(6, -1, -1.0)
     found = (torch.cat([drawn.z, drawn.x], 1) @ powers).long().bincount(minlength=128) / count
     prior = dist.Bernoulli(world.prior).log_prob(z).sum(-1)
-    joint = (prior[:, None] + NoisyOr(world.weights, world.leak, z[:, None]).log_prob(x)).exp().flatten()
+    joint = (
+        (prior[:, None] + NoisyOr(world.weights, world.leak, z[:, None]).log_prob(x))
+        .exp()
+        .flatten()
+    )
     assert joint.sum() == pytest.approx(1.0, abs=1e-5)
     assert ((found - joint).abs() < 5 * (joint / count).sqrt() + 1e-4).all()
 
 
 def test_fewer_points_are_the_first_of_more_and_held_out_ones_are_others():
     world = worlds.patterns()
-    many, few, other = (worlds.split(world, n, seed, 50) for n, seed in ((1000, 0), (20, 0), (20, 1)))
-    assert torch.equal(few.train.x, many.train.x[:20]) and torch.equal(few.train.z, many.train.z[:20])
+    many, few, other = (
+        worlds.split(world, n, seed, 50) for n, seed in ((1000, 0), (20, 0), (20, 1))
+    )
+    assert torch.equal(few.train.x, many.train.x[:20]) and torch.equal(
+        few.train.z, many.train.z[:20]
+    )
     assert not torch.equal(few.train.z, other.train.z)
     assert torch.equal(few.test.x, other.test.x) and torch.equal(few.valid.x, other.valid.x)
     assert not torch.equal(few.test.x, few.valid.x)
@@ -121,7 +132,9 @@ def write_titles(folder: Path, titles: list[str], packed: bool) -> None:
 def test_titles_lose_stop_words_rare_ones_and_the_five_commonest(tmp_path, packed):
     common = ["On the Alpha, Beta; gamma-delta epsilon"] * 9
     write_titles(
-        tmp_path, [*common, *["Kernels with a Graph"] * 3, *["The kernel"] * 2, *["Graph"] * 4, "A"], packed
+        tmp_path,
+        [*common, *["Kernels with a Graph"] * 3, *["The kernel"] * 2, *["Graph"] * 4, "A"],
+        packed,
     )
     found = worlds.titles(tmp_path)
     assert found.words == ["graph", "kernel"]
@@ -150,7 +163,9 @@ def test_exact_evidences_of_all_data_sum_to_one_and_the_joint_is_that_of_the_mod
         pyro.sample("x", NoisyOr(world.weights, world.leak, z))
 
     for (i, z), (j, value) in itertools.product(enumerate(posterior.states), enumerate(x)):
-        joint = poutine.trace(poutine.condition(model, {"z": z, "x": value})).get_trace().log_prob_sum()
+        joint = (
+            poutine.trace(poutine.condition(model, {"z": z, "x": value})).get_trace().log_prob_sum()
+        )
         assert posterior.log_joint[j, i] == pytest.approx(joint.item(), abs=1e-4)
 
 
@@ -159,7 +174,8 @@ def test_draws_of_the_exact_posterior_have_its_frequencies():
     posterior = measures.exact(world, torch.tensor([[1.0, 0.0, 1.0, 1.0]]).expand(20_000, -1))
     expected = posterior.log_joint[0].softmax(-1) @ posterior.states
     assert (
-        (posterior.draw().mean(0) - expected).abs() < 4.5 * (expected * (1 - expected) / 20_000).sqrt()
+        (posterior.draw().mean(0) - expected).abs()
+        < 4.5 * (expected * (1 - expected) / 20_000).sqrt()
     ).all()
 
 
@@ -172,10 +188,13 @@ def test_the_elbo_of_independent_latents_is_the_sum_over_states():
         log_q = q.log_prob(z)
         expected += log_q.exp() * (posterior.log_joint[:, i] - log_q)
     assert torch.allclose(measures.mean_field_elbo(posterior, logits), expected, atol=1e-5)
-    one = worlds.World(world.weights[:, :1], world.leak, world.prior[:1])  # whose posterior q can be
+    # whose posterior q can be
+    one = worlds.World(world.weights[:, :1], world.leak, world.prior[:1])
     posterior = measures.exact(one, x)
     logit = posterior.log_joint.diff(dim=-1)
-    assert torch.allclose(measures.mean_field_elbo(posterior, logit), posterior.log_evidence, atol=1e-5)
+    assert torch.allclose(
+        measures.mean_field_elbo(posterior, logit), posterior.log_evidence, atol=1e-5
+    )
 
 
 def test_cdi_descends_on_bounds_of_the_evidence_to_the_tightest():
@@ -186,7 +205,9 @@ def test_cdi_descends_on_bounds_of_the_evidence_to_the_tightest():
     assert (rounds.upper >= evidence).all() and (rounds.elbo <= evidence).all()
     assert (rounds.upper.diff() < 1e-6).all() and rounds.upper[-1] < rounds.upper[0] - 0.1
     free = torch.zeros_like(x, requires_grad=True)
-    optimizer = torch.optim.LBFGS([free], max_iter=400, line_search_fn="strong_wolfe", tolerance_change=1e-12)
+    optimizer = torch.optim.LBFGS(
+        [free], max_iter=400, line_search_fn="strong_wolfe", tolerance_change=1e-12
+    )
 
     def bound() -> torch.Tensor:
         psi = free.exp()
@@ -230,8 +251,13 @@ def test_f1_and_exact_match_are_those_of_counting():
 def test_patterns_are_matched_as_by_trying_all_matchings(latents):
     torch.manual_seed(latents)
     found, true = torch.rand(5, latents), torch.rand(5, 4)
-    cosines = torch.tensor([[torch.cosine_similarity(a, b, dim=0) for b in found.T] for a in true.T])
-    best = max(itertools.permutations(range(latents), 4), key=lambda places: cosines[range(4), places].sum())
+    cosines = torch.tensor(
+        [[torch.cosine_similarity(a, b, dim=0) for b in found.T] for a in true.T]
+    )
+    best = max(
+        itertools.permutations(range(latents), 4),
+        key=lambda places: cosines[range(4), places].sum(),
+    )
     values, places = measures.matched_cosines(found, true)
     assert places == list(best) and torch.allclose(values, cosines[range(4), best])
 

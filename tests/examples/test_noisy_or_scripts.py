@@ -30,7 +30,9 @@ def finished(tmp_path):
         assert done.code == 0, done.errors[-2000:]
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
         results = json.loads((tmp_path / f"{name}.json").read_text())
-        assert all({"claim", "paper", "ours", "holds"} <= claim.keys() for claim in results["claims"])
+        assert all(
+            {"claim", "paper", "ours", "holds"} <= claim.keys() for claim in results["claims"]
+        )
         assert all(claim["holds"] or claim["why"] for claim in results["claims"])
         return done.printed, results
 
@@ -63,10 +65,13 @@ def test_sparse_worlds_are_compared_by_points(finished):
 def test_topics_have_words_of_the_titles_and_are_ordered_by_pmi(finished, tmp_path):
     generator = torch.Generator().manual_seed(0)
     words = [
-        f"{a}{b}" for a in ("kon", "lum", "mar", "nit", "pol", "rad") for b in ("ba", "do", "fi", "gu", "ke")
+        f"{a}{b}"
+        for a in ("kon", "lum", "mar", "nit", "pol", "rad")
+        for b in ("ba", "do", "fi", "gu", "ke")
     ]
     titles = [
-        " ".join(words[i] for i in torch.randint(30, (6,), generator=generator).tolist()) for _ in range(150)
+        " ".join(words[i] for i in torch.randint(30, (6,), generator=generator).tolist())
+        for _ in range(150)
     ]
     (tmp_path / "nips_titles.csv").write_text(
         "\n".join(["year,title", *(f"2000,{title}" for title in titles)])
@@ -117,7 +122,9 @@ def test_the_loss_is_that_of_the_sum_over_states_in_any_parts():
     expected = -measures.mean_field_elbo(posterior, x @ slopes)
     model = systems.NoisyOrModel(world)
     for limit in (2e7, 1e5):
-        found = torch.tensor([systems.negative_elbo(model, guide, x, limit=limit) for _ in range(20)])
+        found = torch.tensor(
+            [systems.negative_elbo(model, guide, x, limit=limit) for _ in range(20)]
+        )
         assert abs(found.mean() - expected.mean()) < 4.5 * found.std() / 20**0.5
         assert found.std() > 0
 

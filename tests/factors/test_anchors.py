@@ -24,8 +24,12 @@ PRIORS = {
     "Logistic": dist.Logistic(t(1.0), t(2.0)),
     "Gumbel": dist.Gumbel(t(1.0), t(2.0)),
     "MultivariateNormal": dist.MultivariateNormal(t(1.0, 2.0), t([2.0, 0.5], [0.5, 1.0])),
-    "LowRankMultivariateNormal": dist.LowRankMultivariateNormal(t(1.0, 2.0), t([2.0], [0.5]), t(1.0, 2.0)),
-    "MultivariateStudentT": dist.MultivariateStudentT(t(1e6), t(1.0, 2.0), t([2.0, 0.0], [0.5, 1.0])),
+    "LowRankMultivariateNormal": dist.LowRankMultivariateNormal(
+        t(1.0, 2.0), t([2.0], [0.5]), t(1.0, 2.0)
+    ),
+    "MultivariateStudentT": dist.MultivariateStudentT(
+        t(1e6), t(1.0, 2.0), t([2.0, 0.0], [0.5, 1.0])
+    ),
     "Gamma": dist.Gamma(t(0.7), t(3.0)),
     "Chi2": dist.Chi2(t(3.0)),
     "InverseGamma": dist.InverseGamma(t(2.0), t(3.0)),
@@ -41,11 +45,16 @@ PRIORS = {
     "Uniform": dist.Uniform(-1.0, t(3.0)),
     "wide Uniform": dist.Uniform(-20.0, t(3.0)),
     "Dirichlet": dist.Dirichlet(t(1.0, 2.0, 0.5, 3.0)),
-    "affine": dist.TransformedDistribution(dist.Normal(t(1.0), t(2.0)), [TRANSFORMS.AffineTransform(3.0, -0.5)]),
-    "affine-exp": dist.TransformedDistribution(
-        dist.Normal(t(1.0), t(2.0)), [TRANSFORMS.AffineTransform(3.0, -0.5), TRANSFORMS.ExpTransform()]
+    "affine": dist.TransformedDistribution(
+        dist.Normal(t(1.0), t(2.0)), [TRANSFORMS.AffineTransform(3.0, -0.5)]
     ),
-    "logit-normal": dist.TransformedDistribution(dist.Normal(t(1.0), t(2.0)), [TRANSFORMS.SigmoidTransform()]),
+    "affine-exp": dist.TransformedDistribution(
+        dist.Normal(t(1.0), t(2.0)),
+        [TRANSFORMS.AffineTransform(3.0, -0.5), TRANSFORMS.ExpTransform()],
+    ),
+    "logit-normal": dist.TransformedDistribution(
+        dist.Normal(t(1.0), t(2.0)), [TRANSFORMS.SigmoidTransform()]
+    ),
     "LogisticNormal": dist.LogisticNormal(t(1.0, 0.0), t(2.0, 1.0)),
     "independent": dist.Gamma(t(0.7, 2.0), t(3.0, 1.0)).to_event(1),
     "masked": dist.Gamma(t(0.7, 2.0), t(3.0, 1.0)).mask(True).to_event(1),
@@ -81,7 +90,9 @@ def test_correlation_factors_have_the_moments_of_their_density(dim):
     proposal = dist.StudentT(t(6.0), t(0.0), t(0.7)).expand([dim * (dim - 1) // 2]).to_event(1)
     x = proposal.sample((100_000,))
     matrix = bijection(x)
-    log_weight = prior.log_prob(matrix) + bijection.log_abs_det_jacobian(x, matrix) - proposal.log_prob(x)
+    log_weight = (
+        prior.log_prob(matrix) + bijection.log_abs_det_jacobian(x, matrix) - proposal.log_prob(x)
+    )
     weight = log_weight.softmax(0).unsqueeze(-1)
     anchor = location_and_scale(prior)
     assert (weight * x).sum(0).abs().max() < 0.02
@@ -115,9 +126,13 @@ def test_a_wider_batch_comes_from_the_wrapper():
 def test_gradient_reaches_the_parameters(name):
     prior = PRIORS[name]
     base = prior
-    while not (set(base.arg_constraints) and all(hasattr(base, key) for key in base.arg_constraints)):
+    while not (
+        set(base.arg_constraints) and all(hasattr(base, key) for key in base.arg_constraints)
+    ):
         base = base.base_dist
-    parameters = [key for key in base.arg_constraints if isinstance(base.__dict__.get(key), torch.Tensor)]
+    parameters = [
+        key for key in base.arg_constraints if isinstance(base.__dict__.get(key), torch.Tensor)
+    ]
     if "covariance_matrix" in parameters:
         parameters = ["loc", "covariance_matrix"]
     if name in ("Uniform", "wide Uniform", "AffineBeta") or not parameters:
@@ -149,7 +164,9 @@ def test_degenerate_priors_have_finite_anchors_with_positive_scale(prior):
 
 def test_others_have_none():
     assert location_and_scale(dist.Wishart(t(4.0), torch.eye(2, dtype=torch.float64))) is None
-    squashed = dist.TransformedDistribution(dist.Normal(t(0.0), t(1.0)), [TRANSFORMS.TanhTransform()])
+    squashed = dist.TransformedDistribution(
+        dist.Normal(t(0.0), t(1.0)), [TRANSFORMS.TanhTransform()]
+    )
     assert location_and_scale(squashed) is None
 
 

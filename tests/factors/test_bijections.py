@@ -32,15 +32,31 @@ SUPPORTS = {
     "simplex": (constraints.simplex, 2, lambda y: y[..., :-1]),
     "ordered": (constraints.ordered_vector, 3, lambda y: y),
     "positive_ordered": (constraints.positive_ordered_vector, 3, lambda y: y),
-    "wrapped_positive_ordered": (constraints.independent(constraints.positive_ordered_vector, 1), 3, lambda y: y),
+    "wrapped_positive_ordered": (
+        constraints.independent(constraints.positive_ordered_vector, 1),
+        3,
+        lambda y: y,
+    ),
     "corr_cholesky": (constraints.corr_cholesky, 3, lambda y: y[..., BELOW[0], BELOW[1]]),
     "corr_matrix": (constraints.corr_matrix, 3, lambda y: y[..., BELOW[0], BELOW[1]]),
     "lower_cholesky": (constraints.lower_cholesky, 6, lambda y: y[..., LOWER[0], LOWER[1]]),
-    "softplus_lower_cholesky": (constraints.softplus_lower_cholesky, 6, lambda y: y[..., LOWER[0], LOWER[1]]),
+    "softplus_lower_cholesky": (
+        constraints.softplus_lower_cholesky,
+        6,
+        lambda y: y[..., LOWER[0], LOWER[1]],
+    ),
     "lower_triangular": (constraints.lower_triangular, 6, lambda y: y[..., LOWER[0], LOWER[1]]),
-    "unit_lower_cholesky": (constraints.unit_lower_cholesky, 3, lambda y: y[..., BELOW[0], BELOW[1]]),
+    "unit_lower_cholesky": (
+        constraints.unit_lower_cholesky,
+        3,
+        lambda y: y[..., BELOW[0], BELOW[1]],
+    ),
     "positive_definite": (constraints.positive_definite, 6, lambda y: y[..., LOWER[0], LOWER[1]]),
-    "cat": (constraints.cat([constraints.positive, constraints.unit_interval], -1, [1, 2]), 3, lambda y: y),
+    "cat": (
+        constraints.cat([constraints.positive, constraints.unit_interval], -1, [1, 2]),
+        3,
+        lambda y: y,
+    ),
     "stack": (constraints.stack([constraints.positive, constraints.real], -1), 2, lambda y: y),
 }
 
@@ -63,7 +79,9 @@ def test_values_lie_in_the_support_and_the_jacobian_is_autograds(name):
     assert values.shape == (4, 2) + y.shape and layout.log_abs_det is not None
     torch.testing.assert_close(layout.elements(values), batch)
     log_abs_det = layout.log_abs_det(layout.elements(y), y)
-    torch.testing.assert_close(torch.zeros_like(oracle) if log_abs_det is None else log_abs_det, oracle)
+    torch.testing.assert_close(
+        torch.zeros_like(oracle) if log_abs_det is None else log_abs_det, oracle
+    )
     if log_abs_det is not None:
         assert layout.log_abs_det(batch, values).shape == (4, 2)
 
@@ -106,7 +124,11 @@ def test_an_improper_prior_on_ordered_vectors_is_covered():
 
 
 def test_supports_without_a_bijection_are_refused():
-    for support in (constraints.sphere, constraints.boolean, constraints.independent(constraints.boolean, 1)):
+    for support in (
+        constraints.sphere,
+        constraints.boolean,
+        constraints.independent(constraints.boolean, 1),
+    ):
         with pytest.raises(NotImplementedError):
             bijection_to(support)
 
@@ -115,7 +137,10 @@ def test_a_detached_support_has_no_graph_and_the_same_bounds():
     high = torch.tensor(2.0, requires_grad=True)
     support = constraints.independent(constraints.interval(0.0, 3 * high), 1)
     detached = detached_support(support)
-    assert not detached.base_constraint.upper_bound.requires_grad and detached.base_constraint.upper_bound == 6.0
+    assert (
+        not detached.base_constraint.upper_bound.requires_grad
+        and detached.base_constraint.upper_bound == 6.0
+    )
     assert support.base_constraint.upper_bound.requires_grad
     assert detached_support(constraints.positive) is constraints.positive
 
@@ -133,7 +158,9 @@ def test_interior_moves_the_boundary_only(dtype):
         assert bijection_to(support).inv(moved).isfinite().all()
 
 
-@pytest.mark.parametrize("support", [constraints.positive, constraints.less_than(-5.0), constraints.unit_interval])
+@pytest.mark.parametrize(
+    "support", [constraints.positive, constraints.less_than(-5.0), constraints.unit_interval]
+)
 def test_what_interior_has_moved_it_takes_for_inside(support):
     moved = interior(support, torch.tensor([-9.0, 9.0])).unique().requires_grad_()
     again = interior(support, moved)

@@ -38,18 +38,26 @@ def noisy_or(s):
 def exact(name, s, value):
     """The log density in nats, by formulas of its own."""
     if name == "noisy-or":
-        return torch.where(value == 1, torch.where(s < 0.5, (-(-s).expm1()).log(), (-(-s).exp()).log1p()), -s)
+        return torch.where(
+            value == 1, torch.where(s < 0.5, (-(-s).expm1()).log(), (-(-s).exp()).log1p()), -s
+        )
     if name == "bernoulli":
         return -torch.logaddexp(torch.zeros(()), torch.where(value == 1, -s, s))
     return value * s - s.exp() - torch.lgamma(value + 1)
 
 
 # name -> (bound, predictors, values)
-SYMMETRIC = torch.cat([torch.logspace(-12, 2.8, 60), -torch.logspace(-12, 2.8, 60), torch.zeros(1)]).double()
+SYMMETRIC = torch.cat(
+    [torch.logspace(-12, 2.8, 60), -torch.logspace(-12, 2.8, 60), torch.zeros(1)]
+).double()
 CASES = {
     "noisy-or": (NoisyOrDual(), torch.logspace(-12, 3, 121, dtype=torch.float64), [0.0, 1.0]),
     "bernoulli": (JaakkolaJordan(), SYMMETRIC, [0.0, 1.0]),
-    "poisson": (PoissonTangent(), torch.linspace(-20, 5, 101, dtype=torch.float64), [0.0, 1.0, 7.0]),
+    "poisson": (
+        PoissonTangent(),
+        torch.linspace(-20, 5, 101, dtype=torch.float64),
+        [0.0, 1.0, 7.0],
+    ),
 }
 cases = pytest.mark.parametrize(
     ("name", "value"), [(name, torch.tensor(x)) for name, case in CASES.items() for x in case[2]]
@@ -94,7 +102,9 @@ def test_minimization_finds_the_tightest_xi(double, name, value):
             constant, linear, quadratic = bound.coefficients(value, torch.tensor(log_xi).exp())
             return sign * float(constant + linear * mean + quadratic * square)
 
-        best = minimize_scalar(expected, bounds=(-10, 10), method="bounded", options={"xatol": 1e-9})
+        best = minimize_scalar(
+            expected, bounds=(-10, 10), method="bounded", options={"xatol": 1e-9}
+        )
         # A minimum is known to the square root of the precision of values.
         assert math.log(bound.tightest(value, mean, square)) == pytest.approx(best.x, abs=1e-5)
 
@@ -107,7 +117,9 @@ def test_coefficients_and_gradients_are_finite_at_any_size(name, value, dtype):
     s = torch.logspace(-30, 2, 65, dtype=dtype).requires_grad_()
     xi = torch.cat([torch.zeros(1), torch.logspace(-30, 15, 65)]).to(dtype).requires_grad_()
     for parameter in (xi, bound.tightest(value.to(dtype), s, s.square())):
-        total = sum(torch.as_tensor(term).sum() for term in bound.coefficients(value.to(dtype), parameter))
+        total = sum(
+            torch.as_tensor(term).sum() for term in bound.coefficients(value.to(dtype), parameter)
+        )
         assert total.isfinite() and total.dtype == dtype
         if parameter is xi and total.requires_grad:
             assert torch.autograd.grad(total, xi)[0].isfinite().all()
@@ -121,7 +133,11 @@ def test_the_slope_of_lambda_is_its_derivative(double, xi):
     quadratic = JaakkolaJordan().coefficients(torch.tensor(1.0), xi)[2]
     # d/dx tanh(x / 2) / (4 x), by its own series near zero.
     x = xi.item()
-    expected = (0.5 / math.cosh(x / 2) ** 2 - math.tanh(x / 2) / x) / (4 * x) if x > 0.1 else -x / 48 + x**3 / 240
+    expected = (
+        (0.5 / math.cosh(x / 2) ** 2 - math.tanh(x / 2) / x) / (4 * x)
+        if x > 0.1
+        else -x / 48 + x**3 / 240
+    )
     assert torch.autograd.grad(quadratic, xi)[0].item() == pytest.approx(-expected, rel=1e-8)
 
 
@@ -130,7 +146,9 @@ def test_the_slope_of_the_dual_is_where_it_touches(double):
     constant = NoisyOrDual().coefficients(torch.tensor(1.0), psi)[0]
     # g'(psi) is the s with f'(s) = psi: log(1 + 1 / psi).
     touched = [math.log1p(1 / x) for x in psi.tolist()]
-    assert torch.autograd.grad(-constant.sum(), psi)[0].tolist() == pytest.approx(touched, rel=1e-6, abs=1e-14)
+    assert torch.autograd.grad(-constant.sum(), psi)[0].tolist() == pytest.approx(
+        touched, rel=1e-6, abs=1e-14
+    )
 
 
 def test_a_users_bound_is_found_after_one_registration(monkeypatch, double):
@@ -152,7 +170,9 @@ def test_bounds_look_below_wrappers(double):
         "plain": leaf,
         "event": leaf.to_event(1),
         "all": leaf.to_event(3),
-        "expanded": dist.torch_distribution.ExpandedDistribution(leaf.to_event(1), torch.Size([5, 3, 4])),
+        "expanded": dist.torch_distribution.ExpandedDistribution(
+            leaf.to_event(1), torch.Size([5, 3, 4])
+        ),
         "masked": leaf.to_event(1).mask(mask),
         "mask-inside": leaf.mask(inner).to_event(1),
         "off": leaf.to_event(1).mask(False),
@@ -179,7 +199,9 @@ def test_bayes_rule_with_the_dual_gives_independent_causes(double):
     log_joint = NoisyOrDual().log_bound(NoisyOr(weights, leak, states), x, psi)
     log_joint = log_joint + dist.Bernoulli(prior).log_prob(states).sum(-1)
     logits = (torch.where(x == 1, psi, -1.0).unsqueeze(-1) * weights).sum(0) + prior.logit()
-    torch.testing.assert_close(log_joint.log_softmax(0), dist.Bernoulli(logits=logits).log_prob(states).sum(-1))
+    torch.testing.assert_close(
+        log_joint.log_softmax(0), dist.Bernoulli(logits=logits).log_prob(states).sum(-1)
+    )
 
 
 def test_bad_registrations():

@@ -11,7 +11,12 @@ from torch.special import ndtr
 
 from pyro_nami.factors.elements import ExpRelaxedElements, LogisticElements
 from pyro_nami.factors.links import positive, raw_positive
-from pyro_nami.factors.normals import FlowElements, MixtureElements, NormalElements, SinhArcsinhElements
+from pyro_nami.factors.normals import (
+    FlowElements,
+    MixtureElements,
+    NormalElements,
+    SinhArcsinhElements,
+)
 
 DTYPE = torch.float64
 ONE = torch.Size((1,))
@@ -49,9 +54,14 @@ def test_a_mixture_gives_the_gradient_of_an_expectation():
     """d/dp E[x^2] is known in closed form."""
     params = torch.tensor([[0.3, -0.2, -1.0, 2.0, 0.1, -0.5]], dtype=DTYPE, requires_grad=True)
     logits, location, raw = params.chunk(3, -1)
-    oracle = torch.autograd.grad((logits.softmax(-1) * (location**2 + softplus(raw) ** 2)).sum(), params)[0]
+    oracle = torch.autograd.grad(
+        (logits.softmax(-1) * (location**2 + softplus(raw) ** 2)).sum(), params
+    )[0]
     draws = MixtureElements(params).draw(torch.Size((40_000, 1)))
-    parts = [torch.autograd.grad((part**2).mean(), params, retain_graph=True)[0] for part in draws.chunk(40)]
+    parts = [
+        torch.autograd.grad((part**2).mean(), params, retain_graph=True)[0]
+        for part in draws.chunk(40)
+    ]
     parts = torch.stack(parts)
     error = parts.std(0) / math.sqrt(40)
     assert ((parts.mean(0) - oracle).abs() < 5 * error).all()
@@ -88,8 +98,15 @@ def test_sinh_arcsinh_of_equal_tails_is_that_of_jones_and_pewsey(slope):
     x = torch.linspace(-30, 30, 201, dtype=DTYPE)[:, None]
     u = ((x - 0.7) / 1.6).asinh()
     inner = (u / slope).sinh()
-    oracle = (u / slope).cosh().log() - math.log(slope) + dist.Normal(0.0, 1.0).log_prob(inner) - u.cosh().log()
-    torch.testing.assert_close(bent(slope, slope).log_prob(x), oracle - math.log(1.6), rtol=1e-9, atol=1e-9)
+    oracle = (
+        (u / slope).cosh().log()
+        - math.log(slope)
+        + dist.Normal(0.0, 1.0).log_prob(inner)
+        - u.cosh().log()
+    )
+    torch.testing.assert_close(
+        bent(slope, slope).log_prob(x), oracle - math.log(1.6), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("left,right", [(0.55, 1.9), (1.9, 0.55), (1.7, 1.2), (1.0, 1.0)])
@@ -120,7 +137,9 @@ def test_sinh_arcsinh_tails_fall_off_as_their_slopes_say():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sinh_arcsinh_is_finite_with_finite_gradients_everywhere(dtype):
-    params = (torch.randn(200, 1, 4, dtype=dtype) * torch.tensor([1, 3, 50, 50], dtype=dtype)).requires_grad_()
+    params = (
+        torch.randn(200, 1, 4, dtype=dtype) * torch.tensor([1, 3, 50, 50], dtype=dtype)
+    ).requires_grad_()
     for size in (0.0, 1.0, 1e10, 1e30):
         x = (torch.randn(200, 1, dtype=dtype) * size).requires_grad_()
         log_prob = SinhArcsinhElements(params).log_prob(x)
@@ -147,13 +166,19 @@ def test_sinh_arcsinh_holds_the_skew_of_a_log_variance():
     assert gaps[SinhArcsinhElements] < 1e-3 and gaps[NormalElements] > 0.05, gaps
 
 
-@pytest.mark.parametrize(("kind", "width"), [(NormalElements, 2), (MixtureElements, 6), (FlowElements, 25)])
+@pytest.mark.parametrize(
+    ("kind", "width"), [(NormalElements, 2), (MixtureElements, 6), (FlowElements, 25)]
+)
 def test_densities_integrate_to_one_under_large_parameters(kind, width):
     line = torch.linspace(-20, 20, 400_001, dtype=DTYPE)[:, None]
     for seed in range(3):
         torch.manual_seed(seed)
         elements = kind(torch.randn(1, width, dtype=DTYPE) * 2.0)
-        x = 3 * line if kind is MixtureElements else elements.loc.mean() + elements.scale.max() * line
+        x = (
+            3 * line
+            if kind is MixtureElements
+            else elements.loc.mean() + elements.scale.max() * line
+        )
         total = (elements.log_prob(x).exp() * (x[1] - x[0])).sum()
         torch.testing.assert_close(total.item(), 1.0, rtol=0, atol=2e-3)
 
@@ -162,16 +187,25 @@ def test_a_logistic_element_is_torchs_relaxed_bernoulli():
     logits, temperature = torch.tensor([0.7], dtype=DTYPE), torch.tensor(0.4, dtype=DTYPE)
     x = torch.linspace(-5, 5, 21, dtype=DTYPE)[:, None]
     oracle = torch.distributions.relaxed_bernoulli.LogitRelaxedBernoulli(temperature, logits=logits)
-    torch.testing.assert_close(LogisticElements(logits, temperature).log_prob(x), oracle.log_prob(x))
-    far = LogisticElements(torch.tensor([800.0]), torch.tensor(0.1)).log_prob(torch.tensor([[-8e3], [8e3]]))
+    torch.testing.assert_close(
+        LogisticElements(logits, temperature).log_prob(x), oracle.log_prob(x)
+    )
+    far = LogisticElements(torch.tensor([800.0]), torch.tensor(0.1)).log_prob(
+        torch.tensor([[-8e3], [8e3]])
+    )
     assert far.isfinite().all()
 
 
 def test_a_relaxed_one_hot_element_is_torchs():
-    logits, temperature = torch.tensor([[0.7, -0.2, 0.1]], dtype=DTYPE), torch.tensor(0.4, dtype=DTYPE)
+    logits, temperature = (
+        torch.tensor([[0.7, -0.2, 0.1]], dtype=DTYPE),
+        torch.tensor(0.4, dtype=DTYPE),
+    )
     oracle = dist.RelaxedOneHotCategorical(temperature, logits=logits)
     value = oracle.sample((20,))
-    torch.testing.assert_close(ExpRelaxedElements(logits, temperature).log_prob(value.log()), oracle.log_prob(value))
+    torch.testing.assert_close(
+        ExpRelaxedElements(logits, temperature).log_prob(value.log()), oracle.log_prob(value)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -22,7 +22,9 @@ from pyro_nami.factors.registry import make_family
 GAMMA = dist.Gamma(3.0, 2.0)
 
 
-positive_model = pair(dist.LogNormal(0.3, 0.8), lambda z: dist.Normal(z.log(), 0.5), torch.tensor(1.2))
+positive_model = pair(
+    dist.LogNormal(0.3, 0.8), lambda z: dist.Normal(z.log(), 0.5), torch.tensor(1.2)
+)
 
 
 def positive_guide():
@@ -41,10 +43,14 @@ EVIDENCE = torch.distributions.Normal(0.3, math.sqrt(0.89)).log_prob(torch.tenso
 @pytest.mark.parametrize(
     "elbo",
     [
-        *(kind(**VECTORIZED) for kind in (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)),
+        *(
+            kind(**VECTORIZED)
+            for kind in (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)
+        ),
         RenyiELBO(alpha=0.5, **VECTORIZED),
         pytest.param(
-            JitTrace_ELBO(**VECTORIZED, ignore_jit_warnings=True), marks=pytest.mark.filterwarnings("ignore")
+            JitTrace_ELBO(**VECTORIZED, ignore_jit_warnings=True),
+            marks=pytest.mark.filterwarnings("ignore"),
         ),
     ],
     ids=lambda elbo: type(elbo).__name__,
@@ -111,8 +117,12 @@ def test_values_outside_the_support_are_refused_under_validation():
 
 
 def test_types_without_a_reparameterization_say_so():
-    q = make_family(None, "z", dist.Bernoulli(0.5), torch.tensor(1.0)).distribution(torch.zeros(1, 1))
+    q = make_family(None, "z", dist.Bernoulli(0.5), torch.tensor(1.0)).distribution(
+        torch.zeros(1, 1)
+    )
     with pytest.raises(NotImplementedError, match="no rsample"):
         q.rsample()
     with pytest.raises(NotImplementedError, match="enumerate"):
-        make_family("normal", "z", GAMMA, torch.tensor(1.0)).distribution(torch.zeros(1, 2)).enumerate_support()
+        make_family("normal", "z", GAMMA, torch.tensor(1.0)).distribution(
+            torch.zeros(1, 2)
+        ).enumerate_support()

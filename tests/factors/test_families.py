@@ -55,7 +55,10 @@ CASES = {
     "mixture-positive": ("mixture", dist.Gamma(t(2.0), t(1.0))),
     "mixture-vector": ("mixture", dist.Normal(zeros(2), 1.0).to_event(1)),
     "sinh_arcsinh-real": ("sinh_arcsinh", dist.Normal(t(0.0), t(1.0))),
-    "sinh_arcsinh-vector": ("sinh_arcsinh", dist.Gamma(torch.full((2,), 2.0, dtype=DTYPE), 1.0).to_event(1)),
+    "sinh_arcsinh-vector": (
+        "sinh_arcsinh",
+        dist.Gamma(torch.full((2,), 2.0, dtype=DTYPE), 1.0).to_event(1),
+    ),
     "flow-real": ("flow", dist.Normal(t(0.0), t(1.0))),
     "flow-unit": (flow(4), dist.Beta(t(2.0), t(3.0))),
     "flow-vector": ("flow", dist.Normal(zeros(2), 1.0).to_event(1)),
@@ -76,19 +79,36 @@ CASES = {
     "gamma-poisson": (None, dist.GammaPoisson(t(3.0), t(0.8))),
     "relaxed-bernoulli": (None, dist.RelaxedBernoulli(t(0.5), t(0.3))),
     "relaxed-bernoulli-vector": (None, dist.RelaxedBernoulli(t(0.5), t(0.3, 0.8)).to_event(1)),
-    "relaxed-bernoulli-temperatures": (None, dist.RelaxedBernoulli(t(0.5, 2.0), t(0.3, 0.8)).to_event(1)),
+    "relaxed-bernoulli-temperatures": (
+        None,
+        dist.RelaxedBernoulli(t(0.5, 2.0), t(0.3, 0.8)).to_event(1),
+    ),
     "relaxed-one-hot": (None, dist.RelaxedOneHotCategorical(t(0.7), t(0.3, 0.7))),
     "relaxed-one-hot-vector": (None, dist.RelaxedOneHotCategorical(t(0.7), ones(2, 3)).to_event(1)),
     "tempered": (relaxed(0.6), dist.RelaxedBernoulli(t(0.5), t(0.3, 0.8)).to_event(1)),
     "tempered-logits": (relaxed(0.6), dist.Logistic(t(0.0), t(2.0))),
 }
 MATCHED = {
-    "Gamma": (2.0, 1.0), "InverseGamma": (3.0, 1.0), "Chi2": (3.0,), "Beta": (2.0, 3.0),
-    "Kumaraswamy": (2.0, 3.0), "LogNormal": (0.0, 1.0), "Exponential": (2.0,), "HalfNormal": (2.0,),
-    "HalfCauchy": (2.0,), "Weibull": (2.0, 1.5), "StudentT": (5.0, 0.0, 1.0), "VonMises": (0.5, 2.0),
-    "Laplace": (0.5, 2.0), "Cauchy": (0.5, 2.0), "Gumbel": (0.5, 2.0), "Logistic": (0.5, 2.0),
+    "Gamma": (2.0, 1.0),
+    "InverseGamma": (3.0, 1.0),
+    "Chi2": (3.0,),
+    "Beta": (2.0, 3.0),
+    "Kumaraswamy": (2.0, 3.0),
+    "LogNormal": (0.0, 1.0),
+    "Exponential": (2.0,),
+    "HalfNormal": (2.0,),
+    "HalfCauchy": (2.0,),
+    "Weibull": (2.0, 1.5),
+    "StudentT": (5.0, 0.0, 1.0),
+    "VonMises": (0.5, 2.0),
+    "Laplace": (0.5, 2.0),
+    "Cauchy": (0.5, 2.0),
+    "Gumbel": (0.5, 2.0),
+    "Logistic": (0.5, 2.0),
 }
-CASES |= {f"match-{name}": ("match", getattr(dist, name)(*map(t, args))) for name, args in MATCHED.items()}
+CASES |= {
+    f"match-{name}": ("match", getattr(dist, name)(*map(t, args))) for name, args in MATCHED.items()
+}
 CASES |= {
     "match-discrete": ("match", dist.Bernoulli(t(0.3))),
     "match-gamma-vector": ("match", dist.Gamma(t(2.0, 3.0), t(1.0)).to_event(1)),
@@ -115,7 +135,11 @@ class Linear:
     """Conditionals whose parameters are a bias plus a linear map of the features before; counts its dense passes."""
 
     def __init__(self, bias, family, seen=()):
-        num_elements, num_params, width = family.num_elements, family.num_params, family.num_features
+        num_elements, num_params, width = (
+            family.num_elements,
+            family.num_params,
+            family.num_features,
+        )
         generator = torch.Generator().manual_seed(1)
         weight = torch.randn(
             (num_elements, num_params, num_elements, width), generator=generator, dtype=bias.dtype
@@ -134,7 +158,9 @@ class Linear:
     def _row(self, seen, index):
         params = self.bias[..., index, :]
         for position, features in enumerate(seen):
-            params = params + torch.einsum("kf,...f->...k", self.weight[index, :, position], features)
+            params = params + torch.einsum(
+                "kf,...f->...k", self.weight[index, :, position], features
+            )
         return params, lambda features: self._row(seen + (features,), index + 1)
 
 
@@ -220,7 +246,9 @@ def test_expand_draws_independently_and_scores_alike(case):
 
 
 @pytest.mark.parametrize("case", ids)
-def test_copies_and_pickles_make_the_same_distribution_and_no_divergence_from_the_prior_is_registered(case):
+def test_copies_and_pickles_make_the_same_distribution_and_no_divergence_from_the_prior_is_registered(
+    case,
+):
     family, prior, _, params = build(case)
     value = draw(family.distribution(params)).detach()
     expected = family.distribution(params).log_prob(value)
@@ -231,7 +259,9 @@ def test_copies_and_pickles_make_the_same_distribution_and_no_divergence_from_th
 
 
 # Bounds that are tensors have the model's own dtype, which is float64 here.
-@pytest.mark.parametrize("case", [name for name in ids if name not in ("normal-interval", "normal-greater")])
+@pytest.mark.parametrize(
+    "case", [name for name in ids if name not in ("normal-interval", "normal-greater")]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_dtype_follows_the_parameters(case, dtype):
     family, _, _, params = build(case, dtype=dtype)
@@ -268,7 +298,9 @@ def test_sequential_draws_agree_with_the_dense_pass(case, anchored):
     assert family.autoregressive
     conditionals = Linear(params, family)
     q = family.autoregressive_distribution(conditionals, anchor, torch.Size((2,)))
-    assert q.batch_shape == (2,) and q.event_shape == prior.event_shape and not q.has_enumerate_support
+    assert (
+        q.batch_shape == (2,) and q.event_shape == prior.event_shape and not q.has_enumerate_support
+    )
     for sample_shape in [(), (3,)]:
         value = draw(q, sample_shape)
         assert value.shape == sample_shape + (2,) + prior.event_shape
@@ -323,20 +355,31 @@ def grid_of(prior):
         return (LINE / 2).sinh() / 10, (LINE / 2).cosh() / 20 * step, LINE / 2
     if isinstance(support, (constraints.greater_than, constraints.greater_than_eq)):
         return LINE.exp() + support.lower_bound, LINE.exp() * step, LINE
-    low, high = (getattr(support, name, bound) for name, bound in (("lower_bound", 0.0), ("upper_bound", 1.0)))
+    low, high = (
+        getattr(support, name, bound)
+        for name, bound in (("lower_bound", 0.0), ("upper_bound", 1.0))
+    )
     unit = LINE.sigmoid()
     return low + (high - low) * unit, (high - low) * unit * (-LINE).sigmoid() * step, LINE
 
 
 def scalar_continuous(case):
     prior = CASES[case][1]
-    return not prior.support.is_discrete and prior.event_shape in [(), (2,)] and build(case)[0].num_elements == 1
+    return (
+        not prior.support.is_discrete
+        and prior.event_shape in [(), (2,)]
+        and build(case)[0].num_elements == 1
+    )
 
 
 @pytest.mark.parametrize("case", [name for name in ids if scalar_continuous(name)])
 def test_density_integrates_to_one_and_draws_follow_it(case):
     family, prior, _, params = build(case)
-    q, pairs, circle = family.distribution(params.detach()), prior.event_shape == (2,), case == "normal-circle"
+    q, pairs, circle = (
+        family.distribution(params.detach()),
+        prior.event_shape == (2,),
+        case == "normal-circle",
+    )
     value, width, line = grid_of(prior)
     if not circle:
         inside = (value > value[0]) & (value < value[-1]) & (width > 0)
@@ -354,13 +397,19 @@ def test_density_integrates_to_one_and_draws_follow_it(case):
     assert (seen.mean() - mean).abs() < 5 * error + 1e-4
 
 
-@pytest.mark.parametrize("case", [name for name in ids if CASES[name][1].support.is_discrete and "vector" not in name])
+@pytest.mark.parametrize(
+    "case", [name for name in ids if CASES[name][1].support.is_discrete and "vector" not in name]
+)
 def test_probabilities_sum_to_one_and_draws_follow_them(case):
     family, prior, _, params = build(case)
     q = family.distribution(params.detach())
     if q.has_enumerate_support:
         values = q.enumerate_support()
-        assert q.enumerate_support(expand=False).shape == values.shape == values.shape[:1] + prior.event_shape
+        assert (
+            q.enumerate_support(expand=False).shape
+            == values.shape
+            == values.shape[:1] + prior.event_shape
+        )
     else:
         values = torch.arange(3000, dtype=DTYPE)
     probability = q.log_prob(values).exp()
@@ -372,14 +421,18 @@ def test_probabilities_sum_to_one_and_draws_follow_them(case):
     assert ((draws.mean(0) - mean).abs() < 5 * spread / math.sqrt(4000) + 1e-9).all()
 
 
-@pytest.mark.parametrize("case", ["bernoulli", "categorical", "one-hot", "binomial", "beta-binomial"])
+@pytest.mark.parametrize(
+    "case", ["bernoulli", "categorical", "one-hot", "binomial", "beta-binomial"]
+)
 def test_finite_supports_are_enumerated_over_a_batch(case):
     family, prior, _, params = build(case, batch=(4,))
     q = family.distribution(params)
     values = q.enumerate_support()
     assert values.shape[1:] == (4,) + prior.event_shape
     assert q.enumerate_support(expand=False).shape[1:] == (1,) + prior.event_shape
-    torch.testing.assert_close(q.log_prob(values).logsumexp(0), torch.zeros(4, dtype=DTYPE), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        q.log_prob(values).logsumexp(0), torch.zeros(4, dtype=DTYPE), rtol=0, atol=1e-9
+    )
 
 
 def test_vectors_are_not_enumerated():
@@ -389,7 +442,9 @@ def test_vectors_are_not_enumerated():
 
 # Step 0 ---------------------------------------------------------------------------------------------------------------
 
-unconstrained = [name for name in ids if name.split("-")[0] in ("normal", "sinh_arcsinh", "mixture", "flow")]
+unconstrained = [
+    name for name in ids if name.split("-")[0] in ("normal", "sinh_arcsinh", "mixture", "flow")
+]
 
 
 def test_a_flow_with_transforms_starts_from_uniform_variables_up_to_their_edges():
@@ -398,7 +453,9 @@ def test_a_flow_with_transforms_starts_from_uniform_variables_up_to_their_edges(
     family = flow(4, transforms=2)("z", prior, prior.sample())
     standard = t(0.0, math.log(math.e - 1.0), *[0.0] * 11)  # softplus of the second is 1
     q = family.distribution(standard.expand(3, -1))
-    value = torch.cat((prior.sample((5,)), (low + 1e-9).expand(1, 3), (3.0 - 1e-9 * ones(3)).expand(1, 3)))
+    value = torch.cat(
+        (prior.sample((5,)), (low + 1e-9).expand(1, 3), (3.0 - 1e-9 * ones(3)).expand(1, 3))
+    )
     torch.testing.assert_close(q.log_prob(value), prior.log_prob(value))
     draw = q.sample((4000,))
     torch.testing.assert_close(((draw - low) / (3 - low)).mean(0), 0.5 * ones(3), atol=0.03, rtol=0)
@@ -417,13 +474,18 @@ def test_at_step_0_the_factor_is_autonormals(case, anchored):
         pytest.skip("torch has no bijection here, so AutoNormal has no answer")
     loc = bijection.inv(value)
     base = dist.Normal(loc, torch.full_like(loc, 0.1)).to_event(loc.dim())
-    oracle = base.log_prob(bijection.inv(other)) - bijection.log_abs_det_jacobian(bijection.inv(other), other).sum()
+    oracle = (
+        base.log_prob(bijection.inv(other))
+        - bijection.log_abs_det_jacobian(bijection.inv(other), other).sum()
+    )
     torch.testing.assert_close(q.log_prob(other), oracle, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("anchored", [False, True], ids=["plain", "anchored"])
 @pytest.mark.parametrize("components", [1, 2, 5])
-def test_a_mixture_starts_with_the_given_mean_and_scale_and_distinct_components(components, anchored):
+def test_a_mixture_starts_with_the_given_mean_and_scale_and_distinct_components(
+    components, anchored
+):
     prior = dist.Normal(t(3.0), t(2.0))
     family = make_family(mixture(components), "z", prior, t(1.0))
     anchor = family.anchor(prior) if anchored else None
@@ -432,12 +494,16 @@ def test_a_mixture_starts_with_the_given_mean_and_scale_and_distinct_components(
     mass = q.log_prob(line).exp() * (line[1] - line[0])
     mean = (mass * line).sum()
     torch.testing.assert_close(mean, t(1.0), rtol=0, atol=1e-8)
-    torch.testing.assert_close((mass * (line - mean).square()).sum().sqrt(), t(0.25), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        (mass * (line - mean).square()).sum().sqrt(), t(0.25), rtol=1e-6, atol=0
+    )
     locations = q._elements.loc.flatten()
     assert len(set(locations.tolist())) == components
 
 
-@pytest.mark.parametrize("case", [name for name in ids if name.startswith("match") and "discrete" not in name])
+@pytest.mark.parametrize(
+    "case", [name for name in ids if name.startswith("match") and "discrete" not in name]
+)
 def test_matching_types_start_around_the_init_value_with_the_init_scale(case):
     family, prior, _, _ = build(case)
     value = prior.sample()
@@ -451,7 +517,9 @@ def test_matching_types_start_around_the_init_value_with_the_init_scale(case):
         assert (spread / 2 < 0.2).all() and (spread / 2 > 0.04).all()
 
 
-@pytest.mark.parametrize("case", [name for name in ids if CASES[name][1].support.is_discrete or "relaxed" in name])
+@pytest.mark.parametrize(
+    "case", [name for name in ids if CASES[name][1].support.is_discrete or "relaxed" in name]
+)
 def test_additive_families_are_the_prior_where_the_network_says_nothing(case):
     family, prior, anchor, _ = build(case, anchored=True)
     values = prior.sample((6,))
@@ -477,7 +545,8 @@ def test_an_anchored_normal_with_standard_parameters_is_the_prior():
     prior = dist.LogNormal(t(1.0, 2.0), t(0.5, 3.0))
     family = make_family(None, "z", prior, prior.sample())
     anchor = family.anchor(prior)
-    params = torch.tensor([0.0, math.log(math.e - 1)], dtype=DTYPE).expand(2, 1, 2)  # location 0, scale 1
+    # location 0, scale 1
+    params = torch.tensor([0.0, math.log(math.e - 1)], dtype=DTYPE).expand(2, 1, 2)
     q = family.distribution(params, anchor)
     values = prior.sample((5,))
     torch.testing.assert_close(q.log_prob(values), prior.log_prob(values))
@@ -505,7 +574,9 @@ def test_anchor_and_parameters_of_different_batch_shapes_broadcast():
     assert anchor.shape == (5, 1, 3, 2)
     q = family.distribution(torch.zeros(4, 3, 2), anchor)
     assert q.batch_shape == (5, 4) and q.rsample().shape == (5, 4, 3)
-    sequential = family.autoregressive_distribution(Linear(torch.zeros(4, 3, 2), family), anchor, torch.Size((4,)))
+    sequential = family.autoregressive_distribution(
+        Linear(torch.zeros(4, 3, 2), family), anchor, torch.Size((4,))
+    )
     assert sequential.batch_shape == (5, 4) and sequential.rsample((2,)).shape == (2, 5, 4, 3)
 
 
@@ -544,7 +615,10 @@ def test_a_total_count_is_that_of_the_current_prior(anchored):
     q = family.distribution(params, family.anchor(now) if anchored else None)
     oracle = now if anchored else dist.Binomial(now.total_count, t(0.5, 0.5))
     values = torch.arange(10, dtype=DTYPE)[:, None]
-    assert not prototype.distribution(params[0]).support.check(t(9.0)) and q.support.check(t(9.0)).all()
+    assert (
+        not prototype.distribution(params[0]).support.check(t(9.0))
+        and q.support.check(t(9.0)).all()
+    )
     torch.testing.assert_close(q.log_prob(values), oracle.log_prob(values))
 
 
@@ -584,14 +658,32 @@ def test_a_relaxed_draw_close_to_the_boundary_keeps_a_finite_density_and_gradien
         (dist.Normal(0.0, 1.0), torch.tensor([1.0, math.nan]), [[[1.0]], [[0.0]]]),
         (dist.LogNormal(0.0, 1.0), torch.tensor(math.e), [[1.0]]),
         (dist.Bernoulli(0.5), torch.tensor(True), [[1.0]]),
-        (dist.Categorical(torch.ones(3)), torch.tensor([2, 0]), [[[0.0, 0.0, 1.0]], [[1.0, 0.0, 0.0]]]),
-        (dist.OneHotCategorical(torch.ones(3)), torch.tensor([0.0, 1.0, 0.0]), [[0.0], [1.0], [0.0]]),
+        (
+            dist.Categorical(torch.ones(3)),
+            torch.tensor([2, 0]),
+            [[[0.0, 0.0, 1.0]], [[1.0, 0.0, 0.0]]],
+        ),
+        (
+            dist.OneHotCategorical(torch.ones(3)),
+            torch.tensor([0.0, 1.0, 0.0]),
+            [[0.0], [1.0], [0.0]],
+        ),
         (dist.Poisson(3.0), torch.tensor(math.e - 1), [[1.0]]),
         (dist.Binomial(10, 0.5), torch.tensor(3.0), [[math.log(4.0)]]),
         (dist.Uniform(0.0, torch.tensor(9.0)), torch.tensor(5.0), [[5.0]]),
         (dist.ProjectedNormal(torch.zeros(2)), torch.tensor([0.6, 0.8]), [[0.6], [0.8]]),
     ],
-    ids=["real-nan", "positive", "bool", "class", "one-hot", "count", "binomial", "moving-bounds", "sphere"],
+    ids=[
+        "real-nan",
+        "positive",
+        "bool",
+        "class",
+        "one-hot",
+        "count",
+        "binomial",
+        "moving-bounds",
+        "sphere",
+    ],
 )
 def test_observed_features(prior, value, expected):
     read = features_of("x", prior, value)
@@ -653,18 +745,28 @@ TAIL = dist.HalfCauchy(t(1.0))
     ("spec", "prior", "kind"),
     [
         ("normal", STRAIGHT_THROUGH, NormalFamily),
-        *(("match", prior, NormalFamily) for prior in (GAUSS, dist.LogNormal(0.0, 1.0), LOGIT_NORMAL)),
+        *(
+            ("match", prior, NormalFamily)
+            for prior in (GAUSS, dist.LogNormal(0.0, 1.0), LOGIT_NORMAL)
+        ),
         # a lone bounded number has two tails
         (None, TAIL, SinhArcsinhFamily),
-        *((None, prior, NormalFamily) for prior in (GAUSS, TAIL.expand([3]), TAIL.expand([3]).to_event(1))),
+        *(
+            (None, prior, NormalFamily)
+            for prior in (GAUSS, TAIL.expand([3]), TAIL.expand([3]).to_event(1))
+        ),
     ],
 )
 def test_families_that_are_chosen(spec, prior, kind):
     assert type(make_family(spec, "z", prior, torch.tensor(0.5).expand(prior.shape()))) is kind
-    assert type(make_family("match", "z", dist.HalfNormal(1.0), torch.tensor(1.0))) is not NormalFamily
+    assert (
+        type(make_family("match", "z", dist.HalfNormal(1.0), torch.tensor(1.0))) is not NormalFamily
+    )
 
 
-@pytest.mark.parametrize("spec", ["normal", "sinh_arcsinh", "mixture", "flow", mixture(2), NormalFamily])
+@pytest.mark.parametrize(
+    "spec", ["normal", "sinh_arcsinh", "mixture", "flow", mixture(2), NormalFamily]
+)
 def test_a_continuous_family_on_a_discrete_site_is_refused(spec):
     with pytest.raises(ValueError, match='discrete values at site "k" .Categorical.'):
         make_family(spec, "k", dist.Categorical(torch.ones(3)), torch.tensor(0))

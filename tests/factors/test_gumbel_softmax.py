@@ -116,11 +116,16 @@ def test_elements_in_sequence_are_reparametrized_through_those_before_them():
     start, step = torch.tensor(0.2, requires_grad=True), 1e-6
     z, by_draw, in_one_pass = draw(start)
     first, second = start.sigmoid(), (3 * z[0]).sigmoid()
-    by_hand = torch.stack([z[0] * first.log() + (1 - z[0]) * (1 - first).log(),
-                           z[1] * second.log() + (1 - z[1]) * (1 - second).log()])
+    by_hand = torch.stack(
+        [
+            z[0] * first.log() + (1 - z[0]) * (1 - first).log(),
+            z[1] * second.log() + (1 - z[1]) * (1 - second).log(),
+        ]
+    )
     torch.testing.assert_close(by_draw, by_hand)
     torch.testing.assert_close(in_one_pass, by_hand)
-    for take in (lambda out: out[0][1], lambda out: out[1].sum()):  # the second element, and the density
+    # the second element, and the density
+    for take in (lambda out: out[0][1], lambda out: out[1].sum()):
         (slope,) = torch.autograd.grad(take(draw(start)), start)
         ahead, behind = take(draw(start.detach() + step)), take(draw(start.detach() - step))
         assert float(slope) == pytest.approx(float(ahead - behind) / (2 * step), rel=1e-5)

@@ -12,7 +12,9 @@ def test_a_map_through_knots_is_its_own_inverse_and_knows_its_slope():
     x = torch.linspace(-5, 5, 100, requires_grad=True)
     y = bend(x)
     assert (y.diff() > 0).all()
-    torch.testing.assert_close(KnotTransform(torch.stack([knots, knots.sinh(), knots.cosh()])).inv(y), x)
+    torch.testing.assert_close(
+        KnotTransform(torch.stack([knots, knots.sinh(), knots.cosh()])).inv(y), x
+    )
     (slope,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(bend.log_abs_det_jacobian(x, y), slope.log())
     assert ((y - x.sinh()).abs()[x.abs() < 3] < 0.05).all()
@@ -23,7 +25,10 @@ def test_splines_are_those_of_zuko(scale):
     transforms = pytest.importorskip("zuko.transforms")
     params = scale * torch.randn(500, 23, dtype=torch.double)
     x = 3 * torch.randn(500, dtype=torch.double)
-    ours, zuko = NeuralSpline(params), transforms.MonotonicRQSTransform(*params.split([8, 8, 7], -1))
+    ours, zuko = (
+        NeuralSpline(params),
+        transforms.MonotonicRQSTransform(*params.split([8, 8, 7], -1)),
+    )
     torch.testing.assert_close(ours.bend(x), zuko.call_and_ladj(x))
     noise, log_slope = ours.straighten(x)
     torch.testing.assert_close(noise, zuko.inv(x))
@@ -34,7 +39,8 @@ def test_splines_are_those_of_zuko(scale):
 @pytest.mark.parametrize("shared", [False, True])
 def test_gradients_of_splines(way, shared):
     params = torch.randn(1 if shared else 4, 5, dtype=torch.double, requires_grad=True)
-    x = torch.tensor([-7.0, -2.0, 1.0, 6.0], dtype=torch.double, requires_grad=True)  # beyond the knots, and between
+    # beyond the knots, and between
+    x = torch.tensor([-7.0, -2.0, 1.0, 6.0], dtype=torch.double, requires_grad=True)
 
     def mapped(params, x):
         return getattr(NeuralSpline(params), way)(x)
@@ -45,7 +51,10 @@ def test_gradients_of_splines(way, shared):
 
 def test_splines_start_at_the_identity():
     x = torch.linspace(-8, 8, 50)
-    for y, log_slope in (NeuralSpline(torch.zeros(50, 14)).bend(x), NeuralSpline(torch.zeros(50, 14)).straighten(x)):
+    for y, log_slope in (
+        NeuralSpline(torch.zeros(50, 14)).bend(x),
+        NeuralSpline(torch.zeros(50, 14)).straighten(x),
+    ):
         torch.testing.assert_close(y, x)
         torch.testing.assert_close(log_slope, torch.zeros(50), atol=1e-6, rtol=0)
 

@@ -35,4 +35,5 @@ def test_a_scale_that_starts_at_its_least_can_grow():
 
 
 def test_raw_scales_have_a_slope_where_their_two_forms_meet():
-    torch.testing.assert_close(slope(raw_scale, [RANGE / 2]), torch.ones(1))  # 1 / (1 - exp(-20)), in single precision
+    # 1 / (1 - exp(-20)), in single precision
+    torch.testing.assert_close(slope(raw_scale, [RANGE / 2]), torch.ones(1))

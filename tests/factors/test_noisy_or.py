@@ -42,7 +42,9 @@ def test_rates_and_densities_are_those_of_the_products_of_failures(drawn, layout
     absent = (1 - -torch.expm1(-leak)) * (torch.exp(-weights) ** z.unsqueeze(-2)).prod(-1)
     x = torch.bernoulli(torch.full((3, D), 0.5))
     torch.testing.assert_close(fn.rates, -absent.log())
-    torch.testing.assert_close(fn.log_prob(x), torch.where(x == 1, 1 - absent, absent).log().sum(-1))
+    torch.testing.assert_close(
+        fn.log_prob(x), torch.where(x == 1, 1 - absent, absent).log().sum(-1)
+    )
     torch.testing.assert_close(fn.mean, 1 - absent)
     torch.testing.assert_close(fn.variance, absent * (1 - absent))
     assert (fn.batch_shape, fn.event_shape) == ((3,), (D,))
@@ -70,7 +72,9 @@ def test_log_prob_and_gradient_are_precise_at_any_rate(dtype, exponent):
 
     present, slope = grad(torch.ones(2, dtype=dtype))
     # By Python's math in double precision: log p is log(1 - e^-a), its slope 1 / (e^a - 1); 1e-38 is single's smallest.
-    expected = [math.log(-math.expm1(-a)) if a < 0.5 else math.log1p(-math.exp(-a)) for a in exact.tolist()]
+    expected = [
+        math.log(-math.expm1(-a)) if a < 0.5 else math.log1p(-math.exp(-a)) for a in exact.tolist()
+    ]
     slopes = [math.exp(-a) / -math.expm1(-a) for a in exact.tolist()]
     torch.testing.assert_close(present.item(), math.fsum(expected), rtol=rtol, atol=1e-37)
     torch.testing.assert_close(slope.tolist(), slopes, rtol=rtol, atol=1e-37)
@@ -86,8 +90,12 @@ def test_gradients_in_values_leak_and_relaxed_z(drawn, layout):
     x = torch.bernoulli(torch.full((3, D), 0.5))
 
     def log_prob(values, leak, z):
-        made = torch.sparse_coo_tensor(index, values, (D, K), is_coalesced=True, check_invariants=True)
-        return NoisyOr(made if layout == "coo" else made.to_dense(), leak, z, validate_args=False).log_prob(x)
+        made = torch.sparse_coo_tensor(
+            index, values, (D, K), is_coalesced=True, check_invariants=True
+        )
+        return NoisyOr(
+            made if layout == "coo" else made.to_dense(), leak, z, validate_args=False
+        ).log_prob(x)
 
     values = weights[tuple(index)].clone().requires_grad_()
     inputs = values, (leak + 0.1).requires_grad_(), (0.1 + 0.8 * torch.rand(3, K)).requires_grad_()
@@ -127,7 +135,9 @@ def test_ten_thousand_by_ten_thousand_holds_no_dense_matrix():
     index = torch.stack([index // size, index % size])
     values = torch.rand(index.shape[1]).requires_grad_()
     z = torch.bernoulli(torch.full((batch, size), 0.5)).requires_grad_()
-    weights = torch.sparse_coo_tensor(index, values, (size, size), is_coalesced=True, check_invariants=False)
+    weights = torch.sparse_coo_tensor(
+        index, values, (size, size), is_coalesced=True, check_invariants=False
+    )
     made = Sizes()
     with made:
         fn = NoisyOr(weights, torch.full((size,), 0.1), z)
@@ -215,7 +225,11 @@ def test_copies_and_pickles_have_rates_of_their_own(drawn, layout):
     buffer = io.BytesIO()
     torch.save(fn, buffer)
     buffer.seek(0)
-    copies = copy.deepcopy(fn), pickle.loads(pickle.dumps(fn)), torch.load(buffer, weights_only=False)
+    copies = (
+        copy.deepcopy(fn),
+        pickle.loads(pickle.dumps(fn)),
+        torch.load(buffer, weights_only=False),
+    )
     for other in copies:
         torch.testing.assert_close(other.rates, fn.rates)
         assert (other.batch_shape, other.event_shape) == (fn.batch_shape, fn.event_shape)
@@ -253,10 +267,17 @@ def test_evidence_by_enumeration_is_the_sum_over_all_causes(drawn, layout):
     @config_enumerate
     def model():
         z = [pyro.sample(f"z{k}", dist.Bernoulli(torch.tensor(0.25))) for k in range(K)]
-        pyro.sample("x", NoisyOr(weights, leak, torch.stack(torch.broadcast_tensors(*z), -1)), obs=x)
+        pyro.sample(
+            "x", NoisyOr(weights, leak, torch.stack(torch.broadcast_tensors(*z), -1)), obs=x
+        )
 
-    prior, states = dist.Bernoulli(torch.full((K,), 0.25)), torch.tensor(list(product([0.0, 1.0], repeat=K)))
-    evidence = (prior.log_prob(states).sum(-1) + NoisyOr(weights, leak, states).log_prob(x)).logsumexp(0)
+    prior, states = (
+        dist.Bernoulli(torch.full((K,), 0.25)),
+        torch.tensor(list(product([0.0, 1.0], repeat=K))),
+    )
+    evidence = (
+        prior.log_prob(states).sum(-1) + NoisyOr(weights, leak, states).log_prob(x)
+    ).logsumexp(0)
     loss = TraceEnum_ELBO(max_plate_nesting=0).loss(model, lambda: None)
     assert -loss == pytest.approx(evidence.item())
 
@@ -271,7 +292,10 @@ def test_a_guide_of_it_trains_with_vectorized_particles(drawn, layout):
     svi = SVI(patients, guide, pyro.optim.Adam({"lr": 0.01}), elbo)
     assert all(math.isfinite(svi.step(*arguments)) for _ in range(3))
     assert ("z", "x") in guide.bayesnet.edges
-    assert get_dependencies(patients, arguments)["prior_dependencies"]["x"] == {"x": set(), "z": set()}
+    assert get_dependencies(patients, arguments)["prior_dependencies"]["x"] == {
+        "x": set(),
+        "z": set(),
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -282,8 +306,14 @@ def test_a_guide_of_it_trains_with_vectorized_particles(drawn, layout):
         (lambda weights, leak, z: (weights, -leak, z), "nonnegative leak"),
         (lambda weights, leak, z: (weights, leak * math.nan, z), "nonnegative leak"),
         (lambda weights, leak, z: (weights, leak, z + 0.5), r"z in \[0, 1\]"),
-        (lambda weights, leak, z: (weights, leak[1:], z), r"leak of shape \(\*batch, 6\).*got \(5,\)"),
-        (lambda weights, leak, z: (weights, leak, z[:, 1:]), r"z of shape \(\*batch, 4\).*got \(3, 3\)"),
+        (
+            lambda weights, leak, z: (weights, leak[1:], z),
+            r"leak of shape \(\*batch, 6\).*got \(5,\)",
+        ),
+        (
+            lambda weights, leak, z: (weights, leak, z[:, 1:]),
+            r"z of shape \(\*batch, 4\).*got \(3, 3\)",
+        ),
         (lambda weights, leak, z: (weights, leak.expand(2, D), z), "batch shapes"),
         (lambda weights, leak, z: (weights[0], leak, z), r"weights to be a dense tensor.*\(4,\)"),
     ],

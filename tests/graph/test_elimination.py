@@ -11,7 +11,9 @@ import pytest
 from pyro_nami.graph import BayesNet, Site, eliminate, moralize
 
 
-def random_net(rng: random.Random, sites: int = 6, plates: int = 3, evidence: bool = False) -> BayesNet:
+def random_net(
+    rng: random.Random, sites: int = 6, plates: int = 3, evidence: bool = False
+) -> BayesNet:
     """A random network; with ``evidence``, every site without children is observed."""
     sizes = {f"p{i}": rng.choice([2, 3]) for i in range(rng.randint(0, plates))}
     n, density = rng.randint(1, sites), rng.choice([0.2, 0.4, 0.7])
@@ -19,7 +21,11 @@ def random_net(rng: random.Random, sites: int = 6, plates: int = 3, evidence: bo
     bare = set(range(n)) - {u for u, _ in edges} if evidence else set()
     return BayesNet(
         [
-            Site(i, plates={p for p in sizes if rng.random() < 0.5}, observed=i in bare or rng.random() < 0.3)
+            Site(
+                i,
+                plates={p for p in sizes if rng.random() < 0.5},
+                observed=i in bare or rng.random() < 0.3,
+            )
             for i in range(n)
         ],
         edges,
@@ -29,7 +35,10 @@ def random_net(rng: random.Random, sites: int = 6, plates: int = 3, evidence: bo
 
 def instances(net, site):
     plates = [p for p in net.plate_sizes if p in net.plates[site]]
-    return [dict(zip(plates, at)) for at in itertools.product(*(range(net.plate_sizes[p]) for p in plates))]
+    return [
+        dict(zip(plates, at))
+        for at in itertools.product(*(range(net.plate_sizes[p]) for p in plates))
+    ]
 
 
 def key(site, at):
@@ -95,7 +104,11 @@ def test_lifted_elimination_is_grounded_elimination():
                 inside.add_nodes_from(nodes)
                 assert nx.is_connected(inside), (net.edges, order, v)
                 outside = set().union(*[remove(neighbours, node) for node in nodes]) - nodes
-                assert all(read(net, v, at, lifted.parents[v]) == outside for at in block), (net.edges, order, v)
+                assert all(read(net, v, at, lifted.parents[v]) == outside for at in block), (
+                    net.edges,
+                    order,
+                    v,
+                )
     assert joint_ones > 1000
 
 
@@ -215,12 +228,20 @@ def test_who_reads_whom_and_what_is_joint(net, order, parents, joint):
 
 def test_crossed_effects_read_each_other_at_the_rows_of_their_data():
     obs = frozenset({"obs", "county", "day"})
-    assert eliminate(CROSSED, ["alpha", "beta", "mu"]).rows["alpha"] == {"mu": {"county"}, "beta": obs, "y": obs}
+    assert eliminate(CROSSED, ["alpha", "beta", "mu"]).rows["alpha"] == {
+        "mu": {"county"},
+        "beta": obs,
+        "y": obs,
+    }
 
 
 @pytest.mark.parametrize(
     ("order", "error"),
-    [("w", "'w', which is unknown"), ("x", "'x', which is observed"), ("zz", "'z', which is there twice")],
+    [
+        ("w", "'w', which is unknown"),
+        ("x", "'x', which is observed"),
+        ("zz", "'z', which is there twice"),
+    ],
 )
 def test_an_order_is_one_of_distinct_latents(order, error):
     with pytest.raises(ValueError, match=error):

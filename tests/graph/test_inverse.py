@@ -84,7 +84,9 @@ def test_the_grounding_of_a_joint_block_is_autoregressive():
 
 def test_levels_wait_for_latent_parents_only(schools):
     assert schools.levels == (("mu",), ("tau",), ("theta",), ("pred",))
-    net = BayesNet.from_edges([(0, "x0"), (1, "x1"), (0, 2), (1, 2), (2, "x2")], observed=["x0", "x1", "x2"])
+    net = BayesNet.from_edges(
+        [(0, "x0"), (1, "x1"), (0, 2), (1, 2), (2, "x2")], observed=["x0", "x1", "x2"]
+    )
     assert [set(level) for level in nami(net, direction="reverse").levels] == [{0}, {1}, {2}]
     assert [set(level) for level in stuhlmueller(net).levels] == [{2}, {1}, {0}]
     assert [set(level) for level in mean_field(net).levels] == [{0, 1, 2}]
@@ -116,7 +118,10 @@ def test_an_added_edge_is_read_across_the_joint_block():
 @pytest.mark.parametrize(
     ("edge", "error"),
     [
-        (("theta", "mu"), r"'mu' to be observed or sampled before it; got the edge \('theta', 'mu'\)"),
+        (
+            ("theta", "mu"),
+            r"'mu' to be observed or sampled before it; got the edge \('theta', 'mu'\)",
+        ),
         (("mu", "mu"), r"'mu' to be observed or sampled before it; got the edge \('mu', 'mu'\)"),
         (("mu", "y"), r"to a latent of the inverse; got \('mu', 'y'\)"),
         (("q", "mu"), r"to a latent of the inverse; got \('q', 'mu'\)"),
@@ -147,13 +152,17 @@ def test_an_inverse_must_be_one_of_its_network(arguments, error):
 
 def test_plates_read_across_must_be_shared():
     net = BayesNet.from_edges([("z", "x")], observed=["x"], plates={"x": ["n"]})
-    with pytest.raises(ValueError, match="'z' to read 'x' across plates that they share; got {'n'}"):
+    with pytest.raises(
+        ValueError, match="'z' to read 'x' across plates that they share; got {'n'}"
+    ):
         Inverse(net, ("z",), {"z": {"x": frozenset({"n"})}})
 
 
 def test_a_user_writes_an_inverse_with_plain_mappings():
     inverse = Inverse(small(), ["a", "b"], {"a": {"b": NOTHING, "x": NOTHING}})
-    assert inverse.order == ("a", "b") and inverse.parents["b"] == {} and inverse.joint["a"] == NOTHING
+    assert (
+        inverse.order == ("a", "b") and inverse.parents["b"] == {} and inverse.joint["a"] == NOTHING
+    )
 
 
 def test_inverses_cannot_be_changed():

@@ -49,7 +49,9 @@ def binary_tree(depth):
 
 
 def chain(n, observed):
-    return BayesNet.from_edges([(i, i + 1) for i in range(n - 1)], observed=observed, nodes=range(n))
+    return BayesNet.from_edges(
+        [(i, i + 1) for i in range(n - 1)], observed=observed, nodes=range(n)
+    )
 
 
 def reads(inverse):
@@ -90,7 +92,9 @@ def test_a_long_chain_is_inverted_without_deep_recursion(direction):
     expected = {v: {v + 1} if direction == "forward" else {v - 1, n - 1} for v in range(1, n - 1)}
     assert {v: parents for v, parents in reads(inverse).items() if v} == expected
     assert len(inverse.levels) == n - 1
-    assert inverse.order == (tuple(range(n - 1)) if direction == "forward" else tuple(range(n - 2, -1, -1)))
+    assert inverse.order == (
+        tuple(range(n - 1)) if direction == "forward" else tuple(range(n - 2, -1, -1))
+    )
 
 
 def test_a_chain_without_data_is_predictive():
@@ -107,12 +111,17 @@ def algorithm_1(net, direction):
     for v in rank:
         for a, b in itertools.permutations({v} | parents[v], 2):
             graph[a].add(b)
-    upstream = {"forward": parents, "reverse": children, "free": dict.fromkeys(rank, set())}[direction]
+    upstream = {"forward": parents, "reverse": children, "free": dict.fromkeys(rank, set())}[
+        direction
+    ]
     left, result = set(net.latent), {}
     while left:
         free = [v for v in left if not upstream[v] & left]
         frontier = sorted(free, key=rank.get, reverse=direction != "forward")
-        fill = {v: sum(b not in graph[a] for a, b in itertools.combinations(graph[v], 2)) for v in frontier}
+        fill = {
+            v: sum(b not in graph[a] for a, b in itertools.combinations(graph[v], 2))
+            for v in frontier
+        }
         v = min(frontier, key=fill.get)
         left.discard(v)
         result[v] = graph.pop(v)
@@ -131,7 +140,11 @@ def random_evidenced(rng, most=25, sizes=(), hubs=0.3):
     bare = set(range(n)) - {u for u, _ in edges}
     return BayesNet(
         [
-            Site(i, plates={p for p in sizes if rng.random() < 0.5}, observed=i in bare or rng.random() < 0.2)
+            Site(
+                i,
+                plates={p for p in sizes if rng.random() < 0.5},
+                observed=i in bare or rng.random() < 0.2,
+            )
             for i in range(n)
         ],
         edges,
@@ -153,7 +166,10 @@ def coupling(net, a, b, across):
     """The number of pairs of instances of a and b that agree on the shared plates outside ``across``."""
     axes = {v: [p for p in net.plate_sizes if p in net.plates[v]] for v in (a, b)}
     at = {
-        v: [dict(zip(axes[v], i)) for i in itertools.product(*(range(net.plate_sizes[p]) for p in axes[v]))]
+        v: [
+            dict(zip(axes[v], i))
+            for i in itertools.product(*(range(net.plate_sizes[p]) for p in axes[v]))
+        ]
         for v in (a, b)
     }
     fixed = (net.plates[a] & net.plates[b]) - across
@@ -186,7 +202,9 @@ def test_with_plates_the_choice_has_the_least_fill_in_grounded_edges(direction):
         labels = {}
         for t in net.sites:
             above = [u for u, child in net.edges if child == t]
-            labels.update({frozenset((u, t)): NOTHING for u in above if frozenset((u, t)) not in labels})
+            labels.update(
+                {frozenset((u, t)): NOTHING for u in above if frozenset((u, t)) not in labels}
+            )
             for a, b in itertools.combinations_with_replacement(above, 2):
                 pair, across = frozenset((a, b)), (net.plates[a] & net.plates[b]) - net.plates[t]
                 if a != b or across:
@@ -210,11 +228,16 @@ def test_the_first_frontier_holds_latents_whose_parents_are_all_observed():
 def test_ties_follow_the_model_forward_and_run_against_it_in_reverse():
     net = network("abcxyz", "ax by cz", "xyz")
     assert nami(net, direction="forward").order == ("a", "b", "c")
-    assert nami(net, direction="reverse").order == nami(net, direction="free").order == ("c", "b", "a")
+    assert (
+        nami(net, direction="reverse").order == nami(net, direction="free").order == ("c", "b", "a")
+    )
 
 
 LOCAL = BayesNet.from_edges(
-    [("mu", "z"), ("z", "x")], observed=["x"], plates={"z": ["n"], "x": ["n"]}, plate_sizes={"n": 100}
+    [("mu", "z"), ("z", "x")],
+    observed=["x"],
+    plates={"z": ["n"], "x": ["n"]},
+    plate_sizes={"n": 100},
 )
 
 
@@ -222,7 +245,10 @@ def test_auto_counts_instances_not_sites():
     """Per site, forward and reverse differ by little; per instance the joint block of forward is large."""
     forward, reverse = nami(LOCAL, direction="forward"), nami(LOCAL, direction="reverse")
     assert forward.num_edges == 2 and reverse.num_edges == 3
-    assert forward.num_grounded_edges == 100 + 100 * 99 // 2 + 100**2 and reverse.num_grounded_edges == 300
+    assert (
+        forward.num_grounded_edges == 100 + 100 * 99 // 2 + 100**2
+        and reverse.num_grounded_edges == 300
+    )
     assert nami(LOCAL) == reverse
 
 
@@ -245,7 +271,12 @@ def test_auto_breaks_ties_by_levels_then_for_reverse():
 @pytest.mark.parametrize(
     ("net", "blocks", "expected", "predictive"),
     [
-        (network("abwvxy", "aw bw wv ax by", "xy"), None, {"v": "w", "w": "ab", "a": "x", "b": "y"}, "wv"),
+        (
+            network("abwvxy", "aw bw wv ax by", "xy"),
+            None,
+            {"v": "w", "w": "ab", "a": "x", "b": "y"},
+            "wv",
+        ),
         (network("mkxl", "mk kx ml", "x", "kl"), None, {"m": "x"}, ""),
         # k couples w and x: w's conditional is not the model's own, since a guide never samples k.
         (network("mkxwv", "mk kx kw wv", "x", "k"), None, {"v": "w", "w": "mx", "m": "x"}, "v"),
@@ -327,13 +358,31 @@ K_MARGINALIZED = network("kzx", "kz zx", "x", "k", supports=["kz"])
     [
         (KNOTTED, "forward", None, ValueError, "'z' goes before 'h', .* 'forward'.* Use 'reverse'"),
         *((BOUNDED, direction, *LATE_Z) for direction in DIRECTIONS),
-        (K_MARGINALIZED, "auto", None, ValueError, "'z' to be eliminated before 'k', .* 'k' is marginalized"),
+        (
+            K_MARGINALIZED,
+            "auto",
+            None,
+            ValueError,
+            "'z' to be eliminated before 'k', .* 'k' is marginalized",
+        ),
         (STUDENT, "auto", ["DIGS"], ValueError, "every latent in blocks; got none for 'L'"),
-        (STUDENT, "auto", ["DIGS", "LQ"], ValueError, "in blocks; got 'Q', which is an unknown site"),
+        (
+            STUDENT,
+            "auto",
+            ["DIGS", "LQ"],
+            ValueError,
+            "in blocks; got 'Q', which is an unknown site",
+        ),
         (STUDENT, "auto", ["DIGS", "LD"], ValueError, "once in blocks; got 'D' twice"),
         (STUDENT, "auto", ["DIGS", "LH"], ValueError, "in blocks; got 'H', which is observed"),
         (STUDENT, "auto", ("DIGSL",), TypeError, "lists of site names; got the string 'DIGSL'"),
-        (network("zkx", "zk kx", "x", "k"), "auto", ["k", "z"], ValueError, "got 'k', which is marginalized"),
+        (
+            network("zkx", "zk kx", "x", "k"),
+            "auto",
+            ["k", "z"],
+            ValueError,
+            "got 'k', which is marginalized",
+        ),
         (STUDENT, "up", None, ValueError, "one of auto, forward, reverse, free; got 'up'"),
     ],
 )

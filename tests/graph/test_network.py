@@ -11,7 +11,9 @@ from pyro_nami.graph import BayesNet, Instance, Site
 
 
 def test_sites_come_in_model_order_and_a_repeated_edge_counts_once():
-    net = BayesNet.from_edges([("a", "b"), ("b", "x")], observed=["x"], nodes=["a", "lone", "b", "x"])
+    net = BayesNet.from_edges(
+        [("a", "b"), ("b", "x")], observed=["x"], nodes=["a", "lone", "b", "x"]
+    )
     assert list(net.sites) == ["a", "lone", "b", "x"]
     assert net.latent == ("a", "lone", "b") and net.observed == ("x",)
     assert net.edges == (("a", "b"), ("b", "x"))
@@ -25,7 +27,9 @@ def test_an_order_that_is_not_topological_is_made_so_stably():
 
 def test_names_may_be_of_mixed_types_that_do_not_compare():
     names = [0, ("z", 1), "z", None, frozenset({2})]
-    net = BayesNet.from_edges(zip(names, names[1:]), observed=[names[-1]], plates={"z": [("p", 0), 7]})
+    net = BayesNet.from_edges(
+        zip(names, names[1:]), observed=[names[-1]], plates={"z": [("p", 0), 7]}
+    )
     assert list(net.sites) == names
     assert net.plates["z"] == {("p", 0), 7}
     assert len(str(net).splitlines()) == 1 + len(names)
@@ -52,12 +56,18 @@ def test_the_graph_cannot_be_changed():
 def test_networks_compare_by_value_and_survive_copies():
     def build(observed=("x",), nodes=("w", "z", "x"), size=3):
         return BayesNet.from_edges(
-            [("z", "x")], observed=observed, nodes=nodes, plates={"x": ["p"]}, plate_sizes={"p": size}
+            [("z", "x")],
+            observed=observed,
+            nodes=nodes,
+            plates={"x": ["p"]},
+            plate_sizes={"p": size},
         )
 
     net = build()
     assert net == build() and hash(net) == hash(build())
-    assert net != build(observed=()) and net != build(nodes=("z", "w", "x")) and net != build(size=4)
+    assert (
+        net != build(observed=()) and net != build(nodes=("z", "w", "x")) and net != build(size=4)
+    )
     net.graph, net.indexed  # noqa: B018  caches are no part of the value
     for other in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
         assert other == net and list(other.sites) == list(net.sites)
@@ -93,7 +103,9 @@ def test_grounding_joins_aligned_instances_and_all_instances_of_plates_that_the_
 
 
 def test_plates_without_a_size_count_two_instances_and_unused_sizes_are_dropped():
-    net = BayesNet.from_edges([("z", "x")], observed=["x"], plates={"x": ["p"]}, plate_sizes={"q": 9})
+    net = BayesNet.from_edges(
+        [("z", "x")], observed=["x"], plates={"x": ["p"]}, plate_sizes={"q": 9}
+    )
     assert dict(net.plate_sizes) == {"p": 2}
 
 
@@ -123,7 +135,11 @@ SCHOOLS = {"student": ["classroom"], "classroom": ["school"]}
 
 def schools(nesting=SCHOOLS):
     """Twelve students in six classrooms in two schools, and three days on which all are asked."""
-    plates = {"s": ["school"], "c": ["classroom", "school"], "y": ["student", "classroom", "school", "day"]}
+    plates = {
+        "s": ["school"],
+        "c": ["classroom", "school"],
+        "y": ["student", "classroom", "school", "day"],
+    }
     return BayesNet.from_edges(
         [("s", "c"), ("c", "y"), ("d", "y")],
         observed=["y"],
@@ -138,24 +154,34 @@ def test_nesting_is_closed_transitively():
     assert dict(net.nesting) == {"student": {"classroom", "school"}, "classroom": {"school"}}
     assert net.closure(["classroom", "day"]) == {"classroom", "school", "day"}
     assert net.generators(net.plates["y"]) == {"student", "day"}
-    assert net.generators(["school", "day"]) == {"school", "day"} and net.generators([]) == frozenset()
+    assert (
+        net.generators(["school", "day"]) == {"school", "day"} and net.generators([]) == frozenset()
+    )
     assert net == schools({"student": {"classroom", "school"}, "classroom": "school"})
     with pytest.raises(TypeError):
         net.nesting["day"] = frozenset()
 
 
 def test_nesting_of_plates_that_no_site_lies_in_is_dropped():
-    net = BayesNet.from_edges([("z", "x")], observed=["x"], plates={"x": ["p"]}, nesting={"q": ["p"]})
+    net = BayesNet.from_edges(
+        [("z", "x")], observed=["x"], plates={"x": ["p"]}, nesting={"q": ["p"]}
+    )
     assert not net.nesting
 
 
 def nested_instances(net, plates, maps):
     """The index combinations of plates that occur, listed one by one: outer indices follow from inner ones."""
-    free = [p for p in plates if not any(q in plates and p in net.nesting.get(q, ()) for q in plates)]
+    free = [
+        p for p in plates if not any(q in plates and p in net.nesting.get(q, ()) for q in plates)
+    ]
     found = set()
     for at in itertools.product(*(range(net.plate_sizes[p]) for p in free)):
         place = dict(zip(free, at))
-        for inner, outer in (("student", "classroom"), ("classroom", "school"), ("student", "school")):
+        for inner, outer in (
+            ("student", "classroom"),
+            ("classroom", "school"),
+            ("student", "school"),
+        ):
             if inner in place and outer in plates:
                 place[outer] = maps[inner, outer][place[inner]]
         found.add(tuple(sorted(place.items())))
@@ -188,7 +214,11 @@ def test_instances_and_pairs_are_counted_as_a_balanced_nested_design_has_them():
 
 def test_nested_networks_compare_by_value_and_survive_copies():
     net = schools()
-    assert net == schools() and hash(net) == hash(schools()) and net != schools({"student": ["classroom"]})
+    assert (
+        net == schools()
+        and hash(net) == hash(schools())
+        and net != schools({"student": ["classroom"]})
+    )
     for other in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
         assert other == net and other.nesting == net.nesting
 
@@ -223,8 +253,16 @@ def test_the_text_says_what_is_nested_in_what():
             {"plates": {"y": ["obs"]}, "nesting": {"obs": ["county"]}},
             r"site 'y' .* plate 'obs' determines; .* Add 'county' to",
         ),
-        ("zy", {"plates": {"y": ["a", "b"]}, "nesting": {"a": "b", "b": "c"}}, r"site 'y' .* without 'c'"),
-        ("zy", {"nesting": {"a": "b", "b": "a"}}, "acyclic nesting of plates; got the cycle '.' -> '.' -> '.'"),
+        (
+            "zy",
+            {"plates": {"y": ["a", "b"]}, "nesting": {"a": "b", "b": "c"}},
+            r"site 'y' .* without 'c'",
+        ),
+        (
+            "zy",
+            {"nesting": {"a": "b", "b": "a"}},
+            "acyclic nesting of plates; got the cycle '.' -> '.' -> '.'",
+        ),
         ("zy", {"nesting": {"a": "a"}}, "acyclic nesting of plates; got the cycle 'a' -> 'a'"),
     ],
 )
@@ -236,7 +274,11 @@ def test_errors_of_from_edges(edges, arguments, error):
 @pytest.mark.parametrize(
     ("build", "kind", "error"),
     [
-        (lambda: BayesNet([Site("a"), Site("a")], []), ValueError, "every site once; got 'a' 2 times"),
+        (
+            lambda: BayesNet([Site("a"), Site("a")], []),
+            ValueError,
+            "every site once; got 'a' 2 times",
+        ),
         (lambda: BayesNet({"b": Site("a")}, []), ValueError, "under its own name"),
         (lambda: BayesNet(["a"], []), TypeError, "to be a Site; got str 'a'"),
         (

@@ -86,7 +86,9 @@ def random_network(rng, n, density, latent=0.6, marginalized=0.0):
     sites = []
     for i in range(n):
         is_latent = rng.random() < latent
-        sites.append(Site(i, observed=not is_latent, marginalized=is_latent and rng.random() < marginalized))
+        sites.append(
+            Site(i, observed=not is_latent, marginalized=is_latent and rng.random() < marginalized)
+        )
     return BayesNet(sites, edges), Oracle(range(n), edges)
 
 
@@ -94,7 +96,10 @@ def random_plated_network(rng):
     sizes = {f"p{i}": rng.choice([2, 3]) for i in range(rng.randint(1, 2))}
     net, _ = random_network(rng, rng.randint(2, 6), rng.choice([0.2, 0.4, 0.7]), marginalized=0.15)
     return BayesNet(
-        [replace(site, plates={p for p in sizes if rng.random() < 0.5}) for site in net.sites.values()],
+        [
+            replace(site, plates={p for p in sizes if rng.random() < 0.5})
+            for site in net.sites.values()
+        ],
         net.edges,
         sizes,
     )
@@ -113,7 +118,10 @@ def random_blocks(rng, net):
 
 @pytest.mark.parametrize(
     ("n", "kinds"),
-    [*((n, ("latent", "observed")) for n in (1, 2, 3, 4)), (3, ("latent", "observed", "marginalized"))],
+    [
+        *((n, ("latent", "observed")) for n in (1, 2, 3, 4)),
+        (3, ("latent", "observed", "marginalized")),
+    ],
 )
 def test_every_small_network_is_inverted_faithfully_and_minimally_in_every_direction(n, kinds):
     count = 0
@@ -129,11 +137,20 @@ def test_every_small_network_is_inverted_faithfully_and_minimally_in_every_direc
 def test_larger_networks_too_with_any_blocks():
     rng = random.Random(0)
     for _ in range(120):
-        net, oracle = random_network(rng, rng.randint(5, 8), rng.choice([0.2, 0.35]), marginalized=0.15)
+        net, oracle = random_network(
+            rng, rng.randint(5, 8), rng.choice([0.2, 0.35]), marginalized=0.15
+        )
         blocks = random_blocks(rng, net)
         for direction in DIRECTIONS:
-            for inverse in (nami(net, direction=direction), nami(net, direction=direction, blocks=blocks)):
-                assert is_faithful_and_minimal(oracle, inverse) == (True, True), (str(net), direction, blocks)
+            for inverse in (
+                nami(net, direction=direction),
+                nami(net, direction=direction, blocks=blocks),
+            ):
+                assert is_faithful_and_minimal(oracle, inverse) == (True, True), (
+                    str(net),
+                    direction,
+                    blocks,
+                )
 
 
 def test_d_separation_is_what_paths_say():
@@ -157,7 +174,11 @@ def test_verification_is_what_paths_say_of_any_inverse():
         else:
             density = rng.choice([0.3, 0.6, 0.9])
             parents = {
-                v: {u: frozenset() for u in (*net.observed, *order[i + 1 :]) if rng.random() < density}
+                v: {
+                    u: frozenset()
+                    for u in (*net.observed, *order[i + 1 :])
+                    if rng.random() < density
+                }
                 for i, v in enumerate(order)
             }
             inverse = Inverse(net, order, parents)
@@ -194,17 +215,24 @@ def test_plated_networks_are_inverted_faithfully_and_minimally_with_any_blocks()
     assert joint > 200
 
 
-@pytest.mark.parametrize(("seed", "nets", "sizes"), [(5, 300, None), (6, 60, [4, 5])], ids=["2 or 3", "more"])
+@pytest.mark.parametrize(
+    ("seed", "nets", "sizes"), [(5, 300, None), (6, 60, [4, 5])], ids=["2 or 3", "more"]
+)
 def test_a_plated_inverse_is_faithful_iff_its_grounding_is(seed, nets, sizes):
     """At any size: three instances show what more would."""
     rng, seen = random.Random(seed), set()
     for _ in range(nets):
         net = random_plated_network(rng)
         if sizes:
-            net = BayesNet(net.sites, net.edges, {plate: rng.choice(sizes) for plate in net.plate_sizes})
+            net = BayesNet(
+                net.sites, net.edges, {plate: rng.choice(sizes) for plate in net.plate_sizes}
+            )
         inverse = rng.choice([stuhlmueller, mean_field, fully_connected, nami])(net)
         found = bool(verify_inverse(net, inverse))
-        assert found == bool(verify_inverse(net.ground(), inverse.ground())), (str(net), str(inverse))
+        assert found == bool(verify_inverse(net.ground(), inverse.ground())), (
+            str(net),
+            str(inverse),
+        )
         seen.add(found)
     assert seen == {True, False}
 
@@ -222,7 +250,10 @@ def test_the_heuristic_inverse_of_the_paper_lacks_the_edges_between_branches():
 
 def test_an_extra_edge_is_redundant():
     inverse = nami(TREE, direction="forward")
-    assert verify_inverse(TREE, inverse).minimal and str(verify_inverse(TREE, inverse)) == "minimally faithful"
+    assert (
+        verify_inverse(TREE, inverse).minimal
+        and str(verify_inverse(TREE, inverse)) == "minimally faithful"
+    )
     found = verify_inverse(TREE, inverse.with_edges([("d", "a")]))
     assert found and not found.minimal
     assert found.redundant == {("d", "a"): frozenset()}
@@ -231,13 +262,16 @@ def test_an_extra_edge_is_redundant():
 
 def test_reading_across_a_plate_without_need_is_redundant_and_the_reverse_is_missing():
     plates = {"z": ["n"], "x": ["n"]}
-    net = BayesNet.from_edges([("mu", "z"), ("z", "x")], observed=["x"], plates=plates, plate_sizes={"n": 50})
+    net = BayesNet.from_edges(
+        [("mu", "z"), ("z", "x")], observed=["x"], plates=plates, plate_sizes={"n": 50}
+    )
     right = nami(net, direction="reverse")
     assert verify_inverse(net, right).minimal
     too_much = Inverse(net, right.order, {**right.parents, "z": {"mu": frozenset(), "x": {"n"}}})
     assert verify_inverse(net, too_much).redundant == {("x", "z"): {"n"}}
     joint = replace(too_much, joint={"z": {"n"}})
-    assert verify_inverse(net, joint).redundant == {("z", "z"): {"n"}}  # one block, which does need all of x
+    # one block, which does need all of x
+    assert verify_inverse(net, joint).redundant == {("z", "z"): {"n"}}
     apart = Inverse(net, ("mu", "z"), {"mu": {"z": frozenset()}, "z": {"x": frozenset()}})
     assert verify_inverse(net, apart).missing == {("x", "z"): {"n"}, ("z", "z"): {"n"}}
 

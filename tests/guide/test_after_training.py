@@ -109,7 +109,9 @@ def mixed(x, y=None):
         loc = pyro.sample("loc", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0))
     with pyro.plate("rows", len(x)):
         z = pyro.sample("z", dist.Categorical(weights))
-        return pyro.sample("y", dist.Normal(loc[..., z] if loc.dim() == 1 else loc.gather(-1, z), 0.5), obs=y)
+        return pyro.sample(
+            "y", dist.Normal(loc[..., z] if loc.dim() == 1 else loc.gather(-1, z), 0.5), obs=y
+        )
 
 
 @config_enumerate
@@ -121,18 +123,27 @@ def chain(x, y=None):
         to = torch.where(torch.as_tensor(state) == 0, 1 - stay, stay)
         state = pyro.sample(f"state_{i}", dist.Bernoulli(to))
         observed = None if y is None else y[i]
-        pyro.sample(f"y_{i}", dist.Normal(torch.where(state == 0, loc[..., 0], loc[..., 1]), 0.7), obs=observed)
+        pyro.sample(
+            f"y_{i}",
+            dist.Normal(torch.where(state == 0, loc[..., 0], loc[..., 1]), 0.7),
+            obs=observed,
+        )
 
 
 def process(x, y=None):
     length = pyro.sample("length", dist.LogNormal(0.0, 0.5))
-    kernel = (-0.5 * ((x[:, None] - x) / length[..., None, None]).square()).exp() + 1e-3 * torch.eye(len(x))
+    kernel = (
+        -0.5 * ((x[:, None] - x) / length[..., None, None]).square()
+    ).exp() + 1e-3 * torch.eye(len(x))
     f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(len(x)), kernel))
     return pyro.sample("y", dist.Poisson(f.exp()).to_event(1), obs=y)
 
 
 def counts(x, y=None):
-    slope, tau = pyro.sample("slope", dist.Normal(0.0, 1.0)), pyro.sample("tau", dist.HalfNormal(1.0))
+    slope, tau = (
+        pyro.sample("slope", dist.Normal(0.0, 1.0)),
+        pyro.sample("tau", dist.HalfNormal(1.0)),
+    )
     with pyro.plate("rows", len(x)):
         z = pyro.sample("z", dist.Normal(slope * x, tau))
         return pyro.sample("y", dist.Poisson(z.exp()), obs=y)
@@ -145,7 +156,9 @@ def censored(x, y=None):
         with poutine.mask(mask=seen):
             pyro.sample("y", dist.Exponential(rate), obs=y)
         with poutine.mask(mask=~seen):
-            pyro.sample("late", dist.Bernoulli(logits=-rate), obs=None if y is None else torch.zeros(len(x)))
+            pyro.sample(
+                "late", dist.Bernoulli(logits=-rate), obs=None if y is None else torch.zeros(len(x))
+            )
 
 
 def missing_covariate(x, y=None):
@@ -175,11 +188,18 @@ def decoded(x, y=None):
 
 def network(x, y=None):
     with pyro.plate("values", 2):
-        wet, slips = pyro.sample("wet", dist.Beta(1.0, 1.0)), pyro.sample("slips", dist.Beta(2.0, 2.0))
+        wet, slips = (
+            pyro.sample("wet", dist.Beta(1.0, 1.0)),
+            pyro.sample("slips", dist.Beta(2.0, 2.0)),
+        )
     with pyro.plate("rows", len(x)):
         first = (x > 0).long()
-        road = pyro.sample("road", dist.Bernoulli(wet[..., first]), obs=None if y is None else y[:, 0])
-        pyro.sample("fall", dist.Bernoulli(slips[..., road.long()]), obs=None if y is None else y[:, 1])
+        road = pyro.sample(
+            "road", dist.Bernoulli(wet[..., first]), obs=None if y is None else y[:, 0]
+        )
+        pyro.sample(
+            "fall", dist.Bernoulli(slips[..., road.long()]), obs=None if y is None else y[:, 1]
+        )
 
 
 def outcomes(x, y1=None, y2=None):
@@ -207,24 +227,34 @@ PROGRAMS = {
     "regression": Program(line, normal_call),
     "panel": Program(panel, lambda rows, seed: normal_call(rows, seed, 5), rows=6),
     "nonlinear panel": Program(
-        curve, lambda rows, seed: ((numbers(seed, rows).abs(),), {"y": numbers(seed + 1, rows, 4)}), rows=6
+        curve,
+        lambda rows, seed: ((numbers(seed, rows).abs(),), {"y": numbers(seed + 1, rows, 4)}),
+        rows=6,
     ),
     "index map": Program(intercepts, normal_call),
     "crossed": Program(crossing, integer_call),
     "mixture": Program(mixed, normal_call),
     "hidden Markov": Program(
-        chain, normal_call, rows=5, elbo=TraceEnum_ELBO, hidden=lambda site: site["name"].startswith("state_")
+        chain,
+        normal_call,
+        rows=5,
+        elbo=TraceEnum_ELBO,
+        hidden=lambda site: site["name"].startswith("state_"),
     ),
     "Gaussian process": Program(process, lambda rows, seed: integer_call(rows, seed, 5), rows=6),
     "counts": Program(counts, lambda rows, seed: integer_call(rows, seed, 5)),
-    "censored": Program(censored, lambda rows, seed: ((numbers(seed, rows),), {"y": numbers(seed, rows).abs()})),
+    "censored": Program(
+        censored, lambda rows, seed: ((numbers(seed, rows),), {"y": numbers(seed, rows).abs()})
+    ),
     "missing covariate": Program(missing_covariate, normal_call),
     "time loop": Program(level, normal_call, rows=4),
     "VAE": Program(
-        decoded, lambda rows, seed: ((numbers(seed, rows),), {"y": (numbers(seed, rows, 3) > 0).float()})
+        decoded,
+        lambda rows, seed: ((numbers(seed, rows),), {"y": (numbers(seed, rows, 3) > 0).float()}),
     ),
     "Bayesian network": Program(
-        network, lambda rows, seed: ((numbers(seed, rows),), {"y": (numbers(seed, rows, 2) > 0).float()})
+        network,
+        lambda rows, seed: ((numbers(seed, rows),), {"y": (numbers(seed, rows, 2) > 0).float()}),
     ),
     "two outcomes": Program(outcomes, both, outcomes=("y1", "y2")),
 }
@@ -288,7 +318,11 @@ def assert_stays(guide: Any, expected: dict[str, Tensor], call: Call, atol: floa
     """Checks that a call has the draws that it is to have, of all latents that it shares with training."""
     now = drawn(guide, call)
     shared = [name for name in expected if name in now and now[name].shape == expected[name].shape]
-    assert shared or not expected.keys() & now.keys() or not any(value.dim() == 0 for value in expected.values())
+    assert (
+        shared
+        or not expected.keys() & now.keys()
+        or not any(value.dim() == 0 for value in expected.values())
+    )
     for name in shared:
         torch.testing.assert_close(now[name], expected[name], rtol=0.0, atol=atol, msg=name)
 
@@ -299,11 +333,14 @@ def test_a_later_call_has_the_posterior_of_training(name, use):
     program, guide = PROGRAMS[name], copy.deepcopy(trained(name))
     expected = drawn(guide, program.call(program.rows, 0))
     assert_stays(guide, expected, USES[use](program))
-    assert_stays(guide.eval(), expected, program.call(program.rows, 0))  # nor does the use change it for later calls
+    # nor does the use change it for later calls
+    assert_stays(guide.eval(), expected, program.call(program.rows, 0))
 
 
 @pytest.mark.parametrize("use", ["without data", "other inputs", "held-out data"])
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("mixture", "missing covariate")])
+@pytest.mark.parametrize(
+    "name", [name for name in PROGRAMS if name not in ("mixture", "missing covariate")]
+)
 def test_it_is_as_with_auto_normal(name, use):
     program, guide = PROGRAMS[name], trained(name, AutoNormal)
     assert_stays(guide, drawn(guide, program.call(program.rows, 0)), USES[use](program))
@@ -344,7 +381,9 @@ def test_saved_and_copied_guides_answer_alike(name, way):
         assert_stays(other, expected, USES[use](program), atol=1e-3)  # as tables are found anew
 
 
-@pytest.mark.parametrize("name", ["regression", "panel", "index map", "counts", "VAE", "two outcomes", "time loop"])
+@pytest.mark.parametrize(
+    "name", ["regression", "panel", "index map", "counts", "VAE", "two outcomes", "time loop"]
+)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_predictions_at_other_inputs_come_from_the_posterior_of_training(name, parallel):
     """Means and deviations of many draws, and of one."""
@@ -381,7 +420,10 @@ def line_posterior(x: Tensor, y: Tensor, sd: float) -> tuple[Tensor, Tensor]:
 
 def known(x, y=None, mask=None):
     a, b = (pyro.sample(name, dist.Normal(0.0, 3.0)) for name in "ab")
-    with pyro.plate("rows", len(x)), poutine.mask(mask=torch.ones(len(x)).bool() if mask is None else mask):
+    with (
+        pyro.plate("rows", len(x)),
+        poutine.mask(mask=torch.ones(len(x)).bool() if mask is None else mask),
+    ):
         return pyro.sample("y", dist.Normal(a + b * x, 0.5), obs=y)
 
 
@@ -390,7 +432,9 @@ def weights(found: Any) -> Tensor:
     return torch.stack([found[name].flatten() for name in "ab"], -1)
 
 
-def fitted(model: Callable, *args: Any, steps: int = 5, lr: float = 0.01, **options: Any) -> AutoNaMIGuide:
+def fitted(
+    model: Callable, *args: Any, steps: int = 5, lr: float = 0.01, **options: Any
+) -> AutoNaMIGuide:
     guide = AutoNaMIGuide(model, **options)
     svi = SVI(model, guide, Adam({"lr": lr}), Trace_ELBO())
     for _ in range(steps):
@@ -402,7 +446,9 @@ def test_a_held_out_loss_is_that_of_exact_draws_of_training():
     x, x_test = numbers(0, 30), numbers(1, 20)
     y, y_test = 1 + 2 * x + 0.5 * numbers(2, 30), 1 - 2 * x_test + 0.5 * numbers(3, 20)
     guide = fitted(known, x, y)
-    svi = SVI(known, guide, Adam({"lr": 0.01}), Trace_ELBO(num_particles=400, vectorize_particles=True))
+    svi = SVI(
+        known, guide, Adam({"lr": 0.01}), Trace_ELBO(num_particles=400, vectorize_particles=True)
+    )
     mean, covariance = line_posterior(x, y, 0.5)
     q = dist.MultivariateNormal(mean, covariance)
     w = q.sample((20_000,))
@@ -419,7 +465,9 @@ def test_masks_of_a_later_call_change_nothing(share):
     guide = fitted(known, x, y)
     mask = torch.arange(30) < 30 * share
     mean, covariance = line_posterior(x, y, 0.5)
-    draws = Predictive(known, guide=guide, num_samples=2000, parallel=True)(x + 1, torch.zeros(30), mask)
+    draws = Predictive(known, guide=guide, num_samples=2000, parallel=True)(
+        x + 1, torch.zeros(30), mask
+    )
     draws = weights(draws)
     assert ((draws.mean(0) - mean).abs() < 5 * covariance.diagonal().sqrt() / 2000**0.5).all()
     assert ((draws.std(0) / covariance.diagonal().sqrt()).log().abs() < 0.1).all()
@@ -522,7 +570,9 @@ def test_minibatches_by_arguments_are_learned_from_all_steps(scaled, caplog):
         for seed in range(3):
             pyro.set_rng_seed(seed)
             guide = kind(logistic)
-            svi = SVI(logistic, guide, pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.99}), Trace_ELBO())
+            svi = SVI(
+                logistic, guide, pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.99}), Trace_ELBO()
+            )
             for _ in range(40):
                 for part in torch.randperm(400).split(50):
                     svi.step(x[part], y[part], scale)
@@ -530,7 +580,11 @@ def test_minibatches_by_arguments_are_learned_from_all_steps(scaled, caplog):
             found.append((draws.mean(0).flatten() - exact).norm())
         errors[kind] = torch.stack(found).mean()
     assert guide.mode == "minibatches" and guide.rules["w"].rule == "learned"
-    told = [record.getMessage() for record in caplog.records if "minibatches of one data set" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "minibatches of one data set" in record.getMessage()
+    ]
     assert len(told) == 3 and "plate 'rows'" in told[0] and "mode='fixed'" in told[0]
     assert errors[AutoNaMIGuide] < 1.1 * errors[AutoNormal] + 0.02  # an eighth of a deviation
 
@@ -599,7 +653,11 @@ def test_modes_can_be_said_and_belong_to_the_state():
     args, data = program.call(8, 0)
     guide = AutoNaMIGuide(program.model, mode="minibatches")
     drawn(guide, (args, data))
-    assert guide.mode == "minibatches" and "minibatches" in repr(guide) and guide.rules["slope"].rule == "learned"
+    assert (
+        guide.mode == "minibatches"
+        and "minibatches" in repr(guide)
+        and guide.rules["slope"].rule == "learned"
+    )
     for early in (True, False):
         other = AutoNaMIGuide(program.model)
         if not early:

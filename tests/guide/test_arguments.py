@@ -43,7 +43,9 @@ def test_arrays_are_told_apart_by_what_they_hold():
 
 def varying_intercept(county, y):
     """mu, alpha_j | mu, then z_n | alpha[county_n] with heavy tails, then y_n | z_n."""
-    of_groups(county, 4, y, likelihood=lambda a: dist.Normal(pyro.sample("z", dist.Cauchy(a, 1.0)), 1.0))
+    of_groups(
+        county, 4, y, likelihood=lambda a: dist.Normal(pyro.sample("z", dist.Cauchy(a, 1.0)), 1.0)
+    )
 
 
 def test_sums_over_sets_go_by_one_index_whatever_is_written_to_it():
@@ -51,7 +53,10 @@ def test_sums_over_sets_go_by_one_index_whatever_is_written_to_it():
     segments = Segments(index, 2, -1)
     assert segments.sum(x).tolist() == [[4.0], [6.0]]
     index.copy_(torch.tensor([1, 1, 0, 0]))
-    assert segments.sum(x).tolist() == [[4.0], [6.0]] and segments.amax(x).tolist() == [[3.0], [4.0]]
+    assert segments.sum(x).tolist() == [[4.0], [6.0]] and segments.amax(x).tolist() == [
+        [3.0],
+        [4.0],
+    ]
 
 
 def test_a_number_that_changes_in_every_call_does_not_double_the_runs():
@@ -64,7 +69,8 @@ def test_a_number_that_changes_in_every_call_does_not_double_the_runs():
     guide = AutoNaMIGuide(model)
     svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
     counts = [model.runs_of(svi.step, Y, 0.01 * step + 0.1) for step in range(30)]
-    assert counts[-1] == 2 and sum(counts[1:]) < 2 * len(counts) + 10  # one run each of guide and model
+    # one run each of guide and model
+    assert counts[-1] == 2 and sum(counts[1:]) < 2 * len(counts) + 10
     assert sum(map(len, guide._reader.own._looks._table.values())) < 20
 
 
@@ -106,7 +112,12 @@ def test_a_traced_guide_reads_the_arguments_of_its_calls():
 def test_a_guide_with_nothing_to_learn_trains_as_others_do(elbo):
     model = unobserved(x=dist.Normal(0.0, 1.0), y=dist.LogNormal(0.0, 1.0))
     guide = AutoNaMIGuide(model)
-    svi = SVI(model, guide, Adam({"lr": 0.1}), elbo(num_particles=3, vectorize_particles=True, max_plate_nesting=0))
+    svi = SVI(
+        model,
+        guide,
+        Adam({"lr": 0.1}),
+        elbo(num_particles=3, vectorize_particles=True, max_plate_nesting=0),
+    )
     assert [svi.step() for _ in range(3)] == pytest.approx([0.0] * 3, abs=1e-5)
     loss = Trace_ELBO()(model, guide)()
     loss.backward()
@@ -119,7 +130,9 @@ def test_an_observation_that_no_factor_reads_reaches_the_models_own_conditionals
     y = torch.stack([guide(observations=data)["y"] for _ in range(20)])
     assert (y - 5).abs().max() < 0.1
     expected = dist.Normal(5.0, 0.01).log_prob(torch.tensor(5.01))
-    assert torch.allclose(guide.log_prob({"y": torch.tensor(5.01)}, observations=data), expected, rtol=1e-3)
+    assert torch.allclose(
+        guide.log_prob({"y": torch.tensor(5.01)}, observations=data), expected, rtol=1e-3
+    )
 
 
 def test_check_says_what_is_other_than_at_the_first_call():
@@ -151,7 +164,9 @@ def test_a_guide_says_what_it_is_made_of():
     guide, _ = ready(regression, torch.linspace(-1.0, 1.0, 6), Y)
     assert f"2 latents; {guide.num_parameters} weights" in repr(guide)
     assert "MaskedMLP(" in repr(guide) and "-> 64 ->" in repr(guide)
-    assert Predictive(regression, guide=guide, num_samples=2)(torch.linspace(-1.0, 1.0, 6), Y)["mu"].shape == (2, 1)
+    assert Predictive(regression, guide=guide, num_samples=2)(torch.linspace(-1.0, 1.0, 6), Y)[
+        "mu"
+    ].shape == (2, 1)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

@@ -103,7 +103,9 @@ def test_nan_in_the_data_names_the_site():
         AutoNaMIGuide(hierarchy)(torch.tensor([0.0, math.nan]))
 
 
-@pytest.mark.parametrize("args", [(X[:0], Y[:0]), (X, Y, 0)], ids=["an empty plate", "an empty minibatch"])
+@pytest.mark.parametrize(
+    "args", [(X[:0], Y[:0]), (X, Y, 0)], ids=["an empty plate", "an empty minibatch"]
+)
 def test_pyro_refuses_what_is_empty(args):
     with pytest.raises(ZeroDivisionError):
         AutoNaMIGuide(regression)(*args)
@@ -141,29 +143,56 @@ def replayed(guide, *args, **values):
             trace.nodes[name]["value"] = value
         return {
             name: site["fn"]
-            for name, site in poutine.trace(poutine.replay(guide, trace)).get_trace(*args).nodes.items()
+            for name, site in poutine.trace(poutine.replay(guide, trace))
+            .get_trace(*args)
+            .nodes.items()
             if site["type"] == "sample"
         }
 
 
 SPREAD, M = torch.tensor([[0.5], [1.0], [2.0]]), torch.full((3, 1), 0.7)
 BAD = {  # of row 1, after a first call at numbers that are fine
-    "an infinite observation": (slopes, Y[:4], 1, math.inf, {"s": SPREAD, "m": M}, dist.Normal(0.7, 1.0)),
-    "a gradient that is NaN": (functools.partial(slopes, s=0.5), Y[:4], 0, 0.0, {"m": M}, dist.Normal(0.7, 1.0)),
-    "an infinite exposure": (exposures, torch.tensor([3.0, 0, 1, 5]), 0, math.inf, {}, dist.Gamma(2.0, 1.0)),
+    "an infinite observation": (
+        slopes,
+        Y[:4],
+        1,
+        math.inf,
+        {"s": SPREAD, "m": M},
+        dist.Normal(0.7, 1.0),
+    ),
+    "a gradient that is NaN": (
+        functools.partial(slopes, s=0.5),
+        Y[:4],
+        0,
+        0.0,
+        {"m": M},
+        dist.Normal(0.7, 1.0),
+    ),
+    "an infinite exposure": (
+        exposures,
+        torch.tensor([3.0, 0, 1, 5]),
+        0,
+        math.inf,
+        {},
+        dist.Gamma(2.0, 1.0),
+    ),
     "an impossible value": (switches, Y[:4], 1, math.inf, {}, dist.Bernoulli(0.3)),
 }
 
 
 @pytest.mark.parametrize("model, y, which, number, values, prior", BAD.values(), ids=list(BAD))
-def test_a_row_whose_conditional_is_not_finite_has_its_prior(model, y, which, number, values, prior):
+def test_a_row_whose_conditional_is_not_finite_has_its_prior(
+    model, y, which, number, values, prior
+):
     """The other rows, and what they share, are what they are without it."""
     good = (1 + X[:4, 0].abs(), y)
     bad = [each.clone() for each in good]
     bad[which][1] = number
     guide, other = AutoNaMIGuide(model), AutoNaMIGuide(model)
     guide(*good)
-    with pytest.warns(UserWarning, match="conditional of 'z' is not finite at [13] of its (4|12) instances.*mask"):
+    with pytest.warns(
+        UserWarning, match="conditional of 'z' is not finite at [13] of its (4|12) instances.*mask"
+    ):
         found = replayed(guide, *bad, **values)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it was said
@@ -171,7 +200,9 @@ def test_a_row_whose_conditional_is_not_finite_has_its_prior(model, y, which, nu
     left = torch.tensor([0, 2, 3])
     fine = replayed(other, *(each[left] for each in good), **values)
     at = torch.tensor(1.0)
-    assert torch.allclose(found["z"].log_prob(at)[..., 1], prior.log_prob(at).expand(found["z"].batch_shape[:-1]))
+    assert torch.allclose(
+        found["z"].log_prob(at)[..., 1], prior.log_prob(at).expand(found["z"].batch_shape[:-1])
+    )
     assert torch.allclose(found["z"].log_prob(at)[..., left], fine["z"].log_prob(at))
     if "m" in found:
         assert torch.allclose(found["m"].log_prob(at), fine["m"].log_prob(at))
@@ -187,7 +218,9 @@ def test_a_particle_whose_conditional_is_not_finite_has_its_prior():
     kept, at = torch.tensor([0, 2]), torch.ones(4)
     for name, prior in {"m": dist.Normal(0.0, 2.0), "z": dist.Normal(0.0, 1.0)}.items():
         log_prob = found[name].log_prob(at[:1] if name == "m" else at)
-        assert torch.allclose(log_prob[kept], fine[name].log_prob(at[:1] if name == "m" else at)[kept])
+        assert torch.allclose(
+            log_prob[kept], fine[name].log_prob(at[:1] if name == "m" else at)[kept]
+        )
         assert torch.allclose(log_prob[1], prior.log_prob(at[:1]))
 
 

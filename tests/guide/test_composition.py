@@ -24,7 +24,13 @@ from models import (
     with_factor,
 )
 from pyro.infer import Predictive, Trace_ELBO, TraceMeanField_ELBO
-from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoGuideList, AutoNormal, init_to_feasible
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoGuideList,
+    AutoNormal,
+    init_to_feasible,
+)
 from pyro.infer.reparam import LocScaleReparam, ProjectedNormalReparam, TransformReparam
 
 from pyro_nami import AutoNaMIGuide
@@ -97,7 +103,9 @@ def test_two_parts_of_this_class_have_parameters_of_their_own():
     guide = listed(CHAIN, AutoNaMIGuide(MOST), AutoNaMIGuide(A))
     steps(CHAIN, guide, Y)
     names = [name for name, _ in guide.named_pyro_params()]
-    assert any(name.startswith("0.") for name in names) and any(name.startswith("1.") for name in names)
+    assert any(name.startswith("0.") for name in names) and any(
+        name.startswith("1.") for name in names
+    )
     assert len(set(names)) == len(names)
     stored = set(pyro.get_param_store().keys())
     assert {f"AutoGuideList.{name}" for name in names} == stored
@@ -111,11 +119,14 @@ def test_a_part_that_sees_no_data_learns_all_the_same(part):
     steps(CHAIN, guide, y, count=150, lr=0.05, elbo=particles(4, max_plate_nesting=0))
     with torch.no_grad(), pyro.plate("draws", 200):
         draws = guide(y)["a"]
-    assert abs(draws.mean() - CHAIN.posterior(4.0)[0][0]) < 0.4  # the posterior's mean is 1, its sd 0.87
+    # the posterior's mean is 1, its sd 0.87
+    assert abs(draws.mean() - CHAIN.posterior(4.0)[0][0]) < 0.4
 
 
 def test_only_the_list_makes_plates():
-    part = AutoNaMIGuide(poutine.block(eight_schools, hide=["tau"]), create_plates=lambda y, sigma: [])
+    part = AutoNaMIGuide(
+        poutine.block(eight_schools, hide=["tau"]), create_plates=lambda y, sigma: []
+    )
     with pytest.raises((AssertionError, ValueError), match="create_plates"):
         listed(eight_schools, part)(*SCHOOLS)
 
@@ -172,7 +183,8 @@ def with_an_empty_site(y):
 
 
 VECTOR = dist.Normal(torch.zeros(3), 1.0).to_event(1)
-undeclared_independence = pair(VECTOR, lambda z: dist.Normal(z.cumsum(-1), 1.0).to_event(1))  # it is no plate
+# it is no plate
+undeclared_independence = pair(VECTOR, lambda z: dist.Normal(z.cumsum(-1), 1.0).to_event(1))
 NAN = torch.tensor([1.0, float("nan"), 0.5])  # legal in NanMasked likelihoods
 REPARAMETRIZED = poutine.reparam(eight_schools, config={"theta": LocScaleReparam(0.0)})
 SPHERES = {"w": TransformReparam(), "direction": ProjectedNormalReparam()}
@@ -256,7 +268,9 @@ def test_interventions(inverse):
     guide = AutoNaMIGuide(model, inverse=inverse)
     assert list(guide(Y)) == ["a", "b", "c"]
     assert guide.inverse.predictive == {"a", "b"}
-    assert set(guide.inverse.parents["c"]) >= {"y"} and not {"a", "b"} & set(guide.inverse.parents["c"])
+    assert set(guide.inverse.parents["c"]) >= {"y"} and not {"a", "b"} & set(
+        guide.inverse.parents["c"]
+    )
     steps(model, guide, Y)
 
 
@@ -364,7 +378,10 @@ def test_a_deterministic_site_in_a_plate_is_none(inverse):
     guides = [AutoNaMIGuide(model, inverse=inverse) for model in (named, unnamed)]
     for guide in guides:
         guide(y)
-    assert str(guides[0].inverse) == str(guides[1].inverse) and guides[0].conjugate == guides[1].conjugate
+    assert (
+        str(guides[0].inverse) == str(guides[1].inverse)
+        and guides[0].conjugate == guides[1].conjugate
+    )
     steps(named, guides[0], y)
 
 

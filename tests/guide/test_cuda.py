@@ -21,7 +21,11 @@ def data(device="cuda"):
 @pytest.mark.parametrize("inverse", ["forward", "reverse"])
 @pytest.mark.parametrize("vectorized", [False, True])
 def test_training_on_the_device_of_the_data(inverse, vectorized):
-    options = {"num_particles": 4, "vectorize_particles": True, "max_plate_nesting": 1} if vectorized else {}
+    options = (
+        {"num_particles": 4, "vectorize_particles": True, "max_plate_nesting": 1}
+        if vectorized
+        else {}
+    )
     guide = AutoNaMIGuide(eight_schools, inverse=inverse)
     svi = SVI(eight_schools, guide, Adam({"lr": 0.01}), Trace_ELBO(**options))
     losses = torch.tensor([svi.step(*data()) for _ in range(3)])
@@ -59,7 +63,10 @@ def test_a_state_from_the_gpu_loads_on_the_cpu():
     guide(*data())
     scatter(guide)
     state = guide.state_dict()
-    state = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    state = {
+        key: value.cpu() if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+    }
     latents = {name: value.detach() for name, value in guide(*data()).items()}
     expected = guide.log_prob(latents, *data()).cpu()
     pyro.clear_param_store()

@@ -36,7 +36,15 @@ ELBOS = {
         **{"num_particles": 3, "vectorize_particles": True, **options}
     ),
 }
-NAMES = ["collider", "eight_schools", "nested", "constrained", "coupled_instances", "barren", "with_factor"]
+NAMES = [
+    "collider",
+    "eight_schools",
+    "nested",
+    "constrained",
+    "coupled_instances",
+    "barren",
+    "with_factor",
+]
 INVERSES = ["forward", "reverse"]
 EXACT = pytest.mark.parametrize("exact", [False, True], ids=["networks", "exact"])
 Y = torch.tensor([1.0, 2.0, 0.5])
@@ -84,7 +92,8 @@ def test_steps_are_finite_and_move_the_parameters(name, inverse, elbo, vectorize
     losses = [svi.step(*args)]
     names, before = [name for name, _ in guide.named_parameters()], values_of(guide)
     losses += [svi.step(*args) for _ in range(2)]
-    assert torch.tensor(losses).isfinite().all() or elbo == "tail adaptive"  # which estimates no loss
+    # which estimates no loss
+    assert torch.tensor(losses).isfinite().all() or elbo == "tail adaptive"
     assert names == [name for name, _ in guide.named_parameters()]
     assert values_of(guide).isfinite().all()
     assert torch.equal(before, values_of(guide)) == (guide.num_parameters == 0)
@@ -100,7 +109,8 @@ def test_compiled_objectives_run(name, elbo, vectorized, exact):
     objective = elbo(max_plate_nesting=case.nesting, ignore_jit_warnings=True, **options)
     guide, args = AutoNaMIGuide(case.model, exact=exact), case.arguments()
     losses = steps(case.model, guide, *args, count=4, lr=0.02, elbo=objective)
-    if guide.num_parameters == 0 and elbo is not infer.JitTraceMeanField_ELBO:  # minus the evidence at every draw
+    # minus the evidence at every draw
+    if guide.num_parameters == 0 and elbo is not infer.JitTraceMeanField_ELBO:
         expected = Trace_ELBO(max_plate_nesting=case.nesting).loss(case.model, guide, *args)
         assert exact and losses == pytest.approx([expected] * 4, rel=1e-4)
     else:
@@ -125,10 +135,14 @@ def test_a_compiled_objective_reads_new_data(exact):
 def test_a_compiled_objective_of_a_fixed_guide_refuses_other_data():
     """It runs no Python, so the guide would not know which data it was trained on."""
     guide = AutoNaMIGuide(conjugate_normal)
-    svi = SVI(conjugate_normal, guide, Adam({"lr": 1e-3}), infer.JitTrace_ELBO(ignore_jit_warnings=True))
+    svi = SVI(
+        conjugate_normal, guide, Adam({"lr": 1e-3}), infer.JitTrace_ELBO(ignore_jit_warnings=True)
+    )
     losses = [svi.step(torch.zeros(5)) for _ in range(3)]
     assert losses == pytest.approx(losses[:1] * 3, rel=1e-4)
-    with pytest.raises(Exception, match="Expected the data that a compiled objective was compiled at"):
+    with pytest.raises(
+        Exception, match="Expected the data that a compiled objective was compiled at"
+    ):
         svi.step(torch.ones(5))
 
 
@@ -231,7 +245,9 @@ def test_enumeration_in_the_guide_is_exact(inverse, how, count):
     guide, wet = AutoNaMIGuide(sprinkler, inverse=inverse), torch.tensor(1.0)
     guide(wet)
     scatter(guide)
-    objective = TraceEnum_ELBO(max_plate_nesting=0, num_particles=count, vectorize_particles=count > 1)
+    objective = TraceEnum_ELBO(
+        max_plate_nesting=0, num_particles=count, vectorize_particles=count > 1
+    )
     loss = objective.differentiable_loss(sprinkler, config_enumerate(guide, how), wet)
     bound = sprinkler_bound(guide, wet)
     assert torch.allclose(-loss, bound)
@@ -297,7 +313,9 @@ def test_enumeration_in_the_model_beside_a_guide_that_sees_through_it(inverse):
     expected = (
         dist.Dirichlet(torch.ones(2)).log_prob(weights)
         + dist.Normal(torch.tensor([-1.0, 1.0]), 2.0).log_prob(locs).sum()
-        + dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0)).log_prob(y).sum()
+        + dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0))
+        .log_prob(y)
+        .sum()
         - run.log_prob_sum()
     )
     assert torch.allclose(torch.tensor(-loss), expected)
@@ -318,7 +336,9 @@ def test_training_with_enumeration_in_the_model(objective):
 def param_sites(guide, *args):
     with poutine.trace(param_only=True) as tracer:
         guide(*args)
-    return {name: site["value"] for name, site in tracer.trace.nodes.items() if site["type"] == "param"}
+    return {
+        name: site["value"] for name, site in tracer.trace.nodes.items() if site["type"] == "param"
+    }
 
 
 def test_a_second_guide_of_the_class_trains_too():
@@ -353,7 +373,9 @@ def test_module_local_params_keep_guides_apart():
         steps(CHAIN, guides[0], y, count=10, lr=0.05)
         assert len(pyro.get_param_store()) == 0
         assert not torch.equal(*map(values_of, guides))
-        assert (guides[1].network.networks[0].output[:, :-1] == 0).all(), "the other guide is where it started"
+        assert (guides[1].network.networks[0].output[:, :-1] == 0).all(), (
+            "the other guide is where it started"
+        )
 
 
 def test_mean_field_elbo_warns_of_the_order_only_where_it_differs():
@@ -391,7 +413,11 @@ def log_rate(y):
 def log_odds(y):
     a, b = (pyro.sample(name, dist.Normal(torch.tensor(0.0), 1.0)) for name in "ab")
     with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=a + b * torch.linspace(-1.0, 2.0, len(y))), obs=y.clamp(max=1))
+        pyro.sample(
+            "y",
+            dist.Bernoulli(logits=a + b * torch.linspace(-1.0, 2.0, len(y))),
+            obs=y.clamp(max=1),
+        )
 
 
 def groups_of_counts(y):
@@ -409,7 +435,9 @@ PARTICLES = pytest.mark.parametrize("vectorized", [False, True], ids=["one by on
 
 
 def in_a_compiled(elbo, model, guide, vectorized, count=3):
-    objective = elbo(ignore_jit_warnings=True, max_plate_nesting=1, **particles(2) if vectorized else {})
+    objective = elbo(
+        ignore_jit_warnings=True, max_plate_nesting=1, **particles(2) if vectorized else {}
+    )
     return steps(model, guide, COUNTS, count=count, lr=0.02, elbo=objective)
 
 
@@ -422,7 +450,9 @@ def test_a_conditional_about_a_mode_is_a_constant_of_a_compiled_objective(elbo, 
     losses = in_a_compiled(elbo, log_rate, guide, vectorized)
     assert guide.rules["b"].rule == "quadrature"
     grid = torch.linspace(-6.0, 6.0, 20_001)[:, None].double()
-    joint = dist.Normal(0.0, 1.0).log_prob(grid[:, 0]) + dist.Poisson(grid.exp()).log_prob(COUNTS).sum(-1)
+    joint = dist.Normal(0.0, 1.0).log_prob(grid[:, 0]) + dist.Poisson(grid.exp()).log_prob(
+        COUNTS
+    ).sum(-1)
     evidence = float(joint.logsumexp(0) + (grid[1] - grid[0]).log())
     torch.testing.assert_close(losses, torch.full((3,), -evidence), rtol=0, atol=1e-3)
 
@@ -435,7 +465,10 @@ def test_a_block_about_a_mode_is_a_constant_and_its_members_depend_on_each_other
     steps(log_odds, guides[1], COUNTS)
     assert {note.rule for note in guides[0].rules.values()} == {"newton"}
     with torch.no_grad():
-        elbos = [-Trace_ELBO(**particles(500), max_plate_nesting=1).loss(log_odds, guide, COUNTS) for guide in guides]
+        elbos = [
+            -Trace_ELBO(**particles(500), max_plate_nesting=1).loss(log_odds, guide, COUNTS)
+            for guide in guides
+        ]
     assert elbos[0] == pytest.approx(elbos[1], abs=0.05)
 
 
@@ -445,7 +478,10 @@ def test_what_depends_on_draws_is_learned_in_a_compiled_objective_as_a_log_line_
     guide = AutoNaMIGuide(groups_of_counts)
     in_a_compiled(elbo, groups_of_counts, guide, True)
     assert guide.rules["a"].rule == "learned"
-    assert any("'a'" in record.getMessage() and "compiled" in record.getMessage() for record in caplog.records)
+    assert any(
+        "'a'" in record.getMessage() and "compiled" in record.getMessage()
+        for record in caplog.records
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -454,7 +490,9 @@ def test_a_compiled_objective_refuses_data_that_its_constants_do_not_hold_for():
     svi = SVI(log_rate, guide, Adam({"lr": 0.01}), infer.JitTrace_ELBO(ignore_jit_warnings=True))
     first = svi.step(COUNTS)
     for other in (COUNTS + 1, COUNTS[:3], COUNTS + 1):
-        with pytest.raises(torch.jit.Error, match="data that a compiled objective was compiled at.*'b'"):
+        with pytest.raises(
+            torch.jit.Error, match="data that a compiled objective was compiled at.*'b'"
+        ):
             svi.step(other)
         assert svi.step(COUNTS.clone()) == pytest.approx(first, abs=1e-3)
 
@@ -463,6 +501,8 @@ def test_a_compiled_objective_refuses_data_that_its_constants_do_not_hold_for():
 def test_a_guide_that_derives_what_a_trace_cannot_says_so():
     guide = AutoNaMIGuide(groups_of_counts)
     guide(COUNTS)
-    svi = SVI(groups_of_counts, guide, Adam({"lr": 0.01}), infer.JitTrace_ELBO(ignore_jit_warnings=True))
+    svi = SVI(
+        groups_of_counts, guide, Adam({"lr": 0.01}), infer.JitTrace_ELBO(ignore_jit_warnings=True)
+    )
     with pytest.raises(NotImplementedError, match="compiled objective calls first; got one.*'a'"):
         svi.step(COUNTS)

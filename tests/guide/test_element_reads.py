@@ -50,19 +50,25 @@ def test_elements_read_what_d_separation_asks_for(seed):
 
 
 def test_a_density_depends_on_nothing_else():
-    guide = AutoNaMIGuide(linear(torch.eye(4)), observed=["x"], families={"z": flow(4, transforms=2)})
+    guide = AutoNaMIGuide(
+        linear(torch.eye(4)), observed=["x"], families={"z": flow(4, transforms=2)}
+    )
     x = torch.randn(4, requires_grad=True)
     z = torch.randn(4)
     guide.log_prob({"z": z}, observations={"x": x})
     for mlp in guide.network.networks:
         torch.nn.init.normal_(mlp.output_unconstrained)
-    moved = torch.autograd.functional.jacobian(lambda x: guide.log_prob({"z": z}, observations={"x": x}), x)
+    moved = torch.autograd.functional.jacobian(
+        lambda x: guide.log_prob({"z": z}, observations={"x": x}), x
+    )
     assert (moved != 0).all()
 
     def at(i: int, j: int) -> float:
         """The mixed derivative by an element of z and one of x, which is zero where one does not read the other."""
+
         def density(z, x):
             return guide.log_prob({"z": z}, observations={"x": x})
+
         hessian = torch.autograd.functional.hessian(density, (z, x.detach()))
         return hessian[0][1][i, j].item()
 
@@ -115,4 +121,6 @@ def test_guides_trained_on_data_couple_all():
 
     guide = AutoNaMIGuide(model)
     guide()
-    assert guide._made().learned["z"].factor.parts == {} and guide._made().learned["z"].factor.coupled
+    assert (
+        guide._made().learned["z"].factor.parts == {} and guide._made().learned["z"].factor.coupled
+    )

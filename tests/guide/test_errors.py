@@ -108,7 +108,9 @@ def test_a_model_without_sites(caplog):
 
 @pytest.mark.parametrize("inverse", ["forward", "reverse"])
 def test_an_unsupported_support(inverse):
-    model = pair(dist.ProjectedNormal(torch.tensor([1.0, 0.0])), lambda z: dist.Normal(z[..., 0], 1.0))
+    model = pair(
+        dist.ProjectedNormal(torch.tensor([1.0, 0.0])), lambda z: dist.Normal(z[..., 0], 1.0)
+    )
     with pytest.raises(ValueError, match="'?\"?z.*register_family.*ProjectedNormalReparam"):
         called(model, Y, inverse=inverse)
 
@@ -136,12 +138,18 @@ def vector_in_a_collider(size, y):
 
 def vector_of_data(size, y):
     z = pyro.sample("z", dist.Normal(0.0, 1.0))
-    pyro.sample("y", dist.Normal(z.unsqueeze(-1), 1.0).expand(z.shape + (size,)).to_event(1), obs=y.expand(size))
+    pyro.sample(
+        "y",
+        dist.Normal(z.unsqueeze(-1), 1.0).expand(z.shape + (size,)).to_event(1),
+        obs=y.expand(size),
+    )
 
 
 @pytest.mark.parametrize("inverse", ["forward", "reverse"])
 @pytest.mark.parametrize("anchor", [True, False])
-@pytest.mark.parametrize("model, site", [(vector, "z"), (vector_in_a_collider, "z"), (vector_of_data, "y")])
+@pytest.mark.parametrize(
+    "model, site", [(vector, "z"), (vector_in_a_collider, "z"), (vector_of_data, "y")]
+)
 def test_a_changed_event_shape(model, site, inverse, anchor):
     guide = called(model, 2, Y, inverse=inverse, anchor=anchor)
     with pytest.raises(ValueError, match=f"'{site}'.*event shape.*new guide"):
@@ -202,10 +210,17 @@ def test_nan_in_later_data_names_the_site(inverse):
     [
         ("chain", "", {"exact": False}, "[abc]"),
         ("eight_schools", "network.networks.0.output_unconstrained", {"exact": False}, "mu"),
-        ("eight_schools", "network.networks.0.output_unconstrained", {"rules": {"tau": "learned"}}, "tau"),
+        (
+            "eight_schools",
+            "network.networks.0.output_unconstrained",
+            {"rules": {"tau": "learned"}},
+            "tau",
+        ),
     ],
 )
-def test_a_draw_with_nan_names_site_and_parameter_also_where_the_model_fails_at_it(name, bad, options, site):
+def test_a_draw_with_nan_names_site_and_parameter_also_where_the_model_fails_at_it(
+    name, bad, options, site
+):
     """What a diverged optimizer leaves behind, in all parameters or in one."""
     case = CASES[name]
     guide = called(case.model, *case.arguments(), **options)
@@ -230,7 +245,11 @@ def test_log_prob_without_a_latent():
 
 def test_log_prob_of_a_wrong_shape():
     guide = called(eight_schools, *CASES["eight_schools"].arguments())
-    latents = {"mu": torch.zeros(3, 2, 4), "tau": torch.ones(3, 2, 4), "theta": torch.zeros(3, 2, 8)}
+    latents = {
+        "mu": torch.zeros(3, 2, 4),
+        "tau": torch.ones(3, 2, 4),
+        "theta": torch.zeros(3, 2, 8),
+    }
     with pytest.raises(ValueError, match="'mu'.*\\(3, 2, 4\\)"):
         guide.log_prob(latents, *CASES["eight_schools"].arguments())
 

@@ -54,7 +54,9 @@ def crossed(county, counties, day, days, y=None):
 def conditional(guide, name, values, *args, **kwargs):
     """Returns mean and precision of a latent given the others and the data, one for each of its instances."""
     value = values[name].clone().requires_grad_()
-    trace = poutine.trace(poutine.condition(guide, {**values, name: value})).get_trace(*args, **kwargs)
+    trace = poutine.trace(poutine.condition(guide, {**values, name: value})).get_trace(
+        *args, **kwargs
+    )
     trace.compute_log_prob()
     log_prob = trace.nodes[name]["log_prob"].sum()
     (slope,) = torch.autograd.grad(log_prob, value, create_graph=True)
@@ -98,7 +100,9 @@ def means_and_sds(found, exact):
     """Returns the largest errors of means, in exact sds, and of sds, relative."""
     (mean, precision), (exact_mean, exact_precision) = found, exact
     sd = exact_precision**-0.5
-    return ((mean - exact_mean) / sd).abs().max().item(), (precision**-0.5 / sd - 1).abs().max().item()
+    return ((mean - exact_mean) / sd).abs().max().item(), (
+        precision**-0.5 / sd - 1
+    ).abs().max().item()
 
 
 # ---- the exact posterior is in the family
@@ -106,9 +110,12 @@ def means_and_sds(found, exact):
 
 @pytest.mark.parametrize("anchor", [True, False])
 def test_a_global_mean_at_forty_times_the_size(anchor):
-    guide = amortized(hierarchy, hidden_features=(), init_scale=0.5, anchor=anchor, rules=LEARNED_MEAN)
+    guide = amortized(
+        hierarchy, hidden_features=(), init_scale=0.5, anchor=anchor, rules=LEARNED_MEAN
+    )
     training = [torch.randn(()) + 1.1 * torch.randn(size) for size in (5, 8, 16, 30, 50)]
-    guide(50, training[-1])  # whose spread is that of all: networks read in logs what is over ten times that away
+    # whose spread is that of all: networks read in logs what is over ten times that away
+    guide(50, training[-1])
 
     def found(y):
         values = {"mu": torch.tensor(0.1), "z": torch.zeros(len(y))}
@@ -141,10 +148,17 @@ def test_a_slope_whose_instances_weigh_differently():
 
     training = [data(10, size) for size in (5, 5, 8, 8, 16, 30, 50)]
     x, y = training[-1]
-    guide(x, y[y.std(-1).argmax()])  # whose spread no other data are over ten times of, which networks read in logs
-    with torch.no_grad():  # an instance's slope is its covariate, the second of its inputs, but for what `fit` finds
+    # whose spread no other data are over ten times of, which networks read in logs
+    guide(x, y[y.std(-1).argmax()])
+    # an instance's slope is its covariate, the second of its inputs, but for what `fit` finds
+    with torch.no_grad():
         guide.network.evidence[0].heads_weight_unconstrained[1] = torch.tensor([0.0, 1.0, 0.0])
-    fit(guide, "b", lambda: sum(divergence(found(*each), exact(*each)) for each in training), weigh=True)
+    fit(
+        guide,
+        "b",
+        lambda: sum(divergence(found(*each), exact(*each)) for each in training),
+        weigh=True,
+    )
     for size in (20, 200, 2000):
         each = data(3, size)
         mean, sd = means_and_sds(found(*each), exact(*each))
@@ -156,7 +170,9 @@ def test_groups_of_any_size_and_number():
     guide = amortized(groups, inverse="reverse", hidden_features=(), init_scale=0.5, exact=False)
 
     def data(counties, most):
-        county = torch.cat([torch.full((int(torch.randint(1, most + 1, ())),), j) for j in range(counties)])
+        county = torch.cat(
+            [torch.full((int(torch.randint(1, most + 1, ())),), j) for j in range(counties)]
+        )
         mu = torch.randn(())
         alpha = mu + torch.randn(counties)
         return county, counties, alpha[county] + NOISE * torch.randn(len(county)), mu
@@ -167,10 +183,13 @@ def test_groups_of_any_size_and_number():
 
     def exact(county, counties, y, mu):
         precision = 1 + torch.zeros(counties).index_add(0, county, torch.ones(len(y))) / NOISE**2
-        return (mu + torch.zeros(counties).index_add(0, county, y) / NOISE**2) / precision, precision
+        return (
+            mu + torch.zeros(counties).index_add(0, county, y) / NOISE**2
+        ) / precision, precision
 
     training = [data(6, 12) for _ in range(4)]
-    guide(*data(30, 12)[:3])  # whose spread no other data are over ten times of, which networks read in logs
+    # whose spread no other data are over ten times of, which networks read in logs
+    guide(*data(30, 12)[:3])
     fit(guide, "alpha", lambda: sum(divergence(found(*each), exact(*each)) for each in training))
     county, counties, y, mu = data(30, 200)
     for each in (training[0], (county, counties, y, mu), (county, counties + 2, y, mu)):
@@ -223,11 +242,15 @@ def naturals(mean, precision):
     return torch.stack((precision, precision * mean))
 
 
-@pytest.mark.parametrize("families", [None, {"mu": "flow"}, "flow"], ids=["normal", "flow", "all flows"])
+@pytest.mark.parametrize(
+    "families", [None, {"mu": "flow"}, "flow"], ids=["normal", "flow", "all flows"]
+)
 @pytest.mark.parametrize("anchor", [True, False])
 def test_precision_and_weighted_mean_are_sums_over_instances(families, anchor):
     """Of the union of two sets and of k copies of one: P - P_0 and P mean - P_0 mean_0 add."""
-    guide = amortized(hierarchy, families=families, anchor=anchor, init_scale=0.5, rules=LEARNED_MEAN)
+    guide = amortized(
+        hierarchy, families=families, anchor=anchor, init_scale=0.5, rules=LEARNED_MEAN
+    )
     guide(6, torch.randn(6))
     scatter_evidence(guide)
 
@@ -242,7 +265,9 @@ def test_precision_and_weighted_mean_are_sums_over_instances(families, anchor):
     assert (found(one)[0] > base[0]) and base[0] > 0
     for copies in (2, 7):
         assert torch.allclose(found(one.repeat(copies)) - base, copies * (found(one) - base))
-    assert torch.allclose(base[0], torch.tensor(4.0)), "the precision of init_scale, but for evidence"
+    assert torch.allclose(base[0], torch.tensor(4.0)), (
+        "the precision of init_scale, but for evidence"
+    )
 
 
 def assert_rows_add(guide, name, values, before, after):
@@ -250,7 +275,9 @@ def assert_rows_add(guide, name, values, before, after):
     scatter_evidence(guide)
     copies = torch.tensor([0, 1, 2, 50])
     own = torch.arange(4).repeat_interleave(copies)
-    found = naturals(*conditional(guide, name, values, *before, own, *after, torch.full((53,), 1.3)))
+    found = naturals(
+        *conditional(guide, name, values, *before, own, *after, torch.full((53,), 1.3))
+    )
     step = found[:, 1] - found[:, 0]
     assert step[0] > 0
     assert torch.allclose(found, found[:, :1] + step.unsqueeze(-1) * copies)
@@ -350,7 +377,9 @@ def test_evidence_adds_beside_every_encoder(pooling):
 
     whole = precisions()
     with torch.no_grad():
-        log_weight = guide.network.group_of["mu"].mlp.output_unconstrained[guide.network.factors["mu"].num_params]
+        log_weight = guide.network.group_of["mu"].mlp.output_unconstrained[
+            guide.network.factors["mu"].num_params
+        ]
         log_weight.zero_()[-1] = -30.0  # next to no evidence
     added = whole - precisions()
     assert added[0] > 0.1

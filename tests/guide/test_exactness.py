@@ -57,7 +57,12 @@ def divergence(guide, network, data, at=0.0):
     gap = torch.stack([part[0] for part in exact]) - mean
     trace = (exact_precision @ torch.linalg.inv(precision)).diagonal(dim1=-2, dim2=-1).sum(-1)
     distance = ((gap @ exact_precision) * gap).sum(-1)
-    return 0.5 * (trace + distance - len(names) - torch.logdet(exact_precision @ precision.inverse())).mean()
+    return (
+        0.5
+        * (
+            trace + distance - len(names) - torch.logdet(exact_precision @ precision.inverse())
+        ).mean()
+    )
 
 
 def least(parameters, loss):
@@ -146,7 +151,9 @@ def test_the_stochastic_inverse_of_stuhlmueller_stays_short_where_it_lacks_edges
 def test_the_oracle_agrees_with_the_model():
     """Joint density of the model at random points against the oracle's covariance."""
     for network in (CHAIN, COLLIDER, TREE, DIAMOND):
-        joint = torch.distributions.MultivariateNormal(torch.zeros(len(network.sites)), network.covariance())
+        joint = torch.distributions.MultivariateNormal(
+            torch.zeros(len(network.sites)), network.covariance()
+        )
         values = torch.randn(len(network.sites))
         point = dict(zip(network.sites, values))
         model = pyro.poutine.condition(network, {name: point[name] for name in network.latent})

@@ -21,7 +21,11 @@ def growth(week, treated, y=None, *, inside=False, effect_of_pots=True):
     with pyro.plate("pots", len(treated), dim=-1):
         rate = pyro.sample("rate", dist.Normal(0.0 if inside else of_pot, 1.0))
         with pyro.plate("weeks", len(week), dim=-2):
-            pyro.sample("y", dist.Normal(rate + slope * week[:, None] + (of_pot if inside else 0.0), 1.0), obs=y)
+            pyro.sample(
+                "y",
+                dist.Normal(rate + slope * week[:, None] + (of_pot if inside else 0.0), 1.0),
+                obs=y,
+            )
 
 
 def along(model, calls):
@@ -35,15 +39,20 @@ def along(model, calls):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("count", [3, POTS])  # as many weeks as pots: sizes do not tell the two apart
+# as many weeks as pots: sizes do not tell the two apart
+@pytest.mark.parametrize("count", [3, POTS])
 def test_minibatches_are_of_the_plate_whose_rows_moved(inside, count):
     def model(*args):
         growth(*args, inside=inside)
 
     week, y = torch.arange(float(WEEKS)), torch.randn(WEEKS, POTS)
-    of_weeks = [(week[part], TREATED, y[part]) for part in (torch.randperm(WEEKS)[:count] for _ in range(5))]
+    of_weeks = [
+        (week[part], TREATED, y[part]) for part in (torch.randperm(WEEKS)[:count] for _ in range(5))
+    ]
     assert along(model, of_weeks) == {"weeks"}
-    of_pots = [(week, TREATED[part], y[:, part]) for part in (torch.randperm(POTS)[:4] for _ in range(5))]
+    of_pots = [
+        (week, TREATED[part], y[:, part]) for part in (torch.randperm(POTS)[:4] for _ in range(5))
+    ]
     assert along(model, of_pots) == {"pots"}
 
 
@@ -68,9 +77,15 @@ def test_a_model_that_refuses_other_orders_may_have_any_plate():
         with pyro.plate("series", len(length), dim=-2):
             mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
             with pyro.plate("times", y.shape[1], dim=-1):
-                pyro.sample("y", dist.Normal(mean, 1.0).mask(torch.arange(y.shape[1]) < length[:, None]), obs=y)
+                pyro.sample(
+                    "y",
+                    dist.Normal(mean, 1.0).mask(torch.arange(y.shape[1]) < length[:, None]),
+                    obs=y,
+                )
 
-    calls = [(torch.randint(2, 9, (6,)).sort(descending=True)[0], torch.randn(6, 9)) for _ in range(5)]
+    calls = [
+        (torch.randint(2, 9, (6,)).sort(descending=True)[0], torch.randn(6, 9)) for _ in range(5)
+    ]
     assert along(model, calls) == {"series"}
 
 

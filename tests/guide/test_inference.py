@@ -58,8 +58,18 @@ def standard_error(log_weights):
 
 # the latents of the first two are one, so both directions are one guide
 EVIDENCES = {
-    "conjugate normal": (conjugate_normal, torch.tensor([1.0, 2.0, 0.5]), conjugate_normal_evidence, 1),
-    "beta-Bernoulli": (beta_bernoulli, torch.tensor([1.0, 1.0, 0.0, 1.0]), beta_bernoulli_evidence, 1),
+    "conjugate normal": (
+        conjugate_normal,
+        torch.tensor([1.0, 2.0, 0.5]),
+        conjugate_normal_evidence,
+        1,
+    ),
+    "beta-Bernoulli": (
+        beta_bernoulli,
+        torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        beta_bernoulli_evidence,
+        1,
+    ),
     "chain": (CHAIN, torch.tensor(1.0), lambda y: CHAIN.log_evidence(y.item()), 0),
     "collider": (COLLIDER, torch.tensor(1.0), lambda y: COLLIDER.log_evidence(y.item()), 0),
 }
@@ -96,10 +106,14 @@ def test_importance_weights_average_to_the_evidence(name, inverse, exact):
 @pytest.mark.parametrize("name", ["beta-Bernoulli", "collider"])
 def test_importance_runs_trace_by_trace(name, exact):
     model, y, evidence, _ = EVIDENCES[name]
-    posterior = Importance(model, AutoNaMIGuide(model, init_scale=1.0, exact=exact), num_samples=300).run(y)
+    posterior = Importance(
+        model, AutoNaMIGuide(model, init_scale=1.0, exact=exact), num_samples=300
+    ).run(y)
     log_weights = torch.stack([torch.as_tensor(w) for w in posterior.log_weights])
     assert reaches(log_weights, evidence(y))
-    assert math.isclose(posterior.get_log_normalizer(), log_weights.logsumexp(0) - math.log(300), abs_tol=1e-4)
+    assert math.isclose(
+        posterior.get_log_normalizer(), log_weights.logsumexp(0) - math.log(300), abs_tol=1e-4
+    )
     assert 10 < posterior.get_ESS() <= 300.001
 
 
@@ -150,7 +164,9 @@ def test_psis_diagnostic(scale, good):
 def test_mh_resampler():
     guide = learned(conjugate_normal, init_scale=0.7, init_loc_fn=lambda site: torch.tensor(0.8))
     guide(Y)
-    samples = MHResampler(WeighedPredictive(conjugate_normal, guide=guide, num_samples=500, parallel=True))
+    samples = MHResampler(
+        WeighedPredictive(conjugate_normal, guide=guide, num_samples=500, parallel=True)
+    )
     for _ in range(5):
         result = samples(Y)
     assert result.samples["mu"].numel() == 500
@@ -180,7 +196,11 @@ def with_extras(y):
 
 
 COMPILED = {
-    "observations": (with_observations, (), {"observations": {"y1": torch.ones(()), "y2": torch.zeros(())}}),
+    "observations": (
+        with_observations,
+        (),
+        {"observations": {"y1": torch.ones(()), "y2": torch.zeros(())}},
+    ),
     "positional": (conjugate_normal, (torch.ones(4),), {}),
     "optional": (with_optional, (torch.randn(5, 2),), {}),
     "condition": (poutine.condition(CHAIN, {"y": torch.tensor(1.0)}), (), {}),
@@ -193,7 +213,9 @@ COMPILED = {
 
 
 def compile_steps(model, guide, steps, args, **options):
-    csis = CSIS(model, guide, Adam({"lr": 0.01}), num_inference_samples=20, training_batch_size=4, **options)
+    csis = CSIS(
+        model, guide, Adam({"lr": 0.01}), num_inference_samples=20, training_batch_size=4, **options
+    )
     if options:
         csis.set_validation_batch(*args)
     losses = [csis.step(*args) for _ in range(steps)]
@@ -230,7 +252,9 @@ def test_compilation_reads_the_simulated_observations():
     for trace in csis.validation_batch:
         values = {name: trace.nodes[name]["value"] for name in ("mu", "y")}
         losses.append(-guide.log_prob({"mu": values["mu"]}, *args, observations={"y": values["y"]}))
-    assert math.isclose(csis.validation_loss(*args), torch.stack(losses).mean().item(), rel_tol=1e-5)
+    assert math.isclose(
+        csis.validation_loss(*args), torch.stack(losses).mean().item(), rel_tol=1e-5
+    )
 
 
 @EXACT
@@ -320,7 +344,14 @@ def test_compilation_learns_the_posterior_for_all_data():
 # ---- wake-sleep
 
 
-SLEEPERS = ["observations", "condition", "positional", "eight_schools", "discrete_locals", "coupled_instances"]
+SLEEPERS = [
+    "observations",
+    "condition",
+    "positional",
+    "eight_schools",
+    "discrete_locals",
+    "coupled_instances",
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*model_has_params")
@@ -341,7 +372,8 @@ def test_reweighted_wake_sleep(name, insomnia, vectorized, inverse):
         num_particles=4,
         vectorize_particles=vectorized,
         insomnia=insomnia,
-        num_sleep_particles=3 if vectorized else 1,  # Pyro passes the second particle's model `observations`
+        # Pyro passes the second particle's model `observations`
+        num_sleep_particles=3 if vectorized else 1,
         max_plate_nesting=nesting,
         model_has_params=False,
     )
@@ -356,7 +388,8 @@ def test_reweighted_wake_sleep(name, insomnia, vectorized, inverse):
 # ---- prediction
 
 
-VECTORS = ("constrained", "regression")  # Pyro's parallel mode misplaces vectors outside a plate, with its guides too
+# Pyro's parallel mode misplaces vectors outside a plate, with its guides too
+VECTORS = ("constrained", "regression")
 
 
 @EXACT
@@ -367,7 +400,11 @@ def test_predictive_draws_every_latent(name, inverse, exact):
     guide(*args)
     for parallel in (False,) if name in VECTORS else (False, True):
         draws = Predictive(
-            case.model, guide=guide, num_samples=7, parallel=parallel, return_sites=list(case.shapes)
+            case.model,
+            guide=guide,
+            num_samples=7,
+            parallel=parallel,
+            return_sites=list(case.shapes),
         )(*args)
         for key, shape in case.shapes.items():
             assert draws[key].numel() == 7 * math.prod(shape)
@@ -387,13 +424,16 @@ def line(x, y=None):
 def test_predictive_without_data_uses_the_data_last_seen_in_training(inverse, exact):
     """At the same inputs, and at others of another size: global latents still read the training data."""
     x, y, new = torch.randn(6), torch.randn(6), torch.randn(9)
-    guide = AutoNaMIGuide(line, inverse=inverse, exact=exact, mode="amortized")  # whose networks read data
+    # whose networks read data
+    guide = AutoNaMIGuide(line, inverse=inverse, exact=exact, mode="amortized")
     steps(line, guide, x, y, count=1)
     scatter(guide)
     for parallel in (False, True):
         for inputs in (x, new):
             draws = Predictive(line, guide=guide, num_samples=5, parallel=parallel)(inputs)
-            assert draws["y"].reshape(5, -1).shape == (5, len(inputs)) and draws["slope"].numel() == 5
+            assert (
+                draws["y"].reshape(5, -1).shape == (5, len(inputs)) and draws["slope"].numel() == 5
+            )
             assert len(draws["y"].reshape(5, -1).unique(dim=0)) == 5
             values = guide(x, y)
             assert torch.allclose(guide.log_prob(values, inputs), guide.log_prob(values, x, y))
@@ -428,4 +468,6 @@ def test_a_predictive_is_scripted_by_sites_only(exact):
     guide, args = AutoNaMIGuide(case.model, exact=exact), case.arguments()
     guide(*args)
     draws = Predictive(case.model, guide=guide, num_samples=4)(*args)
-    assert torch.equal(draws["twice"], 2 * draws["a"]) and torch.equal(draws["same"], draws["twice"])
+    assert torch.equal(draws["twice"], 2 * draws["a"]) and torch.equal(
+        draws["same"], draws["twice"]
+    )

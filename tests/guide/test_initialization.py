@@ -39,7 +39,11 @@ NAMES = [
 def unconstrained_draws(guide, name, args, count=3000):
     """Returns latent -> draws of the guide in unconstrained space, ``(count, elements)``."""
     case = CASES[name]
-    with torch.no_grad(), poutine.trace() as tracer, pyro.plate("outer", count, dim=-1 - case.nesting):
+    with (
+        torch.no_grad(),
+        poutine.trace() as tracer,
+        pyro.plate("outer", count, dim=-1 - case.nesting),
+    ):
         guide(*args)
     result = {}
     for key in case.shapes:
@@ -70,7 +74,9 @@ def test_locations_and_scales_are_those_of_autonormal(name, inverse, anchor):
         loc, scale = theirs._get_loc_and_scale(key)
         expected[key] = loc.detach().reshape(-1), scale.detach().reshape(-1)
     pyro.clear_param_store()
-    ours = AutoNaMIGuide(case.model, inverse=inverse, anchor=anchor, exact=False, init_loc_fn=init_to_feasible)
+    ours = AutoNaMIGuide(
+        case.model, inverse=inverse, anchor=anchor, exact=False, init_loc_fn=init_to_feasible
+    )
     ours(*args)
     draws = unconstrained_draws(ours, name, args)
     for key in case.shapes:
@@ -117,7 +123,12 @@ STRATEGIES = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_init_loc_fn_sets_the_location(strategy, anchor):
     y = torch.ones(4)
-    options = {"init_loc_fn": STRATEGIES[strategy], "init_scale": 1e-4, "anchor": anchor, "exact": False}
+    options = {
+        "init_loc_fn": STRATEGIES[strategy],
+        "init_scale": 1e-4,
+        "anchor": anchor,
+        "exact": False,
+    }
     guide = AutoNaMIGuide(conjugate_normal, **options)
     value = guide(y)["mu"]
     assert abs(value - guide.prototype_trace.nodes["mu"]["value"]) < 1e-2
@@ -128,10 +139,17 @@ def test_init_loc_fn_sets_the_location(strategy, anchor):
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("strategy", [init_to_sample, init_to_median(num_samples=5), init_to_uniform(radius=0.5)])
+@pytest.mark.parametrize(
+    "strategy", [init_to_sample, init_to_median(num_samples=5), init_to_uniform(radius=0.5)]
+)
 @pytest.mark.parametrize(
     "name, inverse",
-    [("constrained", "forward"), ("vectors", "reverse"), ("nested", "forward"), ("support_parents", "reverse")],
+    [
+        ("constrained", "forward"),
+        ("vectors", "reverse"),
+        ("nested", "forward"),
+        ("support_parents", "reverse"),
+    ],
 )
 def test_strategies_that_sample_work_on_every_support(name, inverse, strategy, exact):
     case = CASES[name]
@@ -167,7 +185,9 @@ def test_by_default_factor_models_leave_the_origin_sooner():
     """There loadings are zero and all is noise, and no gradient says which way to go."""
     generator = torch.Generator().manual_seed(0)
     loadings = torch.randn(2, 6, generator=generator) * torch.tensor([[2.0], [0.7]])
-    x = torch.randn(50, 2, generator=generator) @ loadings + 0.3 * torch.randn(50, 6, generator=generator)
+    x = torch.randn(50, 2, generator=generator) @ loadings + 0.3 * torch.randn(
+        50, 6, generator=generator
+    )
 
     def model():
         w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2, 6]).to_event(2))
@@ -192,7 +212,10 @@ def test_by_default_factor_models_leave_the_origin_sooner():
 def test_a_robust_regression_in_its_own_units_is_learned_at_any_rate(rate):
     """The scale starts at the median of its prior; at 1, the guide ended in NaN, or was behind AutoNormal."""
     generator = torch.Generator().manual_seed(11)
-    years, area = 1950 + 70 * torch.rand(60, generator=generator), 500 + 3000 * torch.rand(60, generator=generator)
+    years, area = (
+        1950 + 70 * torch.rand(60, generator=generator),
+        500 + 3000 * torch.rand(60, generator=generator),
+    )
     price = 50 * area + 300 * (years - 1980) + 2e4 * torch.randn(60, generator=generator)
 
     def model():
@@ -220,7 +243,10 @@ def test_data_in_small_units_are_learned_at_any_rate(rate):
     y = 1e-5 * (3.0 + 2.0 * torch.randn(50, generator=torch.Generator().manual_seed(0)))
 
     def model():
-        a, s = pyro.sample("a", dist.Normal(0.0, 1e-4)), pyro.sample("s", dist.LogNormal(-10.0, 3.0))
+        a, s = (
+            pyro.sample("a", dist.Normal(0.0, 1e-4)),
+            pyro.sample("s", dist.LogNormal(-10.0, 3.0)),
+        )
         with pyro.plate("rows", 50):
             pyro.sample("y", dist.Laplace(a, s), obs=y)
 

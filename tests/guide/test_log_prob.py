@@ -50,7 +50,9 @@ def check(guide, case, args):
     assert list(drawn.items()) == list(case.shapes.items())
     scatter(guide, 0.2)
     trace, expected = traced(guide, *args)
-    assert torch.allclose(guide.log_prob(values_of(trace, case), *args), expected, rtol=1e-8, atol=1e-8)
+    assert torch.allclose(
+        guide.log_prob(values_of(trace, case), *args), expected, rtol=1e-8, atol=1e-8
+    )
     with pyro.plate("outer", 5, dim=-1 - case.nesting):
         trace, _ = traced(guide, *args)
     batch = guide.log_prob(values_of(trace, case), *args)
@@ -59,7 +61,9 @@ def check(guide, case, args):
     values = {name: site["value"] for name, site in run.nodes.items() if name in case.shapes}
     learned, derived = (guide.log_prob_of(part, values, run.nodes, *args) for part in (True, False))
     assert torch.allclose(learned + derived, batch, rtol=1e-12, atol=1e-12)
-    assert torch.allclose(guide.log_prob_of(True, values, None, *args), learned, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(
+        guide.log_prob_of(True, values, None, *args), learned, rtol=1e-12, atol=1e-12
+    )
     each = sum(
         site["log_prob"].reshape(5, -1).sum(-1)
         for name, site in trace.nodes.items()
@@ -154,11 +158,17 @@ def test_a_batch_of_data_sets_with_plates_in_one_pass():
     case, guide = CASES["nested"], AutoNaMIGuide(CASES["nested"].model)
     guide(*case.arguments())
     scatter(guide)
-    latents = {"top": torch.randn(6, 1, 1), "group": torch.randn(6, 3, 1), "member": torch.randn(6, 3, 4)}
+    latents = {
+        "top": torch.randn(6, 1, 1),
+        "group": torch.randn(6, 3, 1),
+        "member": torch.randn(6, 3, 4),
+    }
     data = torch.randn(6, 3, 4)
     batch = guide.log_prob(latents, *case.arguments(), observations={"y": data})
     each = [
-        guide.log_prob({name: value[i].reshape(case.shapes[name]) for name, value in latents.items()}, y)
+        guide.log_prob(
+            {name: value[i].reshape(case.shapes[name]) for name, value in latents.items()}, y
+        )
         for i, y in enumerate(data)
     ]
     assert batch.shape == (6,) and torch.allclose(batch, torch.stack(each))
@@ -173,7 +183,9 @@ def test_accepts_what_predictive_returns(inverse):
     scatter(guide)
     draws = Predictive(lambda *args: guide(*args) and None, num_samples=7)(*args)
     assert draws["w"].shape == (7, 2) and draws["s"].shape == (7,)
-    each = [guide.log_prob({name: value[i] for name, value in draws.items()}, *args) for i in range(7)]
+    each = [
+        guide.log_prob({name: value[i] for name, value in draws.items()}, *args) for i in range(7)
+    ]
     assert torch.allclose(guide.log_prob(draws, *args), torch.stack(each))
 
 

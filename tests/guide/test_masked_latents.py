@@ -45,7 +45,9 @@ def effects(known=KNOWN, y=Y, split=False):
 def covariate(known=KNOWN, y=Y, split=False):
     m, a = (pyro.sample(name, dist.Normal(0.0, 3.0)) for name in "ma")
     b = pyro.sample("b", dist.Normal(torch.tensor(0.0), 2.0))
-    partly_known("z", dist.Normal(m, 1.0), lambda z, w: dist.Normal(a + b * z, 0.7), W + 1, known, y, split)
+    partly_known(
+        "z", dist.Normal(m, 1.0), lambda z, w: dist.Normal(a + b * z, 0.7), W + 1, known, y, split
+    )
 
 
 def rates(known=KNOWN, y=COUNTS, split=False):
@@ -56,7 +58,9 @@ def rates(known=KNOWN, y=COUNTS, split=False):
 def log_rates(known=KNOWN, y=COUNTS, split=False):
     """Modes, or quadrature, of latents with an element an instance."""
     m = pyro.sample("m", dist.Normal(torch.tensor(0.0), 2.0))
-    partly_known("z", dist.Normal(m, 0.8), lambda z, w: dist.Poisson(z.exp()), W + 1, known, y, split)
+    partly_known(
+        "z", dist.Normal(m, 0.8), lambda z, w: dist.Poisson(z.exp()), W + 1, known, y, split
+    )
 
 
 def pairs_of_log_rates(known=KNOWN, y=COUNTS, split=False):
@@ -64,7 +68,9 @@ def pairs_of_log_rates(known=KNOWN, y=COUNTS, split=False):
     m = pyro.sample("m", dist.Normal(torch.tensor(0.0), 2.0))
     fn = dist.Normal(m.unsqueeze(-1) + torch.zeros(2), 0.8).to_event(1)
     values = torch.stack((W + 1, W), -1)
-    partly_known("z", fn, lambda z, w: dist.Poisson((z[..., 0] - z[..., 1]).exp()), values, known, y, split)
+    partly_known(
+        "z", fn, lambda z, w: dist.Poisson((z[..., 0] - z[..., 1]).exp()), values, known, y, split
+    )
 
 
 def elbos(guide, model, *args, count=4):
@@ -79,7 +85,9 @@ def test_the_evidence_is_that_of_known_and_unknown_rows_as_sites_of_their_own(mo
         guide = AutoNaMIGuide(model)
         guide(split=split)
         assert {note.rule for note in guide.rules.values()} <= {"exact", "quadrature"}
-        found[split] = elbos(guide, model, KNOWN, W.cos() + 1 if model is not rates else COUNTS, split)
+        found[split] = elbos(
+            guide, model, KNOWN, W.cos() + 1 if model is not rates else COUNTS, split
+        )
         assert found[split].std() < 0.02
     assert found[False].mean() == pytest.approx(float(found[True].mean()), abs=0.02)
 
@@ -119,16 +127,23 @@ def test_a_dense_block_with_masked_elements_is_exact_at_every_mask():
     for known in masks:
         found = elbos(guide, crossed, known, y)
         assert guide.rules["a_unobserved"].rule == guide.rules["b"].rule == "exact"
-        torch.testing.assert_close(found, evidence_of_crossed(known, y).expand(4), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            found, evidence_of_crossed(known, y).expand(4), rtol=0, atol=1e-5
+        )
 
 
 def test_what_is_kept_of_a_block_in_training_goes_with_its_mask():
     y = torch.stack((Y[:4], Y[4:8]))
     guide = AutoNaMIGuide(crossed)
     for known in (KNOWN[:4], ~KNOWN[:4]):
-        losses = steps(crossed, guide, known, y, count=8)[2:]  # after which other data are those of training
+        # after which other data are those of training
+        losses = steps(crossed, guide, known, y, count=8)[2:]
         torch.testing.assert_close(
-            -losses, evidence_of_crossed(known, y).float().expand(6), rtol=0, atol=1e-3, check_dtype=False
+            -losses,
+            evidence_of_crossed(known, y).float().expand(6),
+            rtol=0,
+            atol=1e-3,
+            check_dtype=False,
         )
 
 
@@ -140,7 +155,11 @@ def test_conditionals_about_modes_are_those_without_the_rows_that_are_known(mode
         guide(split=split)
         assert guide.rules["z_unobserved"].rule in ("newton", "quadrature")
         for known in (KNOWN, KNOWN.roll(1)):
-            nodes = poutine.trace(poutine.condition(guide, {"m": m})).get_trace(known, split=split).nodes
+            nodes = (
+                poutine.trace(poutine.condition(guide, {"m": m}))
+                .get_trace(known, split=split)
+                .nodes
+            )
             fn = nodes["z_unobserved"]["fn"]
             rows = slice(None) if split else ~known
             z = torch.linspace(-0.5, 1.5, ROWS)[slice(None) if not split else ~known]
@@ -159,13 +178,17 @@ def test_draws_where_a_latent_is_masked_are_of_its_prior_and_count_nothing():
     site = nodes.nodes["z_unobserved"]
     assert (site["log_prob"][..., KNOWN] == 0).all() and (site["log_prob"][..., ~KNOWN] != 0).all()
     noise = (site["value"] - nodes.nodes["m"]["value"]) / nodes.nodes["t"]["value"]
-    assert noise[..., KNOWN].mean().abs() < 0.05 and noise[..., KNOWN].std() == pytest.approx(1.0, abs=0.05)
+    assert noise[..., KNOWN].mean().abs() < 0.05 and noise[..., KNOWN].std() == pytest.approx(
+        1.0, abs=0.05
+    )
 
 
 def test_a_latent_that_was_all_masked_at_the_first_call_is_named_where_it_counts():
     guide = AutoNaMIGuide(covariate)
     guide(torch.ones_like(KNOWN))
-    with pytest.warns(UserWarning, match="All of 'z_unobserved' was masked at the guide's first call"):
+    with pytest.warns(
+        UserWarning, match="All of 'z_unobserved' was masked at the guide's first call"
+    ):
         guide(KNOWN)
 
 
@@ -176,7 +199,6 @@ def logistic(known=KNOWN, y=BINARY, split=False):
     p = pyro.sample("p", dist.Beta(torch.tensor(2.0), 2.0))
     a, b = (pyro.sample(name, dist.Normal(torch.tensor(0.0), 2.0)) for name in "ab")
 
-
     def likelihood(z, w):
         return dist.Bernoulli(logits=a + b * z + w)
 
@@ -186,14 +208,24 @@ def logistic(known=KNOWN, y=BINARY, split=False):
 def linear(known=KNOWN, y=Y, split=False):
     p = pyro.sample("p", dist.Beta(torch.tensor(2.0), 2.0))
     a, b = (pyro.sample(name, dist.Normal(torch.tensor(0.0), 2.0)) for name in "ab")
-    partly_known("z", dist.Bernoulli(p), lambda z, w: dist.Normal(a + b * z, 0.7), BINARY, known, y, split)
+    partly_known(
+        "z", dist.Bernoulli(p), lambda z, w: dist.Normal(a + b * z, 0.7), BINARY, known, y, split
+    )
 
 
 def mixture(known=KNOWN, y=Y, split=False):
     p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
     a = pyro.sample("a", dist.Normal(torch.zeros(3), 2.0).to_event(1))
     classes = torch.arange(ROWS) % 3
-    partly_known("z", dist.Categorical(p), lambda z, w: dist.Normal(Vindex(a)[..., z], 0.7), classes, known, y, split)
+    partly_known(
+        "z",
+        dist.Categorical(p),
+        lambda z, w: dist.Normal(Vindex(a)[..., z], 0.7),
+        classes,
+        known,
+        y,
+        split,
+    )
 
 
 @pytest.mark.parametrize("vectorized", [False, True], ids=["alone", "particles"])
@@ -207,13 +239,22 @@ def test_discrete_latents_are_enumerated_where_they_are_unknown(model, vectorize
         with pyro.plate("particles", 5 if vectorized else 1, dim=-2), torch.no_grad():
             guided = poutine.trace(guide).get_trace(known)
             guided.compute_log_prob()
-            values = {name: guided.nodes[name]["value"] for name in guided.nodes if name in ("p", "a", "b")}
+            values = {
+                name: guided.nodes[name]["value"]
+                for name in guided.nodes
+                if name in ("p", "a", "b")
+            }
             joint = []
             for state in states:
                 z = state.expand(guided.nodes["z_unobserved"]["value"].shape)
                 replayed = poutine.condition(model, {**values, "z_unobserved": z})
                 nodes = poutine.trace(replayed).get_trace(known).nodes
-                joint.append(sum(nodes[name]["fn"].log_prob(nodes[name]["value"]) for name in ("z_unobserved", "y")))
+                joint.append(
+                    sum(
+                        nodes[name]["fn"].log_prob(nodes[name]["value"])
+                        for name in ("z_unobserved", "y")
+                    )
+                )
         expected, fn = torch.stack(joint).log_softmax(0), guided.nodes["z_unobserved"]["fn"]
         for state, log_prob in zip(states, expected):
             found = fn.log_prob(state.expand(log_prob.shape))

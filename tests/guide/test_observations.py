@@ -23,7 +23,10 @@ DATA = [torch.tensor(1.0)]  # what a closure holds
 WAYS = {
     "an argument": (lambda y: CHAIN(y), lambda y: y),
     "a closure": (lambda y: CHAIN(DATA[0]), lambda y: DATA[0]),
-    "a condition": (poutine.condition(lambda y: CHAIN(torch.zeros(())), {"y": torch.tensor(1.5)}), lambda y: 1.5),
+    "a condition": (
+        poutine.condition(lambda y: CHAIN(torch.zeros(())), {"y": torch.tensor(1.5)}),
+        lambda y: 1.5,
+    ),
     "a number that the model transforms": (lambda y: CHAIN(2 * y), lambda y: 2 * y),
     "a dict": (lambda y: CHAIN(y["y"]), lambda y: y["y"]),
 }
@@ -93,7 +96,9 @@ def test_observed_sites_are_named_by_an_option_or_by_the_first_call(options, inv
     values = guide(x, observations={"y": y})
     assert set(values) == {"w", "s"} and guide.bayesnet.observed == ("y",)
     scatter(guide)
-    assert torch.equal(guide.log_prob(values, x, y), guide.log_prob(values, x, observations={"y": y}))
+    assert torch.equal(
+        guide.log_prob(values, x, y), guide.log_prob(values, x, observations={"y": y})
+    )
 
 
 @DIRECTIONS
@@ -143,7 +148,14 @@ def test_an_observation_that_is_a_function_of_a_latent():
         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
 
     guide, y = amortized(model), torch.tensor(2.0)
-    steps(model, guide, y, count=200, lr=0.03, elbo=Trace_ELBO(num_particles=8, vectorize_particles=True))
+    steps(
+        model,
+        guide,
+        y,
+        count=200,
+        lr=0.03,
+        elbo=Trace_ELBO(num_particles=8, vectorize_particles=True),
+    )
     with torch.no_grad(), pyro.plate("outer", 2000, dim=-1):
         draws = guide(y)["x"]
     # posterior precision 3, mean (1 + 2) / 3; training noise is about 0.05
@@ -178,14 +190,17 @@ def test_simulated_data_are_read_in_units_of_the_models_own_draws_and_tempered_f
     shift, scale = guide.network.standard("y")
     assert 1e-4 < scale.item() < 2e-2 and shift.abs() < 1
     units = torch.tensor([-9.9, -1.0, 0.0, 2.0, 9.9, 50.0, 1e6, -1e6, 3.0])
-    read = guide._observed.features("y", (units - shift) / scale, guide._plan, guide.network).flatten()
+    read = guide._observed.features(
+        "y", (units - shift) / scale, guide._plan, guide.network
+    ).flatten()
     near = units.abs() < 10
     assert torch.allclose(read[near], units[near], atol=1e-4)
     assert (read.abs() < 30).all() and (read.sort().indices == units.sort().indices).all()
 
 
-
-@pytest.mark.parametrize("noise", [dist.Normal, lambda mean, scale: dist.StudentT(4.0, mean, scale)])
+@pytest.mark.parametrize(
+    "noise", [dist.Normal, lambda mean, scale: dist.StudentT(4.0, mean, scale)]
+)
 def test_a_conditioned_model_of_training_predicts_rows_of_other_arguments(noise):
     """Its data do not fit new regressors: they are those seen in training, with the regressors seen there."""
 

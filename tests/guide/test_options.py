@@ -42,7 +42,12 @@ Y = torch.tensor(1.0)
 @pytest.mark.parametrize(
     "name, direction",
     [
-        *[("collider", "auto"), ("tree", "forward"), ("diamond", "reverse"), ("eight_schools", "free")],
+        *[
+            ("collider", "auto"),
+            ("tree", "forward"),
+            ("diamond", "reverse"),
+            ("eight_schools", "free"),
+        ],
         *[("nested", "forward"), ("with_factor", "reverse"), ("barren", "auto")],
     ],
 )
@@ -57,7 +62,9 @@ def test_the_guides_inverse_is_faithful_to_the_models_network(name, direction):
             assert guide.inverse == nami(guide.bayesnet, direction=direction)
 
 
-@pytest.mark.parametrize("inverse", [mean_field(extract_bayesnet(CHAIN, Y)), mean_field, "mean_field"])
+@pytest.mark.parametrize(
+    "inverse", [mean_field(extract_bayesnet(CHAIN, Y)), mean_field, "mean_field"]
+)
 def test_an_inverse_may_be_given_or_computed(inverse):
     guide = AutoNaMIGuide(CHAIN, inverse=inverse)
     guide(Y)
@@ -65,7 +72,9 @@ def test_an_inverse_may_be_given_or_computed(inverse):
 
 
 def test_extra_edges_may_be_added():
-    guide = AutoNaMIGuide(CHAIN, inverse=lambda net: nami(net, direction="reverse").with_edges([("a", "c")]))
+    guide = AutoNaMIGuide(
+        CHAIN, inverse=lambda net: nami(net, direction="reverse").with_edges([("a", "c")])
+    )
     guide(Y)
     assert {"a", "b"} <= set(guide.inverse.parents["c"])
 
@@ -88,7 +97,9 @@ X = torch.tensor(0.7)
 SEMI = {"blocks": [["z"], ["y"]]}
 
 
-@pytest.mark.parametrize("first", [None, torch.tensor(1.0)], ids=["unlabelled first", "labelled first"])
+@pytest.mark.parametrize(
+    "first", [None, torch.tensor(1.0)], ids=["unlabelled first", "labelled first"]
+)
 def test_one_guide_for_labelled_and_unlabelled_calls(first):
     guide = AutoNaMIGuide(labelled, **SEMI)
     guide(X, first)
@@ -112,7 +123,9 @@ def test_a_known_kind_of_call_does_not_run_the_likelihood():
 
 @pytest.mark.parametrize("first", [False, True])
 def test_a_label_that_the_model_makes_itself_is_read_in_every_call(first):
-    guide = AutoNaMIGuide(lambda x, known=False: labelled(x, (x > 0.5).to(x) if known else None), **SEMI)
+    guide = AutoNaMIGuide(
+        lambda x, known=False: labelled(x, (x > 0.5).to(x) if known else None), **SEMI
+    )
     guide(X, first)
     guide(X, not first)
     scatter(guide)
@@ -150,7 +163,9 @@ def test_semi_observed_sites_in_a_plate():
     steps(discrete_locals, guide, y, k, count=1)
 
 
-@pytest.mark.parametrize("blocks", [[["a"], ["b"], ["c"]], [["c"], ["b"], ["a"]], [["b"], ["a", "c"]]], ids=str)
+@pytest.mark.parametrize(
+    "blocks", [[["a"], ["b"], ["c"]], [["c"], ["b"], ["a"]], [["b"], ["a", "c"]]], ids=str
+)
 def test_blocks_fix_the_order(blocks):
     guide = AutoNaMIGuide(CHAIN, blocks=blocks)
     guide(Y)
@@ -171,7 +186,11 @@ OPTIONS = [
     {"families": mixture(2)},
     {"families": {"tau": "flow"}},
     {"families": {"mu": NormalFamily}},
-    *({"hidden_features": width, "shared": shared} for width in ((), (4,), (16, 16)) for shared in (True, False)),
+    *(
+        {"hidden_features": width, "shared": shared}
+        for width in ((), (4,), (16, 16))
+        for shared in (True, False)
+    ),
 ]
 
 
@@ -181,7 +200,9 @@ def test_families_widths_and_sharing(options, inverse):
     case = CASES["eight_schools"]
     guide = AutoNaMIGuide(eight_schools, inverse=inverse, **options)
     steps(eight_schools, guide, *case.arguments())
-    assert {key: tuple(value.shape) for key, value in guide(*case.arguments()).items()} == case.shapes
+    assert {
+        key: tuple(value.shape) for key, value in guide(*case.arguments()).items()
+    } == case.shapes
     if not isinstance(options.get("families", {}), dict):  # one for all is taken by all
         assert {note.rule for note in guide.rules.values()} == {"learned"}
 
@@ -210,7 +231,9 @@ DISCRETE = {
     "geometric": dist.Geometric(torch.tensor(0.3)),
     "negative binomial": dist.NegativeBinomial(torch.tensor(3.0), torch.tensor(0.4)),
     "relaxed bernoulli": dist.RelaxedBernoulli(torch.tensor(0.5), torch.tensor(0.3)),
-    "relaxed one-hot": dist.RelaxedOneHotCategorical(torch.tensor(0.5), torch.tensor([0.2, 0.3, 0.5])),
+    "relaxed one-hot": dist.RelaxedOneHotCategorical(
+        torch.tensor(0.5), torch.tensor([0.2, 0.3, 0.5])
+    ),
     "straight through": dist.RelaxedBernoulliStraightThrough(torch.tensor(0.5), torch.tensor(0.3)),
     "straight-through one-hot": dist.RelaxedOneHotCategoricalStraightThrough(
         torch.tensor(0.5), torch.tensor([0.2, 0.3, 0.5])
@@ -259,7 +282,12 @@ def test_the_number_of_parameters_is_that_of_weights_which_gradients_reach(name,
     """Of smooth networks with random weights, by the density at random values."""
     case = CASES[name]
     guide = amortized(
-        case.model, inverse="reverse", shared=shared, hidden_features=(5, 4), families="normal", anchor=False
+        case.model,
+        inverse="reverse",
+        shared=shared,
+        hidden_features=(5, 4),
+        families="normal",
+        anchor=False,
     )
     with pytest.raises(RuntimeError, match="called once"):
         guide.num_parameters  # noqa: B018
@@ -270,7 +298,9 @@ def test_the_number_of_parameters_is_that_of_weights_which_gradients_reach(name,
         scatter(guide, 0.3)
         values = {name: value.detach() for name, value in guide(*args).items()}
         parameters = [*guide.parameters()]
-        gradients = torch.autograd.grad(guide.log_prob(values, *args), parameters, allow_unused=True)
+        gradients = torch.autograd.grad(
+            guide.log_prob(values, *args), parameters, allow_unused=True
+        )
         reached = [seen if g is None else seen | (g != 0) for seen, g in zip(reached, gradients)]
     assert guide.num_parameters == sum(int(seen.sum()) for seen in reached)
 
@@ -355,7 +385,9 @@ def pictures(y):
     with pyro.plate("data", len(y)):
         z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         weight = torch.linspace(-1, 1, 12).reshape(2, 6)
-        pyro.sample("y", dist.Normal((z @ weight).reshape(z.shape[:-1] + (2, 3)), 1.0).to_event(2), obs=y)
+        pyro.sample(
+            "y", dist.Normal((z @ weight).reshape(z.shape[:-1] + (2, 3)), 1.0).to_event(2), obs=y
+        )
 
 
 @pytest.mark.parametrize("inverse", ["forward", "reverse"])

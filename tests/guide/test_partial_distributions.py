@@ -14,7 +14,8 @@ from pyro.infer.autoguide import AutoNormal
 from pyro_nami import AutoNaMIGuide, amortize, importance_sample
 
 Y = torch.tensor([1.2, 3.0, 2.1, 2.4, 0.7, 1.9, 2.8, 2.2])
-QUIET = "ignore:The importance weights", "ignore:The model .*cannot be"  # of short training; of what cannot expand
+# of short training; of what cannot expand
+QUIET = "ignore:The importance weights", "ignore:The model .*cannot be"
 LOG_TWO = 0.6931471805599453
 
 
@@ -151,7 +152,17 @@ def log_evidence(model):
 
 @pytest.mark.filterwarnings("error", *QUIET)
 @pytest.mark.parametrize(
-    "kind", [OwnLaplace, OfTorch, RaisingSupport, NoSupport, NoSample, Reparametrized, Series, of_wrong_shape]
+    "kind",
+    [
+        OwnLaplace,
+        OfTorch,
+        RaisingSupport,
+        NoSupport,
+        NoSample,
+        Reparametrized,
+        Series,
+        of_wrong_shape,
+    ],
 )
 def test_data_train_as_with_the_guides_of_pyro(kind):
     model, found = with_data(kind), {}
@@ -176,7 +187,9 @@ def test_latents_are_drawn_by_predictive(kind):
     assert drawn["m"].isfinite().all() and (drawn["s"] > 0).all()
 
 
-@pytest.mark.parametrize("kind", [RealSupport, OwnLaplace, RaisingSupport, NoSupport, Reparametrized])
+@pytest.mark.parametrize(
+    "kind", [RealSupport, OwnLaplace, RaisingSupport, NoSupport, Reparametrized]
+)
 def test_a_latent_whose_support_is_unknown_is_real_and_named_in_a_warning(kind):
     model = with_latent(kind)
     guide = AutoNaMIGuide(model)
@@ -209,7 +222,8 @@ def test_a_latent_keeps_the_support_that_it_declares():
 
     guide = AutoNaMIGuide(model)
     steps(model, guide, Y, count=300, lr=0.03)
-    exact = torch.lgamma(torch.tensor(len(Y) + 1.0)) - (len(Y) + 1) * (Y.sum() + 1).log()  # a Gamma's integral
+    # a Gamma's integral
+    exact = torch.lgamma(torch.tensor(len(Y) + 1.0)) - (len(Y) + 1) * (Y.sum() + 1).log()
     assert elbo(model, guide) == pytest.approx(float(exact), abs=0.05)
 
 

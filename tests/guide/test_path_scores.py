@@ -144,7 +144,9 @@ def test_only_own_draws_are_scored_so():
     for make, same in ((fn.rsample, False), (lambda: torch.tensor(0.3), True), (fn.sample, True)):
         value = make()
         parts = fn.score_parts(value)
-        assert parts.score_function == 0 and torch.allclose(parts.log_prob, fn.log_prob(value), atol=1e-5)
+        assert parts.score_function == 0 and torch.allclose(
+            parts.log_prob, fn.log_prob(value), atol=1e-5
+        )
         assert torch.equal(moved(parts.entropy_term), moved(fn.log_prob(value))) == same
 
 
@@ -153,7 +155,8 @@ def test_gradients_with_a_graph_of_their_own_leave_none_behind():
     guide = AutoNaMIGuide(local, exact=False)
     guide(DATA)
     optimizer = torch.optim.SGD(guide.parameters(), 0.01)
-    for _ in range(3):  # what is kept of one step's graph would be gone through at the next, after steps in place
+    # what is kept of one step's graph would be gone through at the next, after steps in place
+    for _ in range(3):
         loss = Trace_ELBO().differentiable_loss(local, guide, DATA)
         parameters = [p for p in guide.parameters() if p.requires_grad]
         options = {"create_graph": True, "allow_unused": True, "materialize_grads": True}

@@ -211,7 +211,9 @@ def test_known_scales_are_found_or_given_and_read(inverse, given):
     steps(eight_schools, guide, y, sigma, count=1)
     before = guide.log_prob(values, y, sigma)
     sigma *= 2
-    assert not torch.allclose(guide.log_prob(values, y, sigma), before), "what was changed in place is read"
+    assert not torch.allclose(guide.log_prob(values, y, sigma), before), (
+        "what was changed in place is read"
+    )
 
 
 def test_covariates_can_be_turned_off():
@@ -310,7 +312,9 @@ def test_dependent_plates(inverse, objective):
 @DIRECTIONS
 @pytest.mark.parametrize("objective", [Trace_ELBO, TraceMeanField_ELBO])
 def test_crossed_plates_train(inverse, objective):
-    steps(crossed, amortized(crossed, inverse=inverse), torch.randn(3, 3), count=1, elbo=objective())
+    steps(
+        crossed, amortized(crossed, inverse=inverse), torch.randn(3, 3), count=1, elbo=objective()
+    )
 
 
 @DIRECTIONS
@@ -324,4 +328,3 @@ def test_a_first_call_on_a_minibatch_inside_particles(inverse):
     plain = amortized(subsampled, inverse=inverse)
     plain(y, 5)
     assert names_of_shapes(guide) == names_of_shapes(plain)
-

@@ -78,11 +78,15 @@ def enumerating(nesting: int, **options) -> Callable:
 
 
 def exposed(*prefixes: str) -> Callable:
-    return lambda model: poutine.block(model, expose_fn=lambda site: site["name"].startswith(prefixes))
+    return lambda model: poutine.block(
+        model, expose_fn=lambda site: site["name"].startswith(prefixes)
+    )
 
 
 def hidden(*prefixes: str) -> Callable:
-    return lambda model: poutine.block(model, hide_fn=lambda site: site["name"].startswith(prefixes))
+    return lambda model: poutine.block(
+        model, hide_fn=lambda site: site["name"].startswith(prefixes)
+    )
 
 
 # ---- hidden Markov models: examples/hmm.py, examples/mixed_hmm
@@ -106,7 +110,9 @@ def batched_chains(history=1):
 
     def model(bits, lengths, batch=None):
         trans = pyro.sample("probs_x", dist.Dirichlet(torch.ones(STATES, STATES)).to_event(1))
-        other = pyro.sample("probs_w", dist.Dirichlet(torch.ones(STATES, STATES, STATES)).to_event(2))
+        other = pyro.sample(
+            "probs_w", dist.Dirichlet(torch.ones(STATES, STATES, STATES)).to_event(2)
+        )
         emit = pyro.sample("probs_y", dist.Beta(1.0, 1.0).expand([STATES, STATES, 3]).to_event(3))
         keys = pyro.plate("keys", 3, dim=-1)
         with pyro.plate("sequences", len(bits), batch, dim=-2) as rows:
@@ -117,7 +123,9 @@ def batched_chains(history=1):
                     x = pyro.sample(f"x_{t}", dist.Categorical(trans[x]), infer=ENUM)
                     w = pyro.sample(f"w_{t}", dist.Categorical(Vindex(other)[x, w]), infer=ENUM)
                     with keys as key:
-                        pyro.sample(f"y_{t}", dist.Bernoulli(Vindex(emit)[x, w, key]), obs=bits[rows, t])
+                        pyro.sample(
+                            f"y_{t}", dist.Bernoulli(Vindex(emit)[x, w, key]), obs=bits[rows, t]
+                        )
 
     return model
 
@@ -172,7 +180,9 @@ def effects(y, lengths):
             x = torch.tensor(0)
             for t in pyro.markov(range(y.shape[-1])):
                 with poutine.mask(mask=t < lengths):
-                    logits = Vindex(theta)[x] + (of_group + own).unsqueeze(-1) * torch.arange(STATES)
+                    logits = Vindex(theta)[x] + (of_group + own).unsqueeze(-1) * torch.arange(
+                        STATES
+                    )
                     x = pyro.sample(f"x_{t}", dist.Categorical(logits=logits), infer=ENUM)
                     pyro.sample(f"y_{t}", dist.Normal(x.float(), 1.0), obs=y[..., t])
 
@@ -288,7 +298,11 @@ class DeepChain(nn.Module):
                 prior = dist.Normal(loc, nn.functional.softplus(scale)).mask(seen).to_event(1)
                 with poutine.scale(scale=annealing):
                     z = pyro.sample(f"z_{t}", prior)
-                pyro.sample(f"x_{t}", dist.Bernoulli(logits=self.emit(z)).mask(seen).to_event(1), obs=bits[:, t])
+                pyro.sample(
+                    f"x_{t}",
+                    dist.Bernoulli(logits=self.emit(z)).mask(seen).to_event(1),
+                    obs=bits[:, t],
+                )
 
 
 def decoded():
@@ -389,8 +403,12 @@ GLOBAL = exposed("probs_")
 PROGRAMS = {
     "chains, exposed": Program(chains, [(BITS, LENGTHS, 2)] * 3, enumerating(1), GLOBAL),
     "chains, hidden": Program(chains, [(BITS, LENGTHS, 2)] * 3, enumerating(1), MARKOV),
-    "batched chains, exposed": Program(batched_chains(), [(BITS, LENGTHS, 2)] * 3, enumerating(2), GLOBAL),
-    "batched chains, hidden": Program(batched_chains(), [(BITS[:3], LENGTHS[:3], 1)] * 4, enumerating(2), MARKOV),
+    "batched chains, exposed": Program(
+        batched_chains(), [(BITS, LENGTHS, 2)] * 3, enumerating(2), GLOBAL
+    ),
+    "batched chains, hidden": Program(
+        batched_chains(), [(BITS[:3], LENGTHS[:3], 1)] * 4, enumerating(2), MARKOV
+    ),
     "batched chains of changing size": Program(
         batched_chains(), [(BITS, LENGTHS), (BITS[1:3, :2], LENGTHS[1:3])], enumerating(2), MARKOV
     ),
@@ -404,7 +422,11 @@ PROGRAMS = {
     "tensor Monte Carlo": Program(
         poutine.infer_config(
             batched_chains(),
-            lambda site: {"num_samples": 3, "expand": False} if site["infer"].get("enumerate") == "parallel" else {},
+            lambda site: (
+                {"num_samples": 3, "expand": False}
+                if site["infer"].get("enumerate") == "parallel"
+                else {}
+            ),
         ),
         [(BITS, LENGTHS, 2)] * 2,
         lambda: TraceTMC_ELBO(max_plate_nesting=2),
@@ -412,7 +434,9 @@ PROGRAMS = {
     ),
     "neural chains": Program(neural_chains(), [(BITS, LENGTHS, 2)] * 3, enumerating(2), MARKOV),
     "parallel chains": Program(parallel_chains, [(BITS, LENGTHS, 2)] * 4, enumerating(2), GLOBAL),
-    "parallel chains, unblocked": Program(parallel_chains, [(BITS, LENGTHS, 2)] * 4, enumerating(2)),
+    "parallel chains, unblocked": Program(
+        parallel_chains, [(BITS, LENGTHS, 2)] * 4, enumerating(2)
+    ),
     "no latents": Program(no_latents, [(NUMBERS,)] * 2, enumerating(1), GLOBAL),
     "random effects": Program(
         effects,
@@ -420,36 +444,56 @@ PROGRAMS = {
         enumerating(2),
         MARKOV,
     ),
-    "recaptured, exposed": Program(recaptured, [(HISTORY,)] * 2, enumerating(1), exposed("phi", "rho")),
+    "recaptured, exposed": Program(
+        recaptured, [(HISTORY,)] * 2, enumerating(1), exposed("phi", "rho")
+    ),
     "recaptured, particles": Program(
-        recaptured, [(HISTORY,)] * 2, enumerating(1, num_particles=3, vectorize_particles=True), hidden("z_")
+        recaptured,
+        [(HISTORY,)] * 2,
+        enumerating(1, num_particles=3, vectorize_particles=True),
+        hidden("z_"),
     ),
     "topics": Program(topics, [(WORDS, 3)] * 2, enumerating(2), hidden("topic")),
-    "mixture, configured": Program(config_enumerate(mixture), [(NUMBERS,), (NUMBERS, 3)], enumerating(1), hidden("z")),
-    "mixture, exposed": Program(config_enumerate(mixture), [(NUMBERS, 3)] * 2, enumerating(1), exposed("share", "loc")),
+    "mixture, configured": Program(
+        config_enumerate(mixture), [(NUMBERS,), (NUMBERS, 3)], enumerating(1), hidden("z")
+    ),
+    "mixture, exposed": Program(
+        config_enumerate(mixture), [(NUMBERS, 3)] * 2, enumerating(1), exposed("share", "loc")
+    ),
     "one by one": Program(one_by_one, [(NUMBERS,)] * 2),
     "one by one, a part": Program(one_by_one, [(MANY, 3)] * 3),
-    "enumerated one by one, a part": Program(enumerated_one_by_one, [(MANY, 3)] * 3, enumerating(0), hidden("z_")),
-    "local one by one, a part": Program(one_by_one, [(MANY, 3, True)] * 3, part=exposed("mu", "scale")),
+    "enumerated one by one, a part": Program(
+        enumerated_one_by_one, [(MANY, 3)] * 3, enumerating(0), hidden("z_")
+    ),
+    "local one by one, a part": Program(
+        one_by_one, [(MANY, 3, True)] * 3, part=exposed("mu", "scale")
+    ),
     "tables": Program(
         lambda names: tables(**{name: NUMBERS[: 3 + i] for i, name in enumerate(names)}),
         [("ab",), ("a",), ("b",), ("",), ("cb",), ("c",)],
     ),
     "series": Program(series, [(NUMBERS,), (NUMBERS[:3],), (MANY[:12],)]),
-    "children": Program(children, [(NUMBERS, "abc"), (NUMBERS, "b"), (NUMBERS, ""), (NUMBERS, "da")]),
+    "children": Program(
+        children, [(NUMBERS, "abc"), (NUMBERS, "b"), (NUMBERS, ""), (NUMBERS, "da")]
+    ),
     "ragged": Program(ragged, [(MANY[:20].view(5, 4), LENGTHS, 2)] * 4),
     "deep chain": Program(DeepChain(), [(BITS, LENGTHS), (BITS, LENGTHS, 0.5)]),
     "decoded": Program(decoded(), [(NUMBERS, 3)] * 2),
     "regression": Program(Regression(), [(PAIRS, NUMBERS[:5])] * 2),
     "location and scale": Program(
-        reparametrized(eight_schools, theta=LocScaleReparam()), [CASES["eight_schools"].arguments()] * 2
+        reparametrized(eight_schools, theta=LocScaleReparam()),
+        [CASES["eight_schools"].arguments()] * 2,
     ),
     "cosine": Program(reparametrized(walk, z=DiscreteCosineReparam()), [(NUMBERS,)] * 2),
     "haar": Program(reparametrized(walk, z=HaarReparam()), [(NUMBERS,)] * 2),
     "split": Program(reparametrized(walk, z=SplitReparam([3, 5], -1)), [(NUMBERS,)] * 2),
-    "stable": Program(reparametrized(heavy, z=LatentStableReparam(), y=StableReparam()), [(NUMBERS,)] * 2),
+    "stable": Program(
+        reparametrized(heavy, z=LatentStableReparam(), y=StableReparam()), [(NUMBERS,)] * 2
+    ),
     "linear chain": Program(
-        reparametrized(linear_chain, y=LinearHMMReparam(trans=SymmetricStableReparam(), obs=StudentTReparam())),
+        reparametrized(
+            linear_chain, y=LinearHMMReparam(trans=SymmetricStableReparam(), obs=StudentTReparam())
+        ),
         [(PAIRS,)] * 2,
     ),
     "forecast": Program(Drift(), [(NUMBERS.unsqueeze(-1), torch.zeros(8, 0))] * 2),
@@ -481,7 +525,9 @@ def test_a_program_trains_with_the_latents_of_pyros_own_guide(name):
         assert guide(*args).keys() == own(*args).keys()
 
 
-@pytest.mark.parametrize("name", ["recaptured, exposed", "topics", "tables", "regression", "forecast"])
+@pytest.mark.parametrize(
+    "name", ["recaptured, exposed", "topics", "tables", "regression", "forecast"]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_program_predicts(name):
     program = PROGRAMS[name]
@@ -580,7 +626,9 @@ def test_a_call_without_any_data_predicts_from_the_data_last_seen(exact):
 
 def test_latents_of_a_sequential_plate_that_is_subsampled():
     guide = AutoNaMIGuide(one_by_one)
-    with pytest.raises(NotImplementedError, match="'z_.*sequential plate.*vectorized.*poutine.block"):
+    with pytest.raises(
+        NotImplementedError, match="'z_.*sequential plate.*vectorized.*poutine.block"
+    ):
         guide(NUMBERS, 3, True)
 
 
@@ -607,7 +655,9 @@ def test_latents_too_large_for_networks_are_drawn_as_by_auto_normal():
     def model(x, y=None):
         scale = pyro.sample("scale", dist.HalfNormal(1.0))
         first = pyro.sample("first", dist.Normal(0.0, 0.1).expand([100, 100]).to_event(2))
-        second = pyro.sample("second", dist.Normal(0.0, scale.unsqueeze(-1)).expand([100]).to_event(1))
+        second = pyro.sample(
+            "second", dist.Normal(0.0, scale.unsqueeze(-1)).expand([100]).to_event(1)
+        )
         mean = (torch.tanh(x @ first) * second.unsqueeze(-2)).sum(-1)
         with pyro.plate("rows", len(x)):
             return pyro.sample("y", dist.StudentT(3.0, mean, 0.1), obs=y)

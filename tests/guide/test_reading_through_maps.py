@@ -23,7 +23,8 @@ from torch.autograd.functional import jacobian
 
 pytestmark = [
     pytest.mark.filterwarnings("error", "ignore:Failed to verify mean field restriction"),
-    pytest.mark.filterwarnings("ignore:You are using .torch.load.:FutureWarning"),  # torch 2.4's own tensors warn
+    # torch 2.4's own tensors warn
+    pytest.mark.filterwarnings("ignore:You are using .torch.load.:FutureWarning"),
     pytest.mark.usefixtures("double", "own_parameters"),
 ]
 
@@ -80,7 +81,9 @@ def local_rows(county, counties, y=None):
 
 def index_into(size, rows):
     """A random index that leaves no instance out, if there are rows enough."""
-    return torch.cat((torch.arange(size), torch.randint(size, (rows,))))[torch.randperm(size + rows)[:rows]]
+    return torch.cat((torch.arange(size), torch.randint(size, (rows,))))[
+        torch.randperm(size + rows)[:rows]
+    ]
 
 
 def data_of(model, size=5, rows=14):
@@ -95,7 +98,14 @@ def data_of(model, size=5, rows=14):
     return (county, size, *more, torch.randn(rows))
 
 
-MODELS = [varying_intercept, varying_slope, crossed_effects, nested_effects, discrete_groups, local_rows]
+MODELS = [
+    varying_intercept,
+    varying_slope,
+    crossed_effects,
+    nested_effects,
+    discrete_groups,
+    local_rows,
+]
 NO_BLOCKS = [model for model in MODELS if model is not crossed_effects]
 ALL = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 EXACT = pytest.mark.parametrize("exact", [True, False], ids=["exact", "networks"])
@@ -112,7 +122,11 @@ def twin(guide, *args, model=None, **options):
 
 
 def shapes_of(guide):
-    return {key: value.shape for key, value in guide.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {
+        key: value.shape
+        for key, value in guide.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def draw(guide, *args):
@@ -131,7 +145,9 @@ def trained(model, **options):
 def traced(guide, *args):
     """Returns a draw and its log density, the sum over its sites."""
     trace = poutine.trace(guide).get_trace(*args)
-    return {name: trace.nodes[name]["value"] for name in guide.bayesnet.latent}, trace.log_prob_sum()
+    return {
+        name: trace.nodes[name]["value"] for name in guide.bayesnet.latent
+    }, trace.log_prob_sum()
 
 
 def block_and_free(guide):
@@ -182,7 +198,11 @@ def who_reads_whom(model, args, inverse):
     if model is local_rows and inverse == "forward":  # z is drawn first, one block a county
         return {("alpha", "z"): own}
     if model is local_rows:
-        return {("alpha", "y"): own, ("z", "y"): torch.eye(len(args[2]), dtype=torch.bool), ("z", "alpha"): own.T}
+        return {
+            ("alpha", "y"): own,
+            ("z", "y"): torch.eye(len(args[2]), dtype=torch.bool),
+            ("z", "alpha"): own.T,
+        }
     if model is discrete_groups:
         return {("k", "y"): own}
     return {("alpha", "y"): own, ("mu", "y"): all_rows}
@@ -204,7 +224,9 @@ def who_reads_whom(model, args, inverse):
     ],
 )
 @EXACT
-def test_a_latent_reads_its_own_rows_and_groups_through_the_maps_and_globals_read_all(model, options, exact):
+def test_a_latent_reads_its_own_rows_and_groups_through_the_maps_and_globals_read_all(
+    model, options, exact
+):
     options = {"inverse": "reverse", "exact": exact, **options}
     guide, args, values = trained(model, **options)
     for (name, of), expected in who_reads_whom(model, args, options["inverse"]).items():
@@ -247,13 +269,17 @@ def test_a_crossed_factor_reads_its_rows_and_what_meets_it_there():
     guide = ready(crossed_effects, *args, exact=False)
     values = draw(guide, *args)
     block, free = block_and_free(guide)
-    (own, own_size), (met, met_size) = ((county, counties), (day, days))[:: 1 if free == "alpha" else -1]
+    (own, own_size), (met, met_size) = ((county, counties), (day, days))[
+        :: 1 if free == "alpha" else -1
+    ]
     rows = one_hot(own, own_size)
     together = (rows.double() @ one_hot(met, met_size).double().T) > 0
     assert not together.all(), "an example in which some pairs never meet"
     assert torch.equal(reads(guide, free, values, args, "y"), rows)
     assert torch.equal(reads(guide, free, values, args, block), together)
-    assert torch.equal(reads(guide, free, values, args, free), torch.eye(own_size, dtype=torch.bool))
+    assert torch.equal(
+        reads(guide, free, values, args, free), torch.eye(own_size, dtype=torch.bool)
+    )
     # the block: every instance reads all data, and those before it
     assert reads(guide, block, values, args, "y").all()
     coupled = reads(guide, block, values, args, block)
@@ -277,7 +303,9 @@ def test_a_crossed_factor_reads_a_pair_of_datum_and_effect_not_two_sets(evidence
 def test_covariates_reach_the_groups_own_rows_only(exact):
     guide, (county, size, x, y), values = trained(varying_slope, inverse="reverse", exact=exact)
     before = local_density(guide, "alpha", values, county, size, x, y)
-    after = local_density(guide, "alpha", values, county, size, torch.where(county == 2, x + 1, x), y)
+    after = local_density(
+        guide, "alpha", values, county, size, torch.where(county == 2, x + 1, x), y
+    )
     assert ((after != before) == (torch.arange(size) == 2)).all()
 
 
@@ -298,7 +326,9 @@ def test_a_balanced_index_is_a_nested_plate(exact):
     plain = amortized(table, exact=exact)
     plain(y)
     assert shapes_of(plain) == shapes_of(guide)
-    state = {key: value for key, value in guide.state_dict().items() if not key.endswith("_extra_state")}
+    state = {
+        key: value for key, value in guide.state_dict().items() if not key.endswith("_extra_state")
+    }
     plain.load_state_dict(state, strict=False)
     values = draw(guide, county, 4, y.flatten())
     nested = {"mu": values["mu"], "alpha": values["alpha"].unsqueeze(-1)}
@@ -328,7 +358,8 @@ def test_other_sizes_in_a_later_call(model, exact):
         drawn, expected = traced(guide, *now)
         dense = guide.log_prob(drawn, *now)
         assert torch.allclose(dense, expected)
-        if min(size, rows) > 1:  # a guide that is made on one row cannot tell what varies between rows
+        # a guide that is made on one row cannot tell what varies between rows
+        if min(size, rows) > 1:
             other = twin(guide, *now, inverse="reverse", exact=exact)
             assert torch.allclose(dense, other.log_prob(drawn, *now))
             assert torch.allclose(other.log_prob(values, *args), made.log_prob(values, *args))
@@ -343,7 +374,9 @@ def test_the_free_side_of_a_crossed_design_changes_its_size_and_the_block_cannot
     assert len(values[free]) == more[free]
     more = {**sizes, block: sizes[block] + 3}
     plate = {"alpha": "county", "beta": "day"}[block]
-    with pytest.raises(ValueError, match=f"plate '{plate}' of size {sizes[block]}.*got {more[block]}"):
+    with pytest.raises(
+        ValueError, match=f"plate '{plate}' of size {sizes[block]}.*got {more[block]}"
+    ):
         guide(county, more["alpha"], day, more["beta"], y)
 
 
@@ -353,12 +386,20 @@ def test_both_sides_of_a_crossed_design_change_their_size_where_they_are_exact()
     for size, rows in ((9, 31), (3, 40), (7, 8)):
         now = data_of(crossed_effects, size, rows)
         values, expected = traced(guide, *now)
-        assert {key: value.numel() for key, value in values.items()} == {"mu": 1, "alpha": size, "beta": size - 1}
-        model = poutine.trace(poutine.condition(crossed_effects, values)).get_trace(*now).log_prob_sum()
+        assert {key: value.numel() for key, value in values.items()} == {
+            "mu": 1,
+            "alpha": size,
+            "beta": size - 1,
+        }
+        model = (
+            poutine.trace(poutine.condition(crossed_effects, values)).get_trace(*now).log_prob_sum()
+        )
         assert torch.allclose(guide.log_prob(values, *now), expected)
         # log p(y) is the same at any draw
         others, density = traced(guide, *now)
-        again = poutine.trace(poutine.condition(crossed_effects, others)).get_trace(*now).log_prob_sum()
+        again = (
+            poutine.trace(poutine.condition(crossed_effects, others)).get_trace(*now).log_prob_sum()
+        )
         assert torch.allclose(model - expected, again - density)
 
 
@@ -370,7 +411,10 @@ def test_both_sides_of_a_crossed_design_change_their_size_where_they_are_exact()
     "model, inverse",
     [
         *((model, "auto") for model in MODELS),
-        *((model, ("forward", "reverse", "free", "mean_field")[i % 4]) for i, model in enumerate(MODELS)),
+        *(
+            (model, ("forward", "reverse", "free", "mean_field")[i % 4])
+            for i, model in enumerate(MODELS)
+        ),
     ],
 )
 def test_dense_and_traced_densities_agree_with_particles_and_without(model, inverse, exact):
@@ -383,7 +427,9 @@ def test_dense_and_traced_densities_agree_with_particles_and_without(model, inve
     assert dense.shape == (6,)
     assert torch.allclose(dense.sum(), expected)
     for i in range(6):
-        one = {name: value[i] if value.shape[-1] > 1 else value[i, 0] for name, value in values.items()}
+        one = {
+            name: value[i] if value.shape[-1] > 1 else value[i, 0] for name, value in values.items()
+        }
         assert torch.allclose(guide.log_prob(one, *args), dense[i])
 
 
@@ -408,7 +454,9 @@ def test_single_precision(model):
     single = amortized(model, exact=False)
     assert single(*index, y.float())["mu"].dtype == torch.float32
     single.load_state_dict(exact.state_dict(), strict=False)
-    rounded = single.log_prob({name: value.float() for name, value in values.items()}, *index, y.float())
+    rounded = single.log_prob(
+        {name: value.float() for name, value in values.items()}, *index, y.float()
+    )
     assert rounded.dtype == torch.float32
     assert torch.allclose(rounded.double(), exact.log_prob(values, *index, y), rtol=1e-3, atol=1e-2)
 
@@ -424,7 +472,9 @@ def test_prediction_for_new_rows(exact):
     expected = guide.log_prob(values, *args)
     for new in (torch.tensor([0, 3, 3]), county.flip(0), torch.arange(size).repeat(4)):
         assert torch.allclose(guide.log_prob(values, new, size), expected)
-        draws = Predictive(varying_intercept, guide=guide, num_samples=3000, parallel=True)(new, size)
+        draws = Predictive(varying_intercept, guide=guide, num_samples=3000, parallel=True)(
+            new, size
+        )
         assert draws["y"].shape == (3000, len(new)) and draws["alpha"].shape[-1] == size
         # every row is its own group and noise of sd 0.5: 5 standard errors of 3000 draws
         noise = draws["y"] - draws["alpha"].reshape(3000, size)[:, new]
@@ -441,7 +491,9 @@ def test_groups_that_were_never_seen_come_from_the_model():
     fn, mu = trace.nodes["alpha"]["fn"], trace.nodes["mu"]["value"]
     assert trace.nodes["alpha"]["value"].shape == (size + 2,)
     assert torch.allclose(fn.mean, mu) and (fn.stddev == 1).all()
-    draws = Predictive(varying_intercept, guide=guide, num_samples=4)(torch.arange(size + 2), size + 2)
+    draws = Predictive(varying_intercept, guide=guide, num_samples=4)(
+        torch.arange(size + 2), size + 2
+    )
     assert draws["y"].shape == (4, size + 2)
 
 
@@ -482,7 +534,9 @@ def loaded(guide):
 
 
 @EXACT
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide)), loaded])
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide)), loaded]
+)
 def test_copies_know_data_and_maps_and_predict_new_rows_before_they_see_data(clone, exact):
     guide, args, values = trained(varying_intercept, save_data=True, exact=exact)
     county, size, y = args
@@ -490,7 +544,9 @@ def test_copies_know_data_and_maps_and_predict_new_rows_before_they_see_data(clo
     expected = guide.log_prob(values, *args)
     assert torch.equal(other.log_prob(values, torch.tensor([0, 3, 3]), size), expected)
     changed = county.flip(0)
-    assert torch.equal(other.log_prob(values, changed, size, y), guide.log_prob(values, changed, size, y))
+    assert torch.equal(
+        other.log_prob(values, changed, size, y), guide.log_prob(values, changed, size, y)
+    )
 
 
 # ---- what maps cost, and when they are found anew
@@ -620,7 +676,9 @@ def test_an_index_may_come_to_read_what_was_no_map(exact):
 
     county, y = index_into(4, 9), torch.randn(9)
     guide = ready(model, county, False, y, exact=exact)
-    with pytest.raises(ValueError, match="'y' to read 'alpha' of plate 'county' through.*make a new guide"):
+    with pytest.raises(
+        ValueError, match="'y' to read 'alpha' of plate 'county' through.*make a new guide"
+    ):
         guide(county, True, y)
 
 
@@ -719,7 +777,9 @@ def test_two_indices_into_one_plate_are_no_map(exact):
 def test_an_empty_group_falls_back_to_the_prior_given_the_globals(evidence):
     """Fitted to simulations, some groups empty; at ten seeds means of these are 0.07 to 0.19 prior sds off."""
     county = torch.tensor([0, 0, 1, 2, 2, 2, 4, 4, 4, 4, 5])  # 3 and 6 have no rows
-    guide = amortized(varying_intercept, inverse="reverse", evidence=evidence, init_scale=0.5, exact=False)
+    guide = amortized(
+        varying_intercept, inverse="reverse", evidence=evidence, init_scale=0.5, exact=False
+    )
     guide(county, 7, torch.randn(11))
     mu = torch.randn(1000, 1)
     values = {"mu": mu, "alpha": mu + torch.randn(1000, 7)}
@@ -744,7 +804,10 @@ def test_a_block_too_large_is_an_error_that_names_it_and_the_choices():
     sizes = {"counties": 3000, "days": 2000}
     county, day = torch.randint(3000, (6000,)), torch.randint(2000, (6000,))
     args = county, sizes["counties"], day, sizes["days"], torch.randn(6000)
-    with pytest.raises(ValueError, match=r"GB, most of it for site 'beta', a block of 2000 elements over plate 'day'"):
+    with pytest.raises(
+        ValueError,
+        match=r"GB, most of it for site 'beta', a block of 2000 elements over plate 'day'",
+    ):
         amortized(crossed_effects)(*args)
     with pytest.warns(UserWarning, match="'beta' in plate 'day' depend on each other"):
         values = amortized(crossed_effects, within="independent")(*args)
@@ -761,7 +824,11 @@ def test_a_call_in_inference_mode_leaves_nothing_behind_that_training_cannot_use
         guide(*fresh)
         own = county.clone(), 3, y.clone()
         guide(*own)
-    for args in (fresh, tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in own), fresh):
+    for args in (
+        fresh,
+        tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in own),
+        fresh,
+    ):
         Trace_ELBO().differentiable_loss(varying_intercept, guide, *args).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in guide.parameters())
 
@@ -803,7 +870,9 @@ def test_a_block_over_rows_of_two_plates_is_flattened_once():
     assert torch.isfinite(guide.log_prob(draw(guide, torch.randn(5)), torch.randn(5)))
 
 
-@pytest.mark.parametrize("options", [{}, {"exact": False, "inverse": "fully_connected"}], ids=["exact", "networks"])
+@pytest.mark.parametrize(
+    "options", [{}, {"exact": False, "inverse": "fully_connected"}], ids=["exact", "networks"]
+)
 def test_rows_and_columns_of_a_matrix_may_have_plates_of_one_dim(options):
     """Both factors of a matrix lie at dim -1, and are read along its rows and its columns."""
 

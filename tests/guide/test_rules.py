@@ -49,7 +49,11 @@ def test_the_inverse_says_what_went_first_as_it_is_exact():
     line = "Eliminated first, as the model gives their conditionals: "
     assert str(called(model, Y).inverse).splitlines()[-1] == line + "z, mu"
     assert str(called(model, Y, rules={"mu": "learned"}).inverse).splitlines()[-1] == line + "z"
-    for options in ({"inverse": "reverse"}, {"exact": False}, {"rules": {"mu": "learned", "z": "learned"}}):
+    for options in (
+        {"inverse": "reverse"},
+        {"exact": False},
+        {"rules": {"mu": "learned", "z": "learned"}},
+    ):
         assert line not in str(called(model, Y, **options).inverse)
 
 
@@ -57,7 +61,10 @@ def test_a_latent_that_would_be_exact_without_another_says_so():
     """A precision is conjugate and so is a mean, but not both together."""
 
     def normals(y):
-        precision, mean = pyro.sample("precision", dist.Gamma(2.0, 1.0)), pyro.sample("mean", dist.Normal(0.0, 1.0))
+        precision, mean = (
+            pyro.sample("precision", dist.Gamma(2.0, 1.0)),
+            pyro.sample("mean", dist.Normal(0.0, 1.0)),
+        )
         with pyro.plate("rows", len(y)):
             pyro.sample("y", dist.Normal(mean, precision.rsqrt()), obs=y)
 
@@ -68,7 +75,9 @@ def test_a_latent_that_would_be_exact_without_another_says_so():
 
 def test_exact_rules_are_the_conjugate_latents_and_only_they_have_no_reason():
     guide = called(model, Y)
-    assert tuple(name for name, note in guide.rules.items() if note.rule == "exact") == guide.conjugate
+    assert (
+        tuple(name for name, note in guide.rules.items() if note.rule == "exact") == guide.conjugate
+    )
     assert all(not note.reason for note in guide.rules.values() if note.rule == "exact")
     assert all(note.reason for note in guide.rules.values() if note.rule == "learned")
 
@@ -112,7 +121,9 @@ REASONS = {
 @pytest.mark.parametrize("prior, likelihood, reason", REASONS.values(), ids=list(REASONS))
 def test_the_reason_is_told_and_raised(prior, likelihood, reason):
     assert reason in called(pair(prior, likelihood)).rules["z"].reason
-    with pytest.raises(ValueError, match=f"Expected a latent with an exact conditional.*got 'z'.*{reason}"):
+    with pytest.raises(
+        ValueError, match=f"Expected a latent with an exact conditional.*got 'z'.*{reason}"
+    ):
         called(pair(prior, likelihood), rules={"z": "exact"})
 
 
@@ -154,13 +165,20 @@ def test_learned_excludes_what_it_names_only():
 def test_without_exact_conditionals_there_are_none():
     guide = called(model, Y, exact=False)
     assert guide.conjugate == ()
-    assert [note.rule for note in guide.rules.values()] == ["learned", "learned", "learned", "prior"]
+    assert [note.rule for note in guide.rules.values()] == [
+        "learned",
+        "learned",
+        "learned",
+        "prior",
+    ]
     assert set(guide.network.factors) == {"sd", "mu", "z"}
 
 
 @pytest.mark.parametrize("name", ["nothing", "y"])
 def test_rules_of_other_sites_are_refused(name):
-    with pytest.raises(ValueError, match=rf"keys of `rules` to be a latent site each, .*'sd'.*got '{name}'"):
+    with pytest.raises(
+        ValueError, match=rf"keys of `rules` to be a latent site each, .*'sd'.*got '{name}'"
+    ):
         called(model, Y, rules={name: "learned"})
 
 

@@ -12,7 +12,15 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import amortized, conjugate_normal, conjugate_normal_posterior, learned, pair, steps, unobserved
+from models import (
+    amortized,
+    conjugate_normal,
+    conjugate_normal_posterior,
+    learned,
+    pair,
+    steps,
+    unobserved,
+)
 from pyro import poutine
 from pyro.infer import SVI, JitTrace_ELBO, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
@@ -44,7 +52,9 @@ def regression(features: int, groups: int, scale: float = 1.0):
         with pyro.plate("groups", groups):
             effect = pyro.sample("effect", dist.Gamma(3.0, 1.0 + spread))
         with pyro.plate("rows", 5 * groups):
-            pyro.sample("y", dist.StudentT(4.0, (weights * x).sum(-1) + effect[..., index], spread), obs=y)
+            pyro.sample(
+                "y", dist.StudentT(4.0, (weights * x).sum(-1) + effect[..., index], spread), obs=y
+            )
 
     return model, torch.randn(5 * groups, generator=generator)
 
@@ -74,7 +84,9 @@ def afresh(kind, model):
 
 
 @pytest.mark.parametrize(("families", "features", "groups", "scale"), STEPS)
-def test_a_step_of_adam_moves_locations_and_log_scales_by_about_its_rate(families, features, groups, scale):
+def test_a_step_of_adam_moves_locations_and_log_scales_by_about_its_rate(
+    families, features, groups, scale
+):
     """Whatever the number of inputs, elements and instances and the prior's scale; 0.1 is the first scale."""
     model, y = regression(features, groups, scale)
     guide = AutoNaMIGuide(model, families=families)
@@ -130,7 +142,9 @@ def test_what_auto_normal_lacks_does_not_diverge_where_draws_from_a_tail_throw_i
             lower = pyro.sample("lower", dist.Gamma(0.1, 0.3).expand([16]).to_event(1))
         with pyro.plate("rows", 20):
             high = pyro.sample("high", dist.Gamma(0.1, 0.1).expand([6]).to_event(1))
-            low = pyro.sample("low", dist.Gamma(torch.tensor(0.1), 0.1 / (high @ upper + 1e-3)).to_event(1))
+            low = pyro.sample(
+                "low", dist.Gamma(torch.tensor(0.1), 0.1 / (high @ upper + 1e-3)).to_event(1)
+            )
             pyro.sample("x", dist.Poisson(low @ lower + 1e-3).to_event(1), obs=x)
 
     for options in {}, {"inverse": "mean_field"}:
@@ -150,7 +164,8 @@ def test_a_latent_that_another_reads_stays_where_it_belongs(objective):
     guide.append(AutoNaMIGuide(poutine.block(model, hide=["x"])))
     options = {"num_particles": 500, "vectorize_particles": True, "ignore_jit_warnings": True}
     train(model, guide, 0.02, 70, objective=objective, **options)
-    assert guide[1].median()["y"].log() == pytest.approx(0.0, abs=0.08)  # 0.2 where z pulls it along
+    # 0.2 where z pulls it along
+    assert guide[1].median()["y"].log() == pytest.approx(0.0, abs=0.08)
 
 
 @pytest.mark.parametrize("rate", [0.003, 0.1])
@@ -171,7 +186,8 @@ def test_a_pass_is_freed_once_it_is_trained_on():
     model, y = regression(4, 6)
     guide = AutoNaMIGuide(model)
     gc.collect()
-    others = [thing for thing in gc.get_objects() if isinstance(thing, NetworkState)]  # that tests before have left
+    # that tests before have left
+    others = [thing for thing in gc.get_objects() if isinstance(thing, NetworkState)]
     train(model, guide, RATE, 8, y)
     gc.collect()
     assert sum(isinstance(thing, NetworkState) for thing in gc.get_objects()) <= len(others) + 2
@@ -183,7 +199,9 @@ def test_a_global_factor_does_not_learn_from_data_that_never_change():
     guide(Y)
     before = {name: value.detach().clone() for name, value in guide.named_parameters()}
     train(conjugate_normal, guide, RATE, 5, Y)
-    (name,) = (name for name, value in guide.named_parameters() if not torch.equal(value, before[name]))
+    (name,) = (
+        name for name, value in guide.named_parameters() if not torch.equal(value, before[name])
+    )
     assert name == "network.networks.0.output_unconstrained"
     output = guide.get_parameter(name)
     assert torch.equal(output[:, :-1], torch.zeros_like(output[:, :-1]))
@@ -191,7 +209,12 @@ def test_a_global_factor_does_not_learn_from_data_that_never_change():
 
 def test_networks_of_rows_learn_once_the_data_vary():
     guide = learned(local)
-    for y in (Y, torch.tensor([0.0, 2.0, 5.0]), torch.tensor([4.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 7.0])):
+    for y in (
+        Y,
+        torch.tensor([0.0, 2.0, 5.0]),
+        torch.tensor([4.0, 1.0, 1.0]),
+        torch.tensor([1.0, 1.0, 7.0]),
+    ):
         train(local, guide, RATE, 1, y.abs().round())
     assert guide.mode == "minibatches"
     train(local, guide, RATE, 2, COUNTS)
@@ -208,7 +231,8 @@ def test_instances_have_offsets_of_their_own_for_the_data_that_they_were_trained
     assert all("offset" in name for name, _ in guide.network.offsets.named_parameters())
     latents = guide(COUNTS)
     before = guide.log_prob(latents, COUNTS)
-    assert torch.equal(guide.log_prob(latents, other), before)  # a call with other data has the trained posterior
+    # a call with other data has the trained posterior
+    assert torch.equal(guide.log_prob(latents, other), before)
     with torch.no_grad():
         for value in guide.network.offsets.parameters():
             value.add_(1.0)
@@ -220,13 +244,19 @@ def test_a_look_at_other_data_is_no_training_on_them():
     train(local, guide, 0.1, 10, COUNTS)
     latents = guide(COUNTS)
     expected = guide.log_prob(latents, COUNTS)
-    for look in (lambda: guide(other), lambda: guide.log_prob(latents, other), lambda: guide(other + 1)):
+    for look in (
+        lambda: guide(other),
+        lambda: guide.log_prob(latents, other),
+        lambda: guide(other + 1),
+    ):
         look()
         assert torch.equal(guide.log_prob(latents, COUNTS), expected)
     for data in (other, other + 1, other):
         train(local, guide, 0.1, 1, data)
     guide(COUNTS)
-    assert guide.mode == "minibatches" and not torch.equal(guide.log_prob(latents, COUNTS), expected)
+    assert guide.mode == "minibatches" and not torch.equal(
+        guide.log_prob(latents, COUNTS), expected
+    )
 
 
 @pytest.mark.parametrize("make", [AutoNaMIGuide, amortized])
@@ -244,8 +274,14 @@ def test_replaying_a_draw_in_the_middle_of_training_gives_its_density():
     for _ in range(12):
         train(model, guide, 0.05, 1, y)
         trace = poutine.trace(guide).get_trace(y)
-        latents = {name: site["value"].detach() for name, site in trace.nodes.items() if site["type"] == "sample"}
-        torch.testing.assert_close(guide.log_prob(latents, y), trace.log_prob_sum(), rtol=1e-4, atol=1e-3)
+        latents = {
+            name: site["value"].detach()
+            for name, site in trace.nodes.items()
+            if site["type"] == "sample"
+        }
+        torch.testing.assert_close(
+            guide.log_prob(latents, y), trace.log_prob_sum(), rtol=1e-4, atol=1e-3
+        )
     expected, state = guide.log_prob(latents, y), copy.deepcopy(guide.state_dict())
     pyro.clear_param_store()
     loaded = AutoNaMIGuide(model)
@@ -255,7 +291,9 @@ def test_replaying_a_draw_in_the_middle_of_training_gives_its_density():
 
 def test_draws_at_the_edge_of_a_support_stay_inside_and_gradients_finite():
     """A Dirichlet with weights far below 1: draws underflow in single precision."""
-    model = pair(dist.Gamma(0.01, 1.0), lambda weight: dist.Dirichlet(torch.full((4,), 0.001) + weight))
+    model = pair(
+        dist.Gamma(0.01, 1.0), lambda weight: dist.Dirichlet(torch.full((4,), 0.001) + weight)
+    )
     guide = AutoNaMIGuide(model)
     train(model, guide, 0.05, 100)
     assert all(value.isfinite().all() for value in guide.parameters())
@@ -271,9 +309,13 @@ def linear(y=None):
 def test_a_compiled_guide_starts_at_the_regression_on_simulations(shared):
     """The gap of a linear Gaussian model before the first step; without, it is above 100 nats."""
     guide = AutoNaMIGuide(linear, observed=["y"], shared=shared)
-    compilation = InferenceCompilation(linear, guide, lambda p: torch.optim.Adam(p, lr=1e-3), batch_size=100)
+    compilation = InferenceCompilation(
+        linear, guide, lambda p: torch.optim.Adam(p, lr=1e-3), batch_size=100
+    )
     reads = torch.tensor([[0.0, 1.0], [-1.0, 1.0]])  # of (mu, x); x = 2 mu + 0.5 e
-    precision = torch.tensor([[1.0 / 100 + 4 / 0.25, -2 / 0.25], [-2 / 0.25, 1 / 0.25]]) + reads.T @ reads
+    precision = (
+        torch.tensor([[1.0 / 100 + 4 / 0.25, -2 / 0.25], [-2 / 0.25, 1 / 0.25]]) + reads.T @ reads
+    )
     entropy = dist.MultivariateNormal(torch.zeros(2), precision_matrix=precision).entropy().item()
     assert compilation.evaluate_loss(num=4000) < entropy + 0.1
 
@@ -288,7 +330,9 @@ def test_offsets_of_large_plates_are_asked_for():
 
 
 def test_modes_and_numbers_of_offsets_are_checked():
-    with pytest.raises(ValueError, match="mode to be one of 'auto', 'fixed', 'minibatches', 'amortized'; got 'on'"):
+    with pytest.raises(
+        ValueError, match="mode to be one of 'auto', 'fixed', 'minibatches', 'amortized'; got 'on'"
+    ):
         AutoNaMIGuide(local, mode="on")
     with pytest.raises(ValueError, match="max_offsets >= 0; got -1"):
         AutoNaMIGuide(local, max_offsets=-1)
@@ -313,7 +357,8 @@ def test_data_that_move_with_the_models_parameters_are_the_same_if_its_arguments
     again = AutoNaMIGuide(residual)
     again(Y)
     again.load_state_dict(guide.state_dict())
-    torch.testing.assert_close(again.log_prob(values, Y), log_prob, atol=0.05, rtol=0.0)  # residuals of another start
+    # residuals of another start
+    torch.testing.assert_close(again.log_prob(values, Y), log_prob, atol=0.05, rtol=0.0)
     with torch.no_grad():
         torch.testing.assert_close(guide.log_prob(values, Y + 1.0), log_prob)
     for shift in (1.0, 0.0, 1.0):

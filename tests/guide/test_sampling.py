@@ -140,7 +140,9 @@ def test_call_returns_values_sorted_by_name():
         pyro.set_rng_seed(1)
         values.append(function(*args))
     assert list(values[0]) != sorted(values[0])
-    assert len(values[1]) == 2 and all(torch.equal(values[1][i], values[0][name]) for i, name in enumerate("wz"))
+    assert len(values[1]) == 2 and all(
+        torch.equal(values[1][i], values[0][name]) for i, name in enumerate("wz")
+    )
 
 
 @EXACT
@@ -173,7 +175,10 @@ def test_what_a_factor_reads_moves_it_and_the_rest_does_not(inverse, exact):
     for moved in "abc":
         after = densities(**{moved: torch.tensor(2.0)})
         for name in set("abc") - {moved}:
-            assert (before[name] != after[name]) == (moved in guide.inverse.parents[name]), (name, moved)
+            assert (before[name] != after[name]) == (moved in guide.inverse.parents[name]), (
+                name,
+                moved,
+            )
 
 
 @DIRECTIONS
@@ -183,7 +188,9 @@ def test_discrete_draws_have_no_gradient_and_continuous_ones_do(inverse):
     assert trace.nodes["p"]["value"].requires_grad and trace.nodes["p"]["fn"].has_rsample
     fn = trace.nodes["k"]["fn"]
     # A conditional that is exact needs no score: its draws do not change log p - log q.
-    assert not trace.nodes["k"]["value"].requires_grad and fn.has_rsample == ("k" in guide.conjugate)
+    assert not trace.nodes["k"]["value"].requires_grad and fn.has_rsample == (
+        "k" in guide.conjugate
+    )
 
 
 def test_barren_latents_come_from_the_models_own_conditional():
@@ -217,7 +224,9 @@ def test_a_guide_first_called_without_gradients_is_trainable():
     assert guide_trace(guide, *args).log_prob_sum().requires_grad
 
 
-@pytest.mark.parametrize("name, inverse, shared", [pair for pair in PAIRS if CASES[pair[0]].reparametrized])
+@pytest.mark.parametrize(
+    "name, inverse, shared", [pair for pair in PAIRS if CASES[pair[0]].reparametrized]
+)
 def test_gradient_reaches_every_parameter(name, inverse, shared):
     case = CASES[name]
     guide = amortized(case.model, inverse=inverse, shared=bool(shared), exact=False)
@@ -226,6 +235,8 @@ def test_gradient_reaches_every_parameter(name, inverse, shared):
     scatter(guide)
     sum(guide_trace(guide, *args).log_prob_sum() for _ in range(3)).backward()
     missing = [
-        key for key, value in guide.named_parameters() if value.grad is None or not value.grad.abs().sum() > 0
+        key
+        for key, value in guide.named_parameters()
+        if value.grad is None or not value.grad.abs().sum() > 0
     ]
     assert not missing

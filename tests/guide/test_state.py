@@ -34,7 +34,10 @@ from torch.utils._pytree import tree_leaves
 from pyro_nami import AutoNaMIGuide
 
 UNPICKLING = "ignore:You are using .torch.load.:FutureWarning"  # of torch 2.4's own tensors
-pytestmark = [pytest.mark.filterwarnings("error", UNPICKLING), pytest.mark.usefixtures("own_parameters")]
+pytestmark = [
+    pytest.mark.filterwarnings("error", UNPICKLING),
+    pytest.mark.usefixtures("own_parameters"),
+]
 DIRECTIONS = pytest.mark.parametrize("inverse", ["forward", "reverse"])
 EXACT = pytest.mark.parametrize("exact", [True, False], ids=["exact", "networks"])
 CATALOGUE = pytest.mark.parametrize(
@@ -91,12 +94,16 @@ def through_pickle(value):
 @EXACT
 @CATALOGUE
 @pytest.mark.parametrize("called", [True, False])
-def test_a_state_dict_loads_into_a_called_guide_and_before_the_first_call(name, inverse, called, exact):
+def test_a_state_dict_loads_into_a_called_guide_and_before_the_first_call(
+    name, inverse, called, exact
+):
     """Every guide of Pyro's raises "Unexpected key(s)" at the latter (contract 2)."""
     case = CASES[name]
     guide = trained(case.model, *case.arguments(), inverse=inverse, exact=exact)
     args = case.arguments() if called else ()
-    other = loaded(through_file(guide.state_dict()), case.model, *args, inverse=inverse, exact=exact)
+    other = loaded(
+        through_file(guide.state_dict()), case.model, *args, inverse=inverse, exact=exact
+    )
     assert draw_the_same(guide, other, case)
 
 
@@ -124,7 +131,9 @@ def test_a_missing_key_is_an_error_unless_strict_is_off_which_is_kept_until_the_
     del state[next(key for key in state if "output" in key)]
     with pytest.raises(RuntimeError, match="output"):
         guide.load_state_dict(state)
-    assert any("output" in missing for missing in guide.load_state_dict(state, strict=False).missing_keys)
+    assert any(
+        "output" in missing for missing in guide.load_state_dict(state, strict=False).missing_keys
+    )
     loaded(state, CHAIN, strict=False)(Y)
 
 
@@ -138,7 +147,9 @@ def test_a_state_dict_holds_no_data_unless_asked_to(exact):
     for save_data in (False, True):
         pyro.clear_param_store()
         state = trained(regression, x, y, save_data=save_data, exact=exact).state_dict()
-        held = [part for part in tensors_of(state) if part.shape == y.shape and torch.equal(part, y)]
+        held = [
+            part for part in tensors_of(state) if part.shape == y.shape and torch.equal(part, y)
+        ]
         assert bool(held) == save_data
     many = trained(regression, torch.randn(5000, 2), torch.randn(5000), exact=exact)
     assert all(part.numel() < 5000 for part in tensors_of(many.state_dict()))
@@ -168,7 +179,9 @@ def test_a_guide_that_was_made_without_data_does_not_pass_over_them_later():
     x, y = torch.randn(2, 20)
     guide = AutoNaMIGuide(robust)
     guide(x)
-    with pytest.raises(ValueError, match="latent 'y' of the guide's first call.*first call with data"):
+    with pytest.raises(
+        ValueError, match="latent 'y' of the guide's first call.*first call with data"
+    ):
         guide(x, y)
 
 
@@ -179,7 +192,9 @@ def test_weights_in_the_store_that_a_guide_has_no_place_for_are_told(tmp_path):
     pyro.get_param_store().save(tmp_path / "weights.pt")
     pyro.clear_param_store()
     pyro.get_param_store().load(tmp_path / "weights.pt")
-    with pytest.raises(ValueError, match="weights of this guide in the parameter store; got 'AutoNaMIGuide.network"):
+    with pytest.raises(
+        ValueError, match="weights of this guide in the parameter store; got 'AutoNaMIGuide.network"
+    ):
         AutoNaMIGuide(robust)(x)
     AutoNaMIGuide(robust, exact=False)(x, y)
 
@@ -192,9 +207,19 @@ class Regression(PyroModule):
 @pytest.mark.parametrize("kind", ["function", "module", "handler"])
 def test_summaries_without_arguments_are_those_with_the_arguments_of_training(kind):
     x, y = torch.randn(2, 20)
-    model = robust if kind == "function" else Regression() if kind == "module" else poutine.scale(robust, 2.0)
+    model = (
+        robust
+        if kind == "function"
+        else Regression()
+        if kind == "module"
+        else poutine.scale(robust, 2.0)
+    )
     guide = trained(model, x, y)
-    for again in (guide, copy.deepcopy(guide), *([through_pickle(guide)] if model is robust else [])):
+    for again in (
+        guide,
+        copy.deepcopy(guide),
+        *([through_pickle(guide)] if model is robust else []),
+    ):
         assert torch.equal(again.median()["b"], guide.median(x, y)["b"])
         assert torch.equal(again.quantiles([0.1])["b"], guide.quantiles([0.1], x, y)["b"])
 
@@ -207,7 +232,10 @@ def test_a_loaded_guide_asks_for_the_data_that_it_was_trained_on_and_then_keeps_
     other = loaded(through_file(guide.state_dict()), model)
     changed = y.clone()
     changed[3] += 1e-3
-    with torch.no_grad(), pytest.raises(ValueError, match="only if it was saved with save_data=True"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="only if it was saved with save_data=True"),
+    ):
         other.log_prob(values, changed)
     with torch.no_grad():
         expected = guide.log_prob(values, y)
@@ -239,7 +267,9 @@ def test_training_goes_on_after_loading():
     other = loaded(state, CHAIN)
     steps(CHAIN, other, Y, count=1)
     after = other.state_dict()
-    assert any(isinstance(v, torch.Tensor) and not torch.equal(v, state[k]) for k, v in after.items())
+    assert any(
+        isinstance(v, torch.Tensor) and not torch.equal(v, state[k]) for k, v in after.items()
+    )
 
 
 def test_parameters_in_the_store_are_saved_and_loaded(tmp_path):
@@ -261,7 +291,9 @@ def test_a_second_guide_shares_parameters_in_the_store_and_says_so(caplog):
     assert not caplog.messages
     second(Y)
     assert "weights of another guide named 'AutoNaMIGuide'" in caplog.text
-    assert [name for name, _ in first.named_parameters()] == [name for name, _ in second.named_parameters()]
+    assert [name for name, _ in first.named_parameters()] == [
+        name for name, _ in second.named_parameters()
+    ]
     assert torch.equal(first.log_prob(ZEROS, Y), second.log_prob(ZEROS, Y))
     caplog.clear()
     pyro.clear_param_store()

@@ -55,7 +55,9 @@ def by_size(y, size):
 
 def by_subsample(y, size):
     """`pyro.subsample` picks them out of the data."""
-    rows_of(pyro.plate("data", len(y), subsample_size=size), lambda _: pyro.subsample(y, event_dim=0))
+    rows_of(
+        pyro.plate("data", len(y), subsample_size=size), lambda _: pyro.subsample(y, event_dim=0)
+    )
 
 
 def indexed(y, index, county=COUNTY):
@@ -82,7 +84,9 @@ class Setting:
     def guide(self, y, size, **options):
         """Returns a guide made on a mini-batch, every weight away from zero."""
         if self.create:
-            options["create_plates"] = lambda y, size: pyro.plate("data", len(y), subsample=self.index)
+            options["create_plates"] = lambda y, size: pyro.plate(
+                "data", len(y), subsample=self.index
+            )
         self.index = torch.randperm(ROWS)[:size]
         guide = AutoNaMIGuide(self.model, **options)
         guide(y, self.index if self.named else size)
@@ -264,7 +268,13 @@ def test_training_on_minibatches(key, inverse, objective):
     for _ in range(3):
         setting.index = torch.randperm(ROWS)[:4]
         args = y, setting.index if setting.named else 4
-        steps(setting.model, guide, *args, count=1, elbo=objective(num_particles=2, vectorize_particles=True))
+        steps(
+            setting.model,
+            guide,
+            *args,
+            count=1,
+            elbo=objective(num_particles=2, vectorize_particles=True),
+        )
 
 
 @ALL
@@ -272,7 +282,9 @@ def test_prediction_with_the_full_data(setting):
     guide, y, values = made(setting)
     setting.index = torch.arange(ROWS)
     every = setting.index if setting.named else ROWS
-    draws = Predictive(setting.model, guide=guide, num_samples=3, return_sites=list(values))(y, every)
+    draws = Predictive(setting.model, guide=guide, num_samples=3, return_sites=list(values))(
+        y, every
+    )
     assert all(draws[name].squeeze(-1).shape == (3, *values[name].shape) for name in values)
 
 

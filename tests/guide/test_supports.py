@@ -44,7 +44,9 @@ SUPPORTS = {
     "transformed": lambda: dist.TransformedDistribution(
         dist.Normal(torch.tensor(0.0), 1.0), [dist.transforms.AffineTransform(1.0, 2.0)]
     ),
-    "masked": lambda: dist.Normal(torch.zeros(2), 1.0).mask(torch.tensor([True, False])).to_event(1),
+    "masked": lambda: (
+        dist.Normal(torch.zeros(2), 1.0).mask(torch.tensor([True, False])).to_event(1)
+    ),
     "Stable": lambda: dist.Stable(torch.tensor(1.5), torch.tensor(0.0)),
     "ordered": lambda: dist.TransformedDistribution(
         dist.Normal(torch.zeros(3), 1.0).to_event(1), [dist.transforms.OrderedTransform()]
@@ -119,11 +121,14 @@ def test_improper_priors_need_no_sampling(name, inverse):
     prior = dist.ImproperUniform(constraint, torch.Size(), start.shape)
     model = pair(prior, lambda z: dist.Normal(total(z, event_dim), 1.0))
     strategy = init_to_value(values={"z": start})
-    guide = AutoNaMIGuide(model, inverse=inverse, init_loc_fn=strategy, init_scale=1e-4, exact=False)
+    guide = AutoNaMIGuide(
+        model, inverse=inverse, init_loc_fn=strategy, init_scale=1e-4, exact=False
+    )
     assert torch.allclose(guide(y)["z"], start, atol=1e-2)
     steps(model, guide, y, count=2, elbo=particles(2))
     pyro.clear_param_store()
-    for value in (guide(y)["z"], AutoNaMIGuide(model, inverse=inverse)(y)["z"]):  # the latter by its own strategy
+    # the latter by its own strategy
+    for value in (guide(y)["z"], AutoNaMIGuide(model, inverse=inverse)(y)["z"]):
         assert constraint.check(value).all() and value.shape == start.shape
 
 
@@ -158,7 +163,9 @@ def moving_bounds(y):
 @pytest.mark.parametrize("families", [None, "mixture"])
 @pytest.mark.parametrize("within", ["autoregressive", "independent"])
 @pytest.mark.parametrize("inverse", ["forward", "reverse", "fully_connected"])
-def test_a_draw_on_a_moving_support_has_the_density_that_it_is_replayed_with(inverse, within, families, double):
+def test_a_draw_on_a_moving_support_has_the_density_that_it_is_replayed_with(
+    inverse, within, families, double
+):
     """Others read it in one set of coordinates, whether it was drawn, replayed or scored."""
     y = torch.tensor([0.3, -0.2, 1.0])
     guide = AutoNaMIGuide(moving_bounds, inverse=inverse, within=within, families=families)

@@ -118,14 +118,19 @@ class TestDataSets:
         changed = [a != b for a, b in zip(DataSets.of({"x": other}, {"x": 1}, 1).keys, keys)]
         assert changed == [False, False, True, False, False, False]
 
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64])
+    @pytest.mark.parametrize(
+        "dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64]
+    )
     def test_binary_data_with_equal_sums_of_places_differ(self, dtype):
         rows = torch.tensor(list(itertools.product([0, 1], repeat=12))).to(dtype)
         assert len(set(DataSets.of({"x": rows}, {"x": 1}, 0).keys)) == 2**12
 
     def test_sites_are_told_apart(self):
         a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
-        keys = [DataSets.of({"a": a, "b": b}, {}, 0).keys, DataSets.of({"a": b, "b": a}, {}, 0).keys]
+        keys = [
+            DataSets.of({"a": a, "b": b}, {}, 0).keys,
+            DataSets.of({"a": b, "b": a}, {}, 0).keys,
+        ]
         assert keys[0] != keys[1]
 
     def test_one_data_set_has_none(self):

@@ -25,7 +25,9 @@ class Device(TorchDispatchMode):
         try:
             return func(*args, **(kwargs or {}))
         except (IndexError, RuntimeError) as error:
-            if func.overloadpacket.__name__.startswith(("index", "gather", "embedding")) and "out of" in str(error):
+            if func.overloadpacket.__name__.startswith(
+                ("index", "gather", "embedding")
+            ) and "out of" in str(error):
                 raise End(str(error)) from error
             raise
 
@@ -55,7 +57,11 @@ def normal(scale):
 MODELS = {
     "block": offsets(normal, lambda m: dist.Normal(m, 1.0), lambda t: t[GROUP]),
     "counts": offsets(normal, lambda m: dist.Poisson(m.exp()), lambda t: t.index_select(0, GROUP)),
-    "learned": offsets(lambda s: dist.StudentT(4.0, 0.0, s), lambda m: dist.StudentT(4.0, m, 1.0), lambda t: t[GROUP]),
+    "learned": offsets(
+        lambda s: dist.StudentT(4.0, 0.0, s),
+        lambda m: dist.StudentT(4.0, m, 1.0),
+        lambda t: t[GROUP],
+    ),
 }
 
 

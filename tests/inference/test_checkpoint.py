@@ -30,7 +30,10 @@ ZERO = (torch.zeros(()),)
 
 
 def hand_written(y, observations):
-    loc = pyro.param("loc", torch.zeros(())) + pyro.param("slope", torch.zeros(())) * observations["y"]
+    loc = (
+        pyro.param("loc", torch.zeros(()))
+        + pyro.param("slope", torch.zeros(())) * observations["y"]
+    )
     scale = pyro.param("scale", torch.ones(()), constraint=dist.constraints.positive)
     pyro.sample("z", dist.Normal(loc, scale))
 
@@ -49,7 +52,9 @@ def state_of(compilation):
 
 def simulations():
     draws = Simulator(CHAIN, ZERO).draw(40)
-    return [{name: v[i] for name, v in {**draws.latents, **draws.observed}.items()} for i in range(40)]
+    return [
+        {name: v[i] for name, v in {**draws.latents, **draws.observed}.items()} for i in range(40)
+    ]
 
 
 def varying(step):
@@ -68,11 +73,15 @@ def new_observed(model):
 
 
 def fit(compilation, steps, path=None, **options):
-    return compilation.fit(steps, **{"args": ZERO, "progress": False, "checkpoint": path, **options})
+    return compilation.fit(
+        steps, **{"args": ZERO, "progress": False, "checkpoint": path, **options}
+    )
 
 
 def assert_same(found, expected):
-    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[key], expected[key]) for key in expected
+    )
 
 
 OneCycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=13)
@@ -101,7 +110,10 @@ SESSIONS = {
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(name, tmp_path, monkeypatch):
     make, options = SESSIONS[name]
     if name == "rarely refreshed":
-        monkeypatch.setattr("pyro_nami.inference.latent_moves.elements_of_a_draw", lambda *args: 2 * latent_moves._WORK)
+        monkeypatch.setattr(
+            "pyro_nami.inference.latent_moves.elements_of_a_draw",
+            lambda *args: 2 * latent_moves._WORK,
+        )
     whole = make()
     history = fit(whole, 13, **options())
     expected = state_of(whole)
@@ -206,7 +218,9 @@ def test_a_run_killed_twenty_times_at_random_ends_as_if_never_killed(tmp_path):
     """A process of its own imports torch once, and forks the sessions; each goes on where the last was killed."""
     printed = run_session(SESSION, tmp_path / "run")
     assert printed.startswith("20 kills, at the last in step")
-    whole, resumed = (torch.load(tmp_path / f"run.{end}", weights_only=True) for end in ("whole", "resumed"))
+    whole, resumed = (
+        torch.load(tmp_path / f"run.{end}", weights_only=True) for end in ("whole", "resumed")
+    )
     assert len(whole["losses"]) == 200
     assert_same(resumed, whole)
 
@@ -237,7 +251,9 @@ def test_the_bytes_are_on_the_disk_before_the_file_has_its_name(tmp_path, monkey
     calls = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (calls.append(name), real(*args)))
+        monkeypatch.setattr(
+            os, name, lambda *args, name=name, real=real: (calls.append(name), real(*args))
+        )
     save_checkpoint(tmp_path / "c", {})
     assert calls == ["fsync", "replace", "fsync"]
 
@@ -358,7 +374,12 @@ def test_random_number_generators_come_back_from_plain_data(tmp_path):
     save_checkpoint(tmp_path / "c", {"rng": rng_state()})
 
     def draw():
-        return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.random(), random.gauss(0, 1)
+        return (
+            torch.rand(3).tolist(),
+            np.random.randn(3).tolist(),
+            random.random(),
+            random.gauss(0, 1),
+        )
 
     expected = draw()
     draw()

@@ -32,7 +32,8 @@ from pyro_nami.inference.trainer import Trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("error"),
-    pytest.mark.filterwarnings("ignore:Site .y. depends on .a. through"),  # which the guide says of `if`
+    # which the guide says of `if`
+    pytest.mark.filterwarnings("ignore:Site .y. depends on .a. through"),
 ]
 Adam = functools.partial(torch.optim.Adam, lr=0.02)
 ZERO, HALF = (torch.zeros(()),), (torch.tensor(0.5),)
@@ -46,7 +47,9 @@ def by_if(y=None):
 
 def compiled(model=CHAIN, args=ZERO, steps=0, *, guide=None, optim=Adam, batch_size=20, **options):
     guide = learned(model, observed=["y"]) if guide is None else guide
-    compilation = InferenceCompilation(model, guide, optim, batch_size=batch_size, observed=["y"], **options)
+    compilation = InferenceCompilation(
+        model, guide, optim, batch_size=batch_size, observed=["y"], **options
+    )
     if steps:
         compilation.fit(steps, args, progress=False)
     return compilation
@@ -70,7 +73,9 @@ def test_training_reaches_the_expected_conditional_entropy():
         COLLIDER, guide, optim, batch_size=200, scheduler=scheduler, clip_norm=20.0
     )
     history = compilation.fit(steps, ZERO, progress=False)
-    assert history.simulations == 200 * steps and history.skipped == 0 and len(history.losses) == steps
+    assert (
+        history.simulations == 200 * steps and history.skipped == 0 and len(history.losses) == steps
+    )
     covariance = COLLIDER.posterior(0.0)[1]
     entropy = 0.5 * torch.logdet(2 * math.pi * math.e * covariance).item()
     draws = Simulator(COLLIDER, ZERO).draw(10_000)
@@ -82,7 +87,9 @@ def test_training_reaches_the_expected_conditional_entropy():
     gap = losses - exact
     assert gap.std() / 100 < 3e-3
     assert -0.01 < gap.mean() < 0.02
-    assert abs(compilation.evaluate_loss(*ZERO, num=10_000) - entropy) < 0.02 + 5 * losses.std() / 100
+    assert (
+        abs(compilation.evaluate_loss(*ZERO, num=10_000) - entropy) < 0.02 + 5 * losses.std() / 100
+    )
 
 
 @pytest.mark.usefixtures("double")
@@ -93,7 +100,8 @@ def test_a_guide_trained_over_sizes_is_right_at_each():
     def arguments(step):
         return (2 + int(torch.randint(10, ())),), {}
 
-    compilation.fit(800, arguments, validation=500, progress=False)  # at seeds 0 to 7 means are at most 0.19 sd off
+    # at seeds 0 to 7 means are at most 0.19 sd off
+    compilation.fit(800, arguments, validation=500, progress=False)
     for size in (3, 9):
         y = torch.linspace(0.0, 2.0, size)
         mean, sd = conjugate_normal_posterior(y)
@@ -120,14 +128,20 @@ def test_optimizers_of_torch_and_pyro_move_the_weights(optim, options):
     compilation = compiled(optim=optim, **options)
     compilation.step(*ZERO)
     before = weights(compilation.guide)
-    assert math.isfinite(compilation.step(*ZERO)) and not torch.equal(weights(compilation.guide), before)
+    assert math.isfinite(compilation.step(*ZERO)) and not torch.equal(
+        weights(compilation.guide), before
+    )
     assert len(compilation.history.losses) == 2
 
 
 @pytest.mark.parametrize(
     ("scheduler", "options", "expected"),
     [
-        (functools.partial(schedulers.StepLR, step_size=2, gamma=0.5), {}, [0.02, 0.01, 0.01, 0.005]),
+        (
+            functools.partial(schedulers.StepLR, step_size=2, gamma=0.5),
+            {},
+            [0.02, 0.01, 0.01, 0.005],
+        ),
         (
             functools.partial(schedulers.ReduceLROnPlateau, patience=0, threshold=1e9),
             {"validation": 20, "validate_every": 2},
@@ -204,7 +218,11 @@ def without_observations(y=None):
             ValueError,
             r"batch dims \(16,\) at site 'z'; got \(3, 16\)",
         ),
-        (without_observations, TypeError, "takes observations=.*; got without_observations, which does not"),
+        (
+            without_observations,
+            TypeError,
+            "takes observations=.*; got without_observations, which does not",
+        ),
         (lambda y, observations: normal("z"), ValueError, "guide with parameters"),
     ],
 )
@@ -218,7 +236,9 @@ def test_a_guide_may_say_itself_what_it_conditions_on():
     class Guide(AutoNaMIGuide):
         observed = ("y",)
 
-    compilation = InferenceCompilation(drawn_normal, Guide(drawn_normal, observed=["y"]), Adam, batch_size=5)
+    compilation = InferenceCompilation(
+        drawn_normal, Guide(drawn_normal, observed=["y"]), Adam, batch_size=5
+    )
     assert math.isfinite(compilation.step()) and compilation._trainer.simulator.observed == ("y",)
 
 
@@ -250,7 +270,9 @@ class Recorder:
 def test_the_tracker_gets_losses_and_validation_losses(tracker):
     logged = tracker if isinstance(tracker, list) else tracker.logged
     given = (lambda *figure: logged.append(figure)) if logged is tracker else tracker
-    history = compiled().fit(5, ZERO, progress=False, validation=30, validate_every=2, tracker=given)
+    history = compiled().fit(
+        5, ZERO, progress=False, validation=30, validate_every=2, tracker=given
+    )
     losses = [figure for figure in logged if figure[0] == "loss"]
     assert losses == [("loss", loss, step) for step, loss in enumerate(history.losses, 1)]
     assert [(s, v) for n, v, s in logged if n == "validation_loss"] == history.validation
@@ -281,13 +303,18 @@ def kept_by(losses, moved):
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("moved", [0.0, 1.0])
-def test_the_guide_ends_with_the_weights_of_the_lowest_loss_or_later_ones_if_latents_move(moved, monkeypatch):
-    compilation = compiled(optim=functools.partial(torch.optim.SGD, lr=0.2), clip_norm=1.0, batch_size=50)
+def test_the_guide_ends_with_the_weights_of_the_lowest_loss_or_later_ones_if_latents_move(
+    moved, monkeypatch
+):
+    compilation = compiled(
+        optim=functools.partial(torch.optim.SGD, lr=0.2), clip_norm=1.0, batch_size=50
+    )
     batches, seen = [Simulator(CHAIN, ZERO).draw(size) for size in (200, 100)], []
     losses_of = Trainer._losses
 
     def losses(*args):
-        seen.append(losses_of(*args) + 10 * (len(seen) == 39))  # so that the last weights are never those kept
+        # so that the last weights are never those kept
+        seen.append(losses_of(*args) + 10 * (len(seen) == 39))
         return seen[-1]
 
     monkeypatch.setattr(Trainer, "_losses", losses)
@@ -314,9 +341,12 @@ def test_one_held_out_simulation_does_not_choose_the_weights():
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         compilation = compiled(optim=functools.partial(torch.optim.Adam, lr=0.03), batch_size=100)
-        histories.append(compilation.fit(200, ZERO, progress=False, validation=part, validate_every=5))
+        histories.append(
+            compilation.fit(200, ZERO, progress=False, validation=part, validate_every=5)
+        )
     without, with_it = histories
-    assert abs(without.validation[-1][1] - with_it.validation[-1][1]) < 1  # 26,860 nats if all of it counts
+    # 26,860 nats if all of it counts
+    assert abs(without.validation[-1][1] - with_it.validation[-1][1]) < 1
     losses = dict(without.validation)
     assert losses[with_it.best_step] < losses[without.best_step] + 0.05
 
@@ -338,8 +368,12 @@ def test_offline_simulations_are_read_again_and_an_iterator_once():
 
 def test_a_shuffling_loader_is_data():
     draws = Simulator(CHAIN, ZERO).draw(40)
-    rows = [{name: v[i] for name, v in {**draws.latents, **draws.observed}.items()} for i in range(40)]
-    history = compiled().fit(6, ZERO, data=DataLoader(rows, batch_size=10, shuffle=True), progress=False)
+    rows = [
+        {name: v[i] for name, v in {**draws.latents, **draws.observed}.items()} for i in range(40)
+    ]
+    history = compiled().fit(
+        6, ZERO, data=DataLoader(rows, batch_size=10, shuffle=True), progress=False
+    )
     assert len(history.losses) == 6 and history.simulations == 60
 
 
@@ -350,18 +384,23 @@ def test_simulations_are_given_all_at_once(kind):
     sites = {**draws.latents, **draws.observed}
     dataset = TensorDataset(*sites.values())
     loader = DataLoader(dataset, batch_size=20, shuffle=True, drop_last=True)
-    given = {"draws": draws, "mapping": sites, "tensors": dataset, "batches of tensors": loader}[kind]
+    given = {"draws": draws, "mapping": sites, "tensors": dataset, "batches of tensors": loader}[
+        kind
+    ]
     compilation, seen = compiled(), []
     compilation.step(*ZERO)
     step = compilation._trainer.step
     compilation._trainer.step = lambda batch: (seen.append(batch.draws), step(batch))[1]
-    history = compilation.fit(4, ZERO, data=given, validation=given, validate_every=4, progress=False)
+    history = compilation.fit(
+        4, ZERO, data=given, validation=given, validate_every=4, progress=False
+    )
     assert [each.num for each in seen] == [20] * 4 and "held out" in repr(history)
     for epoch in (seen[:2], seen[2:]):
-        rows = torch.cat([torch.stack([part.observed["y"], part.latents["a"]], -1) for part in epoch])
+        rows = torch.cat(
+            [torch.stack([part.observed["y"], part.latents["a"]], -1) for part in epoch]
+        )
         known = torch.stack([sites["y"], sites["a"]], -1)
         assert len(rows.unique(dim=0)) == 40 and (rows[:, None] == known).all(-1).any(-1).all()
-
 
 
 def test_batches_may_grow():
@@ -371,7 +410,10 @@ def test_batches_may_grow():
         compilation, seen = compiled(batch_size=lambda step: 10 if step < 3 else 25), []
         compilation.step(*ZERO)
         step = compilation._trainer.step
-        compilation._trainer.step = lambda batch, step=step, seen=seen: (seen.append(batch.draws.num), step(batch))[1]
+        compilation._trainer.step = lambda batch, step=step, seen=seen: (
+            seen.append(batch.draws.num),
+            step(batch),
+        )[1]
         compilation.fit(7, ZERO, data=data, validation=draws, validate_every=3, progress=False)
         assert seen == sizes
     with pytest.raises(ValueError, match="batch_size to be a positive number"):
@@ -428,23 +470,33 @@ def errors(size, y=None):
 def on_off(size):
     with pyro.plate("rows", size):
         z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.2, 0.4, 0.5])).to_event(1))
-        pyro.sample("y", NoisyOr(torch.linspace(0.5, 2.0, 12).reshape(4, 3), torch.full((4,), 0.1), z))
+        pyro.sample(
+            "y", NoisyOr(torch.linspace(0.5, 2.0, 12).reshape(4, 3), torch.full((4,), 0.1), z)
+        )
 
 
 @pytest.mark.parametrize(
-    ("model", "inverse", "derived"), [(errors, "auto", True), (on_off, "auto", False), (on_off, "mean_field", False)]
+    ("model", "inverse", "derived"),
+    [(errors, "auto", True), (on_off, "auto", False), (on_off, "mean_field", False)],
 )
 def test_steps_leave_out_what_has_no_weights(model, inverse, derived):
-    guide = AutoNaMIGuide(model, observed=["y"], inverse=inverse, rules={"s": "learned"} if derived else None)
+    guide = AutoNaMIGuide(
+        model, observed=["y"], inverse=inverse, rules={"s": "learned"} if derived else None
+    )
     compilation = compiled(model, (3,), guide=guide, steps=1)
     loss, draws = compilation._trainer.loss, compilation._trainer.simulator.draw(2000)
     assert (abs(loss.derived) > 0.1) is derived
     parts = [loss(draws, (3,), {}, whole=whole).mean() for whole in (False, True)]
     assert abs(parts[0] - parts[1]) < 0.1
-    gradients = [torch.autograd.grad(part, list(guide.parameters()), allow_unused=True) for part in parts]
+    gradients = [
+        torch.autograd.grad(part, list(guide.parameters()), allow_unused=True) for part in parts
+    ]
     moved = [(a, b) for a, b in zip(*gradients) if b is not None]
-    assert any(b.any() for _, b in moved) and all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in moved)
-    assert torch.equal(loss(draws, (), {"size": 3}), loss(draws, (3,), {}, whole=True))  # at other arguments
+    assert any(b.any() for _, b in moved) and all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in moved
+    )
+    # at other arguments
+    assert torch.equal(loss(draws, (), {"size": 3}), loss(draws, (3,), {}, whole=True))
 
 
 # ---- bad simulations, bad losses, parameters of the model
@@ -464,11 +516,19 @@ def leaky(share):
 def test_simulations_that_are_not_finite_are_skipped_and_counted():
     compilation = compiled(leaky(0.03), (), batch_size=50)
     left_out = r"of 1000 simulations are not finite, at 'y' \(\d+\); they were left out"
-    with pytest.warns(UserWarning, match="Held out: 1 of 100 "), pytest.warns(UserWarning, match=left_out):
+    with (
+        pytest.warns(UserWarning, match="Held out: 1 of 100 "),
+        pytest.warns(UserWarning, match=left_out),
+    ):
         history = compilation.fit(20, progress=False, validation=100)
     assert 5 < history.skipped < 70 and history.non_finite == {"y": history.skipped}
-    assert torch.tensor(history.losses).isfinite().all() and weights(compilation.guide).isfinite().all()
-    with pytest.warns(UserWarning, match=r"Held out: \d+ of 2000 simulations are not finite, at 'y'"):
+    assert (
+        torch.tensor(history.losses).isfinite().all()
+        and weights(compilation.guide).isfinite().all()
+    )
+    with pytest.warns(
+        UserWarning, match=r"Held out: \d+ of 2000 simulations are not finite, at 'y'"
+    ):
         assert math.isfinite(compilation.evaluate_loss(num=2000))
 
 
@@ -516,7 +576,9 @@ def test_a_loss_that_is_not_finite_names_the_site_and_keeps_the_last_good_weight
 
     model = LinearGaussian({("a", "b"): 1.0, ("b", "y"): 1.0}, ("y",))
     compilation, good, bad = with_far_data(model, guide)
-    with pytest.raises(ValueError, match=r"in step 3 .* not finite at 'b' \(values up to") as caught:
+    with pytest.raises(
+        ValueError, match=r"in step 3 .* not finite at 'b' \(values up to"
+    ) as caught:
         compilation.fit(5, data=[good, good, bad], progress=False)
     assert "'a'" not in str(caught.value)
     assert all(value.isfinite().all() for value in pyro.get_param_store().values())
@@ -537,7 +599,9 @@ def test_a_sum_that_overflows_names_the_site_with_the_largest_loss():
         pyro.sample("y", dist.Normal(a + c + pyro.sample("b", dist.Normal(0.0, 1.0)), 1.0), obs=y)
 
     compilation, good, bad = with_far_data(model, guide)
-    with pytest.raises(ValueError, match=r"not finite at no single site \(the largest loss is that of 'c'\)"):
+    with pytest.raises(
+        ValueError, match=r"not finite at no single site \(the largest loss is that of 'c'\)"
+    ):
         compilation.fit(5, data=[good, bad], progress=False)
 
 
@@ -577,7 +641,11 @@ def test_parameters_of_the_model_are_left_alone():
         ({"optim": 3}, TypeError, "got int"),
         ({"optim": torch.optim.Adam([torch.zeros(1)])}, TypeError, "lambda params"),
         ({"scheduler": 3}, TypeError, "scheduler as a function"),
-        ({"optim": pyro.optim.Adam({"lr": 0.1}), "scheduler": len}, TypeError, "Pyro's schedulers are optimizers"),
+        (
+            {"optim": pyro.optim.Adam({"lr": 0.1}), "scheduler": len},
+            TypeError,
+            "Pyro's schedulers are optimizers",
+        ),
         ({"clip_norm": 0.0}, ValueError, "clip_norm > 0; got 0.0"),
         ({"steps": 0}, ValueError, "steps to be"),
         ({"patience": 3}, ValueError, "validation with patience"),
@@ -615,4 +683,6 @@ def test_losses_beyond_a_million_nats_go_on_by_their_logarithm():
     assert loss[5] == math.inf  # which steps do not hide
     loss[:5].sum().backward()
     slopes = draws.observed["x"].grad[:5]
-    torch.testing.assert_close(slopes, -torch.tensor([0.0, 1e3, 2e2, 2e-9, 2e-12]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        slopes, -torch.tensor([0.0, 1e3, 2e2, 2e-9, 2e-12]), rtol=1e-4, atol=0
+    )

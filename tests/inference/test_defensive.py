@@ -71,7 +71,9 @@ def test_no_weight_is_above_the_likelihood_by_the_share():
         weights = importance_sample(folded, narrow, **given, defensive=0.25).log_weights
         assert (weights <= most + math.log(4) + 1e-4).all()
         # One draw of ten at least: its share is what they are weighted by.
-        rounded = importance_sample(folded, narrow, num_samples=10, observations=OBSERVED, defensive=0.001)
+        rounded = importance_sample(
+            folded, narrow, num_samples=10, observations=OBSERVED, defensive=0.001
+        )
         assert (rounded.log_weights <= most + math.log(10) + 1e-4).all()
 
 
@@ -88,15 +90,24 @@ def test_a_guide_without_a_density_far_out_draws_nothing_there():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = importance_sample(folded, Guide(), num_samples=20_000, observations=OBSERVED, defensive=0.1)
+        found = importance_sample(
+            folded, Guide(), num_samples=20_000, observations=OBSERVED, defensive=0.1
+        )
     assert ((found.log_evidence - evidence()).abs() < 4 * found.log_evidence_error).all()
 
 
 def test_chains_that_start_from_the_prior_find_the_mode():
-    options = {"num_chains": 2000, "num_temperatures": 20, "num_leapfrog_steps": 3, "observations": OBSERVED}
+    options = {
+        "num_chains": 2000,
+        "num_temperatures": 20,
+        "num_leapfrog_steps": 3,
+        "observations": OBSERVED,
+    }
     for resample in (False, True):
         plain = annealed_importance_sampling(folded, one_mode, **options, resample=resample)
-        found = annealed_importance_sampling(folded, one_mode, **options, resample=resample, defensive=0.2)
+        found = annealed_importance_sampling(
+            folded, one_mode, **options, resample=resample, defensive=0.2
+        )
         assert (evidence() - plain.log_evidence > 0.5).all()
         assert torch.allclose(found.log_evidence, evidence(), atol=0.15)
         z = found.weighted().resample(2000)["z"]
@@ -113,7 +124,9 @@ def test_models_that_are_run_draw_by_draw():
 
     with pytest.warns(UserWarning, match="one by one"):
         found = importance_sample(model, guide, num_samples=300, defensive=0.3)
-    expected = 0.5 * dist.Normal(torch.tensor([0.0, 1.0]), 1.0).log_prob(torch.tensor(1.0)).exp().sum()
+    expected = (
+        0.5 * dist.Normal(torch.tensor([0.0, 1.0]), 1.0).log_prob(torch.tensor(1.0)).exp().sum()
+    )
     assert abs(found.log_evidence - expected.log()) < 4 * found.log_evidence_error
     assert abs(found.log_evidence_error) < 0.05
 

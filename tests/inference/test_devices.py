@@ -39,7 +39,9 @@ def test_importance_sampling(y):
     options = {"num_samples": 500, "observations": {"y": DATA_SETS}}
     draws = importance_sample(conjugate_normal, conjugate_normal_guide, y, **options)
     exact = torch.tensor([conjugate_normal_evidence(row) for row in DATA_SETS])
-    assert draws.log_weights.is_cuda and draws.mean("mu").is_cuda and draws.resample(5)["mu"].is_cuda
+    assert (
+        draws.log_weights.is_cuda and draws.mean("mu").is_cuda and draws.resample(5)["mu"].is_cuda
+    )
     torch.testing.assert_close(draws.log_evidence.cpu(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -77,7 +79,11 @@ def test_one_call(rounds):
     assert all(parameter.is_cuda for parameter in posterior.guide.parameters())
     for x in (torch.full((2,), 0.5), torch.full((3, 2), 0.5), torch.full((2,), 50.0)):
         drawn = posterior({"x": x.cuda()}, 100)
-        assert drawn.samples["theta"].is_cuda and drawn.log_weights.is_cuda and drawn.resample(5)["theta"].is_cuda
+        assert (
+            drawn.samples["theta"].is_cuda
+            and drawn.log_weights.is_cuda
+            and drawn.resample(5)["theta"].is_cuda
+        )
 
 
 def test_simulations_from_the_host_in_one_call():
@@ -133,8 +139,12 @@ def test_a_model_that_is_written_for_one_draw_in_one_call():
     """With moves of its latents between epochs."""
 
     def model():
-        w = pyro.sample("w", dist.StudentT(torch.full((2,), 5.0, device="cuda"), 0.0, 1.0).to_event(1))
-        pyro.sample("y", dist.StudentT(torch.full((), 4.0, device="cuda"), linear(w), 0.5).to_event(1))
+        w = pyro.sample(
+            "w", dist.StudentT(torch.full((2,), 5.0, device="cuda"), 0.0, 1.0).to_event(1)
+        )
+        pyro.sample(
+            "y", dist.StudentT(torch.full((), 4.0, device="cuda"), linear(w), 0.5).to_event(1)
+        )
 
     posterior = amortize(model, observed=["y"], simulations=500, steps=40, progress=False)
     drawn = posterior({"y": torch.ones(6, device="cuda")}, 200)

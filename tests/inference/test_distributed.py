@@ -227,7 +227,10 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
     run_session(SESSION, folder)
     names = ("rank0", "rank1", "alone")
-    return {**{name: torch.load(folder / name, weights_only=True) for name in names}, "folder": folder}
+    return {
+        **{name: torch.load(folder / name, weights_only=True) for name in names},
+        "folder": folder,
+    }
 
 
 def both(results, part, *keys):
@@ -239,7 +242,9 @@ def both(results, part, *keys):
 
 
 def differ(first, second):
-    return len(first) > 0 and torch.cat([first, second]).unique().numel() == len(first) + len(second)
+    return len(first) > 0 and torch.cat([first, second]).unique().numel() == len(first) + len(
+        second
+    )
 
 
 def test_two_processes_reach_the_loss_of_one_with_all_simulations(results):
@@ -278,14 +283,20 @@ def test_training_goes_on_to_the_same_bits_from_the_first_processs_file(results)
     for one in both(results, "resumed"):
         for key in ("losses", "held out", "weights"):
             assert torch.equal(one["second"][key], one["whole"][key])
-        assert torch.equal(torch.cat([one["first"]["seen"], one["second"]["seen"]]), one["whole"]["seen"])
+        assert torch.equal(
+            torch.cat([one["first"]["seen"], one["second"]["seen"]]), one["whole"]["seen"]
+        )
     assert differ(*both(results, "resumed", "whole", "seen"))
-    assert (results["folder"] / "checkpoint0").exists() and not (results["folder"] / "checkpoint1").exists()
+    assert (results["folder"] / "checkpoint0").exists() and not (
+        results["folder"] / "checkpoint1"
+    ).exists()
 
 
 def test_another_number_of_processes_goes_on_with_simulations_that_differ(results):
     first, second = both(results, "other_number", "two")
-    assert differ(first["seen"], second["seen"]) and torch.equal(first["weights"], second["weights"])
+    assert differ(first["seen"], second["seen"]) and torch.equal(
+        first["weights"], second["weights"]
+    )
     assert first["simulations"] == second["simulations"] == 40 + 2 * 40
     alone = results["rank0"]["other_number"]["one"]
     assert len(alone["losses"]) == 12 and alone["simulations"] == 120 + 40
@@ -305,7 +316,11 @@ def test_worker_processes_of_both_simulate_apart(results):
 
 def test_what_is_not_finite_in_one_is_known_to_both(results):
     for message in both(results, "empty"):
-        assert "at most 10% of the simulations" in message and "50 of 200" in message and "'a'" in message
+        assert (
+            "at most 10% of the simulations" in message
+            and "50 of 200" in message
+            and "'a'" in message
+        )
     first, second = both(results, "infinite")
     assert torch.equal(first["weights"], second["weights"]) and first["weights"].isfinite().all()
     for message in (first["message"], second["message"]):
@@ -322,5 +337,8 @@ def test_the_example_runs_under_torchrun(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     done = python(*torchrun, ROOT / "examples" / "distributed.py", "--smoke", "--out", tmp_path)
     assert done.code == 0, done.errors
-    assert done.printed.count("KL of the guide") == 1 and "2 processes: 1,024 simulations" in done.printed
+    assert (
+        done.printed.count("KL of the guide") == 1
+        and "2 processes: 1,024 simulations" in done.printed
+    )
     assert json.loads((tmp_path / "results.json").read_text())["processes"] == 2

@@ -32,19 +32,29 @@ def crossed(y=None):
 
 
 TRACE = poutine.trace(crossed).get_trace()
-SITES = {name: site for name, site in TRACE.nodes.items() if site["type"] == "sample" and "plate" not in name}
+SITES = {
+    name: site
+    for name, site in TRACE.nodes.items()
+    if site["type"] == "sample" and "plate" not in name
+}
 SITES = {name: SITES[name] for name in ("z", "v", "y", "twice", "f")}
 
 
 def test_plates_of_sites():
     assert plate_nesting(SITES.values()) == 2
     assert plate_nesting([SITES["z"]]) == 0
-    assert [plate_names(SITES[name]) for name in ("z", "v", "y")] == [(), ("columns",), ("rows", "columns")]
+    assert [plate_names(SITES[name]) for name in ("z", "v", "y")] == [
+        (),
+        ("columns",),
+        ("rows", "columns"),
+    ]
     value = torch.arange(12.0).reshape(2, 3, 2)
     wide = with_idle_dims(value, SITES["v"], 2, 1)
     assert wide.shape == (2, 1, 3, 2)
     assert torch.equal(with_idle_dims(wide, SITES["v"], 2, 1), wide)
-    with pytest.raises(ValueError, match=r"site 'v' of shape \(3, 2\) behind 2 batch dims; got \(2, 3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"site 'v' of shape \(3, 2\) behind 2 batch dims; got \(2, 3, 2\)"
+    ):
         with_idle_dims(value, SITES["v"], 2, 2)
 
 
@@ -70,13 +80,17 @@ def test_one_data_set_has_no_dim_and_a_batch_of_one_has():
     assert Observations({}, SITES, 2).one() == {}
 
 
-@pytest.mark.parametrize("given", [np.zeros((3, 3)), [[0.0] * 3] * 3, torch.zeros(3, 3).double()], ids=type)
+@pytest.mark.parametrize(
+    "given", [np.zeros((3, 3)), [[0.0] * 3] * 3, torch.zeros(3, 3).double()], ids=type
+)
 def test_floats_get_the_dtype_of_the_site(given):
     assert Observations({"y": given}, SITES, 2).one()["y"].dtype == torch.float32
 
 
 def test_integers_stay_integers():
-    assert Observations({"y": torch.zeros(3, 3, dtype=int)}, SITES, 2).one()["y"].dtype == torch.int64
+    assert (
+        Observations({"y": torch.zeros(3, 3, dtype=int)}, SITES, 2).one()["y"].dtype == torch.int64
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,10 +99,22 @@ def test_integers_stay_integers():
         ({"x": 0.0}, ValueError, "the model's sites, 'z', 'v', 'y'; got one of 'x'"),
         ({"f": 0.0}, ValueError, "got one of 'f'"),
         ({"twice": 0.0}, ValueError, "got one of 'twice'"),
-        ({"v": torch.zeros(3)}, ValueError, r"of shape \(3, 2\), or \(data sets, 3, 2\); got \(3,\)"),
-        ({"y": torch.zeros(5, 3, 3), "z": torch.zeros(4)}, ValueError, "got 4 at 'z' and 5 before it"),
+        (
+            {"v": torch.zeros(3)},
+            ValueError,
+            r"of shape \(3, 2\), or \(data sets, 3, 2\); got \(3,\)",
+        ),
+        (
+            {"y": torch.zeros(5, 3, 3), "z": torch.zeros(4)},
+            ValueError,
+            "got 4 at 'z' and 5 before it",
+        ),
         ({"y": torch.zeros(0, 3, 3)}, ValueError, "at least one; got 0 at 'y'"),
-        ({"y": torch.zeros(4)}, ValueError, r"of shape \(3, 3\), or \(data sets, 3, 3\); got \(4,\)"),
+        (
+            {"y": torch.zeros(4)},
+            ValueError,
+            r"of shape \(3, 3\), or \(data sets, 3, 3\); got \(4,\)",
+        ),
         ({"y": torch.tensor(1.0)}, ValueError, r"got \(\)"),
         ({"y": "three"}, TypeError, "a tensor as the value of site 'y'; got str"),
         ({"y": None}, TypeError, "a tensor as the value of site 'y'; got None"),
@@ -133,7 +159,17 @@ def reads(x, observations):
         (AutoNormal(crossed), False, False),
         (torch.zeros, False, False),  # no signature
     ],
-    ids=["reads", "neither", "any", "module", "scaled", "nami", "normal of reads", "normal", "no signature"],
+    ids=[
+        "reads",
+        "neither",
+        "any",
+        "module",
+        "scaled",
+        "nami",
+        "normal of reads",
+        "normal",
+        "no signature",
+    ],
 )
 def test_who_takes_observations(fn, model, guide):
     assert (takes_observations(fn), takes_observations(fn, is_guide=True)) == (model, guide)

@@ -94,8 +94,13 @@ def test_exact_guide_gives_constant_weights_and_the_exact_evidence(dtype, no_war
     draws = importance_sample(conjugate_normal, conjugate_normal_guide, y, num_samples=1000)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     assert float(draws.log_evidence) == pytest.approx(conjugate_normal_evidence(y), abs=tolerance)
-    assert float(draws.log_weights.std()) < tolerance and float(draws.log_evidence_error) < tolerance
-    assert float(draws.effective_sample_size) == pytest.approx(1000, rel=1e-4) and float(draws.pareto_k) < 0.5
+    assert (
+        float(draws.log_weights.std()) < tolerance and float(draws.log_evidence_error) < tolerance
+    )
+    assert (
+        float(draws.effective_sample_size) == pytest.approx(1000, rel=1e-4)
+        and float(draws.pareto_k) < 0.5
+    )
     assert draws.log_weights.dtype == dtype and draws.samples["mu"].shape == (1000,)
     mean, sd = conjugate_normal_posterior(y)
     assert float(draws.mean("mu")) == pytest.approx(mean, abs=4 * sd / math.sqrt(1000))
@@ -138,9 +143,16 @@ TWICE = torch.tensor(Y)[[0, 0, 2, 2]]  # two of four instances count double
 CONSTANT = {
     "a latent that is given is data": (
         *(conjugate_normal, lambda y: None, [torch.tensor(Y)], {"mu": MU}),
-        dist.Normal(0.0, 2.0).log_prob(MU) + dist.Normal(MU, 1.0).log_prob(torch.tensor(Y)[:, None]).sum(0),
+        dist.Normal(0.0, 2.0).log_prob(MU)
+        + dist.Normal(MU, 1.0).log_prob(torch.tensor(Y)[:, None]).sum(0),
     ),
-    "CSIS": (told(pair(dist.Normal(0.0, 1.0))), csis_guide, [], {"y": X}, dist.Normal(0.0, 2**0.5).log_prob(X)),
+    "CSIS": (
+        told(pair(dist.Normal(0.0, 1.0))),
+        csis_guide,
+        [],
+        {"y": X},
+        dist.Normal(0.0, 2**0.5).log_prob(X),
+    ),
     "improper prior": (
         pair(dist.ImproperUniform(real, (), ()), default=torch.zeros(())),
         *(improper_guide, [], {"y": torch.tensor([1.0, 7.0])}, torch.zeros(2)),
@@ -150,7 +162,11 @@ CONSTANT = {
         torch.tensor(conjugate_normal_evidence(TWICE)),
     ),
     "a guide with keywords only": (
-        *(conjugate_normal, lambda y, **kwargs: conjugate_normal_guide(y, **kwargs), [torch.zeros(4)]),
+        *(
+            conjugate_normal,
+            lambda y, **kwargs: conjugate_normal_guide(y, **kwargs),
+            [torch.zeros(4)],
+        ),
         *({"y": torch.tensor(DATA_SETS)}, exact_answers()[0]),
     ),
     "numpy": (
@@ -165,7 +181,9 @@ def test_weights_of_exact_posteriors_are_the_evidence_whatever_the_signature(nam
     model, guide, args, observations, exact = CONSTANT[name]
     draws = importance_sample(model, guide, *args, num_samples=30, observations=observations)
     assert draws.log_weights.dtype == torch.float32
-    torch.testing.assert_close(draws.log_weights, exact.expand(30, *exact.shape), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        draws.log_weights, exact.expand(30, *exact.shape), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(draws.log_evidence, exact, rtol=1e-5, atol=1e-5)
 
 
@@ -217,12 +235,18 @@ def test_weights_are_those_of_pyros_importance(name, chunk_size):
     def scripted(y):
         trace, index = poutine.Trace(), next(count)
         for site, value in draws.samples.items():
-            trace.add_node(site, name=site, type="sample", is_observed=False, value=value[index], infer={})
+            trace.add_node(
+                site, name=site, type="sample", is_observed=False, value=value[index], infer={}
+            )
         return poutine.replay(guide, trace=trace)(y)
 
     theirs = Importance(model, scripted, num_samples=25).run(y)
-    torch.testing.assert_close(draws.log_weights, torch.stack(theirs.log_weights), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(draws.log_evidence, theirs.get_log_normalizer(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        draws.log_weights, torch.stack(theirs.log_weights), rtol=1e-5, atol=1e-4
+    )
+    torch.testing.assert_close(
+        draws.log_evidence, theirs.get_log_normalizer(), rtol=1e-5, atol=1e-4
+    )
     torch.testing.assert_close(draws.effective_sample_size, theirs.get_ESS(), rtol=1e-4, atol=1e-4)
 
 
@@ -236,7 +260,9 @@ def test_weights_are_those_of_vectorized_importance_weights(name):
         return guide(y)
 
     draws = importance_sample(model, seeded, y, num_samples=25)
-    theirs = vectorized_importance_weights(model, seeded, y, num_samples=25, max_plate_nesting=nesting)[0]
+    theirs = vectorized_importance_weights(
+        model, seeded, y, num_samples=25, max_plate_nesting=nesting
+    )[0]
     torch.testing.assert_close(draws.log_weights, theirs, rtol=1e-5, atol=1e-4)
 
 
@@ -263,14 +289,18 @@ def schools_guide():
         pyro.set_rng_seed(1)
         guide, steps = AutoNaMIGuide(eight_schools), 600
         optim = ClippedAdam({"lr": 0.05, "lrd": 0.02 ** (1 / steps)})
-        svi = SVI(eight_schools, guide, optim, Trace_ELBO(num_particles=32, vectorize_particles=True))
+        svi = SVI(
+            eight_schools, guide, optim, Trace_ELBO(num_particles=32, vectorize_particles=True)
+        )
         for _ in range(steps):
             svi.step(*eight_schools_data())
     return guide
 
 
 def test_trained_guide_gives_the_evidence_of_eight_schools(schools_guide):
-    draws = importance_sample(eight_schools, schools_guide, *eight_schools_data(), num_samples=10_000)
+    draws = importance_sample(
+        eight_schools, schools_guide, *eight_schools_data(), num_samples=10_000
+    )
     assert float(draws.effective_sample_size) > 9000 and float(draws.pareto_k) < 0.7
     # Weights that are all the same have no standard error; 28 densities are added, each rounded to single precision.
     rounding = 28 * torch.finfo(torch.float32).eps * abs(EIGHT_SCHOOLS)
@@ -290,7 +320,13 @@ def test_a_batch_of_data_sets_has_the_weights_of_each_alone():
     schools_guide = AutoNaMIGuide(eight_schools, mode="amortized")
     batch = torch.stack([y, -y, y.flip(0)])
     draws = importance_sample(
-        eight_schools, schools_guide, y, sigma, num_samples=40, observations={"y": batch}, chunk_size=16
+        eight_schools,
+        schools_guide,
+        y,
+        sigma,
+        num_samples=40,
+        observations={"y": batch},
+        chunk_size=16,
     )
     assert draws.samples["theta"].shape == (40, 3, 8) and draws.log_weights.shape == (40, 3)
     for index, row in enumerate(batch):
@@ -336,8 +372,12 @@ def test_observations_with_all_plate_dims_and_shared_ones(double):
     z = narrow.samples["z"]
     assert z.shape == (6, 5)
     unit = dist.Normal(0.0, 1.0)
-    expected = unit.log_prob(z) + unit.log_prob(s - z) + unit.log_prob(r[..., 0] - z[..., None]).sum(-1)
-    expected = expected + unit.log_prob(x - z[..., None, None]).sum((-1, -2)) - unit.log_prob(z - 0.5)
+    expected = (
+        unit.log_prob(z) + unit.log_prob(s - z) + unit.log_prob(r[..., 0] - z[..., None]).sum(-1)
+    )
+    expected = (
+        expected + unit.log_prob(x - z[..., None, None]).sum((-1, -2)) - unit.log_prob(z - 0.5)
+    )
     torch.testing.assert_close(narrow.log_weights, expected)
     assert weighted(s=s.reshape(5, 1, 1), r=r.tolist(), x=x).log_weights.shape == (6, 5)
 
@@ -376,12 +416,14 @@ def test_chunks_follow_the_same_law_as_one_pass():
 def test_a_chunk_is_one_run_of_the_guide(chunk_size, chunks):
     guide, model = counted(conjugate_normal_guide), counted(conjugate_normal)
     importance_sample(model, guide, torch.tensor(Y), num_samples=25, chunk_size=chunk_size)
-    assert guide.calls == model.calls == 1 + 3 + chunks  # shapes; a few draws and two of them alone, as a check
+    # shapes; a few draws and two of them alone, as a check
+    assert guide.calls == model.calls == 1 + 3 + chunks
 
 
 def test_the_default_chunk_is_made_for_the_number_of_elements(monkeypatch):
     monkeypatch.setattr("pyro_nami.inference.importance._ELEMENTS", 120)
-    guide = counted(conjugate_normal_guide)  # 6 elements a draw and data set: mu in both, and y in four parts
+    # 6 elements a draw and data set: mu in both, and y in four parts
+    guide = counted(conjugate_normal_guide)
     data = {"y": torch.tensor(DATA_SETS[:2])}
     importance_sample(conjugate_normal, guide, torch.zeros(4), num_samples=25, observations=data)
     assert guide.calls == 1 + 3 + 3
@@ -412,16 +454,23 @@ def test_what_cannot_be_vectorized_runs_one_by_one_and_says_so_once(model, guide
     assert caught[0].filename == __file__
     assert draws.log_weights.shape == (400,)
     error = 4 * float(draws.log_evidence_error)
-    assert float(draws.log_evidence) == pytest.approx(conjugate_normal_evidence(y), abs=error) and error < 1
+    assert (
+        float(draws.log_evidence) == pytest.approx(conjugate_normal_evidence(y), abs=error)
+        and error < 1
+    )
 
 
 def test_one_by_one_over_data_sets():
     y = torch.tensor(DATA_SETS[:2])
     with pytest.warns(UserWarning, match="one by one"):
-        draws = importance_sample(branching, prior_guide, y[0], num_samples=50, observations={"y": y})
+        draws = importance_sample(
+            branching, prior_guide, y[0], num_samples=50, observations={"y": y}
+        )
     mu = draws.samples["mu"]
     assert mu.shape == (50, 2)
-    torch.testing.assert_close(draws.log_weights, dist.Normal(mu[..., None], 1.0).log_prob(y).sum(-1))
+    torch.testing.assert_close(
+        draws.log_weights, dist.Normal(mu[..., None], 1.0).log_prob(y).sum(-1)
+    )
 
 
 # ---- what is left as it was
@@ -432,7 +481,9 @@ def test_nothing_is_seen_outside_and_nothing_requires_gradients(schools_guide):
     before = {name: value.clone() for name, value in schools_guide.named_parameters()}
     store = set(pyro.get_param_store())
     with poutine.trace() as outer:
-        draws = importance_sample(eight_schools, schools_guide, *eight_schools_data(), num_samples=10)
+        draws = importance_sample(
+            eight_schools, schools_guide, *eight_schools_data(), num_samples=10
+        )
     assert not outer.trace.nodes and store <= set(pyro.get_param_store())
     assert not draws.log_weights.requires_grad and not draws.samples["mu"].requires_grad
     for name, value in schools_guide.named_parameters():
@@ -443,8 +494,11 @@ def test_nothing_is_seen_outside_and_nothing_requires_gradients(schools_guide):
 
 
 def test_a_heavy_tail_is_warned_of_with_the_number_of_data_sets_and_advice():
-    with pytest.warns(UserWarning, match="unreliable: k-hat is above 0.7 for 1 of 3 data sets") as caught:
-        conjugate_draws(normal(0.9, 0.6), 2000, y=DATA_SETS)  # posterior means 0.4, 1.3 and -2.9; sd 0.49
+    with pytest.warns(
+        UserWarning, match="unreliable: k-hat is above 0.7 for 1 of 3 data sets"
+    ) as caught:
+        # posterior means 0.4, 1.3 and -2.9; sd 0.49
+        conjugate_draws(normal(0.9, 0.6), 2000, y=DATA_SETS)
     message = str(caught[0].message)
     assert "families='flow'" in message and "Resampling cannot help" in message
     assert caught[0].filename == __file__
@@ -462,7 +516,9 @@ def test_zero_weights_are_legal_unless_all_are_zero(double):
     assert torch.equal(draws.log_weights == -math.inf, zero) and 0 < int(zero.sum()) < 4000
     unit = torch.distributions.Normal(torch.zeros(()), 1.0)
     exact = float((2 * (unit.cdf(torch.ones(())) - unit.cdf(torch.tensor(0.5)))).log())
-    assert float(draws.log_evidence) == pytest.approx(exact, abs=4 * float(draws.log_evidence_error))
+    assert float(draws.log_evidence) == pytest.approx(
+        exact, abs=4 * float(draws.log_evidence_error)
+    )
     with pytest.raises(ValueError, match="all weights are zero"):
         importance_sample(model, guide, 0.99999999, num_samples=20)
 
@@ -505,7 +561,9 @@ def test_draws_at_which_the_models_density_is_nan_weigh_nothing(validate, by_one
     expected = torch.trapezoid(log_joint.exp(), grid).log()
     with pyro.validation_enabled(validate), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        found = importance_sample(model, normal(0.0, 1.0), y, num_samples=300 if by_one else 5000, defensive=0.1)
+        found = importance_sample(
+            model, normal(0.0, 1.0), y, num_samples=300 if by_one else 5000, defensive=0.1
+        )
     about = [str(each.message) for each in told if "weight zero" in str(each.message)]
     assert len(about) == 1 and "site 'y' of the model; got NaN for" in about[0]
     assert (found.samples["mu"][found.log_weights.isfinite()] <= 0.5).all()
@@ -527,7 +585,9 @@ def test_latents_that_rounding_takes_out_of_their_support_weigh_nothing():
         pyro.sample("cuts", ordered(1))  # which knows what it has drawn, as guides of ours do
 
     with pytest.warns(UserWarning, match="site 'cuts' of the model; got NaN for .* weight zero"):
-        found = importance_sample(model, guide, torch.tensor(1.0), num_samples=300, chunk_size=1, defensive=0.1)
+        found = importance_sample(
+            model, guide, torch.tensor(1.0), num_samples=300, chunk_size=1, defensive=0.1
+        )
     tied = found.samples["cuts"].diff(dim=-1).eq(0).any(-1)
     assert 30 < tied.sum() < 120 and found.log_weights.isneginf().equal(tied)
 
@@ -579,10 +639,22 @@ def local(y):
         ({"num_samples": 0}, ValueError, "num_samples to be at least 1; got 0"),
         ({"num_samples": 2.5}, TypeError, "num_samples to be an int; got 2.5"),
         ({"chunk_size": 0}, ValueError, "chunk_size to be at least 1; got 0"),
-        ({"observations": {"x": torch.zeros(4)}}, ValueError, "model's sites, 'mu', 'y'; got one of 'x'"),
+        (
+            {"observations": {"x": torch.zeros(4)}},
+            ValueError,
+            "model's sites, 'mu', 'y'; got one of 'x'",
+        ),
         ({"observations": {"data": torch.zeros(4)}}, ValueError, "got one of 'data'"),
-        ({"observations": {"y": torch.zeros(2, 3, 4)}}, ValueError, r"\(data sets, 4\); got \(2, 3, 4\)"),
-        ({"model": lambda y: drawn_normal(len(y))}, ValueError, "it does not sample 'y'. If 'y' is data"),
+        (
+            {"observations": {"y": torch.zeros(2, 3, 4)}},
+            ValueError,
+            r"\(data sets, 4\); got \(2, 3, 4\)",
+        ),
+        (
+            {"model": lambda y: drawn_normal(len(y))},
+            ValueError,
+            "it does not sample 'y'. If 'y' is data",
+        ),
         ({"guide": lambda y: None}, ValueError, "it does not sample 'mu'"),
         ({"guide": more}, ValueError, "it samples 'nu', which is none of its sites"),
         ({"guide": data_too}, ValueError, "it samples 'y', which is observed"),
@@ -590,8 +662,16 @@ def local(y):
         # random subsampling shows every draw other data, and exp(scaled log density) has another mean
         ({"model": subsampled}, NotImplementedError, "plate 'data' holds 2 of 4 instances"),
         # the weights of a point are all equal, and looked like those of an exact guide
-        ({"guide": AutoDelta(conjugate_normal)}, ValueError, "density at every .*; it is a point at 'mu'"),
-        ({"guide": AutoLaplaceApproximation(conjugate_normal)}, ValueError, "it is a point at 'mu'"),
+        (
+            {"guide": AutoDelta(conjugate_normal)},
+            ValueError,
+            "density at every .*; it is a point at 'mu'",
+        ),
+        (
+            {"guide": AutoLaplaceApproximation(conjugate_normal)},
+            ValueError,
+            "it is a point at 'mu'",
+        ),
     ],
 )
 def test_what_cannot_be_weighted_is_an_error(options, error, message):
@@ -607,8 +687,16 @@ def test_draws_at_the_edge_of_a_support_are_made_at_once():
         pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=torch.ones(2))
 
     def guide():
-        bounded = [transforms.SigmoidTransform(cache_size=1), transforms.AffineTransform(-1.0, 2.0, cache_size=1)]
-        pyro.sample("z", dist.TransformedDistribution(dist.Normal(torch.full((2,), 20.0), 1.0), bounded).to_event(1))
+        bounded = [
+            transforms.SigmoidTransform(cache_size=1),
+            transforms.AffineTransform(-1.0, 2.0, cache_size=1),
+        ]
+        pyro.sample(
+            "z",
+            dist.TransformedDistribution(
+                dist.Normal(torch.full((2,), 20.0), 1.0), bounded
+            ).to_event(1),
+        )
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", OneByOne)

@@ -37,11 +37,16 @@ def off(observations):
 
 def standardized(draws):
     """Numbers that are standard normal, and independent, if draws are the model's."""
-    mu, z, k, x = (draws.latents | draws.observed)["mu"], *((draws.latents | draws.observed)[n] for n in "zkx")
+    mu, z, k, x = (
+        (draws.latents | draws.observed)["mu"],
+        *((draws.latents | draws.observed)[n] for n in "zkx"),
+    )
     return torch.cat((mu, (z - mu) / ROWS, (k - 0.3) / math.sqrt(0.21), (x - z - 2 * k) / 0.7), -1)
 
 
-@pytest.mark.parametrize(("worth", "least", "most"), [(0.0, 0.3, 1.0), (0.1, 0.001, 0.1), (1.0, 0.001, 0.1)])
+@pytest.mark.parametrize(
+    ("worth", "least", "most"), [(0.0, 0.3, 1.0), (0.1, 0.001, 0.1), (1.0, 0.001, 0.1)]
+)
 def test_joint_draws_stay_joint_draws_whatever_the_guide(worth, least, most, monkeypatch):
     """Of so poor a guide few draws take a place: by default others than the first tenth are left."""
     monkeypatch.setattr("pyro_nami.inference.latent_moves._WORTH", worth)
@@ -50,7 +55,9 @@ def test_joint_draws_stay_joint_draws_whatever_the_guide(worth, least, most, mon
     moves, now, state = LatentMoves(simulator, off, 3), draws, {}
     for _ in range(10):
         before, now = now, moves(now, state)
-        assert state["moved"] == pytest.approx((now.latents["mu"] != before.latents["mu"]).double().mean().item())
+        assert state["moved"] == pytest.approx(
+            (now.latents["mu"] != before.latents["mu"]).double().mean().item()
+        )
     assert least < (now.latents["mu"] != draws.latents["mu"]).float().mean() <= most
     assert torch.equal(now.observed["x"], draws.observed["x"])
     assert_standard(now)
@@ -61,7 +68,9 @@ def test_few_draws_move_by_several_of_the_guide_made_at_once(monkeypatch):
     monkeypatch.setattr("pyro_nami.inference.latent_moves._WORTH", 0.0)
     counts, at_once = [], Proposal.at_once
     monkeypatch.setattr(
-        Proposal, "at_once", lambda self, num, **options: counts.append(num) or at_once(self, num, **options)
+        Proposal,
+        "at_once",
+        lambda self, num, **options: counts.append(num) or at_once(self, num, **options),
     )
     simulator = Simulator(plated, observed=["x"])
     draws = simulator.draw(20_000)
@@ -80,7 +89,8 @@ def assert_standard(draws):
     assert u.shape == (20_000, 10)
     bound = 5 / math.sqrt(20_000)  # five standard errors
     assert u.mean(0).abs().max() < bound
-    assert (u.T.cov() - torch.eye(10)).abs().max() < bound * 1.6  # a square's sd is 1.41, a product's 1; k is skewed
+    # a square's sd is 1.41, a product's 1; k is skewed
+    assert (u.T.cov() - torch.eye(10)).abs().max() < bound * 1.6
     assert (u[:, :4].abs() < 0.6745).float().mean(0).sub(0.5).abs().max() < bound / 2
 
 
@@ -119,7 +129,9 @@ def test_what_simulations_do_not_follow_is_left_as_it_is(model):
 
 
 def test_a_simulator_without_a_density_is_left_as_it_is():
-    model = from_simulator(dist.Normal(torch.zeros(1), 1.0).to_event(1), lambda z: z + torch.randn_like(z))
+    model = from_simulator(
+        dist.Normal(torch.zeros(1), 1.0).to_event(1), lambda z: z + torch.randn_like(z)
+    )
     simulator = Simulator(model, observed=["x"])
     draws = simulator.draw(20)
     guide = AutoNaMIGuide(model, observed=["x"])
@@ -149,7 +161,12 @@ def test_draws_at_which_the_model_is_no_number_or_fails_are_not_taken(fails, mon
         pyro.sample("x", dist.Normal(torch.where(z.abs() > 20, torch.nan, z), 1.0))
 
     def far(observations):
-        pyro.sample("z", dist.Normal(observations["x"] / 2, 0.5 if len(observations["x"].reshape(-1)) < 10 else 50.0))
+        pyro.sample(
+            "z",
+            dist.Normal(
+                observations["x"] / 2, 0.5 if len(observations["x"].reshape(-1)) < 10 else 50.0
+            ),
+        )
 
     simulator = Simulator(model, observed=["x"])
     draws = simulator.draw(200)
@@ -170,7 +187,8 @@ def test_what_takes_long_to_draw_moves_rarely():
 
     simulator = Simulator(model, observed=["x"])
     draws = simulator.draw(20)
-    guide = AutoNaMIGuide(model, observed=["x"], rules={"s": "learned"}, init_scale=1.0)  # so that moves are accepted
+    # so that moves are accepted
+    guide = AutoNaMIGuide(model, observed=["x"], rules={"s": "learned"}, init_scale=1.0)
     guide(observations={"x": draws.observed["x"][0]})
     assert {guide.rules[name].rule for name in "mz"} == {"quadrature"}
     moves, moved = LatentMoves(simulator, guide, 1), 0
@@ -212,7 +230,11 @@ def test_guides_do_not_learn_few_latents_by_heart():
         pyro.set_rng_seed(0)
         guide = AutoNaMIGuide(model, observed=["x"], exact=False)
         compilation = InferenceCompilation(
-            model, guide, functools.partial(torch.optim.Adam, lr=0.01), batch_size=50, observed=["x"]
+            model,
+            guide,
+            functools.partial(torch.optim.Adam, lr=0.01),
+            batch_size=50,
+            observed=["x"],
         )
         compilation.fit(600, data=draws, refresh=refresh, progress=False)
         with torch.no_grad():
@@ -231,4 +253,6 @@ def test_only_data_given_all_at_once_are_refreshed(data):
     with pytest.raises(ValueError, match="all at once"):
         compilation.fit(1, data=data, refresh=1)
     with pytest.raises(ValueError, match="arguments that vary"):
-        compilation.fit(1, lambda step: ((), {}), data={"z": torch.zeros(2), "x": torch.zeros(2)}, refresh=1)
+        compilation.fit(
+            1, lambda step: ((), {}), data={"z": torch.zeros(2), "x": torch.zeros(2)}, refresh=1
+        )

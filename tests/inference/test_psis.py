@@ -31,7 +31,8 @@ def test_equals_arviz(draws):
     log_weights = heavy_tailed(draws)
     log_weights[0, 0, : draws // 2] = -math.inf
     log_weights[1, 0] = log_weights[1, 0].clamp(min=-700.0)  # half of the weights tie
-    log_weights[2, 0] -= 720.0 * (torch.arange(draws) > 8)  # a tail of fewer than M draws above underflow
+    # a tail of fewer than M draws above underflow
+    log_weights[2, 0] -= 720.0 * (torch.arange(draws) > 8)
     smoothed, k = smooth(log_weights)
     expected, expected_k = arviz_psis(log_weights.numpy())
     assert np.isfinite(expected_k).all()
@@ -52,7 +53,8 @@ def test_single_precision_agrees_with_double():
     exact, exact_k = smooth(log_weights.double())
     assert smoothed.dtype == k.dtype == torch.float32
     torch.testing.assert_close(k.double(), exact_k, rtol=0, atol=1e-6)
-    torch.testing.assert_close(smoothed.double(), exact, rtol=0, atol=1e-4)  # rounding at -700 is 6e-5
+    # rounding at -700 is 6e-5
+    torch.testing.assert_close(smoothed.double(), exact, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("k", [-0.2, 0.1, 0.4, 0.7, 1.0])
@@ -69,10 +71,14 @@ def test_finds_the_shape_of_pareto_draws(k):
 
 
 def test_smoothing_brings_a_heavy_tailed_mean_closer():
-    draws = torch.as_tensor(stats.genpareto(0.6).rvs((400, 1000), random_state=np.random.default_rng(1)))
+    draws = torch.as_tensor(
+        stats.genpareto(0.6).rvs((400, 1000), random_state=np.random.default_rng(1))
+    )
     smoothed = smooth(draws.log())[0].exp()
     exact = 1 / (1 - 0.6)
-    raw_error, error = ((value.mean(-1) - exact).square().mean().sqrt() for value in (draws, smoothed))
+    raw_error, error = (
+        (value.mean(-1) - exact).square().mean().sqrt() for value in (draws, smoothed)
+    )
     assert error < 0.8 * raw_error
 
 
@@ -121,7 +127,9 @@ def test_too_few_weights_for_a_fit_give_inf():
     log_weights = torch.full((1000,), -50.0)
     log_weights[:3] = torch.tensor([0.0, -1.0, -2.0])
     smoothed, k = smooth(torch.stack([log_weights, torch.linspace(-5, 0, 1000)]))
-    assert float(k[0]) == math.inf and torch.equal(smoothed[0], log_weights) and torch.isfinite(k[1])
+    assert (
+        float(k[0]) == math.inf and torch.equal(smoothed[0], log_weights) and torch.isfinite(k[1])
+    )
     assert float(smooth(torch.randn(20))[1]) == math.inf
     assert float(smooth(torch.randn(1))[1]) == math.inf
 
@@ -129,7 +137,9 @@ def test_too_few_weights_for_a_fit_give_inf():
 def test_weights_that_are_equal_though_their_logarithms_are_not_are_ties():
     log_weights = torch.full((300,), -0.4, dtype=torch.double)
     log_weights[:40] += 5.6e-17
-    assert (log_weights[:40] > -0.4).all() and (log_weights[:40].exp() == log_weights[-1].exp()).all()
+    assert (log_weights[:40] > -0.4).all() and (
+        log_weights[:40].exp() == log_weights[-1].exp()
+    ).all()
     log_weights[:6] = torch.linspace(-0.1, 0, 6)
     tied = torch.where(log_weights < -0.2, torch.full_like(log_weights, -0.4), log_weights)
     assert smooth(log_weights)[1] == smooth(tied)[1] and torch.isfinite(smooth(tied)[1])

@@ -44,7 +44,11 @@ class Binary:
     """A noisy-OR of three causes of four effects; guides by independent logits."""
 
     weights = torch.tensor([[1.0, 0.0, 0.2], [0.0, 1.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.3, 2.0]])
-    leak, prior, x = torch.full((4,), 0.3), torch.tensor([-0.5, -1.0, 0.2]), torch.tensor([1.0, 0.0, 1.0, 1.0])
+    leak, prior, x = (
+        torch.full((4,), 0.3),
+        torch.tensor([-0.5, -1.0, 0.2]),
+        torch.tensor([1.0, 0.0, 1.0, 1.0]),
+    )
 
     def __init__(self):
         self.seen = []
@@ -72,7 +76,9 @@ def gradient(elbo, model, guide, *args):
 
 
 def many(temperature, count=200_000, kind=Trace_ELBO):
-    return RelaxedELBO(kind(num_particles=count, vectorize_particles=True, max_plate_nesting=1), temperature)
+    return RelaxedELBO(
+        kind(num_particles=count, vectorize_particles=True, max_plate_nesting=1), temperature
+    )
 
 
 def test_schedule_falls_by_its_rate_stays_between_changes_and_ends_at_its_minimum():
@@ -129,8 +135,12 @@ def test_the_gradient_is_that_of_the_bound_at_relaxed_draws(temperature):
     def loss(logit):
         u = (torch.arange(2_000_000, dtype=torch.float64) + 0.5) / 2_000_000
         z = ((logit + u.logit()) / temperature).sigmoid()
-        log_q = z * math.log(1 / (1 + math.exp(-logit))) + (1 - z) * math.log(1 / (1 + math.exp(logit)))
-        log_p = z * math.log(0.3) + (1 - z) * math.log(0.7) - 0.5 * (target.double() - 2 * z).square()
+        log_q = z * math.log(1 / (1 + math.exp(-logit))) + (1 - z) * math.log(
+            1 / (1 + math.exp(logit))
+        )
+        log_p = (
+            z * math.log(0.3) + (1 - z) * math.log(0.7) - 0.5 * (target.double() - 2 * z).square()
+        )
         return float((log_q - log_p).mean())
 
     expected = (loss(0.4 + 1e-3) - loss(0.4 - 1e-3)) / 2e-3
@@ -144,7 +154,10 @@ def test_the_gradient_is_that_of_the_bound_at_relaxed_draws(temperature):
 def test_the_bias_of_the_gradient_falls_with_the_temperature():
     binary = Binary()
     exact = binary.exact_gradient()
-    biases = [(gradient(many(temperature), binary.model, binary.guide) - exact).norm() for temperature in (0.5, 0.2)]
+    biases = [
+        (gradient(many(temperature), binary.model, binary.guide) - exact).norm()
+        for temperature in (0.5, 0.2)
+    ]
     assert biases[1] < 0.6 * biases[0]
     assert biases[1] < 0.15 * exact.norm()
 
@@ -157,11 +170,15 @@ def test_with_the_mean_field_elbo_the_gradient_of_the_divergence_is_exact():
 
     logits = LOGITS.clone().requires_grad_()
     (bernoulli(logits).exp() * (bernoulli(logits) - bernoulli(prior))).sum().backward()
-    torch.testing.assert_close(gradient(many(0.5, 2, TraceMeanField_ELBO), model, Binary().guide), logits.grad)
+    torch.testing.assert_close(
+        gradient(many(0.5, 2, TraceMeanField_ELBO), model, Binary().guide), logits.grad
+    )
 
 
 @pytest.mark.parametrize("vectorize", [True, False])
-@pytest.mark.parametrize("kind", [Trace_ELBO, TraceGraph_ELBO, TraceEnum_ELBO, TraceMeanField_ELBO, RENYI])
+@pytest.mark.parametrize(
+    "kind", [Trace_ELBO, TraceGraph_ELBO, TraceEnum_ELBO, TraceMeanField_ELBO, RENYI]
+)
 def test_every_elbo_takes_relaxed_draws_and_trains(kind, vectorize):
     binary = Binary()
     elbo = RelaxedELBO(kind(num_particles=10, vectorize_particles=vectorize), 0.3)
@@ -169,7 +186,10 @@ def test_every_elbo_takes_relaxed_draws_and_trains(kind, vectorize):
     before = binary.exact_gradient().norm()
     for _ in range(60 if vectorize else 20):
         svi.step()
-    assert binary.exact_gradient(pyro.param("logits").detach()).norm() < (0.5 if vectorize else 0.9) * before
+    assert (
+        binary.exact_gradient(pyro.param("logits").detach()).norm()
+        < (0.5 if vectorize else 0.9) * before
+    )
 
 
 def test_plates_masks_and_scales_count_as_for_other_draws(double):
@@ -215,7 +235,9 @@ def test_only_gradients_see_relaxed_values_and_only_they_count_as_steps():
 def test_evaluation_estimates_the_discrete_bound():
     binary = Binary()
     log_q = bernoulli(LOGITS)
-    terms = log_q - bernoulli(binary.prior) - noisy_or(binary.weights, binary.leak, binary.x, states(3))
+    terms = (
+        log_q - bernoulli(binary.prior) - noisy_or(binary.weights, binary.leak, binary.x, states(3))
+    )
     exact = (log_q.exp() * terms).sum()
     error = ((log_q.exp() * terms.square()).sum() - exact.square()).sqrt() / math.sqrt(100_000)
     assert abs(many(0.5, 100_000).loss(binary.model, binary.guide) - exact) < 5 * error
@@ -302,8 +324,12 @@ def test_exact_conditionals_are_left_alone_and_a_bound_without_relaxed_draws_say
     elbo.loss_and_grads(model, guide, x)
     assert not [each for each in recwarn if "relaxed" in str(each.message)]
     assert set(seen[-1].tolist()) <= {0.0, 1.0}
-    pair = torch.stack([dist.Bernoulli(0.3).log_prob(z) + dist.Normal(2 * z, 1.0).log_prob(x)
-                        for z in torch.tensor([0.0, 1.0])])
+    pair = torch.stack(
+        [
+            dist.Bernoulli(0.3).log_prob(z) + dist.Normal(2 * z, 1.0).log_prob(x)
+            for z in torch.tensor([0.0, 1.0])
+        ]
+    )
     assert loss == pytest.approx(-float(pair.logsumexp(0).sum()), abs=1e-4)
 
 
@@ -323,12 +349,18 @@ def test_a_site_that_the_model_cannot_score_at_a_relaxed_draw_is_named():
     def guide():
         pyro.sample("z", dist.Bernoulli(0.5))
 
-    with pytest.raises(NotImplementedError, match="site 'z' to be Bernoulli or OneHotCategorical .* got Binomial"):
-        RelaxedELBO(Trace_ELBO()).loss_and_grads(lambda: pyro.sample("z", dist.Binomial(1, 0.5)), guide)
+    with pytest.raises(
+        NotImplementedError, match="site 'z' to be Bernoulli or OneHotCategorical .* got Binomial"
+    ):
+        RelaxedELBO(Trace_ELBO()).loss_and_grads(
+            lambda: pyro.sample("z", dist.Binomial(1, 0.5)), guide
+        )
 
 
 def test_compiled_elbos_are_refused_with_what_to_use_instead():
-    with pytest.raises(NotImplementedError, match="temperature of its first step for good. Use Trace_ELBO"):
+    with pytest.raises(
+        NotImplementedError, match="temperature of its first step for good. Use Trace_ELBO"
+    ):
         RelaxedELBO(JitTrace_ELBO())
 
 

@@ -92,7 +92,11 @@ def test_data_that_the_model_is_given_are_resampled():
 def test_sites_can_be_observed_by_name_or_by_condition(conditioned):
     model = poutine.condition(by_index, {"y": torch.zeros(4)}) if conditioned else by_index
     simulator = Simulator(model, (GROUP,), observed=() if conditioned else ["y"])
-    assert (simulator.latent, simulator.observed, simulator.vectorized) == (("alpha",), ("y",), True)
+    assert (simulator.latent, simulator.observed, simulator.vectorized) == (
+        ("alpha",),
+        ("y",),
+        True,
+    )
     draws = simulator.draw(2000)
     assert abs((draws.observed["y"] - draws.latents["alpha"][:, GROUP]).std() - 1) < 0.05
 
@@ -154,7 +158,9 @@ def test_what_a_reparametrization_leaves_is_no_data():
     def model():
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
         with pyro.plate("rows", 3):
-            pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(mu, 2.0)), 1.0), obs=torch.zeros(3))
+            pyro.sample(
+                "x", dist.Normal(pyro.sample("z", dist.Normal(mu, 2.0)), 1.0), obs=torch.zeros(3)
+            )
 
     simulator = Simulator(poutine.reparam(model, config={"z": LocScaleReparam(0.0)}))
     assert (simulator.latent, simulator.observed) == (("mu", "z_decentered"), ("x",))
@@ -196,7 +202,9 @@ def test_forked_rng_restores_all_generators():
 
 def test_draws_that_are_not_finite_are_found():
     latents = {"a": torch.tensor([1.0, torch.nan, 3.0, 4.0]), "k": torch.arange(4)}
-    observed = {"y": torch.tensor([[1.0, 2.0], [0.0, torch.inf], [1.0, 1.0], [-torch.inf, torch.inf]])}
+    observed = {
+        "y": torch.tensor([[1.0, 2.0], [0.0, torch.inf], [1.0, 1.0], [-torch.inf, torch.inf]])
+    }
     draws = JointDraws(latents, observed, 0)
     kept, counts = draws.finite()
     assert kept.latents["k"].tolist() == [0, 2] and kept.observed["y"].shape == (2, 2)
@@ -246,15 +254,30 @@ GIVEN = torch.tensor(1.0)
             NotImplementedError,
             "'z', whose ImproperUniform raises",
         ),
-        (pair(UNIT, lambda z: dist.Bernoulli(2 + z * z), GIVEN), (), ValueError, "'y', whose Bernoulli raises"),
+        (
+            pair(UNIT, lambda z: dist.Bernoulli(2 + z * z), GIVEN),
+            (),
+            ValueError,
+            "'y', whose Bernoulli raises",
+        ),
         (
             pair(THREE, lambda z: dist.Normal(z.sum(-1), 1.0), GIVEN),
             (),
             ValueError,
             r"batch dims of site 'z' to be those of its plates; got \(3,\)",
         ),
-        (lambda: subsampled(torch.zeros(10)), (), NotImplementedError, "plate 'data' holds 2 of 10"),
-        (lambda: pyro.sample("y", UNIT, obs=GIVEN), (), ValueError, "with latent sites; this one has none"),
+        (
+            lambda: subsampled(torch.zeros(10)),
+            (),
+            NotImplementedError,
+            "plate 'data' holds 2 of 10",
+        ),
+        (
+            lambda: pyro.sample("y", UNIT, obs=GIVEN),
+            (),
+            ValueError,
+            "with latent sites; this one has none",
+        ),
         (wrong_by_if, (), ValueError, "with observed sites; this one has none.*observed="),
         (wrong_by_if, ("x",), ValueError, "the model's sites, 'z', 'y', in observed; got 'x'"),
     ],

@@ -25,20 +25,28 @@ def noisy(theta):
 
 def test_posteriors_are_those_of_the_simulator_and_have_no_weights():
     np.random.seed(0)
-    posterior = amortize(from_simulator(PRIOR, noisy), observed=["x"], simulations=2000, steps=200, progress=False)
+    posterior = amortize(
+        from_simulator(PRIOR, noisy), observed=["x"], simulations=2000, steps=200, progress=False
+    )
     found = posterior({"x": torch.tensor([[1.0, -1.0], [0.0, 2.0]])}, num_samples=4000)
     assert (found.log_weights == 0).all() and "without weights" in found.verdict
     for unknown in (found.log_evidence, found.log_evidence_error, found.pareto_k):
         assert unknown.shape == (2,) and unknown.isnan().all()
-    torch.testing.assert_close(found.mean("theta"), torch.tensor([[0.8, -0.8], [0.0, 1.6]]), atol=0.15, rtol=0)
+    torch.testing.assert_close(
+        found.mean("theta"), torch.tensor([[0.8, -0.8], [0.0, 1.6]]), atol=0.15, rtol=0
+    )
     sd = found.samples["theta"].std(0)
     torch.testing.assert_close(sd, torch.full((2, 2), 0.2**0.5), atol=0.1, rtol=0)
 
 
 def test_its_data_have_no_density_to_weight_by():
-    posterior = amortize(from_simulator(PRIOR, noisy), observed=["x"], simulations=100, steps=2, progress=False)
+    posterior = amortize(
+        from_simulator(PRIOR, noisy), observed=["x"], simulations=100, steps=2, progress=False
+    )
     with pytest.raises(NotImplementedError, match="a density of the data"):
-        importance_sample(posterior.model, posterior.guide, num_samples=10, observations={"x": torch.zeros(2)})
+        importance_sample(
+            posterior.model, posterior.guide, num_samples=10, observations={"x": torch.zeros(2)}
+        )
 
 
 def test_counts_are_numbers_and_nan_is_left_out():
@@ -51,9 +59,13 @@ def test_counts_are_numbers_and_nan_is_left_out():
 
     assert from_simulator(PRIOR, counts)().dtype == torch.float32
     with pytest.warns(UserWarning, match="'x'"):
-        posterior = amortize(from_simulator(PRIOR, failing), observed=["x"], simulations=200, steps=2, progress=False)
+        posterior = amortize(
+            from_simulator(PRIOR, failing), observed=["x"], simulations=200, steps=2, progress=False
+        )
     for value in (torch.nan, torch.inf):
-        with pytest.raises(ValueError, match="without NaN and infinite values; got some at site 'x'"):
+        with pytest.raises(
+            ValueError, match="without NaN and infinite values; got some at site 'x'"
+        ):
             posterior({"x": torch.tensor([0.0, value])})
     assert posterior({"x": torch.zeros(2)}, num_samples=10).mean("theta").isfinite().all()
 
@@ -69,11 +81,15 @@ def test_most_simulations_may_fail():
     with pytest.warns(UserWarning, match="of 4000 simulations are not finite, at 'x'"):
         posterior = amortize(model, observed=["x"], simulations=4000, steps=200, progress=False)
     grid = torch.linspace(0.5, 6.0, 5001)
-    weights = (dist.Normal(0.0, 1.0).log_prob(grid) + dist.Normal(grid, 0.5).log_prob(torch.tensor(0.6))).softmax(0)
+    weights = (
+        dist.Normal(0.0, 1.0).log_prob(grid) + dist.Normal(grid, 0.5).log_prob(torch.tensor(0.6))
+    ).softmax(0)
     found = posterior({"x": torch.tensor([0.6])}, num_samples=4000).samples["theta"]
     assert abs(found.mean() - (weights * grid).sum()) < 0.06
     with pytest.warns(UserWarning, match="Left out"):
-        assert calibrate(model, posterior, num_datasets=1000, num_draws=19, seed=0).num_datasets < 500
+        assert (
+            calibrate(model, posterior, num_datasets=1000, num_draws=19, seed=0).num_datasets < 500
+        )
 
 
 @pytest.mark.parametrize(
@@ -83,8 +99,12 @@ def test_most_simulations_may_fail():
         td.Independent(td.Normal(torch.zeros(2), 1.0), 1),
         type("BoxNormal", (td.Independent,), {})(td.Normal(torch.zeros(2), 1.0), 1),
         dist.Independent(td.Normal(torch.zeros(2), 1.0), 1),
-        td.TransformedDistribution(td.Independent(td.Normal(torch.zeros(2), 2.0), 1), td.AffineTransform(0.0, 0.5)),
-        td.MixtureSameFamily(td.Categorical(torch.ones(1)), td.Independent(td.Normal(torch.zeros(1, 2), 1.0), 1)),
+        td.TransformedDistribution(
+            td.Independent(td.Normal(torch.zeros(2), 2.0), 1), td.AffineTransform(0.0, 0.5)
+        ),
+        td.MixtureSameFamily(
+            td.Categorical(torch.ones(1)), td.Independent(td.Normal(torch.zeros(1, 2), 1.0), 1)
+        ),
     ],
     ids=lambda prior: type(prior).__name__,
 )
@@ -94,7 +114,9 @@ def test_priors_may_be_torchs(prior):
     theta = torch.tensor([0.5, -2.0])
     assert site["fn"].event_shape == (2,) and site["fn"].batch_shape == ()
     torch.testing.assert_close(site["fn"].log_prob(theta), PRIOR.log_prob(theta))
-    draws = amortize(model, observed=["x"], simulations=50, steps=2, progress=False)({"x": theta}, num_samples=5)
+    draws = amortize(model, observed=["x"], simulations=50, steps=2, progress=False)(
+        {"x": theta}, num_samples=5
+    )
     assert draws.samples["theta"].shape == (5, 2)
 
 
@@ -117,7 +139,8 @@ def test_regions_hold_the_prior_cut_to_where_a_guide_has_its_mass():
     region = Region(simulator, guide, {"x": torch.tensor([0.5, 0.0])})
     theta = region.draw(3000)["theta"]
     radius = (theta - torch.tensor([0.5, 0.0])).norm(dim=-1)
-    assert radius.max() < 0.1 * (-2 * math.log(1e-5)) ** 0.5  # at most one in 10,000 of the guide's draws outside
+    # at most one in 10,000 of the guide's draws outside
+    assert radius.max() < 0.1 * (-2 * math.log(1e-5)) ** 0.5
     grid = dist.Normal(0.0, 1.0).sample((2_000_000, 2))
     inside = grid[(grid - torch.tensor([0.5, 0.0])).norm(dim=-1) < radius.max()]
     for i in (0, 1):
@@ -129,7 +152,11 @@ def test_regions_hold_the_prior_cut_to_where_a_guide_has_its_mass():
     assert again.latents["theta"].shape == again.observed["x"].shape == (again.num, 2)
     assert (again.observed["x"] - again.latents["theta"]).std() < 0.6  # new data, of these latents
     guide.wide = 1e-4  # a region that the prior would not find is enlarged
-    assert 0.0005 < Region(simulator, guide, {"x": torch.zeros(2)}).holds({"theta": grid}).float().mean() < 0.003
+    assert (
+        0.0005
+        < Region(simulator, guide, {"x": torch.zeros(2)}).holds({"theta": grid}).float().mean()
+        < 0.003
+    )
 
 
 def test_rounds_at_one_data_set_simulate_where_its_posterior_is():
@@ -141,7 +168,9 @@ def test_rounds_at_one_data_set_simulate_where_its_posterior_is():
 
     model, x = from_simulator(PRIOR, square), {"x": torch.tensor([1.0, 2.0])}
     grid = torch.linspace(-6.0, 6.0, 100_001)
-    joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Normal(grid.square(), 0.02).log_prob(x["x"][:, None])
+    joint = dist.Normal(0.0, 1.0).log_prob(grid) + dist.Normal(grid.square(), 0.02).log_prob(
+        x["x"][:, None]
+    )
     signs = 2 * torch.randint(2, (2000, 2)) - 1
     exact = signs * grid[dist.Categorical(logits=joint).sample((2000,))].abs()
 
@@ -157,7 +186,8 @@ def test_rounds_at_one_data_set_simulate_where_its_posterior_is():
 
     focused = run(at=x, rounds=2)
     assert focused < -4.6, focused  # exact: -5.3; the prior 3.3
-    first, last = (theta for theta in seen if len(theta) > 20)  # but for runs that look at the model
+    # but for runs that look at the model
+    first, last = (theta for theta in seen if len(theta) > 20)
     assert len(first) == len(last) == 600
     off = [(theta.square() - x["x"]).abs().mean() for theta in (first, last)]
     assert off[1] < 0.85 * off[0], off  # of 600 draws of the prior 1 with an error of 0.035
@@ -167,16 +197,24 @@ def test_rounds_at_one_data_set_simulate_where_its_posterior_is():
     with pytest.raises(ValueError, match="at least one round; got 0"):
         run(at=x, rounds=0)
     with pytest.raises(ValueError, match="at= for data without a density"):
-        amortize(lambda: pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0)), observed=["x"],
-                 at={"x": torch.tensor(0.0)})
+        amortize(
+            lambda: pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0)),
+            observed=["x"],
+            at={"x": torch.tensor(0.0)},
+        )
 
 
 def test_simulators_may_be_written_with_pyro():
     def own(theta):
         with pyro.plate("rows", len(theta)):
-            return pyro.sample("x", dist.Normal(pyro.sample("theta", dist.Delta(theta, event_dim=1)), 0.1).to_event(1))
+            return pyro.sample(
+                "x",
+                dist.Normal(pyro.sample("theta", dist.Delta(theta, event_dim=1)), 0.1).to_event(1),
+            )
 
-    posterior = amortize(from_simulator(PRIOR, own), observed=["x"], simulations=100, steps=2, progress=False)
+    posterior = amortize(
+        from_simulator(PRIOR, own), observed=["x"], simulations=100, steps=2, progress=False
+    )
     assert set(posterior({"x": torch.zeros(2)}, num_samples=10).samples) == {"theta"}
 
 
@@ -214,7 +252,9 @@ def test_values_are_data_without_a_density(model, recwarn):
     posterior = amortize(model, observed=["x"], simulations=2000, steps=300, progress=False)
     found = posterior({"x": torch.tensor([[1.0, -1.0], [0.0, 2.0]])}, num_samples=4000)
     assert "without weights" in repr(found)
-    torch.testing.assert_close(found.mean("theta"), torch.tensor([[0.8, -0.8], [0.0, 1.6]]), atol=0.15, rtol=0)
+    torch.testing.assert_close(
+        found.mean("theta"), torch.tensor([[0.8, -0.8], [0.0, 1.6]]), atol=0.15, rtol=0
+    )
     assert not [w for w in recwarn if "pyro_nami" in str(w.message) or "Hidden" in str(w.message)]
 
 

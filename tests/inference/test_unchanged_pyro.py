@@ -77,7 +77,9 @@ def test_the_gradient_of_csis_is_that_of_compilation():
         replay = poutine.Trace()
         for name, value in values.items():
             seen = {"was_observed": True} if name == "y" else {}
-            replay.add_node(name, name=name, type="sample", is_observed=False, value=value, infer=seen)
+            replay.add_node(
+                name, name=name, type="sample", is_observed=False, value=value, infer=seen
+            )
         model = poutine.replay(poutine.uncondition(CHAIN), trace=replay)
         traces.append(poutine.trace(model).get_trace(*ZERO))
     csis.loss_and_grads(True, traces, *ZERO)
@@ -93,11 +95,15 @@ def free(y=None):
 def test_csis_trains_and_samples():
     model = told(free)
     guide = learned(model, observed=["y"])
-    csis = CSIS(model, guide, pyro.optim.Adam({"lr": 0.05}), num_inference_samples=40, training_batch_size=5)
+    csis = CSIS(
+        model, guide, pyro.optim.Adam({"lr": 0.05}), num_inference_samples=40, training_batch_size=5
+    )
     compilation = InferenceCompilation(model, guide, Adam, batch_size=100)
     before = compilation.evaluate_loss(num=2000)
     losses = [csis.step() for _ in range(20)]
-    assert torch.tensor(losses).isfinite().all() and compilation.evaluate_loss(num=2000) < before - 0.1
+    assert (
+        torch.tensor(losses).isfinite().all() and compilation.evaluate_loss(num=2000) < before - 0.1
+    )
     compilation.fit(150, progress=False)
     y = torch.linspace(0.0, 2.0, 6)
     posterior = csis.run(observations={"y": y})
@@ -129,7 +135,9 @@ def test_importance_sampling_with_a_compiled_guide():
     importance.run(y)
     assert abs(importance.get_log_normalizer() - exact) < 0.1  # sds of log weights are about 0.1
     with torch.no_grad():
-        log_weights, *_ = vectorized_importance_weights(free, guide, y, num_samples=1000, max_plate_nesting=1)
+        log_weights, *_ = vectorized_importance_weights(
+            free, guide, y, num_samples=1000, max_plate_nesting=1
+        )
     assert abs(log_weights.logsumexp(0) - math.log(1000) - exact) < 0.05
     assert (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0)).exp() > 900
 
@@ -168,8 +176,12 @@ class Proposal:
 def test_a_particle_filter_takes_a_compiled_proposal(exact):
     """The particles' mean against the Kalman filter's, within five standard errors at the ESS that resampling keeps."""
     model = Step()
-    guide = AutoNaMIGuide(model.transition, observed=["z_before", "y"], hidden_features=(), exact=exact)
-    compilation = InferenceCompilation(model.transition, guide, Adam, batch_size=100, observed=guide.observed)
+    guide = AutoNaMIGuide(
+        model.transition, observed=["z_before", "y"], hidden_features=(), exact=exact
+    )
+    compilation = InferenceCompilation(
+        model.transition, guide, Adam, batch_size=100, observed=guide.observed
+    )
     compilation.fit(5 if exact else 200, progress=False)
     smc = SMCFilter(model, Proposal(guide), num_particles=2000, max_plate_nesting=0)
     smc.init()

@@ -41,10 +41,17 @@ def test_estimates_are_those_of_normal_theory(sets, dtype):
     assert ((draws.std("z") - 1).abs() < 4 * error).all()
     off = draws.quantile("z", 0.9) - mean - 1.2816
     assert (off.abs() < 4 * 1.7 * error).all()  # sd of a 0.9 quantile: 1.71
-    assert draws.mean("z").dtype == draws.log_evidence.dtype == dtype and draws.mean("z").shape == sets
+    assert (
+        draws.mean("z").dtype == draws.log_evidence.dtype == dtype and draws.mean("z").shape == sets
+    )
     assert draws.mean("v").shape == draws.std("v").shape == (*sets, 3)
     assert draws.quantile("v", [0.1, 0.5]).shape == (2, *sets, 3)
-    assert draws.log_evidence.shape == draws.pareto_k.shape == draws.effective_sample_size.shape == sets
+    assert (
+        draws.log_evidence.shape
+        == draws.pareto_k.shape
+        == draws.effective_sample_size.shape
+        == sets
+    )
     assert ((draws.log_evidence + 7).abs() < 4 * draws.log_evidence_error).all()
     # E[w]^2 / E[w^2] for normals of sd 1 and s = 1.5, m apart: sqrt(2 s^2 - 1) / s^2 exp(-m^2 / (2 s^2 - 1)).
     expected = math.sqrt(3.5) / 2.25 * torch.exp(-(mean**2) / 3.5)
@@ -90,7 +97,9 @@ def test_a_summary_has_a_line_for_each_element():
     assert [row.split()[0] for row in rows] == ["z", "v[0]", "v[1]", "v[2]"]
     expected = [draws.mean("z"), draws.std("z"), *draws.quantile("z", [0.1, 0.5, 0.9])]
     assert rows[0].split()[1:] == [f"{float(number):.3g}" for number in expected]
-    wide = WeightedSamples({"w": torch.randn(10, 2, 300)}, torch.randn(10, 2)).summary().splitlines()
+    wide = (
+        WeightedSamples({"w": torch.randn(10, 2, 300)}, torch.randn(10, 2)).summary().splitlines()
+    )
     assert wide[-2].startswith("w[0, 99]") and wide[-1] == "w: 500 more"
     with pytest.raises(ValueError, match="between 0 and 1; got 90"):
         draws.summary(90)
@@ -104,7 +113,9 @@ def test_quantiles_equal_numpys():
         for q in (0.0, 0.03, 0.5, 0.97, 1.0):
             v = draws.samples["v"].numpy()
             expected = np.quantile(v, q, axis=0, weights=weights, method="inverted_cdf")
-            np.testing.assert_array_equal(draws.quantile("v", q, smoothed=smoothed).numpy(), expected)
+            np.testing.assert_array_equal(
+                draws.quantile("v", q, smoothed=smoothed).numpy(), expected
+            )
     stacked = draws.quantile("z", torch.tensor([[0.1, 0.5], [0.9, 0.2]]))
     assert stacked.shape == (2, 2, 2) and torch.equal(stacked[1, 0], draws.quantile("z", 0.9))
 
@@ -116,7 +127,9 @@ def test_equal_weights_give_plain_statistics():
     torch.testing.assert_close(draws.std("z"), value.std(0, correction=0))
     assert torch.equal(draws.quantile("z", 0.5), value.median(0).values)
     assert float(draws.effective_sample_size) == pytest.approx(101)
-    assert float(draws.log_evidence_error) < 1e-12 and float(draws.log_evidence) == pytest.approx(-4)
+    assert float(draws.log_evidence_error) < 1e-12 and float(draws.log_evidence) == pytest.approx(
+        -4
+    )
 
 
 def test_integers_and_zero_weights():
@@ -202,10 +215,16 @@ def test_arviz_missing_names_the_extra(monkeypatch):
 
 def test_repr_says_what_was_drawn_and_whether_to_trust_it():
     text = repr(proposal_draws(20_000))
-    for words in ("20,000 draws of z, v (3,)", "reliable: k-hat is below 0.5.", "-6.9985 +- 0.0034 nats"):
+    for words in (
+        "20,000 draws of z, v (3,)",
+        "reliable: k-hat is below 0.5.",
+        "-6.9985 +- 0.0034 nats",
+    ):
         assert words in text
     torch.manual_seed(0)
-    bad = WeightedSamples({"z": torch.randn(1000, 3)}, torch.randn(1000, 3) * torch.tensor([0.1, 0.1, 9.0]))
+    bad = WeightedSamples(
+        {"z": torch.randn(1000, 3)}, torch.randn(1000, 3) * torch.tensor([0.1, 0.1, 9.0])
+    )
     assert "for each of 3 data sets" in repr(bad) and "above 0.7 for 1 of 3 data sets" in repr(bad)
     torch.manual_seed(0)
     slow = WeightedSamples({}, 1.4 * torch.randn(5000))

@@ -67,7 +67,9 @@ def separate(dependency, hidden_features=(64,), *, output_splits=None, **options
         for rows in rows_by_columns(dependency[start : start + size]):
             factors.append([start + row for row in rows])
         start += size
-    return SeparateMLP(dependency, hidden_features, factors=factors, output_splits=output_splits, **options)
+    return SeparateMLP(
+        dependency, hidden_features, factors=factors, output_splits=output_splits, **options
+    )
 
 
 NETWORKS = {"masked": MaskedMLP, "separate": separate}
@@ -94,7 +96,9 @@ def sampler(build, seed=0, steps=12, width=16, depth=2, **options):
     torch.manual_seed(seed)
     inputs, outputs = torch.randint(0, 3, (steps,)).tolist(), torch.randint(0, 4, (steps,)).tolist()
     known = torch.tensor(inputs).cumsum(0).repeat_interleave(torch.tensor(outputs))
-    dependency = (torch.rand(sum(outputs), sum(inputs)) < 0.6) & (torch.arange(sum(inputs)) < known[:, None])
+    dependency = (torch.rand(sum(outputs), sum(inputs)) < 0.6) & (
+        torch.arange(sum(inputs)) < known[:, None]
+    )
     options = {"dtype": torch.double, **options}
     mlp = build(dependency, (width,) * depth, input_splits=inputs, output_splits=outputs, **options)
     return randomized(mlp, seed), inputs
@@ -119,7 +123,9 @@ def advance_all(mlp, x, inputs, stops):
 # The Jacobian law
 
 
-@pytest.mark.parametrize("hidden_features", [(1,), (2,), (4,), (7, 3), (16,), (64,), (5, 64, 2)], ids=str)
+@pytest.mark.parametrize(
+    "hidden_features", [(1,), (2,), (4,), (7, 3), (16,), (64,), (5, 64, 2)], ids=str
+)
 @pytest.mark.parametrize("dependency", DEPENDENCIES.values(), ids=DEPENDENCIES)
 @both
 def test_jacobian_support_is_the_dependency_at_every_width(build, dependency, hidden_features):
@@ -134,14 +140,24 @@ WITHOUT_SKIP = "chain", "tree", "random 1", "random 3"
 @pytest.mark.parametrize(
     ("build", "name", "hidden_features", "options"),
     [
-        *((build, "random 0", (6, 6), {"activation": f}) for f in ACTIVATIONS for build in NETWORKS.values()),
+        *(
+            (build, "random 0", (6, 6), {"activation": f})
+            for f in ACTIVATIONS
+            for build in NETWORKS.values()
+        ),
         # Hidden units alone carry every dependency when wide enough; separate networks need no width.
-        *((MaskedMLP, name, (20,) * depth, {"skip": False}) for name in WITHOUT_SKIP for depth in (1, 3)),
+        *(
+            (MaskedMLP, name, (20,) * depth, {"skip": False})
+            for name in WITHOUT_SKIP
+            for depth in (1, 3)
+        ),
         (separate, "chain", (1, 1), {"skip": False}),
         (MaskedMLP, "chain", (4, 4), {}),
     ],
 )
-def test_jacobian_law_holds_for_other_activations_and_without_a_skip(build, name, hidden_features, options):
+def test_jacobian_law_holds_for_other_activations_and_without_a_skip(
+    build, name, hidden_features, options
+):
     mlp = randomized(build(DEPENDENCIES[name], hidden_features, dtype=torch.double, **options))
     assert torch.equal(support_of(mlp, DEPENDENCIES[name].shape[1]), DEPENDENCIES[name])
 
@@ -162,7 +178,9 @@ def test_rows_without_parents_are_their_bias(build):
     mlp = randomized(build(dependency, (16,)))
     mlp.set_output_bias(torch.arange(11.0))
     empty = ~dependency.any(1)
-    torch.testing.assert_close(mlp(torch.randn(7, 8))[:, empty], torch.arange(11.0)[empty].expand(7, -1))
+    torch.testing.assert_close(
+        mlp(torch.randn(7, 8))[:, empty], torch.arange(11.0)[empty].expand(7, -1)
+    )
     assert empty.any()
 
 
@@ -199,7 +217,9 @@ def test_masked_network_is_a_perceptron_with_masked_weights():
     layer_0, layer_1, output = (parameter.detach() for parameter in mlp.parameters())
     x = torch.randn(5, 8, dtype=torch.double)
     labels = mlp.layer_0_mask[:, :-1].bool()
-    assert set(map(tuple, labels.tolist())) == {tuple(row) for row in dependency.tolist() if any(row)}
+    assert set(map(tuple, labels.tolist())) == {
+        tuple(row) for row in dependency.tolist() if any(row)
+    }
     x = torch.cat((x, torch.zeros(1, 8, dtype=torch.double)))
     lower = (layer_0[:, :-1] * labels) @ x.T + layer_0[:, -1:]
     upper_labels = torch.stack([labels[mask.bool()].any(0) for mask in mlp.layer_1_mask[:, :-1]])
@@ -217,7 +237,9 @@ def test_separate_networks_are_small_perceptrons(skip):
     """Oracle: every factor evaluated alone with its slices of the weights."""
     dependency = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 0, 0], [0, 1, 1], [0, 0, 0]]).bool()
     factors = [[3], [2, 0], [1], [4]]
-    mlp = randomized(SeparateMLP(dependency, (6, 4), factors=factors, skip=skip, dtype=torch.double))
+    mlp = randomized(
+        SeparateMLP(dependency, (6, 4), factors=factors, skip=skip, dtype=torch.double)
+    )
     layer_0, layer_1, output = (parameter.detach() for parameter in mlp.parameters())
     x = torch.randn(5, 3, dtype=torch.double)
     expected = torch.zeros(5, 5, dtype=torch.double)
@@ -321,7 +343,12 @@ def test_steps_agree_in_single_precision(build):
 @pytest.mark.parametrize(
     "shapes",
     [
-        *([(), (4,), (4,)], [(1,), (4,), (3, 1)], [(5,), (3, 5), (3, 5)], [(3, 1), (1, 5), (2, 1, 1)]),
+        *(
+            [(), (4,), (4,)],
+            [(1,), (4,), (3, 1)],
+            [(5,), (3, 5), (3, 5)],
+            [(3, 1), (1, 5), (2, 1, 1)],
+        ),
         *([(3, 5), (5,), ()], [(), (), ()], [(2, 3, 4)] * 3, [(0,), (0,), (2, 0)]),
     ],
     ids=str,
@@ -332,7 +359,9 @@ def test_batch_shapes_of_advances_broadcast(build, steps, shapes):
     mlp, inputs = sampler(build, 1, steps=steps)
     starts = [0, steps // 3, 2 * steps // 3, steps]
     per_step = [shapes[sum(step >= start for start in starts[1:])] for step in range(steps)]
-    chunks = [torch.randn(*shape, size, dtype=torch.double) for shape, size in zip(per_step, inputs)]
+    chunks = [
+        torch.randn(*shape, size, dtype=torch.double) for shape, size in zip(per_step, inputs)
+    ]
     rows = advance_all(mlp, chunks, inputs, range(1, steps + 1))
     full = torch.broadcast_shapes(*shapes)
     dense = mlp(torch.cat([chunk.expand(*full, -1) for chunk in chunks], -1))
@@ -389,7 +418,9 @@ def test_sampling_multiplies_no_more_than_one_dense_pass(steps):
 @both
 def test_each_hidden_unit_is_computed_once(build):
     computed = []
-    mlp, inputs = sampler(build, 0, steps=20, activation=lambda x: computed.append(x.numel()) or x.tanh())
+    mlp, inputs = sampler(
+        build, 0, steps=20, activation=lambda x: computed.append(x.numel()) or x.tanh()
+    )
     x = torch.randn(5, sum(inputs), dtype=torch.double)
     one_by_one(mlp, x, inputs)
     incremental = sum(computed)
@@ -442,7 +473,9 @@ def test_units_start_at_unit_scale_however_many_inputs_they_have(build):
     ids=["masked", "separate"],
 )
 def test_parameters_have_the_documented_shapes(network, expected):
-    assert {name: tuple(parameter.shape) for name, parameter in network.named_parameters()} == expected
+    assert {
+        name: tuple(parameter.shape) for name, parameter in network.named_parameters()
+    } == expected
     assert set(network.state_dict()) > set(expected)
 
 

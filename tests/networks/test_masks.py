@@ -15,7 +15,9 @@ from pyro_nami.networks.masks import (
 )
 
 
-def random_dependency(seed: int, outputs: int = 9, inputs: int = 7, density: float = 0.4) -> torch.Tensor:
+def random_dependency(
+    seed: int, outputs: int = 9, inputs: int = 7, density: float = 0.4
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     dependency = torch.rand(outputs, inputs, generator=generator) < density
     dependency[seed % outputs] = False
@@ -64,7 +66,9 @@ def test_a_narrow_layer_takes_labels_that_are_no_union_of_others():
     chosen = [sets(labels)[index] for index in allot_labels(labels, 3).tolist()]
     assert chosen == [{0}, {1}, {0, 1, 2}]
     assert len(allot_labels(labels, 2)) == 2
-    assert frozenset({0, 1}) not in [sets(labels)[index] for index in allot_labels(labels, 2).tolist()]
+    assert frozenset({0, 1}) not in [
+        sets(labels)[index] for index in allot_labels(labels, 2).tolist()
+    ]
 
 
 def test_without_dependencies_there_are_no_units():
@@ -85,7 +89,9 @@ def test_jacobian_support_is_reachability_and_stays_inside_the_dependency(seed, 
         edges = mask.nonzero().tolist()
         graph.add_edges_from(((layer, source), (layer + 1, target)) for target, source in edges)
     support = jacobian_support((*masks.hidden, masks.output))
-    expected = [[nx.has_path(graph, (0, column), (3, row)) for column in range(7)] for row in range(9)]
+    expected = [
+        [nx.has_path(graph, (0, column), (3, row)) for column in range(7)] for row in range(9)
+    ]
     assert support.tolist() == expected
     assert not (support & ~dependency).any()
     if width >= len(distinct_labels(dependency)):
@@ -96,11 +102,15 @@ def test_jacobian_support_is_reachability_and_stays_inside_the_dependency(seed, 
 def test_the_width_named_in_the_error_is_the_least_that_is_enough(seed):
     dependency = random_dependency(seed, density=0.6)
     masks, enough = None, 0
-    while masks is None or not torch.equal(jacobian_support((*masks.hidden, masks.output)), dependency):
+    while masks is None or not torch.equal(
+        jacobian_support((*masks.hidden, masks.output)), dependency
+    ):
         enough += 1
         masks = layer_masks(dependency, (enough, enough))
     masks = layer_masks(dependency, (enough - 1, enough))
-    with pytest.raises(ValueError, match=rf"loses \d+ of {int(dependency.sum())}\. {enough} units a layer"):
+    with pytest.raises(
+        ValueError, match=rf"loses \d+ of {int(dependency.sum())}\. {enough} units a layer"
+    ):
         check_width(dependency, (*masks.hidden, masks.output))
 
 

@@ -61,7 +61,9 @@ def net(request):
 def looped(x, dim, reduce):
     """Applies ``reduce`` to the instances (first) of every segment, and puts results along ``dim``."""
     x = x.movedim(dim - 1, 0)
-    return torch.stack([reduce(x[INDEX.eq(segment)]) for segment in range(NUM_SEGMENTS)]).movedim(0, dim - 1)
+    return torch.stack([reduce(x[INDEX.eq(segment)]) for segment in range(NUM_SEGMENTS)]).movedim(
+        0, dim - 1
+    )
 
 
 def largest(members):
@@ -170,7 +172,9 @@ def test_features_are_the_mean_or_sum_over_instances_and_the_log_count(name, red
     pooled = net(x, Along(dim))
     expected = reduce(instance_features(net, x), dim - 1, keepdim=True)
     torch.testing.assert_close(pooled[..., :5], expected)
-    torch.testing.assert_close(pooled[..., 5:], torch.full_like(expected[..., :1], math.log1p(x.shape[dim - 1])))
+    torch.testing.assert_close(
+        pooled[..., 5:], torch.full_like(expected[..., :1], math.log1p(x.shape[dim - 1]))
+    )
 
 
 def test_the_maximum_is_taken_of_units_and_inputs():
@@ -209,7 +213,10 @@ def test_attention_is_an_induced_set_block_and_a_seed():
 
 
 def test_attention_takes_scores_that_overflow():
-    net, x = make_encoder("attention", 3, 5, dtype=torch.float), 1e3 * randn(len(INDEX), 3, dtype=torch.float)
+    net, x = (
+        make_encoder("attention", 3, 5, dtype=torch.float),
+        1e3 * randn(len(INDEX), 3, dtype=torch.float),
+    )
     assert net(x, Segments(INDEX, NUM_SEGMENTS, -1)).isfinite().all()
 
 
@@ -230,10 +237,14 @@ def test_order_does_not_matter_and_instances_do(pooled_net):
 def test_segments_agree_with_a_loop_over_sets(pooled_net, dim):
     x = randn(2, 9, 3) if dim == -1 else randn(9, 2, 3)
     pooled = pooled_net(x, Segments(INDEX, NUM_SEGMENTS, dim))
-    assert pooled.shape == ((2, 6, pooled_net.num_features) if dim == -1 else (6, 2, pooled_net.num_features))
+    assert pooled.shape == (
+        (2, 6, pooled_net.num_features) if dim == -1 else (6, 2, pooled_net.num_features)
+    )
     for segment in range(NUM_SEGMENTS):
         members = x.index_select(dim - 1, INDEX.eq(segment).nonzero().flatten())
-        torch.testing.assert_close(pooled.narrow(dim - 1, segment, 1), pooled_net(members, Along(dim)))
+        torch.testing.assert_close(
+            pooled.narrow(dim - 1, segment, 1), pooled_net(members, Along(dim))
+        )
 
 
 def test_an_empty_set_gives_zeros(pooled_net):
@@ -262,7 +273,9 @@ def test_gradients_reach_inputs_and_parameters(pooled_net):
     assert all((parameter.grad != 0).any() for parameter in pooled_net.parameters())
     if not isinstance(pooled_net, MaxEncoder):
         assert (x.grad != 0).all()
-    assert torch.autograd.gradcheck(lambda value: pooled_net(value, Segments(INDEX, NUM_SEGMENTS, -1)), (x,))
+    assert torch.autograd.gradcheck(
+        lambda value: pooled_net(value, Segments(INDEX, NUM_SEGMENTS, -1)), (x,)
+    )
 
 
 def test_given_weights_are_read_in_place_of_the_parameters(pooled_net):

@@ -51,7 +51,9 @@ def test_a_conjugate_normal_posterior_is_represented_exactly():
     covariance = torch.eye(50).double() * noise**2 + slope**2  # of y, in its joint with v
     gain = slope * torch.linalg.solve(covariance, torch.ones(50, 1).double())
     assert 1 / (1 + precision.item()) == pytest.approx(1 - slope * gain.sum().item(), rel=1e-5)
-    assert weighted.item() / (1 + precision.item()) == pytest.approx((gain * y).sum().item(), rel=1e-5)
+    assert weighted.item() / (1 + precision.item()) == pytest.approx(
+        (gain * y).sum().item(), rel=1e-5
+    )
 
 
 def test_sums_add_over_unions_and_copies(net):
@@ -65,4 +67,6 @@ def test_log_precisions_are_bounded():
     with torch.no_grad():
         net.heads_weight[0, 0] = 1.0
     x = torch.tensor([[[-1e3]], [[1e3]]], dtype=torch.double)
-    torch.testing.assert_close(net(x, Along(-1))[:, 0, 0, 0].log(), torch.tensor([-10.0, 10.0]).double())
+    torch.testing.assert_close(
+        net(x, Along(-1))[:, 0, 0, 0].log(), torch.tensor([-10.0, 10.0]).double()
+    )

@@ -9,7 +9,9 @@ RATE = 1e-3
 
 
 def masked(inputs: int, width: int, base: Base) -> MaskedMLP:
-    return MaskedMLP(torch.ones(2, inputs, dtype=torch.bool), (width,), base=base, activation=torch.tanh)
+    return MaskedMLP(
+        torch.ones(2, inputs, dtype=torch.bool), (width,), base=base, activation=torch.tanh
+    )
 
 
 def separate(inputs: int, width: int, base: Base) -> SeparateMLP:
@@ -95,7 +97,8 @@ def test_a_patient_parameter_goes_by_short_steps_until_they_agree(rate, agree):
     if agree:
         torch.testing.assert_close(moved, torch.full((2,), min(0.05, 16 * rate)), rtol=1e-3, atol=0)
     else:
-        assert moved[0] <= min(0.0025, moved[1])  # a step back undoes one forth: four come to about a third of one
+        # a step back undoes one forth: four come to about a third of one
+        assert moved[0] <= min(0.0025, moved[1])
 
 
 def test_one_wild_step_moves_no_patient_parameter_far_but_what_somebody_sets_stays():
@@ -103,10 +106,12 @@ def test_one_wild_step_moves_no_patient_parameter_far_but_what_somebody_sets_sta
     pace.patient[0] = True
     pace.adapt(value)
     for number in range(100):  # of an optimizer at a high rate, from the first step on
-        step = 0.5 * torch.randn(2) if number < 60 else 1e-4 * torch.randn(2)  # as after one huge gradient
+        # as after one huge gradient
+        step = 0.5 * torch.randn(2) if number < 60 else 1e-4 * torch.randn(2)
         value += step
         pace.adapt(value)
-        assert value[0].abs() < 1.0  # at 300 seeds 0.05 in the median, and at most 0.71, where the other goes 10.8
+        # at 300 seeds 0.05 in the median, and at most 0.71, where the other goes 10.8
+        assert value[0].abs() < 1.0
     before = value[0].item()
     value += 1.5
     pace.adapt(value)
@@ -118,7 +123,9 @@ def test_one_wild_step_moves_no_patient_parameter_far_but_what_somebody_sets_sta
     assert value.tolist() == [3.0, -3.0]
 
 
-@pytest.mark.parametrize("step, low, high", [(0.05, 0.0, 0.0011), (0.01, 0.03, 0.041), (0.001, 0.014, 0.0161)])
+@pytest.mark.parametrize(
+    "step, low, high", [(0.05, 0.0, 0.0011), (0.01, 0.03, 0.041), (0.001, 0.014, 0.0161)]
+)
 def test_a_shared_bias_goes_as_far_as_those_added_to_it_leave_of_a_step(step, low, high):
     pace, value = Pace(torch.zeros(2)), torch.zeros(2)
     pace.shared[0] = True

@@ -10,7 +10,9 @@ import torch
 from images import GREY, PACKED, halved, read_images
 
 
-def write_packed(folder: Path, counts: tuple[int, int, int] = (30, 10, 12), pixels: int = 784) -> dict:
+def write_packed(
+    folder: Path, counts: tuple[int, int, int] = (30, 10, 12), pixels: int = 784
+) -> dict:
     """Writes random images, label k in all of pixel row k; returns the arrays."""
     arrays = {}
     for part, count in zip(("train", "valid", "test"), counts):
@@ -77,7 +79,12 @@ def test_packed_images_are_preferred(tmp_path):
 def test_digits_stand_in():
     pytest.importorskip("sklearn")
     images = read_images(None)
-    assert (images.side, images.train.shape, len(images.valid), len(images.test)) == (8, (1197, 64), 300, 300)
+    assert (images.side, images.train.shape, len(images.valid), len(images.test)) == (
+        8,
+        (1197, 64),
+        300,
+        300,
+    )
     assert "digits" in images.name
     assert (images.train_labels.bincount() > 100).all()
 
@@ -122,10 +129,16 @@ def images_of(count, side):
 
 MALFORMED = {
     "empty archive": (lambda folder: (folder / PACKED).write_bytes(b""), f"readable .*{PACKED}"),
-    "cut archive": (lambda folder: (folder / PACKED).write_bytes(b"PK\x03\x04 cut"), f"readable .*{PACKED}"),
+    "cut archive": (
+        lambda folder: (folder / PACKED).write_bytes(b"PK\x03\x04 cut"),
+        f"readable .*{PACKED}",
+    ),
     "text": (lambda folder: (folder / PACKED).write_bytes(b"no archive"), f"readable .*{PACKED}"),
     "no labels": (lambda folder: packed(folder, left_out=["test_labels"]), "test_labels"),
-    "few labels": (lambda folder: packed(folder, test_labels=np.zeros(11, int)), "one label for each image"),
+    "few labels": (
+        lambda folder: packed(folder, test_labels=np.zeros(11, int)),
+        "one label for each image",
+    ),
     "small images": (lambda folder: packed(folder, pixels=64), "98 bytes"),
     "empty": (lambda folder: grey(folder, b""), "idx file"),
     "page": (lambda folder: grey(folder, b"<html>"), "idx file"),

@@ -16,7 +16,9 @@ def paper(run_script, tmp_path):
     def paper(name, *figures):
         done = run_script(name)
         assert done.code == 0, done.errors[-2000:]
-        assert all({"claim", "paper", "ours", "holds"} <= claim.keys() for claim in done.results["claims"])
+        assert all(
+            {"claim", "paper", "ours", "holds"} <= claim.keys() for claim in done.results["claims"]
+        )
         for figure in (name, *figures):
             assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
         return done
@@ -36,14 +38,17 @@ def test_time_series_compares_orders_and_resumes(paper, run_script):
     done = paper("time_series")
     assert "level_1 | x_1, x_2, x_3, x_4" in done.printed
     assert "slope_4 | slope_3; from the model" in done.printed
-    structure, floors = done.results["claims"][:2]  # the others are about training, of which there is little
+    # the others are about training, of which there is little
+    structure, floors = done.results["claims"][:2]
     assert structure["holds"] and floors["holds"]
     again = run_script("time_series")
     assert again.code == 0 and "8 of 8 runs are kept" in again.printed
     assert again.results["systems"] == done.results["systems"]
 
 
-def test_the_semi_supervised_vae_has_the_blocks_order_and_finished_runs_are_not_run_again(paper, run_script):
+def test_the_semi_supervised_vae_has_the_blocks_order_and_finished_runs_are_not_run_again(
+    paper, run_script
+):
     done = paper("semi_supervised")
     error, structure = done.results["claims"]
     assert structure["holds"] and structure["ours"] == {"y": ["x"], "z": ["x", "y"]}

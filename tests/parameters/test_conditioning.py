@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from pyro_nami.parameters.conditioning import Direct, Flattened, Gathered, Plates, Pooled, Read, plan_sources
+from pyro_nami.parameters.conditioning import (
+    Direct,
+    Flattened,
+    Gathered,
+    Plates,
+    Pooled,
+    Read,
+    plan_sources,
+)
 from pyro_nami.parameters.inputs import IndexMaps, Sources, concatenate
 
 FRAMES = {"m": (), "t": ("g",), "z": ("g", "i"), "y": ("g", "i"), "x": ("h",)}
@@ -14,7 +22,14 @@ RAGGED = Plates(
     ("state", "county", "day", "obs"),
     determined={"obs": frozenset({"county", "day", "state"}), "county": frozenset({"state"})},
 )
-RAGGED_FRAMES = {"mu": (), "s": ("state",), "a": ("county",), "b": ("day",), "z": ("obs",), "y": ("obs",)}
+RAGGED_FRAMES = {
+    "mu": (),
+    "s": ("state",),
+    "a": ("county",),
+    "b": ("day",),
+    "z": ("obs",),
+    "y": ("obs",),
+}
 ROWS = {"obs", "county", "day", "state"}
 
 
@@ -28,7 +43,11 @@ def ragged(batch, parents, **options):
 
 
 def test_shared_plates_are_aligned_and_lacking_ones_broadcast():
-    assert set(plan(["g", "i"], {"m": "", "t": "", "y": ""})) == {Direct("m"), Direct("t"), Direct("y")}
+    assert set(plan(["g", "i"], {"m": "", "t": "", "y": ""})) == {
+        Direct("m"),
+        Direct("t"),
+        Direct("y"),
+    }
 
 
 def test_plates_outside_are_pooled_jointly_from_the_inside_out():
@@ -50,7 +69,9 @@ def test_fixed_plates_are_flattened_and_subsampled_ones_not_read_across():
     assert plan([], {"t": ""}, fixed=frozenset("g")) == (Flattened(Direct("t"), ("g",)),)
     assert plan([], {"t": "", "m": ""}, subsampled=frozenset("g")) == (Direct("m"),)
     # What meets a subsampled plate only at the rows of a factor is read where it is.
-    assert plan([], {"t": "", "y": ""}, rows="gi", subsampled=frozenset("i")) == (Pooled("g", (Direct("t"),)),)
+    assert plan([], {"t": "", "y": ""}, rows="gi", subsampled=frozenset("i")) == (
+        Pooled("g", (Direct("t"),)),
+    )
 
 
 def test_sets_are_not_kept_apart_by_two_plates_of_one_dim():
@@ -63,7 +84,9 @@ def test_sets_are_not_kept_apart_by_two_plates_of_one_dim():
     frames = {"y": ("rows", "columns"), "a": ("u",), "b": ("v",)}
     inner = Pooled("columns", (Direct("y"),))
     assert plan(["u"], {"y": ""}, frames, matrix) == (Pooled("rows", (inner,), ("u",)),)
-    assert plan([], {"y": ""}, frames, matrix) == (Pooled("u", (Pooled("rows", (inner,), ("u",)),)),)
+    assert plan([], {"y": ""}, frames, matrix) == (
+        Pooled("u", (Pooled("rows", (inner,), ("u",)),)),
+    )
     elsewhere = {**matrix.dims, "u": -2}
     inner = Pooled("columns", (Direct("y"),), ("v",))
     both = (Pooled("v", (Pooled("rows", (inner,), ("u",)),)),)
@@ -87,7 +110,9 @@ def test_a_row_reads_the_instances_that_its_maps_name():
 
 
 def test_ragged_plates_are_pooled_from_the_inside_out():
-    nested = Plates(("state", "county", "obs"), determined={"obs": {"county", "state"}, "county": {"state"}})
+    nested = Plates(
+        ("state", "county", "obs"), determined={"obs": {"county", "state"}, "county": {"state"}}
+    )
     sources = plan(["state"], {"y": "", "a": ""}, RAGGED_FRAMES, nested)
     inner = Pooled("obs", (Direct("y"),), ("county",))
     assert sources == (Pooled("county", (Direct("a"), inner), ("state",)),)
@@ -128,14 +153,23 @@ def test_a_pooled_source_is_evaluated_once():
     assert torch.equal(out.flatten(), torch.tensor([3.0, 12.0])) and len(calls) == 1
 
 
-COUNTY, DAY, STATE = torch.tensor([2, 0, 0, 2, 1]), torch.tensor([1, 1, 0, 0, 1]), torch.tensor([1, 0, 1])
+COUNTY, DAY, STATE = (
+    torch.tensor([2, 0, 0, 2, 1]),
+    torch.tensor([1, 1, 0, 0, 1]),
+    torch.tensor([1, 0, 1]),
+)
 MAPS = IndexMaps(
-    {("obs", "county"): COUNTY, ("obs", "day"): DAY, ("county", "state"): STATE}, {"county": 3, "day": 2, "state": 2}
+    {("obs", "county"): COUNTY, ("obs", "day"): DAY, ("county", "state"): STATE},
+    {"county": 3, "day": 2, "state": 2},
 )
 
 
 @pytest.mark.parametrize(
-    "dims", [{"obs": -1, "county": -1, "day": -1, "state": -1}, {"obs": -1, "county": -2, "day": -3, "state": -1}]
+    "dims",
+    [
+        {"obs": -1, "county": -1, "day": -1, "state": -1},
+        {"obs": -1, "county": -2, "day": -3, "state": -1},
+    ],
 )
 @pytest.mark.parametrize("particles", [(), (4,)])
 def test_rows_are_gathered_and_pooled_like_a_loop_would(dims, particles):
@@ -146,7 +180,11 @@ def test_rows_are_gathered_and_pooled_like_a_loop_would(dims, particles):
             shape[dims[plate] - 1] = x.shape[len(particles) + plates.index(plate)]
         return x.reshape(shape)
 
-    y, a, cell = torch.randn(*particles, 5, 2), torch.randn(*particles, 3, 1), torch.randn(*particles, 3, 2, 1)
+    y, a, cell = (
+        torch.randn(*particles, 5, 2),
+        torch.randn(*particles, 3, 1),
+        torch.randn(*particles, 3, 2, 1),
+    )
     features = {"y": placed(y, "obs"), "a": placed(a, "county")}
     plates = [("county",), ("state",), ("day",)]
     if len({dims["county"], dims["day"], dims["obs"]}) == 3:

@@ -35,16 +35,22 @@ def test_log_slopes_add_up_to_the_determinant_of_the_jacobian(stack):
 
 
 def test_contexts_and_vectors_broadcast(stack):
-    context, noise = torch.randn(1, 4, 1, 2, dtype=torch.double), torch.randn(4, 5, 3, dtype=torch.double)
+    context, noise = (
+        torch.randn(1, 4, 1, 2, dtype=torch.double),
+        torch.randn(4, 5, 3, dtype=torch.double),
+    )
     vector, _ = stack.start()(context).bend(noise)
     one, _ = stack.start()(context[0, 2, 0]).bend(noise[2, 3])
     torch.testing.assert_close(vector[2, 3], one)
 
 
 def test_it_is_the_identity_at_first():
-    stack = SplineStack(3, 0, transforms=3, bins=8, hidden_features=())  # an even number turns vectors round
+    # an even number turns vectors round
+    stack = SplineStack(3, 0, transforms=3, bins=8, hidden_features=())
     noise = torch.randn(7, 3)
-    torch.testing.assert_close(stack.start()(torch.zeros(0)).straighten(noise)[0], noise, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        stack.start()(torch.zeros(0)).straighten(noise)[0], noise, atol=1e-5, rtol=0
+    )
 
 
 def ring():
@@ -56,8 +62,12 @@ def ring():
 def compiled(transforms: int) -> AutoNaMIGuide:
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    guide = AutoNaMIGuide(ring, observed=["x"], hidden_features=(32,), families={"z": flow(8, transforms)})
-    compilation = InferenceCompilation(ring, guide, lambda p: torch.optim.Adam(p, 1e-2), batch_size=200, clip_norm=5.0)
+    guide = AutoNaMIGuide(
+        ring, observed=["x"], hidden_features=(32,), families={"z": flow(8, transforms)}
+    )
+    compilation = InferenceCompilation(
+        ring, guide, lambda p: torch.optim.Adam(p, 1e-2), batch_size=200, clip_norm=5.0
+    )
     compilation.fit(250, progress=False)
     return guide
 
@@ -75,7 +85,9 @@ def test_densities_are_normalized_and_those_of_draws(guide):
         density = guide.log_prob({"z": grid}, observations=at).exp()
         assert abs(density.sum() * 0.02**2 - 1) < 0.01
         right = density[(grid[:, 0] > 0.5) & (grid[:, 1] > 0)].sum() * 0.02**2
-        draws = Predictive(lambda observations: guide(observations=observations), num_samples=4000, parallel=True)
+        draws = Predictive(
+            lambda observations: guide(observations=observations), num_samples=4000, parallel=True
+        )
         z = draws(at)["z"].reshape(-1, 2)
     share = ((z[:, 0] > 0.5) & (z[:, 1] > 0)).float().mean()
     assert abs(share - right) < 4 * (right * (1 - right) / 4000).sqrt() + 0.01
@@ -87,8 +99,14 @@ def test_a_ring_needs_a_stack(guide):
     x = z.norm(dim=-1) + 0.1 * torch.randn(2000)
     radius = torch.linspace(1e-3, 8, 4001)
     ray = radius.log() - radius.square() / 2  # the density of a length
-    evidence = (ray + dist.Normal(radius, 0.1).log_prob(x[:, None])).logsumexp(-1) + radius[0].new_tensor(0.002).log()
-    exact = dist.Normal(0, 1).log_prob(z).sum(-1) + dist.Normal(z.norm(dim=-1), 0.1).log_prob(x) - evidence
+    evidence = (ray + dist.Normal(radius, 0.1).log_prob(x[:, None])).logsumexp(-1) + radius[
+        0
+    ].new_tensor(0.002).log()
+    exact = (
+        dist.Normal(0, 1).log_prob(z).sum(-1)
+        + dist.Normal(z.norm(dim=-1), 0.1).log_prob(x)
+        - evidence
+    )
 
     def gap(guide):
         with torch.no_grad():
@@ -126,7 +144,8 @@ def test_svi_trains_it_and_blocks_of_plates_are_coupled():
     losses = [svi.step() for _ in range(300)]
     assert sum(losses[-50:]) < sum(losses[:50]) - 5
     z = Predictive(model, guide=guide, num_samples=2000, parallel=True)()["z"].reshape(-1, 3)
-    assert abs((torch.corrcoef(z.T).sum() - 3) / 6 + 0.463) < 0.15  # training noise over seeds is below 0.02
+    # training noise over seeds is below 0.02
+    assert abs((torch.corrcoef(z.T).sum() - 3) / 6 + 0.463) < 0.15
 
 
 def test_fewer_than_no_transforms():

@@ -17,9 +17,13 @@ def starts(model, *args):
     trace = likely_start(model, args, {}, 0.1)
     pyro.set_rng_seed(0)
     plain = first_run(model, args, {}, near_origin)
-    samples = {name: site["value"] for name, site in plain.nodes.items() if site["type"] == "sample"}
+    samples = {
+        name: site["value"] for name, site in plain.nodes.items() if site["type"] == "sample"
+    }
     nodes = trace.nodes
-    return nodes, {name for name, value in samples.items() if not torch.allclose(value, nodes[name]["value"])}
+    return nodes, {
+        name for name, value in samples.items() if not torch.allclose(value, nodes[name]["value"])
+    }
 
 
 def prices(y, scale=2e4):
@@ -42,7 +46,10 @@ def test_a_precision_with_a_vague_prior_starts_within_reach_of_the_data(rate):
     """Its median is about 1e-30, or zero by rounding; data are likelier there than at 1, and the likeliest between."""
 
     def model(y):
-        a, tau = pyro.sample("a", dist.Normal(0.0, 100.0)), pyro.sample("tau", dist.Gamma(rate, rate))
+        a, tau = (
+            pyro.sample("a", dist.Normal(0.0, 100.0)),
+            pyro.sample("tau", dist.Gamma(rate, rate)),
+        )
         with pyro.plate("rows", len(y)):
             pyro.sample("y", dist.StudentT(4.0, a, tau.rsqrt()), obs=y)
 
@@ -104,7 +111,9 @@ def test_minibatches_stay():
     assert not nodes["rows"]["is_observed"]
 
 
-@pytest.mark.parametrize("prior", [dist.Dirichlet(torch.tensor([40.0, 1.0, 1.0])), dist.Beta(30.0, 1.0)], ids=type)
+@pytest.mark.parametrize(
+    "prior", [dist.Dirichlet(torch.tensor([40.0, 1.0, 1.0])), dist.Beta(30.0, 1.0)], ids=type
+)
 def test_other_supports(prior):
     def model(y):
         p = pyro.sample("p", prior)

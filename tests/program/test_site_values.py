@@ -9,7 +9,9 @@ from pyro_nami.program.site_values import any_value, redraw
 
 @pytest.mark.parametrize("noise", [torch.randn, torch.zeros], ids=["drawn", "at zero"])
 @pytest.mark.parametrize(
-    "support", [dist.constraints.real, dist.constraints.positive, dist.constraints.interval(2, 3)], ids=str
+    "support",
+    [dist.constraints.real, dist.constraints.positive, dist.constraints.interval(2, 3)],
+    ids=str,
 )
 def test_what_cannot_be_drawn_has_a_value_in_its_support(support, noise):
     like = torch.zeros((), dtype=torch.float64)
@@ -18,7 +20,10 @@ def test_what_cannot_be_drawn_has_a_value_in_its_support(support, noise):
 
 
 def test_what_no_bijection_reaches_has_the_value_given():
-    sphere, like = dist.ImproperUniform(dist.constraints.sphere, (), (3,)), torch.tensor([1.0, 0.0, 0.0])
+    sphere, like = (
+        dist.ImproperUniform(dist.constraints.sphere, (), (3,)),
+        torch.tensor([1.0, 0.0, 0.0]),
+    )
     assert any_value(sphere, like) is like and any_value(sphere) is None
 
 

@@ -61,7 +61,8 @@ ONE = {
         dist.Categorical(logits=z[:2]), dist.Normal(torch.stack([z, a]), 1.0).to_event(1)
     ),
     "transformed": lambda z, a: dist.TransformedDistribution(
-        dist.Normal(0.0, 1.0), [T.AffineTransform(z[0], a[0]), T.ExpTransform(), T.AffineTransform(z[1], a[1]).inv]
+        dist.Normal(0.0, 1.0),
+        [T.AffineTransform(z[0], a[0]), T.ExpTransform(), T.AffineTransform(z[1], a[1]).inv],
     ),
     "matrix": lambda z, a: dist.LKJCholesky(3, a[0]),
     "masked": lambda z, a: dist.Normal(z[0], a[0]).mask(z[0] > 0),
@@ -70,19 +71,25 @@ ONE = {
     "ordered": lambda z, a: dist.OrderedLogistic(z[0], a.cumsum(0)),
     "written": lambda z, a: dist.Normal(written(z, lambda z: torch.zeros(3)), 1.0).to_event(1),
     "written like": lambda z, a: dist.Normal(written(z, torch.zeros_like), 1.0).to_event(1),
-    "written on data": lambda z, a: dist.Normal(written(z, lambda z: DESIGN[0].new_ones(3).clone()), 1.0).to_event(1),
+    "written on data": lambda z, a: dist.Normal(
+        written(z, lambda z: DESIGN[0].new_ones(3).clone()), 1.0
+    ).to_event(1),
 }
 # The same in a plate of 5, of a vector z and positive a of shape (5, 3).
 PLATED = {
     "normal": lambda z, a: dist.Normal(a @ z, z[0].exp()),
     "vectors": lambda z, a: dist.Normal(a * z, 1.0).to_event(1),
     "covariance of all": lambda z, a: dist.MultivariateNormal(a, torch.outer(z, z) + torch.eye(3)),
-    "cutpoints of all": lambda z, a: dist.MixtureSameFamily(dist.Categorical(logits=z), dist.Normal(a, 1.0)),
+    "cutpoints of all": lambda z, a: dist.MixtureSameFamily(
+        dist.Categorical(logits=z), dist.Normal(a, 1.0)
+    ),
     "transformed": lambda z, a: dist.TransformedDistribution(
         dist.Normal(0.0, 1.0).expand([5]), [T.AffineTransform(z[0], a[:, 0])]
     ),
     "masked": lambda z, a: dist.Normal(z[0], a[:, 0]).mask(a[:, 0] > 1),
-    "deterministic": lambda z, a: dist.Normal((pyro.deterministic("mean", a @ z)[:, None] * torch.eye(5)).sum(1), 1.0),
+    "deterministic": lambda z, a: dist.Normal(
+        (pyro.deterministic("mean", a @ z)[:, None] * torch.eye(5)).sum(1), 1.0
+    ),
 }
 
 
@@ -142,15 +149,24 @@ def test_gradients_are_those_of_single_runs(double):  # single precision rounds 
     data = DATA.double()
     values = {"w": torch.randn(4, 1, 2).requires_grad_(), "b": torch.randn(4, 3).requires_grad_()}
     sites = Runner(values).run(Vectorized(regression, 1), (data,), {})
-    slopes = torch.autograd.grad(log_densities({"y": sites["y"]})["y"].sum(), list(values.values()), create_graph=True)
+    slopes = torch.autograd.grad(
+        log_densities({"y": sites["y"]})["y"].sum(), list(values.values()), create_graph=True
+    )
     curvature = torch.autograd.grad(slopes[0].square().sum(), values["b"])[0]
     for draw in range(4):
-        w, b = values["w"][draw, 0].detach().requires_grad_(), values["b"][draw].detach().requires_grad_()
-        alone = log_densities({"y": Runner({"w": w, "b": b}).run(regression, (data,), {})["y"]})["y"].sum()
+        w, b = (
+            values["w"][draw, 0].detach().requires_grad_(),
+            values["b"][draw].detach().requires_grad_(),
+        )
+        alone = log_densities({"y": Runner({"w": w, "b": b}).run(regression, (data,), {})["y"]})[
+            "y"
+        ].sum()
         expected = torch.autograd.grad(alone, (w, b), create_graph=True)
         torch.testing.assert_close(slopes[0][draw, 0], expected[0])
         torch.testing.assert_close(slopes[1][draw], expected[1])
-        torch.testing.assert_close(curvature[draw], torch.autograd.grad(expected[0].square().sum(), b)[0])
+        torch.testing.assert_close(
+            curvature[draw], torch.autograd.grad(expected[0].square().sum(), b)[0]
+        )
 
 
 def test_single_runs_are_the_model_s_own():
@@ -189,8 +205,12 @@ def test_weights_give_the_exact_evidence_without_a_loop(guide):
 
 
 def test_annealing_reaches_the_exact_evidence():
-    found = annealed_importance_sampling(regression, None, DATA, num_chains=200, num_temperatures=100)
-    assert float(found.log_evidence) == pytest.approx(exact(DATA), abs=4 * float(found.log_evidence_error))
+    found = annealed_importance_sampling(
+        regression, None, DATA, num_chains=200, num_temperatures=100
+    )
+    assert float(found.log_evidence) == pytest.approx(
+        exact(DATA), abs=4 * float(found.log_evidence_error)
+    )
     assert float(found.log_evidence_error) < 0.15
 
 
@@ -198,7 +218,9 @@ def test_compilation_derives_what_it_derives_of_a_model_for_many():
     posterior = amortize(regression, observed=["y"], simulations=200, progress=False)
     assert {note.rule for note in posterior.guide.rules.values()} == {"exact"}
     for sign in (1, -1):
-        assert posterior({"y": sign * DATA}, 50).log_evidence.item() == pytest.approx(exact(sign * DATA), abs=1e-3)
+        assert posterior({"y": sign * DATA}, 50).log_evidence.item() == pytest.approx(
+            exact(sign * DATA), abs=1e-3
+        )
     again = pickle.loads(pickle.dumps(posterior))
     assert float(again({"y": DATA}, 50).log_evidence) == pytest.approx(exact(DATA), abs=1e-3)
 
@@ -207,7 +229,9 @@ def test_a_guide_of_the_user_s_is_compiled_and_judged():
     guide = AutoNaMIGuide(regression, observed=["y"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        InferenceCompilation(regression, guide, pyro.optim.Adam({"lr": 0.01}), batch_size=20, observed=["y"]).fit(2)
+        InferenceCompilation(
+            regression, guide, pyro.optim.Adam({"lr": 0.01}), batch_size=20, observed=["y"]
+        ).fit(2)
         assert calibrate(regression, guide, num_datasets=50).passed
 
 
@@ -267,11 +291,16 @@ def test_derived_conditionals_are_those_of_a_model_for_many(wrapped):
     assert {name: note.rule for name, note in guides[0].rules.items()} == {
         name: note.rule for name, note in guides[1].rules.items()
     }
-    values = {name: site["value"].detach() for name, site in Runner({}).run(guides[0], (DATA,), {}).items()}
+    values = {
+        name: site["value"].detach()
+        for name, site in Runner({}).run(guides[0], (DATA,), {}).items()
+    }
     values = {name: value for name, value in values.items() if name in ("scale", "w", "b")}
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
-            ours, theirs = (log_densities(Runner(values).run(guide, (DATA,), {})) for guide in guides)
+            ours, theirs = (
+                log_densities(Runner(values).run(guide, (DATA,), {})) for guide in guides
+            )
         for name in values:
             torch.testing.assert_close(theirs[name], ours[name], rtol=1e-3, atol=1e-3)
 
@@ -292,7 +321,8 @@ def test_guides_take_models_for_one_draw_as_they_are(loss):
 
 
 def test_models_that_need_no_mapping_are_run_as_they_are():
-    for model in (unknown_scale(True), regression):  # one takes many, of the other everything is found without
+    # one takes many, of the other everything is found without
+    for model in (unknown_scale(True), regression):
         guide = AutoNaMIGuide(model)
         guide(DATA)
         assert not guide._assembly.vectorized
@@ -303,7 +333,9 @@ def test_a_guide_that_is_mapped_cannot_be_compiled_and_says_what_to_do():
     guide = AutoNaMIGuide(model)
     guide(DATA)
     with pytest.raises(NotImplementedError, match="w @ X.mT.*new guide"):
-        SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), JitTrace_ELBO(ignore_jit_warnings=True)).step(DATA)
+        SVI(
+            model, guide, pyro.optim.Adam({"lr": 0.01}), JitTrace_ELBO(ignore_jit_warnings=True)
+        ).step(DATA)
 
 
 def test_a_chain_that_indexes_by_its_states_is_given_up_early():

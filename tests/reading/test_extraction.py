@@ -24,6 +24,7 @@ from pyro_nami.reading.network import extract, extract_bayesnet
 
 ZERO, THREE = torch.zeros(()), torch.zeros(3)
 
+
 def normal(name, loc=0.0, scale=1.0, obs=None):
     return pyro.sample(name, dist.Normal(loc, scale), obs=obs)
 
@@ -72,7 +73,9 @@ DATA = torch.randn(4)
 def mixture_in_a_plate():
     w, m, z = pyro.sample("w", dist.Dirichlet(torch.ones(2))), vector("m", 2), normal("z")
     with pyro.plate("n", 3):
-        pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(w), dist.Normal(m + z, 1.0)), obs=THREE)
+        pyro.sample(
+            "x", dist.MixtureSameFamily(dist.Categorical(w), dist.Normal(m + z, 1.0)), obs=THREE
+        )
 
 
 @idiom(TRACKED, "p>z z>x m>x")
@@ -125,7 +128,9 @@ def crossed_plates():
 def partly_observed():
     z = normal("z")
     with pyro.plate("n", 3):
-        y = pyro.sample("y", dist.Normal(z, 1.0), obs=THREE, obs_mask=torch.tensor([True, False, True]))
+        y = pyro.sample(
+            "y", dist.Normal(z, 1.0), obs=THREE, obs_mask=torch.tensor([True, False, True])
+        )
         normal("x", y, obs=THREE)
 
 
@@ -150,68 +155,141 @@ TRACKED.update(
     plain=("z>x", lambda: datum(2 * normal("z") + 1)),
     collider=("a>c c>d e>d", lambda: datum(normal("c", normal("a")) + normal("e"), name="d")),
     prior_only=("", lambda: (normal("a"), normal("b"))),
-    deterministic=("z>t t>x", lambda: datum(normal("t", pyro.deterministic("square", normal("z") ** 2)))),
+    deterministic=(
+        "z>t t>x",
+        lambda: datum(normal("t", pyro.deterministic("square", normal("z") ** 2))),
+    ),
     delta_latent=("z>x", lambda: datum(pyro.sample("d", dist.Delta(normal("z") + 1)))),
     factor=("z>f w>f", lambda: pyro.factor("f", -((normal("z") - normal("w")) ** 2))),
     latent_support=(
         "hi>z z>x",
-        lambda: datum(pyro.sample("z", dist.Uniform(0.0, pyro.sample("hi", dist.LogNormal(0.0, 1.0))))),
+        lambda: datum(
+            pyro.sample("z", dist.Uniform(0.0, pyro.sample("hi", dist.LogNormal(0.0, 1.0))))
+        ),
     ),
-    improper=("z>x", lambda: datum(pyro.sample("z", dist.ImproperUniform(constraints.positive, (), (2,))).sum())),
-    reparametrized=("loc_decentered>x mu>x", lambda: poutine.reparam(
-        lambda: datum(normal("loc", normal("mu"), 1.0)), {"loc": LocScaleReparam(0.0)}
-    )()),
-    lifted=("w>x", lambda: poutine.lift(lambda: datum(pyro.param("w", ZERO)), {"w": dist.Normal(0.0, 1.0)})()),
+    improper=(
+        "z>x",
+        lambda: datum(pyro.sample("z", dist.ImproperUniform(constraints.positive, (), (2,))).sum()),
+    ),
+    reparametrized=(
+        "loc_decentered>x mu>x",
+        lambda: poutine.reparam(
+            lambda: datum(normal("loc", normal("mu"), 1.0)), {"loc": LocScaleReparam(0.0)}
+        )(),
+    ),
+    lifted=(
+        "w>x",
+        lambda: poutine.lift(lambda: datum(pyro.param("w", ZERO)), {"w": dist.Normal(0.0, 1.0)})(),
+    ),
     masked_by_a_latent=("z>x", lambda: poutine.mask(datum, mask=bernoulli("z") > 0)()),
     scaled_by_a_latent=("z>x", lambda: poutine.scale(datum, scale=normal("z").exp())()),
     likelihood_masked_out=(
-        "z>y", lambda: (poutine.mask(datum, mask=False)(z := normal("z")), datum(z, name="y"))
+        "z>y",
+        lambda: (poutine.mask(datum, mask=False)(z := normal("z")), datum(z, name="y")),
     ),
     raw_data_of_an_observed_site=(
-        "x>z", lambda: (summary := DATA.mean(), normal("u"), vector("x", 4, obs=DATA), normal("z", summary))
+        "x>z",
+        lambda: (
+            summary := DATA.mean(),
+            normal("u"),
+            vector("x", 4, obs=DATA),
+            normal("z", summary),
+        ),
     ),
-    autoregression_on_raw_data=("z>x0 x0>x1 z>x1 x1>x2 z>x2", lambda: (
-        z := normal("z"), [normal(f"x{t}", z * DATA[t - 1] if t else z, obs=DATA[t]) for t in range(3)]
-    )),
-    markov_chain=("z0>z1 z1>z2 z0>x0 z1>x1 z2>x2", lambda: (
-        z := 0.0, [datum(z := normal(f"z{t}", z), name=f"x{t}") for t in pyro.markov(range(3))]
-    )),
-    sequential_plate=("mu>z_0 mu>z_1 z_0>x_0 z_1>x_1", lambda: (
-        mu := normal("mu"), [datum(normal(f"z_{i}", mu), name=f"x_{i}") for i in pyro.plate("seq", 2)]
-    )),
-    transform_without_inverse=("w>z z>x", lambda: datum(pyro.sample("z", dist.TransformedDistribution(
-        dist.Normal(normal("w") * torch.ones(2), 1.0).to_event(1), [PLANAR]
-    )).sum())),
-    cached_transform=("z>x", lambda: normal("y", obs=ZERO + 0 * pyro.sample("x", dist.TransformedDistribution(
-        dist.Normal(normal("z"), 1.0), [dist.transforms.ExpTransform(cache_size=1)]
-    )))),
+    autoregression_on_raw_data=(
+        "z>x0 x0>x1 z>x1 x1>x2 z>x2",
+        lambda: (
+            z := normal("z"),
+            [normal(f"x{t}", z * DATA[t - 1] if t else z, obs=DATA[t]) for t in range(3)],
+        ),
+    ),
+    markov_chain=(
+        "z0>z1 z1>z2 z0>x0 z1>x1 z2>x2",
+        lambda: (
+            z := 0.0,
+            [datum(z := normal(f"z{t}", z), name=f"x{t}") for t in pyro.markov(range(3))],
+        ),
+    ),
+    sequential_plate=(
+        "mu>z_0 mu>z_1 z_0>x_0 z_1>x_1",
+        lambda: (
+            mu := normal("mu"),
+            [datum(normal(f"z_{i}", mu), name=f"x_{i}") for i in pyro.plate("seq", 2)],
+        ),
+    ),
+    transform_without_inverse=(
+        "w>z z>x",
+        lambda: datum(
+            pyro.sample(
+                "z",
+                dist.TransformedDistribution(
+                    dist.Normal(normal("w") * torch.ones(2), 1.0).to_event(1), [PLANAR]
+                ),
+            ).sum()
+        ),
+    ),
+    cached_transform=(
+        "z>x",
+        lambda: normal(
+            "y",
+            obs=ZERO
+            + 0
+            * pyro.sample(
+                "x",
+                dist.TransformedDistribution(
+                    dist.Normal(normal("z"), 1.0), [dist.transforms.ExpTransform(cache_size=1)]
+                ),
+            ),
+        ),
+    ),
     observed_root=("x>z z>y", lambda: datum(normal("z", datum()), name="y")),
     observed_latent=("z>x", lambda: normal("x", obs=normal("z"))),
     indexed_by_category=(
-        "z>x", lambda: datum(torch.tensor([-1.0, 0.0, 1.0])[pyro.sample("z", dist.Categorical(torch.ones(3)))])
+        "z>x",
+        lambda: datum(
+            torch.tensor([-1.0, 0.0, 1.0])[pyro.sample("z", dist.Categorical(torch.ones(3)))]
+        ),
     ),
-    ordered_logistic=("c>y eta>y", lambda: pyro.sample(
-        "y",
-        dist.OrderedLogistic(normal("eta"), vector("c", 2, torch.tensor([-1.0, 1.0]))),
-        obs=torch.tensor(1),
-    )),
+    ordered_logistic=(
+        "c>y eta>y",
+        lambda: pyro.sample(
+            "y",
+            dist.OrderedLogistic(normal("eta"), vector("c", 2, torch.tensor([-1.0, 1.0]))),
+            obs=torch.tensor(1),
+        ),
+    ),
     numel_of_shape=("z>x", lambda: datum((z := vector(size=2)).sum() / z.shape.numel())),
     scripted=("z>x", lambda: datum(scripted_double(normal("z")))),
-    shape_without_values=("z>y", lambda: (datum(torch.zeros_like(z := normal("z"))), datum(z, name="y"))),
+    shape_without_values=(
+        "z>y",
+        lambda: (datum(torch.zeros_like(z := normal("z"))), datum(z, name="y")),
+    ),
     empty_sites=("z>x", lambda: (z := normal("z"), normal("e", torch.zeros(0)), datum(z))),
     python_number_observed=("z>x", lambda: normal("x", normal("z"), obs=0.0)),
-    cholesky_and_friends=("z>x", lambda: pyro.sample(
-        "x",
-        dist.MultivariateNormal(torch.zeros(2), scale_tril=pyro.sample("z", dist.LKJCholesky(2))),
-        obs=torch.zeros(2),
-    )),
-    sampled_multinomial=(
-        "z>x", lambda: vector("x", 3, pyro.sample("z", dist.Multinomial(4, torch.ones(3))), obs=THREE)
+    cholesky_and_friends=(
+        "z>x",
+        lambda: pyro.sample(
+            "x",
+            dist.MultivariateNormal(
+                torch.zeros(2), scale_tril=pyro.sample("z", dist.LKJCholesky(2))
+            ),
+            obs=torch.zeros(2),
+        ),
     ),
-    conditioned_inside=("a>m m>x b>x", lambda: poutine.condition(
-        lambda: normal("x", normal("m", normal("a")) + normal("b")), {"x": ZERO}
-    )()),
-    intervened_by_do=("y>x", lambda: poutine.do(lambda: datum(normal("z") + normal("y")), {"z": ZERO})()),
+    sampled_multinomial=(
+        "z>x",
+        lambda: vector("x", 3, pyro.sample("z", dist.Multinomial(4, torch.ones(3))), obs=THREE),
+    ),
+    conditioned_inside=(
+        "a>m m>x b>x",
+        lambda: poutine.condition(
+            lambda: normal("x", normal("m", normal("a")) + normal("b")), {"x": ZERO}
+        )(),
+    ),
+    intervened_by_do=(
+        "y>x",
+        lambda: poutine.do(lambda: datum(normal("z") + normal("y")), {"z": ZERO})(),
+    ),
     bayesian_regression=("linear.weight>y linear.bias>y", lambda: Regression()()),
 )
 
@@ -236,16 +314,30 @@ def shape_from_a_latent():
 LOST.update(
     item=("z>x", lambda: datum(normal("z").item())),
     failing_at_other_values=("k>x", lambda: datum([0.0][int(bernoulli("k", 1e-6))])),
-    several_at_once=("a>x c>x e>x", lambda: (
-        values := {name: normal(name).item() for name in "abcdef"},
-        datum(values["a"] + values["c"] * values["e"]),
-    )),
-    conjunction=("a>x b>x", lambda: (
-        a := bernoulli("a"), b := bernoulli("b"), normal("c"), normal("d"), datum(1.0 if a and b else 0.0)
-    )),
-    branch=("b>x z>x", lambda: (b := normal("b"), z := normal("z"), datum(z if b > 0 else 2 * z + 1))),
+    several_at_once=(
+        "a>x c>x e>x",
+        lambda: (
+            values := {name: normal(name).item() for name in "abcdef"},
+            datum(values["a"] + values["c"] * values["e"]),
+        ),
+    ),
+    conjunction=(
+        "a>x b>x",
+        lambda: (
+            a := bernoulli("a"),
+            b := bernoulli("b"),
+            normal("c"),
+            normal("d"),
+            datum(1.0 if a and b else 0.0),
+        ),
+    ),
+    branch=(
+        "b>x z>x",
+        lambda: (b := normal("b"), z := normal("z"), datum(z if b > 0 else 2 * z + 1)),
+    ),
     read_only_in_a_rare_branch=(
-        "a>x b>x", lambda: (a := bernoulli("a", 1e-6), b := normal("b"), datum(b.item() if a else 0.0))
+        "a>x b>x",
+        lambda: (a := bernoulli("a", 1e-6), b := normal("b"), datum(b.item() if a else 0.0)),
     ),
     dict_index=("k>x", lambda: datum({0: 0.0, 1: 1.0}[int(bernoulli("k", 0.01))])),
     python_chain=("z>w w>x", lambda: datum(normal("w", normal("z").item()).item())),
@@ -307,7 +399,10 @@ class TestSites:
 
     def test_support_parents(self):
         net = extract_bayesnet(model_of("latent_support"))
-        assert net.sites["z"].support_parents == {"hi"} and net.sites["x"].support_parents == frozenset()
+        assert (
+            net.sites["z"].support_parents == {"hi"}
+            and net.sites["x"].support_parents == frozenset()
+        )
 
     def test_support_parents_found_by_intervention(self):
         def model():
@@ -331,7 +426,9 @@ class TestSites:
         assert not extract_bayesnet(lambda: None).sites
 
     def test_arguments_reach_the_model(self):
-        found = extract(lambda x, *, y: normal("y", normal("z", x), obs=y), (ZERO,), {"y": THREE[0]})
+        found = extract(
+            lambda x, *, y: normal("y", normal("z", x), obs=y), (ZERO,), {"y": THREE[0]}
+        )
         assert set(found.bayesnet.edges) == edges("z>y")
 
     def test_init_gives_the_values_that_cannot_be_sampled(self):
@@ -341,7 +438,9 @@ class TestSites:
 
     def test_latent_without_sampler_or_bijection_is_an_error(self):
         with pytest.raises(NotImplementedError, match="got 'z' with ImproperUniform. Pass `init`"):
-            extract(lambda: pyro.sample("z", dist.ImproperUniform(dist.constraints.sphere, (), (3,))))
+            extract(
+                lambda: pyro.sample("z", dist.ImproperUniform(dist.constraints.sphere, (), (3,)))
+            )
 
 
 class TestInterventions:
@@ -376,18 +475,28 @@ class TestInterventions:
 
     def test_raw_argument_read_through_python(self):
         with pytest.warns(UserWarning, match="'z' depends on 'x'"):
-            net = extract_bayesnet(lambda x: (vector("x", obs=x), normal("z", x.mean().item())), torch.ones(3))
+            net = extract_bayesnet(
+                lambda x: (vector("x", obs=x), normal("z", x.mean().item())), torch.ones(3)
+            )
         assert set(net.edges) == edges("x>z")
 
     def test_data_dependent_prior_makes_no_cycle(self):
-        net = extract_bayesnet(lambda x: vector("x", 3, normal("z", x.mean()).expand(3), obs=x), torch.ones(3))
+        net = extract_bayesnet(
+            lambda x: vector("x", 3, normal("z", x.mean()).expand(3), obs=x), torch.ones(3)
+        )
         assert set(net.edges) == edges("z>x")
 
     @pytest.mark.parametrize(
         ("model", "named"),
         [
             (lambda: normal("extra") if bernoulli("b", 1e-6) else None, "'extra'"),
-            (lambda: [normal(f"z{i}") for i in pyro.plate("p", 1 + int(pyro.sample("n", dist.Poisson(3.0))))], "'z"),
+            (
+                lambda: [
+                    normal(f"z{i}")
+                    for i in pyro.plate("p", 1 + int(pyro.sample("n", dist.Poisson(3.0))))
+                ],
+                "'z",
+            ),
         ],
         ids=["in a branch", "a number of sites"],
     )
@@ -448,7 +557,9 @@ class TestPlates:
                 normal("w")
                 normal("x", read(latent("z")), obs=torch.zeros(sizes))
 
-        with pytest.raises(ValueError, match="'x', declared independent in plate 'p0'; .* instances of 'z'"):
+        with pytest.raises(
+            ValueError, match="'x', declared independent in plate 'p0'; .* instances of 'z'"
+        ):
             extract_bayesnet(model)
 
     def test_changes_of_binary_instances_that_cancel_hide_no_coupling(self):
@@ -487,7 +598,9 @@ class TestLeavesNothingBehind:
         extract_bayesnet(lambda: datum(pyro.param("kept") + pyro.param("new", torch.randn(()))))
         store = pyro.get_param_store()
         assert list(store.keys()) == ["kept"]
-        assert store["kept"].unconstrained() is unconstrained and kept.unconstrained() is unconstrained
+        assert (
+            store["kept"].unconstrained() is unconstrained and kept.unconstrained() is unconstrained
+        )
 
     def test_modules_in_training_mode(self):
         model = Regression()

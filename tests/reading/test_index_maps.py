@@ -95,18 +95,24 @@ def latent_rows():
 READ = {
     "indexed": lambda: rows(effects(loc=normal("mu"))[COUNTY]),
     "intercept and slope where most covariates are zero": lambda: (
-        ab := alpha_and_beta(), rows(ab[0][COUNTY] + ab[1][COUNTY] * (torch.arange(ROWS) % 4 == 0))
+        ab := alpha_and_beta(),
+        rows(ab[0][COUNTY] + ab[1][COUNTY] * (torch.arange(ROWS) % 4 == 0)),
     ),
     "slopes beside intercepts of another site": lambda: (
-        ab := alpha_and_beta(), sites_of_the_rows(ab[0][COUNTY], ab[1][COUNTY] * FLOOR)
+        ab := alpha_and_beta(),
+        sites_of_the_rows(ab[0][COUNTY], ab[1][COUNTY] * FLOOR),
     ),
     "two sites that read some rows each": lambda: (
-        read := effects()[COUNTY], sites_of_the_rows(read * FLOOR, read * (1 - FLOOR))
+        read := effects()[COUNTY],
+        sites_of_the_rows(read * FLOOR, read * (1 - FLOOR)),
     ),
     "one site that reads nothing in the first rows and one nothing in the last": lambda: (
-        ab := alpha_and_beta(), sites_of_the_rows(ab[0][COUNTY] * LATE, ab[1][COUNTY] * LATE.flip(0))
+        ab := alpha_and_beta(),
+        sites_of_the_rows(ab[0][COUNTY] * LATE, ab[1][COUNTY] * LATE.flip(0)),
     ),
-    "rows that read at some times": lambda: at_times(effects()[COUNTY] * torch.stack([FLOOR, 1 - FLOOR])),
+    "rows that read at some times": lambda: at_times(
+        effects()[COUNTY] * torch.stack([FLOOR, 1 - FLOOR])
+    ),
     "gathered": lambda: rows(effects().gather(0, COUNTY)),
     "index selected": lambda: rows(effects().index_select(-1, COUNTY)),
     "one hot product": lambda: rows(F.one_hot(COUNTY, COUNTIES).float() @ effects()),
@@ -128,12 +134,14 @@ READ = {name: (model, TO_COUNTY) for name, model in READ.items()} | {
     ),
     "nested levels all read by the rows": (
         lambda: (
-            state := effects("gamma", "state", 3), rows(effects(loc=state[LAND])[COUNTY] + state[LAND[COUNTY]])
+            state := effects("gamma", "state", 3),
+            rows(effects(loc=state[LAND])[COUNTY] + state[LAND[COUNTY]]),
         ),
         {**TO_COUNTY, ("county", "state"): LAND, ("obs", "state"): LAND[COUNTY]},
     ),
     "rows in two plates that read along one": (
-        lambda: at_times(effects(plate="group")[COUNTY], "unit"), {("unit", "group"): COUNTY}
+        lambda: at_times(effects(plate="group")[COUNTY], "unit"),
+        {("unit", "group"): COUNTY},
     ),
     "one row": (lambda: rows(effects()[COUNTY[:1]]), {("obs", "county"): COUNTY[:1]}),
 }
@@ -141,32 +149,50 @@ READ = {name: (model, TO_COUNTY) for name, model in READ.items()} | {
 NOT_READ = {
     "mean": lambda: rows(effects().mean() + torch.arange(1.0 * ROWS)),
     "two instances": lambda: rows((alpha := effects())[COUNTY] - alpha[OTHER]),
-    "the larger of two instances": lambda: rows(torch.maximum((alpha := effects())[COUNTY], alpha[OTHER])),
-    "one of two instances by the value of one": lambda: (
-        alpha := effects(), rows(torch.where(alpha[COUNTY] > 0, alpha[COUNTY], alpha[OTHER]))
+    "the larger of two instances": lambda: rows(
+        torch.maximum((alpha := effects())[COUNTY], alpha[OTHER])
     ),
-    "a mixture by local categories": lambda: mixed(3, 4, lambda: categorical(torch.tensor([0.8, 0.1, 0.1]))),
+    "one of two instances by the value of one": lambda: (
+        alpha := effects(),
+        rows(torch.where(alpha[COUNTY] > 0, alpha[COUNTY], alpha[OTHER])),
+    ),
+    "a mixture by local categories": lambda: mixed(
+        3, 4, lambda: categorical(torch.tensor([0.8, 0.1, 0.1]))
+    ),
     "a mixture of two by two categories that are nearly sure": lambda: mixed(
         2, 2, lambda: pyro.sample("z", dist.Bernoulli(torch.tensor([0.001, 0.999]))).long()
     ),
     "an index that categories that are all but sure add to": lambda: mixed(
-        4, 4, lambda: (torch.arange(4) + categorical(torch.tensor([20.0, 0.0, 0.0, 0.0]).softmax(0).expand(4, 4))) % 4
+        4,
+        4,
+        lambda: (
+            (
+                torch.arange(4)
+                + categorical(torch.tensor([20.0, 0.0, 0.0, 0.0]).softmax(0).expand(4, 4))
+            )
+            % 4
+        ),
     ),
     "an index by the sign of a local latent": lambda: mixed(2, 3, lambda: (normal("b") > 0).long()),
     "two rows that the sign of a local latent swaps": lambda: mixed(
         2, 2, lambda: (torch.arange(2) + (normal("b") > 0)) % 2
     ),
     "the map differs along a second plate": lambda: (
-        alpha := effects(), at_times(torch.stack([alpha[COUNTY], alpha[COUNTY.flip(0)]]))
+        alpha := effects(),
+        at_times(torch.stack([alpha[COUNTY], alpha[COUNTY.flip(0)]])),
     ),
     "two sites with different maps": lambda: (
-        alpha := effects(), sites_of_the_rows(alpha[COUNTY], alpha[COUNTY.flip(0)])
+        alpha := effects(),
+        sites_of_the_rows(alpha[COUNTY], alpha[COUNTY.flip(0)]),
     ),
     "rows that read nothing": lambda: rows(effects()[COUNTY] * FLOOR),
     "rows that read nothing at any site": lambda: (
-        ab := alpha_and_beta(), sites_of_the_rows(ab[0][COUNTY] * FLOOR, ab[1][COUNTY] * FLOOR * LATE)
+        ab := alpha_and_beta(),
+        sites_of_the_rows(ab[0][COUNTY] * FLOOR, ab[1][COUNTY] * FLOOR * LATE),
     ),
-    "rows that read nothing at any time": lambda: at_times(effects()[COUNTY] * torch.stack([FLOOR, FLOOR])),
+    "rows that read nothing at any time": lambda: at_times(
+        effects()[COUNTY] * torch.stack([FLOOR, FLOOR])
+    ),
     # The third row does at the first time.
     "rows that read different instances at some times": lambda: (
         alpha := effects(),
@@ -174,15 +200,20 @@ NOT_READ = {
         at_times(torch.stack([alpha[other], alpha[COUNTY] * (1 - FLOOR)])),
     ),
     "slopes read elsewhere than intercepts": lambda: (
-        ab := alpha_and_beta(), sites_of_the_rows(ab[0][COUNTY], ab[1][OTHER] * FLOOR)
+        ab := alpha_and_beta(),
+        sites_of_the_rows(ab[0][COUNTY], ab[1][OTHER] * FLOOR),
     ),
     "slopes of which some rows read two": lambda: (
-        ab := alpha_and_beta(), sites_of_the_rows(ab[0][COUNTY], (ab[1][COUNTY] - ab[1][OTHER]) * FLOOR)
+        ab := alpha_and_beta(),
+        sites_of_the_rows(ab[0][COUNTY], (ab[1][COUNTY] - ab[1][OTHER]) * FLOOR),
     ),
     "a second site reads all instances": lambda: (
-        alpha := effects(), sites_of_the_rows(alpha[COUNTY], alpha.mean())
+        alpha := effects(),
+        sites_of_the_rows(alpha[COUNTY], alpha.mean()),
     ),
-    "constant along one plate of many rows and one of a single row": lambda: at_times(effects()[2].expand(1, ROWS)),
+    "constant along one plate of many rows and one of a single row": lambda: at_times(
+        effects()[2].expand(1, ROWS)
+    ),
 }
 
 
@@ -294,8 +325,12 @@ def written(model):
 SEEDS = {"rectified": 10, "two rows that the sign of a local latent swaps": 20}
 
 
-@pytest.mark.parametrize("name, seed", [(name, seed) for name in READ for seed in range(SEEDS.get(name, 3))])
-def test_the_map_found_and_found_again_by_its_plan_is_the_index_the_model_was_written_with(name, seed):
+@pytest.mark.parametrize(
+    "name, seed", [(name, seed) for name in READ for seed in range(SEEDS.get(name, 3))]
+)
+def test_the_map_found_and_found_again_by_its_plan_is_the_index_the_model_was_written_with(
+    name, seed
+):
     model, maps = READ[name]
     pyro.set_rng_seed(seed)
     found = written(model)
@@ -303,11 +338,15 @@ def test_the_map_found_and_found_again_by_its_plan_is_the_index_the_model_was_wr
     assert all(torch.equal(found.index_maps[key], index) for key, index in maps.items())
     if not seed:
         again = find(found, model)
-        assert again.keys() == maps.keys() and all(torch.equal(again[key], maps[key]) for key in maps)
+        assert again.keys() == maps.keys() and all(
+            torch.equal(again[key], maps[key]) for key in maps
+        )
         assert hold(found, again, model)
     for inner, outer in maps:
         assert outer in found.bayesnet.nesting[inner]
-        assert {(plan.plate, q) for plan in found.map_plans for q in plan.dims} == {(p, q) for q, p in maps}
+        assert {(plan.plate, q) for plan in found.map_plans for q in plan.dims} == {
+            (p, q) for q, p in maps
+        }
 
 
 @pytest.mark.parametrize(
@@ -334,13 +373,18 @@ def test_effects_of_one_plate_stay_apart_given_the_globals_and_crossed_ones_are_
 
 def test_plates_are_closed_along_a_chain_of_maps():
     net = extract(model_of("nested levels")).bayesnet
-    assert net.plates["y"] == {"obs", "county", "state"} and net.num_instances(net.plates["y"]) == ROWS
+    assert (
+        net.plates["y"] == {"obs", "county", "state"} and net.num_instances(net.plates["y"]) == ROWS
+    )
     assert net.plates["alpha"] == {"county", "state"}
 
 
 def test_a_map_beside_ones_that_are_dropped_is_kept():
     found = extract(lambda: rows(effects().mean() + effects("beta", "day", DAYS)[DAY]))
-    assert found.index_maps.keys() == {("obs", "day")} and found.bayesnet.plates["y"] == {"obs", "day"}
+    assert found.index_maps.keys() == {("obs", "day")} and found.bayesnet.plates["y"] == {
+        "obs",
+        "day",
+    }
 
 
 URANIUM = torch.linspace(-1, 1, COUNTIES)
@@ -354,7 +398,9 @@ def with_an_observed_site_of_the_county(u, read):
     rows(alpha[COUNTY] + read(u))
 
 
-@pytest.mark.parametrize(("read", "nested"), [(lambda u: u[COUNTY], True), (lambda u: u.mean(), False)])
+@pytest.mark.parametrize(
+    ("read", "nested"), [(lambda u: u[COUNTY], True), (lambda u: u.mean(), False)]
+)
 def test_observed_sites_of_the_plate_are_read_through_the_same_map_or_there_is_none(read, nested):
     found = extract(with_an_observed_site_of_the_county, (URANIUM, read))
     assert ("x", "y") in found.bayesnet.edges and bool(found.index_maps) == nested
@@ -367,7 +413,9 @@ def test_data_that_cannot_be_changed_counts_as_read_whole():
 
 def test_a_site_with_hidden_randomness_is_not_nested_with_what_it_may_read():
     with pytest.warns(UserWarning, match="Hidden randomness"):
-        found = extract(lambda: sites_of_the_rows(read := effects()[COUNTY], read + torch.randn(ROWS)))
+        found = extract(
+            lambda: sites_of_the_rows(read := effects()[COUNTY], read + torch.randn(ROWS))
+        )
     assert not found.index_maps
 
 
@@ -402,7 +450,8 @@ def test_a_budget_that_ends_during_the_search_is_kept_and_reported(checks):
     assert model.runs <= checks + 5
     assert found.bayesnet.nesting.get("obs", frozenset()) == {p for _, p in found.index_maps}
     assert all(
-        torch.equal(index, {"county": COUNTY, "day": DAY}[p]) for (_, p), index in found.index_maps.items()
+        torch.equal(index, {"county": COUNTY, "day": DAY}[p])
+        for (_, p), index in found.index_maps.items()
     )
 
 
@@ -469,10 +518,13 @@ def test_an_empty_plate_has_an_empty_map(size):
         alpha = values["alpha"].expand(size)
         messages = {"alpha": dist.Normal(torch.zeros(size), 1.0), "y": dist.Normal(alpha[:0], 1.0)}
         return {
-            name: {"fn": fn, "value": fn.mean, "mask": None, "scale": 1.0} for name, fn in messages.items()
+            name: {"fn": fn, "value": fn.mean, "mask": None, "scale": 1.0}
+            for name, fn in messages.items()
         }
 
-    plan = MapPlan("county", -1, {"alpha": (torch.zeros(1), torch.ones(1))}, {"y": "obs"}, {"obs": -1})
+    plan = MapPlan(
+        "county", -1, {"alpha": (torch.zeros(1), torch.ones(1))}, {"y": "obs"}, {"obs": -1}
+    )
     maps = find_maps(run, [plan], {})
     assert maps.keys() == {("obs", "county")} and maps["obs", "county"].shape == (0,)
     assert maps_hold(run, [plan], {}, maps)
@@ -494,7 +546,9 @@ def test_an_empty_plate_has_an_empty_map(size):
 )
 def test_a_row_that_reads_two_instances_or_none_in_a_later_call_is_an_error(found, read, error):
     with pytest.raises(ValueError, match=error):
-        find(found, lambda: rows(read(effects(loc=normal("mu"))) + effects("beta", "day", DAYS)[DAY]))
+        find(
+            found, lambda: rows(read(effects(loc=normal("mu"))) + effects("beta", "day", DAYS)[DAY])
+        )
 
 
 def radon(county, floor, counties=COUNTIES, beta_county=None, apart=False):
@@ -511,7 +565,9 @@ def radon(county, floor, counties=COUNTIES, beta_county=None, apart=False):
 slopes_apart = partial(radon, apart=True)
 
 
-@pytest.mark.parametrize("at_first", [FLOOR, torch.ones(ROWS)], ids=["zeros at first", "none at first"])
+@pytest.mark.parametrize(
+    "at_first", [FLOOR, torch.ones(ROWS)], ids=["zeros at first", "none at first"]
+)
 @pytest.mark.parametrize("model", [radon, slopes_apart], ids=["radon", "slopes apart"])
 def test_zeros_among_covariates_cost_no_run_more(model, at_first):
     found = extract(model, (COUNTY, at_first))
@@ -527,7 +583,9 @@ def test_zeros_among_covariates_cost_no_run_more(model, at_first):
 def test_zeros_hide_neither_another_map_nor_another_instance_in_a_later_call():
     found = extract(slopes_apart, (COUNTY, FLOOR))
     args = COUNTY, FLOOR, COUNTIES, (COUNTY + 1) % COUNTIES
-    with pytest.raises(ValueError, match="'w' to read 'alpha' and 'beta' .* differs from that of another site"):
+    with pytest.raises(
+        ValueError, match="'w' to read 'alpha' and 'beta' .* differs from that of another site"
+    ):
         find(found, slopes_apart, *args)
     assert not hold(found, found.index_maps, slopes_apart, *args)
 
@@ -558,7 +616,9 @@ def test_maps_that_no_longer_hold_are_noticed_in_a_few_runs(found):
 
 def test_maps_into_a_plate_of_one_instance_hold_by_themselves(found):
     zeros = torch.zeros(ROWS, dtype=torch.long)
-    assert hold(found, {("obs", "county"): zeros, ("obs", "day"): zeros}, of_any_size, zeros, zeros, 1, 1)
+    assert hold(
+        found, {("obs", "county"): zeros, ("obs", "day"): zeros}, of_any_size, zeros, zeros, 1, 1
+    )
 
 
 # Maps that the user gives
@@ -596,7 +656,12 @@ def test_a_given_map_stands_where_testing_shows_nothing():
     [
         ("alpha y", COUNTY + 1, ValueError, "points outside plate 'county': got 5 in row 0"),
         ("alpha y", COUNTY - 1, ValueError, "points outside plate 'county': got -1 in row 1"),
-        ("alpha y", COUNTY.float(), TypeError, r"\('alpha', 'y'\) to be a tensor of integers; got torch.float32"),
+        (
+            "alpha y",
+            COUNTY.float(),
+            TypeError,
+            r"\('alpha', 'y'\) to be a tensor of integers; got torch.float32",
+        ),
         ("alpha y", COUNTY > 1, TypeError, "integers; got torch.bool"),
         ("alpha y", COUNTY.tolist(), TypeError, "integers; got list"),
         ("alpha y", COUNTY[:, None], ValueError, "one dim"),
@@ -619,7 +684,10 @@ def test_given_maps_that_disagree_are_an_error():
 
     with pytest.raises(ValueError, match="different ones for .*'alpha'.* and .*'beta'"):
         extract(model, index_maps={("alpha", "y"): COUNTY, ("beta", "y"): COUNTY.flip(0)})
-    with pytest.raises(ValueError, match=r"given for \('alpha', 'y'\); got instance 4 in row 0, where the map has 3"):
+    with pytest.raises(
+        ValueError,
+        match=r"given for \('alpha', 'y'\); got instance 4 in row 0, where the map has 3",
+    ):
         extract(model, index_maps={("alpha", "y"): COUNTY.flip(0)})  # beta is tested
 
 
@@ -637,12 +705,16 @@ def test_a_given_map_is_an_error_where_another_site_of_the_rows_reads_other_inst
         alpha, beta = alpha_and_beta()
         sites_of_the_rows(alpha[COUNTY], read(alpha, beta))
 
-    with pytest.raises(ValueError, match=r"'y1' to read plate 'county' .* given for .*\('alpha', 'y0'\)"):
+    with pytest.raises(
+        ValueError, match=r"'y1' to read plate 'county' .* given for .*\('alpha', 'y0'\)"
+    ):
         extract(model, index_maps={("alpha", "y0"): COUNTY})
 
 
 def test_a_given_map_serves_rows_of_other_sites_that_read_nothing():
-    found = extract(model_of("slopes beside intercepts of another site"), index_maps={("alpha", "y0"): COUNTY})
+    found = extract(
+        model_of("slopes beside intercepts of another site"), index_maps={("alpha", "y0"): COUNTY}
+    )
     assert torch.equal(found.index_maps["obs", "county"], COUNTY)
 
 

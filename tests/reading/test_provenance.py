@@ -123,13 +123,22 @@ class TestElements:
         buffer[0] = b
         buffer += a.sum()
         buffer[1].mul_(2)
-        assert tracker.provenance(buffer[0]) == {"a", "b"} and tracker.provenance(buffer[1]) == {"a"}
+        assert tracker.provenance(buffer[0]) == {"a", "b"} and tracker.provenance(buffer[1]) == {
+            "a"
+        }
 
     def test_stack_cat_and_elementwise_operations(self, sources):
         tracker, a, b = sources
         both = torch.cat([torch.stack([b, b]), 2 * a, torch.zeros(1)])
         result = (both.exp() + torch.arange(6.0)).clone().flip(0)
-        assert [sorted(tracker.provenance(x)) for x in result] == [[], ["a"], ["a"], ["a"], ["b"], ["b"]]
+        assert [sorted(tracker.provenance(x)) for x in result] == [
+            [],
+            ["a"],
+            ["a"],
+            ["a"],
+            ["b"],
+            ["b"],
+        ]
 
     def test_indexing_by_constants(self, sources):
         tracker, a, b = sources
@@ -159,7 +168,10 @@ class TestElements:
 
     def test_empty_tensors(self, sources):
         tracker, a, b = sources
-        assert tracker.provenance(torch.cat([torch.stack([b, a[0]]), torch.zeros(0)])[:0]) == frozenset()
+        assert (
+            tracker.provenance(torch.cat([torch.stack([b, a[0]]), torch.zeros(0)])[:0])
+            == frozenset()
+        )
 
 
 def test_nothing_is_followed_outside_the_context(sources):

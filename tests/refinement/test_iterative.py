@@ -23,7 +23,9 @@ PRECISION = torch.eye(2) + W.T @ W / SCALE**2  # of z given x
 
 def data(n, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 2, generator=generator) @ W.T + SCALE * torch.randn(n, 4, generator=generator)
+    return torch.randn(n, 2, generator=generator) @ W.T + SCALE * torch.randn(
+        n, 4, generator=generator
+    )
 
 
 def model(x):
@@ -36,7 +38,9 @@ def made(of=model, *, steps=3, base=None, **options):
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     base = {"exact": False, **(base or {})}
-    return AutoIterativeGuide(AutoNaMIGuide(of, **base), steps=steps, hidden_features=(16,), **options)
+    return AutoIterativeGuide(
+        AutoNaMIGuide(of, **base), steps=steps, hidden_features=(16,), **options
+    )
 
 
 def trained(of, guide, x, *, steps, rate=5e-3, batch=64):
@@ -81,7 +85,9 @@ def test_the_gradient_of_a_step_is_that_of_the_elbo():
     draws = []
     for step in (0.0, 1e-3):  # of both elements' locations, with the same noise
         pyro.set_rng_seed(1)
-        with guide.holding(call, {name: value + torch.tensor([step, 0.0]) for name, value in estimate.items()}):
+        with guide.holding(
+            call, {name: value + torch.tensor([step, 0.0]) for name, value in estimate.items()}
+        ):
             q = poutine.trace(guide).get_trace(x).nodes["z"]["fn"]
         pyro.set_rng_seed(2)
         draws.append(q.rsample((4000,)))
@@ -107,7 +113,10 @@ def test_refining_ends_at_the_exact_posterior_of_a_linear_gaussian_model_and_sta
     x = data(500)
     evidence = dist.MultivariateNormal(torch.zeros(4), COVARIANCE).log_prob(x).mean()
     lost = 0.5 * (PRECISION.diagonal().log().sum() - torch.logdet(PRECISION))  # by independence
-    for base, best in ({}, evidence), ({"inverse": "mean_field", "within": "independent"}, evidence - lost):
+    for base, best in (
+        ({}, evidence),
+        ({"inverse": "mean_field", "within": "independent"}, evidence - lost),
+    ):
         guide = trained(model, made(base=base), x, steps=400)
         found = guide.refine(x, steps=15, num_particles=50) / len(x)
         assert found[0] < found[3] < best + 0.01 and best - 0.05 < found[3], (found, best)
@@ -118,7 +127,9 @@ def test_models_with_levels_and_plates_of_their_own():
     def levels(x):
         with pyro.plate("n", len(x)):
             top = pyro.sample("top", dist.Normal(0.0, 1.0))
-            low = pyro.sample("low", dist.Normal(top.unsqueeze(-1) * torch.ones(3), 0.5).to_event(1))
+            low = pyro.sample(
+                "low", dist.Normal(top.unsqueeze(-1) * torch.ones(3), 0.5).to_event(1)
+            )
             pyro.sample("x", dist.Normal(low, 0.3).to_event(1), obs=x)
 
     x = torch.randn(4, 3)
@@ -175,7 +186,8 @@ def test_gradients_taken_back_step_by_step_are_those_of_the_whole(average):
     random_updaters(guide, x)
     pyro.set_rng_seed(7)
     IterativeELBO(Seeded(), average=average).loss_and_grads(shifted, guide, x)
-    parameters = [*guide.updaters.parameters()]  # the guide's own leave a share of the score out, which past ones tell
+    # the guide's own leave a share of the score out, which past ones tell
+    parameters = [*guide.updaters.parameters()]
     found = [parameter.grad for parameter in parameters]
     assert any(parameter.grad is not None for parameter in guide.guide.parameters())
     own = pyro.get_param_store()._params["shift"]
@@ -193,7 +205,9 @@ def test_gradients_taken_back_step_by_step_are_those_of_the_whole(average):
     loss = sum(losses) / len(losses) if average else losses[-1]
     expected = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
     for one, other in zip(found, expected):
-        torch.testing.assert_close(torch.zeros_like(other) if one is None else one, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            torch.zeros_like(other) if one is None else one, other, rtol=1e-4, atol=1e-4
+        )
     torch.testing.assert_close(model_found, torch.autograd.grad(losses[-1], own)[0])
 
 
@@ -235,7 +249,9 @@ def test_a_second_one_in_the_store_is_told(caplog):
     x = data(5)
     with pyro.settings.context(module_local_params=False):
         random_updaters(made(), x)
-        second = AutoIterativeGuide(AutoNaMIGuide(model, exact=False), steps=3, hidden_features=(16,))
+        second = AutoIterativeGuide(
+            AutoNaMIGuide(model, exact=False), steps=3, hidden_features=(16,)
+        )
         second(x)
     assert "another guide named 'AutoIterativeGuide'" in caplog.text
 
@@ -276,7 +292,9 @@ def test_an_instance_without_a_finite_gradient_keeps_its_estimate():
     guide, x = made(root), torch.tensor([1.0, 2.0, 3.0])
     random_updaters(guide, x)
     guide.non_finite = 0
-    with pytest.warns(UserWarning, match="gradients are not finite for 1 instances, which keep their estimate"):
+    with pytest.warns(
+        UserWarning, match="gradients are not finite for 1 instances, which keep their estimate"
+    ):
         estimate = guide.trajectory(x).estimates[-1]["z"]
     assert guide.non_finite == 3 and (estimate[1] == 0).all() and estimate.isfinite().all()
 
@@ -326,8 +344,12 @@ def test_plates_that_draw_their_instances_are_named():
             pyro.sample("x", dist.Normal(z @ W.T, SCALE).to_event(1), obs=x[rows])
 
     guide, x = made(subsampled), data(6)
-    assert math.isfinite(SVI(subsampled, guide, pyro.optim.Adam({"lr": 1e-3}), Trace_ELBO()).step(x))
-    with pytest.raises(NotImplementedError, match="plates that draw some: 'n'. Give it minibatches"):
+    assert math.isfinite(
+        SVI(subsampled, guide, pyro.optim.Adam({"lr": 1e-3}), Trace_ELBO()).step(x)
+    )
+    with pytest.raises(
+        NotImplementedError, match="plates that draw some: 'n'. Give it minibatches"
+    ):
         IterativeELBO(Trace_ELBO()).loss_and_grads(subsampled, guide, x)
 
 
@@ -336,10 +358,14 @@ def test_plates_that_draw_their_instances_are_named():
 
 def test_direct_optimization_and_the_gap():
     x = data(20)
-    guide = trained(model, made(base={"inverse": "mean_field", "within": "independent"}), x, steps=60)
+    guide = trained(
+        model, made(base={"inverse": "mean_field", "within": "independent"}), x, steps=60
+    )
     log_evidence = dist.MultivariateNormal(torch.zeros(4), COVARIANCE).log_prob(x)
     lost = float(0.5 * (PRECISION.diagonal().log().sum() - torch.logdet(PRECISION)))
-    gap = amortization_gap(model, guide, x, optimizer_steps=300, num_particles=2000, num_temperatures=100)
+    gap = amortization_gap(
+        model, guide, x, optimizer_steps=300, num_particles=2000, num_temperatures=100
+    )
     assert gap.refined.shape == (4, 20) and gap.optimized.shape == (20,)
     assert abs(float((log_evidence - gap.optimized).mean()) - lost) < 0.03
     assert abs(float((log_evidence - gap.importance).mean())) < 0.03

@@ -160,7 +160,11 @@ def extracted(name: str, *args: str) -> BayesNet:
 SCHOOLS = ("schools", "--args", "data()")
 # inverse -> whether it is faithful to a tree, and minimal
 INVERSES = dict.fromkeys(("auto", "forward", "reverse", "free"), (True, True))
-INVERSES |= {"fully_connected": (True, False), "stuhlmueller": (False, False), "mean_field": (False, False)}
+INVERSES |= {
+    "fully_connected": (True, False),
+    "stuhlmueller": (False, False),
+    "mean_field": (False, False),
+}
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +196,15 @@ def test_json_of_inspect_makes_the_network_again(run, schools):
     found = json.loads(out)
     assert code == 0 and rebuilt(found) == schools
     assert found["command"] == "inspect" and found["model"] == "models_of_test.py:schools"
-    keys = ["sites", "edges", "plate_sizes", "nesting", "index_maps", "escaped", "hidden_randomness"]
+    keys = [
+        "sites",
+        "edges",
+        "plate_sizes",
+        "nesting",
+        "index_maps",
+        "escaped",
+        "hidden_randomness",
+    ]
     assert list(found)[3:] == keys
     assert out == run("inspect", *SCHOOLS, "--format", "json")[1]
 
@@ -239,23 +251,35 @@ COUNTEREXAMPLE = [
         (("invert", *SCHOOLS, "--steps"), 0, STEPS),
         (UNFAITHFUL, 1, COUNTEREXAMPLE),
     ],
-    ids=["index maps", "factors, counts and levels", "steps of an elimination", "the paper's counterexample"],
+    ids=[
+        "index maps",
+        "factors, counts and levels",
+        "steps of an elimination",
+        "the paper's counterexample",
+    ],
 )
 def test_text_ends_in(run, arguments, code, lines):
     left, out, _ = run(*arguments)
     assert left == code and out.splitlines()[-len(lines) :] == lines
-    assert arguments[0] == "inspect" or "--steps" in arguments or len(out.splitlines()) == len(lines)
+    assert (
+        arguments[0] == "inspect" or "--steps" in arguments or len(out.splitlines()) == len(lines)
+    )
 
 
 def test_json_of_an_inverse_has_what_each_factor_reads(found, schools):
-    told, inverse = found("invert", *SCHOOLS, "--inverse", "forward"), nami(schools, direction="forward")
+    told, inverse = (
+        found("invert", *SCHOOLS, "--inverse", "forward"),
+        nami(schools, direction="forward"),
+    )
     assert rebuilt(told) == schools and told["inverse"] == "forward"
     factors = {factor["latent"]: factor for factor in told["factors"]}
     assert list(factors) == list(reversed(inverse.order))
     for v, factor in factors.items():
         pooled = {u: set(inverse.pooled(v, u)) for u in inverse.parents[v]}
         assert {p["site"]: set(p["over"]) for p in factor["parents"]} == pooled
-        assert set(factor["joint"]) == inverse.joint[v] and factor["predictive"] == (v in inverse.predictive)
+        assert set(factor["joint"]) == inverse.joint[v] and factor["predictive"] == (
+            v in inverse.predictive
+        )
     assert told["num_edges"] == inverse.num_edges
     assert told["num_grounded_edges"] == inverse.num_grounded_edges
     assert told["levels"] == [list(level) for level in inverse.levels]
@@ -354,7 +378,9 @@ def test_arguments_are_the_files_variable_unless_given(run):
     "arguments", ["(np.zeros(2),)", "numpy.zeros(2)", "[1.0, 2.0]", "sigma[:2]", "(sigma[:2],)"]
 )
 def test_a_tuple_gives_all_arguments_and_anything_else_the_only_one(run, arguments):
-    code, out, _ = run("inspect", "local_index", "--args", arguments, "--kwargs", "dict(twice=True)")
+    code, out, _ = run(
+        "inspect", "local_index", "--args", arguments, "--kwargs", "dict(twice=True)"
+    )
     assert code == 0 and "v[n]: latent" in out
 
 
@@ -400,9 +426,18 @@ STEPS_OF_TREE = ("invert", "tree", "--steps")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "absent.py:model"], r"Expected a Python file; got 'absent.py', which does not exist"),
-        (["inspect", "absent:model"], r"'absent' to import; got ModuleNotFoundError: No module named"),
-        (["inspect", "models_of_test.py:"], r"Expected path/to/file.py:name or package.module:name"),
+        (
+            ["inspect", "absent.py:model"],
+            r"Expected a Python file; got 'absent.py', which does not exist",
+        ),
+        (
+            ["inspect", "absent:model"],
+            r"'absent' to import; got ModuleNotFoundError: No module named",
+        ),
+        (
+            ["inspect", "models_of_test.py:"],
+            r"Expected path/to/file.py:name or package.module:name",
+        ),
         (["inspect", "broken.py:model"], r"to import; got RuntimeError: no \(broken.py, line 2\)"),
         (["inspect", "syntax.py:model"], r"'syntax.py' to import; got SyntaxError: .*line 1"),
         (["inspect", "leaving.py:model"], r"'leaving.py' to import; got SystemExit: 3"),
@@ -410,25 +445,64 @@ STEPS_OF_TREE = ("invert", "tree", "--steps")
         (["inspect", "school"], r"got 'school'\."),
         (["inspect", "LATENT"], r"a callable; got 'LATENT', which is not callable"),
         (["inspect", "partial"], r"got 'partial', which is a class; make an instance"),
-        (["inspect", "schools"], r"called with no arguments, fails: TypeError: .*'sigma'. Give .* by --args"),
-        (["inspect", "breaks", "--args=(3,)"], r"cannot go on with 3 \(models_of_test.py, line \d+\). Give"),
-        (["inspect", "breaks", "--kwargs={'size': 'x'}"], r"with 1 argument\(s\), fails: TypeError: zeros"),
-        ([*TREE, "--args", "datum()"], r"--args to be a Python expression; got 'datum\(\)': NameError"),
+        (
+            ["inspect", "schools"],
+            r"called with no arguments, fails: TypeError: .*'sigma'. Give .* by --args",
+        ),
+        (
+            ["inspect", "breaks", "--args=(3,)"],
+            r"cannot go on with 3 \(models_of_test.py, line \d+\). Give",
+        ),
+        (
+            ["inspect", "breaks", "--kwargs={'size': 'x'}"],
+            r"with 1 argument\(s\), fails: TypeError: zeros",
+        ),
+        (
+            [*TREE, "--args", "datum()"],
+            r"--args to be a Python expression; got 'datum\(\)': NameError",
+        ),
         ([*TREE, "--args", "(1"], r"--args to be a Python expression; got '\(1': SyntaxError"),
-        ([*TREE, "--kwargs", "(1,)"], r"Expected --kwargs to be a dict with names as keys; got '\(1,\)'"),
+        (
+            [*TREE, "--kwargs", "(1,)"],
+            r"Expected --kwargs to be a dict with names as keys; got '\(1,\)'",
+        ),
         ([*TREE, "--kwargs", "{1: 2}"], r"Expected --kwargs to be a dict"),
         ([*TREE, "--observed", "zz"], r"names of sample sites in `observed`; got 'zz'"),
-        (["inspect", "coupled"], r"error: Expected independent instances of site 'x', .* in plate 'n'"),
-        (["inspect", "nothing"], r"with sample sites; got 'models_of_test.py:nothing', which has none"),
-        ([*TREE, "-o", "net.png"], r"ends in one of .txt, .mmd, .dot, .json; got 'net.png'. Give --format"),
+        (
+            ["inspect", "coupled"],
+            r"error: Expected independent instances of site 'x', .* in plate 'n'",
+        ),
+        (
+            ["inspect", "nothing"],
+            r"with sample sites; got 'models_of_test.py:nothing', which has none",
+        ),
+        (
+            [*TREE, "-o", "net.png"],
+            r"ends in one of .txt, .mmd, .dot, .json; got 'net.png'. Give --format",
+        ),
         ([*TREE, "-o", "absent/net.txt"], r"Expected to write the output; got FileNotFoundError"),
-        (["invert", "tree", "--blocks", "a;b"], r"Expected every latent in blocks; got none for 'c'"),
-        (["verify", "tree", "--blocks", "a,b,c", "--inverse", "mean_field"], r"that honours `blocks`"),
-        (["invert", "data_only"], r"at least one latent; got observed sites only: 'x'. Pass no data"),
+        (
+            ["invert", "tree", "--blocks", "a;b"],
+            r"Expected every latent in blocks; got none for 'c'",
+        ),
+        (
+            ["verify", "tree", "--blocks", "a,b,c", "--inverse", "mean_field"],
+            r"that honours `blocks`",
+        ),
+        (
+            ["invert", "data_only"],
+            r"at least one latent; got observed sites only: 'x'. Pass no data",
+        ),
         (["verify", "data_only"], r"at least one latent"),
-        (["invert", "rows", "--inverse", "forward", "--blocks", "hi;z"], r"'z' to be eliminated before 'hi'"),
+        (
+            ["invert", "rows", "--inverse", "forward", "--blocks", "hi;z"],
+            r"'z' to be eliminated before 'hi'",
+        ),
         ([*STEPS_OF_TREE, "--format", "dot"], r"--steps with --format text or json; got dot"),
-        ([*STEPS_OF_TREE, "--inverse", "mean_field"], r"--steps with --inverse auto, .*got mean_field"),
+        (
+            [*STEPS_OF_TREE, "--inverse", "mean_field"],
+            r"--steps with --inverse auto, .*got mean_field",
+        ),
     ],
 )
 def test_no_answer_is_exit_code_2_and_one_line(run, arguments, message):
@@ -436,12 +510,18 @@ def test_no_answer_is_exit_code_2_and_one_line(run, arguments, message):
     line = err.splitlines()[-1]
     assert code == 2 and out == "" and line.startswith("pyro-nami: error: ")
     assert re.search(message, line)
-    assert len(err.splitlines()) <= 2 and "Traceback" not in err  # the first is what the import prints
+    # the first is what the import prints
+    assert len(err.splitlines()) <= 2 and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["inspect"], ["invert", "a.py:b", "--inverse", "best"], ["inspect", "a.py:b", "--format", "png"]],
+    [
+        [],
+        ["inspect"],
+        ["invert", "a.py:b", "--inverse", "best"],
+        ["inspect", "a.py:b", "--format", "png"],
+    ],
 )
 def test_options_that_argparse_does_not_know_are_exit_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as left:

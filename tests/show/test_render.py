@@ -135,10 +135,18 @@ def test_awkward_names_stay_apart_and_are_escaped():
 @pytest.mark.parametrize(
     ("plates", "sizes", "nesting", "titles"),
     [
-        (["obs", "county"], {"obs": 9, "county": 3}, {"obs": ["county"]}, ["county (3)", "obs (9 in all)"]),
+        (
+            ["obs", "county"],
+            {"obs": 9, "county": 3},
+            {"obs": ["county"]},
+            ["county (3)", "obs (9 in all)"],
+        ),
         (["a", "b"], {"b": 2, "a": 3}, {}, ["b (2)", "a (3)"]),
     ],
-    ids=["a ragged plate inside those it determines", "plates of the same sites as they were given"],
+    ids=[
+        "a ragged plate inside those it determines",
+        "plates of the same sites as they were given",
+    ],
 )
 def test_plates_are_drawn_in(plates, sizes, nesting, titles):
     of_sites = {"y": plates, "w": plates}
@@ -196,7 +204,9 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch, format)
 
 
 def test_an_unknown_format_is_an_error():
-    with pytest.raises(ValueError, match="one of text, mermaid, dot, graphviz, png, .*; got 'ascii'"):
+    with pytest.raises(
+        ValueError, match="one of text, mermaid, dot, graphviz, png, .*; got 'ascii'"
+    ):
         render(plain(2), "ascii")
 
 

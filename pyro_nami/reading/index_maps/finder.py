@@ -48,7 +48,9 @@ class MapPlan(NamedTuple):
     dims: dict[str, int]
 
 
-def find_maps(run: RunModel, plans: Sequence[MapPlan], held: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+def find_maps(
+    run: RunModel, plans: Sequence[MapPlan], held: Mapping[str, Tensor]
+) -> dict[Key, Tensor]:
     """Returns the index map ``(size_q,)`` of each pair of plates (q, p), in 2 ceil(log2 J) + 1 runs a plan.
 
     Args:
@@ -133,7 +135,10 @@ class Trial:
         device = next(iter(self.plan.values.values()))[0].device
         number = torch.arange(self.size, device=device)
         shapes = {name: self.base[name]["fn"].batch_shape for name in self.plan.targets}
-        found = {name: torch.zeros(shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
+        found = {
+            name: torch.zeros(shape, dtype=torch.long, device=device)
+            for name, shape in shapes.items()
+        }
         for bit in range(max(self.size - 1, 0).bit_length()):
             chosen = (number >> bit) & 1 == 1
             with_it, without = self.moved(chosen), self.moved(~chosen)
@@ -143,7 +148,10 @@ class Trial:
                 found[name] = read.masked_fill(~(on | off), NONE).masked_fill(on & off, SEVERAL)
             if all((index == SEVERAL).any() | (index == NONE).all() for index in found.values()):
                 break
-        return {name: index.masked_fill(index >= max(self.size, 1), SEVERAL) for name, index in found.items()}
+        return {
+            name: index.masked_fill(index >= max(self.size, 1), SEVERAL)
+            for name, index in found.items()
+        }
 
 
 def along(index: Tensor, dim: int) -> Tensor | None:

@@ -18,13 +18,18 @@ __all__ = ["check_map", "given_by_plates"]
 Pair = tuple[str, str]
 
 
-def given_by_plates(probe: Probe, given: Mapping[Pair, Any]) -> tuple[dict[Pair, Tensor], dict[Pair, Pair]]:
+def given_by_plates(
+    probe: Probe, given: Mapping[Pair, Any]
+) -> tuple[dict[Pair, Tensor], dict[Pair, Pair]]:
     """Returns the maps of a user, checked, by plates (q, p), and these plates by pair ``(latent, site)``."""
     maps: dict[Pair, Tensor] = {}
     pairs: dict[Pair, Pair] = {}
     for pair, index in given.items():
         latent, name = pair
-        for site, kind, sites in ((latent, "latent", probe.latent), (name, "sample site", probe.order)):
+        for site, kind, sites in (
+            (latent, "latent", probe.latent),
+            (name, "sample site", probe.order),
+        ):
             if site not in sites:
                 raise ValueError(
                     f"Expected pairs (latent, site) of the model in `index_maps`; got {pair!r}, where {site!r} is no "
@@ -37,7 +42,9 @@ def given_by_plates(probe: Probe, given: Mapping[Pair, Any]) -> tuple[dict[Pair,
                 f"into; got {outer or 'none'}. Leave the pair out of `index_maps`."
             )
         rows = check_map(pair, index, outer[0], probe.sizes[outer[0]]).to(probe.base[latent].device)
-        apart = [frame.name for frame in probe.frames[name] if frame.name not in probe.plates_of[latent]]
+        apart = [
+            frame.name for frame in probe.frames[name] if frame.name not in probe.plates_of[latent]
+        ]
         inner = [plate for plate in apart if probe.sizes[plate] == len(rows)]
         if len(inner) != 1:
             raise ValueError(
@@ -59,7 +66,9 @@ def check_map(pair: Pair, index: Any, plate: str, size: int) -> Tensor:
     """Returns a user's index map of a pair ``(latent, site)``, checked to point into a plate of ``size`` instances."""
     if not isinstance(index, Tensor) or index.dtype == torch.bool or index.is_floating_point():
         kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
-        raise TypeError(f"Expected the index map of {pair!r} to be a tensor of integers; got {kind}.")
+        raise TypeError(
+            f"Expected the index map of {pair!r} to be a tensor of integers; got {kind}."
+        )
     if index.dim() != 1:
         raise ValueError(
             f"Expected the index map of {pair!r} to have one dim, the instances of a plate of '{pair[1]}'; got shape "

@@ -75,9 +75,19 @@ class Nesting:
     """
 
     def __init__(
-        self, probe: Probe, found: Dependencies, given: Mapping[Key, Tensor], pairs: Mapping[Key, Key]
+        self,
+        probe: Probe,
+        found: Dependencies,
+        given: Mapping[Key, Tensor],
+        pairs: Mapping[Key, Key],
     ) -> None:
-        self.probe, self.parents, self.hidden, self.given, self.pairs = probe, found.parents, found.hidden, given, pairs
+        self.probe, self.parents, self.hidden, self.given, self.pairs = (
+            probe,
+            found.parents,
+            found.hidden,
+            given,
+            pairs,
+        )
         self.maps: dict[Key, Tensor] = dict(given)
         self.latents = probe.latent & probe.changeable
         self.finished = True
@@ -109,7 +119,9 @@ class Nesting:
             for route in routes(self.maps, start):
                 ways.setdefault(route.end, []).append(route)
             for end, found in ways.items():
-                crossed = end == start or any({start, end} <= plates for plates in self.probe.plates_of.values())
+                crossed = end == start or any(
+                    {start, end} <= plates for plates in self.probe.plates_of.values()
+                )
                 if crossed or any(not torch.equal(found[0].rows, route.rows) for route in found):
                     keys = {key for route in found for key in route.maps}
                     if keys <= self.given.keys():
@@ -124,12 +136,18 @@ class Nesting:
         """Whether maps align sites in a plate that the user did not say are."""
         if any(p == plate for _, p in self.maps.keys() - self.given.keys()):
             return True
-        return self.probe.budget > 0 and any(pair not in self.pairs for pair in self._aligned(plate))
+        return self.probe.budget > 0 and any(
+            pair not in self.pairs for pair in self._aligned(plate)
+        )
 
     def _untestable(self, plate: str) -> set[Key]:
         """The maps that would align a plate of sites whose edge no run of the model can test."""
         testable = self.latents | self.probe.arguments
-        pairs = [(u, name) for u, name in self._aligned(plate) if name in self.hidden or u not in testable]
+        pairs = [
+            (u, name)
+            for u, name in self._aligned(plate)
+            if name in self.hidden or u not in testable
+        ]
         return set().union(*(self._responsible(name, plate) for _, name in pairs))
 
     def _violation(self, plate: str) -> set[Key]:
@@ -142,9 +160,13 @@ class Nesting:
         names = [name for name in places if name not in self.hidden]
         aligned = {u for u, _ in self._aligned(plate)}
         data = [u for u in probe.order if u in probe.arguments and u in aligned]
-        fewest = min(len(place.rows) for name, place in places.items() if plate not in probe.plates_of[name])
+        fewest = min(
+            len(place.rows) for name, place in places.items() if plate not in probe.plates_of[name]
+        )
         try:
-            for number in range(min(max(_FEWEST_ROUNDS, math.ceil(_ENOUGH_ROWS / max(fewest, 1))), _MOST_ROUNDS)):
+            for number in range(
+                min(max(_FEWEST_ROUNDS, math.ceil(_ENOUGH_ROWS / max(fewest, 1))), _MOST_ROUNDS)
+            ):
                 # In the first round discrete latents are sure to differ from their base values.
                 new = (probe.sample,) if number else (probe.redraw, self.latents, probe.first)
                 origin = probe.attempt(*new)
@@ -152,7 +174,9 @@ class Nesting:
                     run = probe.attempt(probe.redraw_rows, origin, places, half, data)
                     erring = [_strays(origin, run, name, places[name], half) for name in names]
                     if erring and torch.stack(erring).any():
-                        return self._erring(next(name for name, errs in zip(names, erring) if errs), plate)
+                        return self._erring(
+                            next(name for name, errs in zip(names, erring) if errs), plate
+                        )
         except (OutOfBudget, KeyError) as error:  # KeyError: the model fails at all these values
             self.finished &= isinstance(error, KeyError)
             return self._keys({q for q, _ in self.maps}, plate)
@@ -160,7 +184,12 @@ class Nesting:
 
     def _places(self, plate: str) -> dict[str, Place]:
         """For each site that lies in a plate, itself or by maps: a batch dim, and the instances of its rows there."""
-        ways = {q: route.rows for q, _ in self.maps for route in routes(self.maps, q) if route.end == plate}
+        ways = {
+            q: route.rows
+            for q, _ in self.maps
+            for route in routes(self.maps, q)
+            if route.end == plate
+        }
         ways[plate] = torch.arange(self.probe.sizes[plate])
         return {
             name: Place(frame.dim, ways[frame.name].to(self.probe.device))
@@ -171,7 +200,10 @@ class Nesting:
 
     def _aligned(self, plate: str) -> list[Key]:
         """The pairs (parent, site) that maps alone say are aligned in a plate."""
-        inside = {plate, *(q for q, _ in self.maps if any(way.end == plate for way in routes(self.maps, q)))}
+        inside = {
+            plate,
+            *(q for q, _ in self.maps if any(way.end == plate for way in routes(self.maps, q))),
+        }
         places, plates_of = self._places(plate), self.probe.plates_of
         return [
             (u, name)
@@ -206,7 +238,10 @@ class Nesting:
 
 def _strays(origin: Run, run: Run, name: str, place: Place, changed: Tensor) -> Tensor:
     """Whether a site moves, boolean ``()``, outside of the instances ``(size,)`` of a plate that were changed."""
-    moves, apart = moved(origin.sites[name], run.sites.get(name)), ~changed.to(place.rows.device)[place.rows]
+    moves, apart = (
+        moved(origin.sites[name], run.sites.get(name)),
+        ~changed.to(place.rows.device)[place.rows],
+    )
     return (moves & spread(apart, place.dim).to(moves.device)).any().to(changed.device)
 
 

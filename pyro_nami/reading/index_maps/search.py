@@ -66,9 +66,13 @@ class _Search:
 
     def __init__(self, nesting: Nesting) -> None:
         self.nesting, self.probe, self.parents = nesting, nesting.probe, nesting.parents
-        self.sites: dict[str, Any] = {name: self.probe.trace.nodes[name] for name in self.probe.order}
-        self.accepted: dict[str, dict[str, str]] = {}  # plate -> target -> the plate that its index runs over
-        self.values: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}  # plate -> the values of its plan
+        self.sites: dict[str, Any] = {
+            name: self.probe.trace.nodes[name] for name in self.probe.order
+        }
+        # plate -> target -> the plate that its index runs over
+        self.accepted: dict[str, dict[str, str]] = {}
+        # plate -> the values of its plan
+        self.values: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
 
     def find(self) -> None:
         """Finds candidate maps into every plate, as far as the budget goes."""
@@ -90,7 +94,10 @@ class _Search:
             left = {name: q for name, q in accepted.items() if (q, p) in found}
             if left:
                 read = set().union(*(self.parents[name] for name in left))
-                targets[p], values[p] = left, {u: pair for u, pair in self.values[p].items() if u in read}
+                targets[p], values[p] = (
+                    left,
+                    {u: pair for u, pair in self.values[p].items() if u in read},
+                )
         for (latent, site), (q, p) in self.nesting.pairs.items():
             values[p] = {latent: self._pair(latent), **values.get(p, {})}
             targets.setdefault(p, {})[site] = q
@@ -99,7 +106,9 @@ class _Search:
         return tuple(MapPlan(p, dims[p], values[p], names, over[p]) for p, names in targets.items())
 
     def _find(self, plate: str) -> None:
-        inside = [u for u in self.sites if u in self.nesting.latents and plate in self.probe.plates_of[u]]
+        inside = [
+            u for u in self.sites if u in self.nesting.latents and plate in self.probe.plates_of[u]
+        ]
         targets = [name for name in self.sites if self._is_target(name, plate, inside)]
         latents = [u for u in inside if any(u in self.parents[name] for name in targets)]
         plan = self._moving_plan(plate, latents, targets) if targets else None
@@ -126,7 +135,9 @@ class _Search:
             except KeyError:  # the model fails at these values, so that sites are missing
                 continue
             full = self._moving_plates(rows)
-            moving = [name for name in targets if rows[name].any() and full & self.probe.plates_of[name]]
+            moving = [
+                name for name in targets if rows[name].any() and full & self.probe.plates_of[name]
+            ]
             if len(moving) > len(best.targets):
                 best = plan._replace(targets=dict.fromkeys(moving, ""))
             if len(moving) == len(targets):
@@ -146,11 +157,17 @@ class _Search:
         """Runs of the model with values of first instances, expanded to the shape of their sites."""
 
         def run(values: Mapping[str, Tensor]) -> Mapping[str, Any]:
-            full = {name: value.expand(self.probe.base[name].shape) for name, value in values.items()}
+            full = {
+                name: value.expand(self.probe.base[name].shape) for name, value in values.items()
+            }
             return self.probe.attempt(self.probe.run, full).sites
 
-        held = [name for name in self.sites if name in self.nesting.latents and name not in plan.values]
-        return Trial(run, plan, {name: self._first_instance(name, self.probe.base[name]) for name in held})
+        held = [
+            name for name in self.sites if name in self.nesting.latents and name not in plan.values
+        ]
+        return Trial(
+            run, plan, {name: self._first_instance(name, self.probe.base[name]) for name in held}
+        )
 
     def _pair(self, name: str) -> tuple[Tensor, Tensor]:
         fn = self.sites[name]["fn"]
@@ -171,7 +188,8 @@ class _Search:
         varying = {
             q: row
             for q, row in rows.items()
-            if row is not None and (len(rows) == 1 or index.numel() == 1 or len(row[row != NONE].unique()) > 1)
+            if row is not None
+            and (len(rows) == 1 or index.numel() == 1 or len(row[row != NONE].unique()) > 1)
         }
         if len(varying) != 1 or bool((index == SEVERAL).any()):
             return
