@@ -189,7 +189,9 @@ def amortize(
     rows = torch.arange(draws.num)
     train, validation = draws.select(rows[held_out:]), draws.select(rows[:held_out])
     steps = steps or _steps(draws.num)
-    plain, learned, given_up = guide, list[str](), dict[str, Any]()
+    plain = guide
+    learned = list[str]()
+    given_up = dict[str, Any]()
     if plain is None:
         plain, learned, given_up = _plain(simulator, draws, own=isinstance(simulations, int))
         if not plain.num_parameters:
@@ -302,10 +304,8 @@ def _misfits(guide: AutoNaMIGuide, simulator: Simulator, draws: JointDraws | Non
             part.latents, *simulator.args, **{**simulator.kwargs, "observations": part.observed}
         )
         found = {name: found.get(name, 0) + flags.sum(1) for name, flags in seen.items()}
-    chance, none_at = (
-        draws.num / (RANKED + 1),
-        0 if guide.num_parameters else _TOLERATED * draws.num,
-    )
+    chance = draws.num / (RANKED + 1)
+    none_at = 0 if guide.num_parameters else _TOLERATED * draws.num
     most = chance + 6 * chance**0.5
     shares = {
         name: _NEWTON if note.rule == "newton" else _TOLERATED for name, note in guide.rules.items()

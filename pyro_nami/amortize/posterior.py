@@ -191,10 +191,8 @@ class AmortizedPosterior:
             )
             return _changed(found, lambda part: part.squeeze(1))
         target, _ = Target(self.model, None, self.args, self.kwargs).observing(data)
-        num, elements = (
-            drawn.num_samples,
-            sum(value[0, 0].numel() for value in drawn.samples.values()),
-        )
+        num = drawn.num_samples
+        elements = sum(value[0, 0].numel() for value in drawn.samples.values())
         drawn = WeightedSamples(
             drawn.samples, drawn.log_weights, drawn.plates, Pool.none(drawn.log_evidence)
         )

@@ -89,10 +89,8 @@ def next_round(
 ) -> JointDraws:
     """Returns the simulations so far that lie in the guide's region, and ``num`` new ones there."""
     region = Region(simulator, guide, data)
-    kept, new = (
-        draws.select(region.holds(draws.latents)),
-        simulator.draw(num, latents=region.draw(num)),
-    )
+    kept = draws.select(region.holds(draws.latents))
+    new = simulator.draw(num, latents=region.draw(num))
     latents, observed = (
         {name: torch.cat((old[name], add[name])) for name in old}
         for old, add in zip(kept[:2], new[:2])

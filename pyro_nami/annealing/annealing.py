@@ -252,7 +252,9 @@ def _anneal(
     """Runs all chains of a chunk of data sets along the path; those behind ``num_chains`` are pilots."""
     schedule, num_chains = options.schedule, options.num_chains
     state = ChainState(position, path.value(position))
-    acceptance, count, steps = torch.zeros_like(state.value.start), 0, 0
+    acceptance = torch.zeros_like(state.value.start)
+    count = 0
+    steps = 0
     now, log_evidence, variance = reached or (
         acceptance[0] + schedule[0],
         acceptance[0],
@@ -265,7 +267,9 @@ def _anneal(
         .expand(acceptance.shape)
     )
     while not count or (now != schedule[-1]).any():
-        count, before, ratio = count + 1, now, state.value.ratio
+        count = count + 1
+        before = now
+        ratio = state.value.ratio
         if options.conditional_ess is None:
             now = torch.full_like(now, schedule[count])
         else:

@@ -219,11 +219,9 @@ def calibrate(
     """
     posterior = guide if isinstance(guide, AmortizedPosterior) else None
     if posterior is not None:
-        guide, args, kwargs = (
-            posterior.guide,
-            args or posterior.args,
-            {**posterior.kwargs, **kwargs},
-        )
+        guide = posterior.guide
+        args = args or posterior.args
+        kwargs = {**posterior.kwargs, **kwargs}
     _check_options(
         guide, level, num_datasets=num_datasets, num_draws=num_draws, chunk_size=chunk_size
     )

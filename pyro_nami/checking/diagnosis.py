@@ -129,11 +129,9 @@ class Diagnosis:
     def _weights(self) -> Check | None:
         if self.effective_sample_size is None or self.pareto_k is None:
             return None
-        shares, k, unreliable = (
-            self.effective_sample_size / self.num_samples,
-            self.pareto_k,
-            self.unreliable,
-        )
+        shares = self.effective_sample_size / self.num_samples
+        k = self.pareto_k
+        unreliable = self.unreliable
         text = (
             f"Importance sampling: {len(k):,} data sets, {self.num_samples:,} draws each\n"
             f"  effective sample size / draws: median {float(shares.median()):.0%}, lowest {float(shares.min()):.0%}\n"
@@ -223,11 +221,9 @@ def diagnose(
     judged = guide
     model = getattr(guide, "model", None) if model is None else model
     if isinstance(guide, AmortizedPosterior):
-        args, kwargs, history = (
-            args or guide.args,
-            {**guide.kwargs, **kwargs},
-            history or guide.history,
-        )
+        args = args or guide.args
+        kwargs = {**guide.kwargs, **kwargs}
+        history = history or guide.history
         guide = guide.guide
     if not callable(model):
         raise TypeError("Expected a guide with a model, or model=...; got neither.")

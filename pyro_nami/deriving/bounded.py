@@ -55,8 +55,13 @@ class LinearBernoulli(Expansion):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._orders, self._observed, self.prior_logits = orders, observed, dict[str, Tensor]()
-        self._args, self._kwargs, self._at, self._rounds = args, kwargs, at or {}, 1
+        self._orders = orders
+        self._observed = observed
+        self.prior_logits = dict[str, Tensor]()
+        self._args = args
+        self._kwargs = kwargs
+        self._at = at or {}
+        self._rounds = 1
         self._logits: dict[str, Tensor] = {}
         self._slopes: dict[str, Tensor] = {}
         # member -> part of the last gap gone, and that gap

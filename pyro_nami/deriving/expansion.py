@@ -79,12 +79,10 @@ class Expansion:
         away: float | None = None,
         given: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.group, self.nesting, self.away, self.differentiable = (
-            group,
-            nesting,
-            away,
-            differentiable,
-        )
+        self.group = group
+        self.nesting = nesting
+        self.away = away
+        self.differentiable = differentiable
         self._given = given or {}
         self.until = (*group.members, *group.children)
         self.priors: dict[str, Any] = {}
@@ -182,10 +180,8 @@ class Expansion:
     def choose(self, name: str, prior: Any) -> Tensor:
         """Returns a member's values at the points, given its prior."""
         leading = self.leading if self.count is None else torch.Size((self.count, *self.leading))
-        batch, event = (
-            broadcast(leading, torch.Size(prior.batch_shape)),
-            torch.Size(prior.event_shape),
-        )
+        batch = broadcast(leading, torch.Size(prior.batch_shape))
+        event = torch.Size(prior.event_shape)
         if len(batch) > len(leading):
             raise RuntimeError(
                 f"'{name}' has more batch dims than its plates and the dims of the points."
@@ -232,7 +228,9 @@ class Expansion:
         need not be the ``whole`` of it: its scale does not depend on the members.
         """
         site = sites[name]
-        fn, value, mask = site["fn"], without_gaps(site), site["mask"]
+        fn = site["fn"]
+        value = without_gaps(site)
+        mask = site["mask"]
         if whole or type(fn) is not dist.Normal:
             return self.density(sites, name).sum(), None
         cotangent = (value - fn.loc) * self.precision(sites, name)
@@ -242,10 +240,8 @@ class Expansion:
 
     def precision(self, sites: Mapping[str, Any], name: str) -> Any:
         """Returns a Normal site's precision, at its scale relative to that of the members; size 1 where it is one."""
-        precision, weight = (
-            narrowed(sites[name]["fn"].scale).square().reciprocal(),
-            self.weight(sites, name),
-        )
+        precision = narrowed(sites[name]["fn"].scale).square().reciprocal()
+        weight = self.weight(sites, name)
         return precision if weight is None else precision * weight
 
     def weight(self, sites: Mapping[str, Any], name: str) -> Any:

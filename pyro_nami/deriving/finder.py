@@ -117,7 +117,9 @@ class Finder(Refutation):
         ):
             self.block()  # which tells what is to be taken for flat
         found: dict[str, ConjugateGroup] = {}
-        exact, failed, halved = self._dependencies(inverse), frozenset[str](), False
+        exact = self._dependencies(inverse)
+        failed = frozenset[str]()
+        halved = False
         for i, name in enumerate(order):
             members = self._members(name, order[i:]) if name not in found else []
             group = self._group(sorted(members, key=order.index), inverse) if members else None
@@ -215,10 +217,8 @@ class Finder(Refutation):
         latents = [name for name in latents if self._is_able(name)]
         taken, single = {child for name in block for child in self._data(name)}, []
         for name in latents:
-            data, alone = (
-                self._data(name),
-                not self._is_normal(name) and self._children(name) == self._data(name),
-            )
+            data = self._data(name)
+            alone = not self._is_normal(name) and self._children(name) == self._data(name)
             if alone and data.isdisjoint(taken) and self._is_block([name]):
                 single.append(name)
                 taken |= data

@@ -101,12 +101,10 @@ class FromConstants(JointGaussian):
         self, *args: Any, constants: Constants, forget: Callable[[], None], is_rounded: bool = False
     ) -> None:
         super().__init__(*args, differentiable=True, sizes=constants.sizes)
-        self.count, self._constants, self._forget, self._is_rounded = (
-            None,
-            constants,
-            forget,
-            is_rounded,
-        )
+        self.count = None
+        self._constants = constants
+        self._forget = forget
+        self._is_rounded = is_rounded
         self.shapes, self.references = constants.shapes, constants.references
         self._bases: dict[str, Any] = {}
 
@@ -195,17 +193,17 @@ class _OfOne(SecondOrder):
 
     def levels(self, sites: Mapping[str, Any], part: str) -> list[Level]:
         """Returns the levels by one child, those that are lifted with one for each member."""
-        self.part, self._levels, found = part, [], []
+        self.part = part
+        self._levels = []
+        found = []
         self._read(sites, whole=False)
         for names, level in zip(self._by_level(), self._levels):
             rows, prior = (
                 _first(each.detach(), self.nesting + 2) for each in (level.rows, level.prior)
             )
             for some in [[name] for name in names] if self._is_lifted(names[0]) else [names]:
-                begin, size = (
-                    self._first[some[0]] - level.start,
-                    sum(self.sizes[name] for name in some),
-                )
+                begin = self._first[some[0]] - level.start
+                size = sum(self.sizes[name] for name in some)
                 own = (..., slice(begin, begin + size), slice(begin, None))
                 found.append(
                     Level(
@@ -238,7 +236,9 @@ def constants_of(
     there = SecondOrder(group, leading, nesting, True, sizes=sizes)
     with expanding():
         sites = run(probe.points, probe.until)
-    there.shapes, there.flat, points = probe.shapes, probe.flat, dict[str, Tensor]()
+    there.shapes = probe.shapes
+    there.flat = probe.flat
+    points = dict[str, Tensor]()
     there.references, there._steps = probe.references, {name: torch.ones(1) for name in probe.flat}
     dims = {name: nesting + len(prior.event_shape) for name, prior in probe.priors.items()}
     references = {name: _first(value, dims[name]) for name, value in probe.references.items()}
@@ -280,10 +280,8 @@ def constants_of(
     probe.factors = factors
     with derivatives():
         rows = {name: probe.levels(sites, name) for name in group.children if name in sites}
-    parts, kept = (
-        list(_parts(there, rows, factors, scales)),
-        [_told(*mark).detach().clone() for mark in marks],
-    )
+    parts = list(_parts(there, rows, factors, scales))
+    kept = [_told(*mark).detach().clone() for mark in marks]
     return Constants(
         points, probe.shapes, references, dict(probe.sizes), factors, scales, kept, parts
     )
@@ -356,10 +354,8 @@ def _scales(expansion: SecondOrder, names: Mapping[str, int]) -> Tensor:
     """Returns the priors' scales of a level, ``(*batch, *plates, E, 1)``; of size 1 where they are one number."""
     found = []
     for name, size in names.items():
-        whole, dims = (
-            expansion._base(name).scale,
-            expansion.nesting + len(expansion.priors[name].event_shape),
-        )
+        whole = expansion._base(name).scale
+        dims = expansion.nesting + len(expansion.priors[name].event_shape)
         scale = narrowed(whole)
         cut = max(0, scale.dim() - dims)
         if scale.shape[cut:].numel() == 1:

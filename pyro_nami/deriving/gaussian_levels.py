@@ -144,10 +144,8 @@ class Level(NamedTuple):
         else:
             ridge = 4 * eps * precision.detach().diagonal(dim1=-2, dim2=-1).abs()
             lower = torch.linalg.cholesky_ex(precision + torch.diag_embed(ridge))[0]
-            whitening, gain = (
-                lower.mT / scale.mT,
-                torch.linalg.solve_triangular(lower, scale * rest, upper=False),
-            )
+            whitening = lower.mT / scale.mT
+            gain = torch.linalg.solve_triangular(lower, scale * rest, upper=False)
         undecided = self._undecided(precision.detach(), rounding)
         return whitening, self._replace(start=self.start + self.size, rows=gain, open=undecided)
 

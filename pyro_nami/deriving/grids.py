@@ -64,15 +64,11 @@ class Mass:
             total * (-at * at / 2).exp() / (math.sqrt(2 * math.pi) * self.density.clamp(min=tiny))
         )
         # Where tails are too small the map goes on as a straight line.
-        known, grid = (
-            (tail > _SMALLEST).long(),
-            grid_like(at.shape[-1], at[..., 0]).movedim(0, -1).expand(at.shape),
-        )
+        known = (tail > _SMALLEST).long()
+        grid = grid_like(at.shape[-1], at[..., 0]).movedim(0, -1).expand(at.shape)
         index = torch.arange(at.shape[-1], device=at.device)
-        first, last = (
-            known.argmax(-1, keepdim=True),
-            len(index) - 1 - known.flip(-1).argmax(-1, keepdim=True),
-        )
+        first = known.argmax(-1, keepdim=True)
+        last = len(index) - 1 - known.flip(-1).argmax(-1, keepdim=True)
         for edge, beyond in ((first, index < first), (last, index > last)):
             start, place, slope = (each.gather(-1, edge) for each in (at, grid, slopes))
             at = torch.where(beyond, start + (grid - place) / slope, at)

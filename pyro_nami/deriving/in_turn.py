@@ -54,7 +54,9 @@ class ChildTerm(NamedTuple):
 
     def gain(self, before: Tensor, index: Any = slice(None)) -> Tensor:
         """Returns log odds of elements ``index``, ``(*, *batch)``, given what those before add to the predictor."""
-        without, added, entries = self.rest[index], self.added[index], None
+        without = self.rest[index]
+        added = self.added[index]
+        entries = None
         if self.entries is not None and isinstance(index, int):
             entries = self.entries[index]
             without, added = without[..., entries], added[..., entries]
@@ -123,7 +125,9 @@ class InTurn(Expansion):
         observed: Collection[str] = (),
     ) -> None:
         super().__init__(bounded.group, bounded.leading, bounded.nesting, bounded.differentiable)
-        self._bounded, self._orders, self.finite = bounded, orders, bounded.finite
+        self._bounded = bounded
+        self._orders = orders
+        self.finite = bounded.finite
         self._sites = sites
         stops = list(itertools.accumulate(order.num_elements for order in orders.values()))
         self._places = {
@@ -132,10 +136,8 @@ class InTurn(Expansion):
         self.count = 1 + stops[-1]
         self._observed = dict[str, Tensor]()
         for name in observed:
-            value, dims = (
-                sites[name]["value"],
-                len(self.leading) + len(sites[name]["fn"].event_shape),
-            )
+            value = sites[name]["value"]
+            dims = len(self.leading) + len(sites[name]["fn"].event_shape)
             value = value.reshape((1,) * (1 + dims - value.dim()) + value.shape)
             self._observed[name] = value.expand(self.count, *value.shape[1:])
 
@@ -144,7 +146,9 @@ class InTurn(Expansion):
         return super().points | self._observed
 
     def start(self, name: str, prior: Any, shape: torch.Size) -> Tensor:
-        order, place, event = self._orders[name], self._places[name], prior.event_shape
+        order = self._orders[name]
+        place = self._places[name]
+        event = prior.event_shape
         n, batch_dim = order.num_elements, len(shape) - 1 - len(event)
         unit = torch.eye(n, dtype=prior.mean.dtype, device=prior.mean.device).reshape(
             n, *(1,) * batch_dim, n
@@ -160,10 +164,8 @@ class InTurn(Expansion):
         self._added: dict[str, Tensor] = {}
         self._entries: dict[str, list[Tensor] | None] = {}
         for name in (name for name in self.group.children if name in sites):
-            s, event_dim = (
-                _bound_of(sites[name]).predictor(sites[name]["fn"]),
-                len(sites[name]["fn"].event_shape),
-            )
+            s = _bound_of(sites[name]).predictor(sites[name]["fn"])
+            event_dim = len(sites[name]["fn"].event_shape)
             # a member that this call observes depends on no other
             if s.dim() <= len(self.leading) + event_dim:
                 continue

@@ -179,7 +179,10 @@ class JointGaussian(SecondOrder):
             or torch.jit.is_tracing()
         ):
             return None
-        means, steps, away, narrower = self.means(), self._lengths, [], []
+        means = self.means()
+        steps = self._lengths
+        away = []
+        narrower = []
         for names, level in zip(self._by_level(), self._levels):
             roots = level.prior[..., : level.size].detach().diagonal(dim1=-2, dim2=-1)
             moved = torch.cat([self._moved(name, means[name].detach()) for name in names], -1)
@@ -225,10 +228,8 @@ class JointGaussian(SecondOrder):
         held = self._held(name, self.shapes[name])
         plates = len(held) - len(event_shape)
         loc, lower = loc.flip(-1), upper.flip(-1, -2).to(like)
-        lead, rows_lead = (
-            loc.shape[: loc.dim() - 1 - plates],
-            lower.shape[: lower.dim() - 2 - plates],
-        )
+        lead = loc.shape[: loc.dim() - 1 - plates]
+        rows_lead = lower.shape[: lower.dim() - 2 - plates]
         lead = trimmed(lead, None if dims is None else max(0, dims - plates))
         held = held[max(0, plates - dims) :] if dims is not None and not lead else held
         rows_lead = rows_lead[max(0, len(rows_lead) - len(lead)) :]

@@ -103,7 +103,10 @@ class Marginal:
         log_density: Callable[[Mapping[str, Tensor]], Tensor],
         near: Marginal | None = None,
     ) -> None:
-        self.group, self._layouts, self._like, self._log_density = group, layouts, like, log_density
+        self.group = group
+        self._layouts = layouts
+        self._like = like
+        self._log_density = log_density
         count = len(group.members)
         self._size, self._ndims = _POINTS[count - 1], middle[0].dim()
         grid = torch.linspace(-1, 1, self._size, dtype=torch.float64, device=middle[0].device)
@@ -193,10 +196,15 @@ class Marginal:
 
     def _moved(self) -> GridBox | None:
         """Returns the next box, None if this one fits."""
-        box, table, axes = self.box, self._table, tuple(range(len(self.group.members)))
+        box = self.box
+        table = self._table
+        axes = tuple(range(len(self.group.members)))
         kept = table > table.amax(axes, keepdim=True) - _DEPTH
         slide, fits = self._slide() if len(axes) == 2 else (box.slide, torch.ones_like(self._fits))
-        middle, half, shift, step = [], [], torch.zeros_like(slide), 2 / (self._size - 1)
+        middle = []
+        half = []
+        shift = torch.zeros_like(slide)
+        step = 2 / (self._size - 1)
         for axis, grid in enumerate(self._grids):
             # What of the second one's place the first does not tell, at points that are kept.
             off = box.half[axis] * grid + (

@@ -348,10 +348,8 @@ class Newton(JointGaussian):
         """Returns how far rounding may take these: constants that cancel in a count's are as large as log(count!)."""
         found, names = [], [name for name in self.group.children if name in sites]
         for name in names:
-            density, value = (
-                self.density(sites, name).detach(),
-                without_gaps(sites[name]).detach().abs(),
-            )
+            density = self.density(sites, name).detach()
+            value = without_gaps(sites[name]).detach().abs()
             value, events = value.double().nan_to_num(), len(sites[name]["fn"].event_shape)
             # a factor's has no elements
             value = pad(value.flatten(-events), (0, 1)).amax(-1) if events else value

@@ -230,15 +230,15 @@ class Refutation:
 
         The density is looked at as well as its slopes, since what the model detaches, or compares, has no slope.
         """
-        kind, distances = (
-            expansion_of(group),
-            _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)[: 1 if only else None],
-        )
+        kind = expansion_of(group)
+        distances = _PROBED_AT.get(group.form, _OTHERS_PROBED_AT)[: 1 if only else None]
         children = ", ".join(map(repr, group.children))
         of = "a bound on " if group.bound else ""
         what = f"{of}the log density of {children} does not {_ASKED.get(group.form, f'add to a {group.form} prior')}"
         at = functools.partial(kind, group, (1,) * self.nesting, self.nesting, False)
-        here, flat, in_the_end = at(), False, ""
+        here = at()
+        flat = False
+        in_the_end = ""
         line: list[Any]
         if group.form == "Gaussian" and group.flat:
             here, line, beyond, in_the_end = self._about_flat(

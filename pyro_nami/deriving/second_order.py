@@ -157,7 +157,9 @@ class SecondOrder(Expansion):
 
     def _whitening(self, name: str, loc: Tensor, moved: bool, begin: int) -> Tensor:
         """Returns S^-1 (x_k - B x - d), which has the prior N(0, I): ``(*batch, *plates, E, columns)``."""
-        shape, size, base = self.shapes[name], self.sizes[name], self._base(name)
+        shape = self.shapes[name]
+        size = self.sizes[name]
+        base = self._base(name)
         own, after = self._first[name], self._first[name] + size
         points = shape if self.count is not None else (1, *shape)
         loc = loc - self.references[name]

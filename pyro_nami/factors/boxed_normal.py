@@ -122,7 +122,9 @@ class BoxedNormal(JointNormal):
 
     def _log_mass(self, noise: Tensor, below: Tensor, above: Tensor) -> Tensor:
         """Returns the log of a standard Normal's mass between two numbers; a number between these helps to tell."""
-        noise, below, above = noise.double(), below.double(), above.double()
+        noise = noise.double()
+        below = below.double()
+        above = above.double()
         zero, one = torch.zeros_like(noise), torch.ones_like(noise)
         at = torch.minimum(torch.maximum(noise, below), above)
         cut = TruncatedNormal(zero, one, below, above, validate_args=False).log_prob(at)

@@ -44,12 +44,10 @@ class SiteDistribution(PathScored):
     arg_constraints: dict[str, constraints.Constraint] = {}
 
     def __init__(self, elements: Elements, layout: Layout) -> None:
-        self._elements, self._layout, self._latest, self._support = (
-            elements,
-            layout,
-            NO_DRAW,
-            layout.support,
-        )
+        self._elements = elements
+        self._layout = layout
+        self._latest = NO_DRAW
+        self._support = layout.support
         batch_shape = elements.shape[:-1]
         if layout.batch_shape:
             batch_shape = torch.broadcast_shapes(batch_shape, layout.batch_shape)
@@ -69,10 +67,8 @@ class SiteDistribution(PathScored):
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> SiteDistribution:
         wide = copy.copy(self)
-        wide._batch_shape, wide._latest = (
-            torch.broadcast_shapes(tuple(batch_shape), self._batch_shape),
-            NO_DRAW,
-        )
+        wide._batch_shape = torch.broadcast_shapes(tuple(batch_shape), self._batch_shape)
+        wide._latest = NO_DRAW
         return wide
 
     def relaxed(self, temperature: float) -> SiteDistribution | None:

@@ -166,7 +166,9 @@ class StableKumaraswamy(dist.Kumaraswamy):
         return (_log_complement(-minus_log_uniform / b) / self.concentration1).exp()
 
     def log_prob(self, value: Tensor) -> Tensor:
-        a, b, log_value = self.concentration1, self.concentration0, value.log()
+        a = self.concentration1
+        b = self.concentration0
+        log_value = value.log()
         return a.log() + b.log() + (a - 1) * log_value + (b - 1) * _log_complement(a * log_value)
 
 

@@ -189,15 +189,21 @@ class SequentialElements(Elements):
         dims: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
-        self._family, self._conditionals, self._anchor = family, conditionals, anchor
+        self._family = family
+        self._conditionals = conditionals
+        self._anchor = anchor
         self.shape, self.has_rsample = batch_shape + (family.num_elements,), family.has_rsample
-        self._dims, self._sizes, self._latest = dims, sizes, NO_DRAW
+        self._dims = dims
+        self._sizes = sizes
+        self._latest = NO_DRAW
         # at which every element is drawn, and read by those after it
         self._temperature: float | None = None
 
     def relaxed(self, temperature: float) -> SequentialElements:
         new = copy.copy(self)
-        new._temperature, new.has_rsample, new._latest = temperature, True, NO_DRAW
+        new._temperature = temperature
+        new.has_rsample = True
+        new._latest = NO_DRAW
         return new
 
     def log_prob(self, x: Tensor) -> Tensor:

@@ -44,7 +44,10 @@ class JointNormal(PathScored):
         event_dim: int,
         elements: Elements | None = None,
     ) -> None:
-        self.loc, self.lower, self._held, self._elements = loc, lower, shape, elements
+        self.loc = loc
+        self.lower = lower
+        self._held = shape
+        self._elements = elements
         self._latest = NO_DRAW
         lead = loc.shape[:-1]  # `torch.broadcast_shapes` takes as long as a draw
         others = [lower.shape[:-2], *([] if elements is None else [elements.shape[:-1]])]

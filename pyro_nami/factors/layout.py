@@ -55,7 +55,9 @@ class Layout:
         num_classes: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.event_shape, self.num_classes, self.dtype = torch.Size(event_shape), num_classes, dtype
+        self.event_shape = torch.Size(event_shape)
+        self.num_classes = num_classes
+        self.dtype = dtype
         self._set_support(support, batch_shape)
         cut = len(event_shape) - element_ndims
         self.num_elements, self.element_shape = math.prod(event_shape[:cut]), self.event_shape[cut:]
@@ -117,10 +119,8 @@ class Layout:
         return _finite(elements if self.element_shape else elements.unsqueeze(-1))
 
     def _set_support(self, support: Constraint, batch_shape: torch.Size) -> None:
-        self.support, self.batch_shape = (
-            support_on(support, len(self.event_shape)),
-            torch.Size(batch_shape),
-        )
+        self.support = support_on(support, len(self.event_shape))
+        self.batch_shape = torch.Size(batch_shape)
 
 
 class LogLayout(Layout):
@@ -215,7 +215,9 @@ class ObservedLayout(UnconstrainedLayout):
 
     def __init__(self, *args: Any, dtype: torch.dtype, marks_nan: bool) -> None:
         super().__init__(*args)
-        self.dtype, self.marks_nan, self.num_features = dtype, marks_nan, 1 + marks_nan
+        self.dtype = dtype
+        self.marks_nan = marks_nan
+        self.num_features = 1 + marks_nan
 
     def elements(self, value: Tensor) -> Tensor:
         return super().elements(value.to(self.dtype))

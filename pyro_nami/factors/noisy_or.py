@@ -58,7 +58,9 @@ class NoisyOr(TorchDistribution):
     ) -> None:
         if self._validate_args if validate_args is None else validate_args:
             _check(weights, leak, z)
-        self.weights, self.leak, self.z = weights, leak, z
+        self.weights = weights
+        self.leak = leak
+        self.z = z
         self.rates = self._rates()
         super().__init__(self.rates.shape[:-1], self.rates.shape[-1:], validate_args=validate_args)
 

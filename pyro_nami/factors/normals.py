@@ -106,7 +106,9 @@ class NormalElements(Elements):
     ) -> None:
         location, raw = params.unbind(-1)
         self.loc, self.log_scale, self.scale = _anchored(location, raw, anchor, evidence)
-        self.shape, self._coupling, self._latest = self.loc.shape, coupling, NO_DRAW
+        self.shape = self.loc.shape
+        self._coupling = coupling
+        self._latest = NO_DRAW
 
     def draw(self, shape: torch.Size) -> Tensor:
         noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
@@ -275,10 +277,8 @@ class MixtureElements(Elements):
             weight = self.log_weight.exp()
             # F - F_k from whichever tail is small, so that it does not cancel.
             lower, upper = ndtr(noise), ndtr(-noise)
-            cdf, survival = (
-                (weight * lower).sum(-1, keepdim=True),
-                (weight * upper).sum(-1, keepdim=True),
-            )
+            cdf = (weight * lower).sum(-1, keepdim=True)
+            survival = (weight * upper).sum(-1, keepdim=True)
             excess = torch.where(cdf < 0.5, cdf - lower, upper - survival)
             tiny = torch.finfo(x.dtype).tiny
             by_log_weight = weight * excess / density.clamp(min=tiny)

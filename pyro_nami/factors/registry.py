@@ -104,7 +104,9 @@ def features_of(name: str, prior: Distribution, value: Tensor) -> Layout:
         prior: the distribution at the site in the prototype run.
         value: observed there, ``(*batch, *event)``.
     """
-    event_shape, support, leaf = torch.Size(prior.event_shape), support_of(prior), innermost(prior)
+    event_shape = torch.Size(prior.event_shape)
+    support = support_of(prior)
+    leaf = innermost(prior)
     if value.shape[value.dim() - len(event_shape) :] != event_shape:
         raise ValueError(
             f'Expected the value of site "{name}" to end in its event shape {tuple(event_shape)}; '

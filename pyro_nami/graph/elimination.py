@@ -56,7 +56,9 @@ def moralize(net: BayesNet) -> dict[Hashable, dict[Hashable, Plates]]:
     Sites a and b are adjacent iff ``b in labels[a]``, and ``labels[a][b] == labels[b][a]`` holds the shared plates
     across which their instances are coupled. A self-edge is there only where it couples distinct instances.
     """
-    names, plates, graph = net.indexed.names, net.indexed.plates, MoralGraph(net)
+    names = net.indexed.names
+    plates = net.indexed.plates
+    graph = MoralGraph(net)
     labels: dict[Hashable, dict[Hashable, Plates]] = {name: {} for name in names}
     for a, name in enumerate(names):
         for b, rows in sorted(graph.rows(a).items()):
@@ -113,7 +115,9 @@ class MoralGraph:
     def __init__(
         self, net: BayesNet, kept: Iterable[int] | None = None, gone: Iterable[int] = ()
     ) -> None:
-        self.net, self.names, self.plates = net, net.indexed.names, net.indexed.plates
+        self.net = net
+        self.names = net.indexed.names
+        self.plates = net.indexed.plates
         self.cliques: list[set[int]] = []
         self.batches: list[Plates] = []
         # the cliques that hold each site

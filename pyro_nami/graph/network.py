@@ -97,10 +97,8 @@ class BayesNet:
         pairs = dict.fromkeys((u, t) for u, t in edges)
         ordered = sites_in_order(sites, pairs)
         rank = {name: i for i, name in enumerate(ordered)}
-        sizes, outer = (
-            plate_sizes_of(ordered, plate_sizes or {}),
-            closed_nesting(ordered, nesting or {}),
-        )
+        sizes = plate_sizes_of(ordered, plate_sizes or {})
+        outer = closed_nesting(ordered, nesting or {})
         nested = {plate: outer[plate] for plate in sizes if outer.get(plate)}
         object.__setattr__(self, "sites", MappingProxyType(ordered))
         object.__setattr__(

@@ -151,7 +151,9 @@ class _Known:
         """Returns the sites of W from which the rest of W does not d-separate this one, which then joins W."""
         site = self.graph.position[name]
         self._include(site)
-        found, families, stack = {site}, set[int](), [site]
+        found = {site}
+        families = set[int]()
+        stack = [site]
         while stack:
             inner = stack.pop()
             for family in (

@@ -71,7 +71,10 @@ class DrawsAhead:
         ``make(count, seed)`` makes draws, ``(count, *site shape)`` each, and leaves the generator as it was.
         """
         if key != self._key:
-            self._spare, self._seeds, self._key, self._left = _Stock(), itertools.count(), key, None
+            self._spare = _Stock()
+            self._seeds = itertools.count()
+            self._key = key
+            self._left = None
         if self._left is None or not torch.equal(torch.get_rng_state(), self._left):
             self._calls, self._row = 0, _Stock()
         self._calls += 1

@@ -117,7 +117,9 @@ def initial_bounds(first: FirstCall, child: str) -> tuple[Tensor, ...]:
     latents = [name for name in first.net.latent if name in first.nodes]
     draws = [{name: draw[name] for name in latents if name in draw} for draw in first.draws]
     runs = [first.run(draw)[child] for draw in draws] or [first.nodes[child]]
-    value, bound, event = runs[0]["value"], bound_for(runs[0]["fn"]), runs[0]["fn"].event_shape
+    value = runs[0]["value"]
+    bound = bound_for(runs[0]["fn"])
+    event = runs[0]["fn"].event_shape
     assert bound is not None
     if all(bool((site["fn"].log_prob(value) == -torch.inf).any()) for site in runs):
         warn(

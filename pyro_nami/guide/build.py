@@ -179,11 +179,9 @@ def _positions(plan: Plan) -> list[Hashable]:
 
 def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor:
     """Returns raw parameters ``(elements, raw)`` at the initial value, averaged over batch plates."""
-    value, scale, factor = (
-        first.nodes[rule.name]["value"],
-        first.options.init_scale,
-        network.factors[rule.name],
-    )
+    value = first.nodes[rule.name]["value"]
+    scale = first.options.init_scale
+    factor = network.factors[rule.name]
     anchor = _anchor(first, rule)
     if rule.expert and anchor is not None:
         raw = initial_expert(rule.family, value, scale, anchor)

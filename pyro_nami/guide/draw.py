@@ -171,7 +171,9 @@ class _DrawingRun(Runner):
     def __init__(self, current: Pass, plan: Plan, call: Call) -> None:
         values = {**call.held, **current.values}
         super().__init__(values, call.indices, until=current.left(), choose=self._point)
-        self._current, self._plan, self._call = current, plan, call
+        self._current = current
+        self._plan = plan
+        self._call = call
         self._drawn: set[str] = set()
         self._group: ConjugateGroup | None = None  # the one that it gave up for
         self._expansion: Expansion | None = None

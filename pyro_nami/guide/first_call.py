@@ -95,10 +95,8 @@ class FirstCall(NamedTuple):
         """
         if isinstance(self.model, Vectorized) or self.is_compiled:
             return None
-        other, check = (
-            Vectorized(self.model, self.plates.nesting),
-            (self.args, self.kwargs, self.draws),
-        )
+        other = Vectorized(self.model, self.plates.nesting)
+        check = (self.args, self.kwargs, self.draws)
         if takes_many(self.model, *check, self.plates.nesting) or not takes_many(
             other, *check, self.plates.nesting
         ):

@@ -50,11 +50,9 @@ def first_ones(
     first: FirstCall, inverse: Inverse, order: Sequence[str], groups: Mapping[str, ConjugateGroup]
 ) -> ConjugateGroup | None:
     """Returns the latents that come first, if all others have exact conditionals given them, and they are few."""
-    rest, nodes, options = (
-        [name for name in order if name not in groups],
-        first.nodes,
-        first.options,
-    )
+    rest = [name for name in order if name not in groups]
+    nodes = first.nodes
+    options = first.options
     hidden = first.found.hidden_randomness
     known = {*first.net.observed, *rest}
     searched = (
@@ -139,7 +137,9 @@ def flaw_of_tables(plan: Plan, call: Call, current: Pass, derive: Callable) -> s
         return "a grid for all rows of data is too large"
     try:
         joint.check_runs_for_many(group)
-        table, values, given = joint.table(group), dict[str, Tensor](), torch.zeros(())
+        table = joint.table(group)
+        values = dict[str, Tensor]()
+        given = torch.zeros(())
         with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
             pyro.set_rng_seed(1)
             for name in group.members:

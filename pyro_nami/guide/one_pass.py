@@ -80,8 +80,12 @@ class Pass:
         relocation: Relocation | None,
         validate: bool,
     ) -> None:
-        self.rules, self.state, self.validate = rules, state, validate
-        self._families, self._derive, self._relocation = families, derive, relocation
+        self.rules = rules
+        self.state = state
+        self.validate = validate
+        self._families = families
+        self._derive = derive
+        self._relocation = relocation
         # families whose support or count varies, as they are in this pass
         self._moved: dict[str, Family] = {}
         self.values: dict[str, Tensor] = {}  # of latents, as the model sees them

@@ -152,12 +152,10 @@ def make_plan(first: FirstCall, derived: Derived) -> Plan:
         ValueError: for options that name what the model lacks.
         NotImplementedError: for a site that no family covers.
     """
-    net, nodes, options, read_masked = (
-        first.net,
-        first.nodes,
-        first.options,
-        first.read_where_masked(),
-    )
+    net = first.net
+    nodes = first.nodes
+    options = first.options
+    read_masked = first.read_where_masked()
     latents = _latents(first)
     inverse, order, interleaved, groups, refused, lost, doubts = derived
     near = {

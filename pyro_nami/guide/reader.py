@@ -97,10 +97,8 @@ class CallReader:
         self.settle()
         given = any(observations.get(name) is not None for name in plan.read)
         trained = memory.mode is Mode.FIXED and memory.history.is_trained
-        subsampled, predicts = (
-            bool(plan.plates.subsampled),
-            trained and not given and backward is None,
-        )
+        subsampled = bool(plan.plates.subsampled)
+        predicts = trained and not given and backward is None
         if predicts and not subsampled and self._has_call(call.model):
             return self._answer(call)
         own = self.own.values_of(call, plates, observations, draws)

@@ -140,7 +140,9 @@ class _Whole:
     def __init__(
         self, draws: JointDraws, size: Callable[[int], int], epochs: _Epochs | None
     ) -> None:
-        self.draws, self.size, self.shuffled = draws, size, epochs is not None
+        self.draws = draws
+        self.size = size
+        self.shuffled = epochs is not None
         self.renew, self.place = epochs or _Epochs(None, {})
         if "latents" in self.place:
             self.draws = draws._replace(latents=self.place["latents"])

@@ -92,7 +92,9 @@ class InferenceCompilation:
     ) -> None:
         self._optimization = optimization_of(optim, scheduler, clip_norm)
         _check_counts(batch_size=batch_size(0) if callable(batch_size) else batch_size)
-        self.model, self.guide, self.batch_size = model, guide, batch_size
+        self.model = model
+        self.guide = guide
+        self.batch_size = batch_size
         self._observed, self._wrap = observed, wrap
         self._trainer: Trainer | None = None
 
@@ -246,7 +248,9 @@ def _train(
     plan: _Schedule,
 ) -> None:
     """Takes the steps of a plan, until its patience or the batches end."""
-    history, done, last = trainer.history, plan.ahead.start, plan.ahead.stop
+    history = trainer.history
+    done = plan.ahead.start
+    last = plan.ahead.stop
     log, show = (plan.log, plan.progress) if trainer.processes.first else (callback(None), False)
     with tqdm(total=last, initial=done, desc="compiling", disable=not show, mininterval=0.2) as bar:
         while done < last and _patient(history, plan) and (batch := next(stream.batches, None)):

@@ -72,7 +72,9 @@ class LatentMoves:
     """
 
     def __init__(self, simulator: Simulator, guide: Callable, num: int) -> None:
-        self.simulator, self.guide, self.num = simulator, guide, num
+        self.simulator = simulator
+        self.guide = guide
+        self.num = num
         self._proposal: Proposal | None = None  # for any data; none where latents cannot be moved
         self._state: dict[str, Any] = {}
 

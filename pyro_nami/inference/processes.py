@@ -27,7 +27,9 @@ class Processes:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self.device, self.rank, self.size = device, 0, 1
+        self.device = device
+        self.rank = 0
+        self.size = 1
         for part in module.modules():
             if isinstance(part, DistributedDataParallel):
                 self.group: Any = part.process_group

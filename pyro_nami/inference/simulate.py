@@ -138,7 +138,9 @@ class Simulator:
         kwargs: Mapping[str, Any] | None = None,
         observed: Sequence[str] = (),
     ) -> None:
-        self.model, self.args, self.kwargs = model, tuple(args), dict(kwargs or {})
+        self.model = model
+        self.args = tuple(args)
+        self.kwargs = dict(kwargs or {})
         given = dict.fromkeys((observed,) if isinstance(observed, str) else observed)
         self.nesting, names = 0, tuple[str, ...]()
         self.latent, self.observed = names, names  # until the first run tells

@@ -39,7 +39,9 @@ class Simulated(TorchDistribution):
     def __init__(
         self, simulator: Callable[[Tensor], Any], theta: Tensor, ndims: int, shape: torch.Size
     ) -> None:
-        self.simulator, self.theta, self._ndims = simulator, theta, ndims
+        self.simulator = simulator
+        self.theta = theta
+        self._ndims = ndims
         super().__init__(theta.shape[: theta.dim() - ndims], shape, validate_args=False)
 
     @constraints.dependent_property
@@ -74,7 +76,9 @@ class SimulatorModel:
     """
 
     def __init__(self, model: Callable, data: Mapping[str, int], weighted: bool = True) -> None:
-        self.model, self.data, self.weighted = model, data, weighted
+        self.model = model
+        self.data = data
+        self.weighted = weighted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _Drawn(self.data, self.weighted):

@@ -55,7 +55,9 @@ class Trainer:
                 f"The model has trainable parameters, {', '.join(map(repr, simulator.trainable))}. The guide is "
                 "compiled for the model as it is, and they are left alone; fit them first, by SVI say."
             )
-        self.simulator, self.guide, self.loss = simulator, guide, CompilationLoss(guide)
+        self.simulator = simulator
+        self.guide = guide
+        self.loss = CompilationLoss(guide)
         self.parameters = _first_call(self.loss, simulator, given)
         if not self.parameters:
             raise ValueError("Expected a guide with parameters; got none.")
@@ -223,7 +225,9 @@ def _first_call(
     loss: CompilationLoss, simulator: Simulator, given: JointDraws | None
 ) -> dict[str, Tensor]:
     """Calls a guide, as lazy ones get their parameters then, and regresses it, if it can be; returns these by name."""
-    guide, args, kwargs = loss.guide, simulator.args, simulator.kwargs
+    guide = loss.guide
+    args = simulator.args
+    kwargs = simulator.kwargs
     regress: Any = getattr(guide, "regress", None) if simulator.vectorized else None
     count = _FIRST if regress is None else _REGRESSED
     with forked_rng():

@@ -134,10 +134,8 @@ def fault_of(run: Weighed) -> str:
     Raises:
         BadDensity: it is +inf, or the guide's is NaN, or infinite where it drew.
     """
-    roles, fault = (
-        {"guide": per_draw(run.log_q, run.extent), "model": per_draw(run.log_p, run.extent)},
-        "",
-    )
+    roles = {"guide": per_draw(run.log_q, run.extent), "model": per_draw(run.log_p, run.extent)}
+    fault = ""
     for kind, bad in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
         for role, log_probs in roles.items():
             for name, log_prob in log_probs.items():

@@ -159,7 +159,9 @@ class _MaskedWeights(NamedTuple):
 
     def _total(self, layer: int, memory: _Memory, step: int, stop: int) -> Tensor:
         """Returns the pre-activations of a layer's units of some steps, with all that is known."""
-        since, first, bounds = memory.since, 0, self.bounds[layer]
+        since = memory.since
+        first = 0
+        bounds = self.bounds[layer]
         parts = memory.totals[layer][step - since :]
         total = concatenated(parts[: stop - step] if stop - step < len(parts) else parts)
         weight = (
@@ -168,10 +170,8 @@ class _MaskedWeights(NamedTuple):
             else self.layers[layer][bounds[step] : bounds[stop]]
         )
         for source in self.reads[layer]:
-            value, starts = (
-                memory.known[source],
-                self.bounds[source - 1] if source else self.columns,
-            )
+            value = memory.known[source]
+            starts = self.bounds[source - 1] if source else self.columns
             if value is not None and value.shape[1] and len(weight):
                 column = first + starts[since]
                 total = torch.addmm(total, value, weight[:, column : column + value.shape[1]].t())

@@ -60,7 +60,9 @@ class Pace(nn.Module):
             self.register_buffer(name, torch.zeros_like(like))
         for name in ("patient", "shared"):
             self.register_buffer(name, torch.zeros_like(like, dtype=torch.bool), persistent=False)
-        self._steps, self._version, self._changes = 0, 0, math.inf
+        self._steps = 0
+        self._version = 0
+        self._changes = math.inf
 
     @torch.no_grad()
     def adapt(self, parameter: Tensor) -> None:

@@ -146,7 +146,9 @@ class SteppedMLP(nn.Module):
         super().__init__()
         self.steps = split_steps(dependency, input_splits, output_splits)
         self.out_features, self.in_features = dependency.shape
-        self.skip, self.activation, self._variances = skip, activation, base.variances
+        self.skip = skip
+        self.activation = activation
+        self._variances = base.variances
         if any(width < 1 for width in hidden_features):
             raise ValueError(
                 f"Expected hidden_features of at least 1 each; got {list(hidden_features)}."

@@ -26,10 +26,8 @@ __all__ = ["GroupNetwork", "TooLargeError"]
 
 # What weights are divided beyond: where a guide is compiled on simulations, and where it is trained on data as Pyro's
 # own guides are, at the rates that suit these. Simulations are few, and smooth functions serve others as well.
-_COMPILED, _TRAINED = (
-    Base(32.0, 64.0, 8.0, variances=(1 / 3, 1 / 3)),
-    Base(1.0, 8.0, 0.25, paced=True),
-)
+_COMPILED = Base(32.0, 64.0, 8.0, variances=(1 / 3, 1 / 3))
+_TRAINED = Base(1.0, 8.0, 0.25, paced=True)
 # of rows that are no locations: how scales move with other latents matters less, and is noisier
 _SHAPE_UNIT = 0.1
 # of an input, in units of its spread at the first call
@@ -139,7 +137,9 @@ class GroupNetwork:
 
     def rows(self, values: Tensor, factor: Factor) -> Tensor:
         """Returns those of ``values``, one a row of the network, that are a factor's: a view ``(elements, rows)``."""
-        first, elements, rows = self._first_rows[factor.name], factor.num_elements, factor.num_rows
+        first = self._first_rows[factor.name]
+        elements = factor.num_elements
+        rows = factor.num_rows
         return values[first : first + elements * rows].view(elements, rows)
 
     def locations(self, values: Tensor, factor: Factor) -> Tensor:
@@ -176,14 +176,14 @@ class GroupNetwork:
         for source, first, last, start in self.columns(0, len(self.steps)):
             if pooled_part(source) is not None or not nodes_of(source).isdisjoint(moving):
                 left[start : start + last - first] = True
-        self.running.center, self.running.scale = (
-            center.masked_fill(left, 0.0),
-            scale.masked_fill(left, 1.0),
-        )
+        self.running.center = center.masked_fill(left, 0.0)
+        self.running.scale = scale.masked_fill(left, 1.0)
 
     def learn(self, innovations: Mapping[Any, Tensor]) -> None:
         """Takes draws ``(*batch, elements)`` of factors, relative to their anchors, into the units of locations."""
-        share, bias, units = self.running.share, self.mlp.output_bias(), self.mlp.units.clone()
+        share = self.running.share
+        bias = self.mlp.output_bias()
+        units = self.mlp.units.clone()
         for factor in self.factors:
             if factor.name in innovations:
                 parts = bias, units, self.mlp.bias_units

@@ -81,7 +81,10 @@ class Sources:
     def __init__(
         self, dims: Mapping[str, int], maps: IndexMaps, encoders: Pooling, sums: Pooling
     ) -> None:
-        self._dims, self._maps, self._encoders, self._sums = dims, maps, encoders, sums
+        self._dims = dims
+        self._maps = maps
+        self._encoders = encoders
+        self._sums = sums
         self._features: dict[Hashable, Tensor] = {}
         self._known: dict[Any, Tensor] = {}
 

@@ -74,10 +74,8 @@ class Parts:
             made, own = self.distribution(base, width), fn.batch_shape
             return lambda given: _expanded(made(given), own)
         if isinstance(fn, Delta):
-            value, log_density = (
-                self.tensor(fn.v, width + fn.event_dim),
-                self.tensor(fn.log_density, width),
-            )
+            value = self.tensor(fn.v, width + fn.event_dim)
+            log_density = self.tensor(fn.log_density, width)
             return lambda given: Delta(value(given), log_density(given), fn.event_dim)
         if type(fn).__init__ is TransformedDistribution.__init__:
             made = self.distribution(base, width + fn.event_dim - base.event_dim)

@@ -56,7 +56,9 @@ def log_density_of(
     site: Mapping[str, Any], log_prob_of: Callable[[Any, Tensor], Tensor] | None = None
 ) -> Tensor:
     """Returns a site's log density, or what takes its place, as far as its mask counts it, ``(*batch, *plates)``."""
-    fn, value, mask = site["fn"], without_gaps(site), site["mask"]
+    fn = site["fn"]
+    value = without_gaps(site)
+    mask = site["mask"]
     log_prob = log_prob_of(fn, value) if log_prob_of else fn.log_prob(value)
     return (
         log_prob

@@ -90,13 +90,13 @@ class Runner(Messenger):
         note: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__()
-        self.values, self.indices, self.shown, self.broadcast = (
-            values,
-            indices or {},
-            shown,
-            broadcast,
-        )
-        self.simulated, self.choose, self.note = simulated, choose, note
+        self.values = values
+        self.indices = indices or {}
+        self.shown = shown
+        self.broadcast = broadcast
+        self.simulated = simulated
+        self.choose = choose
+        self.note = note
         self.until, self.is_sampling = until, False
         Runner.restart(self)
 

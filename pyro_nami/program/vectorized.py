@@ -148,7 +148,9 @@ class _Crossing(_Seen):
         if site_is_subsample(msg):
             msg["scale"], msg["mask"] = 1.0, None  # which say nothing of it, and may belong inside
             return
-        fn, parts, nesting = msg["fn"], Parts(len(self.batch)), self.nesting
+        fn = msg["fn"]
+        parts = Parts(len(self.batch))
+        nesting = self.nesting
         make = parts.distribution(fn, nesting)
         others = {key: parts.tensor(msg[key], nesting) for key in ("mask", "scale")}
         others["value"] = parts.tensor(msg["value"], nesting + fn.event_dim)

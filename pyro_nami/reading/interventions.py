@@ -123,7 +123,9 @@ class _Interventions:
     """The dependencies in the making, and how they came about."""
 
     def __init__(self, probe: Probe, claimed: Dependencies) -> None:
-        self.probe, self.suspects, self.hidden = probe, claimed.suspects, set(claimed.hidden)
+        self.probe = probe
+        self.suspects = claimed.suspects
+        self.hidden = set(claimed.hidden)
         self.parents = {name: set(parents) for name, parents in claimed.parents.items()}
         self.support = {name: set(parents) for name, parents in claimed.support.items()}
         self.checked: set[str] = set()
@@ -160,7 +162,9 @@ class _Interventions:
 
         Of binary instances changes of a half may cancel in what is read of all, their sum say; that of one does not.
         """
-        probe, size, dim = self.probe, self.probe.sizes[plate], self.probe.plates[plate].dim
+        probe = self.probe
+        size = self.probe.sizes[plate]
+        dim = self.probe.plates[plate].dim
         inside = [name for name in probe.order if plate in probe.plates_of[name]]
         sites = [name for name in inside if name not in self.hidden]
         if size < 2 or len(sites) < 2:

@@ -122,7 +122,9 @@ def _network(
     nesting: dict[Any, set[str]] = {}
     for q, p in index_maps:
         nesting.setdefault(q, set()).add(p)
-    sites, edges, outer = [], [], closed_nesting({}, nesting)
+    sites = []
+    edges = []
+    outer = closed_nesting({}, nesting)
     for name in probe.order:
         plates = probe.plates_of[name].union(
             *(outer.get(plate, ()) for plate in probe.plates_of[name])

@@ -67,7 +67,10 @@ class Run:
         tracker: Any = None,
         only: Container[str] | None = None,
     ) -> None:
-        self._base, self._choice, self._tracker, self._only = base, choice, tracker, only
+        self._base = base
+        self._choice = choice
+        self._tracker = tracker
+        self._only = only
         self.values: dict[str, Any] = {}
         self.chosen: dict[str, Any] = {}
         self.sites: dict[str, Any] = {}
@@ -111,7 +114,9 @@ class Run:
 
     def _follow(self, msg: Any, tracker: ProvenanceTracker) -> Any:
         """Notes what the site read, and returns its value with the site's own name as its provenance."""
-        name, value, escaped = msg["name"], msg["value"], tracker.escaped
+        name = msg["name"]
+        value = msg["value"]
+        escaped = tracker.escaped
         origin: frozenset = frozenset()
         if isinstance(value, Tensor):
             # other sites may observe the same data; that alone is no dependence
@@ -168,7 +173,11 @@ class Probe:
         observed: Collection[str],
         budget: int,
     ) -> None:
-        self.model, self.args, self.kwargs, self.budget, self.runs = model, args, kwargs, budget, 0
+        self.model = model
+        self.args = args
+        self.kwargs = kwargs
+        self.budget = budget
+        self.runs = 0
         self.first, self.trace = self._first_run(init)
         self.base, self.order = self.first.values, tuple(self.first.records)
         self.rank = {name: i for i, name in enumerate(self.order)}

@@ -232,7 +232,9 @@ class _ExitWatch(TorchFunctionMode):
         self._tracker = tracker
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name, tracker = kwargs or {}, getattr(func, "__name__", ""), self._tracker
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        tracker = self._tracker
         before, tracker.escaped = tracker.escaped, frozenset()
         result = func(*args, **kwargs)
         left, tracker.escaped = tracker.escaped, before
@@ -273,7 +275,9 @@ def _effects(func: Any, args: Any, kwargs: Any) -> tuple[str, list[Tensor], list
     schema = getattr(func, "_schema", None)
     if schema is None:
         return "", [], []
-    name, written, overwritten = schema.name.split("::")[-1], [], []
+    name = schema.name.split("::")[-1]
+    written = []
+    overwritten = []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             targets = tensors_in(

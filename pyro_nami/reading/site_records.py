@@ -87,10 +87,8 @@ def moved(before: Any, after: Any) -> Tensor:
 
     All do where it changed its shape or kind, or did not come up (None).
     """
-    old, new = (
-        _readings(before, before["value"]),
-        {} if after is None else _readings(after, before["value"]),
-    )
+    old = _readings(before, before["value"])
+    new = {} if after is None else _readings(after, before["value"])
     device = next((value.device for value in old.values()), None)
     result = torch.zeros(before["fn"].batch_shape, dtype=torch.bool, device=device)
     for key in old.keys() | new.keys():

@@ -125,7 +125,10 @@ class AutoIterativeGuide(AutoGuide):
         guide.serve_any_data()
         self.guide = guide
         guide.master = None  # it has plates of its own
-        self.steps, self.encode, self.update, self.samples = steps, encode, update, samples
+        self.steps = steps
+        self.encode = encode
+        self.update = update
+        self.samples = samples
         self.inputs, self.hidden_features = frozenset(inputs), tuple(hidden_features)
         self.global_latents, self.temperature = global_latents, temperature
         # instances and steps whose gradient was not finite, so that they kept their estimate
@@ -319,7 +322,9 @@ class AutoIterativeGuide(AutoGuide):
 
     def _codes(self, trajectory: Trajectory) -> list[Tensor]:
         """Returns what the networks read of the latest estimate, ``(*plates, n)`` for each part."""
-        call, parts, estimate = trajectory.call, trajectory.parts, trajectory.estimates[-1]
+        call = trajectory.call
+        parts = trajectory.parts
+        estimate = trajectory.estimates[-1]
         if not parts:
             return []
         if self.encode == "errors":

@@ -126,7 +126,9 @@ def _draw(structure: BayesNet | Inverse) -> tuple[Box, list[Edge]]:
 
 
 def _node(structure: BayesNet | Inverse, net: BayesNet, name: Hashable, id: str) -> Node:
-    lines, border, site = [label(name)], "solid", net.sites[name]
+    lines = [label(name)]
+    border = "solid"
+    site = net.sites[name]
     if site.marginalized:
         lines, border = [*lines, "marginalized"], "dashed"
     if isinstance(structure, Inverse) and structure.joint.get(name):

@@ -114,7 +114,9 @@ class Trial:
     """
 
     def __init__(self, run: RunModel, plan: MapPlan, held: Mapping[str, Tensor]) -> None:
-        self.run, self.plan, self.held = run, plan, held
+        self.run = run
+        self.plan = plan
+        self.held = held
         self.base = run({**held, **{name: pair[0] for name, pair in plan.values.items()}})
         self.size = max(self.base[name]["fn"].batch_shape[plan.dim] for name in plan.values)
 

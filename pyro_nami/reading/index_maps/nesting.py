@@ -81,13 +81,11 @@ class Nesting:
         given: Mapping[Key, Tensor],
         pairs: Mapping[Key, Key],
     ) -> None:
-        self.probe, self.parents, self.hidden, self.given, self.pairs = (
-            probe,
-            found.parents,
-            found.hidden,
-            given,
-            pairs,
-        )
+        self.probe = probe
+        self.parents = found.parents
+        self.hidden = found.hidden
+        self.given = given
+        self.pairs = pairs
         self.maps: dict[Key, Tensor] = dict(given)
         self.latents = probe.latent & probe.changeable
         self.finished = True
@@ -238,10 +236,8 @@ class Nesting:
 
 def _strays(origin: Run, run: Run, name: str, place: Place, changed: Tensor) -> Tensor:
     """Whether a site moves, boolean ``()``, outside of the instances ``(size,)`` of a plate that were changed."""
-    moves, apart = (
-        moved(origin.sites[name], run.sites.get(name)),
-        ~changed.to(place.rows.device)[place.rows],
-    )
+    moves = moved(origin.sites[name], run.sites.get(name))
+    apart = ~changed.to(place.rows.device)[place.rows]
     return (moves & spread(apart, place.dim).to(moves.device)).any().to(changed.device)
 
 

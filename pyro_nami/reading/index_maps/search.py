@@ -65,7 +65,9 @@ class _Search:
     """Adds the maps that it finds to those of a nesting, and plans how to find again what the nesting keeps."""
 
     def __init__(self, nesting: Nesting) -> None:
-        self.nesting, self.probe, self.parents = nesting, nesting.probe, nesting.parents
+        self.nesting = nesting
+        self.probe = nesting.probe
+        self.parents = nesting.parents
         self.sites: dict[str, Any] = {
             name: self.probe.trace.nodes[name] for name in self.probe.order
         }
@@ -183,7 +185,9 @@ class _Search:
 
         In a site of one plate it need not vary: a minibatch may have rows of one instance alone.
         """
-        frames, maps, given = self.probe.frames[name], self.nesting.maps, self.nesting.given
+        frames = self.probe.frames[name]
+        maps = self.nesting.maps
+        given = self.nesting.given
         rows = {frame.name: along(index, frame.dim) for frame in frames}
         varying = {
             q: row
