@@ -1,7 +1,4 @@
-"""`amortize`: from a model to the posteriors of all its data sets, in one call.
-
-Change this module when what a simulator is given by default is to be larger, or trained otherwise.
-"""
+"""`amortize`: train one guide on a model's simulations, for the posteriors of all its data sets."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ def amortize(
     depend on each other two to four more in sequence (two for 1,000 simulations, four for 10,000, and without a
     density), by networks of two layers of 64 units, at a rate of 0.06 of `SOAP`.
     Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for the last two fifths of
-    the steps. Between epochs latents of simulations move by the model's density, if it has one, see `moves`, so that
+    the steps. Between epochs latents of simulations move by the model's density, if it has one, see `latent_moves`, so that
     they are not learned by heart. A tenth of the simulations is held out; the latest weights that are not worse on
     these than others are kept, see `InferenceCompilation.fit`. If these are not the last ones, and the loss was
     lowest within the first three fifths of the steps, data were learned by heart; a second guide then has weights that
@@ -115,7 +112,7 @@ def amortize(
         guide: one to train in place of what is described.
         at: data that the posterior is wanted for, and no others, where the model's data have no density: simulations
             then come in ``rounds``, each with a guide of its own, and after the first from where the guide before has
-            its mass given these data; see `rounds`.
+            its mass given these data; see `truncated_rounds`.
         rounds: number of them, of equal numbers of simulations.
 
     Raises:

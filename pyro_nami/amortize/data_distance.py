@@ -1,8 +1,8 @@
-"""How far data lie outside of simulations, where amortized inference has never been.
+"""How far a data set lies from the model's simulations, where the guide was never trained.
 
-Data sets become features, of each site: its standardized values where they are few, and summaries of them over plates.
-Half of the simulations say where data sets are and how they vary, the other half how far away they usually are. Change
-this module to change what counts as unusual data.
+A data set is described by features of each site: its standardized values if there are few of them,
+summaries over plates otherwise. Half of the simulations fix the center and spread of the features;
+the other half give the usual distances.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`AmortizedPosterior`: weighted draws given any data, by a guide that was compiled for a model.
+"""`AmortizedPosterior`: weighted draws from the posterior of any data set, by a compiled guide.
 
-Change this module when other draws are to be returned where few of the guide's are effective.
+Data sets with few effective draws get more draws of the guide, then annealed importance sampling.
 """
 
 from __future__ import annotations

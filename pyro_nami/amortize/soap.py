@@ -1,7 +1,4 @@
-"""Adam in the eigenbasis of the gradients' second moments, by which small networks learn in half as many steps.
-
-Change this module to change how `amortize` descends.
-"""
+"""SOAP: Adam in the eigenbasis of the gradients' second moments; on small networks it needs half of Adam's steps."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-r"""Simulations in rounds, for one data set: later ones from the prior where the guide before has its mass.
+"""Simulation in rounds for one data set: later rounds draw from the prior where the last guide has its mass.
 
-With a region R that holds the posterior at the data x, draws of the prior inside R have the posterior
-p(z | x) 1(z in R), which is the same one; so a guide may learn from them as from draws of the whole prior. Those of
-earlier rounds that lie in R are such draws as well, and are kept. Change this module for another region.
+Let the region R hold the posterior at data x. Simulations with latents from the prior truncated to
+R have the same posterior at x, so a guide may be trained on them as on simulations from the whole
+prior. Simulations of earlier rounds whose latents lie in R are kept.
 
 References:
-    Deistler, Goncalves and Macke 2022, "Truncated proposals for scalable and hassle-free simulation-based inference".
+    Deistler, Goncalves and Macke 2022, "Truncated proposals for scalable and hassle-free
+    simulation-based inference".
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@ r"""The path of densities that annealing follows, from a start that can be sampl
 
 .. math:: f_t(u) = f_0(z)^{1 - t} \, p(z, x)^t \, |\mathrm{d}z / \mathrm{d}u|, \qquad 0 \le t \le 1,
 
-at unconstrained positions u of the latents z; f_0 is their prior, or a guide. What `Start` checks once, densities on
-the way need not check. Change this module to change what a path runs between.
+Here u is the unconstrained position of the latents z, and f_0 is their prior or a guide. `Start`
+checks shapes and names once, so that densities along the path need not.
 """
 
 from __future__ import annotations

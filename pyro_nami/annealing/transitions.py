@@ -1,7 +1,6 @@
-"""How chains go on along a `TemperedPath`: temperatures, resampling, Hamiltonian transitions.
+"""How chains move along a `TemperedPath`: the choice of temperatures, resampling, and Hamiltonian transitions.
 
-All chains and data sets move at once. Change this module for another kernel, or another rule for its step size or for
-temperatures.
+All chains of all data sets move at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether a guide's posteriors are right on average over the model's own data sets.
+"""Simulation-based calibration: whether a guide's posteriors are right on average over the model's own data sets.
 
-Where the guide is the posterior, the true latents of a simulated data set are as any other draws from it, so their
-ranks among draws are uniform; `rank_tests` judges them. Change this module to change what is compared with what.
+If the guide is the posterior, the true latents of a simulated data set are one more draw from the
+guide, so their ranks among its draws are uniform. `rank_tests` judges the ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One call that says whether a trained guide can be trusted, on what data, and if not, what to do.
-
-Change this module to change what belongs to a diagnosis, or the advice.
-"""
+"""`diagnose`: whether a trained guide can be trusted, on which data, and what to do if it cannot."""
 
 from __future__ import annotations
 

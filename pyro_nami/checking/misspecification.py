@@ -1,6 +1,6 @@
-"""How far real data lie outside a model's simulations, where amortized inference has never been.
+"""`misspecification`: how far real data lie from a model's simulations, where amortized inference was never trained.
 
-Distances are those of `pyro_nami.amortize.data_distance`. Change this module to change what a user is told of them.
+Distances are those of `pyro_nami.amortize.data_distance`.
 """
 
 from __future__ import annotations

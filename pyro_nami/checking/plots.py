@@ -1,6 +1,6 @@
-"""Figures of calibration and of a whole diagnosis, from plain values. They need matplotlib, the extra ``viz``.
+"""Figures of calibration and diagnosis, made from plain values with matplotlib (the extra ``viz``).
 
-Figures are made without pyplot, so nothing global changes and no display is needed. Change here how things look.
+Figures are made without pyplot, so no global state changes and no display is needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What ranks say about a posterior: tests that are exact in finite samples, and the kind of what is wrong.
+"""Tests of ranks that are exact in finite samples, and the kind of error that a pattern of ranks shows.
 
-A rank is the place of a true value among draws from a posterior, and is uniform where the posterior is exact. All of it
-is NumPy on counts of ranks. Change this module to change what a verdict rests on.
+A rank is the place of the true value among draws from a posterior; ranks are uniform if the
+posterior is exact. Everything here is NumPy on counts of ranks.
 """
 
 from __future__ import annotations

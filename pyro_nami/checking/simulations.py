@@ -1,7 +1,4 @@
-"""Data sets that a model simulates, for checks to compare a guide, or real data, with.
-
-Change this module to change where a check's random numbers come from, or which simulations it leaves out.
-"""
+"""The simulated data sets that checks compare a guide, or real data, with."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Conditionals of binary latents by bounds that are linear in them: each is a Bernoulli, whatever the others are.
+"""Conditionals of binary latents under bounds on their children's log density that are linear in the latents.
 
-Where the log density of the children is bounded by c + eta . z (`pyro_nami.factors.bounds`), the bound's conditional of
-z has the prior's logits plus eta, the slope of the bound, through the model's own weights. The parameters xi of a bound
-are those that a network gives; or those at which it is tightest given that conditional, a fixed point. Change this
-module to find that in another way.
+With log p(children | z) >= c + eta . z (`pyro_nami.factors.bounds`) the conditional of each z is a
+Bernoulli whose logits are those of the prior plus eta, the slope of the bound. The bound's
+parameters xi come from a network, or are those that make the bound tightest at this conditional (a
+fixed point).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Latents whose conditionals are derived together, and how; change this module to say something more of them."""
+"""A group of latents whose conditionals are derived together, and the form of these conditionals."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The exact conditional of a discrete latent of few values, by enumeration.
+"""The exact conditional of a discrete latent with few values, by enumeration.
 
-q(z = k | what is before z) is the softmax over k of log p(z = k) plus the log density of its children at z = k, which
-one run of the model gives for all k, along a batch dim of its own to the left of all others. Change this module to let
-other discrete types be enumerated.
+q(z = k | earlier sites) is the softmax over k of log p(z = k) plus the log density of the children
+at z = k. One run of the model gives all k, along a batch dim of its own to the left of all others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The slopes of a log density as a function of some latents: what exact conditionals are derived from.
+"""Slopes of the log density of a group's children, from which conditionals are derived.
 
-They come from a run of the model by automatic differentiation, and are differentiable in what was drawn before. The run
-goes between the two halves of an `Expansion`: with what was drawn before at its values, the members at `points`, and
-gradients (`expanding`). Change this module to take slopes of other terms, or in a cheaper way.
+Slopes come from one run of the model by automatic differentiation, and are differentiable in the
+latents sampled earlier. An `Expansion` says at which points the members are set in that run
+(`points`), and derives their conditionals from what the run shows (`solve`).
 """
 
 from __future__ import annotations

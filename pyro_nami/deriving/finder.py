@@ -1,15 +1,22 @@
-"""Which latents have a conditional that the model gives: told by the network, who has to be known, and by probing.
+"""Which latents have a conditional that the model gives, and in which form.
 
-Exact are those of one latent whose prior is an exponential family that its children add to (`conjugate_forms`), or that
-takes a few values (`enumeration`); and of latents that are jointly linear and Gaussian given the rest, whatever their
-plates (`joint_gaussian`). Where Normal priors meet other concave densities, those of one or two latents with one
-element are told by quadrature (`tabulated`), and others are near Normals about the mode (`newton`). Binary latents by
-the dozen, and on demand Normal ones, have conditionals by bounds on their children (`bounded`). All children are
-observed. The conditionals hold for any data and any number of instances, and are differentiable in what was drawn
-before; they cost derivatives of a run of the model in each call, or of a few about a mode.
+The network says who is conditioned on; probing the model says whether a form holds:
 
-`Finder.block` says which latents could be drawn last such that most is exact, `Finder.groups` what is exact in a given
-inverse. Change this module to let other latents have a form.
+- one latent whose prior is an exponential family that its children add to (`exponential_families`);
+- one discrete latent with few values (`enumeration`);
+- latents that are jointly linear and Gaussian given the rest, whatever their plates
+  (`joint_gaussian`);
+- latents with Gaussian priors and children of concave log density: one or two single numbers by a
+  grid (`quadrature`), others by Normals about the mode (`newton`);
+- many binary latents, and on request Gaussian ones, by bounds on the children's log density
+  (`bounded`).
+
+All children are observed. The conditionals hold for any data and any number of instances, and are
+differentiable in the latents sampled earlier. In each call they cost the derivatives of one run of
+the model, or of a few runs where a mode is searched.
+
+`Finder.block` chooses the latents to sample last, such that most are exact. `Finder.groups` says
+which are exact in a given inverse.
 """
 
 from __future__ import annotations

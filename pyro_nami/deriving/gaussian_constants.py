@@ -1,14 +1,15 @@
-"""What of a joint Gaussian block's derivation is constant from call to call, where the data are the same.
+"""The constant parts of a joint Gaussian block's derivation, kept while the data are the same.
 
-In most models the slopes of the children's locations, and of the members' prior locations by other members, do not
-depend on what is drawn before, nor on parameters of the model: only scales do. A child's part of H and g is then its
-precision times a constant, and a call takes one run of the model, at one point, and no derivative of it.
+In most models the slopes of the children's locations, and of the members' prior locations, depend
+neither on latents sampled earlier nor on parameters of the model; only scales do. Each child's part
+of H and g is then its precision times a constant. A call takes one run of the model at one point,
+and no derivative.
 
-That point is fixed, and irregular: where the model has the same locations there to the bit, and without a gradient, it
-has the same slopes. If it has not, all is derived afresh (`JointGaussian`). Change this module to keep more.
+That point is fixed and irregular. If the model has the same locations there, to the bit and without
+a gradient, its slopes are the same. If it has not, the block is derived anew (`JointGaussian`).
 
-H and g are kept by the priors' noise e, with x = M r + U e for a level x, those left behind it r, and constant M and U:
-with e ~ N(0, s^2), elimination takes I + s H s and s H_r alone.
+H and g are expressed in the noise e of the priors: for a level x = M r + U e, with r the levels
+behind it and M, U constant. With e ~ N(0, s^2) elimination takes I + s H s and s H_r alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Block Gaussian elimination, level by level: the linear algebra of `joint_gaussian`.
-
-Change this module to eliminate in another way.
-"""
+"""Block Gaussian elimination, level by level: the linear algebra of `joint_gaussian`."""
 
 from __future__ import annotations
 

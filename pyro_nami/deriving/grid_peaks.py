@@ -1,7 +1,7 @@
-"""Modes of a log density that is tabulated on grids: local maxima at the grids' points, and where these lead.
+"""Modes of a log density that is known on grids: local maxima, and where hill climbing leads from them.
 
-A grid that is moved to where a log density is greatest may leave out other modes, which only a coarser grid has shown,
-and that not at their full height. Change this module to find more of them.
+A grid that moved to the highest mode may miss others, which only an earlier, coarser grid has
+shown.
 """
 
 from __future__ import annotations

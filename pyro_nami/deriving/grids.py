@@ -1,8 +1,7 @@
-"""Densities on an even grid along one line: their mass, and the quantiles of standard Normal variables at its points.
+"""Densities on an even grid along a line: their mass, and the quantiles that standard Normal variables are mapped to.
 
-Values at Chebyshev points, fewer, give those on a grid by polynomials (`on_grid`).
-
-The error falls with the fourth power of the grid's step. Change this module to integrate otherwise.
+The error falls with the fourth power of the grid's step. `on_grid` interpolates values at fewer,
+Chebyshev points by polynomials.
 """
 
 from __future__ import annotations

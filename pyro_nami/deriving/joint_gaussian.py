@@ -1,11 +1,11 @@
-"""Latents that are jointly linear and Gaussian given the rest, whatever their plates: eliminated exactly.
+"""Conditionals of latents that are jointly linear and Gaussian given the rest, by exact elimination.
 
-Eliminating one member after another, in terms of the noise u of their priors (`second_order`), changes H and g of those
-left, and nothing cancels however small a scale is.
+Members are eliminated one after another. They are expressed in the noise u of their priors
+(`second_order`), so that nothing cancels, however small a scale is.
 
-Elements are eliminated in order: first those of lifted levels, all instances at once, as these do not depend on each
-other given the rest; then one dense vector. That is a block Cholesky factorization; q(x_k | members drawn before) is
-read off on the way (`gaussian_levels`). Change this module to read conditionals off in another way.
+Lifted levels come first, all instances at once, as instances are independent given the rest; then
+one dense vector. This is a block Cholesky factorization, from which q(x_k | members sampled
+earlier) is read off (`gaussian_levels`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Latents that come first, each given those before it and with all others integrated out: by quadrature.
+"""The marginal posterior of a few latents that are sampled first, on a grid, with all other latents integrated out.
 
-Where the other latents' conditionals are exact, log p(v, data) = log p(v, z, data) - log q(z | v, data) at any z, which
-is the log density of a few latents v on a grid. The grid is found by itself: from the spread of the prior, it is moved,
-cut and stretched to where the log density is near its greatest value. Change this module for other grids.
+If the conditionals of the other latents z are exact, the marginal density of the first latents v is
+log p(v, data) = log p(v, z, data) - log q(z | v, data), at any z. The grid starts from the spread
+of the prior, and moves and stretches to where the density is near its largest value.
 
 References:
     Rue, Martino and Chopin 2009, Approximate Bayesian inference for latent Gaussian models.

@@ -1,11 +1,11 @@
-"""Latents with Gaussian priors and children whose log density is concave: Normals about its mode, by Newton's method.
+"""Normals about the mode of latents with Gaussian priors and children of concave log density, by Newton's method.
 
-From one point after another `joint_gaussian` takes the log density to second order, which gives Normals whose mean is
-the next point. A step is cut where the log density falls again on its way. Normals at the mode are near the exact
-conditionals; of latents with one element a grid about it gives these themselves (`tabulated`).
+At each point `joint_gaussian` takes the log density to second order; the mean of the resulting
+Normals is the next point. A step is shortened where the log density falls again on the way.
+`quadrature` replaces the Normals by a grid about the mode where members have a single element.
 
-The mode is differentiable in what was drawn before, as one more step from it is, and so is the curvature, which is
-taken there once more. Change this module to find modes in another way.
+The mode is differentiable in latents sampled earlier: the derivative is that of one more Newton
+step. The curvature is taken at the mode once more, with its gradients.
 """
 
 from __future__ import annotations

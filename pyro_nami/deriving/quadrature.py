@@ -1,12 +1,15 @@
-"""A latent's conditional by quadrature: from slopes of the log density on a grid about the mode.
+"""The conditional of one latent, or of two, from slopes of the log density on a grid about the mode.
 
-A standard Normal variable is mapped to quantiles of the density, which are known at the grid's points. The error falls
-with the fourth power of the grid's step. A latent that is drawn later is integrated out on a grid of its own, at every
-point of the first. Slopes are taken at a few Chebyshev points first. Where the last coefficients of the polynomials
-through these slopes are not small, slopes are taken at all points of the grid. Change this module for other grids.
+A standard Normal variable is mapped to the quantiles of the density, which are known at the grid's
+points. The error falls with the fourth power of the grid's step. A second latent, sampled later, is
+integrated out on a grid of its own at each point of the first.
+
+Slopes are first taken at a few Chebyshev points. If the last coefficients of the interpolating
+polynomials are not small, slopes are taken at all points of an even grid.
 
 References:
-    Trefethen 2013, Approximation theory and approximation practice: coefficients of a polynomial tell its error.
+    Trefethen 2013, Approximation theory and approximation practice: coefficients of a polynomial
+    tell its error.
 """
 
 from __future__ import annotations

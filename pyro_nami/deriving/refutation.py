@@ -1,7 +1,4 @@
-"""Whether a group's log density has the form that is taken for it: refuted, if not, by probing the model.
-
-Change this module to look at further points, or for further flaws.
-"""
+"""Tests whether a group's log density has an assumed form, by running the model at other points."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The log density of a joint Gaussian block about a reference: taken from the model, and compared with it elsewhere.
+"""The log density of a joint Gaussian block to second order about a reference, compared with it at other points.
 
-Of offsets x from the reference the log density of the children is c + g . x - x . H x / 2, and a member's prior says
-x_k = B (x of members drawn before) + d + S u with u ~ N(0, I). Slopes at the reference give g; slopes at unit offsets
-give H, and the priors' locations there B. A flat prior says nothing: x_k = S u with any S, and u of infinite variance.
-Change this module to take H, g and B from a model in another way.
+For offsets x from the reference the children's log density is c + g . x - x . H x / 2. The prior of
+a member says x_k = B (x of earlier members) + d + S u with u ~ N(0, I). Slopes at the reference
+give g; slopes at unit offsets give H; prior locations there give B. For a flat prior u has infinite
+variance.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A site's factor as a distribution: from its prior to parameter shapes, from raw parameters to what the guide emits.
+"""A site's factor as a distribution: from its prior to the shapes of parameters, and from raw parameters to a density.
 
-`types` is the table of what is known of each distribution type; `bijections` lead from unconstrained space to supports;
-a `layout` cuts a value into elements, whose densities are in `elements`, `normals` and `sequential`; a `distribution`
-is made of both. A `family` says of which: those of `unconstrained` space or of the model's `own_type`, chosen by the
-`registry`. `noisy_or` is a distribution for models, on `sparse` weights; `bounds` on its
-density and others' are of closed form; `gumbel_softmax` relaxes the draws of binary and one-hot types. Nothing here
-holds parameters: the guide's networks give them.
+`types` is the table of distribution types, and `bijections` map unconstrained space to supports. A
+`layout` cuts a value into elements, whose densities are in `elements` and `normals`; a
+`distribution` joins both. A `family` chooses among them: in `unconstrained` space, or of the
+model's `own_type`; the `registry` names families. `noisy_or` is a distribution for models, on
+`sparse` weights; `bounds` bound log densities in closed form; `gumbel_softmax` relaxes draws of
+binary and one-hot types. Nothing here holds parameters: the guide's networks give them.
 """
 
 from pyro_nami.factors.bounds import Bound, register_bound

@@ -1,4 +1,4 @@
-"""Location and scale of a model's own conditional in unconstrained space: what factors are anchored at."""
+"""The location and scale of a model's own conditional in unconstrained space, which factors are relative to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Bijections from unconstrained space to a support, for every support that a factor can be pushed onto.
-
-Nothing is registered globally. Change this module when a support is missing or declares a wrong event dim.
-"""
+"""Bijections from unconstrained space to every support that a factor can have. None is registered globally."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Bounds on the log density of a child that are linear or quadratic in its predictor, which is linear in the latents.
+"""Bounds on the log density of a child, linear or quadratic in its predictor, which is linear in the latents.
 
-With such a bound in place of a likelihood, latents have conditionals in closed form: Bernoulli ones under a noisy-OR,
-Normal ones under a logistic regression. Change this module when a type of child gets a bound; a user's own comes by
-`register_bound`.
+With such a bound in place of the likelihood, latents have conditionals in closed form: Bernoulli
+under a noisy-OR, Normal under a logistic regression. Users add bounds by `register_bound`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A joint Normal within bounds, nearly all of which lies there: each element is cut to them, given those before it.
-
-Change this module to draw within other regions.
-"""
+"""A joint Normal with nearly all its mass within bounds: each element is truncated, given the earlier ones."""
 
 from __future__ import annotations
 

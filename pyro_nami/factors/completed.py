@@ -1,6 +1,6 @@
-"""Distributions that define little more than ``log_prob``: completed by what is taken for what they leave out.
+"""Distributions that define little more than ``log_prob``, completed by assumptions about what they leave out.
 
-Pyro's guides ask an observed site for its log density only. Change this module when a guide asks for more than that.
+Pyro's guides ask an observed site for its log density only, so nothing else may be required.
 """
 
 from __future__ import annotations

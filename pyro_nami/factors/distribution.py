@@ -1,8 +1,8 @@
-"""The distribution that the guide emits at a sample site: elements of any kind, laid out as the site's value.
+"""The distribution that the guide emits at a sample site: densities of elements, laid out as the site's value.
 
-A guide may be called inside a plate that its own sites leave room for but its model does not: `Predictive` looks at
-the guide's trace alone to place its plate of draws. Inside, the model then has to see the draws further to the left,
-and `Relocated` distributions are seen outside.
+`Predictive` places its plate of draws by the guide's trace alone. A guide may therefore be called
+inside a plate for which its own sites leave room, but its model does not. The model then sees the
+draws further to the left, and `Relocated` distributions are seen outside.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Densities of single elements, batched: what a site's distribution draws and scores, element by element.
 
-Here are those of other distributions and of relaxed discrete types; `normals` has those made of Normals.
+Densities made of Normals are in `normals`; the others, relaxed discrete types included, are here.
 """
 
 from __future__ import annotations

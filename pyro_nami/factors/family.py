@@ -1,4 +1,4 @@
-"""What families have in common: from a site's prior to parameter shapes, and from parameters to a distribution."""
+"""`Family`: from a site's prior to the shapes of parameters, and from parameters to a distribution."""
 
 from __future__ import annotations
 

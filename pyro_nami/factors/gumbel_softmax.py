@@ -1,8 +1,7 @@
-"""Binary and one-hot types drawn by the Gumbel-softmax: reparametrized, near 0 and 1, scored by their own density.
+"""Reparametrized draws of binary and one-hot types by the Gumbel-softmax, scored by the discrete type's own density.
 
-The density is that of the discrete type, linear in the value, so that a bound at relaxed draws is the discrete bound's
-own extension to them; that of the relaxed variable itself (the concrete density) occurs nowhere here. Change this
-module to let draws of another type be relaxed.
+The discrete log density is linear in the value, so a bound at relaxed draws extends the discrete
+bound. The density of the relaxed variable itself (the concrete density) is not used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Plates whose instances form one joint block: one sequence of elements over all instances, and back.
+"""Plates whose instances form one joint block, as one sequence of elements over all instances.
 
-Such a site's batch still includes its plates; an instance's log density is that given the instances before it.
+The batch shape of such a site still includes its plates; the log density of an instance is given
+the earlier instances.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A Normal over all elements of one site that depend on each other, those of its plates' instances included."""
+"""A Normal over all elements of one site that depend on each other, across the instances of its plates too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Monotone maps through knots, with given slopes: those of learned flows, and of Normals bent into a derived shape."""
+"""Monotone maps through knots with given slopes, of learned flows and of Normals bent to a derived density."""
 
 from __future__ import annotations
 

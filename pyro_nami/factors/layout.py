@@ -1,7 +1,4 @@
-"""How the value of a site is laid out as E elements in sequence, and what a network reads of each.
-
-Change this module when a value is to be cut or read differently.
-"""
+"""How the value of a site is laid out as a sequence of E elements, and which features a network reads of each."""
 
 from __future__ import annotations
 

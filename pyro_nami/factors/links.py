@@ -1,4 +1,4 @@
-"""Link functions: from raw parameters, any real numbers, to what they stand for, finite and with bounded slopes."""
+"""Link functions from raw parameters (any real numbers) to scales and probabilities, with bounded slopes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The noisy-OR of binary causes: each effect is absent if every active cause, and the leak, fails to bring it about."""
+"""The noisy-OR of binary causes: an effect is absent if each active cause, and the leak, fails to bring it about."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Densities made of Normals, in unconstrained space: Normal, coupled, mixture, and bent by a spline or in its tails.
+"""Densities made of Normals in unconstrained space: single, coupled, mixed, and bent by a spline or in the tails.
 
-All take an anchor ``(*batch, E, 2)``, a prior location m and scale t there: location = m + t a, scale = t softplus(s),
-with (a, s) from the network; evidence then adds to both.
+All take an anchor ``(*batch, E, 2)``: prior location m and scale t. A network gives (a, s), which
+stand for location m + t a and scale t softplus(s). Evidence of pooled instances is added to both.
 """
 
 from __future__ import annotations

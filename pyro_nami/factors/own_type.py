@@ -1,4 +1,4 @@
-"""Families of the model's own type, each by a row of the table: for ``"match"``, and for discrete and relaxed sites."""
+"""Families of the model's own distribution type: of discrete and relaxed sites, and the family ``"match"``."""
 
 from __future__ import annotations
 

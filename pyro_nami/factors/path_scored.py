@@ -1,9 +1,9 @@
-"""Distributions whose own draws an ELBO scores along the path alone: noise goes that an exact guide would not have.
+"""Distributions whose draws are scored along the path alone, which removes noise from the gradient of the ELBO.
 
-Of log q(z; parameters) at a draw z of q, the derivative by the parameters at fixed z is zero on average, and noise.
-Without it the gradient of the ELBO has no noise left where q is the posterior, at any number of particles; where q is
-far narrower than the posterior, as at the start, it cancels other noise. So a share of it is left out, which past
-gradients tell. Change this module to estimate these gradients in another way.
+The derivative of log q(z; parameters) by the parameters, at a fixed draw z of q, is zero on
+average. Without it, the gradient has no noise once q is the posterior, at any number of particles.
+Where q is much narrower than the posterior, as in the beginning, it cancels other noise. A share of
+it is therefore left out, which past gradients decide.
 """
 
 from __future__ import annotations

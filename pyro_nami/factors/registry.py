@@ -1,4 +1,4 @@
-"""From a site to its family, or to what the network reads of its data: the one place where families have names."""
+"""Names of families, the family of a site, and the features that networks read of data."""
 
 from __future__ import annotations
 

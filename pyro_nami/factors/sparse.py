@@ -1,7 +1,7 @@
-"""Products with a sparse matrix at a cost of its entries, to be differentiated any number of times.
+"""Products with a sparse matrix, at a cost of its entries, that can be differentiated any number of times.
 
-Of torch 2.13's own products on a CPU the backward pass fills a dense matrix. Here it is two functions, which are linear
-in each argument and each other's derivatives. Change this module when torch's own do as well.
+The backward pass of torch 2.13's own sparse product fills a dense matrix on a CPU. The two
+functions here are linear in each argument, and each other's derivatives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Normal variables within bounds, about the mode: that may lie any number of deviations from the location."""
+"""Truncated Normal variables whose bounds may lie any number of deviations from the location."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The table of distribution types: what is known of each, in one row. The place to add a type.
+"""The table of distribution types: one row holds what is known of a type. New types are added here.
 
-A row holds the formulas of the anchor and of the factor of the model's own type, and serves derived types as well; a
-type without one is covered by its support alone.
+A row holds formulas for the anchor and for a factor of the model's own type; it serves derived
+classes as well. A type without a row is covered by its support alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Families of sites whose elements live in unconstrained space: Normal, sinh-arcsinh, mixture, flow, relaxed.
+"""Families whose elements live in unconstrained space: Normal, sinh-arcsinh, mixture, flow, relaxed.
 
-The first four are location-scale types. They share the anchor, and start at init value and scale, as ``AutoNormal``.
+All but the relaxed one are of location and scale. They share the anchor, and start at the initial
+value and scale, as ``AutoNormal`` does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a distribution wraps: the one place that follows ``base_dist``.
-
-Change this module when a distribution can hold another one in a new way.
-"""
+"""What a distribution wraps: the one module that follows ``base_dist``."""
 
 from __future__ import annotations
 

@@ -1,22 +1,23 @@
 """Variable elimination, simulated: which sites each eliminated site leaves coupled.
 
-Sites couple through *cliques* of the lifted moral graph. A clique is a set of sites and a batch (a set of plates):
-there is one copy of it for each index of its batch, and a copy joins the instances of its sites that agree with that
-index, whatever their index on other plates. Two sites of a clique are therefore coupled across the plates that they
-share outside its batch; in the labels of the lifted moral graph,
+Sites couple through *cliques* of the lifted moral graph. A clique is a set of sites and a batch (a
+set of plates): there is one copy of it for each index of its batch, and a copy joins the instances
+of its sites that agree with that index, whatever their index on other plates. Two sites of a clique
+are therefore coupled across the plates that they share outside its batch. In labels of the lifted
+moral graph,
 
     F(a, b)  =  union over cliques with a and b of  (P(a) & P(b)) - batch,        a = b allowed.
 
-- Moralize: one clique a site t, of t and its parents, with batch P(t).
-- Eliminate v: unite the cliques that hold v, and drop v from the union. Its batch is P(v) cut down to the batches of
-  all these cliques, and joint(v) = P(v) - batch = F(v, v): the plates over which the instances of v form one block.
-  Its sites are v's parents in the inverse, and v reads parent u across joint(v) & P(u).
+- Moralize: one clique for each site t, of t and its parents, with batch P(t).
+- Eliminate v: unite the cliques that hold v, and drop v from the union. Its batch is P(v) cut down
+  to the batches of all these cliques, and joint(v) = P(v) - batch = F(v, v) are the plates over
+  which the instances of v form one block. Its sites are v's parents in the inverse, and v reads
+  parent u across joint(v) & P(u).
 
-That is all. The label across which v reads u, F(v, u) | (joint(v) & P(u)), needs no book-keeping of its own because
-F(v, u) is within F(v, v): a clique that couples v and u across a plate couples instances of v across it too.
-A clique is stored once, however dense the graph gets, so elimination costs what it writes.
-
-Change this file to change what elimination joins; which site goes next is chosen in `min_fill.py`.
+The label across which v reads u, F(v, u) | (joint(v) & P(u)), needs no book-keeping of its own:
+F(v, u) is within F(v, v), since a clique that couples v and u across a plate couples instances of v
+across it too. A clique is stored once, however dense the graph becomes, so elimination costs what
+it writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An inverse of a Bayesian network: a factorization of the posterior over its latents.
+"""`Inverse`: a factorization of the posterior over the latents of a Bayesian network.
 
-An `Inverse` checks that it is one; whether it is a faithful one is for `verify_inverse` to say. The functions that
-build inverses are in `inversions.py`. Change this file to say more of what a factor reads.
+An `Inverse` checks that it is a factorization. `verify_inverse` checks that it is faithful. The
+functions that build inverses are in `inversion_methods`.
 """
 
 from __future__ import annotations

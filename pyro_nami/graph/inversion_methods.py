@@ -1,14 +1,15 @@
 """Inverses of a Bayesian network: what each latent reads when it is sampled given the data.
 
-`nami` builds the faithful and minimal ones of Webb et al. 2018; `stuhlmueller`, `mean_field` and `fully_connected`
-are the baselines of that paper. To add an inversion:
+`nami` builds the faithful and minimal inverses of Webb et al. 2018; `stuhlmueller`, `mean_field`
+and `fully_connected` are the baselines of that paper. To add an inversion:
 
-- write a function from `BayesNet` to `Inverse` (`inverse.py`): an elimination order of ``sampled(net)``, and for each
-  latent the sites it reads, each with the shared plates that it is read across;
-- give it its name in `INVERSIONS`, by which guides and the command line offer it;
+- write a function from `BayesNet` to `Inverse`: an elimination order of ``sampled(net)``, and for
+  each latent the sites that it reads, each with the shared plates that it is read across;
+- name it in `INVERSIONS`, from which guides and the command line take their choices;
 - ask `verify_inverse` whether it is faithful and minimal.
 
-One that only orders the elimination differently is a heuristic in `min_fill.py` and a word in `DIRECTIONS`.
+A method that changes only the order of elimination is a heuristic in `min_fill` and a word in
+`DIRECTIONS`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which latent is eliminated next: the loop of Webb et al. 2018, Algorithm 1.
 
-`steps` peels barren latents off, keeps the frontier of each block, and takes from it the latent of least fill. Change
-this file to change the order of elimination; what an elimination joins is in `elimination.py`.
+`steps` peels off barren latents, keeps the frontier of each block, and eliminates the latent of
+least fill in it. What an elimination couples is in `elimination`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Bayesian networks over named sites, with plates: what extraction reads off a model and inversion works on.
-
-Change this file to ask a network something else. What a site is, and what makes sites a network, is in `sites.py`, and
-what follows from the graph in `elimination.py` (moralization, fill-in) and `verification.py` (d-separation).
-"""
+"""`BayesNet`: a Bayesian network over named sites with plates, as extraction reads it off a model."""
 
 from __future__ import annotations
 

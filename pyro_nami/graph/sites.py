@@ -1,7 +1,7 @@
-"""The sites of a network, and what must hold for sites, edges and plates to make one.
+"""The sites of a network, and the conditions on sites, edges and plates.
 
-Each check turns what a caller gave into the form that `BayesNet` keeps, or raises a `ValueError` that names what is
-wrong. Change this file to say more about a site, or to demand more of a network.
+Each check turns what a caller gave into the form that `BayesNet` keeps, or raises a `ValueError`
+that names the fault.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """d-separation, and the check that an inverse is faithful and minimal.
 
-The check knows nothing of elimination. It takes an inverse for what it says, "each latent is independent of
-everything sampled before it, and of all data, given its parents", and asks d-separation on the grounded network
-whether that is so. Change this file to change what counts as a right inverse.
+The check uses no elimination. An inverse states that each latent is independent of the earlier
+latents and of the data given its parents; d-separation on the grounded network tells whether this
+is so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Guides: from a model's inverse to sample sites. `nami` is the guide; the other modules are its parts."""
+"""`AutoNaMIGuide` and its parts: from a model's inverse to sample sites."""
 
 from pyro_nami.guide.nami import AutoNaMIGuide
 

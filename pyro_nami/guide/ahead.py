@@ -1,7 +1,4 @@
-"""Draws made ahead: calls that follow each other at once, as `Predictive` makes them, share the work of one pass.
-
-Change this module to make draws for more calls at once.
-"""
+"""Draws made in advance: sequential calls, as `Predictive` makes them, share one pass for many draws."""
 
 from __future__ import annotations
 

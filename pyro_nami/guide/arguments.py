@@ -1,7 +1,7 @@
-"""The arguments of a call: whether a later call has the same, and what calls with others have in common.
+"""Whether two calls have the same arguments, and which arguments they share.
 
-What was found by runs of the model is kept for as long as its arguments are the same. Tensors are told apart by
-identity and version, arrays by what they hold, all else by value. Change this module for arguments of other types.
+Results of running the model are kept while its arguments are the same. Tensors are compared by
+identity and version, arrays by content, everything else by value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Shapes that users see: batch dims of latents, draws and densities.
+"""Conversion between the guide's batch dims and the shapes that users see.
 
-Inside, every tensor has its batch dims left of all plate dims; outside, a site has its own plate dims only. Change this
-module when Pyro's conventions for batches change.
+Inside the guide every tensor has its batch dims to the left of all plate dims; outside, a site has
+only its own plate dims.
 """
 
 from __future__ import annotations

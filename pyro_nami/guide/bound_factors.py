@@ -1,7 +1,6 @@
-"""What networks give for bounds on likelihoods: which parameters, what these read, and where they start.
+"""The factors that give bounds on likelihoods their parameters: what they read, and where they start.
 
-The parameters xi of the bound on a child, one an element, are softplus of what networks give. Change this module to let
-them start, or read, otherwise.
+A bound has one parameter xi for each element of the child: softplus of a network's output.
 """
 
 from __future__ import annotations

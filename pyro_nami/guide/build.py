@@ -1,7 +1,4 @@
-"""From a guide's plan to its networks, at the values that they start from.
-
-`assemble` runs once, at a guide's first call. Change this module to start networks otherwise.
-"""
+"""`assemble`: from a guide's first call to its plan and its networks at their initial values."""
 
 from __future__ import annotations
 

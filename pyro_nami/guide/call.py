@@ -1,4 +1,4 @@
-"""A call's arguments and data, frozen. `CallReader` finds them; change this module when a call knows something more."""
+"""`Call`: the arguments and the data of one call, frozen. `CallReader` makes calls."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The covariates of a guide: which columns of what differ between instances, and their values in a call.
+"""The covariates of a guide: which columns there are, and their values in a call.
 
-`find_covariates` says at the first call which they are, by the guide's option, and `covariate_values` reads them in
-every call. What a column is, and how probing finds it, is in `pyro_nami.reading.covariates`.
+`find_covariates` finds them at the first call, by the guide's option; `covariate_values` reads them
+in every call. `pyro_nami.reading.covariates` says what a column is and how probing finds it.
 """
 
 from __future__ import annotations

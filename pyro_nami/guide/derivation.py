@@ -1,6 +1,6 @@
-"""Deriving the conditionals of latents in a call: by runs of the model, each at points that are found by the last.
+"""Derives the conditionals of a group in a call: runs the model until the group's expansion is solved.
 
-What steps with the same data need not find again is kept. Change this module when more is to be kept.
+Results that depend on the data alone are kept for later steps on the same data.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Drawing the latents of one call, and their density.
+"""Draws the latents of a call, and computes their log density.
 
-Where sampling order is program order, latents are drawn inside a run of the model (`_draw_along`): plates, masks and
-scales are the model's own, and every latent's prior, at the parents just drawn, is at hand. Otherwise they are drawn
-outside of it first (`_draw_detached`), and a run of the model follows only where some of them are drawn from the
-model's own conditional. Change this module to draw otherwise along a run.
+If the sampling order is the program's order, latents are drawn inside a run of the model
+(`_draw_along`): plates, masks and scales are the model's own, and the prior of every latent is
+known at the parents just drawn. Otherwise latents are drawn outside of a run (`_draw_detached`); a
+run follows only if some latents are drawn from the model's own conditional.
 """
 
 from __future__ import annotations

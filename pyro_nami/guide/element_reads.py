@@ -1,9 +1,9 @@
-"""Which elements of vectors a factor reads: the inverse once more, with every element of a vector a site of its own.
+"""Which elements of vectors a factor reads: elimination once more, with every element of a vector as a site.
 
-A model's vectors often hide what plates would show: that each of their elements has data of its own. What a site's
-elements are independent given its parents in, ``to_event`` says; which elements of a child move when one of a parent
-does, runs of the model tell. Elimination in the inverse's own order then says which elements of the data, and of
-latents, an element needs; others stay unread, and their noise unlearned. Change this module to see more structure.
+Vectors may hide what plates would show: that each element has data of its own. ``to_event`` says
+which elements are independent given the parents; runs of the model show which elements of a child
+move with one element of a parent. Elimination in the inverse's order then says which elements of
+data and latents each element needs.
 """
 
 from __future__ import annotations

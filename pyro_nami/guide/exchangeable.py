@@ -1,7 +1,4 @@
-"""The plate of minibatches: the model is exchangeable in its instances, with the rows of the minibatch's arguments.
-
-Change this module to find that plate in another way.
-"""
+"""The plate of minibatches: its instances are exchangeable together with the rows of the changing arguments."""
 
 from __future__ import annotations
 

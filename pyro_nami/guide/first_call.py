@@ -1,7 +1,4 @@
-"""What a guide's first call shows of its model: a run, its network, draws from its prior, and its plates.
-
-Change this module when a guide needs to know something more of its model.
-"""
+"""What a guide's first call shows of its model: one run, its network, draws from its prior, and its plates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Latents that come first, found by quadrature in a call: which these are, their log density, and whether it is right.
-
-Change this module when other latents are to be found so.
-"""
+"""The latents that are sampled first, from a marginal posterior on a grid: the choice, the density, its check."""
 
 from __future__ import annotations
 

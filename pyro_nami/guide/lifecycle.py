@@ -1,7 +1,6 @@
-"""A guide around its calls: made at the first one, given data at each; saved, copied and moved between them.
+"""A guide between calls: made at its first call, given data at each call; saved, copied, and moved to other modes.
 
-Everything is lazy until the first call, as in Pyro, and fixed from then on. Change this module when a guide's plates or
-data come to it in another way, or when more belongs to its state.
+As in Pyro, nothing is made before the first call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The index maps of a call: which instance of a plate each row of another one reads.
+"""The index maps of a call: which instance of a plate each row of another plate reads.
 
-A map is a function of the model's arguments, so it is found anew where these change, and kept while they are the same
-tensors, unchanged. In this order: the user's own callables; an argument that was the very map in an earlier call, and
-proves to be it in this one; group testing. Change this module to find maps elsewhere.
+A map is a function of the model's arguments. It is kept while these are the same tensors,
+unchanged, and otherwise found anew: by the user's callable; else by an argument that was this map
+in an earlier call and proves to be it again; else by group testing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a guide keeps from call to call: the call whose data it answers for, and what was derived from these data.
-
-Change this module when something else of the data is to be kept.
-"""
+"""What a guide keeps between calls: the call whose data it answers for, and results derived from these data."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Whether simulations speak against conditionals that were derived from the model, by their ranks.
+"""Tests conditionals that were derived from the model against simulations, by ranks.
 
-A simulated value is a draw of its exact conditional, so its log density is below those of n draws from that for one in
-n + 1 simulations; for somewhat more below those of Normals about the mode, where the log density is near a quadratic.
-Change this module to ask simulations otherwise.
+A simulated value is a draw from its exact conditional. Its log density is below those of n draws
+from that conditional in one of n + 1 simulations; for Normals about a mode somewhat more often.
 
 References:
     Talts et al. 2018, "Validating Bayesian inference algorithms with simulation-based calibration".

@@ -1,7 +1,8 @@
-"""What a guide is trained on: one data set, minibatches of one, or any data set. This is decided here alone.
+"""`Mode`: which data a guide answers for. This is decided here alone.
 
-A guide is *fixed* unless it is asked to be *amortized*. A `DataHistory` of training steps tells when a fixed guide goes
-over to another data set, and when the data turn out to be *minibatches*, which happens once.
+A guide is *fixed* unless it is asked to be *amortized*. The `DataHistory` of its training steps
+says when a fixed guide moves to another data set, and when the data turn out to be *minibatches*,
+which happens once.
 """
 
 from __future__ import annotations

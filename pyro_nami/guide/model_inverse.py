@@ -1,7 +1,7 @@
-"""From a model's network, as extracted, to the inverse that a guide is built on.
+"""From the network of a model to the inverse that its guide is built on.
 
-What the guide's options say of the network comes in here: semi-observed sites, evidence behind ``poutine.block``, and
-the choice of an inversion; their names are in `pyro_nami.graph.inversion_methods`.
+The guide's options are applied here: semi-observed sites, data behind ``poutine.block``, and the
+choice of an inversion (`pyro_nami.graph.inversion_methods`).
 """
 
 from __future__ import annotations

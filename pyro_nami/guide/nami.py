@@ -1,8 +1,9 @@
 """`AutoNaMIGuide`: a guide whose dependencies are a minimally faithful inverse of the model's.
 
-This module is the contract with Pyro: laziness, plates, and what users call. At the first call `build.assemble` makes a
-`Plan` and the networks; in every call `reader` finds the data, `draw` draws the latents, each by its rule in `rules`,
-and `network_state` gives the parameters. `lazy` does what comes before, `densities` says how likely given values are.
+This module is the contract with Pyro. At the first call `build.assemble` makes a `Plan` and the
+networks. In every call `reader` finds the data, `draw` draws each latent by its rule in `rules`,
+and `network_state` gives the parameters. `lifecycle` holds what happens between calls, `scoring`
+the density of given values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What networks are told of a call: the standardized features of everything observed in it.
+"""What networks read of a call's data: standardized features of every observed site.
 
-Change this module to change what stands for data that a call lacks, or that are missing.
+Data that a call lacks, or that are missing, are replaced here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One pass over the latents: what is known so far, and the densities that are computed together.
-
-Change this module when rules need to know something more of what was drawn before.
-"""
+"""`Pass`: one pass over the latents, with the values known so far and the groups derived in it."""
 
 from __future__ import annotations
 

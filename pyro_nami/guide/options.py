@@ -1,7 +1,4 @@
-"""What users set: the options of a guide, checked.
-
-Change this module to give guides another option; `planner` and `build` say what it does.
-"""
+"""The options of a guide, checked. `planner` and `build` put them into effect."""
 
 from __future__ import annotations
 

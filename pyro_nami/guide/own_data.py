@@ -1,8 +1,8 @@
-"""The data that a call of one guide brings: observed values, covariates and index maps.
+"""The data that a call brings: observed values, covariates and index maps.
 
-The sources of observed values are, in this order, ``observations=``; the model's arguments, where an observed site's
-value is one of them; and a run of the model at reference values of its latents, where these do not tell. Each is a
-function from a call to one that knows more. Change this module to feed a guide from elsewhere.
+Observed values come from ``observations=``; else from the model's arguments, if a site's value is
+one of them; else from a run of the model at reference values of its latents. Each source is a
+function from a call to a call that knows more.
 """
 
 from __future__ import annotations

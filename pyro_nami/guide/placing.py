@@ -1,7 +1,4 @@
-"""One latent's place in the networks: what its factor reads, and how its elements depend on each other.
-
-Change this module when vectors, or blocks of instances, are to be drawn otherwise.
-"""
+"""The place of one latent in the networks: what its factor reads, and how its elements depend on each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a guide is made of, fixed at its first call: frozen values, which `planner` makes and all that follows reads."""
+"""`Plan`: everything about a guide that is fixed at its first call, as frozen values."""
 
 from __future__ import annotations
 

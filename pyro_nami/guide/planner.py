@@ -1,6 +1,7 @@
-"""From what the first call shows to a guide's plan: what each latent reads, and by which rule it is drawn.
+"""`make_plan`: from the first call to a guide's plan: what each latent reads, and by which rule it is drawn.
 
-To serve latents by another rule, say in `make_plan` when it applies; the rule itself is a class in `rules`.
+To serve latents by another rule, say in `make_plan` when it applies; the rule itself is a class in
+`rules`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Whose data decide in a call of one guide: those that it brings, or those of training (see `mode`).
-
-Change this module when a guide is to answer for other data.
-"""
+"""`CallReader`: whose data decide in a call, those that it brings or those of training (see `mode`)."""
 
 from __future__ import annotations
 

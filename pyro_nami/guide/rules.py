@@ -1,9 +1,10 @@
-"""Rules: how one latent gets its distribution in a pass, given what is known so far.
+"""Rules: how one latent gets its distribution in a pass, given the values known so far.
 
-`Prior` is the model's own conditional, `Exact` one that is derived from the model, or from a bound, `Learned` one whose
-parameters networks give, `Located` a Normal about a mode that these bend, and `Bounded` one by a bound that they
-correct. Code outside never asks which rule it has. To add a rule, write a subclass of `Rule` here and say in `planner`
-which latents it serves.
+`Prior` is the model's own conditional. `Exact` is derived from the model, or from a bound.
+`Learned` takes its parameters from networks. `Located` is a Normal about a mode, corrected by
+networks, and `Bounded` a conditional under a bound, corrected by networks. No other code asks which
+rule a latent has. To add a rule, write a subclass of `Rule` here, and say in `planner` which
+latents it serves.
 """
 
 from __future__ import annotations

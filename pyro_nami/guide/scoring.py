@@ -1,7 +1,4 @@
-"""What a guide says of values of its latents: their density, in parts too, and whether simulations speak against it.
-
-Change this module when something else is to be asked of given values, in one dense pass.
-"""
+"""The log density of given values of the latents, in one dense pass; and the tests and regressions that need it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Names of guides in Pyro's parameter store, by which parameters are the same. Change this module to check otherwise.
+"""The names of guides in Pyro's parameter store, where equal names mean shared parameters.
 
-Pyro gives two modules of one class the same name, and the second one the first one's weights, silently. Its own tests
-ask for that, with warnings as errors; so it is logged here.
+Pyro gives two modules of one class the same name, and the second one the weights of the first,
+silently. Pyro's own tests rely on this, with warnings as errors; so a second guide of that name is
+logged, not warned of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A call that is answered with the posterior of another one's data: which latents differ between the two.
-
-Change this module when latents are to be matched between calls in another way.
-"""
+"""A call that is answered with the posterior of another call's data: which latents differ between the two."""
 
 from __future__ import annotations
 

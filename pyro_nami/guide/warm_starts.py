@@ -1,7 +1,4 @@
-"""Where Newton's method ended, by data: it begins there when the same data come again, as those of simulations do.
-
-Change this module when data are to be told apart in another way.
-"""
+"""Warm starts of mode searches: where the search ended when the same data came before, as simulations do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where batches of simulations come from: fresh ones, worker processes, or a data set larger than memory."""
+"""Where batches of simulations come from: fresh simulations, worker processes, or a data set larger than memory."""
 
 from __future__ import annotations
 

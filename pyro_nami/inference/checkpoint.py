@@ -1,6 +1,6 @@
-"""Checkpoints: written so that no moment of death loses them, read so that they run no code.
+"""Checkpoints that no interruption corrupts, and that run no code when they are read.
 
-A file holds tensors and plain Python only. Change this module when a checkpoint should live elsewhere, or know more.
+A file holds tensors and plain Python values only.
 """
 
 from __future__ import annotations

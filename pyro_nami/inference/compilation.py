@@ -1,6 +1,7 @@
-"""Inference compilation: a guide trained on a model's own simulations, for all data sets at once.
+"""`InferenceCompilation`: trains a guide on its model's simulations, for all data sets at once.
 
-Change this module when the loop of training changes; `batches` says what it runs over, and `trainer` takes its steps.
+This module holds the training loop; `batches` yields what it runs over, and `trainer` takes its
+steps.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class InferenceCompilation:
                 order; or any iterable of batches of these kinds, which is read again from the start when it ends, but
                 an iterator ends the training. Of many processes each reads its own, by a `DistributedSampler` say.
             refresh: draws of the guide that latents of ``data``, given all at once, are to be exchanged for after
-                epochs, such that they go on to be draws given their data, and are not learned by heart; see `moves`.
+                epochs, such that they go on to be draws given their data, and are not overfit; see `latent_moves`.
             num_workers: processes that simulate ahead, for models that are slow; 0: none.
             validation: number of held-out simulations, the same in every run; or those given, as in ``data``.
             validate_every: steps between validations.

@@ -1,7 +1,4 @@
-"""How much computing a draw of a guide takes, told by a count: unlike time, it is the same whenever it is told.
-
-Change this module for another measure.
-"""
+"""The cost of one draw of a guide, as a count of tensor elements, which unlike a time is reproducible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in training, and when simulations are too bad to go on."""
+"""`History`: losses of a training run, and the check that too many simulations have failed."""
 
 from __future__ import annotations
 

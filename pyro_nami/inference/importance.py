@@ -1,8 +1,8 @@
-"""Importance sampling with any guide as the proposal, for all draws and data sets at once.
+"""`importance_sample`: importance sampling with any guide as the proposal, for all draws and data sets at once.
 
-A draw z of the guide q weighs p(z, x) / q(z | x), whose mean is the evidence p(x). One run of the guide and one of the
-model give a chunk of draws for every data set; the first chunk is checked against single runs. Change this module for
-another way of drawing; what is done with the weights is in `weights`.
+A draw z of the guide q has the weight p(z, x) / q(z | x), whose mean is the evidence p(x). One run
+of the guide and one of the model give a chunk of draws for every data set; the first chunk is
+checked against single runs. `weighted_samples` holds what is estimated from the weights.
 """
 
 from __future__ import annotations

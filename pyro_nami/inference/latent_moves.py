@@ -1,16 +1,18 @@
-r"""Moves of simulations' latents, to draws of the guide or not at all, after which they are simulations still.
+r"""Moves of the latents of simulations to draws of the guide, which leave the joint distribution unchanged.
 
-The latents z of a joint draw (z, x) are a draw of p(z | x). So is what they are after a draw z' of the guide took their
-place with the probability
+The latents z of a simulation (z, x) are a draw from p(z | x). They still are if a draw z' of the
+guide replaces them with probability
 
 .. math:: \min(1, w(z') / w(z)), \quad w(z) = p(z, x) / q(z \mid x),
 
-whatever the guide. A guide that is trained on few simulations thus sees other latents in each epoch, and learns none of
-them by heart; no simulation is added, as the data stay. Near an exact guide one draw moves nearly all.
+for any guide. A guide that is trained on few simulations thus sees other latents in each epoch, and
+overfits none of them. The data stay, so no simulation is added. Near an exact guide one draw moves
+nearly all.
 
 References:
-    Tierney 1994, "Markov chains for exploring posterior distributions", for the move (an independence chain); Naesseth,
-    Lindsten and Blei 2020, "Markovian score climbing", for guides that learn from what they move.
+    Tierney 1994, "Markov chains for exploring posterior distributions", for the move (an
+    independence chain); Naesseth, Lindsten and Blei 2020, "Markovian score climbing", for guides
+    that learn from what they move.
 """
 
 from __future__ import annotations

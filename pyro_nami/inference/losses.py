@@ -1,4 +1,4 @@
-"""The loss of compilation: -log q of simulations, of all sites in one pass or site by site."""
+"""The loss of compilation, -log q of simulations: of all sites in one pass, or site by site."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Observed values as the user gives them, ``observations={site: value}``: one data set, or a batch of several.
+"""Observed values as users give them, ``observations={site: value}``: of one data set, or a batch of several.
 
-All that takes observations has its checks of names and shapes here. Change this module for data of other shapes.
+Names and shapes are checked here for everything that takes observations.
 """
 
 from __future__ import annotations

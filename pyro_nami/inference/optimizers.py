@@ -1,4 +1,4 @@
-"""Torch's and Pyro's optimizers behind one interface: functions of parameters, as guides get theirs in a first call."""
+"""One interface to torch's and Pyro's optimizers, as functions of parameters that a first call makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes that train one guide together: `DistributedDataParallel` averages gradients, all else passes here."""
+"""The processes that train one guide together: gradients are averaged by `DistributedDataParallel`."""
 
 from __future__ import annotations
 

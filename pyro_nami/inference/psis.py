@@ -1,7 +1,7 @@
-"""Pareto-smoothed importance sampling: replaces the largest weights by quantiles of the tail that they come from.
+"""Pareto-smoothed importance sampling: replaces the largest weights by quantiles of the fitted tail.
 
-The tail's shape k, fitted on the way, says how far the weights can be trusted: where it is below 0.5 their variance is
-finite, and above 0.7 no practical number of draws gives a stable estimate. Change this module to fit tails otherwise.
+The tail's shape k says how far the weights can be trusted: below 0.5 their variance is finite;
+above 0.7 no practical number of draws gives a stable estimate.
 """
 
 from __future__ import annotations

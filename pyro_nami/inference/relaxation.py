@@ -1,7 +1,6 @@
-"""Training through discrete latents by relaxed draws: an ELBO with gradients by the Gumbel-softmax, and its schedule.
+"""`RelaxedELBO`: training through discrete latents by Gumbel-softmax draws, and the schedule of their temperature.
 
-Change this module when other steps than those of Pyro's SVI shall draw so; how a type is relaxed, and which types are,
-`pyro_nami.factors.gumbel_softmax` says.
+`pyro_nami.factors.gumbel_softmax` says which types are relaxed, and how.
 """
 
 from __future__ import annotations

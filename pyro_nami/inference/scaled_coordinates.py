@@ -1,7 +1,4 @@
-"""Coordinates in which distances between latents, or between data sets, mean something.
-
-Change this module to change what counts as near: the map to unconstrained space, or the scale.
-"""
+"""Unconstrained, standardized coordinates, in which distances between latents or data sets are comparable."""
 
 from __future__ import annotations
 

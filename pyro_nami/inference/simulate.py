@@ -1,8 +1,8 @@
-"""Joint draws of a model's latents and data: what compilation trains on and calibration checks against.
+"""`Simulator`: joint draws of a model's latents and data, for compilation and calibration.
 
-A `Simulator` runs the model with nothing conditioned, all draws at once in an outer plate, by `torch.vmap` if the model
-is written for one draw; it falls back to a loop where that is not what runs of one draw are. Change this module when
-simulations come out of a model in another way.
+The model is run with nothing conditioned, for all draws at once: in an outer plate, or by
+`torch.vmap` if it is written for one draw. It is run in a loop where neither gives what runs of one
+draw give.
 """
 
 from __future__ import annotations

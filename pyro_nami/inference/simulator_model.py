@@ -1,7 +1,4 @@
-"""Models whose data can be drawn but have no density: a simulator that is no Pyro model, and values for data.
-
-Change this module when more can be known of such a simulator.
-"""
+"""Models whose data can be drawn but have no density: simulators that are no Pyro models."""
 
 from __future__ import annotations
 

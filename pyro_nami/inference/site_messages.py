@@ -1,7 +1,4 @@
-"""What the messages of a run's sites say: their plates, the layout of their values, their log densities.
-
-Change this module when values are laid out in another way.
-"""
+"""What the messages of a run's sites say: plates, the layout of values, and log densities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of weighted draws, for a reader. Change this module to tell more of each element."""
+"""Tables of weighted draws for a reader."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A model, a guide, and what one call gives them; run for any number of draws and of data sets.
+"""`Target`: a model, a guide, and the arguments of one call; run for any number of draws and of data sets.
 
-A `Target` is all that simulation, importance sampling and annealing know of a model. A batched run stands in outer
-plates, left of the model's own. Change this module when model and guide are to be run in another way.
+Simulation, importance sampling and annealing know a model by its `Target` alone. Draws and data
+sets are in outer plates, to the left of the model's own.
 """
 
 from __future__ import annotations

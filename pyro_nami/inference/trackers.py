@@ -1,4 +1,4 @@
-"""Where training sends its figures: to any callback, or by the ready ones to TensorBoard or Weights & Biases."""
+"""Trackers of training figures: any callback, or ready ones for TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 

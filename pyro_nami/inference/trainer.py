@@ -1,4 +1,4 @@
-"""A guide with all that moves its weights: where it starts from, what a step is, and what a checkpoint holds of it."""
+"""`Trainer`: a guide with its optimizer: initial state, one training step, and the content of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One run of a guide, and one of the model at its draws: their log densities, and where these are no numbers.
-
-Change this module for another way to go on where a model has no density.
-"""
+"""One run of a guide and one of the model at its draws: log densities, and which of them are not finite."""
 
 from __future__ import annotations
 

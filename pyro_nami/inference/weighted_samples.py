@@ -1,7 +1,7 @@
-"""`WeightedSamples`: draws with importance weights, what they estimate, and whether to trust the estimates.
+"""`WeightedSamples`: draws with importance weights, their estimates, and whether the estimates can be trusted.
 
-Everything is computed from the draws and their log weights when asked for, and kept. Change this module for another
-estimate or another export; the draws come from `importance`, the smoothing of weights from `psis`.
+Estimates are computed from the draws and log weights when asked for, and cached. `importance`
+draws, and `psis` smooths the weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Perceptrons whose outputs depend on exactly the inputs that a boolean matrix allows, with shared hidden units.
+"""`MaskedMLP`: a perceptron with shared hidden units whose outputs depend on the inputs that a boolean matrix allows.
 
-The units and rows of a step are computed from all that is known by then, so all steps together multiply as much as one
-dense pass. Change this module to change how a pass does so; `masks` says who is connected to whom.
+The units and rows of a step are computed from all inputs known by then, so all steps together
+multiply as much as one dense pass. `masks` says which units are connected.
 """
 
 from __future__ import annotations

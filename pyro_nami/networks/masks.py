@@ -1,15 +1,16 @@
 """Masks that make a multilayer perceptron obey any boolean dependency matrix.
 
-The rule is MADE's (Germain et al. 2015) with sets in place of numbers, which is how the Tree-MADE of Webb et al.
-(2018) extends it. Every hidden unit carries a *label*: a set of input columns, the only ones it may depend on.
-Column j feeds unit S iff j is in S; unit S feeds unit S' iff S is contained in S'; unit S feeds row i iff S is
-contained in the columns that row i may read. No path can then leave the dependency matrix, and what is left to
-choose is which labels the units get (`allot_labels`). Nothing here has parameters: change this module to change who
-may be connected to whom, and `masked` to change how the pass is computed.
+The rule is MADE's (Germain et al. 2015) with sets in place of numbers, as in the Tree-MADE of Webb
+et al. (2018). Every hidden unit carries a *label*: the set of input columns that it may depend on.
+Column j feeds unit S iff j is in S; unit S feeds unit S' iff S is contained in S'; unit S feeds row
+i iff S is contained in the columns that row i may read. No path can then leave the dependency
+matrix; what is left to choose is which labels the units get (`allot_labels`). Nothing here has
+parameters.
 
 References:
-    Germain et al. 2015, "MADE: Masked Autoencoder for Distribution Estimation", section 4.
-    Webb et al. 2018, "Faithful Inversion of Generative Models for Effective Amortized Inference", section 4.
+    Germain et al. 2015, "MADE: Masked Autoencoder for Distribution Estimation", section 4. Webb et
+    al. 2018, "Faithful Inversion of Generative Models for Effective Amortized Inference", section
+    4.
 """
 
 from __future__ import annotations

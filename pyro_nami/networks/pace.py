@@ -1,7 +1,7 @@
-"""How far parameters move: further than the optimizer's steps while these go one way, less far once they fluctuate.
+"""Accelerated steps: longer than the optimizer's while its steps agree, and shorter once they do not.
 
-At a low rate most of a training is the way from where a factor starts to where it belongs, at a high one the noise in
-the end. Gradients, and what an optimizer has gathered of them, stay what they are. Change this module to train faster.
+At a low rate most of training is the way from the initial value to the optimum; at a high rate,
+noise around the optimum. Gradients, and the state of the optimizer, are unchanged.
 """
 
 from __future__ import annotations

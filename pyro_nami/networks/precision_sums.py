@@ -1,8 +1,8 @@
-"""Pseudo-observations: each instance of a set is taken for an observation of a Normal factor, and precisions add.
+"""Pseudo-observations: each instance of a set counts as an observation of a Normal factor, and precisions add.
 
-The mean of features says nothing of how a posterior contracts with the number of instances; it has to be learned from
-the logarithm of the count, at counts seen in training. Precisions of independent observations add, so a sum of
-precisions contracts rightly at any count. Change this module to change what an instance contributes.
+A mean of features does not say how a posterior contracts with the number of instances; a network
+would have to learn this from the logarithm of the count, at counts seen in training. Precisions of
+independent observations add, so their sum contracts rightly at any count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Sums and maxima over sets of instances that lie along a batch dimension: all of them one set, or by an index.
+"""Sums and maxima over sets of instances along a batch dim: all of them one set, or sets given by an index.
 
-An encoder asks a reduction for all that concerns sets. `Along` takes a whole plate for one set. `Segments` takes an
-index that says which set an instance belongs to, as the rows of a table belong to groups. Their methods take instances
-``(*batch, features)`` to sets ``(*sets, features)``, with derivatives of any order and mode. Add other reductions here.
+Set encoders leave everything that concerns sets to a reduction. `Along` takes a whole plate as one
+set. `Segments` takes an index that says which set each instance belongs to, as rows of a table
+belong to groups. Instances ``(*batch, features)`` become sets ``(*sets, features)``, with
+derivatives of any order.
 """
 
 from __future__ import annotations

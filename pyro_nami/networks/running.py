@@ -1,8 +1,8 @@
-"""Inputs of a network in units of what it has read in training, kept by averages rather than by gradients.
+"""Network inputs standardized by running averages over training.
 
-Where an input does not change from step to step, it is zero then: what a network makes of it is left to its biases, and
-trains as a constant does. Where an input varies little, as a latent does whose posterior is narrow, it varies by one.
-Change this module to standardize inputs differently.
+An input that is the same in every step becomes zero: what a network makes of it is left to its
+biases, and trains as a constant does. An input that varies little, as a latent with a narrow
+posterior does, varies by one.
 """
 
 from __future__ import annotations

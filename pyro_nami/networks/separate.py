@@ -1,7 +1,7 @@
-"""Every factor its own small network, all factors of a step evaluated as one batched product.
+"""`SeparateMLP`: a small network for every factor, all factors of a step evaluated as one batched product.
 
-The alternative to `MaskedMLP` that the paper calls separate networks: nothing is shared between factors. A factor reads
-its columns from those known so far by an index, so that nothing has to be masked but the padding.
+The alternative to `MaskedMLP` that Webb et al. 2018 call separate networks: factors share nothing.
+A factor picks its columns by an index, so only the padding is masked.
 """
 
 from __future__ import annotations

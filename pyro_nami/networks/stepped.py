@@ -1,15 +1,16 @@
-"""Perceptrons whose inputs come to be known step by step: their parameters, how these are scaled and start, and passes.
+"""Perceptrons whose inputs become known step by step: their parameters, initial values, and passes.
 
-For a density all inputs are known, and ``mlp(x)`` is one dense pass. For sampling the inputs arrive one step at a time,
-each drawn from rows emitted before::
+For a density all inputs are known, and ``mlp(x)`` is one dense pass. For sampling the inputs arrive
+one step at a time, each drawn from rows emitted before::
 
     state = mlp.start()
     rows, state = state.advance(context, 1)
     rows, state = state.advance(sample(rows), 2)
 
-Parameters are one tensor a layer with the bias as last column (optimizers that loop over tensors stay fast), and are
-read by attribute at the start of every pass, so that they may be replaced by name, as Pyro does. A layer is a matrix in
-`masked`, a batch of matrices in `separate`; these say which weights there are, and how a pass multiplies by them.
+A layer has one parameter tensor, with the bias as its last column (optimizers that loop over
+tensors stay fast). Parameters are read by attribute at the start of every pass, so that they may be
+replaced by name, as Pyro does. A layer is a matrix in `masked`, and a batch of matrices in
+`separate`.
 """
 
 from __future__ import annotations

@@ -1,23 +1,25 @@
-"""From the rows that a network gives for a factor to its parameters: what adds to them.
+"""From a network's rows to the parameters of a factor: offsets and pseudo-observations are added.
 
-With rows r of the factor's family and offsets o (see `free_parameters`), the parameters are r + o, and behind them
-precision P and precision-weighted mean M, which add to those that r + o stand for:
+With rows r of the factor's family and offsets o (`free_parameters`), the parameters are r + o,
+followed by a precision P and a precision-weighted mean M, which are added to those that r + o stand
+for:
 
     P = scale^2 e^c sum_n exp(l_n) q_n^2
     M = scale e^c (w_0 sum_n exp(l_n) q_n + w . sum_n exp(l_n) q_n x_n) - scale shift e^c sum_n exp(l_n) q_n^2
 
-The sums are over the instances of a pooled plate, each a *pseudo-observation* of the latent: with u the latent as
-networks read it, shift + scale v, instance n says that
+The sums are over the instances of a pooled plate. Each is a *pseudo-observation* of the latent:
+with u = shift + scale v the latent as networks read it, instance n says that
 
     q_n u = w . x_n + w_0   with precision   exp(c + l_n)
 
-where x_n is what the factor's pooled source reads of it, l_n and q_n are linear in that (`networks.PrecisionSums` holds
-their weights and the sums), and c, w_0 and w are further rows of the factor's network.
+where x_n is what the factor's pooled source reads of it, l_n and q_n are linear in x_n
+(`networks.PrecisionSums` holds their weights and the sums), and c, w_0 and w are further rows of
+the factor's network.
 
-These rows read what is known besides the pooled plates (globals, covariates of the factor itself, its earlier
-elements) but no pooled features, so what one instance says does not depend on how many there are: precision grows with
-their number by construction, at sizes never trained on as well. In a linear-Gaussian model this is the exact posterior:
-w holds the regression coefficients of the other latents. Change this module to change what adds, or where it starts.
+These rows read globals, the factor's own covariates and its earlier elements, but no pooled
+features. What one instance says is therefore independent of their number, and precision grows with
+the number by construction, also at sizes never trained on. In a linear-Gaussian model this is the
+exact posterior, with w the regression coefficients of the other latents.
 """
 
 from __future__ import annotations

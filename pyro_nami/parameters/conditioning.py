@@ -1,15 +1,20 @@
 """How a factor reads its parents.
 
-The guide keeps one feature tensor a *node* (a latent or observed site, or a site's covariates), of shape
-``(*left, *plates, features)`` with Pyro's plate dims in place. A factor that lies in some plates reads a node aligned
-on the plates that both share, and broadcast over the plates that the node lacks; gathered where an index map says which
-instance belongs to a row; pooled over the plates that the factor lacks or reads across, nodes that meet in the same
-instances jointly, nested plates from the inside out; flattened over plates of fixed size, those of joint blocks.
+The guide keeps one feature tensor for each *node* (a latent or observed site, or a site's
+covariates), of shape ``(*left, *plates, features)`` with Pyro's plate dims in place. A factor reads
+a node
 
-A plate *determines* another where an index map leads from it there. A node lies in all plates that its own determine,
-but its tensor has dims for its own only, its *frames*.
+- aligned on the plates that both share, and broadcast over plates that the node lacks;
+- gathered where an index map says which instance belongs to a row;
+- pooled over plates that the factor lacks or reads across: nodes that meet in the same instances
+  jointly, nested plates from the inside out;
+- flattened over plates of fixed size, those of joint blocks.
 
-To add a way of reading, plan it here and compute it in `inputs`; networks and families do not know of it.
+A plate *determines* another where an index map leads from it there. A node lies in all plates that
+its own plates determine, but its tensor has dims for its own only, its *frames*.
+
+To add a way of reading, plan it here and compute it in `inputs`; networks and families do not know
+of it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Groups of factors: which columns a group's network reads, which rows it gives, and in what steps.
+"""Groups of factors: which columns a group's network reads, which rows it gives, and in which steps.
 
-Factors with the same batch plates form one *group*, and a group is one masked network whose weights are shared
-across its plates. Columns of that network are features of *sources* (see `pyro_nami.parameters.conditioning`), rows are
-parameters of elements of factors, and both are numbered in *steps*, so that one network serves the dense pass (a
-density) and the incremental one (sampling). Change this module to change what a group's network reads and gives.
+Factors with the same batch plates form a *group*: one masked network whose weights are shared
+across its plates. Columns are features of *sources* (`conditioning`), rows are parameters of
+elements of factors. Both are numbered in *steps*, so that one network serves the dense pass (a
+density) and the incremental one (sampling).
 """
 
 from __future__ import annotations

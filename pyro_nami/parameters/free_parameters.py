@@ -1,10 +1,12 @@
-"""Free parameters: numbers of a factor's own beside its networks, which no data change.
+"""Free parameters of a factor, beside its networks, which do not depend on data.
 
-*Offsets* are what each instance of a plate adds to the parameters that networks give it. An amortized factor gives up
-a little on every instance, as its network has to serve them all. Where the data are the same in every step, each
-instance is also trained by itself, so that the guide contains the one that has nothing else (Pyro's ``AutoNormal``).
-Other data get none of them. *Couplings* say how the elements of a vector, or the instances of a block, depend on each
-other where that is linear: one lower triangular matrix a factor, see `pyro_nami.factors.normals.LinearMap`.
+*Offsets* are added to the parameters that networks give, for each instance of a plate. An amortized
+factor loses a little on every instance, as one network serves them all. Where data are the same in
+every step, each instance is also trained by itself, so the guide contains Pyro's ``AutoNormal``.
+For other data there are no offsets.
+
+*Couplings* say how the elements of a vector, or the instances of a block, depend on each other
+linearly: one lower triangular matrix for each factor (`pyro_nami.factors.normals.LinearMap`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The network of one group of factors, and what it learns beside gradients.
+"""The network of one group of factors, and the averages that it keeps beside its weights.
 
-Inputs are read in units of what was read in training (`networks.Running`). Rows are given in units of their own: those
-of locations follow the spread of draws around the row's bias. Change this module to learn something else by averages.
+Inputs are standardized by running averages (`networks.Running`). Rows have units of their own:
+locations are in units of the spread of draws about the row's bias.
 """
 
 from __future__ import annotations

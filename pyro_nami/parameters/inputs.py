@@ -1,6 +1,6 @@
-"""The values of sources in one call: what `pyro_nami.parameters.conditioning` plans, evaluated.
+"""The values of sources in one call, as `conditioning` plans them.
 
-Feature tensors are ``(*left, *plates, features)``, Pyro's plate dims in place. Change here how a source is computed.
+Feature tensors are ``(*left, *plates, features)``, with Pyro's plate dims in place.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""The networks behind a guide: from features of parents to the parameters of every factor.
+"""The networks of a guide: from features of parents to the parameters of every factor.
 
-A factor's parameters, relative to its anchor where `pyro_nami.guide.rules` gives it one, are
+The parameters of a factor, relative to its anchor if `pyro_nami.guide.rules` gives one, are a sum
+of
 
-    rows of its group's network at what it reads     `groups`, `group_network`: amortized, for data of any kind
-    + pseudo-observations                            `parameters`: what instances of pooled plates add up to
-    + offsets                                        `free_parameters`: of each instance, for the data of training
+    rows of its group's network     (`factor_groups`, `group_network`)  amortized over data of any kind
+    pseudo-observations             (`additions`)                       one for each instance of a pooled plate
+    offsets                         (`free_parameters`)                 of each instance, for the training data
 
-A group's network reads sources (`conditioning`), whose values in a call (`inputs`) are made of standardized features of
-nodes, by encoders of sets. `network_state` is one pass through it all. Change here what a guide's weights are.
+A group's network reads sources (`conditioning`). Their values in a call (`inputs`) are made of
+standardized features of nodes, by encoders of sets. `network_state` is one pass through the
+networks.
 """
 
 from __future__ import annotations

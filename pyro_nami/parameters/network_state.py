@@ -1,7 +1,4 @@
-"""One pass through a guide's networks: what is known so far, and the parameters of factors given that.
-
-Change this module to change what a pass computes, or when.
-"""
+"""`NetworkState`: one pass through a guide's networks, with the values known so far and parameters given these."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Direct weights by least squares: where a guide is compiled, it starts at the regression on simulations.
+"""Initial weights of a compiled guide by least squares on simulations.
 
-What a latent's location is, as a linear function of what its factor reads, needs no gradient steps. Row by row, within
-the mask of the network, `regress` writes the regression coefficients to the direct weights, its intercept and the
-scale of its residuals to the biases. A linear Gaussian posterior is then nearly exact before the first step, and the
-rest of training starts there, whatever its rate. Change this module to start a compiled guide otherwise.
+The location of a latent as a linear function of what its factor reads needs no gradient steps. Row
+by row, within the mask of the network, `regress` writes regression coefficients to the direct
+weights, and the intercept and residual scale to the biases. A linear-Gaussian posterior is then
+nearly exact before the first step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Splines in sequence, each autoregressive: how the elements of a vector depend on each other in any way at all.
+"""`SplineStack`: autoregressive splines in sequence, for vectors whose elements depend on each other in any way.
 
-A single spline given the elements before it has one shape for each of them; further ones, in turn from the other end,
-bend what it leaves. Change this module to give vectors another shape.
+A single autoregressive spline gives an element one shape given the elements before it; further
+ones, in alternating order, bend what it leaves.
 """
 
 from __future__ import annotations

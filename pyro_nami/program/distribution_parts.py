@@ -1,7 +1,4 @@
-"""Distributions taken apart into tensors, and put together again of other tensors: those of many draws.
-
-Change this module to carry another kind of distribution from runs for one draw to a run for many.
-"""
+"""Distributions taken apart into tensors, and put together again from the tensors of many draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run of a model that a guide is made from, and what a message says of its site."""
+"""The first run of a model, from which a guide is made, and predicates on the messages of sites."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Priors that are flat: of one density between two bounds, or everywhere.
+"""Priors that are flat: of constant density between two bounds, or everywhere.
 
-A Gaussian block, or a mode, takes such a prior as one without precision, in the latent's own coordinates; that is right
-where next to nothing of the result lies outside of the bounds. Change this module to take further priors for flat.
+A Gaussian block, or a mode search, takes such a prior as one without precision, in the latent's own
+coordinates. This is right where almost no mass of the result lies outside of the bounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where a guide starts: near the origin of unconstrained space, or at medians of priors where data are likelier there.
+"""Initial values of a guide: near the origin of unconstrained space, or at prior medians if data are likelier there.
 
-At the origin scales are 1, whatever units data come in; a prior that somebody thought about knows better. A vague one
-does not, so it is the data that say. Change this module to start elsewhere.
+At the origin scales are 1, whatever the units of the data; an informative prior knows better. A
+vague prior does not, so the data decide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Running a model and leaving no trace of it. Change this module when a run leaves something else behind."""
+"""Runs a model without side effects: on random numbers, parameters, buffers or the modes of layers."""
 
 from __future__ import annotations
 

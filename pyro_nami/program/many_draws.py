@@ -1,6 +1,6 @@
-"""Whether a run of a model for many draws is what runs for each of them are.
+"""Checks that a run of a model for many draws at once agrees with runs for one draw each.
 
-Models that are written for one draw mix them up, or fail. Change this module when runs are to be compared otherwise.
+Models that are written for one draw mix up the draws, or fail.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Running a model out of sight: with chosen values at its sites, unseen by the handlers outside.
+"""`Runner`: runs a model with chosen values at its sites, unseen by the handlers outside.
 
-`Runner` is the one way in which a model is run: to extract its network, at a guide's set-up and in every call (but for
-the first run, whose trace Pyro's guides keep). What
-else a use needs of a run, its callbacks do. Change this module when a run shall take, or show, something more.
+This is the one way in which a model is run: to extract its network, at a guide's set-up, and in
+every call. The exception is the first run, whose trace Pyro's guides keep.
 """
 
 from __future__ import annotations

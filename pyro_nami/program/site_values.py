@@ -1,7 +1,4 @@
-"""Values for a site: one in its support whatever its distribution, and one that differs from another.
-
-Change this module when a distribution can be drawn in another way.
-"""
+"""Values for a site: one within its support, for any distribution, and one that differs from a given value."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Models that are written for one draw (`alpha[index]`, `X @ w`), run for many at once by `torch.vmap`.
+"""`Vectorized`: models that are written for one draw (`alpha[index]`, `X @ w`), run for many at once by `torch.vmap`.
 
-Inside, the model sees one draw, in its own shapes. Outside, handlers see sites with batch dims, as of a model that is
-written for them: a site's distribution is taken apart into tensors inside and put together outside, with those of all
-draws, and its value handed back. Change this module to run such models in another way.
+Inside, the model sees one draw in its own shapes. Outside, handlers see sites with batch dims, as
+if the model were written for many: the distribution of a site is taken apart into tensors inside,
+put together outside with those of all draws, and its value is handed back.
 """
 
 from __future__ import annotations

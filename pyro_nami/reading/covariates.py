@@ -1,9 +1,9 @@
-"""Finding what differs between the instances of a plate without being a sample site.
+"""Covariates: what differs between the instances of a plate without being a sample site.
 
-A known standard deviation, a design matrix, an exposure: such covariates enter through the distribution of a site, and
-a network that is shared between instances cannot be right without them. They are found by probing: with every latent
-at the same value in all instances of a plate, the parameters of a site's distribution that still differ between
-instances are features of the instance, and so is a site's mask. Change this module when covariates are missed.
+Known standard deviations, design matrices and exposures enter through the distribution of a site. A
+network that is shared between instances cannot be right without them. They are found by probing:
+with every latent at the same value in all instances of a plate, the distribution's parameters that
+still differ between instances are covariates, and so is a site's mask.
 """
 
 from __future__ import annotations

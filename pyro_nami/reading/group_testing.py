@@ -1,7 +1,7 @@
-"""Which sites to change together, so that few runs of a model test every edge that it could have.
+"""Which sites to change together, so that few runs of a model test every possible edge.
 
-A run with some sites changed tests a site for all of them at once, if what the site is known to read was held. Such a
-run serves every site whose parents were held: 25 runs test a chain of 400 sites. Change here how runs are planned.
+If the known parents of a site are held, one run tests the site against all changed sites at once;
+such a run serves every site whose parents were held. 25 runs test a chain of 400 sites.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What provenance claims that sites read, tested by changing values: with what a site reads held, it must not move.
-
-Change this module when another property of a model can be told from how its sites move.
-"""
+"""Tests the parents that provenance claims: with these held and all else changed, a site must not move."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Reading the Bayesian network off a Pyro model, in stages: run it, follow the values, then check by intervention.
+"""`extract_bayesnet`: reads the Bayesian network off a Pyro model.
 
-A model is run once to draw base values (`Probe`), and once more at these values under a `ProvenanceTracker`, by which
-every site *claims* its parents (`claim`). Values that leave torch (``.item()``, ``if``, numpy, lists) lose their
-provenance, so the claims are then tested (`intervene`): with a site's claimed parents held and other earlier sites
-changed, it must not move by a bit. Where a site reads a plate that it does not lie in through an index, `search_maps`
-finds the index map, and nests its plate there.
+The model is run once to draw base values (`Probe`), and again at these values under a
+`ProvenanceTracker`, by which every site *claims* its parents (`claim`). Values that leave torch
+(``.item()``, ``if``, numpy, lists) lose their provenance, so the claims are tested (`intervene`):
+with a site's claimed parents held and other earlier sites changed, it must not move by a bit. If a
+site reads a plate that it does not lie in through an index, `search_maps` finds the index map, and
+nests its plate there.
 
-Deterministic and Delta sites are transparent, ``pyro.factor`` is an observed site, and plates are the vectorized ones.
-Change this module when another property of the model must be read off.
+Deterministic and Delta sites are transparent, ``pyro.factor`` is an observed site, and plates are
+the vectorized ones.
 """
 
 from __future__ import annotations

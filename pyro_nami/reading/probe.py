@@ -1,7 +1,6 @@
-"""Running a model again: at its base values, at chosen values, at fresh draws, of all instances or of some.
+"""`Probe`: runs a model at its base values, at chosen values, or at fresh draws of all instances or some.
 
-`Probe` draws the base values in a first run, and makes every later one. Each `Run` holds a `Record` of every site, by
-which `interventions` and `index_maps` compare it with others. Change this module when runs shall vary in another way.
+Each `Run` holds a `Record` of every site, by which `interventions` and `index_maps` compare runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Which named values a tensor was computed from, followed through torch operations.
 
-Names are kept per *storage*, below autograd, `vmap` and TorchScript, so writes into buffers, views and ``out=`` carry
-them, and no tensor changes its type or its shape. A storage that is written in parts, and what is stacked or computed
-elementwise from such storages, keeps names per element: a scan that fills ``buffer[t]`` step by step, or stacks its
-steps, leaves every step its own names. Everywhere else a result has the names of all tensors that the operation read,
-which may be too many, never too few. Change this module when torch gains operations that need a rule (names below).
+Names are kept for each *storage*, below autograd, `vmap` and TorchScript, so writes into buffers,
+views and ``out=`` carry them, and no tensor changes its type or shape. A storage that is written in
+parts, and what is stacked or computed elementwise from such storages, keeps names for each element:
+a scan that fills ``buffer[t]`` step by step, or stacks its steps, leaves every step its own names.
+Everywhere else a result has the names of all tensors that the operation read: perhaps too many,
+never too few. New torch operations that need a rule are named below.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a site was like in a run, as a whole and instance by instance, and whether another run changed it, to the bit.
-
-Change this module when more, or less, shall count as a change.
-"""
+"""`Record`: what a site was like in one run, and whether another run changed it, to the bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Running a guide by a given estimate, and the model at its draws, out of sight: what a step of refinement sees.
-
-Change this module when something else than log densities and errors is to be seen of a run.
-"""
+"""Runs a guide at given estimates, and the model at its draws: log weights and gradients for one refinement step."""
 
 from __future__ import annotations
 

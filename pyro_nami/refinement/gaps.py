@@ -1,7 +1,4 @@
-"""How much of a guide's ELBO is lost to amortization, and how much to its family.
-
-Change this module when estimates are to be optimized directly in another way.
-"""
+"""`amortization_gap`: how much of a guide's ELBO is lost to amortization, and how much to its family."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`AutoIterativeGuide`: a guide whose estimates are refined by learned steps, for the instances of each call.
+"""`AutoIterativeGuide`: a guide whose estimates for the instances of a call are refined by learned steps.
 
-Change this module when a step is to read something else; networks and encodings are in `refining`.
+`updates` holds the networks that take a step, and what they read.
 """
 
 from __future__ import annotations

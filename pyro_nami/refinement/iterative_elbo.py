@@ -1,4 +1,4 @@
-"""Training of all steps of an iterative guide. Change this module to weigh steps, or share gradients, otherwise."""
+"""`IterativeELBO`: trains all refinement steps of an iterative guide."""
 
 from __future__ import annotations
 

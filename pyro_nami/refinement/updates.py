@@ -1,7 +1,7 @@
-"""Learned refinement: networks that read an estimate and its gradient, and say what the next estimate is.
+"""Learned updates: networks that read an estimate and its gradient, and give the next estimate.
 
-A *refinement* is what is added to the parameters of a guide's factors for the instances of one call (see
-`pyro_nami.parameters.inverse_network`). Change this module to encode gradients, or to take a step, otherwise.
+A *refinement* is added to the parameters of a guide's factors for the instances of one call (see
+`pyro_nami.parameters.inverse_network`).
 """
 
 from __future__ import annotations

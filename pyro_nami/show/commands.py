@@ -1,7 +1,4 @@
-"""The commands ``inspect``, ``invert`` and ``verify``, their options and their exit codes.
-
-Change this module to add a command or an option; `model_file.py` finds and runs a model, `report.py` says what is said.
-"""
+"""The commands ``inspect``, ``invert`` and ``verify``, with their options and exit codes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From ``path/to/file.py:name`` to the model of that name, its arguments, and what extraction finds in it.
+"""From ``path/to/file.py:name`` to a model, its arguments, and its extracted network.
 
-What goes wrong with files of others ends here, in a `Failure` of one line. Change this module to find models elsewhere.
+Whatever goes wrong in a user's file ends here, as a `Failure` of one line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Drawings of a `BayesNet` or an `Inverse`: text, Mermaid, DOT, Graphviz images.
+"""`render`: drawings of a `BayesNet` or an `Inverse` as text, Mermaid, DOT, or Graphviz images.
 
-`render` lays a network out once (nested boxes of nodes, and edges) and writes it in the format asked for. Only images
-and the graphviz object need the extra ``viz``. Change this file to change how things look, or to add a format.
+A network is laid out once (nested boxes of nodes, and edges) and written in the requested format.
+Only images and the graphviz object need the extra ``viz``.
 """
 
 from __future__ import annotations

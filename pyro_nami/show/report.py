@@ -1,6 +1,7 @@
-"""What is said of a network, an inverse or a verdict: as lines of text, as an object for JSON, and as a drawing.
+"""Reports on a network, an inverse or a verification: as text, as JSON, and as a drawing.
 
-JSON names sites and plates in the order of the network. Keys may be added, not changed, and ``--help`` lists them.
+JSON names sites and plates in the order of the network. Keys may be added, not changed; ``--help``
+lists them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Index maps: through which index the sites of one plate read the latents of another.
+"""Finds the index maps of one call: through which index the sites of one plate read the latents of another.
 
-In ``alpha[county]`` row n of plate ``obs`` reads instance ``county[n]`` of plate ``county``. The model alone knows the
-index, however it is applied (indexing, ``gather``, a one-hot product), so it is found by group testing: instances whose
-number has a bit set take another value, then those that have it clear. Where exactly one of the two runs moves a row,
-for every bit, the row reads one instance, and the bits spell its number. A row that reads none (``slope[county] * x``
-where x is 0) shows nothing: it goes by what other sites, or the same one along other plates, read in the same row.
+In ``alpha[county]`` row n of plate ``obs`` reads instance ``county[n]`` of plate ``county``. Only
+the model knows the index, however it is applied (indexing, ``gather``, a one-hot product), so it is
+found by group testing. Instances whose number has a bit set take another value, then those that
+have it clear. If exactly one of the two runs moves a row, for every bit, the row reads one
+instance, and the bits spell its number. A row that reads none (``slope[county] * x`` where x is 0)
+takes its index from other sites of the same row.
 
-Which plates are read through a map is decided once, in `search`; here the maps of one call are found again by the plan
-that was made then. Change this module to change how an index is read off runs of the model.
+Which plates are read through a map is decided once, in `search`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Index maps that the user gives, by the names of two sites, ``("alpha", "y")``: which plates each of them joins.
-
-Change this module to check more of what is given.
-"""
+"""Index maps that users name by two sites, ``("alpha", "y")``: which plates each of them joins."""
 
 from __future__ import annotations
 

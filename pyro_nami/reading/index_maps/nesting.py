@@ -1,10 +1,9 @@
-"""Whether plates that are read through an index map are nested by it, as the maps that are kept are taken to say.
+"""Tests whether an index map nests one plate in another.
 
-A map from plate q to plate p puts every site of q into p. That holds if, with everything else redrawn, changing all
-that lies in a part of p, sites of q at the rows that the map puts there included, moves nothing in the rest of p. Maps
-that fail are dropped; where only maps that the user gave can be to blame, that is an error.
-
-Change this module to test more of what a nesting says.
+A map from plate q to plate p puts every site of q into p. It is a nesting if, with everything else
+redrawn, changing all sites in a part of p, with the rows of q that the map puts there, moves
+nothing in the rest of p. Maps that fail are dropped; if only a user's maps can be to blame, an
+error says so.
 """
 
 from __future__ import annotations

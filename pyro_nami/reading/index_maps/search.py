@@ -1,11 +1,10 @@
-"""Which plates of a model are read through an index map: the search at a guide's first call.
+"""Searches the plates that a model reads through an index map, at a guide's first call.
 
-A site in plate q that reads latents of a plate p that it does not lie in is a candidate. Its map is found by group
-testing (`Trial`) with all else held. It is accepted if it varies along q and no other plate, and proves to be a nesting
-(`Nesting`). So ``mu[z]`` with ``z`` latent is no map, nor is ``alpha[m1] - alpha[m2]``; and plate q is not taken to be
-nested in p where a site of p reads all of q, or a second site of q all of p.
-
-Change this module to accept other ways of reading a plate.
+A site in plate q that reads latents of a plate p, in which it does not lie, is a candidate. Its map
+is found by group testing (`Trial`) with everything else held. It is accepted if it varies along q
+and no other plate, and is a nesting (`Nesting`). So ``mu[z]`` with a latent ``z`` is no map, nor is
+``alpha[m1] - alpha[m2]``; and q is not nested in p if a site of p reads all of q, or a second site
+of q all of p.
 """
 
 from __future__ import annotations
