@@ -92,8 +92,8 @@ def amortize(
     depend on each other two to four more in sequence (two for 1,000 simulations, four for 10,000, and without a
     density), by networks of two layers of 64 units, at a rate of 0.06 of `SOAP`.
     Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for the last two fifths of
-    the steps. Between epochs latents of simulations move by the model's density, if it has one, see `latent_moves`, so that
-    they are not learned by heart. A tenth of the simulations is held out; the latest weights that are not worse on
+    the steps. Between epochs latents of simulations move by the model's density, if it has one, see `latent_moves`,
+    so that the guide does not overfit them. A tenth of the simulations is held out; the latest weights that are not worse on
     these than others are kept, see `InferenceCompilation.fit`. If these are not the last ones, and the loss was
     lowest within the first three fifths of the steps, data were learned by heart; a second guide then has weights that
     decay, and a third, if that was in the first quarter, a rate of 0.003 for a quarter of the steps, and the best is

@@ -183,7 +183,7 @@ class TriangularTransform(Transform):
         else:
             diagonal, below = x[..., :size], x[..., size:]
             diagonal = diagonal.exp() if self.diagonal == "log" else diagonal
-        # Gathered, never written in place: score-function terms follow the values (pyro_contract, 1.7).
+        # Gathered, never written in place: score-function terms follow the values.
         entries = torch.cat([diagonal, below, x.new_zeros(x.shape[:-1] + (1,))], -1)
         position = torch.full((size, size), entries.shape[-1] - 1, device=x.device)
         position.diagonal().copy_(torch.arange(size, device=x.device))

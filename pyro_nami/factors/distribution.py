@@ -29,7 +29,7 @@ class SiteDistribution(PathScored):
     """log q(value) = sum over elements of log q(element) - log |d value / d elements|.
 
     It has the model's support and event shape and a real density, but no registered KL divergence, on purpose:
-    ``TraceMeanField_ELBO`` must fall back to the sample estimate (pyro_contract, section 3). It remembers the latest
+    ``TraceMeanField_ELBO`` must fall back to the sample estimate. It remembers the latest
     draw, so that scoring one's own costs no inverse transform.
 
     Example:
