@@ -59,7 +59,7 @@ class _Setting(NamedTuple):
 
 
 _SHARP = _Setting((64, 64), 6e-2, 1.0, 0.0)
-# Where that one is best early, simulations are learned by heart, by weights that are too large; or, within a quarter of
+# Where that one is best early, the guide overfits, by weights that are too large; or, within a quarter of
 # the steps, by a rate that is too high for what is smooth.
 _HELD, _SMOOTH = _SHARP._replace(decay=7.0), _SHARP._replace(rate=3e-3, steps=1 / 4)
 # where modes are derived there is little to learn, and a step takes long
@@ -91,14 +91,15 @@ def amortize(
     model marks for enumeration. Factors that have to be learned are splines of 8 bins, those of vectors whose elements
     depend on each other two to four more in sequence (two for 1,000 simulations, four for 10,000, and without a
     density), by networks of two layers of 64 units, at a rate of 0.06 of `SOAP`.
-    Rates rise, and fall along a line to zero; gradients are clipped; batches grow twofold for the last two fifths of
-    the steps. Between epochs latents of simulations move by the model's density, if it has one, see `latent_moves`,
-    so that the guide does not overfit them. A tenth of the simulations is held out; the latest weights that are not worse on
-    these than others are kept, see `InferenceCompilation.fit`. If these are not the last ones, and the loss was
-    lowest within the first three fifths of the steps, data were learned by heart; a second guide then has weights that
-    decay, and a third, if that was in the first quarter, a rate of 0.003 for a quarter of the steps, and the best is
-    kept. Training ends when half of the steps brought nothing. Where modes are derived, one guide is trained at that
-    rate, a sixth as long.
+    Rates rise, and fall linearly to zero; gradients are clipped; batches grow twofold for the last two fifths of the
+    steps. If the model has a density, the latents of simulations move between epochs, so that the guide does not
+    overfit them (`latent_moves`).
+
+    A tenth of the simulations is held out, and the latest weights that are as good on these as any are kept
+    (`InferenceCompilation.fit`). If the held-out loss was lowest within the first three fifths of the steps, the guide
+    overfit. A second guide is then trained with weight decay; if it was lowest within the first quarter, a third one
+    at a rate of 0.003 for a quarter of the steps. The best of them is kept. Training ends when half of the steps
+    brought no gain. Where modes are derived, one guide is trained at that rate, for a sixth of the steps.
 
     Args:
         model: a Pyro model.

@@ -88,7 +88,7 @@ class Trainer:
         """Returns the mean loss of all processes on held-out batches, and keeps the weights if it is low enough.
 
         Few held-out simulations do not tell which of many weights are best. Where latents of those learned from move,
-        such that they are not learned by heart, the later weights are, as the rate falls. So their loss may be above
+        such that they are not overfit, the later weights are, as the rate falls. So their loss may be above
         the lowest by as much of a standard error of the difference as the share of the latents that ``moved``. Nor do
         one or two tell that are far out: losses count up to ten widths of the central 68% above these.
         """

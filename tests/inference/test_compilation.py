@@ -281,7 +281,7 @@ def test_the_tracker_gets_losses_and_validation_losses(tracker):
 
 @pytest.mark.usefixtures("double")
 def test_patience_ends_training():
-    """Where few simulations are learned by heart."""
+    """Where few simulations are overfit."""
     data = Simulator(CHAIN, ZERO).draw(8)
     compilation = compiled(optim=functools.partial(torch.optim.Adam, lr=0.05), batch_size=8)
     history = compilation.fit(

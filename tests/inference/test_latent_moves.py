@@ -1,4 +1,4 @@
-"""Moves of simulations' latents: the joint distribution stays, and guides do not learn latents by heart."""
+"""Moves of simulations' latents: the joint distribution stays, and guides do not overfit latents."""
 
 import functools
 import math
