@@ -20,8 +20,9 @@ from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.first_latents import cut_by_bounds, flaw_of_tables
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
+from pyro_nami.guide.order import Order, find_order
 from pyro_nami.guide.plan import Plan
-from pyro_nami.guide.planner import Derived, make_plan
+from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
 from pyro_nami.messages import warn
 from pyro_nami.networks.pooling import make_encoder
@@ -67,19 +68,19 @@ def assemble(
 
 
 def _found(first: FirstCall) -> tuple[Plan, InverseNetwork]:
-    plan, network, current, call = _tried(first, Derived.of(first))
+    plan, network, current, call = _tried(first, find_order(first))
     cut = dict[str, str]()
     while found := cut_by_bounds(plan, call, current, derive):
         cut.update(found)
-        plan, network, current, call = _tried(first, Derived.of(first, cut=cut))
+        plan, network, current, call = _tried(first, find_order(first, cut=cut))
     if flaw := flaw_of_tables(plan, call, current, derive):
-        plan, network = _planned(first, Derived.of(first, flaw, cut))
+        plan, network = _planned(first, find_order(first, flaw, cut))
     return plan, network
 
 
-def _tried(first: FirstCall, derived: Derived) -> tuple[Plan, InverseNetwork, Pass, Call]:
+def _tried(first: FirstCall, order: Order) -> tuple[Plan, InverseNetwork, Pass, Call]:
     """Returns a plan and its networks, and a pass at the first call's data."""
-    plan, network = _planned(first, derived)
+    plan, network = _planned(first, order)
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
@@ -96,9 +97,9 @@ def _tried(first: FirstCall, derived: Derived) -> tuple[Plan, InverseNetwork, Pa
     return plan, network, current, call
 
 
-def _planned(first: FirstCall, derived: Derived) -> tuple[Plan, InverseNetwork]:
+def _planned(first: FirstCall, order: Order) -> tuple[Plan, InverseNetwork]:
     """Returns a plan and its networks, in guides for given data without what would make these too large."""
-    plan = make_plan(first, derived)
+    plan = make_plan(first, order)
     try:
         return plan, _network(first, plan)
     except TooLargeError as error:
@@ -109,7 +110,7 @@ def _planned(first: FirstCall, derived: Derived) -> tuple[Plan, InverseNetwork]:
             f"Networks that say how {names} depend on all else would take too much memory; their elements are drawn "
             "independently, as AutoNormal draws them, and no other latent reads them."
         )
-        return _planned(first._replace(apart=first.apart.union(error.largest)), derived)
+        return _planned(first._replace(apart=first.apart.union(error.largest)), order)
 
 
 def _network(first: FirstCall, plan: Plan) -> InverseNetwork:

@@ -151,7 +151,7 @@ class Plan:
     def note(self, name: str) -> RuleNote:
         """Returns how a latent is drawn."""
         rule = self.rules[name]
-        kind = type(rule).__name__.lower()
+        kind = rule.kind
         if rule.group is not None:
             kind = rule.group.bound or ("quadrature" if rule.group.is_tabulated else kind)
         reads = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pyro.distributions import TorchDistribution
@@ -50,6 +50,7 @@ __all__ = [
 class Rule:
     """How one latent gets its distribution."""
 
+    kind: ClassVar[str]  # the name that users see
     name: str  # the latent's
     # the latents whose exact conditionals are derived before this one is drawn
     group: ConjugateGroup | None = None
@@ -103,6 +104,8 @@ class Rule:
 class Prior(Rule):
     """q(v | what is before v) = p(v | parents of v): the model's own conditional."""
 
+    kind = "prior"
+
     reads_prior: bool = True
     inside: bool = True
 
@@ -116,6 +119,8 @@ class Prior(Rule):
 @dataclass(frozen=True)
 class Exact(Rule):
     """q(v | what is before v) = p(v | what is before v, data); see `pyro_nami.deriving.finder`."""
+
+    kind = "exact"
 
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
@@ -133,6 +138,8 @@ class Exact(Rule):
 @dataclass(frozen=True)
 class Learned(Rule):
     """q(v | what v reads) = family(parameters), given by networks, relative to the prior where it is known."""
+
+    kind = "learned"
 
     factor: Factor = None  # type: ignore[assignment]
     family: Family = None  # type: ignore[assignment]
@@ -241,6 +248,8 @@ class Learned(Rule):
 class Located(Learned):
     """q(v | what is before v) = Normal about the mode, see `pyro_nami.deriving.newton`, bent by what networks give."""
 
+    kind = "newton"
+
     def distribution(
         self, current: Pass, batch_shape: torch.Size, prior: Distribution | None
     ) -> TorchDistribution:
@@ -275,6 +284,8 @@ class Bounded(Learned):
 
     Where elements are drawn in turn, bounds give way to what is drawn before; see `pyro_nami.deriving.in_turn`.
     """
+
+    kind = "bounded"
 
     before: tuple[str, ...] = ()  # latents of the group that are drawn before it, and that it reads
 

@@ -1,0 +1,205 @@
+"""`find_order`: the inverse that a guide samples by, and which latents have derived conditionals in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import networkx as nx
+
+from pyro_nami.deriving.derived_group import ConjugateGroup
+from pyro_nami.deriving.finder import Finder
+from pyro_nami.deriving.refutation import OPEN
+from pyro_nami.graph.inverse import Inverse
+from pyro_nami.guide.first_call import FirstCall
+from pyro_nami.guide.first_latents import first_ones
+from pyro_nami.guide.model_inverse import invert
+from pyro_nami.guide.options import check_names
+from pyro_nami.program.flat_priors import improper_posterior, is_improper
+
+__all__ = ["Order", "find_order"]
+
+
+class Order(NamedTuple):
+    """The order in which latents are sampled, and the conditionals that are derived in it."""
+
+    inverse: Inverse
+    latents: list[str]  # in sampling order, without those that are drawn from the model
+    interleaved: bool  # whether one run of the model can draw them in that order
+    groups: dict[str, ConjugateGroup]  # latent -> the group that its conditional is derived with
+    refused: dict[str, str]  # latent -> why it has no exact conditional
+    lost: set[str]  # of these, latents that might have one if the model could be run for many draws
+    doubts: dict[str, str]  # latents with improper priors that may have no posterior -> why
+
+
+def find_order(first: FirstCall, flaw: str = "", cut: Mapping[str, str] | None = None) -> Order:
+    """Returns the sampling order that the first call and the options give.
+
+    Args:
+        first: the first call.
+        flaw: why the latents that come first are not to be found by quadrature; empty if they are.
+        cut: latents whose priors are not to be taken as flat -> why.
+
+    Raises:
+        ValueError: for a latent that ``rules`` asks an exact conditional of and that has none, or whose improper prior
+            has no posterior.
+    """
+    check_names("rules", first.options.rules, first.net.latent, "a latent site")
+    finder = _finder(first, cut or {})
+    inverse, order, interleaved, groups = _searched(first, finder)
+    refused = dict(finder.refused) if finder else {}
+    lost = set(finder.lost) if finder else set()
+    if finder:
+        _log_learned_modes(finder.moving.difference(groups))
+    marginal = first_ones(first, inverse, order, groups) if finder and interleaved else None
+    if marginal and flaw:
+        told = refused.keys() & set(marginal.members)
+        refused.update({name: f"{refused[name]}, and {flaw}" for name in told})
+        lost.update(marginal.members)
+    elif marginal:
+        groups.update(dict.fromkeys(marginal.members, marginal))
+    _check_rules(first, groups, refused if finder else None)
+    improper = [
+        name
+        for name in first.net.latent
+        if name in first.nodes and is_improper(first.nodes[name]["fn"])
+    ]
+    for name in improper:
+        if name not in order or refused.get(name) == OPEN:
+            raise ValueError(improper_posterior(name))
+    doubts = dict.fromkeys(finder.open if finder else (), "no mode of it was found")
+    if flaw and marginal:
+        doubts.update(dict.fromkeys(marginal.members, flaw))
+    doubts = {name: doubts[name] for name in improper if name in doubts and name not in groups}
+    return Order(inverse, order, interleaved, groups, refused, lost, doubts)
+
+
+def _searched(
+    first: FirstCall, finder: Finder | None
+) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup]]:
+    """Returns an inverse in which most conditionals are derived, with the fields of `Order` that follow from it."""
+    options = first.options
+    is_free = options.inverse == "auto" and options.blocks is None
+    block = finder.block() if finder and is_free else []
+    candidates: list[Sequence[Sequence[str]]] = [block]
+    if block:
+        # If the latents that are left come in another order than the program's, they are taken one by one.
+        candidates.append([*block[:-1], *([name] for name in reversed(block[-1]))])
+    for blocks in candidates:
+        inverse = invert(first.net, options.inverse, options.blocks, blocks)
+        order = _learned_order(first, inverse)
+        groups = finder.groups(inverse, order) if finder else {}
+        order, interleaved, is_last = _program_order(first, inverse, order, groups)
+        if interleaved:
+            break
+    if not interleaved:
+        return inverse, order, False, {}
+    exact = tuple(name for name in inverse.order if block and name in groups)
+    inverse = dataclasses.replace(inverse, exact=exact)
+    before = order if is_last else ()
+    groups = {name: _with_all_read(group, inverse, before) for name, group in groups.items()}
+    return inverse, order, True, groups
+
+
+def _log_learned_modes(latents: Collection[str]) -> None:
+    if latents:
+        logging.getLogger(__name__).warning(
+            "Learned, as the objective is compiled, where plain objectives derive modes: %s.",
+            ", ".join(map(repr, sorted(latents))),
+        )
+
+
+def _check_rules(
+    first: FirstCall, groups: Mapping[str, ConjugateGroup], refused: Mapping[str, str] | None
+) -> None:
+    """Raises where ``rules`` asks for a conditional that was not derived; ``refused`` is None if none is searched."""
+    exact = {name for name, group in groups.items() if group.is_exact}
+    bounded = {name for name, group in groups.items() if group.bound}
+    found = {"exact": exact, "bounded": bounded, "bound": bounded}
+    for name, rule in first.options.rules.items():
+        if rule not in found or name in found[rule]:
+            continue
+        reason = "the options exclude it"
+        if refused is not None:
+            reason = refused.get(name, "it is drawn in another order")
+        asked = "an exact conditional" if rule == "exact" else "a bound"
+        with_or_under = "with" if rule == "exact" else "under"
+        raise ValueError(
+            f"Expected a latent {with_or_under} {asked}, as `rules` asks; got '{name}': {reason}."
+        )
+
+
+def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
+    """Returns what finds exact conditionals, unless the options say that there shall be none."""
+    options = first.options
+    given = options.families or {}
+    if not (options.anchor and options.exact and isinstance(given, Mapping)):
+        return None
+    hidden = first.found.hidden_randomness
+    learned = [name for name, rule in options.rules.items() if rule == "learned"]
+    own = {name: first.nodes[name]["value"] for name in first.net.sites if name in first.nodes}
+    seen = set().union(*(nx.ancestors(first.net.graph, name) for name in first.net.observed))
+    return Finder(
+        net=first.net,
+        nodes=first.nodes,
+        frames=first.frames,
+        nesting=first.plates.nesting,
+        subsampled=first.plates.partial,
+        unread=first.unread,
+        excluded=first.semi_observed.union(hidden, first.passing, learned, given),
+        predictive=set(first.net.latent) - seen,
+        read_masked=first.read_where_masked(),
+        is_compiled=first.is_compiled,
+        bounds={name: rule for name, rule in options.rules.items() if rule in ("bounded", "bound")},
+        cut=cut,
+        run=first.run,
+        draws=[own, *first.draws[:6]],
+    )
+
+
+def _learned_order(first: FirstCall, inverse: Inverse) -> list[str]:
+    """Returns the latents that are not drawn from the model, in the inverse's sampling order."""
+    predictive = frozenset(inverse.predictive) - first.found.hidden_randomness
+    # With blocks, factors may read some of these, which then have to be factors as well.
+    read = predictive
+    while read:
+        learned = [name for name in inverse.order if name not in predictive]
+        read = predictive.intersection(u for name in learned for u in inverse.parents[name])
+        predictive -= read
+    return [name for name in reversed(inverse.order) if name not in predictive]
+
+
+def _program_order(
+    first: FirstCall, inverse: Inverse, order: list[str], groups: Mapping[str, ConjugateGroup]
+) -> tuple[list[str], bool, bool]:
+    """Returns latents in an order in which runs of the model can draw them, whether there is one, and whether groups
+    come last in it.
+
+    That is program order, except that members of a group come together: where the first of them does, or last.
+    """
+    rank = {name: i for i, name in enumerate(first.nodes)}
+    observed = frozenset(first.net.observed)
+    starts = {name: min(map(rank.__getitem__, group.members)) for name, group in groups.items()}
+    for last in (False, True):
+        of_groups = dict.fromkeys(starts, len(rank)) if last else starts
+        keys = {name: (of_groups.get(name, rank[name]), order.index(name)) for name in order}
+        parents = {name: set(inverse.parents[name]) - observed for name in order}
+        if all(keys[parent] < keys[name] for name in order for parent in parents[name]):
+            return sorted(order, key=keys.__getitem__), True, last
+    return order, False, False
+
+
+def _with_all_read(group: ConjugateGroup, inverse: Inverse, order: Sequence[str]) -> ConjugateGroup:
+    """Returns a group that needs all latents which those that it needs are drawn from, too, and all before it in an
+    order, if there is one, as steps of networks are taken in that.
+    """
+    first = min((order.index(name) for name in group.members if name in order), default=0)
+    needed = sorted(group.needed.union(order[:first]).difference(group.members))
+    for name in needed:  # which grows
+        read = set(inverse.parents.get(name, ())).difference(
+            inverse.net.observed, group.members, needed
+        )
+        needed += sorted(read)
+    return group._replace(needed=frozenset(needed))
