@@ -157,11 +157,7 @@ def first_call(
         if name in nodes
     }
     passing = frozenset(name for name in stacks if is_passing(nodes[name]))
-    for name in filter(lambda name: is_latent(nodes[name]), passing):
-        raise NotImplementedError(
-            f"Expected latent '{name}' in every call; it is in a sequential plate that the model subsamples. Use a "
-            "vectorized plate, `with pyro.plate(...)`, or hide such latents: poutine.block(model, expose=[...])."
-        )
+    _check_passing(nodes, passing)
     plates = _plates(stacks.values(), net, {*subsampled, *subsamples(nodes)})
     moving = _moving(options, net, stacks)
     minibatched = {
@@ -181,6 +177,16 @@ def first_call(
         passing=passing,
         unread=passing.union(name for name in moving if not stacks[name]),
     )
+
+
+def _check_passing(nodes: Mapping[str, Any], passing: Collection[str]) -> None:
+    """Raises if a site that comes and goes between calls is a latent."""
+    for name in passing:
+        if is_latent(nodes[name]):
+            raise NotImplementedError(
+                f"Expected latent '{name}' in every call; it is in a sequential plate that the model subsamples. Use a "
+                "vectorized plate, `with pyro.plate(...)`, or hide such latents: poutine.block(model, expose=[...])."
+            )
 
 
 def _moving(options: Options, net: BayesNet, stacks: Mapping[str, list]) -> list[str]:

@@ -77,51 +77,69 @@ class GroupNetwork:
             self._first_rows[name], count = count, count + rows
 
         splits = [sum(column.last - column.first for column in step.columns) for step in steps]
-        one = not any(factor.sequential or factor.coupled for factor in factors) and bool(
-            hidden_features
-        )
-        options["skip"] = options.get("skip", True) and not (
-            one and count * sum(splits) > _MOST_DIRECT
-        )
+        at_once = not any(factor.sequential or factor.coupled for factor in factors)
+        one = at_once and bool(hidden_features)
+        is_large = one and count * sum(splits) > _MOST_DIRECT
+        options["skip"] = options.get("skip", True) and not is_large
         direct = sum(splits) if options["skip"] or not one else 0
         units = sum(hidden_features[-1:]) if sum(splits) else 0
         most = _MOST_MEMORY if simulated else _MOST_TRAINED
         _check_memory(factors, count, direct + units + 1, most, factory)
         self.reads, alike = dependency(factors, columns)  # which columns each row reads
+        base = _COMPILED if simulated else _TRAINED
+        self._make_stacks(hidden_features, base, factory)
         options |= {
             "input_splits": splits,
             "output_splits": [sum(step.rows.values()) for step in steps],
+            "base": base,
+            **factory,
         }
-        base = _COMPILED if simulated else _TRAINED
-        self.stacks, self._read = {}, {}
-        for factor in factors:
-            if factor.stack is not None:
-                read = self.reads[self._first_rows[factor.name]].nonzero().flatten()
-                transforms, bins = factor.stack
-                shape: dict[str, Any] = {
-                    "transforms": transforms,
-                    "bins": bins,
-                    "hidden_features": hidden_features,
-                }
-                self.stacks[factor.name] = SplineStack(
-                    factor.num_elements, len(read), base=base, **shape, **factory
-                )
-                self._read[factor.name] = read.to(factory.get("device"))
-        options |= {"base": base, **factory}
         if shared:
             self.mlp: Any = MaskedMLP(self.reads, hidden_features, **options)
         else:
             self.mlp = SeparateMLP(self.reads, hidden_features, factors=alike, **options)
         if not simulated:
             self.mlp.set_units(torch.full_like(self.mlp.units, _SHAPE_UNIT))
-        # training goes on to standardize latents wholly, and data not at all
-        floor, follows = [], []
+        self.running = self._standardization(columns, latents, simulated, factory)
+
+    def _make_stacks(
+        self, hidden_features: Sequence[int], base: Base, factory: Mapping[str, Any]
+    ) -> None:
+        """Makes the splines in sequence of factors that have some, and notes the columns that they read."""
+        self.stacks: dict[Any, SplineStack] = {}
+        self._read: dict[Any, Tensor] = {}
+        for factor in self.factors:
+            if factor.stack is None:
+                continue
+            read = self.reads[self._first_rows[factor.name]].nonzero().flatten()
+            transforms, bins = factor.stack
+            self.stacks[factor.name] = SplineStack(
+                factor.num_elements,
+                len(read),
+                transforms=transforms,
+                bins=bins,
+                hidden_features=hidden_features,
+                base=base,
+                **factory,
+            )
+            self._read[factor.name] = read.to(factory.get("device"))
+
+    def _standardization(
+        self,
+        columns: Sequence[InputColumns],
+        latents: frozenset[Any],
+        simulated: bool,
+        factory: Mapping[str, Any],
+    ) -> Running:
+        """Returns averages of inputs: training goes on to standardize latents wholly, and data not at all."""
+        floor: list[float] = []
+        follows: list[bool] = []
         for source, first, last, _ in columns:
             pure = nodes_of(source) <= latents and pooled_part(source) is None
             floor += (last - first) * [_LEAST_SCALE if pure else _LEAST_POOLED_SCALE]
             follows += (last - first) * [not simulated and source not in self.data]
         follow = torch.tensor(follows, dtype=torch.bool, device=factory.get("device"))
-        self.running = Running(torch.tensor(floor, **factory), follow)
+        return Running(torch.tensor(floor, **factory), follow)
 
     def columns(self, begin: int, stop: int) -> list[InputColumns]:
         """Returns the columns of steps ``begin`` to ``stop - 1``."""

@@ -142,40 +142,14 @@ class InverseNetwork(PyroModule):
             source: PrecisionSums(num_inputs(source, sizes), count, **factory)
             for source, count in heads.items()
         }
-        # those without a factor are read as well
-        position = {name: i for i, name in enumerate(options["latents"])}
         options |= {"simulated": simulated, "factory": factory}
-        keys = {
-            factor.name: (factor.batch, not (simulated or factor.sources)) for factor in factors
-        }
-        members = [
-            [f for f in factors if keys[f.name] == key] for key in dict.fromkeys(keys.values())
-        ]
-
-        def width(batch: Collection[str]) -> Sequence[int]:
-            least, most = _UNITS
-            few = _MOST_UNITS // math.prod(plates.sizes[plate] for plate in batch)
-            return (most if simulated else min(max(least, few), most),)
-
-        self.groups = tuple(
-            GroupNetwork(
-                each,
-                plan_steps(each, position, sizes),
-                hidden_features=width(each[0].batch)
-                if hidden_features is None
-                else hidden_features,
-                **options,
-            )
-            for each in members
-        )
+        self.groups = _groups(factors, plates, sizes, hidden_features, options)
         self.group_of = {factor.name: group for group in self.groups for factor in group.factors}
         self.factors = {factor.name: factor for factor in factors}
         self._nodes = {f.name: frozenset().union(*map(nodes_of, f.sources)) for f in factors}
         self.path_shares = {name: PathShare() for name in self.factors}
-        read = (nodes_of(source) for factor in factors for source in factor.sources)
-        self.read = frozenset().union(
-            *read, (factor.name for factor in factors if factor.sequential)
-        )
+        sequential = (factor.name for factor in factors if factor.sequential)
+        self.read = frozenset().union(sequential, *self._nodes.values())
 
         self.encoders = as_pyro_module(nn.ModuleList(encoders.values()))
         self.evidence = as_pyro_module(nn.ModuleList(sums.values()))
@@ -185,29 +159,30 @@ class InverseNetwork(PyroModule):
         self.inputs = as_pyro_module(nn.ModuleList(group.running for group in self.groups))
         self.offsets = FreeParameters("offset", {}, persistent=True)
         coupled = {
-            f.name: coupling_units(f.num_elements, self.like)
-            for f in factors
-            if f.coupled and f.stack is None
+            factor.name: coupling_units(factor.num_elements, self.like)
+            for factor in factors
+            if factor.coupled and factor.stack is None
         }
-        self.couplings = FreeParameters(
-            "coupling", coupled, rest=None if simulated else _COUPLING_REST
-        )
-        self._index = {
-            name: i for i, name in enumerate((*self.factors, *map(coupling_of, coupled)))
-        }
+        rest = None if simulated else _COUPLING_REST
+        self.couplings = FreeParameters("coupling", coupled, rest=rest)
+        restrained = (*self.factors, *map(coupling_of, coupled))
+        self._index = {name: i for i, name in enumerate(restrained)}
         self.register_buffer("usual", self.like.new_zeros(len(self._index)))
         if not factors:
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
+        # The modules once more, as every attribute of a PyroModule that is one takes a while to read.
+        self._pooling = self._with_uses(encoders, sums)
 
-        # The modules once more, as every attribute of a PyroModule that is one takes a while to read, each with the
-        # sources that are still read where the data are the same in every call.
-        self._pooling = (encoders, set[Source]()), (sums, set[Source]())
-        for factor in factors:
+    def _with_uses(
+        self, encoders: dict[Pooled, Any], sums: dict[Pooled, Any]
+    ) -> tuple[tuple[dict[Pooled, Any], set[Source]], tuple[dict[Pooled, Any], set[Source]]]:
+        """Returns modules with the sources that are still read where data are the same in every call."""
+        encoded, summed = set[Source](), set[Source]()
+        for factor in self.factors.values():
             still_read = set(factor.sources) - self.group_of[factor.name].constant
-            self._pooling[0][1].update(part for source in still_read for part in parts_of(source))
-            self._pooling[1][1].update(
-                each.pooled for each in factor.pseudo if each.source in still_read
-            )
+            encoded.update(part for source in still_read for part in parts_of(source))
+            summed.update(each.pooled for each in factor.pseudo if each.source in still_read)
+        return (encoders, encoded), (sums, summed)
 
     @property
     def num_parameters(self) -> int:
@@ -406,3 +381,30 @@ def _encoders(
             members = part.plates if isinstance(part, Flattened) else ()
             sizes[part] = sizes[part.source] * math.prod(plates.sizes[plate] for plate in members)
     return sizes, encoders
+
+
+def _groups(
+    factors: Sequence[Factor],
+    plates: Plates,
+    sizes: Mapping[Source, int],
+    hidden_features: Sequence[int] | None,
+    options: Mapping[str, Any],
+) -> tuple[GroupNetwork, ...]:
+    """Returns the networks of factors in the same plates; in SVI factors that read nothing have their own."""
+    simulated = options["simulated"]
+    # Latents without a factor are read as well.
+    position = {name: i for i, name in enumerate(options["latents"])}
+    members: dict[Hashable, list[Factor]] = {}
+    for factor in factors:
+        key = factor.batch, not (simulated or factor.sources)
+        members.setdefault(key, []).append(factor)
+    groups = []
+    for each in members.values():
+        widths = hidden_features
+        if widths is None:
+            least, most = _UNITS
+            few = _MOST_UNITS // math.prod(plates.sizes[plate] for plate in each[0].batch)
+            widths = (most if simulated else min(max(least, few), most),)
+        steps = plan_steps(each, position, sizes)
+        groups.append(GroupNetwork(each, steps, hidden_features=widths, **options))
+    return tuple(groups)

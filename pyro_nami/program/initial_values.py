@@ -72,60 +72,86 @@ def likely_start(
     seen = poutine.Trace()
     for name in subsamples(first.nodes):
         seen.add_node(name, **first.nodes[name])
-    model = poutine.replay(model, trace=seen)
-    shares: dict[str, tuple[float, ...]] = {}  # of the ways to medians that are not at the origin
+    ways = _WaysToMedians(poutine.replay(model, trace=seen), args, kwargs, latent)
+    at = dict[str, float]()
+    with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
+        here = ways.likelihoods({}, scale)
+        whole = ways.likelihoods(dict.fromkeys(map(_kind, latent), 1.0), scale)
+        if _is_better(whole - here):
+            at, here = dict.fromkeys(ways.shares, 1.0), whole
+        for _ in range(_ROUNDS):
+            before = at
+            for kind, share in [(name, each) for name in ways.shares for each in ways.shares[name]]:
+                if share == at.get(kind, 0.0):
+                    continue
+                other = {**at, kind: share}
+                there = ways.likelihoods(other, scale)
+                if _is_better(there - here):
+                    at, here = other, there
+            if at == before:
+                break
+    return ways.run(at, 0.0) if any(at.values()) else first
 
-    def run(at: Mapping[str, float], scale: float) -> poutine.Trace:
-        """Returns a run with these kinds at shares of the way to their medians."""
+
+class _WaysToMedians:
+    """Runs of a model with latents of some kinds at shares of the way from near the origin to their prior medians.
+
+    Args:
+        model, args, kwargs: the model, which replays its subsamples, and its arguments.
+        latent: latent -> its value near the origin.
+
+    Attributes:
+        shares: kind of latents whose medians are not at the origin -> shares of the way that its priors reach.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        latent: Mapping[str, Any],
+    ) -> None:
+        self.shares: dict[str, tuple[float, ...]] = {}
+        self._model = model
+        self._args = args
+        self._kwargs = kwargs
+        self._latent = latent
+
+    def run(self, at: Mapping[str, float], scale: float) -> poutine.Trace:
+        """Returns a run at shares of the way, kind -> share, by Normals of a ``scale`` about these places."""
 
         def start(site: Any) -> Tensor:
-            if site["name"] not in latent:
+            if site["name"] not in self._latent:
                 raise NotImplementedError  # and it is drawn
-            transform, kind = bijection_to(site["fn"].support), _kind(site["name"])
-            place = transform.inv(latent[site["name"]])
+            transform = bijection_to(site["fn"].support)
+            kind = _kind(site["name"])
+            place = transform.inv(self._latent[site["name"]])
             if kind in at:
                 median, nearest = _median(site["fn"], transform)
                 if median.abs().max() > _FAR:
-                    shares[kind] = (0.0, *(share for share in _SHARES if share >= nearest))
+                    self.shares[kind] = (0.0, *(share for share in _SHARES if share >= nearest))
                 place = place + at[kind] * median
             return transform(place + scale * _narrowness(site["fn"]) * torch.randn_like(place))
 
-        return first_run(model, args, kwargs, start)
+        return first_run(self._model, self._args, self._kwargs, start)
 
-    def likelihoods(at: Mapping[str, float]) -> Tensor:
-        """Returns the log density of the data at each of a few draws, in nats."""
+    def likelihoods(self, at: Mapping[str, float], scale: float) -> Tensor:
+        """Returns the log density of the data in each of a few such runs, in nats; least where a run fails."""
         found = []
         for seed in range(_DRAWS):
             pyro.set_rng_seed(seed)
             try:
-                trace = run(at, scale)
+                trace = self.run(at, scale)
                 trace.compute_log_prob()
-                data = [
-                    site
-                    for site in trace.nodes.values()
-                    if site["type"] == "sample" and site["is_observed"]
-                ]
-                found.append(float(sum(site["log_prob_sum"] for site in data)))
+                samples = [site for site in trace.nodes.values() if site["type"] == "sample"]
+                data = [site["log_prob_sum"] for site in samples if site["is_observed"]]
+                found.append(float(sum(data)))
             except Exception:  # noqa: BLE001  whatever a model does where it is not meant to be
                 found.append(-torch.inf)
+        least = -1e300
         return torch.tensor(found, dtype=torch.float64).nan_to_num(
-            -1e300, neginf=-1e300, posinf=-1e300
+            least, neginf=least, posinf=least
         )
-
-    at = dict[str, float]()
-    with untouched(model, *args, *kwargs.values()), torch.no_grad(), pyro.validation_enabled(False):
-        here, whole = likelihoods({}), likelihoods(dict.fromkeys(map(_kind, latent), 1.0))
-        if _is_better(whole - here):
-            at, here = dict.fromkeys(shares, 1.0), whole
-        for _ in range(_ROUNDS):
-            before = at
-            for kind, share in [(name, each) for name in shares for each in shares[name]]:
-                other = {**at, kind: share}
-                if share != at.get(kind, 0.0) and _is_better((there := likelihoods(other)) - here):
-                    at, here = other, there
-            if at == before:
-                break
-    return run(at, 0.0) if any(at.values()) else first
 
 
 def _is_better(gain: Tensor) -> bool:

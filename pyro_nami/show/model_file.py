@@ -79,15 +79,7 @@ def find(
     with _importable(path), contextlib.redirect_stdout(sys.stderr):
         module = _imported(place, path)
         model = _model(module, place, name)
-        given = (
-            getattr(module, f"{name}_args", ())
-            if args is None
-            else _evaluated(args, "--args", module)
-        )
-        named = {} if kwargs is None else _evaluated(kwargs, "--kwargs", module)
-        if not isinstance(named, Mapping) or not all(isinstance(key, str) for key in named):
-            raise Failure(f"Expected --kwargs to be a dict with names as keys; got {kwargs!r}.")
-        arguments = given if isinstance(given, tuple) else (given,)
+        positional, named = _arguments(module, name, args, kwargs)
         pyro.set_rng_seed(seed)
         with (
             warnings.catch_warnings(record=True) as caught,
@@ -95,23 +87,38 @@ def find(
         ):
             warnings.simplefilter("always", UserWarning)
             try:
-                extraction = extract(model, arguments, named, observed=observed, checks=checks)
+                extraction = extract(model, positional, named, observed=observed, checks=checks)
             except Exception as error:
-                if _is_ours(error):
-                    raise Failure(_line(error)) from error
-                called = (
-                    f"{len(arguments) + len(named)} argument(s)"
-                    if arguments or named
-                    else "no arguments"
-                )
-                raise Failure(
-                    f"The model {target!r}, called with {called}, fails: {told(error, path)}. "
-                    "Give its arguments by --args."
-                ) from error
+                raise _failure(error, target, path, len(positional) + len(named)) from error
     if not extraction.bayesnet.sites:
         raise Failure(f"Expected a model with sample sites; got {target!r}, which has none.")
     told_once = tuple(dict.fromkeys(_line(warning.message) for warning in caught))
-    return Found(model, arguments, named, extraction, told_once)
+    return Found(model, positional, named, extraction, told_once)
+
+
+def _arguments(
+    module: Any, name: str, args: str | None, kwargs: str | None
+) -> tuple[tuple, Mapping[str, Any]]:
+    """Returns a model's arguments, by expressions or as its file has them."""
+    if args is None:
+        given = getattr(module, f"{name}_args", ())
+    else:
+        given = _evaluated(args, "--args", module)
+    named = {} if kwargs is None else _evaluated(kwargs, "--kwargs", module)
+    if not isinstance(named, Mapping) or not all(isinstance(key, str) for key in named):
+        raise Failure(f"Expected --kwargs to be a dict with names as keys; got {kwargs!r}.")
+    return given if isinstance(given, tuple) else (given,), named
+
+
+def _failure(error: Exception, target: str, path: Path | None, num_arguments: int) -> Failure:
+    """Returns the failure that stands for an error of extraction, or of the user's model."""
+    if _is_ours(error):
+        return Failure(_line(error))
+    called = f"{num_arguments} argument(s)" if num_arguments else "no arguments"
+    return Failure(
+        f"The model {target!r}, called with {called}, fails: {told(error, path)}. "
+        "Give its arguments by --args."
+    )
 
 
 def told(error: BaseException, path: Path | None = None) -> str:
