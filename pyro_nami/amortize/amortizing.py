@@ -145,30 +145,75 @@ def amortize(
                 "Expected at= for data without a density, and simulations to be a number, without guide=. Where data "
                 "have a density, leave at= out: draws are weighted, and carried to the posterior of any data."
             )
-        if rounds < 1:
-            raise ValueError(f"Expected at least one round; got {rounds}.")
-        num = simulations // rounds
         again = functools.partial(
             amortize, model, *args, observed=observed, steps=steps, progress=progress, **kwargs
         )
-        draws = simulator.draw(simulations - (rounds - 1) * num)
-        posterior = again(simulations=draws)
-        for _ in range(rounds - 1):
-            draws = next_round(simulator, posterior.guide, at, draws, num)
-            posterior = again(simulations=draws)
-        return posterior
+        return _in_rounds(again, simulator, at, simulations, rounds)
     fresh = isinstance(simulations, str)
     if fresh and simulations != "fresh":
         raise ValueError(
             f"Expected simulations to be a number, 'fresh', or values; got {simulations!r}."
         )
-    simulations = _SIMULATIONS if fresh else simulations
-    given = (
-        simulator.draw(simulations)
-        if isinstance(simulations, int)
-        else as_draws(simulations, simulator)
+    given = _SIMULATIONS if fresh else simulations
+    draws, seen = _simulated(simulator, given)
+    learned: list[str] = []
+    given_up: dict[str, Any] = {}
+    plain = guide
+    if plain is None:
+        plain, learned, given_up = _plain(simulator, draws, own=isinstance(given, int))
+        if not plain.num_parameters:
+            return AmortizedPosterior(model, args, kwargs, plain, seen)
+    # Without a density latents do not move, and the most do best for few simulations as well.
+    transforms = _TRANSFORMS[1] if isinstance(model, SimulatorModel) else _transforms(draws.num)
+    training = _Training(
+        simulator,
+        observed,
+        draws,
+        steps or _steps(draws.num),
+        plain,
+        dict.fromkeys(learned, flow(_BINS, transforms)),
+        given_up,
+        fresh,
+        progress,
     )
-    if not isinstance(simulations, int):
+    found = [training.run(_NEAR if guide is None and not learned else _SHARP)]
+    first = found[0].history
+    if learned and not fresh and first.best_step not in (None, len(first.losses)):
+        lowest, _ = min(first.validation, key=lambda pair: pair[1])
+        for setting, share in ((_HELD, _LATE), (_SMOOTH, _EARLY)):
+            if lowest < share * training.steps:
+                found.append(training.run(setting))
+    best = min(found, key=lambda each: each.loss)
+    with forked_rng():
+        simulated = SimulatedData(draws.observed, site_forms(simulator))
+    return AmortizedPosterior(model, args, kwargs, best.guide, best.history, simulated)
+
+
+def _in_rounds(
+    again: Callable[..., AmortizedPosterior],
+    simulator: Simulator,
+    at: Mapping[str, Any],
+    simulations: int,
+    rounds: int,
+) -> AmortizedPosterior:
+    """Returns the posterior of one data set, by rounds of simulations, with ``again`` for each round."""
+    if rounds < 1:
+        raise ValueError(f"Expected at least one round; got {rounds}.")
+    num = simulations // rounds
+    draws = simulator.draw(simulations - (rounds - 1) * num)
+    posterior = again(simulations=draws)
+    for _ in range(rounds - 1):
+        draws = next_round(simulator, posterior.guide, at, draws, num)
+        posterior = again(simulations=draws)
+    return posterior
+
+
+def _simulated(simulator: Simulator, simulations: Any) -> tuple[JointDraws, History]:
+    """Returns the simulations that are finite, drawn or given, and a history that counts the others."""
+    if isinstance(simulations, int):
+        given = simulator.draw(simulations)
+    else:
+        given = as_draws(simulations, simulator)
         with forked_rng():
             sites = simulator.sites()
         for name, value in {**given.latents, **given.observed}.items():
@@ -183,69 +228,72 @@ def amortize(
         raise ValueError(f"Expected at least 20 simulations to learn from; got {draws.num}{why}.")
     if seen.skipped:
         warn(f"{seen.shortfall()}; they were left out.")
-    held_out = max(1, round(_HELD_OUT * draws.num))
-    rows = torch.arange(draws.num)
-    train, validation = draws.select(rows[held_out:]), draws.select(rows[:held_out])
-    steps = steps or _steps(draws.num)
-    plain = guide
-    learned = list[str]()
-    given_up = dict[str, Any]()
-    if plain is None:
-        plain, learned, given_up = _plain(simulator, draws, own=isinstance(simulations, int))
-        if not plain.num_parameters:
-            return AmortizedPosterior(model, args, kwargs, plain, seen)
-    # Without a density latents do not move, and the most do best for few simulations as well.
-    transforms = _TRANSFORMS[1] if isinstance(model, SimulatorModel) else _transforms(draws.num)
-    families = dict.fromkeys(learned, flow(_BINS, transforms))
+    return draws, seen
 
-    def trained(setting: _Setting) -> tuple[float, AutoNaMIGuide, History]:
-        """Returns the loss on held-out simulations, the guide that has it, and how it came to it."""
-        made, count = plain, max(1, round(setting.steps * steps))
-        if families:
-            options = {
-                "observed": simulator.observed,
-                "hidden_features": setting.hidden,
-                **given_up,
-            }
-            made = _named(AutoNaMIGuide(model, families=families, **options))
+
+class _Trained(NamedTuple):
+    """A trained guide."""
+
+    loss: float  # on held-out simulations, in nats
+    guide: AutoNaMIGuide
+    history: History
+
+
+class _Training(NamedTuple):
+    """What the trainings of one call of `amortize` have in common."""
+
+    simulator: Simulator
+    observed: Sequence[str]  # sites to condition on, beside those that the model observes
+    draws: JointDraws
+    steps: int  # of a training with a share of 1
+    plain: AutoNaMIGuide  # to train where no family is chosen
+    families: Mapping[str, Any]  # of latents that are to be learned
+    options: Mapping[str, Any]  # of guides with these families
+    fresh: bool  # whether each step draws simulations of its own
+    progress: bool
+
+    def run(self, setting: _Setting) -> _Trained:
+        """Returns a guide trained by a setting."""
+        simulator = self.simulator
+        guide = self.plain
+        if self.families:
+            guide = _named(
+                AutoNaMIGuide(
+                    simulator.model,
+                    families=self.families,
+                    observed=simulator.observed,
+                    hidden_features=setting.hidden,
+                    **self.options,
+                )
+            )
+        num_held_out = max(1, round(_HELD_OUT * self.draws.num))
+        rows = torch.arange(self.draws.num)
+        train = self.draws.select(rows[num_held_out:])
+        held_out = self.draws.select(rows[:num_held_out])
+        count = max(1, round(setting.steps * self.steps))
+        decay = setting.decay / setting.rate / count
         compilation = InferenceCompilation(
-            model,
-            made,
-            functools.partial(
-                SOAP, lr=setting.rate, weight_decay=setting.decay / setting.rate / count
-            ),
+            simulator.model,
+            guide,
+            functools.partial(SOAP, lr=setting.rate, weight_decay=decay),
             batch_size=functools.partial(_batch_size, num=train.num, steps=count),
-            observed=observed,
+            observed=self.observed,
             scheduler=functools.partial(LambdaLR, lr_lambda=functools.partial(_share, steps=count)),
             clip_norm=_CLIP,
         )
         history = compilation.fit(
             count,
-            args,
-            kwargs,
-            data=None if fresh else train,
-            refresh=0 if fresh else _MOVES,
-            validation=validation,
+            simulator.args,
+            simulator.kwargs,
+            data=None if self.fresh else train,
+            refresh=0 if self.fresh else _MOVES,
+            validation=held_out,
             validate_every=max(1, count // _VALIDATIONS),
             patience=_VALIDATIONS // 2,
-            progress=progress,
+            progress=self.progress,
         )
         kept = [loss for step, loss in history.validation if step == history.best_step]
-        return min(kept, default=-math.inf), made, history
-
-    found = [trained(_NEAR if guide is None and not learned else _SHARP)]
-    first = found[0][-1]
-    if families and not fresh and first.best_step not in (None, len(first.losses)):
-        lowest, _ = min(first.validation, key=lambda pair: pair[1])
-        found += [
-            trained(other)
-            for other, share in ((_HELD, _LATE), (_SMOOTH, _EARLY))
-            if lowest < share * steps
-        ]
-    _, made, history = min(found, key=lambda each: each[0])
-    with forked_rng():
-        simulated = SimulatedData(draws.observed, site_forms(simulator))
-    return AmortizedPosterior(model, args, kwargs, made, history, simulated)
+        return _Trained(min(kept, default=-math.inf), guide, history)
 
 
 def _plain(
