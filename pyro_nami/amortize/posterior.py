@@ -69,11 +69,9 @@ class AmortizedPosterior:
         The guide's draws are weighted, or, with more than two temperatures, carried to the posterior on the way that
         `annealed_importance_sampling` describes, with ``resample=True``.
 
-        Where a factor was learned, one in twenty is a draw of the prior, so that modes which the guide misses show in
-        the weights.
-
-        Where data have no known density all weights are one, and evidence and k-hat are NaN: in a model
-        `from_simulator`, and in one that conditions on a `pyro.deterministic` site or a `Delta`.
+        If a factor was learned, one draw in twenty is the prior's, so that modes which the guide misses show in the
+        weights. If data have no known density (`from_simulator`; data of a `pyro.deterministic` site or a `Delta`), all
+        weights are one, and evidence and k-hat are NaN.
 
         Args:
             data: observed site -> value, of one data set or of several; see `importance_sample`. Of other shapes, as
@@ -93,9 +91,8 @@ class AmortizedPosterior:
             UserWarning: data further out than all simulations that the guide was trained on; k-hat above 0.7.
         """
         if defensive is None:
-            defensive = _DEFENSIVE * any(
-                note.rule == "learned" for note in self.guide.rules.values()
-            )
+            learned = any(note.rule == "learned" for note in self.guide.rules.values())
+            defensive = _DEFENSIVE * learned
         options: dict[str, Any] = {"defensive": defensive, **self.kwargs}
         if isinstance(self.model, SimulatorModel):
             self._check_finite(data)
@@ -104,21 +101,16 @@ class AmortizedPosterior:
             self._outside(data)
             none = torch.zeros_like(drawn.log_weights)
             return WeightedSamples(drawn.samples, none, drawn.plates, Pool.unknown(none[0]))
+        given = {**options, "observations": data}
         if num_temperatures in (None, 2):
-            drawn = _unwarned(
-                self.model,
-                self.guide,
-                *self.args,
-                num_samples=num_samples,
-                observations=data,
-                **options,
-            )
+            given["num_samples"] = num_samples
+            drawn = _unwarned(self.model, self.guide, *self.args, **given)
             good = (drawn.pareto_k <= K_MAX) & (drawn.effective_sample_size >= _FEW * num_samples)
             outside = self._outside(data)
             if num_temperatures is None and not good.all():
                 drawn = self._improved(~good, outside, data, drawn, options, progress)
         else:
-            given = {**options, "observations": data, "progress": progress}
+            given["progress"] = progress
             drawn = self._annealed(
                 num_samples, given, self.guide, num_temperatures=num_temperatures
             )
@@ -181,14 +173,8 @@ class AmortizedPosterior:
         """
         if bad.dim() == 0:
             several = {name: torch.as_tensor(value)[None] for name, value in data.items()}
-            found = self._improved(
-                bad[None],
-                outside,
-                several,
-                _changed(drawn, lambda part: part.unsqueeze(1)),
-                options,
-                progress,
-            )
+            batch = _changed(drawn, lambda part: part.unsqueeze(1))
+            found = self._improved(bad[None], outside, several, batch, options, progress)
             return _changed(found, lambda part: part.squeeze(1))
         target, _ = Target(self.model, None, self.args, self.kwargs).observing(data)
         num = drawn.num_samples

@@ -255,17 +255,11 @@ def _anneal(
     acceptance = torch.zeros_like(state.value.start)
     count = 0
     steps = 0
-    now, log_evidence, variance = reached or (
-        acceptance[0] + schedule[0],
-        acceptance[0],
-        acceptance[0],
-    )
+    zero = acceptance[0]
+    now, log_evidence, variance = reached or (zero + schedule[0], zero, zero)
     log_weights = log_evidence.expand(acceptance.shape)
-    ancestors = (
-        torch.arange(len(acceptance), device=acceptance.device)
-        .unsqueeze(-1)
-        .expand(acceptance.shape)
-    )
+    chains = torch.arange(len(acceptance), device=acceptance.device)
+    ancestors = chains.unsqueeze(-1).expand(acceptance.shape)
     while not count or (now != schedule[-1]).any():
         count = count + 1
         before = now
@@ -287,15 +281,12 @@ def _anneal(
                 path, state, now, wide, options.num_leapfrog_steps
             )
             acceptance, steps = acceptance + probability, steps + 1
-            steering, slower = (
-                (probability, 1) if options.resample else (probability[num_chains:], count)
-            )
-            step_size = adapted(step_size, slower, steering.mean(0), options.target_acceptance)
-            alike = (
-                options.conditional_ess
-                and (correlation(ratio, state.value.ratio, log_weights) > _ALIKE).any()
-            )
-            if not alike:
+            pilots = probability if options.resample else probability[num_chains:]
+            slower = 1 if options.resample else count
+            step_size = adapted(step_size, slower, pilots.mean(0), options.target_acceptance)
+            if not options.conditional_ess:
+                break
+            if not (correlation(ratio, state.value.ratio, log_weights) > _ALIKE).any():
                 break
         tick()
     if options.resample:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = ["JOINT_DENSITY", "JOINT_TARP", "Calibration", "calibrate", "listed"]
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -238,18 +239,9 @@ def calibrate(
             1, _ROWS_A_CALL // (num_draws if posterior is None else _weighted(num_draws))
         )
         target = replace(simulator.target, guide=guide)
-        chunks = torch.arange(truth.num, device=points.device).split(size)
-        parts = []
+        ranks_of = functools.partial(_chunk_ranks, target, posterior, num_draws, coordinates)
         try:
-            with tqdm(
-                total=truth.num, desc="data sets", delay=1, leave=False, disable=not progress
-            ) as bar:
-                for rows in chunks:
-                    drawn = truth.select(rows)
-                    parts.append(
-                        _chunk_ranks(target, posterior, num_draws, drawn, coordinates, points[rows])
-                    )
-                    bar.update(len(rows))
+            found = _ranks_by_chunk(ranks_of, truth, points, size, progress)
         except Exception as error:
             if simulator.vectorized:
                 raise
@@ -258,13 +250,28 @@ def calibrate(
                 f"{in_one_line(error)}. Write the model for batch dims on the left, `w @ X.mT` for `X @ w` say, or "
                 "make the guide with exact=False, anchor=False, which does without."
             ) from error
-    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     joint = {name: found[name] for name in (JOINT_DENSITY, JOINT_TARP) if name in found}
     ranks = {
         name: found[name].reshape(-1, *forms[name].shape) for name in truth.latents if name in found
     }
     absent = tuple(name for name in truth.latents if name not in found)
     return Calibration(ranks, joint, num_draws, level, skipped, absent)
+
+
+def _ranks_by_chunk(
+    ranks_of: Callable[[JointDraws, Tensor], dict[str, Tensor]],
+    truth: JointDraws,
+    points: Tensor,
+    size: int,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """Returns the ranks of all true draws, found for ``size`` data sets at a time."""
+    parts = []
+    with tqdm(total=truth.num, desc="data sets", delay=1, leave=False, disable=not progress) as bar:
+        for rows in torch.arange(truth.num, device=points.device).split(size):
+            parts.append(ranks_of(truth.select(rows), points[rows]))
+            bar.update(len(rows))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _weighted(num_draws: int) -> int:
@@ -289,8 +296,8 @@ def _chunk_ranks(
     target: Target,
     posterior: AmortizedPosterior | None,
     num_draws: int,
-    truth: JointDraws,
     coordinates: Coordinates,
+    truth: JointDraws,
     points: Tensor,
 ) -> dict[str, Tensor]:
     """Returns ranks on some data sets, of the latents that the guide has, and if it has all by the joint tests."""

@@ -239,7 +239,7 @@ def diagnose(
         calibration = calibrate(model, judged, *args, observed=names, **options, **kwargs)
         size = k = None
         if not isinstance(model, SimulatorModel):
-            # calibrate has judged how many are not
+            # calibrate has judged how many are not finite
             simulated = simulator.draw(num_weighted).finite()[0].observed
             weighted = importance_sample(
                 model, guide, *args, num_samples=num_samples, observations=simulated, **kwargs

@@ -20,7 +20,7 @@ from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.first_latents import cut_by_bounds, flaw_of_tables
 from pyro_nami.guide.one_pass import Pass
 from pyro_nami.guide.options import Options
-from pyro_nami.guide.order import Order, find_order
+from pyro_nami.guide.order import SamplingOrder, find_order
 from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
@@ -78,7 +78,7 @@ def _found(first: FirstCall) -> tuple[Plan, InverseNetwork]:
     return plan, network
 
 
-def _tried(first: FirstCall, order: Order) -> tuple[Plan, InverseNetwork, Pass, Call]:
+def _tried(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork, Pass, Call]:
     """Returns a plan and its networks, and a pass at the first call's data."""
     plan, network = _planned(first, order)
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
@@ -97,7 +97,7 @@ def _tried(first: FirstCall, order: Order) -> tuple[Plan, InverseNetwork, Pass, 
     return plan, network, current, call
 
 
-def _planned(first: FirstCall, order: Order) -> tuple[Plan, InverseNetwork]:
+def _planned(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork]:
     """Returns a plan and its networks, in guides for given data without what would make these too large."""
     plan = make_plan(first, order)
     try:

@@ -19,10 +19,10 @@ from pyro_nami.guide.model_inverse import invert
 from pyro_nami.guide.options import check_names
 from pyro_nami.program.flat_priors import improper_posterior, is_improper
 
-__all__ = ["Order", "find_order"]
+__all__ = ["SamplingOrder", "find_order"]
 
 
-class Order(NamedTuple):
+class SamplingOrder(NamedTuple):
     """The order in which latents are sampled, and the conditionals that are derived in it."""
 
     inverse: Inverse
@@ -34,7 +34,9 @@ class Order(NamedTuple):
     doubts: dict[str, str]  # latents with improper priors that may have no posterior -> why
 
 
-def find_order(first: FirstCall, flaw: str = "", cut: Mapping[str, str] | None = None) -> Order:
+def find_order(
+    first: FirstCall, flaw: str = "", cut: Mapping[str, str] | None = None
+) -> SamplingOrder:
     """Returns the sampling order that the first call and the options give.
 
     Args:
@@ -73,13 +75,13 @@ def find_order(first: FirstCall, flaw: str = "", cut: Mapping[str, str] | None =
     if flaw and marginal:
         doubts.update(dict.fromkeys(marginal.members, flaw))
     doubts = {name: doubts[name] for name in improper if name in doubts and name not in groups}
-    return Order(inverse, order, interleaved, groups, refused, lost, doubts)
+    return SamplingOrder(inverse, order, interleaved, groups, refused, lost, doubts)
 
 
 def _searched(
     first: FirstCall, finder: Finder | None
 ) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup]]:
-    """Returns an inverse in which most conditionals are derived, with the fields of `Order` that follow from it."""
+    """Returns an inverse in which most conditionals are derived, with the fields of `SamplingOrder` that follow from it."""
     options = first.options
     is_free = options.inverse == "auto" and options.blocks is None
     block = finder.block() if finder and is_free else []

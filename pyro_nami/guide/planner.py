@@ -26,7 +26,7 @@ from pyro_nami.guide.element_reads import element_reads
 from pyro_nami.guide.first_call import FirstCall, data_features, first_instance
 from pyro_nami.guide.model_inverse import plan_reads
 from pyro_nami.guide.options import check_names
-from pyro_nami.guide.order import Order
+from pyro_nami.guide.order import SamplingOrder
 from pyro_nami.guide.placing import block_of, factor_of
 from pyro_nami.guide.plan import Covariates, Plan, SitePlan
 from pyro_nami.guide.rules import Bounded, Exact, Learned, Located, Prior, Rule
@@ -55,7 +55,7 @@ class _Factors(NamedTuple):
     read: set[str]  # observed sites that some factor or group reads
 
 
-def make_plan(first: FirstCall, order: Order) -> Plan:
+def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
     """Returns a guide's plan, fixed from then on, whatever data come later.
 
     Args:
@@ -106,7 +106,7 @@ def make_plan(first: FirstCall, order: Order) -> Plan:
     )
 
 
-def _factors(first: FirstCall, order: Order) -> _Factors:
+def _factors(first: FirstCall, order: SamplingOrder) -> _Factors:
     """Returns the factors that networks serve: of which family each is, and what it reads."""
     latents, groups, inverse = order.latents, order.groups, order.inverse
     corrected = {
@@ -156,7 +156,7 @@ def _without_values(first: FirstCall) -> set[str]:
 
 
 def _rules(
-    first: FirstCall, order: Order, found: _Factors, emitted: Collection[str]
+    first: FirstCall, order: SamplingOrder, found: _Factors, emitted: Collection[str]
 ) -> dict[str, Rule]:
     """Returns the rule of every site that the guide emits, in program order."""
     anchored: Collection[str] = ()

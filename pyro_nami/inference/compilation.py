@@ -171,23 +171,9 @@ class InferenceCompilation:
             ValueError: as `step` does; or if the checkpoint is of another structure, naming the sites.
         """
         _check_counts(steps=steps, validate_every=validate_every, checkpoint_every=checkpoint_every)
-        if isinstance(validation, int):
-            _check_counts(validation=validation)
-        if patience is not None and validation is None:
-            raise ValueError(
-                "Expected validation with patience; got none. Pass validation=1000, say."
-            )
-        if refresh and (callable(args) or not are_all(data)):
-            given = (
-                "arguments that vary"
-                if callable(args)
-                else "none"
-                if data is None
-                else type(data).__name__
-            )
-            raise ValueError(
-                f"Expected simulations all at once in data, of the same arguments, with refresh={refresh}; got {given}."
-            )
+        _check_validation(validation, patience)
+        if refresh:
+            _check_refresh(refresh, args, data)
         arguments = args if callable(args) else _constant(tuple(args), dict(kwargs or {}))
         self._ask_for_any_data()
         trainer, simulations = self._set_up(arguments, data)
@@ -322,3 +308,20 @@ def _check_counts(**counts: Any) -> None:
     for name, value in counts.items():
         if not (isinstance(value, int) and value > 0):
             raise ValueError(f"Expected {name} to be a positive number; got {value!r}.")
+
+
+def _check_validation(validation: Any, patience: int | None) -> None:
+    if isinstance(validation, int):
+        _check_counts(validation=validation)
+    if patience is not None and validation is None:
+        raise ValueError("Expected validation with patience; got none. Pass validation=1000, say.")
+
+
+def _check_refresh(refresh: int, args: Any, data: Any) -> None:
+    given = "none" if data is None else type(data).__name__
+    if callable(args):
+        given = "arguments that vary"
+    if callable(args) or not are_all(data):
+        raise ValueError(
+            f"Expected simulations all at once in data, of the same arguments, with refresh={refresh}; got {given}."
+        )
