@@ -81,7 +81,7 @@ def find_order(
 def _searched(
     first: FirstCall, finder: Finder | None
 ) -> tuple[Inverse, list[str], bool, dict[str, ConjugateGroup]]:
-    """Returns an inverse in which most conditionals are derived, with the fields of `SamplingOrder` that follow from it."""
+    """Returns an inverse in which most conditionals are derived, and the fields of the order that follow."""
     options = first.options
     is_free = options.inverse == "auto" and options.blocks is None
     block = finder.block() if finder and is_free else []

@@ -11,7 +11,7 @@ from pyro.infer import config_enumerate
 from torch.utils.data import TensorDataset
 
 from pyro_nami import AutoNaMIGuide, amortize, from_simulator
-from pyro_nami.amortize import SOAP, AmortizedPosterior
+from pyro_nami.amortize import SOAP, AmortizedPosterior, amortizing
 from pyro_nami.amortize import posterior as posteriors
 from pyro_nami.inference import History, Simulator
 from pyro_nami.messages import OneByOne
@@ -127,7 +127,7 @@ def test_where_few_draws_are_effective_there_are_more(monkeypatch):
     def refused(*_, **__):
         raise AssertionError("Annealed, where more draws would do.")
 
-    monkeypatch.setattr("pyro_nami.amortize.posterior.annealed_importance_sampling", refused)
+    monkeypatch.setattr(posteriors, "annealed_importance_sampling", refused)
 
     def model():
         with pyro.plate("rows", 6):
@@ -439,7 +439,7 @@ def test_where_simulations_are_learned_by_heart_further_guides_have_more_restrai
         rates.append(lr)
         return SOAP(parameters, lr=lr, **options)
 
-    monkeypatch.setattr("pyro_nami.amortize.amortizing.SOAP", recorded)
+    monkeypatch.setattr(amortizing, "SOAP", recorded)
     prior = dist.Normal(torch.zeros(2), 1.0).to_event(1)
     model = from_simulator(prior, lambda theta: torch.randn(len(theta), 10))
     posterior = amortize(model, observed=["x"], simulations=300, steps=120, progress=False)
