@@ -140,6 +140,12 @@ class Plan:
         """Event dims of every site."""
         return {name: site.event_dim for name, site in self.sites.items()}
 
+    def own_nesting(self, name: str) -> int:
+        """Returns the number of plate dims in a site's own shape; all of the model's, for a site that is new."""
+        if name not in self.sites:
+            return self.plates.nesting
+        return max((-self.plates.dims[plate] for plate in self.sites[name].plates), default=0)
+
     def data_of(self, name: str) -> set[str]:
         """Returns the observed sites whose data a latent's distribution is made of."""
         group = self.groups.get(name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions import transforms as T
-from pyro.infer import SVI, JitTrace_ELBO, Trace_ELBO
+from pyro.infer import SVI, JitTrace_ELBO, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoMultivariateNormal
 
 from pyro_nami import (
@@ -318,6 +318,29 @@ def test_guides_take_models_for_one_draw_as_they_are(loss):
         assert guide.rules["w"].rule == "exact" and not isinstance(guide.model, Vectorized)
         assert (guide.rules["scale"].rule == "quadrature") == (many or loss is Trace_ELBO)
     assert found[1] == pytest.approx(found[0], abs=1e-3 if loss is Trace_ELBO else 2.0)
+
+
+def test_predictions_of_a_model_for_one_draw_have_the_exact_conditional():
+    """From 16 draws on one of them shows the derivation what all share; it has the shapes that the model knows."""
+    x = torch.tensor([[1.0, -0.5, 0.2], [0.3, 1.0, -1.0], [-0.7, 0.4, 0.9], [0.1, -1.2, 0.6]])
+    y = torch.tensor([0.8, 0.3, -0.9, 0.2])
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal(b * torch.tanh(x @ w), 0.5), obs=y)
+
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), Trace_ELBO())
+    for _ in range(3):
+        svi.step(x, y)
+    drawn = Predictive(model, guide=guide, num_samples=200)(x[:2])
+    slope = torch.tanh(drawn["w"].reshape(200, 3) @ x.mT)
+    precision = 1 + slope.square().sum(-1) / 0.25
+    noise = (drawn["b"].flatten() - (slope * y).sum(-1) / 0.25 / precision) * precision.sqrt()
+    assert guide.rules["b"].rule == "exact"
+    assert abs(noise.mean()) < 0.3 and 0.7 < noise.std() < 1.3  # 4 standard errors of 200 draws
 
 
 def test_models_that_need_no_mapping_are_run_as_they_are():
