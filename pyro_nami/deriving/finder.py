@@ -59,7 +59,7 @@ class Finder(Refutation):
         nodes: the sites of a run of the model, and ``frames`` the plates of each.
         subsampled: plates of which a call sees a part only.
         unread: observed sites of which a call sees a part only.
-        excluded: latents that are to have no exact conditional.
+        excluded: latents that are to have no exact conditional -> why.
         predictive: latents without data.
         read_masked: latents that something reads where their own density is masked.
         is_compiled: whether modes are to be constants, as in a trace; latents whose modes would move are learned.
@@ -73,7 +73,7 @@ class Finder(Refutation):
     frames: Mapping[str, frozenset[str]]
     subsampled: Collection[str]
     unread: Collection[str]
-    excluded: Collection[str]
+    excluded: Mapping[str, str]
     predictive: Collection[Any]
     read_masked: Collection[str] = frozenset()
     is_compiled: bool = False
@@ -372,7 +372,7 @@ class Finder(Refutation):
             ):
                 yield f"a call sees a part only of '{child}', which depends on it"
         if name in self.excluded:
-            yield "the options, or its role in the model, exclude it"
+            yield self.excluded[name]
 
     def _is_counted(self, name: Any) -> bool:
         return name not in self.nodes or self.nodes[name]["fn"].has_enumerate_support

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Arguments", "Look", "Looks"]
+__all__ = ["Arguments", "Look", "Looks", "is_array"]
 
 Kind = tuple[Hashable, Hashable]
 _MANY_LOOKS, _MOST_LOOKS = 8, 64  # at calls whose arguments differ in numbers only
@@ -101,7 +101,7 @@ def _kind_of(leaves: Sequence[Any]) -> Kind:
     kind: list[Any] = []
     rest: list[Hashable] = []
     for leaf in leaves:
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        if hasattr(type(leaf), "shape") and hasattr(type(leaf), "dtype"):
             kind.append((tuple(leaf.shape), leaf.dtype))
         elif isinstance(leaf, (str, bool, NoneType)):
             kind.append(leaf)
@@ -111,18 +111,23 @@ def _kind_of(leaves: Sequence[Any]) -> Kind:
     return tuple(kind), tuple(rest)
 
 
+def is_array(value: Any) -> bool:
+    """Whether a value is an array or a tensor; its class is asked, as objects may make attributes of any name."""
+    return hasattr(type(value), "__array__")
+
+
 def _stamp(leaf: Any) -> Any:
     """Returns what is equal as long as a leaf is not written to; never for a tensor that does not keep count."""
     if isinstance(leaf, Tensor):
         return object() if leaf.is_inference() else leaf._version
-    if not hasattr(leaf, "__array__"):
+    if not is_array(leaf):
         return None
     array = np.asarray(leaf)
     return array.shape, array.dtype, array.tobytes()
 
 
 def _same(old: Any, stamp: Any, new: Any) -> bool:
-    if stamp is not None or isinstance(new, Tensor) or hasattr(new, "__array__"):
+    if stamp is not None or isinstance(new, Tensor) or is_array(new):
         return (old is new or not isinstance(new, Tensor)) and stamp == _stamp(new)
     try:
         return old is new or bool(old == new)

@@ -33,7 +33,7 @@ from pyro_nami.parameters.factor_groups import Factor
 from pyro_nami.parameters.group_network import TooLargeError
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
-from pyro_nami.program.isolation import untouched
+from pyro_nami.program.isolation import random_layers, untouched
 from pyro_nami.program.runner import own_dims
 
 __all__ = ["assemble"]
@@ -51,8 +51,9 @@ def assemble(
     subsampled: Collection[str] = (),
 ) -> tuple[Plan, InverseNetwork, poutine.Trace]:
     """Returns a guide's plan, its networks, and a run at the initial values, from one call; see `first_call`."""
+    layers = random_layers(model, *args, *kwargs.values())
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
-        first = first_call(model, args, kwargs, options, subsampled)
+        first = first_call(model, args, kwargs, options, subsampled, layers)
         plan, network = _found(first)
         if plan.lost and (mapped := first.mapped()):
             further = _found(mapped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.model_inverse import with_hidden_evidence, with_latent_blocks
 from pyro_nami.guide.options import Options
 from pyro_nami.parameters.conditioning import Plates
-from pyro_nami.program.first_run import first_run, is_latent, is_passing, subsamples
+from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
 from pyro_nami.program.initial_values import likely_start, near_origin
 from pyro_nami.program.isolation import forked_rng, untouched
 from pyro_nami.program.many_draws import takes_many
@@ -26,6 +26,7 @@ from pyro_nami.program.runner import Runner, prior_draws
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.masked_latents import read_where_masked
 from pyro_nami.reading.network import Extraction, extract, is_blocked
+from pyro_nami.reading.site_records import moved
 
 __all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call", "first_instance"]
 
@@ -123,6 +124,7 @@ def first_call(
     kwargs: Mapping[str, Any],
     options: Options,
     subsampled: Collection[str],
+    random_layers: Sequence[nn.Module] = (),
 ) -> FirstCall:
     """Returns what one call shows; leaves the model as it was, but not the random number generators.
 
@@ -130,6 +132,7 @@ def first_call(
         model, args, kwargs: the model, and arguments that it runs with.
         options: the guide's.
         subsampled: plates that ``create_plates`` subsamples.
+        random_layers: layers of the model that draw random numbers in training; they are in evaluation mode here.
     """
     if options.init_loc_fn is None and not options.observed:
         prototype = likely_start(model, args, kwargs, options.init_scale)
@@ -150,6 +153,8 @@ def first_call(
             index_maps={pair: given(*args, **kwargs) for pair, given in options.index_maps.items()},
         )
         draws = prior_draws(model, args, kwargs, PRIOR_DRAWS)
+    restless = _moved_by(random_layers, model, args, kwargs, nodes)
+    found = found._replace(hidden_randomness=found.hidden_randomness | restless)
     net = with_latent_blocks(found.bayesnet, options.blocks)
     stacks = {
         name: [frame for frame in nodes[name]["cond_indep_stack"] if frame.vectorized]
@@ -177,6 +182,29 @@ def first_call(
         passing=passing,
         unread=passing.union(name for name in moving if not stacks[name]),
     )
+
+
+def _moved_by(
+    layers: Sequence[nn.Module],
+    model: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    nodes: Mapping[str, Any],
+) -> frozenset[str]:
+    """Returns the sites that layers move by random numbers of their own, at equal values of all sites."""
+    if not layers:
+        return frozenset()
+    values = {name: site["value"] for name, site in nodes.items() if site["type"] == "sample"}
+    runs = []
+    with untouched(model, *args, *kwargs.values()), torch.no_grad():
+        for seed in range(2):
+            for layer in layers:
+                layer.training = True
+            pyro.set_rng_seed(seed)
+            runs.append(Runner(values).run(model, args, kwargs))
+    before, after = runs
+    names = [name for name in before if is_node(before[name])]
+    return frozenset(name for name in names if moved(before[name], after.get(name)).any())
 
 
 def _check_passing(nodes: Mapping[str, Any], passing: Collection[str]) -> None:

@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_map_only
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.exchangeable import exchangeable_plates
-from pyro_nami.guide.mode import STEPS_TO_STAY, Mode
+from pyro_nami.guide.handover import hand_over
+from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Covariates, Plan
 from pyro_nami.guide.reader import CallReader, has_first_sizes
 from pyro_nami.guide.store_names import check_store
-from pyro_nami.messages import warn
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
@@ -58,8 +58,6 @@ class LazyGuide(AutoGuide):
     _observed: ObservedFeatures
     _options: Options
     _waiting_state: tuple[dict[str, Any], bool, bool] | None
-    # parameters made by a change of mode, and their values then
-    _unmoved: list[tuple[Tensor, Tensor]]
     network: InverseNetwork
 
     # ---- the first call
@@ -213,13 +211,12 @@ class LazyGuide(AutoGuide):
         first = Call(self.model, args, kwargs)
         along = exchangeable_plates(first, self._reader.differing or first, moving)
         self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving, along=along)
+        before = list(self.network.parameters())
         self._unmake()
         self._setup_prototype(*args, **kwargs)
         self._reader.memory = memory
         memory.forget_derived()
-        # else there is nothing to learn
-        weights = self.network.parameters() if self.network.groups else ()
-        self._unmoved = [(parameter, parameter.detach().clone()) for parameter in weights]
+        hand_over(before, list(self.network.parameters()))
         logging.getLogger(__name__).warning(
             "The data of %s differ from step to step, so the guide takes them for minibatches of one data set, over "
             "%s: latents outside are learned from all steps, latents inside are inferred from the data of each call. "
@@ -229,15 +226,6 @@ class LazyGuide(AutoGuide):
             " and ".join(f"plate {plate!r}" for plate in sorted(self._plan.plates.minibatched))
             or "no plate",
         )
-
-    def _check_optimizer(self) -> None:
-        """Warns where an optimizer does not know the parameters that a change of mode made."""
-        unmoved, self._unmoved = self._unmoved, []
-        if unmoved and all(torch.equal(*pair) for pair in unmoved):
-            warn(
-                "The optimizer moves none of the parameters that the guide made when it took the data for minibatches. "
-                "Make the optimizer anew, with guide.parameters(), or the guide with mode='minibatches'."
-            )
 
     def _take_mode(self, state: Mapping[str, Any]) -> None:
         """Makes the options' mode that of a saved guide, if it was asked for, or found in training."""
@@ -391,8 +379,6 @@ class LazyGuide(AutoGuide):
         """Takes in the latest call as a training step, if it was one."""
         if self._plan is not None:
             self._reader.settle()
-            if self._unmoved and self.network.passes > STEPS_TO_STAY:
-                self._check_optimizer()
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         device = self._plan.factory["device"]

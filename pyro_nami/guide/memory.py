@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pyro_nami.guide.arguments import Arguments
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.mode import Data, DataHistory, Mode, fingerprint
+from pyro_nami.program.surroundings import Surroundings
 
 __all__ = ["Memory"]
 
@@ -36,6 +37,8 @@ class Memory:
         self.context: Context | None = None  # of the call whose data the guide answers for
         # that call; None where a loaded guide has not made it of the context yet
         self.call: Call | None = None
+        # what the model reads besides its arguments, at that call; None in a guide that is not fixed, or was loaded
+        self.surroundings: Surroundings | None = None
         self.has_one_context = True  # whether all training steps had the same arguments
         # of exact conditionals, of the data of training; see `deriving`
         self.constants: dict[Hashable, Any] = {}
@@ -53,12 +56,17 @@ class Memory:
             **found,
             "context": self.plain_context(),
             "call": None,
+            "surroundings": None,
             "_frozen": None,
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         copied = memo[id(self)] = object.__new__(type(self))
-        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo), context=self.context)
+        copied.__dict__.update(
+            copy.deepcopy(self.__getstate__(), memo),
+            context=self.context,
+            surroundings=self.surroundings,
+        )
         return copied
 
     def plain_context(self) -> Context | None:
@@ -90,8 +98,9 @@ class Memory:
         self._frozen = Arguments(leaves), data, frozen
         return frozen
 
-    def keep(self, call: Call) -> None:
+    def keep(self, call: Call, surroundings: Surroundings | None) -> None:
         """Has the guide answer for the data of a frozen call from now on."""
+        self.surroundings = surroundings
         if call is self.call:
             return
         before, self.call = self.call, call

@@ -36,6 +36,7 @@ from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, untouched
 from pyro_nami.program.many_draws import takes_many
+from pyro_nami.program.vectorized import Vectorized
 
 __all__ = ["AutoNaMIGuide"]
 
@@ -175,7 +176,6 @@ class AutoNaMIGuide(DensityGuide):
         self._options.check()
         self._plan = self._reader = None  # type: ignore[assignment]
         self._waiting_state: tuple[dict[str, Any], bool, bool] | None = None
-        self._unmoved: list[tuple[Tensor, Tensor]] = []
         self._ahead = DrawsAhead()
         # the plan, and by which many draws are made at once
         self._many: tuple[Plan, Plan | None] | None = None
@@ -395,11 +395,10 @@ class AutoNaMIGuide(DensityGuide):
             ]
             check = call.args, call.kwargs, few, plan.plates.nesting
             plans = plan, replace(plan, vectorized=True)
+            model = call.model.model if isinstance(call.model, Vectorized) else call.model
             self._many = (
                 plan,
-                next(
-                    (each for each in plans if takes_many(each.for_many(self.model), *check)), None
-                ),
+                next((each for each in plans if takes_many(each.for_many(model), *check)), None),
             )
         return self._many[1]
 

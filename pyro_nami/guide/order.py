@@ -139,8 +139,6 @@ def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
     given = options.families or {}
     if not (options.anchor and options.exact and isinstance(given, Mapping)):
         return None
-    hidden = first.found.hidden_randomness
-    learned = [name for name, rule in options.rules.items() if rule == "learned"]
     own = {name: first.nodes[name]["value"] for name in first.net.sites if name in first.nodes}
     seen = set().union(*(nx.ancestors(first.net.graph, name) for name in first.net.observed))
     return Finder(
@@ -150,7 +148,7 @@ def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
         nesting=first.plates.nesting,
         subsampled=first.plates.partial,
         unread=first.unread,
-        excluded=first.semi_observed.union(hidden, first.passing, learned, given),
+        excluded=_excluded(first),
         predictive=set(first.net.latent) - seen,
         read_masked=first.read_where_masked(),
         is_compiled=first.is_compiled,
@@ -159,6 +157,19 @@ def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
         run=first.run,
         draws=[own, *first.draws[:6]],
     )
+
+
+def _excluded(first: FirstCall) -> dict[str, str]:
+    """Returns the latents that are to have no derived conditional -> why."""
+    options, hidden = first.options, first.found.hidden_randomness
+    found = {
+        latent: f"the density of '{site}' is another in each run at equal values, as dropout makes it"
+        for site in sorted(hidden)
+        for latent in first.net.graph.predecessors(site)
+    }
+    learned = [name for name, rule in options.rules.items() if rule == "learned"]
+    names = first.semi_observed.union(hidden, first.passing, learned, options.families or {})
+    return found | dict.fromkeys(names, "the options, or its role in the model, exclude it")
 
 
 def _learned_order(first: FirstCall, inverse: Inverse) -> list[str]:

@@ -11,8 +11,9 @@ import torch
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from pyro_nami.guide.arguments import Arguments
+from pyro_nami.guide.arguments import Arguments, is_array
 from pyro_nami.guide.call import Call
 from pyro_nami.guide.memory import Memory
 from pyro_nami.guide.mode import Change, Data, Mode
@@ -23,6 +24,8 @@ from pyro_nami.guide.trained_answer import TrainedAnswer, sites_of, target_of
 from pyro_nami.messages import warn
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import covariates_of, site_of
+from pyro_nami.program.surroundings import Surroundings
+from pyro_nami.program.vectorized import Vectorized
 
 __all__ = ["CallReader", "has_first_sizes"]
 
@@ -36,7 +39,8 @@ class _Step(NamedTuple):
     backward: Backward
     call: Call
     data: Data
-    notice: str  # what to warn of if it is none
+    surroundings: Surroundings | None
+    notice: str = ""  # what to warn of if it is none
 
 
 class CallReader:
@@ -60,6 +64,7 @@ class CallReader:
         self.memory, self._is_asked = Memory(mode), is_asked
         self._open: list[_Step] = []  # of which this is not known yet
         self._latest_target: tuple[Arguments, Any, TrainedAnswer] | None = None
+        self._latest_surroundings: Surroundings | None = None
         self._told: frozenset[str] = frozenset()
         # the latest step on other data than those that the guide answers for
         self.differing: Call | None = None
@@ -67,7 +72,13 @@ class CallReader:
         self.moved = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": [], "differing": None, "_latest_target": None}
+        lost: dict[str, Any] = {
+            "_open": [],
+            "differing": None,
+            "_latest_target": None,
+            "_latest_surroundings": None,
+        }
+        return {**self.__dict__, **lost}
 
     def read(
         self,
@@ -109,7 +120,7 @@ class CallReader:
             return self._explicit(own) if trained else self._with_kept(own)
         if trained:
             return self._compared(own, call, backward)
-        return self._noted(own, backward)
+        return self._noted(own, call, backward)
 
     def settle(self) -> None:
         """Takes in those calls as training steps that a backward pass has come back from since.
@@ -142,7 +153,7 @@ class CallReader:
             memory.forget_derived()
             self.moved = True
         if change in (Change.NONE, Change.MOVED):
-            memory.keep(step.call)
+            memory.keep(step.call, step.surroundings)
 
     def follow(self, plan: Plan) -> None:
         """Goes by another plan from now on, and forgets what was found for the arguments of earlier calls."""
@@ -180,7 +191,7 @@ class CallReader:
         memory = self.memory
         answer = memory.call
         assert answer is not None
-        answer = replace(answer, model=call.model)
+        answer = replace(answer, model=self._as_in_training(call.model))
         target = self._target(answer, own or call)
         if not is_step:
             self._tell(target.notice)
@@ -192,6 +203,27 @@ class CallReader:
             held = {name: value for name, value in answer.held.items() if name not in answer.moving}
             answer = self.own.all_of(replace(answer, values=held, held=held))
         return self._with_kept(replace(answer, target=target), constants=True)
+
+    def _surroundings(self, call: Call) -> Surroundings:
+        """Returns what the model reads now besides its arguments; the same object while that is the same."""
+        objects = [leaf for leaf in leaves_of(call) if not is_array(leaf)]
+        model = call.model.model if isinstance(call.model, Vectorized) else call.model
+        kept = self._latest_surroundings
+        if kept is None or not kept.are_of([model, *objects]):
+            kept = Surroundings([model, *objects])
+        elif not kept.are_current():
+            self.own.follow(self.plan)  # covariates and index maps may be others
+        self._latest_surroundings = kept.now()
+        return self._latest_surroundings
+
+    def _as_in_training(self, model: Callable) -> Callable:
+        """Returns a model that reads what it read in training, besides its arguments as well."""
+        around = self.memory.surroundings
+        if around is None or around.are_current():
+            return model
+        if isinstance(model, Vectorized):
+            return Vectorized(around.around(model.model), self.plan.plates.nesting)
+        return around.around(model)
 
     def _is_whole(self, site: str) -> bool:
         """Whether a site is in no plate of which the model takes a part."""
@@ -205,16 +237,14 @@ class CallReader:
         memory, plan = self.memory, self.plan
         names = [name for name in plan.rules if not self._is_whole(name) and plan.data_of(name)]
         complete = all(name in own.values for name in plan.read)
-        before = memory.call.indices if memory.call is not None else {}
-        alike = all(
-            len(index) == len(before.get(plate, index)) for plate, index in own.indices.items()
-        )
-        if not names or not complete or memory.has_one_context and alike:
+        if not names or not complete or memory.call is None:
+            return False
+        if memory.has_one_context and self._rows_at(memory.call, own) is not None:
             return False
         self._tell(
             f"{', '.join(map(repr, names))} are inferred from the rows of data that this call brings, whatever these "
-            "were in training, as training had its rows of subsampled plates among the arguments of each step, or "
-            "another number of rows. Pass all data to the model and subsample them there for the guide to keep to them."
+            "were in training, as the arguments of training do not hold data of these instances. Pass all data to the "
+            "model in every step and subsample them there, for the guide to keep to them."
         )
         return True
 
@@ -225,21 +255,44 @@ class CallReader:
             ValueError: where its arguments do not hold the data of these instances.
         """
         plan = self.plan
-        alike = all(
-            len(index) == len(answer.indices.get(plate, index))
-            for plate, index in own.indices.items()
-        )
         rows = [name for name in plan.read if not self._is_whole(name)]
-        if rows and not (alike and self.memory.has_one_context):
+        found = None
+        if not rows or self.memory.has_one_context:
+            found = self._rows_at(answer, own)
+        if found is None:
             plates = ", ".join(map(repr, sorted(plan.plates.subsampled)))
             raise ValueError(
                 f"Expected data for the observed site '{rows[0]}' at the instances of {plates} that this call has; the "
                 "arguments of training do not hold them. Pass the data as the model takes them, or as "
                 f"observations={{'{rows[0]}': value}}; or subsample as many instances as in training."
             )
+        return found
+
+    def _rows_at(self, answer: Call, own: Call) -> Call | None:
+        """Returns a call with its data at the instances of another one; None where its arguments do not hold them.
+
+        If these are more or fewer, the model is run with the other call's arguments, but the tensors of the first.
+        """
         kept = {name: value for name, value in answer.values.items() if self._is_whole(name)}
         held = {name: value for name, value in answer.held.items() if name in kept}
-        return self.own.all_of(replace(answer, indices=own.indices, values=kept, held=held, own={}))
+        call = replace(answer, indices=own.indices, values=kept, held=held, own={})
+        counts = {plate: len(index) for plate, index in own.indices.items()}
+        if all(
+            len(answer.indices.get(plate, own.indices[plate])) == counts[plate] for plate in counts
+        ):
+            return self.own.all_of(call)
+        try:
+            found = self.own.all_of(_with_plain_arguments_of(call, own))
+        except Exception:  # noqa: BLE001  whatever a model does with arguments that do not go together
+            return None
+        plates = self.plan.plates
+        for name in self.plan.read:
+            value, site = found.values.get(name), self.plan.sites[name]
+            for plate in site.plates & counts.keys():
+                dim = plates.dims[plate] - site.event_dim
+                if value is None or value.dim() < -dim or value.shape[dim] != counts[plate]:
+                    return None
+        return found
 
     def _target(self, answer: Call, call: Call) -> TrainedAnswer:
         """Returns how a call differs from the one that answers it; found anew where its arguments are others."""
@@ -259,12 +312,14 @@ class CallReader:
         memory = self.memory
         data, tracing = self._data_of(own), torch.jit.is_tracing()
         same = tracing or data == memory.history.current
+        around = self._surroundings(call) if not tracing else None
         if backward is not None and not tracing:
-            self._open.append(_Step(backward, memory.frozen(own, data), data, ""))
-        if same:
+            self._open.append(_Step(backward, memory.frozen(own, data), data, around))
+        before = memory.surroundings
+        if same and (before is None or before.are_current()):
             _check_sizes(own, self.plan)
             if memory.call is None:
-                memory.keep(memory.frozen(own, data))
+                memory.keep(memory.frozen(own, data), around)
             return self._with_kept(own, constants=True)
         if (
             backward is not None
@@ -276,7 +331,7 @@ class CallReader:
             return self._with_kept(own)
         if not self._has_call(call.model):
             if self.plan.read or self.plan.groups:
-                raise ValueError(_no_data(next(iter(self.plan.read or self.plan.groups))))
+                raise ValueError(_other_data(next(iter(self.plan.read or self.plan.groups))))
             return own
         answer = self._answer(call, own, is_step=backward is not None)
         if backward is not None and not tracing and answer.target is not None:
@@ -286,7 +341,7 @@ class CallReader:
             self._open[-1] = self._open[-1]._replace(notice=answer.target.notice)
         return answer
 
-    def _noted(self, own: Call, backward: Backward | None) -> Call:
+    def _noted(self, own: Call, call: Call, backward: Backward | None) -> Call:
         """Returns a call whose own data decide, and keeps it for calls that bring none."""
         memory = self.memory
         _check_sizes(own, self.plan)
@@ -296,11 +351,12 @@ class CallReader:
             frozen = memory.frozen(own, data)
             if frozen is not memory.call:
                 memory.constants.clear()
-            memory.keep(frozen)
+            around = self._surroundings(call) if fixed and not tracing else None
+            memory.keep(frozen, around)
             if fixed and may_train and tracing:  # compiled steps do not come here again
                 memory.history.step(data)
             elif fixed and backward is not None:
-                self._open.append(_Step(backward, frozen, data, ""))
+                self._open.append(_Step(backward, frozen, data, around))
         return self._with_kept(own, constants=memory.mode is not Mode.MINIBATCHES)
 
     def _with_kept(self, call: Call, constants: bool = False) -> Call:
@@ -399,6 +455,20 @@ class CallReader:
             warn(notice)
 
 
+def _with_plain_arguments_of(call: Call, other: Call) -> Call:
+    """Returns a call with the arguments of another one in place of its own that hold no tensors."""
+
+    def holds_data(value: Any) -> bool:
+        return any(map(is_array, tree_leaves(value)))
+
+    args = list(other.args)
+    for i, value in enumerate(call.args):
+        if holds_data(value):
+            args[i : i + 1] = [value]
+    kept = {key: value for key, value in call.kwargs.items() if holds_data(value)}
+    return replace(call, args=tuple(args), kwargs={**other.kwargs, **kept})
+
+
 def _joined(leaves: Sequence[Any]) -> Tensor:
     """Returns all numbers of tensors among the model's arguments, as one vector that is not empty."""
     tensors = [
@@ -420,6 +490,13 @@ def _no_data(site: str) -> str:
         f"Expected data for the observed site '{site}'; this call brings none, and the guide has seen none. Pass the "
         f"data that the guide is to answer for as the model takes them, or as observations={{'{site}': value}}. A "
         "loaded guide has the data of its training only if it was saved with save_data=True: call it once with these."
+    )
+
+
+def _other_data(site: str) -> str:
+    return (
+        f"Expected the data of '{site}' that the loaded guide was trained on; this call brings others. The guide has "
+        "the data of its training only if it was saved with save_data=True: call it once with these, then with others."
     )
 
 

@@ -19,7 +19,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["bounded_indices", "forked_rng", "on_ordinary_tensors", "outside_of_traces", "untouched"]
+__all__ = [
+    "bounded_indices",
+    "forked_rng",
+    "on_ordinary_tensors",
+    "outside_of_traces",
+    "random_layers",
+    "untouched",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,6 +36,25 @@ _STOCHASTIC_LAYERS = (_DropoutNd, _NormBase, nn.RNNBase, nn.MultiheadAttention)
 _ATEN = torch.ops.aten
 _BY_DIMS = {_ATEN.index, _ATEN.index_put, _ATEN.index_put_}  # (values, indices of the first dims)
 _ALONG_A_DIM = {_ATEN.index_select, _ATEN.gather}  # (values, dim, index); of rows: (values, index)
+
+
+def random_layers(*roots: Any) -> list[nn.Module]:
+    """Returns the layers of a model, and of its arguments, that draw random numbers in their present mode.
+
+    Example:
+        >>> dropout = nn.Dropout(0.5)
+        >>> random_layers(dropout), random_layers(dropout.eval())
+        ([Dropout(p=0.5, inplace=False)], [])
+    """
+    modules = [module for root in _modules(roots) for module in root.modules()]
+    found = {id(module): module for module in modules if module.training and _share(module)}
+    return list(found.values())
+
+
+def _share(module: nn.Module) -> float:
+    """Returns what share of its units a layer drops in training."""
+    drops = isinstance(module, (_DropoutNd, nn.RNNBase, nn.MultiheadAttention))
+    return float(getattr(module, "p", getattr(module, "dropout", 0.0))) if drops else 0.0
 
 
 def outside_of_traces(function: Callable[[], R]) -> R:

@@ -30,7 +30,7 @@ def own_mask(site: Mapping[str, Any]) -> Tensor | None:
     A mask broadcasts with ``(*batch, *plates)``.
 
     Example:
-        >>> site = {"fn": pyro.distributions.Normal(0.0, 1.0).mask(torch.tensor([True, False])), "mask": None}
+        >>> site = {"fn": dist.Normal(0.0, 1.0).mask(torch.tensor([True, False])), "mask": None}
         >>> own_mask(site)
         tensor([ True, False])
     """

@@ -305,7 +305,7 @@ def test_a_guide_of_it_trains_with_vectorized_particles(drawn, layout):
         (lambda weights, leak, z: (weights - 1e-3, leak, z), "nonnegative weights"),
         (lambda weights, leak, z: (weights, -leak, z), "nonnegative leak"),
         (lambda weights, leak, z: (weights, leak * math.nan, z), "nonnegative leak"),
-        (lambda weights, leak, z: (weights, leak, z + 0.5), r"z in \[0, 1\]"),
+        (lambda weights, leak, z: (weights, leak, z + 1.5), r"z in \[0, 1\]"),
         (
             lambda weights, leak, z: (weights, leak[1:], z),
             r"leak of shape \(\*batch, 6\).*got \(5,\)",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -286,11 +287,15 @@ USES: dict[str, Callable[[Program], Call]] = {
 def trained(name: str, kind: Any = AutoNaMIGuide) -> Any:
     """Returns a guide after a few steps, without the parameter store's part in it."""
     program = PROGRAMS[name]
+    return after_steps(program, kind(program.seen()), program.call(program.rows, 0))
+
+
+def after_steps(program: Program, guide: Any, call: Call) -> Any:
+    """Returns a guide of a program's model, trained for a few steps."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
+    args, data = call
     with pyro.settings.context(module_local_params=True):
-        guide = kind(program.seen())
-        args, data = program.call(program.rows, 0)
         elbo = program.elbo()(program.model, guide)
         elbo(*args, **data)
         optimizer = torch.optim.Adam(elbo.parameters(), lr=0.01)
@@ -325,6 +330,89 @@ def assert_stays(guide: Any, expected: dict[str, Tensor], call: Call, atol: floa
     )
     for name in shared:
         torch.testing.assert_close(now[name], expected[name], rtol=0.0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_data_that_the_model_reads_elsewhere_stay_those_of_training(name):
+    """As from an attribute, which changes between calls that bring nothing."""
+    program = PROGRAMS[name]
+    place = types.SimpleNamespace(call=program.call(program.rows, 0))
+
+    def model():
+        args, data = place.call
+        return program.model(*args, **data)
+
+    elsewhere = program._replace(model=model)
+    guide = after_steps(elsewhere, AutoNaMIGuide(elsewhere.seen()), ((), {}))
+    expected = drawn(guide, ((), {}))
+    for use in USES.values():
+        place.call = use(program)
+        assert_stays(guide, expected, ((), {}))
+    place.call = program.call(program.rows, 0)
+    assert_stays(guide, expected, ((), {}))
+
+
+def test_data_that_the_model_reads_elsewhere_are_others_once_it_is_trained_on_them():
+    """Covariates alone, as well: of a slope of 2 and of -2."""
+    x = numbers(0, 20)
+    place = types.SimpleNamespace(x=x, y=2 * x)
+    guide = AutoNaMIGuide(lambda: known(place.x, place.y))
+    svi = SVI(guide.model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    slopes = []
+    for _ in range(2):
+        for _ in range(4):
+            svi.step()
+        slopes.append(
+            float(torch.stack([drawn(guide, ((), {}), i)["b"] for i in range(50)]).mean())
+        )
+        place.x = -x
+    torch.testing.assert_close(slopes, [2.0, -2.0], rtol=0, atol=0.1)  # deviations are 0.11
+
+
+@pytest.mark.parametrize("name", ["regression", "counts"])
+def test_all_instances_of_a_subsampled_plate_are_those_of_training(name):
+    """Trained on 5 of 12 at a time, of data that are passed whole, and called with all, with others, and with none."""
+    likelihood = {
+        "regression": lambda z: dist.Normal(z, 0.5),
+        "counts": lambda z: dist.Poisson(z.exp()),
+    }[name]
+    y = numbers(0, 12).exp().round()
+
+    def model(y, size=None):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 12, subsample_size=size) as rows:
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            pyro.sample("y", likelihood(z), obs=None if y is None else y[rows])
+
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    for _ in range(30):
+        svi.step(y, 5)
+    expected = drawn(guide, ((y,), {}))
+    for other in (y.flip(0), 1 + y):
+        assert_stays(guide, expected, ((other,), {}))
+    means = [
+        torch.stack([drawn(guide, ((data,), {}), i)["z"] for i in range(100)]).mean(0)
+        for data in (y, None)
+    ]
+    torch.testing.assert_close(*means, rtol=0, atol=0.35)  # deviations of draws are at most 0.6
+
+
+@pytest.mark.filterwarnings("ignore:.*are inferred from the rows of data")
+def test_rows_that_training_cannot_give_are_told():
+    """A table whose rows come as arguments in steps of 5 of 12."""
+
+    def model(y):
+        with pyro.plate("rows", 12, subsample_size=len(y)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    for seed in range(4):
+        svi.step(numbers(seed, 5))
+    with pytest.warns(UserWarning, match="'z' are inferred from the rows of data that this call"):
+        drawn(guide, ((numbers(9, 12),), {}))
 
 
 @pytest.mark.parametrize("use", USES)
@@ -698,19 +786,32 @@ def test_a_guide_that_is_not_in_training_mode_is_trained_by_a_backward_pass():
     assert_stays(guide, expected, ((x, 1 - 2 * x), {}))
 
 
-def test_an_optimizer_without_the_parameters_of_minibatches_is_told():
-    program = PROGRAMS["regression"]
-    guide = AutoNaMIGuide(program.model)
-    elbo = Trace_ELBO()(program.model, guide)
-    args, data = program.call(8, 0)
-    elbo(*args, **data)
-    optimizer = torch.optim.Adam(elbo.parameters(), lr=0.01)
-    with pytest.warns(UserWarning, match="The optimizer moves none of the parameters"):
-        for seed in range(110):
-            args, data = program.call(8, seed)
+def test_a_torch_optimizer_goes_on_with_the_parameters_of_minibatches():
+    """It was made for those of the first call, and may have moved them before."""
+    x = numbers(0, 96)
+    y = (numbers(1, 96) < x).double()
+
+    def model(x, y):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 96, subsample_size=len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=slope * x), obs=y)
+
+    means = []
+    for kind in (AutoNormal, AutoNaMIGuide):
+        pyro.clear_param_store()
+        guide = kind(model)
+        elbo = Trace_ELBO()(model, guide)
+        elbo(x, y)
+        optimizer = torch.optim.Adam(elbo.parameters(), lr=0.05)
+        for step in range(300):
+            rows = slice(32 * (step % 3), 32 * (step % 3) + 32)
             optimizer.zero_grad()
-            elbo(*args, **data).backward()
+            elbo(x[rows], y[rows]).backward()
             optimizer.step()
+        with torch.no_grad():
+            means.append(torch.stack([guide(x, y)["slope"] for _ in range(200)]).mean())
+    assert guide.mode == "minibatches"
+    assert abs(means[1] - means[0]) < 0.15 and means[1] > 0.5  # the posterior's deviation is 0.25
 
 
 def test_a_fixed_guide_stays_fixed_where_it_is_asked_to():

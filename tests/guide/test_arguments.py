@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -186,3 +188,19 @@ def test_a_traced_guide_reads_the_index_of_its_calls(inside):
         expected = drawn(*args)
         pyro.set_rng_seed(0)
         assert torch.allclose(traced(*args), expected, atol=1e-5)
+
+
+def test_an_argument_may_make_attributes_of_any_name():
+    """A dict whose items are attributes raises KeyError where Python expects AttributeError."""
+
+    class Data(dict):
+        __getattr__ = dict.__getitem__
+
+    def model(data):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 6):
+            pyro.sample("y", dist.Normal(slope * data.x, 1.0), obs=data.y)
+
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), Trace_ELBO())
+    assert all(math.isfinite(svi.step(Data(x=Y, y=Y))) for _ in range(2))

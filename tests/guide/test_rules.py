@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import called
+from torch import nn
 
 from pyro_nami import AutoNaMIGuide
 
@@ -191,3 +192,25 @@ def test_other_rules_are_refused_before_the_first_call(rule):
 def test_rules_need_a_call_first():
     with pytest.raises(RuntimeError):
         AutoNaMIGuide(model).rules  # noqa: B018
+
+
+def test_what_dropout_moves_is_learned():
+    """A conditional would be that of one mask; set-up runs the model without any."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.features = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5))
+
+        def forward(self, x, y=None):
+            w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+            mean = (self.features(x) * w[..., None, :]).sum(-1)
+            with pyro.plate("rows", len(x)):
+                pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    x = torch.linspace(-1.0, 1.0, 10).reshape(5, 2)
+    for training, rule in ((True, "learned"), (False, "exact")):
+        guide = AutoNaMIGuide(Model().train(training))
+        guide(x, x.sum(-1))
+        assert guide.rules["w"].rule == rule
+        assert training == ("dropout" in str(guide.rules))

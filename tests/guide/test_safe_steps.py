@@ -264,7 +264,7 @@ def test_the_first_draws_are_auto_normals_in_both_modes(make):
     guide = make(local)
     guide(COUNTS)
     location, log_scale = locations_and_scales(guide, COUNTS)["z"]
-    assert location.abs().max() < 0.02
+    assert location.abs().max() < 0.05  # the most that a first location is off the origin
     torch.testing.assert_close(log_scale, torch.full((3,), 0.1).log(), rtol=0, atol=0.05)
 
 

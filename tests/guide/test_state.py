@@ -159,6 +159,13 @@ def test_a_state_dict_holds_no_data_unless_asked_to(exact):
     with pytest.raises(ValueError, match="data for the observed site 'y'.*save_data=True"):
         other(x)
     pyro.clear_param_store()
+    other = learned(regression, exact=exact)
+    other(x, -y)
+    other.load_state_dict(trained(regression, x, y, exact=exact).state_dict())
+    if other.rules["w"].rule == "learned":
+        with pytest.raises(ValueError, match="trained on; this call brings others.*save_data=True"):
+            other(x, -y)
+    pyro.clear_param_store()
     called = learned(regression, exact=exact)
     called(x, y)  # it has these data itself
     called.load_state_dict(trained(regression, x, y, exact=exact).state_dict())
