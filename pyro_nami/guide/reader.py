@@ -24,6 +24,7 @@ from pyro_nami.guide.trained_answer import TrainedAnswer, sites_of, target_of
 from pyro_nami.messages import warn
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import covariates_of, site_of
+from pyro_nami.program.runner import signature_of
 from pyro_nami.program.surroundings import Surroundings
 from pyro_nami.program.vectorized import Vectorized
 
@@ -457,16 +458,13 @@ class CallReader:
 
 def _with_plain_arguments_of(call: Call, other: Call) -> Call:
     """Returns a call with the arguments of another one in place of its own that hold no tensors."""
-
-    def holds_data(value: Any) -> bool:
-        return any(map(is_array, tree_leaves(value)))
-
-    args = list(other.args)
-    for i, value in enumerate(call.args):
-        if holds_data(value):
-            args[i : i + 1] = [value]
-    kept = {key: value for key, value in call.kwargs.items() if holds_data(value)}
-    return replace(call, args=tuple(args), kwargs={**other.kwargs, **kept})
+    signature = signature_of(call.model)
+    own = signature.bind(*call.args, **call.kwargs).arguments
+    bound = signature.bind_partial(*other.args, **other.kwargs)
+    for name, value in own.items():
+        if any(map(is_array, tree_leaves(value))):
+            bound.arguments[name] = value
+    return replace(call, args=bound.args, kwargs=bound.kwargs)
 
 
 def _joined(leaves: Sequence[Any]) -> Tensor:

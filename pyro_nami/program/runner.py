@@ -37,6 +37,7 @@ __all__ = [
     "outer_sizes",
     "own_dims",
     "prior_draws",
+    "signature_of",
     "takes_observations",
 ]
 
@@ -249,7 +250,7 @@ def takes_observations(fn: Callable, *, is_guide: bool = False) -> bool:
     if isinstance(fn, AutoGuide) and not hasattr(fn, "log_prob"):
         return takes_observations(fn.model)
     try:
-        parameters = _signature(fn).parameters
+        parameters = signature_of(fn).parameters
     except (TypeError, ValueError):
         # None is to be read off what a Pyro handler makes of a function, such as the model that an AutoGuide holds.
         handled = _handled(fn)
@@ -263,7 +264,7 @@ def takes_observations(fn: Callable, *, is_guide: bool = False) -> bool:
 def needs_arguments(fn: Callable) -> bool:
     """Tells whether a model cannot be called without arguments, by its signature."""
     try:
-        signature = _signature(fn)
+        signature = signature_of(fn)
     except (TypeError, ValueError):
         handled = _handled(fn)
         return callable(handled) and needs_arguments(handled)
@@ -274,7 +275,8 @@ def needs_arguments(fn: Callable) -> bool:
     return False
 
 
-def _signature(fn: Any) -> inspect.Signature:
+def signature_of(fn: Any) -> inspect.Signature:
+    """Returns the signature of a model or a guide, of a module that of its `forward`."""
     fn = getattr(fn, "__wrapped__", fn) if isinstance(fn, nn.Module) else fn
     return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
 

@@ -23,9 +23,8 @@ from torch.nn.parameter import is_lazy
 __all__ = ["Surroundings"]
 
 MOST_PLACES = 1000  # that are looked at in every training step; ten take a microsecond
-MOST_STEPS = (
-    6  # from the model to a value: a method, its object, a dict in it and a tensor are four
-)
+# from the model to a value: a method, its object, a dict in it and a tensor are four
+MOST_STEPS = 6
 LIBRARIES = frozenset({"torch", "pyro", "numpy", "pyro_nami"})  # whose code holds no data of a user
 NAMESPACES = (SimpleNamespace, Namespace)  # classes of the standard library that hold data
 NUMBERS = (bool, int, float, str)

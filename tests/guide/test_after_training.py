@@ -389,10 +389,10 @@ def test_all_instances_of_a_subsampled_plate_are_those_of_training(name):
     for _ in range(30):
         svi.step(y, 5)
     expected = drawn(guide, ((y,), {}))
-    for other in (y.flip(0), 1 + y):
-        assert_stays(guide, expected, ((other,), {}))
+    for call in (((y.flip(0),), {}), ((), {"y": 1 + y})):
+        assert_stays(guide, expected, call)
     means = [
-        torch.stack([drawn(guide, ((data,), {}), i)["z"] for i in range(100)]).mean(0)
+        torch.stack([drawn(guide, ((), {"y": data}), i)["z"] for i in range(100)]).mean(0)
         for data in (y, None)
     ]
     torch.testing.assert_close(*means, rtol=0, atol=0.35)  # deviations of draws are at most 0.6
