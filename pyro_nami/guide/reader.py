@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from pyro_nami.guide.trained_answer import TrainedAnswer, sites_of, target_of
 from pyro_nami.messages import warn
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import covariates_of, site_of
+from pyro_nami.program.isolation import untouched
 from pyro_nami.program.runner import signature_of
 from pyro_nami.program.surroundings import Surroundings
 from pyro_nami.program.vectorized import Vectorized
@@ -66,6 +68,7 @@ class CallReader:
         self._open: list[_Step] = []  # of which this is not known yet
         self._latest_target: tuple[Arguments, Any, TrainedAnswer] | None = None
         self._latest_surroundings: Surroundings | None = None
+        self._written: frozenset[tuple[int, Any]] | None = None  # places that the model writes to
         self._told: frozenset[str] = frozenset()
         # the latest step on other data than those that the guide answers for
         self.differing: Call | None = None
@@ -78,6 +81,7 @@ class CallReader:
             "differing": None,
             "_latest_target": None,
             "_latest_surroundings": None,
+            "_written": None,
         }
         return {**self.__dict__, **lost}
 
@@ -211,11 +215,20 @@ class CallReader:
         model = call.model.model if isinstance(call.model, Vectorized) else call.model
         kept = self._latest_surroundings
         if kept is None or not kept.are_of([model, *objects]):
-            kept = Surroundings([model, *objects])
+            if self._written is None:
+                self._written = self._places_written(call, Surroundings([model, *objects]))
+            kept = Surroundings([model, *objects], self._written)
         elif not kept.are_current():
             self.own.follow(self.plan)  # covariates and index maps may be others
         self._latest_surroundings = kept.now()
         return self._latest_surroundings
+
+    def _places_written(self, call: Call, before: Surroundings) -> frozenset[tuple[int, Any]]:
+        """Returns the places that the model writes to itself, by a run."""
+        if before.has_data:
+            with suppress(Exception), untouched(call.model), torch.no_grad():
+                call.run(self.plan.initial, broadcast=True)
+        return before.written()
 
     def _as_in_training(self, model: Callable) -> Callable:
         """Returns a model that reads what it read in training, besides its arguments as well."""

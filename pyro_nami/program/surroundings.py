@@ -11,7 +11,7 @@ import copy
 import itertools
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -87,6 +87,7 @@ class Surroundings:
 
     Args:
         roots: the model, and those of its arguments that are objects.
+        apart: places that do not count, as `written` returns them.
 
     Example:
         >>> import torch
@@ -99,8 +100,9 @@ class Surroundings:
         (False, 1.0, 2.0)
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], apart: Collection[tuple[int, Any]] = ()) -> None:
         self._roots = list(roots)
+        self._apart = apart
         self._home = {_package_of(root) for root in self._roots}
         self._places: list[_Place] = []
         seen: dict[int, Any] = {}
@@ -124,12 +126,21 @@ class Surroundings:
     def now(self) -> Surroundings:
         """Returns the surroundings as they are now; these, if nothing has changed."""
         if not self.are_current():
-            return Surroundings(self._roots)
+            return Surroundings(self._roots, self._apart)
         if all(place.is_same() for place in self._places):
             return self
         other = copy.copy(self)
         other._places = [place.renewed() for place in self._places]
         return other
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there is any place with data."""
+        return any(not isinstance(place.value, NUMBERS) for place in self._places)
+
+    def written(self) -> frozenset[tuple[int, Any]]:
+        """Returns the places that hold something else now: after a run of the model, those that it writes itself."""
+        return frozenset((id(each.holder), each.key) for each in self._places if not each.is_same())
 
     def around(self, model: Callable) -> Callable:
         """Returns a model that reads these surroundings."""
@@ -197,7 +208,8 @@ class Surroundings:
         for key in keys:
             value = _held(holder, key)
             found.append(value)
-            if _is_data(value) and len(self._places) < MOST_PLACES:
+            is_apart = (id(holder), key) in self._apart
+            if _is_data(value) and not is_apart and len(self._places) < MOST_PLACES:
                 self._places.append(_Place.of(holder, key, are_buffers))
         return found
 

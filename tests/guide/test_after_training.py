@@ -369,6 +369,25 @@ def test_data_that_the_model_reads_elsewhere_are_others_once_it_is_trained_on_th
     torch.testing.assert_close(slopes, [2.0, -2.0], rtol=0, atol=0.1)  # deviations are 0.11
 
 
+def test_what_the_model_notes_of_its_runs_is_no_data():
+    x = numbers(0, 12)
+    place = types.SimpleNamespace(x=x, y=2 * x, seen=None)
+
+    def model():
+        place.seen = known(place.x, place.y)
+
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    noted = []
+    for _ in range(3):
+        svi.step()
+        noted.append(guide._reader._latest_surroundings)
+    assert noted[0] is noted[2]
+    expected = drawn(guide, ((), {}))
+    place.x = place.y = -x
+    assert_stays(guide, expected, ((), {}))
+
+
 @pytest.mark.parametrize("name", ["regression", "counts"])
 def test_all_instances_of_a_subsampled_plate_are_those_of_training(name):
     """Trained on 5 of 12 at a time, of data that are passed whole, and called with all, with others, and with none."""

@@ -170,3 +170,18 @@ def test_what_an_error_interrupts_is_put_back():
     with pytest.raises(KeyError, match=r"1\.0"):
         then.around(model)()
     assert float(data["x"]) == 2.0
+
+
+def test_what_a_model_writes_itself_does_not_count():
+    data = {"x": torch.tensor(1.0), "latest": None}
+
+    def model():
+        data["latest"] = 2 * data["x"]
+
+    before = Surroundings([model])
+    model()
+    then = Surroundings([model], before.written())
+    model()
+    assert then.are_current()
+    data["x"] = torch.tensor(2.0)
+    assert not then.are_current()
