@@ -20,7 +20,7 @@ from pyro_nami.guide.options import Options
 from pyro_nami.parameters.conditioning import Plates
 from pyro_nami.program.first_run import first_run, is_latent, is_node, is_passing, subsamples
 from pyro_nami.program.initial_values import likely_start, near_origin
-from pyro_nami.program.isolation import forked_rng, untouched
+from pyro_nami.program.isolation import dropping, forked_rng, untouched
 from pyro_nami.program.many_draws import takes_many
 from pyro_nami.program.runner import Runner, prior_draws
 from pyro_nami.program.vectorized import Vectorized
@@ -196,10 +196,8 @@ def _moved_by(
         return frozenset()
     values = {name: site["value"] for name, site in nodes.items() if site["type"] == "sample"}
     runs = []
-    with untouched(model, *args, *kwargs.values()), torch.no_grad():
+    with untouched(model, *args, *kwargs.values()), torch.no_grad(), dropping(layers):
         for seed in range(2):
-            for layer in layers:
-                layer.training = True
             pyro.set_rng_seed(seed)
             runs.append(Runner(values).run(model, args, kwargs))
     before, after = runs

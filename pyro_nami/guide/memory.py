@@ -108,6 +108,10 @@ class Memory:
         if before is not None and self.history.is_trained:
             self.has_one_context = False
 
+    def thaw(self) -> None:
+        """Forgets the latest copy of a call, as the model reads other data besides its arguments."""
+        self._frozen = None
+
     def forget_derived(self) -> None:
         """Forgets what was derived from data."""
         for found in (self.constants, self.tables, self.starts):
@@ -123,7 +127,7 @@ class Memory:
             self._frozen[1] if self._frozen is not None and self._frozen[2] is self.call else None
         )
         if state.get("context") is not None or kept != data:
-            self.context, self.call = state.get("context"), None
+            self.context, self.call, self.surroundings = state.get("context"), None, None
         self.mode, self.history = Mode(state["mode"]), DataHistory()
         self.history.current = data if state["trained"] else None
         self.history.moving = frozenset(names[key] for key in state.get("moving", ()))
@@ -132,6 +136,7 @@ class Memory:
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device."""
         self.context, self.call = tree_map_only(Tensor, fn, self.context), None
+        self.surroundings = None  # its tensors are elsewhere
         self._frozen = None
         self._fingerprints.clear()
 

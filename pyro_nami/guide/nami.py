@@ -395,7 +395,8 @@ class AutoNaMIGuide(DensityGuide):
             ]
             check = call.args, call.kwargs, few, plan.plates.nesting
             plans = plan, replace(plan, vectorized=True)
-            model = call.model.model if isinstance(call.model, Vectorized) else call.model
+            model: Any = call.model
+            model = model.model if isinstance(model, Vectorized) else model
             self._many = (
                 plan,
                 next((each for each in plans if takes_many(each.for_many(model), *check)), None),

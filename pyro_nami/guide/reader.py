@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import NoneType
 from typing import Any, NamedTuple
 
 import pyro
@@ -27,7 +28,7 @@ from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import covariates_of, site_of
 from pyro_nami.program.isolation import untouched
 from pyro_nami.program.runner import signature_of
-from pyro_nami.program.surroundings import Surroundings
+from pyro_nami.program.surroundings import NUMBERS, Surroundings
 from pyro_nami.program.vectorized import Vectorized
 
 __all__ = ["CallReader", "has_first_sizes"]
@@ -68,7 +69,7 @@ class CallReader:
         self._open: list[_Step] = []  # of which this is not known yet
         self._latest_target: tuple[Arguments, Any, TrainedAnswer] | None = None
         self._latest_surroundings: Surroundings | None = None
-        self._written: frozenset[tuple[int, Any]] | None = None  # places that the model writes to
+        self._written: frozenset[Hashable] | None = None  # places that the model writes to
         self._told: frozenset[str] = frozenset()
         # the latest step on other data than those that the guide answers for
         self.differing: Call | None = None
@@ -173,6 +174,7 @@ class CallReader:
 
     def apply(self, fn: Callable[[Tensor], Tensor], plan: Plan) -> None:
         """Applies ``fn`` to all tensors kept, to move them to another device, where ``plan`` is."""
+        self.settle()
         self.memory.apply(fn)
         self.follow(plan)
 
@@ -211,33 +213,34 @@ class CallReader:
 
     def _surroundings(self, call: Call) -> Surroundings:
         """Returns what the model reads now besides its arguments; the same object while that is the same."""
-        objects = [leaf for leaf in leaves_of(call) if not is_array(leaf)]
-        model = call.model.model if isinstance(call.model, Vectorized) else call.model
+        objects = [leaf for leaf in leaves_of(call) if not is_array(leaf) and not _is_plain(leaf)]
+        model = _unmapped(call.model)
         kept = self._latest_surroundings
         if kept is None or not kept.are_of([model, *objects]):
             if self._written is None:
-                self._written = self._places_written(call, Surroundings([model, *objects]))
+                self._written = self._keys_written(call, Surroundings([model, *objects]))
             kept = Surroundings([model, *objects], self._written)
         elif not kept.are_current():
             self.own.follow(self.plan)  # covariates and index maps may be others
+            self.memory.thaw()
         self._latest_surroundings = kept.now()
         return self._latest_surroundings
 
-    def _places_written(self, call: Call, before: Surroundings) -> frozenset[tuple[int, Any]]:
+    def _keys_written(self, call: Call, before: Surroundings) -> frozenset[Hashable]:
         """Returns the places that the model writes to itself, by a run."""
         if before.has_data:
             with suppress(Exception), untouched(call.model), torch.no_grad():
                 call.run(self.plan.initial, broadcast=True)
-        return before.written()
+        return before.changed()
 
     def _as_in_training(self, model: Callable) -> Callable:
         """Returns a model that reads what it read in training, besides its arguments as well."""
         around = self.memory.surroundings
-        if around is None or around.are_current():
+        if around is None or not around.changed():
             return model
-        if isinstance(model, Vectorized):
-            return Vectorized(around.around(model.model), self.plan.plates.nesting)
-        return around.around(model)
+        found = around.around(_unmapped(model))
+        is_mapped = isinstance(model, Vectorized)
+        return Vectorized(found, self.plan.plates.nesting) if is_mapped else found
 
     def _is_whole(self, site: str) -> bool:
         """Whether a site is in no plate of which the model takes a part."""
@@ -249,11 +252,15 @@ class CallReader:
         That is where each step had other rows among its arguments, or another number of them.
         """
         memory, plan = self.memory, self.plan
-        names = [name for name in plan.rules if not self._is_whole(name) and plan.data_of(name)]
+        answer = memory.call
         complete = all(name in own.values for name in plan.read)
-        if not names or not complete or memory.call is None:
+        if not complete or answer is None:
             return False
-        if memory.has_one_context and self._rows_at(memory.call, own) is not None:
+        answer = replace(answer, model=self._as_in_training(own.model))
+        hidden = self._target(answer, own).hidden  # as training had no such instances
+        parts = [name for name in plan.rules if not self._is_whole(name) and name not in hidden]
+        names = [name for name in parts if plan.data_of(name)]
+        if not names or memory.has_one_context and self._rows_at(answer, own) is not None:
             return False
         self._tell(
             f"{', '.join(map(repr, names))} are inferred from the rows of data that this call brings, whatever these "
@@ -291,12 +298,11 @@ class CallReader:
         held = {name: value for name, value in answer.held.items() if name in kept}
         call = replace(answer, indices=own.indices, values=kept, held=held, own={})
         counts = {plate: len(index) for plate, index in own.indices.items()}
-        if all(
-            len(answer.indices.get(plate, own.indices[plate])) == counts[plate] for plate in counts
-        ):
-            return self.own.all_of(call)
+        before = {plate: len(answer.indices.get(plate, own.indices[plate])) for plate in counts}
         try:
-            found = self.own.all_of(_with_plain_arguments_of(call, own))
+            if before != counts:
+                call = _with_plain_arguments_of(call, own)
+            found = self.own.all_of(call)
         except Exception:  # noqa: BLE001  whatever a model does with arguments that do not go together
             return None
         plates = self.plan.plates
@@ -330,7 +336,9 @@ class CallReader:
         if backward is not None and not tracing:
             self._open.append(_Step(backward, memory.frozen(own, data), data, around))
         before = memory.surroundings
-        if same and (before is None or before.are_current()):
+        # Of minibatches of a plate the arguments of a step hold the data, whatever else has changed.
+        is_told = backward is not None and bool(self.plan.plates.subsampled)
+        if same and (before is None or is_told or before.are_current()):
             _check_sizes(own, self.plan)
             if memory.call is None:
                 memory.keep(memory.frozen(own, data), around)
@@ -469,13 +477,22 @@ class CallReader:
             warn(notice)
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (*NUMBERS, NoneType))
+
+
+def _unmapped(model: Any) -> Callable:
+    """Returns the model that the user wrote, of one that is mapped over draws."""
+    return model.model if isinstance(model, Vectorized) else model
+
+
 def _with_plain_arguments_of(call: Call, other: Call) -> Call:
-    """Returns a call with the arguments of another one in place of its own that hold no tensors."""
-    signature = signature_of(call.model)
+    """Returns a call with those arguments of another one that are numbers, strings or None, and else its own."""
+    signature = signature_of(_unmapped(other.model))
     own = signature.bind(*call.args, **call.kwargs).arguments
     bound = signature.bind_partial(*other.args, **other.kwargs)
     for name, value in own.items():
-        if any(map(is_array, tree_leaves(value))):
+        if not all(map(_is_plain, tree_leaves(value))):
             bound.arguments[name] = value
     return replace(call, args=bound.args, kwargs=bound.kwargs)
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "bounded_indices",
+    "dropping",
     "forked_rng",
     "on_ordinary_tensors",
     "outside_of_traces",
@@ -49,6 +50,22 @@ def random_layers(*roots: Any) -> list[nn.Module]:
     modules = [module for root in _modules(roots) for module in root.modules()]
     found = {id(module): module for module in modules if module.training and _share(module)}
     return list(found.values())
+
+
+@contextmanager
+def dropping(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Has layers drop half of their units, so that two runs hardly ever drop the same."""
+    names = {layer: "p" if isinstance(layer, _DropoutNd) else "dropout" for layer in layers}
+    before = [(layer, layer.training, getattr(layer, name)) for layer, name in names.items()]
+    for layer, name in names.items():
+        layer.training = True
+        setattr(layer, name, 0.5)
+    try:
+        yield
+    finally:
+        for layer, training, share in before:
+            layer.training = training
+            setattr(layer, names[layer], share)
 
 
 def _share(module: nn.Module) -> float:

@@ -1,8 +1,12 @@
 """`Surroundings`: the data that a model reads besides its arguments, as they were at one call.
 
-A model may read data from closures, globals, attributes of objects and items of containers. A fixed
-guide answers for the data of training, wherever the model reads them, so these values are put back
-while the model is run for such an answer.
+A model may read data from globals, closures, attributes of objects, classes and modules, and items of lists and dicts.
+A fixed guide answers for the data of training, wherever the model reads them, so these are put back while the model is
+run for such an answer. Attributes count if their names occur in code that the model reaches.
+
+Not seen are data inside objects of libraries (a data frame that is written to), containers of more than 1,000 items,
+arrays of more than 65,536 numbers that are written to in place, and tensors that are, where `functools.partial` binds
+them. While data are put back, other threads see them.
 """
 
 from __future__ import annotations
@@ -11,75 +15,81 @@ import copy
 import itertools
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    NoneType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Surroundings"]
+__all__ = ["NUMBERS", "Surroundings"]
 
-MOST_PLACES = 1000  # that are looked at in every training step; ten take a microsecond
-# from the model to a value: a method, its object, a dict in it and a tensor are four
-MOST_STEPS = 6
+MOST_ITEMS = 1000  # of a container, and values in all: each is looked at in every training step
+MOST_PARTS = 10_000  # that are looked into, one step further from the model
+MOST_ARRAY = 2**16  # numbers of an array, whose content is compared
+MOST_STEPS = (
+    6  # from the model to a value: a method, its object, a dict in it and a tensor are four
+)
 LIBRARIES = frozenset({"torch", "pyro", "numpy", "pyro_nami"})  # whose code holds no data of a user
 NAMESPACES = (SimpleNamespace, Namespace)  # classes of the standard library that hold data
 NUMBERS = (bool, int, float, str)
+PLAIN = (*NUMBERS, NoneType)
+OWN_NAMES = frozenset(
+    {"training", "_parameters", "_buffers", "_modules"}
+)  # of a module, not a user's
 MISSING = object()
 
 
 class _Place(NamedTuple):
-    """A place that holds a value: an item of a dict or a list, or what a closure's cell contains.
+    """Where a value is found: a name, an item, or all that a container holds beyond its items.
 
     Attributes:
-        holder: the dict, list or cell.
-        key: of the item; None for a cell.
+        read: returns what the place holds; `MISSING` if nothing.
+        write: puts a value there.
         value: what the place held.
-        copy: the same, or a copy of a tensor, which may be written to later.
-        version: of a tensor, which counts writes; None for other values, and for buffers, which training writes.
+        copy: the same with copies of tensors and arrays, which may be written to later.
+        stamp: of `value`: another one once it is written to.
     """
 
-    holder: Any
-    key: Any
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
     value: Any
     copy: Any
-    version: int | None
+    stamp: Hashable
 
     @classmethod
-    def of(cls, holder: Any, key: Any, is_buffer: bool) -> _Place:
+    def of(cls, read: Callable[[], Any], write: Callable[[Any], Any]) -> _Place:
         """Returns a place with what it holds."""
-        value = _held(holder, key)
-        if not isinstance(value, Tensor):
-            return cls(holder, key, value, value, None)
-        version = None if is_buffer or value.is_inference() else value._version
-        return cls(holder, key, value, value.detach().clone(), version)
+        value = read()
+        return cls(read, write, value, _copied(value), _stamp(value))
 
-    def is_same(self) -> bool:
-        """Whether the place holds what it held, not written to since."""
-        now = _held(self.holder, self.key)
-        if isinstance(self.value, NUMBERS):
-            return type(now) is type(self.value) and now == self.value
-        return now is self.value and (self.version is None or now._version == self.version)
+    def has_changed(self) -> bool:
+        """Whether the place holds something else now."""
+        now = self.read()
+        if self.is_number or isinstance(now, (_More, NUMBERS)):
+            return type(now) is not type(self.value) or bool(now != self.value)
+        return now is not self.copy and (now is not self.value or _stamp(now) != self.stamp)
 
-    def renewed(self) -> _Place:
-        """Returns the place with the number that it holds now, where it held one."""
-        is_number = isinstance(self.value, NUMBERS)
-        return _Place.of(self.holder, self.key, False) if is_number else self
+    @property
+    def is_number(self) -> bool:
+        """Whether it held a number, a flag or a string."""
+        return isinstance(self.value, NUMBERS)
 
-    def put(self, value: Any) -> None:
-        """Puts a value there; `MISSING` takes the item away."""
-        if isinstance(self.holder, CellType):
-            if value is MISSING:
-                del self.holder.cell_contents
-            else:
-                self.holder.cell_contents = value
-        elif value is not MISSING:
-            self.holder[self.key] = value
-        elif isinstance(self.holder, dict):
-            self.holder.pop(self.key, None)
+
+class _More(list):
+    """What a container holds beyond the items that it had: nothing, at first."""
 
 
 class Surroundings:
@@ -87,7 +97,7 @@ class Surroundings:
 
     Args:
         roots: the model, and those of its arguments that are objects.
-        apart: places that do not count, as `written` returns them.
+        apart: keys of places that do not count, as `changed` returns them.
 
     Example:
         >>> import torch
@@ -100,47 +110,56 @@ class Surroundings:
         (False, 1.0, 2.0)
     """
 
-    def __init__(self, roots: Iterable[Any], apart: Collection[tuple[int, Any]] = ()) -> None:
+    def __init__(self, roots: Iterable[Any], apart: Collection[Hashable] = ()) -> None:
         self._roots = list(roots)
         self._apart = apart
         self._home = {_package_of(root) for root in self._roots}
-        self._places: list[_Place] = []
-        seen: dict[int, Any] = {}
-        level = self._roots
-        for _ in range(MOST_STEPS):
-            fresh = {id(value): value for value in level if id(value) not in seen}
-            seen |= fresh
-            level = [part for value in fresh.values() for part in self._look_at(value)]
-        self._seen = list(seen.values())  # kept alive, as places know values by identity
+        self._names = {"forward", "__call__"}  # that occur in code
+        before = 0
+        while len(self._names) > before:  # as code may name attributes of what was looked at before
+            before = len(self._names)
+            self._places: dict[Hashable, _Place] = {}
+            self._seen: dict[int, Any] = {}  # kept alive, as they are known by identity
+            level = self._roots
+            for _ in range(MOST_STEPS):
+                fresh = {id(value): value for value in level if id(value) not in self._seen}
+                self._seen |= fresh
+                parts = (part for value in fresh.values() for part in self._parts(value))
+                level = list(itertools.islice(parts, MOST_PARTS))
+
+    # ---- then and now
 
     def are_of(self, roots: list[Any]) -> bool:
         """Whether these are the surroundings of some model and arguments."""
         return len(roots) == len(self._roots) and all(map(_is_same_root, roots, self._roots))
 
     def are_current(self) -> bool:
-        """Whether every place holds the data that it held. Numbers and strings do not count: they may be counters."""
-        return all(
-            place.is_same() for place in self._places if not isinstance(place.value, NUMBERS)
+        """Whether all data are what they were; numbers, flags and strings do not count, as they may be counters."""
+        return not any(
+            place.has_changed() for place in self._places.values() if not place.is_number
         )
+
+    def changed(self) -> frozenset[Hashable]:
+        """Returns the keys of all places that hold something else now."""
+        return frozenset(key for key, place in self._places.items() if place.has_changed())
 
     def now(self) -> Surroundings:
         """Returns the surroundings as they are now; these, if nothing has changed."""
-        if not self.are_current():
+        changed = self.changed()
+        if any(not self._places[key].is_number for key in changed):
             return Surroundings(self._roots, self._apart)
-        if all(place.is_same() for place in self._places):
+        if not changed:
             return self
         other = copy.copy(self)
-        other._places = [place.renewed() for place in self._places]
+        places = {key: self._places[key] for key in changed}
+        now = {key: _Place.of(place.read, place.write) for key, place in places.items()}
+        other._places = {**self._places, **now}
         return other
 
     @property
     def has_data(self) -> bool:
-        """Whether there is any place with data."""
-        return any(not isinstance(place.value, NUMBERS) for place in self._places)
-
-    def written(self) -> frozenset[tuple[int, Any]]:
-        """Returns the places that hold something else now: after a run of the model, those that it writes itself."""
-        return frozenset((id(each.holder), each.key) for each in self._places if not each.is_same())
+        """Whether there is any place that holds more than a number, a flag or a string."""
+        return any(not place.is_number for place in self._places.values())
 
     def around(self, model: Callable) -> Callable:
         """Returns a model that reads these surroundings."""
@@ -148,70 +167,154 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Puts every value back that has changed, numbers as well; at the end those that were there in between."""
-        changed = [place for place in self._places if not place.is_same()]
-        between = [_held(place.holder, place.key) for place in changed]
-        for place in changed:
-            place.put(place.copy)
+        """Puts back all values that have changed; at the end those that were there in between."""
+        changed = [place for place in self._places.values() if place.has_changed()]
+        between = [(place, place.read()) for place in changed]
         try:
+            for place in changed:
+                place.write(place.copy)
             yield
         finally:
-            for place, value in zip(reversed(changed), reversed(between)):
-                place.put(value)
+            for place, value in reversed(between):
+                place.write(value)
 
-    # ---- finding places
+    # ---- places
 
-    def _look_at(self, value: Any) -> list[Any]:
-        """Notes the places that a value has, and returns what they hold, to be looked at next."""
+    def _parts(self, value: Any) -> list[Any]:
+        """Notes the places of a value, and returns what they hold, to be looked at next."""
+        with suppress(Exception):  # whatever objects of others raise that are looked at
+            return [part for part in self._parts_of(value) if type(part) not in PLAIN]
+        return []
+
+    def _parts_of(self, value: Any) -> list[Any]:
+        if isinstance(value, (Tensor, np.ndarray)):
+            return []
         if isinstance(value, partial):
             return [value.func, *value.args, *value.keywords.values()]
         if isinstance(value, MethodType):
             return [value.__func__, value.__self__]
         if isinstance(value, FunctionType):
-            return self._look_at_function(value)
+            return self._parts_of_function(value)
         if isinstance(value, tuple):
-            return list(value)
+            return list(value[:MOST_ITEMS])
         if isinstance(value, list):
-            return self._note(value, range(min(len(value), MOST_PLACES)))
+            return self._parts_of_list(value)
         if isinstance(value, dict):
-            keys = list(itertools.islice(value, MOST_PLACES))
-            return [*self._note(value, keys), *self._look_at_object(value)]
-        if isinstance(value, nn.Module):
-            buffers = self._note(value._buffers, value._buffers, are_buffers=True)
-            return [*buffers, *value._modules.values(), *self._look_at_object(value)]
-        return self._look_at_object(value)
+            return [*self._parts_of_dict(value), *self._attributes(value)]
+        return self._attributes(value)
 
-    def _look_at_function(self, function: FunctionType) -> list[Any]:
+    def _parts_of_list(self, value: list) -> list[Any]:
+        """Notes the items of a list, and that there are no more; of a long one nothing."""
+        count = len(value)
+        if max(count, len(self._places)) > MOST_ITEMS:
+            return []
+        for i in range(count):
+            self._note((id(value), i), partial(_item, value, i), partial(_set_in_list, value, i))
+
+        def write(more: _More) -> None:
+            value[count:] = more
+
+        self._note((id(value), "more"), lambda: _More(value[count:]), write)
+        return list(value)
+
+    def _parts_of_dict(self, value: dict) -> list[Any]:
+        """Notes the items of a dict, and that there are no more; of a long one nothing."""
+        known = list(value.keys())
+        if max(len(known), len(self._places)) > MOST_ITEMS:
+            return []
+        for key in known:
+            read = partial(dict.get, value, key, MISSING)
+            self._note((id(value), "item", key), read, partial(_set_item, value, key))
+
+        def more() -> _More:
+            return _More((key, value[key]) for key in value.keys() - set(known))
+
+        def write(items: _More) -> None:
+            for key, _ in more():
+                _set_item(value, key, MISSING)
+            for key, item in items:
+                _set_item(value, key, item)
+
+        self._note((id(value), "more"), more, write)
+        return list(value.values())
+
+    def _parts_of_function(self, function: FunctionType) -> list[Any]:
         if self._is_foreign(function.__module__):
             return []
-        found = [part for cell in function.__closure__ or () for part in self._note(cell, [None])]
-        names = [name for name in _names(function.__code__) if name in function.__globals__]
+        names = _names(function.__code__)
+        self._names.update(names)
+        cells = [self._note_cell(cell) for cell in function.__closure__ or ()]
         wrapped = getattr(function, "__wrapped__", None)
-        return [*found, *self._note(function.__globals__, names), wrapped]
+        return [*cells, *self._note_names(function.__globals__, names), wrapped]
 
-    def _look_at_object(self, value: Any) -> list[Any]:
-        """Looks at the attributes of a user's object, and at the methods of its classes."""
-        held = getattr(value, "__dict__", None)
-        if isinstance(value, (type, ModuleType)) or not isinstance(held, dict):
+    def _attributes(self, value: Any) -> list[Any]:
+        """Returns attributes and methods of a user's object, class or module, as far as code names them."""
+        if isinstance(value, ModuleType):
+            foreign = self._is_foreign(value.__name__)
+            return [] if foreign else self._note_names(vars(value), self._names)
+        kind = value if isinstance(value, type) else type(value)
+        own = [each for each in kind.__mro__ if not self._is_foreign(each.__module__)]
+        if not own and not isinstance(value, NAMESPACES):
             return []
-        classes = [each for each in type(value).__mro__ if not self._is_foreign(each.__module__)]
-        if not classes and not isinstance(value, NAMESPACES):
-            return []
-        names = [name for name in held if not name.startswith("_") and name != "training"]
-        found = self._note(held, names)
-        methods = [part for each in classes for part in vars(each).values()]
-        return [*found, *(part for part in methods if isinstance(part, FunctionType))]
-
-    def _note(self, holder: Any, keys: Iterable[Any], are_buffers: bool = False) -> list[Any]:
-        """Notes those places of a holder that hold data, and returns what all of them hold."""
         found = []
-        for key in keys:
-            value = _held(holder, key)
-            found.append(value)
-            is_apart = (id(holder), key) in self._apart
-            if _is_data(value) and not is_apart and len(self._places) < MOST_PLACES:
-                self._places.append(_Place.of(holder, key, are_buffers))
+        for each in own:
+            named = [name for name in self._names if name in vars(each)]
+            found += [
+                part for name in named if (part := self._note_of_class(each, name)) is not None
+            ]
+            slots = [
+                name for name in named if type(vars(each)[name]).__name__ == "member_descriptor"
+            ]
+            found += [] if value is kind else [self._note_slot(value, name) for name in slots]
+        held = vars(value) if hasattr(value, "__dict__") and value is not kind else {}
+        found += self._note_names(held, self._names - OWN_NAMES)
+        if isinstance(value, nn.Module):
+            found += self._note_names(value._buffers, self._names)
+            found += [part for name, part in value._modules.items() if name in self._names]
         return found
+
+    def _note_names(self, holder: dict[str, Any], names: Iterable[str]) -> list[Any]:
+        """Notes names of a namespace, and returns what they stand for."""
+        found = []
+        for name in [name for name in names if name in holder and not name.startswith("_pyro")]:
+            found.append(holder[name])
+            self._note(
+                (id(holder), name),
+                partial(dict.get, holder, name, MISSING),
+                partial(_set_item, holder, name),
+            )
+        return found
+
+    def _note_cell(self, cell: CellType) -> Any:
+        self._note(
+            (id(cell), None), partial(_contents, cell), partial(setattr, cell, "cell_contents")
+        )
+        return _contents(cell)
+
+    def _note_slot(self, value: Any, name: str) -> Any:
+        read = partial(getattr, value, name, MISSING)
+        self._note((id(value), name), read, partial(setattr, value, name))
+        return read()
+
+    def _note_of_class(self, kind: type, name: str) -> Any:
+        """Notes an attribute of a class, unless it is code, and returns it."""
+        value = vars(kind)[name]
+        if isinstance(value, (staticmethod, classmethod)):
+            return value.__func__
+        if isinstance(value, property):
+            return value.fget
+        if hasattr(type(value), "__get__") and not isinstance(value, FunctionType):
+            return None
+        read = lambda: vars(kind).get(name, MISSING)  # noqa: E731
+        self._note((id(kind), name), read, partial(setattr, kind, name))
+        return value
+
+    def _note(self, key: Hashable, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
+        if key in self._apart or key in self._places or len(self._places) > MOST_ITEMS:
+            return
+        with suppress(Exception):
+            if _is_data(read()):
+                self._places[key] = _Place.of(read, write)
 
     def _is_foreign(self, module: str | None) -> bool:
         """Whether a module is of a library, unless the model is of the same."""
@@ -223,33 +326,68 @@ class Surroundings:
         return is_installed or package in LIBRARIES or package in sys.stdlib_module_names
 
 
-def _held(holder: Any, key: Any) -> Any:
-    """Returns what a place holds now; `MISSING` if there is nothing."""
-    if isinstance(holder, dict):
-        return holder.get(key, MISSING)
-    if isinstance(holder, list):
-        return holder[key] if key < len(holder) else MISSING
-    try:
-        return holder.cell_contents
-    except ValueError:  # empty as yet
-        return MISSING
-
-
 def _is_data(value: Any) -> bool:
     """Whether a value may be data: no code, and no parameter, which training moves."""
     if isinstance(value, Tensor):
         return not (value.requires_grad or is_lazy(value))
-    return not callable(value) and not isinstance(value, ModuleType) or isinstance(value, dict)
+    is_code = callable(value) and not isinstance(value, dict) or isinstance(value, ModuleType)
+    return value is not MISSING and not is_code
+
+
+def _copied(value: Any) -> Any:
+    """Returns a value with copies of the tensors and arrays that it is, or that a tuple holds."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) is tuple and len(value) <= MOST_ITEMS:
+        return tuple(map(_copied, value))
+    return value
+
+
+def _stamp(value: Any) -> Hashable:
+    """Returns what is another once a tensor, or an array that is not large, is written to."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.size <= MOST_ARRAY and value.dtype != object else None
+    is_short = type(value) is tuple and len(value) <= MOST_ITEMS
+    return tuple(map(_stamp, value)) if is_short else None
 
 
 def _is_same_root(new: Any, old: Any) -> bool:
     """Whether a root is the same; a bound method is another object whenever it is asked for."""
-    return new is old or isinstance(new, (MethodType, *NUMBERS)) and bool(new == old)
+    return new is old or isinstance(new, MethodType) and bool(new == old)
 
 
 def _run_within(surroundings: Surroundings, model: Callable, *args: Any, **kwargs: Any) -> Any:
     with surroundings.restored():
         return model(*args, **kwargs)
+
+
+def _set_item(holder: dict, key: Any, value: Any) -> None:
+    """Sets an item, or takes it away; not by methods of a user's class, which may do something else."""
+    kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+    if value is not MISSING:
+        kind.__setitem__(holder, key, value)
+    elif key in holder:
+        kind.__delitem__(holder, key)
+
+
+def _item(holder: list, i: int) -> Any:
+    return holder[i] if i < len(holder) else MISSING
+
+
+def _set_in_list(holder: list, i: int, value: Any) -> None:
+    """Sets an item, behind the last one as well, or takes it and those behind it away."""
+    holder[i : i + 1 if value is not MISSING else None] = [] if value is MISSING else [value]
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty as yet
+        return MISSING
 
 
 def _names(code: CodeType) -> list[str]:
