@@ -388,6 +388,70 @@ def test_what_the_model_notes_of_its_runs_is_no_data():
     assert_stays(guide, expected, ((), {}))
 
 
+def test_numbers_and_what_is_written_to_in_place_stay_those_of_training():
+    x = numbers(0, 12)
+    place = types.SimpleNamespace(x=x.clone(), y=2 * x, sign=1.0)
+    guide = AutoNaMIGuide(lambda: known(place.sign * place.x, place.y))
+    svi = SVI(guide.model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    for _ in range(3):
+        svi.step()
+    expected = drawn(guide, ((), {}))
+    place.sign = -1.0
+    assert_stays(guide, expected, ((), {}))
+    place.x.mul_(2.0)
+    assert_stays(copy.deepcopy(guide), expected, ((), {}))
+
+
+def test_a_history_beside_the_model_is_no_data_of_its_steps():
+    class Experiment:
+        def __init__(self):
+            self.history = torch.zeros(9)
+            self.guide = AutoNaMIGuide(self.model)
+
+        def model(self, y):
+            mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
+            with pyro.plate("rows", 12, subsample_size=len(y)):
+                pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    experiment = Experiment()
+    svi = SVI(experiment.model, experiment.guide, Adam({"lr": 0.01}), Trace_ELBO())
+    for i in range(9):
+        experiment.history[i] = svi.step(numbers(i, 5))
+    assert experiment.history.isfinite().all() and experiment.guide.mode == "fixed"
+
+
+def test_a_loaded_state_has_its_own_data():
+    x = numbers(0, 12)
+    place = types.SimpleNamespace(x=x, y=2 * x)
+    guides = []
+    for sign in (1.0, -1.0):
+        pyro.clear_param_store()
+        place.x = sign * x
+        guides.append(AutoNaMIGuide(lambda: known(place.x, place.y), save_data=True))
+        svi = SVI(guides[-1].model, guides[-1], Adam({"lr": 0.01}), Trace_ELBO())
+        for _ in range(3):
+            svi.step()
+    place.x = x
+    expected = drawn(guides[0], ((), {}))
+    guides[1].load_state_dict(guides[0].state_dict())
+    assert_stays(guides[1], expected, ((), {}), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [5, None], ids=["as many", "all"])
+def test_instances_that_training_did_not_have_are_new_in_a_subsampled_plate_as_well(size):
+    def model(y, size=None):
+        with pyro.plate("rows", len(y), subsample_size=size) as rows:
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 0.1), obs=y[rows])
+
+    guide = AutoNaMIGuide(model)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    for _ in range(4):
+        svi.step(numbers(0, 12), 5)
+    draws = torch.stack([drawn(guide, ((5 + numbers(1, 30), size), {}), i)["z"] for i in range(40)])
+    assert draws.shape == (40, size or 30) and abs(draws.mean()) < 0.5  # from the prior
+
+
 @pytest.mark.parametrize("name", ["regression", "counts"])
 def test_all_instances_of_a_subsampled_plate_are_those_of_training(name):
     """Trained on 5 of 12 at a time, of data that are passed whole, and called with all, with others, and with none."""
