@@ -23,6 +23,7 @@ from types import (
     CellType,
     CodeType,
     FunctionType,
+    MemberDescriptorType,
     MethodType,
     ModuleType,
     NoneType,
@@ -39,16 +40,14 @@ __all__ = ["NUMBERS", "Surroundings"]
 MOST_ITEMS = 1000  # of a container, and values in all: each is looked at in every training step
 MOST_PARTS = 10_000  # that are looked into, one step further from the model
 MOST_ARRAY = 2**16  # numbers of an array, whose content is compared
-MOST_STEPS = (
-    6  # from the model to a value: a method, its object, a dict in it and a tensor are four
-)
+# from the model to a value: a method, its object, a dict in it and a tensor are four
+MOST_STEPS = 6
 LIBRARIES = frozenset({"torch", "pyro", "numpy", "pyro_nami"})  # whose code holds no data of a user
 NAMESPACES = (SimpleNamespace, Namespace)  # classes of the standard library that hold data
 NUMBERS = (bool, int, float, str)
 PLAIN = (*NUMBERS, NoneType)
-OWN_NAMES = frozenset(
-    {"training", "_parameters", "_buffers", "_modules"}
-)  # of a module, not a user's
+# of a module, not its user's
+OWN_NAMES = frozenset({"training", "_parameters", "_buffers", "_modules"})
 MISSING = object()
 
 
@@ -258,14 +257,11 @@ class Surroundings:
             return []
         found = []
         for each in own:
-            named = [name for name in self._names if name in vars(each)]
-            found += [
-                part for name in named if (part := self._note_of_class(each, name)) is not None
-            ]
-            slots = [
-                name for name in named if type(vars(each)[name]).__name__ == "member_descriptor"
-            ]
-            found += [] if value is kind else [self._note_slot(value, name) for name in slots]
+            for name in sorted(self._names & vars(each).keys()):
+                if isinstance(vars(each)[name], MemberDescriptorType):
+                    found += [] if value is kind else [self._note_slot(value, name)]
+                else:
+                    found.append(self._note_of_class(each, name))
         held = vars(value) if hasattr(value, "__dict__") and value is not kind else {}
         found += self._note_names(held, self._names - OWN_NAMES)
         if isinstance(value, nn.Module):
@@ -276,7 +272,9 @@ class Surroundings:
     def _note_names(self, holder: dict[str, Any], names: Iterable[str]) -> list[Any]:
         """Notes names of a namespace, and returns what they stand for."""
         found = []
-        for name in [name for name in names if name in holder and not name.startswith("_pyro")]:
+        for name in sorted(holder.keys() & set(names)):
+            if name.startswith("_pyro"):
+                continue
             found.append(holder[name])
             self._note(
                 (id(holder), name),
@@ -286,14 +284,13 @@ class Surroundings:
         return found
 
     def _note_cell(self, cell: CellType) -> Any:
-        self._note(
-            (id(cell), None), partial(_contents, cell), partial(setattr, cell, "cell_contents")
-        )
+        write = partial(_set_attribute, cell, "cell_contents")
+        self._note((id(cell), None), partial(_contents, cell), write)
         return _contents(cell)
 
     def _note_slot(self, value: Any, name: str) -> Any:
         read = partial(getattr, value, name, MISSING)
-        self._note((id(value), name), read, partial(setattr, value, name))
+        self._note((id(value), name), read, partial(_set_attribute, value, name))
         return read()
 
     def _note_of_class(self, kind: type, name: str) -> Any:
@@ -305,8 +302,11 @@ class Surroundings:
             return value.fget
         if hasattr(type(value), "__get__") and not isinstance(value, FunctionType):
             return None
-        read = lambda: vars(kind).get(name, MISSING)  # noqa: E731
-        self._note((id(kind), name), read, partial(setattr, kind, name))
+
+        def read() -> Any:
+            return vars(kind).get(name, MISSING)
+
+        self._note((id(kind), name), read, partial(_set_attribute, kind, name))
         return value
 
     def _note(self, key: Hashable, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
@@ -372,6 +372,13 @@ def _set_item(holder: dict, key: Any, value: Any) -> None:
         kind.__setitem__(holder, key, value)
     elif key in holder:
         kind.__delitem__(holder, key)
+
+
+def _set_attribute(owner: Any, name: str, value: Any) -> None:
+    if value is MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
 
 
 def _item(holder: list, i: int) -> Any:
