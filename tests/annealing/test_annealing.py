@@ -508,7 +508,7 @@ def test_chains_that_start_from_many_draws_find_the_weights_of_modes():
     exact = dist.Normal(0.0, (1 + 0.03**2) ** 0.5).log_prob(data["x"]) + math.log(2)
     off, before = ((each.log_evidence - exact).square().mean().sqrt() for each in (many, few))
     assert 3 * off < before
-    assert off == pytest.approx(many.log_evidence_error.mean().item(), rel=0.5)
+    assert 1 / 2 < off / many.log_evidence_error.mean() < 2  # of 30 data sets
     drawn = many.weighted()
     assert (
         torch.equal(drawn.log_evidence_error, many.log_evidence_error)

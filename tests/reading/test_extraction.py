@@ -254,7 +254,7 @@ TRACKED.update(
         "c>y eta>y",
         lambda: pyro.sample(
             "y",
-            dist.OrderedLogistic(normal("eta"), vector("c", 2, torch.tensor([-1.0, 1.0]))),
+            dist.OrderedLogistic(normal("eta"), vector("c", 2, torch.tensor([-4.0, 4.0]))),
             obs=torch.tensor(1),
         ),
     ),
