@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,27 +15,43 @@ from pyro_nami.guide.call import Call
 from pyro_nami.program.first_run import is_latent
 from pyro_nami.program.initial_values import near_origin
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.surroundings import Surroundings
 
-__all__ = ["exchangeable_plates"]
+__all__ = ["Read", "exchangeable_plates"]
 
 
-def exchangeable_plates(before: Call, now: Call, names: Collection[str]) -> frozenset[str]:
-    """Returns the plates in whose instances a model is exchangeable, with the rows of a minibatch's arguments.
+class Read(NamedTuple):
+    """What a model reads in one call."""
 
-    The arguments that differ between two calls are those of a minibatch. Their rows, and the values of latents, are
-    rotated by one along each plate. The plate is one of those returned if log densities are then rotated as well.
-    They are not if another argument holds a value for each instance, such as a covariate of the plate.
+    call: Call
+    surroundings: Surroundings | None  # data besides the arguments; None if they are not known
+
+    def sites(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """Returns the sites of a run of the model on these data."""
+        if self.surroundings is None:
+            return self.call.run(values, **options)
+        with self.surroundings.restored():
+            return self.call.run(values, **options)
+
+
+def exchangeable_plates(before: Read, now: Read, names: Collection[str]) -> frozenset[str]:
+    """Returns the plates in whose instances a model is exchangeable, with the rows of a minibatch.
+
+    The data that differ between two calls are those of a minibatch. Their rows, and the values of latents, are rotated
+    by one along each plate. The plate is one of those returned if log densities are then rotated as well. They are not
+    if other data hold a value for each instance, such as a covariate of the plate. Plates of whose size a dim of all
+    differing data is come before others.
 
     Args:
         before, now: two calls, with different minibatches.
         names: the sites whose plates are tried.
 
     Returns:
-        Plates. A plate along which the model fails on rotated arguments is one of them.
+        Plates. A plate along which the model fails on rotated data is one of them.
     """
-    with untouched(now.model), torch.no_grad():
+    with untouched(now.call.model), torch.no_grad():
         try:
-            sites = now.run({}, choose=_reference)
+            sites = now.sites({}, choose=_reference)
         except Exception:  # noqa: BLE001  whatever a model does near the origin
             return frozenset()
         frames = {
@@ -43,11 +60,27 @@ def exchangeable_plates(before: Call, now: Call, names: Collection[str]) -> froz
             if name in sites
             for frame in sites[name]["cond_indep_stack"]
         }
-        return frozenset(
-            plate
+        found = {
+            plate: frame
             for plate, frame in frames.items()
             if frame.vectorized and _may_be_of(frame, before, now, sites)
-        )
+        }
+    shapes = [value.shape for value in _differing(before, now) if value.dim()]
+    whole = {plate for plate in found if all(found[plate].size in shape for shape in shapes)}
+    return frozenset(whole or found)
+
+
+def _differing(before: Read, now: Read) -> list[Tensor]:
+    """Returns the tensors of a call that differ from those of another one."""
+    found = []
+
+    def collect(old: Any, value: Any) -> Any:
+        if isinstance(value, Tensor) and not (isinstance(old, Tensor) and torch.equal(old, value)):
+            found.append(value)
+        return value
+
+    _changed(before, now, collect)
+    return found
 
 
 def _reference(site: Any) -> Tensor | None:
@@ -58,13 +91,14 @@ def _reference(site: Any) -> Tensor | None:
         return None
 
 
-def _may_be_of(frame: Any, before: Call, now: Call, sites: Mapping[str, Any]) -> bool:
-    """Whether log densities are those of ``sites``, rotated along a plate, once arguments and latents are rotated."""
+def _may_be_of(frame: Any, before: Read, now: Read, sites: Mapping[str, Any]) -> bool:
+    """Whether log densities are those of ``sites``, rotated along a plate, once data and latents are rotated."""
     values = {
         name: _along(site["value"], site, frame) for name, site in sites.items() if is_latent(site)
     }
     try:
-        others = _rotated(before, now, frame).run(values)
+        rotated = _changed(before, now, functools.partial(_rotate, frame))
+        others = rotated.sites(values)
         return all(
             torch.allclose(
                 _along(_log_prob(site), site, frame, event_dim=0),
@@ -88,18 +122,19 @@ def _along(value: Any, site: Any, frame: Any, event_dim: int | None = None) -> A
     return value.roll(1, dim) if inside else value
 
 
-def _rotated(before: Call, now: Call, frame: Any) -> Call:
-    """Returns a call whose arguments are rotated by one row along a plate, if they differ from those of ``before``."""
+def _changed(before: Read, now: Read, change: Callable[[Any, Any], Any]) -> Read:
+    """Returns what is read with ``change(old, value)`` in place of each value, given that of ``before``."""
     (old, kind), (leaves, spec) = (
-        tree_flatten([each.args, dict(each.kwargs)]) for each in (before, now)
+        tree_flatten([each.call.args, dict(each.call.kwargs)]) for each in (before, now)
     )
     old = old if kind == spec else [None] * len(leaves)
-    args, kwargs = tree_unflatten([_rotate(*pair, frame) for pair in zip(old, leaves)], spec)
-    return replace(now, args=args, kwargs=kwargs)
+    args, kwargs = tree_unflatten(list(map(change, old, leaves)), spec)
+    around = now.surroundings and now.surroundings.changed_from(before.surroundings, change)
+    return Read(replace(now.call, args=args, kwargs=kwargs), around)
 
 
-def _rotate(old: Any, value: Any, frame: Any) -> Any:
-    """Returns an argument, rotated if it differs from ``old``: along the plate's dim, or the first of its size."""
+def _rotate(frame: Any, old: Any, value: Any) -> Any:
+    """Returns a value, rotated if it differs from ``old``: along the plate's dim, or the first of its size."""
     if not isinstance(value, Tensor) or frame.size not in value.shape:
         return value
     if isinstance(old, Tensor) and torch.equal(old, value):

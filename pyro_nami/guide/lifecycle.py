@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import pickle
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pyro
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.exchangeable import exchangeable_plates
+from pyro_nami.guide.exchangeable import Read, exchangeable_plates
 from pyro_nami.guide.handover import hand_over
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.observed import ObservedFeatures
@@ -208,13 +209,15 @@ class LazyGuide(AutoGuide):
         moving = frozenset(
             name for name in self._plan.sites if name in set(map(site_of, memory.history.moving))
         )
-        first = Call(self.model, args, kwargs)
+        first = Read(Call(self.model, args, kwargs), memory.surroundings)
         along = exchangeable_plates(first, self._reader.differing or first, moving)
         self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving, along=along)
         before = list(self.network.parameters())
         self._unmake()
-        self._setup_prototype(*args, **kwargs)
+        with memory.surroundings.restored() if memory.surroundings else nullcontext():
+            self._setup_prototype(*args, **kwargs)
         self._reader.memory = memory
+        memory.surroundings = None
         memory.forget_derived()
         hand_over(before, list(self.network.parameters()))
         logging.getLogger(__name__).warning(

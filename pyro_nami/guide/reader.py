@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_nami.guide.arguments import Arguments, is_array
 from pyro_nami.guide.call import Call
+from pyro_nami.guide.exchangeable import Read
 from pyro_nami.guide.memory import Memory
 from pyro_nami.guide.mode import Change, Data, Mode
 from pyro_nami.guide.own_data import OwnData, leaves_of
@@ -72,7 +73,7 @@ class CallReader:
         self._written: frozenset[Hashable] | None = None  # places that the model writes to
         self._told: frozenset[str] = frozenset()
         # the latest step on other data than those that the guide answers for
-        self.differing: Call | None = None
+        self.differing: Read | None = None
         # whether training goes on with another data set, which networks are yet to be centered on
         self.moved = False
 
@@ -147,7 +148,7 @@ class CallReader:
         memory = self.memory
         change = memory.history.step(step.data)
         if step.data != memory.history.current:
-            self.differing = step.call
+            self.differing = Read(step.call, step.surroundings)
         if change is Change.MINIBATCHES and not self._is_asked:
             memory.mode = Mode.MINIBATCHES
         elif change is Change.MINIBATCHES:

@@ -74,6 +74,10 @@ class _Place(NamedTuple):
         value = read()
         return cls(read, write, value, _copied(value), _stamp(value))
 
+    def replaced(self, value: Any) -> _Place:
+        """Returns the place with another value; the place itself if that is the same."""
+        return self if value is self.copy else self._replace(value=value, copy=value, stamp=None)
+
     def has_changed(self) -> bool:
         """Whether the place holds something else now."""
         now = self.read()
@@ -163,6 +167,23 @@ class Surroundings:
     def around(self, model: Callable) -> Callable:
         """Returns a model that reads these surroundings."""
         return partial(_run_within, self, model)
+
+    def changed_from(
+        self, before: Surroundings | None, change: Callable[[Any, Any], Any]
+    ) -> Surroundings:
+        """Returns surroundings with ``change(old, value)`` of each value in place of it.
+
+        Args:
+            before: other surroundings, whose value at a place is the old one; None where they lack the place.
+            change: returns the value itself where it is to stay.
+        """
+        other = copy.copy(self)
+        places = {} if before is None else before._places
+        other._places = {
+            key: place.replaced(change(places[key].copy if key in places else None, place.copy))
+            for key, place in self._places.items()
+        }
+        return other
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -56,11 +58,42 @@ def test_minibatches_are_of_the_plate_whose_rows_moved(inside, count):
     assert along(model, of_pots) == {"pots"}
 
 
+@pytest.mark.parametrize("count", [3, POTS])
+@pytest.mark.parametrize("of_weeks", [True, False])
+def test_rows_that_the_model_reads_elsewhere_move_as_well(of_weeks, count):
+    """As attributes beside the counts; the last minibatch is smaller, as that of a loader is."""
+    week, y = torch.arange(float(WEEKS)), torch.randn(WEEKS, POTS)
+    place = types.SimpleNamespace(week=week, treated=TREATED)
+
+    def model(y):
+        growth(place.week, place.treated, y)
+
+    def calls():
+        for size in (count, count, count, count, 2):
+            part = torch.randperm(WEEKS if of_weeks else POTS)[:size]
+            place.week, place.treated = week, TREATED
+            setattr(place, *(("week", week[part]) if of_weeks else ("treated", TREATED[part])))
+            yield (y[part] if of_weeks else y[:, part],)
+
+    assert along(model, calls()) == {"weeks" if of_weeks else "pots"}
+
+
 def test_minibatches_that_come_in_turn_are_told_apart():
     """The step that shows that data are minibatches may have the first data again."""
     week, y = torch.arange(9.0), torch.randn(9, POTS)
     parts = torch.arange(9).split(3)
     assert along(growth, [(week[part], TREATED, y[part]) for part in (*parts, *parts)]) == {"weeks"}
+
+
+def test_a_covariate_that_moves_tells_the_plate_where_densities_do_not():
+    """Of pots that nothing tells apart; that of weeks moves, and has no row of a pot."""
+
+    def model(week, y=None):
+        growth(week, torch.zeros(POTS), y, effect_of_pots=False)
+
+    week, y = torch.arange(float(WEEKS)), torch.randn(WEEKS, POTS)
+    parts = [torch.randperm(WEEKS)[:3] for _ in range(5)]
+    assert along(model, [(week[part], y[part]) for part in parts]) == {"weeks"}
 
 
 def test_of_plates_that_nothing_tells_apart_the_outermost_is_taken():
