@@ -330,9 +330,8 @@ class Refutation:
                 far = zero * center.abs() + factor * way.abs()
                 low = torch.maximum(flat.low.to(far), center - far)
                 high = torch.minimum(flat.high.to(far), center + far)
-                values[name] = flat.within(
-                    (low + high) / 2 + side * (high - low) / 2 * way / wide[name]
-                )
+                middle, half = (low + high) / 2, (high - low) / 2
+                values[name] = flat.within(middle + side * half * way / wide[name])
             beyond.append(at(side * others, values))
         return here, line, beyond, reason
 

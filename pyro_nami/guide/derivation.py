@@ -119,11 +119,8 @@ def _constants_of_one(
 ) -> Constants | None:
     """Returns what of a Gaussian block is constant, by the first of many draws of what is before it."""
     nesting = plan.plates.nesting
-    first = {}
-    for name, value in known.items():
-        # Of the site's own shape, as a model that is written for one draw takes no other.
-        dims = plan.event_dims.get(name, 0) + plan.own_nesting(name)
-        first[name] = value[(0,) * max(0, value.dim() - dims)].detach().clone()
+    # Of their sites' own shapes, as a model that is written for one draw takes no others.
+    first = {name: plan.first_of(name, value).detach().clone() for name, value in known.items()}
     first = {name: value.requires_grad_(value.is_floating_point()) for name, value in first.items()}
     sizes = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
     at = {name: plan.initial[name] for name in group.flat}

@@ -17,14 +17,14 @@ from pyro_nami.program.initial_values import near_origin
 from pyro_nami.program.isolation import untouched
 from pyro_nami.program.surroundings import Surroundings
 
-__all__ = ["Read", "exchangeable_plates"]
+__all__ = ["Reading", "exchangeable_plates"]
 
 
-class Read(NamedTuple):
-    """What a model reads in one call."""
+class Reading(NamedTuple):
+    """The data that a model reads in one call: arguments, and surroundings if they are known."""
 
     call: Call
-    surroundings: Surroundings | None  # data besides the arguments; None if they are not known
+    surroundings: Surroundings | None
 
     def sites(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Returns the sites of a run of the model on these data."""
@@ -34,7 +34,7 @@ class Read(NamedTuple):
             return self.call.run(values, **options)
 
 
-def exchangeable_plates(before: Read, now: Read, names: Collection[str]) -> frozenset[str]:
+def exchangeable_plates(before: Reading, now: Reading, names: Collection[str]) -> frozenset[str]:
     """Returns the plates in whose instances a model is exchangeable, with the rows of a minibatch.
 
     The data that differ between two calls are those of a minibatch. Their rows, and the values of latents, are rotated
@@ -70,7 +70,7 @@ def exchangeable_plates(before: Read, now: Read, names: Collection[str]) -> froz
     return frozenset(whole or found)
 
 
-def _differing(before: Read, now: Read) -> list[Tensor]:
+def _differing(before: Reading, now: Reading) -> list[Tensor]:
     """Returns the tensors of a call that differ from those of another one."""
     found = []
 
@@ -91,7 +91,7 @@ def _reference(site: Any) -> Tensor | None:
         return None
 
 
-def _may_be_of(frame: Any, before: Read, now: Read, sites: Mapping[str, Any]) -> bool:
+def _may_be_of(frame: Any, before: Reading, now: Reading, sites: Mapping[str, Any]) -> bool:
     """Whether log densities are those of ``sites``, rotated along a plate, once data and latents are rotated."""
     values = {
         name: _along(site["value"], site, frame) for name, site in sites.items() if is_latent(site)
@@ -122,15 +122,15 @@ def _along(value: Any, site: Any, frame: Any, event_dim: int | None = None) -> A
     return value.roll(1, dim) if inside else value
 
 
-def _changed(before: Read, now: Read, change: Callable[[Any, Any], Any]) -> Read:
-    """Returns what is read with ``change(old, value)`` in place of each value, given that of ``before``."""
+def _changed(before: Reading, now: Reading, change: Callable[[Any, Any], Any]) -> Reading:
+    """Returns the data with ``change(old, value)`` in place of each value, ``old`` being that of ``before``."""
     (old, kind), (leaves, spec) = (
         tree_flatten([each.call.args, dict(each.call.kwargs)]) for each in (before, now)
     )
     old = old if kind == spec else [None] * len(leaves)
     args, kwargs = tree_unflatten(list(map(change, old, leaves)), spec)
     around = now.surroundings and now.surroundings.changed_from(before.surroundings, change)
-    return Read(replace(now.call, args=args, kwargs=kwargs), around)
+    return Reading(replace(now.call, args=args, kwargs=kwargs), around)
 
 
 def _rotate(frame: Any, old: Any, value: Any) -> Any:

@@ -156,18 +156,12 @@ def first_call(
     restless = _moved_by(random_layers, model, args, kwargs, nodes)
     found = found._replace(hidden_randomness=found.hidden_randomness | restless)
     net = with_latent_blocks(found.bayesnet, options.blocks)
-    stacks = {
-        name: [frame for frame in nodes[name]["cond_indep_stack"] if frame.vectorized]
-        for name in net.sites
-        if name in nodes
-    }
+    stacks = _stacks(nodes, net)
     passing = frozenset(name for name in stacks if is_passing(nodes[name]))
     _check_passing(nodes, passing)
     plates = _plates(stacks.values(), net, {*subsampled, *subsamples(nodes)})
     moving = _moving(options, net, stacks)
-    minibatched = {
-        plate for name in moving for plate in _outermost(stacks[name], plates, options.along)
-    }
+    of_data = [_outermost(stacks[name], plates, options.along) for name in moving]
     return FirstCall(
         model=model,
         args=args,
@@ -177,11 +171,20 @@ def first_call(
         net=with_hidden_evidence(net) if is_blocked(model) else net,
         prototype=prototype,
         draws=draws,
-        plates=plates._replace(minibatched=frozenset(minibatched)),
+        plates=plates._replace(minibatched=frozenset().union(*of_data)),
         frames={name: frozenset(frame.name for frame in stack) for name, stack in stacks.items()},
         passing=passing,
         unread=passing.union(name for name in moving if not stacks[name]),
     )
+
+
+def _stacks(nodes: Mapping[str, Any], net: BayesNet) -> dict[str, list]:
+    """Returns site -> the frames of the vectorized plates around it."""
+    return {
+        name: [frame for frame in nodes[name]["cond_indep_stack"] if frame.vectorized]
+        for name in net.sites
+        if name in nodes
+    }
 
 
 def _moved_by(
@@ -191,7 +194,7 @@ def _moved_by(
     kwargs: Mapping[str, Any],
     nodes: Mapping[str, Any],
 ) -> frozenset[str]:
-    """Returns the sites that layers move by random numbers of their own, at equal values of all sites."""
+    """Returns the sites whose distributions layers such as dropout make random, at equal values of all sites."""
     if not layers:
         return frozenset()
     values = {name: site["value"] for name, site in nodes.items() if site["type"] == "sample"}

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_nami.guide.build import assemble
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.exchangeable import Read, exchangeable_plates
+from pyro_nami.guide.exchangeable import Reading, exchangeable_plates
 from pyro_nami.guide.handover import hand_over
 from pyro_nami.guide.mode import Mode
 from pyro_nami.guide.observed import ObservedFeatures
@@ -209,7 +209,7 @@ class LazyGuide(AutoGuide):
         moving = frozenset(
             name for name in self._plan.sites if name in set(map(site_of, memory.history.moving))
         )
-        first = Read(Call(self.model, args, kwargs), memory.surroundings)
+        first = Reading(Call(self.model, args, kwargs), memory.surroundings)
         along = exchangeable_plates(first, self._reader.differing or first, moving)
         self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving, along=along)
         before = list(self.network.parameters())
@@ -432,16 +432,9 @@ class LazyGuide(AutoGuide):
 
 
 def _first_set(observations: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Returns values of sites without batch dims that their sites do not have."""
-
-    def own(name: str) -> int:
-        site = plan.sites[name]
-        return max((-plan.plates.dims[plate] for plate in site.plates), default=0) + site.event_dim
-
+    """Returns the values of the first of several data sets."""
     return {
-        name: value[(0,) * max(value.dim() - own(name), 0)]
-        if name in plan.sites and torch.is_tensor(value)
-        else value
+        name: plan.first_of(name, value) if torch.is_tensor(value) else value
         for name, value in observations.items()
     }
 

@@ -36,7 +36,7 @@ from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, untouched
 from pyro_nami.program.many_draws import takes_many
-from pyro_nami.program.vectorized import Vectorized
+from pyro_nami.program.vectorized import unmapped
 
 __all__ = ["AutoNaMIGuide"]
 
@@ -395,11 +395,16 @@ class AutoNaMIGuide(DensityGuide):
             ]
             check = call.args, call.kwargs, few, plan.plates.nesting
             plans = plan, replace(plan, vectorized=True)
-            model: Any = call.model
-            model = model.model if isinstance(model, Vectorized) else model
             self._many = (
                 plan,
-                next((each for each in plans if takes_many(each.for_many(model), *check)), None),
+                next(
+                    (
+                        each
+                        for each in plans
+                        if takes_many(each.for_many(unmapped(call.model)), *check)
+                    ),
+                    None,
+                ),
             )
         return self._many[1]
 

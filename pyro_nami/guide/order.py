@@ -134,7 +134,7 @@ def _check_rules(
 
 
 def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
-    """Returns what finds exact conditionals, unless the options say that there shall be none."""
+    """Returns the finder of derived conditionals; None if the options exclude them."""
     options = first.options
     given = options.families or {}
     if not (options.anchor and options.exact and isinstance(given, Mapping)):
@@ -160,10 +160,10 @@ def _finder(first: FirstCall, cut: Mapping[str, str]) -> Finder | None:
 
 
 def _excluded(first: FirstCall) -> dict[str, str]:
-    """Returns the latents that are to have no derived conditional -> why."""
+    """Returns latent -> reason, for the latents that are to have no derived conditional."""
     options, hidden = first.options, first.found.hidden_randomness
     found = {
-        latent: f"the density of '{site}' is another in each run at equal values, as dropout makes it"
+        latent: f"the density of '{site}' is random at equal values of all sites, as with dropout"
         for site in sorted(hidden)
         for latent in first.net.graph.predecessors(site)
     }

@@ -140,11 +140,13 @@ class Plan:
         """Event dims of every site."""
         return {name: site.event_dim for name, site in self.sites.items()}
 
-    def own_nesting(self, name: str) -> int:
-        """Returns the number of plate dims in a site's own shape; all of the model's, for a site that is new."""
+    def first_of(self, name: str, value: Tensor) -> Tensor:
+        """Returns the first of several values of a site, of the site's own shape; that of a new site as it is."""
         if name not in self.sites:
-            return self.plates.nesting
-        return max((-self.plates.dims[plate] for plate in self.sites[name].plates), default=0)
+            return value
+        site = self.sites[name]
+        own = max((-self.plates.dims[plate] for plate in site.plates), default=0) + site.event_dim
+        return value[(0,) * max(0, value.dim() - own)]
 
     def data_of(self, name: str) -> set[str]:
         """Returns the observed sites whose data a latent's distribution is made of."""

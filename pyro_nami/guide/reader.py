@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import NoneType
 from typing import Any, NamedTuple
 
 import pyro
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_nami.guide.arguments import Arguments, is_array
 from pyro_nami.guide.call import Call
-from pyro_nami.guide.exchangeable import Read
+from pyro_nami.guide.exchangeable import Reading
 from pyro_nami.guide.memory import Memory
 from pyro_nami.guide.mode import Change, Data, Mode
 from pyro_nami.guide.own_data import OwnData, leaves_of
@@ -29,8 +28,8 @@ from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import covariates_of, site_of
 from pyro_nami.program.isolation import untouched
 from pyro_nami.program.runner import signature_of
-from pyro_nami.program.surroundings import NUMBERS, Surroundings
-from pyro_nami.program.vectorized import Vectorized
+from pyro_nami.program.surroundings import PLAIN, Surroundings
+from pyro_nami.program.vectorized import Vectorized, unmapped
 
 __all__ = ["CallReader", "has_first_sizes"]
 
@@ -73,7 +72,7 @@ class CallReader:
         self._written: frozenset[Hashable] | None = None  # places that the model writes to
         self._told: frozenset[str] = frozenset()
         # the latest step on other data than those that the guide answers for
-        self.differing: Read | None = None
+        self.differing: Reading | None = None
         # whether training goes on with another data set, which networks are yet to be centered on
         self.moved = False
 
@@ -148,7 +147,7 @@ class CallReader:
         memory = self.memory
         change = memory.history.step(step.data)
         if step.data != memory.history.current:
-            self.differing = Read(step.call, step.surroundings)
+            self.differing = Reading(step.call, step.surroundings)
         if change is Change.MINIBATCHES and not self._is_asked:
             memory.mode = Mode.MINIBATCHES
         elif change is Change.MINIBATCHES:
@@ -213,33 +212,36 @@ class CallReader:
         return self._with_kept(replace(answer, target=target), constants=True)
 
     def _surroundings(self, call: Call) -> Surroundings:
-        """Returns what the model reads now besides its arguments; the same object while that is the same."""
-        objects = [leaf for leaf in leaves_of(call) if not is_array(leaf) and not _is_plain(leaf)]
-        model = _unmapped(call.model)
+        """Returns the model's surroundings at a call: the latest ones, while nothing in them has changed."""
+        objects = [
+            leaf for leaf in leaves_of(call) if not is_array(leaf) and not isinstance(leaf, PLAIN)
+        ]
+        model = unmapped(call.model)
         kept = self._latest_surroundings
         if kept is None or not kept.are_of([model, *objects]):
             if self._written is None:
                 self._written = self._keys_written(call, Surroundings([model, *objects]))
             kept = Surroundings([model, *objects], self._written)
-        elif not kept.are_current():
-            self.own.follow(self.plan)  # covariates and index maps may be others
+        now = kept.now()
+        if now is not kept and not kept.are_current():  # covariates and index maps may be others
+            self.own.follow(self.plan)
             self.memory.thaw()
-        self._latest_surroundings = kept.now()
-        return self._latest_surroundings
+        self._latest_surroundings = now
+        return now
 
     def _keys_written(self, call: Call, before: Surroundings) -> frozenset[Hashable]:
-        """Returns the places that the model writes to itself, by a run."""
+        """Returns the places that the model itself writes to, found by one run of it."""
         if before.has_data:
             with suppress(Exception), untouched(call.model), torch.no_grad():
                 call.run(self.plan.initial, broadcast=True)
         return before.changed()
 
     def _as_in_training(self, model: Callable) -> Callable:
-        """Returns a model that reads what it read in training, besides its arguments as well."""
+        """Returns the model with the surroundings of training: itself, if these have not changed."""
         around = self.memory.surroundings
         if around is None or not around.changed():
             return model
-        found = around.around(_unmapped(model))
+        found = around.around(unmapped(model))
         is_mapped = isinstance(model, Vectorized)
         return Vectorized(found, self.plan.plates.nesting) if is_mapped else found
 
@@ -248,9 +250,10 @@ class CallReader:
         return self.plan.plates.subsampled.isdisjoint(self.plan.sites[site].plates)
 
     def _reads_own_rows(self, own: Call) -> bool:
-        """Whether latents of subsampled plates are inferred from a call's own rows, as those of training are gone.
+        """Whether latents of subsampled plates are inferred from the rows of data that a call brings.
 
-        That is where each step had other rows among its arguments, or another number of them.
+        They are if the arguments of training do not hold the data of these instances. Instances that training did not
+        have do not count: they are drawn from the model's own conditional.
         """
         memory, plan = self.memory, self.plan
         answer = memory.call
@@ -291,9 +294,10 @@ class CallReader:
         return found
 
     def _rows_at(self, answer: Call, own: Call) -> Call | None:
-        """Returns a call with its data at the instances of another one; None where its arguments do not hold them.
+        """Returns the call of training with its data at the instances of another call; None if it does not hold them.
 
-        If these are more or fewer, the model is run with the other call's arguments, but the tensors of the first.
+        If the other call has more instances, or fewer, the model is run with the tensors of training and the other
+        call's numbers, flags and strings, one of which may be the size of the subsample.
         """
         kept = {name: value for name, value in answer.values.items() if self._is_whole(name)}
         held = {name: value for name, value in answer.held.items() if name in kept}
@@ -339,7 +343,7 @@ class CallReader:
         before = memory.surroundings
         # Of minibatches of a plate the arguments of a step hold the data, whatever else has changed.
         is_told = backward is not None and bool(self.plan.plates.subsampled)
-        if same and (before is None or is_told or before.are_current()):
+        if same and (before in (None, around) or is_told or before.are_current()):
             _check_sizes(own, self.plan)
             if memory.call is None:
                 memory.keep(memory.frozen(own, data), around)
@@ -478,22 +482,13 @@ class CallReader:
             warn(notice)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (*NUMBERS, NoneType))
-
-
-def _unmapped(model: Any) -> Callable:
-    """Returns the model that the user wrote, of one that is mapped over draws."""
-    return model.model if isinstance(model, Vectorized) else model
-
-
 def _with_plain_arguments_of(call: Call, other: Call) -> Call:
-    """Returns a call with those arguments of another one that are numbers, strings or None, and else its own."""
-    signature = signature_of(_unmapped(other.model))
+    """Returns a call with another call's numbers, flags, strings and None in place of its own such arguments."""
+    signature = signature_of(unmapped(other.model))
     own = signature.bind(*call.args, **call.kwargs).arguments
     bound = signature.bind_partial(*other.args, **other.kwargs)
     for name, value in own.items():
-        if not all(map(_is_plain, tree_leaves(value))):
+        if not all(isinstance(leaf, PLAIN) for leaf in tree_leaves(value)):
             bound.arguments[name] = value
     return replace(call, args=bound.args, kwargs=bound.kwargs)
 

@@ -131,11 +131,7 @@ class InverseNetwork(PyroModule):
         # that gradients came back from; whether since the speeds were looked at
         self.passes, self._stepped = 0, False
         self.register_buffer("like", torch.empty(0, **factory), persistent=False)
-        self._affine = {node: (f"shift_{i}", f"scale_{i}") for i, node in enumerate(standard)}
-        for node, names in self._affine.items():
-            for name, value in zip(names, standard[node]):
-                self.register_buffer(name, value)
-
+        self._keep_standard(standard)
         sizes, encoders = _encoders(factors, standard, plates, make_encoder)
         factors, heads = with_pseudo_observations(factors, adding, sizes)
         sums = {
@@ -172,6 +168,13 @@ class InverseNetwork(PyroModule):
             self.nothing = PyroParam(self.like.new_zeros(()), constraints.real)
         # The modules once more, as every attribute of a PyroModule that is one takes a while to read.
         self._pooling = self._with_uses(encoders, sums)
+
+    def _keep_standard(self, standard: Mapping[Hashable, tuple[Tensor, Tensor]]) -> None:
+        """Registers shift and scale of each node's features as buffers."""
+        self._affine = {node: (f"shift_{i}", f"scale_{i}") for i, node in enumerate(standard)}
+        for node, names in self._affine.items():
+            for name, value in zip(names, standard[node]):
+                self.register_buffer(name, value)
 
     def _with_uses(
         self, encoders: dict[Pooled, Any], sums: dict[Pooled, Any]

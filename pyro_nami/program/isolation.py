@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import pyro
@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "bounded_indices",
+    "contents_of",
     "dropping",
     "forked_rng",
+    "names_in",
     "on_ordinary_tensors",
     "outside_of_traces",
     "random_layers",
@@ -54,7 +56,7 @@ def random_layers(*roots: Any) -> list[nn.Module]:
 
 @contextmanager
 def dropping(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Has layers drop half of their units, so that two runs hardly ever drop the same."""
+    """Sets the dropout share of layers to one half, so that two runs hardly ever drop the same units."""
     names = {layer: "p" if isinstance(layer, _DropoutNd) else "dropout" for layer in layers}
     before = [(layer, layer.training, getattr(layer, name)) for layer, name in names.items()]
     for layer, name in names.items():
@@ -69,7 +71,7 @@ def dropping(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _share(module: nn.Module) -> float:
-    """Returns what share of its units a layer drops in training."""
+    """Returns the share of its units that a layer drops in training; 0 for a layer without dropout."""
     drops = isinstance(module, (_DropoutNd, nn.RNNBase, nn.MultiheadAttention))
     return float(getattr(module, "p", getattr(module, "dropout", 0.0))) if drops else 0.0
 
@@ -225,8 +227,8 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return list(value)
     if isinstance(value, FunctionType):
-        named = [value.__globals__.get(name) for name in value.__code__.co_names]
-        return [*map(_contents, value.__closure__ or ()), *named]
+        named = [value.__globals__.get(name) for name in names_in(value.__code__)]
+        return [*map(contents_of, value.__closure__ or ()), *named]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
@@ -234,8 +236,15 @@ def _parts(value: Any) -> list[Any]:
     return [getattr(value, key, None) for key in ("fn", "__wrapped__")] if callable(value) else []
 
 
-def _contents(cell: CellType) -> Any:
+def names_in(code: CodeType) -> list[str]:
+    """Returns the names that code, and the functions that it makes, may look up."""
+    made = [part for part in code.co_consts if isinstance(part, CodeType)]
+    return [*code.co_names, *(name for part in made for name in names_in(part))]
+
+
+def contents_of(cell: CellType, default: Any = None) -> Any:
+    """Returns what a closure's cell holds; the default if nothing as yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # empty as yet
-        return None
+    except ValueError:
+        return default

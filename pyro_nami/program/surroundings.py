@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from types import (
     CellType,
-    CodeType,
     FunctionType,
     MemberDescriptorType,
     MethodType,
@@ -35,9 +34,13 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["NUMBERS", "Surroundings"]
+from pyro_nami.program.isolation import contents_of, names_in
 
-MOST_ITEMS = 1000  # of a container, and values in all: each is looked at in every training step
+__all__ = ["PLAIN", "Surroundings"]
+
+MOST_ITEMS = (
+    1000  # of a container, and places in all: to look at so many takes a millisecond a step
+)
 MOST_PARTS = 10_000  # that are looked into, one step further from the model
 MOST_ARRAY = 2**16  # numbers of an array, whose content is compared
 # from the model to a value: a method, its object, a dict in it and a tensor are four
@@ -171,7 +174,7 @@ class Surroundings:
     def changed_from(
         self, before: Surroundings | None, change: Callable[[Any, Any], Any]
     ) -> Surroundings:
-        """Returns surroundings with ``change(old, value)`` of each value in place of it.
+        """Returns surroundings with ``change(old, value)`` in place of each value.
 
         Args:
             before: other surroundings, whose value at a place is the old one; None where they lack the place.
@@ -261,7 +264,7 @@ class Surroundings:
     def _parts_of_function(self, function: FunctionType) -> list[Any]:
         if self._is_foreign(function.__module__):
             return []
-        names = _names(function.__code__)
+        names = names_in(function.__code__)
         self._names.update(names)
         cells = [self._note_cell(cell) for cell in function.__closure__ or ()]
         wrapped = getattr(function, "__wrapped__", None)
@@ -306,8 +309,8 @@ class Surroundings:
 
     def _note_cell(self, cell: CellType) -> Any:
         write = partial(_set_attribute, cell, "cell_contents")
-        self._note((id(cell), None), partial(_contents, cell), write)
-        return _contents(cell)
+        self._note((id(cell), None), partial(contents_of, cell, MISSING), write)
+        return contents_of(cell, MISSING)
 
     def _note_slot(self, value: Any, name: str) -> Any:
         read = partial(getattr, value, name, MISSING)
@@ -409,19 +412,6 @@ def _item(holder: list, i: int) -> Any:
 def _set_in_list(holder: list, i: int, value: Any) -> None:
     """Sets an item, behind the last one as well, or takes it and those behind it away."""
     holder[i : i + 1 if value is not MISSING else None] = [] if value is MISSING else [value]
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty as yet
-        return MISSING
-
-
-def _names(code: CodeType) -> list[str]:
-    """Returns the names that code, and the functions that it makes, may look up."""
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
-    return [*code.co_names, *inner]
 
 
 def _package_of(value: Any) -> str:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from pyro_nami.program.distribution_parts import Parts
 from pyro_nami.program.runner import Runner, outer_sizes
 
-__all__ = ["Vectorized"]
+__all__ = ["Vectorized", "unmapped"]
 
 # Functions that make tensors which a model may write into.
 _MAKERS = {"clone", "new_tensor", "tensor"} | {
@@ -31,6 +31,11 @@ _MAKERS = {"clone", "new_tensor", "tensor"} | {
     for name in ("zeros", "ones", "full", "empty")
     for form in ("{}", "{}_like", "new_{}")
 }
+
+
+def unmapped(model: Any) -> Callable:
+    """Returns the model that a user wrote, of one that is mapped over draws; another one as it is."""
+    return model.model if isinstance(model, Vectorized) else model
 
 
 class Vectorized(nn.Module):

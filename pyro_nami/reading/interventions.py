@@ -12,7 +12,7 @@ import torch
 from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
-from pyro_nami.program.vectorized import Vectorized
+from pyro_nami.program.vectorized import unmapped
 from pyro_nami.reading.group_testing import Untested
 from pyro_nami.reading.probe import Place, Probe, Run
 from pyro_nami.reading.provenance import ProvenanceTracker
@@ -103,7 +103,7 @@ def intervene(probe: Probe, claimed: Dependencies) -> Dependencies:
 
 def is_blocked(model: Any) -> bool:
     """Whether a model hides sites on purpose: it is wrapped in ``poutine.block``, whatever else is around that."""
-    model = model.model if isinstance(model, Vectorized) else model
+    model = unmapped(model)
     if isinstance(model, partial):
         return any(isinstance(part, BlockMessenger) or is_blocked(part) for part in model.args)
     return False
