@@ -291,21 +291,21 @@ class Start:
 
     def _compare(self, sites: Mapping[str, Any], extent: Extent, first: int) -> None:
         """Raises where the first and the last chain have other densities in a run of their own."""
-        together = log_densities(sites)
-        for index in {(0, 0), (extent.sizes[0] - 1, extent.sizes[1] - 1)}:
+
+        def alone_at(index: Any) -> dict[str, Tensor]:
             one = self.target.one(first + index[1])
             values = {
                 name: sites[name]["value"][index].reshape(site["fn"].shape())
                 for name, site in self.latents.items()
             }
-            alone = log_densities(self.target.run_model(one, Runner({**one.data, **values})))
-            name = differing_site(together, index, alone)
-            if name is not None:
-                raise _NotBatched(
-                    _NOT_BATCHED.format(
-                        f"site '{name}' has another log density in a run of its own"
-                    )
-                )
+            return log_densities(self.target.run_model(one, Runner({**one.data, **values})))
+
+        ends = {(0, 0), (extent.sizes[0] - 1, extent.sizes[1] - 1)}
+        name = differing_site(log_densities(sites), ends, alone_at)
+        if name is not None:
+            raise _NotBatched(
+                _NOT_BATCHED.format(f"site '{name}' has another log density in a run of its own")
+            )
 
 
 def _is_latent(site: Any, data: Mapping[str, Any]) -> bool:

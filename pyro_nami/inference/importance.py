@@ -300,18 +300,25 @@ class Proposal:
 
     def _differing(self, run: Weighed, drawn: Sequence[str]) -> str | None:
         good = (~lost_draws(run)).nonzero()
-        for index in map(tuple, good[[0, -1]].tolist() if len(good) else ()):
-            shapes = {name: self.single.guide[name]["fn"].shape() for name in drawn}
+        shapes = {name: self.single.guide[name]["fn"].shape() for name in drawn}
+
+        def alone_at(index: Any) -> dict[str, Tensor]:
             values = {name: whole(run.guide[name])[index].reshape(shapes[name]) for name in drawn}
-            alone = weighed_run(self.target, self.target.one(index[-1]), values)
-            for role, many, one in (
-                ("guide", run.log_q, alone.log_q),
-                ("model", run.log_p, alone.log_p),
-            ):
-                name = differing_site(many, index, one)
-                if name is not None:
-                    return f"the {role}'s log density of site '{name}' differs from that in a single run"
-        return None
+            return _by_role(weighed_run(self.target, self.target.one(index[-1]), values))
+
+        indices = map(tuple, good[[0, -1]].tolist() if len(good) else ())
+        wrong = differing_site(_by_role(run), indices, alone_at)
+        return wrong and f"{wrong} differs from that in a single run"
+
+
+def _by_role(run: Weighed) -> dict[str, Tensor]:
+    """Returns the log densities of a run's sites, by names that tell guide and model apart."""
+    roles = {"guide": run.log_q, "model": run.log_p}
+    return {
+        f"the {role}'s log density of site '{name}'": log_prob
+        for role, log_probs in roles.items()
+        for name, log_prob in log_probs.items()
+    }
 
 
 def _matched_latents(single: Weighed) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pyro
@@ -24,7 +23,6 @@ from pyro_nami.inference.simulator_model import Simulated
 from pyro_nami.inference.site_messages import (
     check_declared,
     is_delta,
-    log_density,
     plate_nesting,
     plate_shape,
     with_idle_dims,
@@ -32,7 +30,7 @@ from pyro_nami.inference.site_messages import (
 from pyro_nami.inference.target import Extent, Target, in_one_line, run_for_many
 from pyro_nami.messages import warn
 from pyro_nami.program.isolation import forked_rng
-from pyro_nami.program.many_draws import differing_site, few_draws, of_rank
+from pyro_nami.program.many_draws import densities_of, differing_site, few_draws, of_rank
 from pyro_nami.program.runner import Runner
 
 __all__ = ["JointDraws", "Simulator"]
@@ -304,30 +302,24 @@ class Simulator:
         num = few_draws(first.values(), _CHECKED)
         try:
             batch = self._batch(num)
-            together = _log_densities(batch)
-            for draw in range(num):
-                values = {
+            values = [
+                {
                     name: batch[name]["value"][draw].reshape(site["fn"].shape())
                     for name, site in first.items()
                     if not site_is_factor(site)
                 }
-                wrong = differing_site(together, draw, _log_densities(self._run(values=values)))
-                if wrong is not None:
-                    return (
-                        f"the log density of site '{wrong}' differs from that in a run of one draw"
-                    )
+                for draw in range(num)
+            ]
+            wrong = differing_site(
+                densities_of(batch),
+                range(num),
+                lambda draw: densities_of(self._run(values=values[draw])),
+            )
+            if wrong is not None:
+                return f"the log density of site '{wrong}' differs from that in a run of one draw"
         except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
             return in_one_line(error)
         return None
-
-
-def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the log densities of the sites that have one, without scales and masks."""
-    result = {}
-    for name, site in sites.items():
-        with suppress(NotImplementedError):
-            result[name] = log_density(site)
-    return result
 
 
 def _is_trained(param: Any) -> bool:

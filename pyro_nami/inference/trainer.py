@@ -39,7 +39,6 @@ class Trainer:
         history: what happened since the last `load`.
         best: the weights of the latest validation whose loss was as low as others', see `validate`.
         lowest: the loss of each held-out simulation where their mean was lowest.
-        nothing_to_learn: whether all conditionals are derived from the model.
     """
 
     def __init__(
@@ -61,9 +60,7 @@ class Trainer:
         self.parameters = _first_call(self.loss, simulator, given)
         if not self.parameters:
             raise ValueError("Expected a guide with parameters; got none.")
-        self.nothing_to_learn = getattr(guide, "num_parameters", 1) == 0
         self.optimization = optimization([*self.parameters.values()])
-        self.structure = structure_of(guide, self.parameters)
         self.wrapped = self.loss if wrap is None else wrap(self.loss)
         # as the wrapper set them
         self.finite = [value.detach().clone() for value in self.parameters.values()]
@@ -72,6 +69,11 @@ class Trainer:
         self.history = History()
         self.best: dict[str, Any] | None = None
         self.lowest: Tensor | None = None
+
+    @property
+    def nothing_to_learn(self) -> bool:
+        """Whether all conditionals are derived from the model, and the guide has no weights."""
+        return getattr(self.guide, "num_parameters", 1) == 0
 
     def step(self, batch: Batch) -> float:
         """Moves the weights by one step; returns the loss before, over the simulations of all processes.
@@ -201,7 +203,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint holds of all this."""
         return {
-            "structure": self.structure,
+            "structure": structure_of(self.guide, self.parameters),
             "guide": self.weights(),
             "best": self.best,
             "lowest": self.lowest,
@@ -213,7 +215,7 @@ class Trainer:
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads what `state` returned, or starts anew from nothing; raises ValueError if it is another guide's."""
         if state:
-            check_structure(state["structure"], self.structure)
+            check_structure(state["structure"], structure_of(self.guide, self.parameters))
             self.load_weights(state["guide"])
             self.optimization.load(state["optimization"])
             self.loss.derived = state.get("derived")

@@ -17,15 +17,16 @@ from torch import Tensor
 from pyro_nami.program.masks import rounding_of
 from pyro_nami.program.runner import Runner
 
-__all__ = ["differing_site", "few_draws", "of_rank", "takes_many"]
+__all__ = ["densities_of", "differing_site", "few_draws", "of_rank", "takes_many"]
 
-# of log densities; else what Newton's last step in single precision may leave
-_TOLERANCE = {torch.float64: 1e-6}
-_FEW = 3
-_ROUNDED = 4.0  # times the rounding error of a value: what a sum of a few terms may be off by
+FEWEST_DRAWS = 3  # of a run for many that is compared with single runs
+# relative and absolute, of log densities; 1e-2 for other dtypes: what Newton's last step in single precision may leave
+TOLERANCE = {torch.float64: 1e-6}
+# rounding error of a sum of a few terms, in rounding errors of one value; ten times more hides small differences
+ROUNDED_TERMS = 4.0
 
 
-def few_draws(sites: Iterable[Any], least: int = _FEW) -> int:
+def few_draws(sites: Iterable[Any], least: int = FEWEST_DRAWS) -> int:
     """Returns a number of draws that is no size of a site, so that it cannot be taken for one."""
     sizes = {size for site in sites for size in site["fn"].shape()}
     return next(num for num in range(least, least + len(sizes) + 1) if num not in sizes)
@@ -33,28 +34,39 @@ def few_draws(sites: Iterable[Any], least: int = _FEW) -> int:
 
 def differing_site(
     together: Mapping[str, Tensor],
-    index: int | tuple[int, ...],
-    alone: Mapping[str, Tensor],
-    rounding: Mapping[str, Tensor] | None = None,
+    indices: Iterable[Any],
+    alone_at: Callable[[Any], Mapping[str, Tensor]],
+    rounding_at: Callable[[Any], Mapping[str, Tensor]] | None = None,
 ) -> str | None:
-    """Returns the first site whose log densities in a batched run, at an index, are not those ``alone``; or None.
+    """Returns the first site at which a run for many draws differs from runs for one draw; None if all agree.
 
-    ``rounding`` says by how many nats those of some sites may be off.
+    Args:
+        together: site -> its log densities in the run for many draws, ``(*batch, *plates)``.
+        indices: the draws that are compared, each by its place in the batch dims.
+        alone_at: index -> the log densities of a run for this draw alone.
+        rounding_at: index -> by site, the difference in nats that rounding explains there.
     """
-    for name in {**together, **alone}:
-        if name not in together or name not in alone:
-            return name
-        here, there = together[name][index], alone[name]
-        tolerance = max(_TOLERANCE.get(x.dtype, 1e-2) for x in (here, there))
-        if here.numel() != there.numel():
-            return name
-        there = there.reshape(here.shape).to(here)
-        same = torch.isclose(here, there, rtol=tolerance, atol=tolerance, equal_nan=True)
-        if rounding and name in rounding:
-            same |= (here - there).abs() <= rounding[name]
-        if not same.all():
-            return name
+    for index in indices:
+        alone = alone_at(index)
+        rounding = rounding_at(index) if rounding_at else {}
+        for name in {**together, **alone}:
+            if name not in together or name not in alone:
+                return name
+            if not _are_close(together[name][index], alone[name], rounding.get(name)):
+                return name
     return None
+
+
+def _are_close(here: Tensor, there: Tensor, rounding: Tensor | None) -> bool:
+    """Whether log densities agree; ``rounding`` is a difference in nats that is allowed in any case."""
+    if here.numel() != there.numel():
+        return False
+    tolerance = max(TOLERANCE.get(x.dtype, 1e-2) for x in (here, there))
+    there = there.reshape(here.shape).to(here)
+    same = torch.isclose(here, there, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if rounding is not None:
+        same |= (here - there).abs() <= rounding
+    return bool(same.all())
 
 
 def takes_many(
@@ -81,14 +93,14 @@ def takes_many(
             if num > len(alone):
                 return False
             values = {name: _stacked([sites[name] for sites in alone], nesting) for name in first}
-            together = _log_densities(
-                _sites(values, model, args, kwargs, note=of_rank(nesting + 1))
+            many = _sites(values, model, args, kwargs, note=of_rank(nesting + 1))
+            wrong = differing_site(
+                densities_of(many),
+                range(num),
+                lambda i: densities_of(alone[i]),
+                lambda i: _rounding(alone[i]),
             )
-            singles = enumerate(alone)
-            return not any(
-                differing_site(together, i, _log_densities(each), _rounding(each))
-                for i, each in singles
-            )
+            return wrong is None
     except Exception:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
         return False
 
@@ -134,12 +146,12 @@ def _rounding(sites: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, site in sites.items():
         if (off := rounding_of(site)) is not None:
             error = (site["value"] - site["fn"].loc).abs() / site["fn"].scale
-            found[name] = (_ROUNDED * off * (1 + error + _ROUNDED * off)).max()
+            found[name] = (ROUNDED_TERMS * off * (1 + error + ROUNDED_TERMS * off)).max()
     return found
 
 
-def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the log densities of the sites that have one, without scales and masks."""
+def densities_of(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the log densities of the sites that have one, in nats, without scales and masks."""
     found = {}
     for name, site in sites.items():
         with suppress(NotImplementedError):
