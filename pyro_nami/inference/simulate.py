@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pyro
@@ -23,6 +24,7 @@ from pyro_nami.inference.simulator_model import Simulated
 from pyro_nami.inference.site_messages import (
     check_declared,
     is_delta,
+    log_density,
     plate_nesting,
     plate_shape,
     with_idle_dims,
@@ -30,7 +32,7 @@ from pyro_nami.inference.site_messages import (
 from pyro_nami.inference.target import Extent, Target, in_one_line, run_for_many
 from pyro_nami.messages import warn
 from pyro_nami.program.isolation import forked_rng
-from pyro_nami.program.many_draws import densities_of, differing_site, few_draws, of_rank
+from pyro_nami.program.many_draws import differing_site, few_draws, of_rank
 from pyro_nami.program.runner import Runner
 
 __all__ = ["JointDraws", "Simulator"]
@@ -311,15 +313,24 @@ class Simulator:
                 for draw in range(num)
             ]
             wrong = differing_site(
-                densities_of(batch),
+                _log_densities(batch),
                 range(num),
-                lambda draw: densities_of(self._run(values=values[draw])),
+                lambda draw: _log_densities(self._run(values=values[draw])),
             )
             if wrong is not None:
                 return f"the log density of site '{wrong}' differs from that in a run of one draw"
         except Exception as error:  # noqa: BLE001  whatever a model does with batch dims that it was not written for
             return in_one_line(error)
         return None
+
+
+def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the log densities of the sites that have one, in nats; of a value outside its support an error names it."""
+    found = {}
+    for name, site in sites.items():
+        with suppress(NotImplementedError):
+            found[name] = log_density(site)
+    return found
 
 
 def _is_trained(param: Any) -> bool:

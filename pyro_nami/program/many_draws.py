@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_nami.program.masks import rounding_of
 from pyro_nami.program.runner import Runner
 
-__all__ = ["densities_of", "differing_site", "few_draws", "of_rank", "takes_many"]
+__all__ = ["differing_site", "few_draws", "of_rank", "takes_many"]
 
 FEWEST_DRAWS = 3  # of a run for many that is compared with single runs
 # relative and absolute, of log densities; 1e-2 for other dtypes: what Newton's last step in single precision may leave
@@ -95,9 +95,9 @@ def takes_many(
             values = {name: _stacked([sites[name] for sites in alone], nesting) for name in first}
             many = _sites(values, model, args, kwargs, note=of_rank(nesting + 1))
             wrong = differing_site(
-                densities_of(many),
+                _log_densities(many),
                 range(num),
-                lambda i: densities_of(alone[i]),
+                lambda i: _log_densities(alone[i]),
                 lambda i: _rounding(alone[i]),
             )
             return wrong is None
@@ -150,7 +150,7 @@ def _rounding(sites: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def densities_of(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns the log densities of the sites that have one, in nats, without scales and masks."""
     found = {}
     for name, site in sites.items():
