@@ -325,7 +325,7 @@ class Simulator:
 
 
 def _log_densities(sites: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the log densities of the sites that have one, in nats; of a value outside its support an error names it."""
+    """Returns the log densities of the sites that have one, in nats; errors name the site."""
     found = {}
     for name, site in sites.items():
         with suppress(NotImplementedError):
