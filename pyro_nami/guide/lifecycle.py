@@ -33,7 +33,7 @@ from pyro_nami.guide.observed import ObservedFeatures
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.plan import Covariates, Plan
 from pyro_nami.guide.reader import CallReader, has_first_sizes
-from pyro_nami.guide.store_names import check_store
+from pyro_nami.guide.store_names import check_store, give_to_store, warn_of_other_weights
 from pyro_nami.parameters.backward import Backward
 from pyro_nami.parameters.conditioning import site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
@@ -44,6 +44,10 @@ from pyro_nami.reading.covariates import column_of, plain_column
 
 __all__ = ["LazyGuide"]
 
+OTHER_STRUCTURE = (
+    "The arguments and data of a guide's first call decide what is derived, and the sizes of its networks. Call the "
+    "new guide with data of training first, or save the state with save_data=True."
+)
 _START_DRAWS = 5  # by which starts of bounds are compared
 
 
@@ -340,6 +344,10 @@ class LazyGuide(AutoGuide):
         state["_model"] = (self._model[0] if _picklable(self._model[0]) else None,)
         return state
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        warn_of_other_weights(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyGuide:
         """Copies everything but the model, which both guides then share."""
         result = type(self).__new__(type(self))
@@ -415,12 +423,16 @@ class LazyGuide(AutoGuide):
                 ", ".join(map(repr, sorted(each))) for each in (self._plan.learned, differing)
             )
             raise RuntimeError(
-                f"Expected a state_dict of a guide that learns {own or 'nothing'}; got one where {names} differ, as "
-                "data of a guide's first call decide what is derived. Call the new guide with data of training first, "
-                "or save the state with save_data=True."
+                f"Expected a state_dict of a guide that learns {own or 'nothing'}; got one where {names} differ. "
+                + OTHER_STRUCTURE
             )
         self._set_plan(self._plan)
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        try:
+            keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        except RuntimeError as error:  # of tensors of other sizes
+            raise RuntimeError(f"{error}\n{OTHER_STRUCTURE}") from error
+        give_to_store(self)
+        return keys
 
     def _apply(self, fn: Callable, recurse: bool = True) -> LazyGuide:
         super()._apply(fn, recurse)

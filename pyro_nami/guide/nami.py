@@ -394,18 +394,10 @@ class AutoNaMIGuide(DensityGuide):
                 {**call.held, **self._drawn(replace(call, target=None))} for _ in range(_FEW_DRAWS)
             ]
             check = call.args, call.kwargs, few, plan.plates.nesting
+            model = unmapped(call.model)
             plans = plan, replace(plan, vectorized=True)
-            self._many = (
-                plan,
-                next(
-                    (
-                        each
-                        for each in plans
-                        if takes_many(each.for_many(unmapped(call.model)), *check)
-                    ),
-                    None,
-                ),
-            )
+            able = (each for each in plans if takes_many(each.for_many(model), *check))
+            self._many = plan, next(able, None)
         return self._many[1]
 
 

@@ -343,7 +343,8 @@ class CallReader:
         before = memory.surroundings
         # Of minibatches of a plate the arguments of a step hold the data, whatever else has changed.
         is_told = backward is not None and bool(self.plan.plates.subsampled)
-        if same and (before in (None, around) or is_told or before.are_current()):
+        is_unchanged = before is None or before is around or is_told or before.are_current()
+        if same and is_unchanged:
             _check_sizes(own, self.plan)
             if memory.call is None:
                 memory.keep(memory.frozen(own, data), around)

@@ -8,12 +8,15 @@ logged, not warned of.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pyro
+import torch
 from pyro.nn import PyroModule
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["check_store"]
+__all__ = ["check_store", "give_to_store", "warn_of_other_weights"]
 
 _made = WeakTensorKeyDictionary()  # parameter of a module that was checked here -> True
 
@@ -28,9 +31,8 @@ def check_store(module: PyroModule) -> None:
     """
     if pyro.settings.get("module_local_params"):
         return
-    stored, shared = pyro.get_param_store()._params, False
-    for name, value in module.named_parameters():
-        other = stored.get(f"{module._pyro_name}.{name.removesuffix('_unconstrained')}", value)
+    shared = False
+    for name, value, other in _pairs(module):
         if other.shape != value.shape:
             raise ValueError(
                 f"Expected parameter '{module._pyro_name}.{name}' of shape {tuple(value.shape)}; the parameter store "
@@ -39,11 +41,8 @@ def check_store(module: PyroModule) -> None:
             )
         shared = shared or other is not value and other in _made
         _made[value] = True
-    own = {
-        f"{module._pyro_name}.{name.removesuffix('_unconstrained')}"
-        for name, _ in module.named_parameters()
-    }
-    for name, other in stored.items():
+    own = {_store_name(module, name) for name, _ in module.named_parameters()}
+    for name, other in pyro.get_param_store()._params.items():
         if name.startswith(f"{module._pyro_name}.") and name not in own and other not in _made:
             raise ValueError(
                 f"Expected weights of this guide in the parameter store; got '{name}' as well, of a guide that was "
@@ -56,3 +55,42 @@ def check_store(module: PyroModule) -> None:
             "pyro.settings.set(module_local_params=True).",
             module._pyro_name,
         )
+
+
+def give_to_store(module: PyroModule) -> None:
+    """Writes a module's weights to the tensors of their names in the store, as Pyro computes with the latter."""
+    with torch.no_grad():
+        for _, value, other in _pairs(module):
+            if other is not value:
+                other.copy_(value)
+
+
+def warn_of_other_weights(module: PyroModule) -> None:
+    """Logs a warning where the store has other weights under the names of a module that was unpickled."""
+    if any(not _are_same(value, other) for _, value, other in _pairs(module)):
+        logging.getLogger("pyro_nami").warning(
+            "The parameter store holds other weights under the names of the loaded guide '%s', and Pyro computes with "
+            "the weights of the store. Call pyro.clear_param_store() before the guide is loaded, or use "
+            "pyro.settings.set(module_local_params=True).",
+            module._pyro_name,
+        )
+
+
+def _are_same(value: Tensor, other: Tensor) -> bool:
+    return other is value or torch.equal(other.detach().to(value), value)
+
+
+def _pairs(module: PyroModule) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields the name and the value of each parameter, and the tensor that the store has under its name.
+
+    The latter is the value itself where the store has none, or each module keeps parameters of its own.
+    """
+    local = pyro.settings.get("module_local_params")
+    stored = {} if local else pyro.get_param_store()._params
+    for name, value in module.named_parameters():
+        yield name, value, stored.get(_store_name(module, name), value)
+
+
+def _store_name(module: PyroModule, name: str) -> str:
+    """Returns the name in the store of a module's parameter."""
+    return f"{module._pyro_name}.{name.removesuffix('_unconstrained')}"

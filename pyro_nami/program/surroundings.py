@@ -38,12 +38,13 @@ from pyro_nami.program.isolation import contents_of, names_in
 
 __all__ = ["PLAIN", "Surroundings"]
 
-MOST_ITEMS = (
-    1000  # of a container, and places in all: to look at so many takes a millisecond a step
-)
-MOST_PARTS = 10_000  # that are looked into, one step further from the model
-MOST_ARRAY = 2**16  # numbers of an array, whose content is compared
-# from the model to a value: a method, its object, a dict in it and a tensor are four
+# items of a container, and places in all; to compare 1,000 takes a millisecond of each training step
+MOST_ITEMS = 1000
+# objects that are looked into at one distance from the model; bounds the first call's time
+MOST_PARTS = 10_000
+# numbers of an array whose content is compared; larger arrays that are written to in place are not seen
+MOST_ARRAY = 2**16
+# distance from the model to a value: a method, its object, a dict in it and a tensor are four
 MOST_STEPS = 6
 LIBRARIES = frozenset({"torch", "pyro", "numpy", "pyro_nami"})  # whose code holds no data of a user
 NAMESPACES = (SimpleNamespace, Namespace)  # classes of the standard library that hold data

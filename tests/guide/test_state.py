@@ -206,6 +206,44 @@ def test_weights_in_the_store_that_a_guide_has_no_place_for_are_told(tmp_path):
     AutoNaMIGuide(robust, exact=False)(x, y)
 
 
+def test_a_loaded_guide_has_its_own_weights_whatever_others_are_in_the_store(caplog):
+    """Pyro computes with the store's weights, and a second guide of the class has the same names."""
+    x, y = torch.randn(2, 20)
+    guide = trained(robust, x, y, exact=False)
+    state, pickled = copy.deepcopy(guide.state_dict()), pickle.dumps(guide)
+    means = guide.median(x, y)
+    pyro.clear_param_store()
+    with torch.no_grad():
+        for value in trained(robust, x, y, exact=False).parameters():
+            value += 0.1
+
+    unpickled = pickle.loads(pickled)
+    assert "holds other weights under the names of the loaded guide" in caplog.text
+    assert not torch.allclose(unpickled.median(x, y)["b"], means["b"], atol=0.05)
+
+    loaded = AutoNaMIGuide(robust, exact=False)
+    loaded.load_state_dict(state)
+    torch.testing.assert_close(loaded.median(x, y), means)
+
+
+def test_a_copy_has_no_other_weights_than_those_in_the_store(caplog):
+    guide = trained(robust, *torch.randn(2, 20), exact=False)
+    copy.deepcopy(guide)
+    pickle.loads(pickle.dumps(guide))
+    assert "other weights" not in caplog.text
+
+
+def test_a_state_of_other_sizes_says_what_to_do():
+    """A first call without data finds other covariates, and has networks of other sizes."""
+    x, y = torch.randn(2, 20)
+    state = trained(robust, x, y, exact=False).state_dict()
+    pyro.clear_param_store()
+    loaded = AutoNaMIGuide(robust, exact=False, hidden_features=[7])
+    loaded.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="(?s)size mismatch.*Call the new guide with data"):
+        loaded(x, y)
+
+
 class Regression(PyroModule):
     def forward(self, x, y=None):
         robust(x, y)
