@@ -13,11 +13,9 @@ from pyro_nami.networks.pace import Pace
 from pyro_nami.networks.pooling import (
     ENCODERS,
     AttentionEncoder,
-    MaxEncoder,
     MeanEncoder,
     OwnEncoder,
     SetEncoder,
-    SumEncoder,
     make_encoder,
 )
 from pyro_nami.networks.precision_sums import PrecisionSums
@@ -32,7 +30,6 @@ __all__ = [
     "AttentionEncoder",
     "Base",
     "MaskedMLP",
-    "MaxEncoder",
     "MeanEncoder",
     "OwnEncoder",
     "Pace",
@@ -43,7 +40,6 @@ __all__ = [
     "SeparateMLP",
     "SetEncoder",
     "SteppedState",
-    "SumEncoder",
     "make_encoder",
     "tempered",
 ]
