@@ -213,7 +213,7 @@ def expansion_in(
     options: dict[str, Any] = {}
     if group.depths:
         options["sizes"] = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
-    differentiable = torch.is_grad_enabled() and current.state.learns()
+    differentiable = torch.is_grad_enabled() and current.state.network.learns()
     kept = (call.constants if differentiable and not torch.jit.is_tracing() else None) or {}
     constants = kept.get((group, leading))
     if constants is not None:
@@ -273,7 +273,12 @@ def keep_constants(
 ) -> None:
     """Keeps, in training, what steps with the same data need not derive again, and raises `Changed`; tries once."""
     kept, key = call.constants, (expansion.group, expansion.leading)
-    if kept is None or key in kept or len(kept) >= _MOST_KEPT or current.state.passes() < _PASSES:
+    if (
+        kept is None
+        or key in kept
+        or len(kept) >= _MOST_KEPT
+        or current.state.network.passes < _PASSES
+    ):
         return
     if (
         not expansion.differentiable

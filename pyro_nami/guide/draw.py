@@ -329,7 +329,7 @@ def _draw_at(
 
 def _for_each(current: Pass, fn: Any) -> Any:
     """Returns a distribution with the batch dims of the plates around the guide."""
-    ones = (1,) * (current.state.nesting - len(fn.batch_shape))
+    ones = (1,) * (current.state.network.plates.nesting - len(fn.batch_shape))
     return fn.expand(current.outer + ones + fn.batch_shape) if current.outer else fn
 
 
@@ -337,7 +337,7 @@ def _mask(current: Pass, rule: Rule, site: Mapping[str, Any]) -> Tensor | None:
     """Returns where a latent's density counts; warns where that is for the first time, as its rule may be another."""
     mask = rule.mask(site)
     untold = rule.is_untold and mask is not None and not torch.jit.is_tracing() and bool(mask.any())
-    if untold and current.state.tells(f"{rule.name}, masked"):
+    if untold and current.state.network.tells(f"{rule.name}, masked"):
         warn(
             f"All of '{rule.name}' was masked at the guide's first call, which does not show how data depend on it. "
             "What was derived there may be wrong now: make the guide anew, and call it first where some of it counts."
