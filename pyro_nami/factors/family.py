@@ -61,6 +61,7 @@ class Family(ABC):
     within: str = "autoregressive"
     # whether `elements` takes (precision, precision-weighted mean) behind the parameters
     takes_evidence: bool = False
+    is_plain: bool = False  # whether its shape has a location, a scale and tails only
     # transforms and bins of what couples several elements; see `networks.stack`
     stack: tuple[int, int] | None = None
     varies: bool = False
@@ -86,6 +87,11 @@ class Family(ABC):
     def num_elements(self) -> int:
         """E, how many elements the value has."""
         return self.layout.num_elements
+
+    @property
+    def couples_linearly(self) -> bool:
+        """Whether a linear map may couple the noise of its elements: each has a location and a scale alone."""
+        return self.is_plain and self.num_params == 2
 
     @property
     def autoregressive(self) -> bool:

@@ -59,6 +59,7 @@ class NormalFamily(Family):
     num_params = 2
     locations: Sequence[int] = (0,)
     takes_evidence = True
+    is_plain = True
     alike = ()
 
     def anchor(self, prior: Distribution) -> Tensor | None:
@@ -104,6 +105,7 @@ class MixtureFamily(NormalFamily):
     """
 
     takes_evidence = False
+    is_plain = False
     alike = ()
 
     def __init__(
@@ -143,6 +145,7 @@ class FlowFamily(NormalFamily):
     """
 
     bent = FlowElements
+    is_plain = False
     alike = ()
 
     def __init__(
@@ -173,8 +176,12 @@ class CorrectionFamily(SinhArcsinhFamily):
     """What is near a standard Normal variable, and it at first. Parameters: as of `SinhArcsinhFamily`."""
 
     locations = ()
+    within = "independent"
     takes_evidence = False
     alike = ()
+
+    def anchor(self, prior: Distribution) -> None:
+        return None
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         elements = self.layout.elements(value)

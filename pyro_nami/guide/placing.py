@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.unconstrained import CorrectionFamily, NormalFamily
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.messages import warn
@@ -64,9 +63,8 @@ def factor_of(
     autoregressive = first.within(name) == "autoregressive" and (
         bool(joint) or family.autoregressive
     )
-    autoregressive = autoregressive and not isinstance(family, CorrectionFamily)
     sequential = elements > 1 and autoregressive and any(map(any, parts.get(name, [[True]])))
-    linear = sequential and not first.options.simulated and type(family) is NormalFamily
+    linear = sequential and not first.options.simulated and family.couples_linearly
     dependence: Dependence = "independent"
     if sequential and family.stack is not None and name not in parts:
         dependence = family.stack  # splines in sequence make all elements depend on each other

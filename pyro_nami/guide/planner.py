@@ -287,7 +287,6 @@ def _anchored(
         name
         for name, family in families.items()
         if name not in first.found.hidden_randomness
-        and not isinstance(family, CorrectionFamily)
         and known(name)
         and family.anchor(first.nodes[name]["fn"]) is not None
     }

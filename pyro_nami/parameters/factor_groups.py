@@ -38,7 +38,10 @@ __all__ = [
     "with_pseudo_observations",
 ]
 
-_MOST_PSEUDO_INPUTS, _MOST_PSEUDO_ROWS = 128, 8192
+MAX_PSEUDO_INPUTS = (
+    128  # of an instance that is a pseudo-observation; weights grow with their number
+)
+MAX_PSEUDO_ROWS = 8192  # likewise, times the elements of the factor
 
 
 Dependence = Literal["independent", "sequential", "linear"] | tuple[int, int]
@@ -107,14 +110,14 @@ def with_pseudo_observations(
                 continue
             width, first = num_inputs(pooled, sizes), heads.get(pooled, 0)
             count = factor.num_elements * sizes[pooled] // sizes[source]
-            if width <= _MOST_PSEUDO_INPUTS and width * factor.num_elements <= _MOST_PSEUDO_ROWS:
+            if width <= MAX_PSEUDO_INPUTS and width * factor.num_elements <= MAX_PSEUDO_ROWS:
                 heads[pooled] = first + count
                 pseudo.append(PseudoObservations(source, pooled, first, count, width))
             else:
                 warn(
                     f"Site '{factor.name}' takes no evidence from the instances of plate '{pooled.plate}': {width} "
-                    f"inputs by {factor.num_elements} elements are more than {_MOST_PSEUDO_INPUTS}, or than "
-                    f"{_MOST_PSEUDO_ROWS} in all. Its precision cannot follow their number; embeddings= with fewer "
+                    f"inputs by {factor.num_elements} elements are more than {MAX_PSEUDO_INPUTS}, or than "
+                    f"{MAX_PSEUDO_ROWS} in all. Its precision cannot follow their number; embeddings= with fewer "
                     "features would let it."
                 )
         found.append(factor._replace(pseudo=tuple(pseudo)))

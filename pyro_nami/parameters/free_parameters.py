@@ -23,8 +23,10 @@ from pyro_nami.networks.pace import Pace
 
 __all__ = ["MOST_COUPLED", "FreeParameters", "coupling_units"]
 
-MOST_COUPLED = 1024  # elements
-_BASE = 0.5  # elements before it that a row of a coupling may read before its weights are divided
+MOST_COUPLED = (
+    1024  # elements that a linear map couples: their number squared is that of its weights
+)
+BASE = 0.5  # elements that a row of a coupling may read before its weights are divided, see `networks.Base`
 
 
 class FreeParameters(PyroModule):
@@ -88,7 +90,7 @@ class FreeParameters(PyroModule):
 
 def coupling_units(size: int, like: Tensor) -> Tensor:
     """Returns the units of a coupling, ``(size, size)``: zero but below the diagonal, less in rows that read more."""
-    before = torch.arange(size, device=like.device).to(like).clamp(min=_BASE) / _BASE
+    before = torch.arange(size, device=like.device).to(like).clamp(min=BASE) / BASE
     return torch.ones(size, size, dtype=like.dtype, device=like.device).tril(-1) / before.unsqueeze(
         -1
     )

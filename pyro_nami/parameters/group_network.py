@@ -24,12 +24,14 @@ from pyro_nami.parameters.conditioning import nodes_of, pooled_part
 from pyro_nami.parameters.factor_groups import Factor, InputColumns, NetworkStep, dependency
 from pyro_nami.parameters.spline_stack import SplineStack
 
-__all__ = ["GroupNetwork", "Place", "TooLargeError"]
+__all__ = ["GroupNetwork", "PlacedFactor", "TooLargeError"]
 
-# What weights are divided beyond: where a guide is compiled on simulations, and where it is trained on data as Pyro's
-# own guides are, at the rates that suit these. Simulations are few, and smooth functions serve others as well.
+# What weights are divided beyond: where a guide is compiled on simulations; where it is trained on one data set as
+# Pyro's own guides are, at the rates that suit these; and where it is, but data vary, which weights have to tell apart.
+# Simulations are few, and smooth functions serve others as well.
 _COMPILED = Base(32.0, 64.0, 8.0, variances=(1 / 3, 1 / 3))
-_TRAINED = Base(1.0, 8.0, 0.25, paced=True)
+_TRAINED = Base(1.0, 8.0, 0.25, paced=True, patient=True)
+_VARYING = Base(32.0, 64.0, 8.0, paced=True)
 # unit of rows that are no locations: how scales move with other latents matters less, and is noisier
 SHAPE_UNIT = 0.1
 # least scale of an input, in units of its spread at the first call: of a single latent, and of what is pooled
@@ -43,7 +45,7 @@ MAX_BYTES_TRAINED = 5e7
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class PlacedFactor:
     """A factor's place in the network of its group."""
 
     factor: Factor
@@ -91,6 +93,7 @@ class GroupNetwork:
         steps: as planned.
         latents: the nodes that are no data.
         simulated: whether the guide is trained on simulations rather than on data.
+        varying: whether data differ from step to step, without being simulated.
         hidden_features, skip, options: of the network.
         factory: its dtype and device.
     """
@@ -102,6 +105,7 @@ class GroupNetwork:
         latents: Collection[Any],
         *,
         simulated: bool,
+        varying: bool,
         hidden_features: Sequence[int],
         factory: Mapping[str, Any],
         skip: bool = True,
@@ -124,7 +128,7 @@ class GroupNetwork:
             skip = False
         units = sum(hidden_features[-1:]) if inputs else 0
         _check_memory(factors, (inputs if skip else 0) + units + 1, column_bytes, most)
-        base = _COMPILED if simulated else _TRAINED
+        base = _COMPILED if simulated else _VARYING if varying else _TRAINED
         self.places = self._places(hidden_features, base, factory)
         self.mlp = MaskedMLP(
             self.reads,
@@ -142,7 +146,7 @@ class GroupNetwork:
 
     def _places(
         self, hidden_features: Sequence[int], base: Base, factory: Mapping[str, Any]
-    ) -> dict[Any, Place]:
+    ) -> dict[Any, PlacedFactor]:
         """Returns factor -> its place, with splines in sequence where it has some."""
         head = {name: i for i, step in reversed([*enumerate(self.steps)]) for name in step.rows}
         counts = (factor.num_elements * factor.num_rows for factor in self.factors)
@@ -161,7 +165,7 @@ class GroupNetwork:
                     base=base,
                     **factory,
                 )
-            places[factor.name] = Place(factor, self, head[factor.name], first, stack, read)
+            places[factor.name] = PlacedFactor(factor, self, head[factor.name], first, stack, read)
         return places
 
     def _standardization(
@@ -232,13 +236,6 @@ class GroupNetwork:
     def networks(self) -> list[Any]:
         """All its perceptrons."""
         return [self.mlp, *(layer for stack in self.stacks for layer in stack.layers)]
-
-    def vary(self) -> None:
-        """Lets the networks learn from data that vary: weights are divided beyond other widths from now on."""
-        for mlp in self.networks:
-            mlp.rebase(_COMPILED)
-            for flags in (mlp.pace.patient, mlp.pace.shared):
-                flags.zero_()  # offsets go, and weights have to tell the data apart
 
 
 class TooLargeError(ValueError):
