@@ -171,6 +171,7 @@ class _DrawingRun(Runner):
         super().__init__({**call.held, **current.values}, call.indices, until=drawn)
         self._current = current
         self._plan = plan
+        self._to_draw = frozenset(drawn)
         self._drawn: set[str] = set()
 
     def restart(self) -> None:
@@ -191,7 +192,7 @@ class _DrawingRun(Runner):
             if msg["is_observed"] and name in predictive:
                 raise ValueError(observed_latent(name))
             current.know(name, msg["value"])  # a semi-observed site, observed in this call
-        elif name in self.until:
+        elif name in self._to_draw:
             msg["value"] = None
             self._drawn.add(name)
             msg["infer"], msg["mask"] = _own_infer(msg), _mask(current, rule, msg)
