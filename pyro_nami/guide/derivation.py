@@ -43,7 +43,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         return _as_constants(plan, call, current, group)
     if group.form == "marginal":
         return marginal(plan, call, current, group, derive)
-    kept = call.constants
+    kept = call.derived.constants
     values = {name: value for name, value in current.values.items() if name not in group.members}
     known = {
         name: value.clone() if value.is_inference() else value for name, value in values.items()
@@ -121,10 +121,14 @@ def _from_one(
         call.lacking
         or current.observed
         or torch.jit.is_tracing()
-        or (call.constants or {}).get((group, leading))
+        or (call.derived.constants or {}).get((group, leading))
     ):
         return None
-    kept: dict[Any, Any] = call.constants if call.is_fixed and call.constants is not None else {}
+    kept: dict[Any, Any] = (
+        call.derived.constants
+        if call.derived.is_fixed and call.derived.constants is not None
+        else {}
+    )
     key = group, "one"
     if key not in kept:
         kept[key] = _constants_of_one(group, current, plan, call, known)
@@ -228,7 +232,7 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
     if group.depths:
         options["sizes"] = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
     differentiable = torch.is_grad_enabled() and current.state.learns()
-    kept = (call.constants if differentiable and not torch.jit.is_tracing() else None) or {}
+    kept = (call.derived.constants if differentiable and not torch.jit.is_tracing() else None) or {}
     constants = kept.get((group, leading))
     if constants is not None:
         forget = functools.partial(kept.__setitem__, (group, leading), None)
@@ -242,7 +246,7 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
             if wider
             else kept.get((group, leading, "at"))
         )
-        if not at and (group.has_mode or group in call.starts):
+        if not at and (group.has_mode or group in call.derived.starts):
             for starts, data in _starts(group, current, plan, call):
                 at = starts.find(data, at or {})
         # where to start
@@ -271,7 +275,7 @@ def _starts(
     data = DataSets.of(call.values, plan.event_dims, plan.plates.nesting)
     if data is None:
         return
-    yield call.starts.setdefault(group, Starts()), data
+    yield call.derived.starts.setdefault(group, Starts()), data
     before = {name: current.values[name] for name in group.needed if name in current.values}
     whole = (
         DataSets.of({**call.values, **before}, plan.event_dims, plan.plates.nesting)
@@ -279,14 +283,14 @@ def _starts(
         else None
     )
     if whole is not None and len(whole.keys) == len(data.keys):
-        yield call.starts.setdefault((group, "needed"), Starts(is_renewed=True)), whole
+        yield call.derived.starts.setdefault((group, "needed"), Starts(is_renewed=True)), whole
 
 
 def _keeps_constants(
     expansion: Expansion, current: Pass, call: Call, values: Mapping[str, Tensor]
 ) -> bool:
     """Keeps, in training, what steps with the same data need not derive again; whether there is something new."""
-    kept, key = call.constants, (expansion.group, expansion.leading)
+    kept, key = call.derived.constants, (expansion.group, expansion.leading)
     if kept is None or key in kept or len(kept) >= _MOST_KEPT or current.state.passes() < _PASSES:
         return False
     if not expansion.differentiable or torch.jit.is_tracing():

@@ -55,7 +55,7 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     model's own conditional.
     """
     rules = {name: rule for name, rule in plan.rules.items() if name not in call.lacking}
-    rules |= {name: Prior(name) for name in (*(rules.keys() & call.unseen), *call.new)}
+    rules |= {name: Prior(name) for name in call.from_prior}
     validate = is_validation_enabled() and not torch.jit.is_tracing()
     hidden, private = (
         (frozenset[str](), frozenset[str]()) if call.target is None else call.target[1:3]
@@ -71,7 +71,7 @@ def start_pass(plan: Plan, state: NetworkState, call: Call) -> Pass:
     )
     current.private = private
     # what is compiled knows of no other data set
-    if call.is_fixed and plan.groups and torch.jit.is_tracing():
+    if call.derived.is_fixed and plan.groups and torch.jit.is_tracing():
         one = valid_at(
             plan, call, ", ".join(map(repr, plan.groups)), "mode='minibatches' or mode='amortized'"
         )

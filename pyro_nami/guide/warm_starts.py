@@ -99,7 +99,9 @@ class Starts:
     def note(self, data: DataSets, values: Mapping[str, Tensor]) -> None:
         """Takes in values of latents."""
         new = {name: data.rows(name, value.detach()) for name, value in values.items()}
-        most = min(MOST_KEPT, MOST_ELEMENTS // max(1, *(value[0].numel() for value in new.values())))
+        most = min(
+            MOST_KEPT, MOST_ELEMENTS // max(1, *(value[0].numel() for value in new.values()))
+        )
         if self.is_renewed and len(self._rows) + len(data.keys) > most:
             self._kept = {}
         if any(

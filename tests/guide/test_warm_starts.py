@@ -99,11 +99,11 @@ def test_copies_and_other_devices_begin_anew(tmp_path):
     w, y = draws(20)
     guide = guide_of(Logistic(), y)
     guide.log_prob({"w": w}, observations={"y": y})
-    assert guide._reader.memory.starts
+    assert guide._reader.memory.derived.starts
     torch.save(guide.state_dict(), tmp_path / "guide.pt")
-    assert not guide._reader.memory.__getstate__()["starts"]
+    assert not guide._reader.memory.__getstate__()["derived"].starts
     guide.double().float()
-    assert not guide._reader.memory.starts
+    assert not guide._reader.memory.derived.starts
 
 
 class TestDataSets:
