@@ -122,7 +122,7 @@ class LatentMoves:
             proposal = Proposal.of(target, few.observed)
             if not all(map(_is_simulated, proposal.single.model.values())):
                 state["tries"] = 0
-            elif proposal.at_once(2)[1] is None:
+            elif proposal.difference(2) is None:
                 state.setdefault("share", min(1.0, WORK / elements_of_a_draw(proposal)))
                 state.setdefault("due", 0.0)
                 return proposal
@@ -153,7 +153,7 @@ class LatentMoves:
             weights = weights.nan_to_num(nan=-math.inf).clamp(min=torch.finfo(weights.dtype).min)
             for i in range(self.num):
                 if i % at_once == 0:
-                    new, _ = proposal.at_once(at_once, checked=False)
+                    new = proposal.at_once(at_once)
                 proposed = new.log_weights[i % at_once]
                 accepted = proposed - weights > torch.rand_like(weights).log()
                 accepted &= proposed.isfinite()
