@@ -26,7 +26,7 @@ from pyro_nami.program.runner import Runner, prior_draws
 from pyro_nami.program.vectorized import Vectorized
 from pyro_nami.reading.masked_latents import read_where_masked
 from pyro_nami.reading.network import Extraction, extract, is_blocked
-from pyro_nami.reading.site_records import moved
+from pyro_nami.reading.changes import moved
 
 __all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call", "first_instance"]
 
