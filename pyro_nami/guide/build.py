@@ -18,7 +18,7 @@ from pyro_nami.guide.columns import covariate_values
 from pyro_nami.guide.derivation import derive
 from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.first_latents import cut_by_bounds, flaw_of_tables
-from pyro_nami.guide.one_pass import Pass
+from pyro_nami.guide.one_pass import Outside, Pass
 from pyro_nami.guide.options import Options
 from pyro_nami.guide.order import SamplingOrder, find_order
 from pyro_nami.guide.plan import Plan
@@ -92,7 +92,7 @@ def _tried(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork
         plan.families,
         state,
         functools.partial(derive, plan, call),
-        None,
+        Outside(),
         validate=False,
     )
     return plan, network, current, call

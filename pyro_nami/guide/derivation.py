@@ -55,7 +55,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
         expansion = _expansion_in(group, current, plan, call)
         solved = _solved(expansion, group, current, call, known)
     expansion, sites = solved
-    near = expansion if type(expansion) is JointGaussian else current.near.get(group)
+    near = expansion if type(expansion) is JointGaussian else current.derived.near.get(group)
     _check_decided(expansion if isinstance(expansion, JointGaussian) else near)
     if near is not None and kept is not None and (near.has_moved or group.has_mode):
         kept[group, expansion.leading, "at"] = {
@@ -64,7 +64,7 @@ def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
     elif near is not None and near.has_moved:
         for starts, data in _starts(group, current, plan, call):
             starts.note(data, near.references)
-    current.ready.update({name: sites[name] for name in expansion.group.members})
+    current.derived.sites.update({name: sites[name] for name in expansion.group.members})
     return expansion
 
 
@@ -93,7 +93,7 @@ def _solved(
                 return None
             following = expansion.solve(sites)
             if isinstance(expansion, Newton):
-                current.near[group] = expansion
+                current.derived.near[group] = expansion
         return expansion, sites
     return None
 
@@ -119,7 +119,7 @@ def _from_one(
         return None
     if (
         call.lacking
-        or current.observed
+        or current.derived.observed
         or torch.jit.is_tracing()
         or (call.derived.constants or {}).get((group, leading))
     ):
@@ -146,7 +146,7 @@ def _constants_of_one(
     # Of their sites' own shapes, as a model that is written for one draw takes no others.
     first = {name: plan.first_of(name, value).detach().clone() for name, value in known.items()}
     first = {name: value.requires_grad_(value.is_floating_point()) for name, value in first.items()}
-    sizes = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
+    sizes = current.derived.sizes.setdefault(group, dict(zip(group.members, group.elements)))
     at = {name: plan.initial[name] for name in group.flat}
 
     def run(values: Mapping[str, Any], until: Collection[str]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _as_constants(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) 
         )
     found = outside_of_traces(lambda: derive(plan, call, current, group))
     one = valid_at(plan, call, names, f"rules={dict.fromkeys(group.members, 'learned')}")
-    current.valid.update(dict.fromkeys(group.members, one))
+    current.derived.valid.update(dict.fromkeys(group.members, one))
     return found
 
 
@@ -226,11 +226,17 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
     """Returns the expansion of a group at the values drawn so far; a run of the model has to solve it."""
     nesting = plan.plates.nesting
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
-    lacking, observed = call.lacking, current.observed.intersection(group.members)
-    group = group.without(lacking, current.observed) if lacking or current.observed else group
+    lacking, observed = call.lacking, current.derived.observed.intersection(group.members)
+    group = (
+        group.without(lacking, current.derived.observed)
+        if lacking or current.derived.observed
+        else group
+    )
     options: dict[str, Any] = {}
     if group.depths:
-        options["sizes"] = current.sizes.setdefault(group, dict(zip(group.members, group.elements)))
+        options["sizes"] = current.derived.sizes.setdefault(
+            group, dict(zip(group.members, group.elements))
+        )
     differentiable = torch.is_grad_enabled() and current.state.learns()
     kept = (call.derived.constants if differentiable and not torch.jit.is_tracing() else None) or {}
     constants = kept.get((group, leading))
@@ -239,7 +245,9 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
         return FromConstants(group, leading, nesting, constants=constants, forget=forget)
     if group.has_mode or group.form == "Gaussian":
         wider = [
-            each for each in current.near.values() if set(group.members) <= set(each.group.members)
+            each
+            for each in current.derived.near.values()
+            if set(group.members) <= set(each.group.members)
         ]
         at = (
             wider[-1].means(current.values, group.members)
@@ -310,7 +318,7 @@ def _has_observed(expansion: Expansion, sites: Mapping[str, Any], current: Pass)
     observed = [
         name for name in expansion.group.members if name in sites and sites[name]["is_observed"]
     ]
-    current.observed.update(observed)
+    current.derived.observed.update(observed)
     for name in observed:
         if name not in current.values:
             current.know(name, sites[name]["value"])

@@ -116,7 +116,7 @@ def marginal(
             ) from error
         call.derived.tables[group] = known, found, joint.seen(group, found)
     else:
-        current.ready.update({name: sites[name] for name in group.members})
+        current.derived.sites.update({name: sites[name] for name in group.members})
     return found
 
 
@@ -186,7 +186,7 @@ def cut_by_bounds(plan: Plan, call: Call, current: Pass, derive: Callable) -> di
                 values[name] = (
                     table.conditional(name, values).expand((_CHECKED, *joint.leading)).sample()
                 )
-            lost = joint._drawn(values)[0].lost()
+            lost = joint._drawn(values)[0].derived.lost()
     except Exception:  # noqa: BLE001  of which `flaw_of_tables` tells
         return {}
     return {name: CUT.format(share) for name, share in lost.items() if share > MOST_LOST}
@@ -293,7 +293,7 @@ class _Joint(NamedTuple):
         for name in (name for name in self.plan.order if name not in passed):
             rule = inner.rules[name]
             fn = rule.distribution(inner, torch.Size(), None)
-            site = inner.ready[name]  # of the run that it was derived by
+            site = inner.derived.sites[name]  # of the run that it was derived by
             fn = fn.expand(broadcast(fn.batch_shape, plate_shape(site)))
             value = inner.values[name] = fn.rsample() if fn.has_rsample else fn.sample()
             inner.note_bounds(name, fn)

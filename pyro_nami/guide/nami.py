@@ -314,7 +314,7 @@ class AutoNaMIGuide(DensityGuide):
                 fresh = draw_fresh(current, plan, call.target) if call.target is not None else {}
         finally:  # the model may fail at NaN, too, but cannot say where it came from
             current.check()
-        found = {**current.returned, **fresh}
+        found = {**current.outside.values, **fresh}
         return {name: found[name] for name in (*plan.rules, *fresh) if name in found}
 
     # ---- summaries
