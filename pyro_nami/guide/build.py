@@ -20,8 +20,8 @@ from pyro_nami.guide.first_call import FirstCall, first_call
 from pyro_nami.guide.first_latents import cut_by_bounds, flaw_of_tables
 from pyro_nami.guide.one_pass import Outside, Pass
 from pyro_nami.guide.options import Options
-from pyro_nami.guide.order import SamplingOrder, find_order
-from pyro_nami.guide.plan import Plan
+from pyro_nami.guide.order import find_order
+from pyro_nami.guide.plan import Plan, SamplingOrder
 from pyro_nami.guide.planner import make_plan
 from pyro_nami.guide.rules import Learned
 from pyro_nami.messages import warn
@@ -55,11 +55,11 @@ def assemble(
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
         first = first_call(model, args, kwargs, options, subsampled, layers)
         plan, network = _found(first)
-        if plan.lost and (mapped := first.mapped()):
+        if plan.sampling.lost and (mapped := first.mapped()):
             further = _found(mapped)
             if further[0].num_underived < plan.num_underived:  # else steps are faster without
                 plan, network = further
-        for name, reason in plan.doubts.items():
+        for name, reason in plan.sampling.doubts.items():
             warn(
                 f"The prior of '{name}' is improper, and there may be no posterior: {reason}. That is so where there "
                 "are too few data, or where a covariate tells outcomes apart without an error. It is learned as if "

@@ -120,9 +120,9 @@ def draw_fresh(current: Pass, plan: Plan, target: TrainedAnswer) -> dict[str, Te
 
 def draw(current: Pass, plan: Plan, call: Call) -> None:
     """Draws every latent of a call, at sites that the handlers outside see."""
-    if not plan.interleaved:
+    if not plan.sampling.interleaved:
         _draw_detached(current, plan, call)
-    if plan.interleaved or current.left():
+    if plan.sampling.interleaved or current.left():
         _draw_along(current, plan, call)
 
 

@@ -82,7 +82,7 @@ class OwnData:
         given = call.values.keys()
         call = _from_arguments(call, plan, look.slots if look is not None else {})
         complete = all(name in call.values for name in plan.read)
-        alone = look is not None and complete and (plan.interleaved or not draws)
+        alone = look is not None and complete and (plan.sampling.interleaved or not draws)
         if not alone or plan.plates.subsampled or look is not None and look.varying:
             call = _from_run(call, plan, plates)
         if look is None:
