@@ -38,9 +38,12 @@ from pyro_nami.program.runner import own_dims
 
 __all__ = ["assemble"]
 
-_POOLED_FEATURES, _POOLING_UNITS = 16, (16,)
-_WIDEST = 2.0  # of a factor's first scale, in units of its prior's
-_PLENTY = 5  # instances from which an observed site is standardized by its own data
+# features that a set is encoded as, and units of the encoder's hidden layer; ten times as many cost more than they give
+POOLED_FEATURES = 16
+# bound on a factor's first scale, in units of its prior's; a wider one makes the first losses of SVI large
+WIDEST_START = 2.0
+# instances from which an observed site is standardized by its own data; fewer have no spread to speak of
+ENOUGH_ROWS = 5
 
 
 def assemble(
@@ -122,8 +125,8 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
         return make_encoder(
             options.pooling,
             size,
-            _POOLED_FEATURES,
-            _POOLING_UNITS,
+            POOLED_FEATURES,
+            (POOLED_FEATURES,),
             activation=activation,
             **plan.factory,
         )
@@ -185,7 +188,7 @@ def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor
     if rule.expert and anchor is not None:
         raw = initial_expert(rule.family, value, scale, anchor)
     elif anchor is not None and factor.locations:
-        raw = rule.family.initial(value, (_WIDEST * anchor[..., 1]).clamp(max=scale), anchor)
+        raw = rule.family.initial(value, (WIDEST_START * anchor[..., 1]).clamp(max=scale), anchor)
     else:
         raw = rule.family.initial(value, scale, anchor)
     raw = _averaged(first, raw, factor)
@@ -212,7 +215,7 @@ def _anchor_scale(first: FirstCall, rule: Learned) -> Tensor:
     return (
         _averaged(first, anchor.log(), rule.factor)[:, 1]
         .exp()
-        .clamp(min=first.options.init_scale / _WIDEST)
+        .clamp(min=first.options.init_scale / WIDEST_START)
     )
 
 
@@ -281,7 +284,7 @@ def _site_standard(first: FirstCall, plan: Plan, name: str) -> tuple[Tensor, Ten
         seen = here[mask.expand(site["fn"].batch_shape).reshape(-1)]
         here = seen if len(seen) else torch.zeros_like(here)
     drawn = [rows(draw[name]) for draw in first.draws if name in draw]
-    plenty = site["is_observed"] and len(here) >= _PLENTY
+    plenty = site["is_observed"] and len(here) >= ENOUGH_ROWS
     return _standardization(here if plenty or not drawn else torch.cat(drawn), here, plan.factory)
 
 

@@ -29,12 +29,14 @@ from pyro_nami.guide.plan import Plan
 from pyro_nami.guide.warm_starts import DataSets, Starts
 from pyro_nami.program.flat_priors import improper_posterior
 from pyro_nami.program.isolation import outside_of_traces, untouched
+from pyro_nami.program.many_draws import MANY_DRAWS
 
 __all__ = ["derive", "valid_at"]
 
-_MANY = 16  # draws, for which it pays to look first at what one of them shows
-# passes in training before constants are kept; blocks, and shapes of batches, with some
-_PASSES, _MOST_KEPT = 2, 16
+# passes before constants of exact conditionals are kept, as many guides are called once or twice
+PASSES_BEFORE_CONSTANTS = 2
+# constants kept, one for each group and shape of a batch; they are as large as a block's matrices
+MOST_CONSTANTS = 16
 
 
 def derive(plan: Plan, call: Call, current: Pass, group: ConjugateGroup) -> Any:
@@ -110,7 +112,7 @@ def _from_one(
     leading = leading_shape({**call.values, **current.values}, plan.event_dims, nesting)
     of_data = leading_shape(call.values, plan.event_dims, nesting)
     if (
-        leading.numel() < _MANY
+        leading.numel() < MANY_DRAWS
         or of_data.numel() > 1
         or group.form != "Gaussian"
         or group.bound
@@ -299,7 +301,12 @@ def _keeps_constants(
 ) -> bool:
     """Keeps, in training, what steps with the same data need not derive again; whether there is something new."""
     kept, key = call.derived.constants, (expansion.group, expansion.leading)
-    if kept is None or key in kept or len(kept) >= _MOST_KEPT or current.state.passes() < _PASSES:
+    if (
+        kept is None
+        or key in kept
+        or len(kept) >= MOST_CONSTANTS
+        or current.state.passes() < PASSES_BEFORE_CONSTANTS
+    ):
         return False
     if not expansion.differentiable or torch.jit.is_tracing():
         return False

@@ -35,14 +35,14 @@ from pyro_nami.guide.scoring import DensityGuide
 from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, untouched
-from pyro_nami.program.many_draws import takes_many
+from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, takes_many
 from pyro_nami.program.vectorized import unmapped
 
 __all__ = ["AutoNaMIGuide"]
 
-_MEDIAN_DRAWS, _FEW_DRAWS = 1000, 8  # for quantiles; to see whether the model can be run for many
-# in one pass: draws, and rows of data times draws where modes are searched
-_LEAST_DRAWS, _MOST_ROWS = 16, 2**15
+MEDIAN_DRAWS = 1000  # for quantiles; their standard errors are 4% of a standard deviation
+# rows of data times draws in one pass, where a posterior mode is searched for each draw; more are slower
+MOST_ROWS = 2**15
 MODES = {"auto": None, **{mode.value: mode for mode in Mode}}
 # made by Pyro's metaclass, which type checkers do not follow
 _ModuleDict: Any = pyro.nn.PyroModule[nn.ModuleDict]
@@ -324,7 +324,7 @@ class AutoNaMIGuide(DensityGuide):
         self,
         quantiles: Sequence[float],
         *args: Any,
-        num_samples: int = _MEDIAN_DRAWS,
+        num_samples: int = MEDIAN_DRAWS,
         **kwargs: Any,
     ) -> dict[str, Tensor]:
         """Returns Monte Carlo quantiles of every latent, elementwise in constrained space.
@@ -391,7 +391,8 @@ class AutoNaMIGuide(DensityGuide):
         if self._many is None or self._many[0] is not plan:
             pyro.set_rng_seed(0)
             few = [
-                {**call.held, **self._drawn(replace(call, target=None))} for _ in range(_FEW_DRAWS)
+                {**call.held, **self._drawn(replace(call, target=None))}
+                for _ in range(FEWEST_DRAWS)
             ]
             check = call.args, call.kwargs, few, plan.plates.nesting
             model = unmapped(call.model)
@@ -405,5 +406,5 @@ def _passes(count: int, call: Call, plan: Plan) -> list[int]:
     """Returns how many draws each pass makes: all at once, but where that takes long and would leave the cache."""
     has_mode = any(group.has_mode for group in plan.groups.values())
     rows = sum(value.numel() for value in call.values.values()) if has_mode else 0
-    parts = max(1, min(count // _LEAST_DRAWS, math.ceil(count * rows / _MOST_ROWS)))
+    parts = max(1, min(count // MANY_DRAWS, math.ceil(count * rows / MOST_ROWS)))
     return [len(part) for part in torch.arange(count).chunk(parts)]
