@@ -133,7 +133,7 @@ def interior(support: Constraint, value: Tensor) -> Tensor:
     inverse is far from the dtype's largest number, and values without a bound end at its root. Other values stay.
     """
     base, _ = peel_support(support)
-    if not value.is_floating_point():
+    if base is constraints.real or not value.is_floating_point():
         return value
     finfo = torch.finfo(value.dtype)
     # the latter of each for float16

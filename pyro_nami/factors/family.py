@@ -14,7 +14,8 @@ from torch.distributions import Distribution
 
 from pyro_nami.factors.bijections import detached_support, has_tensor_bounds, support_of
 from pyro_nami.factors.distribution import SiteDistribution
-from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
+from pyro_nami.factors.elements import Elements, LatestDraw, draw_elements
+from pyro_nami.factors.gumbel_softmax import gumbel_softmax
 from pyro_nami.factors.joint import to_instances, to_sequence
 from pyro_nami.factors.layout import Layout, UnconstrainedLayout
 
@@ -41,13 +42,12 @@ class Family(ABC):
         layout: of the value as elements, of type ``layout_type``.
 
     Example:
-        >>> from pyro_nami.factors.elements import OwnElements
         >>> class Laplace(Family):
         ...     num_params = 2
         ...     def initial(self, value, scale, anchor=None):
         ...         return torch.stack((self.layout.elements(value), torch.full((1,), scale).log()), -1)
         ...     def elements(self, params, anchor=None):
-        ...         return OwnElements(torch.distributions.Laplace(params[..., 0], params[..., 1].exp()))
+        ...         return torch.distributions.Laplace(params[..., 0], params[..., 1].exp())
         >>> family = Laplace("z", torch.distributions.Normal(0.0, 1.0), torch.tensor(3.0))
         >>> family.distribution(family.initial(torch.tensor(3.0), 1.0)).log_prob(torch.tensor(3.0)).exp()
         tensor(0.5000)
@@ -125,8 +125,8 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
-        """Returns the densities of single elements, from ``(*batch, E, k)`` and ``(*batch, E, a)``."""
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Distribution:
+        """Returns a distribution of batch shape ``(*batch, E)``, from ``(*batch, E, k)`` and ``(*batch, E, a)``."""
 
     def distribution(self, params: Tensor, anchor: Tensor | None = None) -> SiteDistribution:
         """Returns the site's distribution with independent elements, from ``(*batch, E, k)`` and ``(*batch, E, a)``."""
@@ -192,39 +192,46 @@ class SequentialElements(Elements):
         self._family = family
         self._conditionals = conditionals
         self._anchor = anchor
-        self.shape, self.has_rsample = batch_shape + (family.num_elements,), family.has_rsample
+        self.has_rsample = family.has_rsample
         self._dims = dims
         self._sizes = sizes
-        self._latest = NO_DRAW
+        self._latest = LatestDraw()
         # at which every element is drawn, and read by those after it
         self._temperature: float | None = None
+        super().__init__(batch_shape + (family.num_elements,), validate_args=False)
 
     def relaxed(self, temperature: float) -> SequentialElements:
+        """Returns the same with relaxed draws of each element; see `gumbel_softmax`."""
         new = copy.copy(self)
         new._temperature = temperature
         new.has_rsample = True
-        new._latest = NO_DRAW
+        new._latest = LatestDraw()
         return new
 
-    def log_prob(self, x: Tensor) -> Tensor:
-        (params,) = self._latest.recall(x) or (None,)
+    def log_prob(self, value: Tensor) -> Tensor:
+        (params,) = self._latest.recall(value) or (None,)
         if params is None:
-            features = to_sequence(self._family.element_features(x), self._dims, 1)
+            features = to_sequence(self._family.element_features(value), self._dims, 1)
             params = to_instances(self._conditionals.all(features), self._dims, self._sizes, 1)
-        return self._elements(params, self._anchor).log_prob(x)
+        return self._elements(params, self._anchor).log_prob(value)
 
-    def draw(self, shape: torch.Size) -> Tensor:
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        shape = self._extended_shape(sample_shape)
         anchor, (*batch, count) = self._anchor, shape
         if anchor is not None and self._dims:
-            anchor = to_sequence(anchor.expand(self.shape + anchor.shape[-1:]), self._dims, 1)
+            anchor = anchor.expand(self.batch_shape + anchor.shape[-1:])
+            anchor = to_sequence(anchor, self._dims, 1)
         for dim in self._dims:
             batch[dim] = 1
         elements, params = self._draw_sequence(
             torch.Size(batch), count * math.prod(self._sizes), anchor
         )
         x = to_instances(elements, self._dims, self._sizes, elements.dim() - len(shape))
-        self._latest = LatestDraw.of(x, to_instances(params, self._dims, self._sizes, 1))
+        self._latest.keep(x, to_instances(params, self._dims, self._sizes, 1))
         return x
+
+    # Of discrete elements too parameters keep their gradients, for the score.
+    sample = rsample
 
     def _draw_sequence(
         self, shape: torch.Size, count: int, anchor: Tensor | None
@@ -234,7 +241,7 @@ class SequentialElements(Elements):
         all_params, elements = [params], []
         for index in range(count):
             here = None if anchor is None else anchor[..., index : index + 1, :]
-            element = self._elements(params.unsqueeze(-2), here).draw(shape + (1,))
+            element = draw_elements(self._elements(params.unsqueeze(-2), here), shape + (1,))
             elements.append(element)
             if index + 1 < count:
                 params, advance = advance(self._family.element_features(element).squeeze(-2))
@@ -243,6 +250,11 @@ class SequentialElements(Elements):
             torch.broadcast_tensors(*all_params), -2
         )
 
-    def _elements(self, params: Tensor, anchor: Tensor | None) -> Elements:
+    def _elements(self, params: Tensor, anchor: Tensor | None) -> Distribution:
         elements = self._family.elements(params, anchor)
-        return elements if self._temperature is None else elements.relaxed(self._temperature)
+        if self._temperature is None:
+            return elements
+        return gumbel_softmax(elements, self._temperature)
+
+
+gumbel_softmax.register(SequentialElements, SequentialElements.relaxed)

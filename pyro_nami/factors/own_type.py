@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_nami.factors.elements import Elements, OwnElements
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.types import TYPES, Row, num_classes
 from pyro_nami.factors.wrappers import innermost, through_wrappers
@@ -29,7 +28,7 @@ class OwnTypeFamily(Family):
     Example:
         >>> prior = torch.distributions.Poisson(torch.tensor(2.0))
         >>> family = OwnTypeFamily("n", prior, torch.tensor(1.0))
-        >>> family.elements(torch.tensor([[3.0]]).log(), family.anchor(prior)).distribution.mean.round()  # 2 * 3
+        >>> family.elements(torch.tensor([[3.0]]).log(), family.anchor(prior)).mean.round()  # 2 * 3
         tensor([6.])
     """
 
@@ -74,7 +73,7 @@ class OwnTypeFamily(Family):
         start = self._start.to(device=value.device)
         return start if anchor is None else torch.zeros_like(start)
 
-    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Elements:
+    def elements(self, params: Tensor, anchor: Tensor | None = None) -> Distribution:
         anchor = self._or_default(anchor)
         row, given = self._row, None
         if anchor is not None:
@@ -86,9 +85,7 @@ class OwnTypeFamily(Family):
             assert given is not None
             parameters[row.given] = given.squeeze(-1)
         make: Any = row.make or self._kind
-        if isinstance(make, type) and issubclass(make, Elements):
-            return make(**parameters)
-        return OwnElements(make(**parameters, validate_args=False))
+        return make(**parameters, validate_args=False)
 
     def _raw(self, prior: Distribution) -> Tensor:
         """Returns the prior's raw parameters ``(*batch, E, k)``."""
