@@ -36,6 +36,9 @@ class Family(ABC):
         prior, value: the model's distribution and value at the site in the prototype run, ``(*batch, *event)``.
 
     Attributes:
+        coupling: how elements that depend on each other are drawn: in ``"sequence"``, each given those before it;
+            at once, their noise coupled by a ``"linear"`` map (see `coupled_distribution`); or they never depend on
+            each other (``"none"``). Subclasses do not inherit it.
         varies: whether the support or a count depends on the call, so that `at` must be told the current prior.
         alike: attributes by which families of one type differ, if these alone, and the parameters, say what `elements`
             they make: those of several sites can then be taken together. Subclasses do not inherit it.
@@ -55,31 +58,30 @@ class Family(ABC):
 
     num_params: int  # k, raw parameters of an element; any real numbers
     locations: Sequence[int] = ()  # which of these are locations, in units of the anchor
-    num_features: int = 1  # f, what the network reads of an element
     has_rsample: bool = True  # whether draws are reparameterized
-    # or "independent": how the elements of a value depend on each other
-    within: str = "autoregressive"
+    coupling: str = "sequence"
     # whether `elements` takes (precision, precision-weighted mean) behind the parameters
     takes_evidence: bool = False
     # transforms and bins of what couples several elements; see `networks.stack`
     stack: tuple[int, int] | None = None
     varies: bool = False
     alike: Sequence[str] | None = None
-    default_anchor: Tensor | None = None  # what stands for an anchor that is not given
     layout_type: Callable[..., Layout] = UnconstrainedLayout
 
     def __init_subclass__(cls) -> None:
         if "alike" not in cls.__dict__:
             cls.alike = None
+        if "coupling" not in cls.__dict__:
+            cls.coupling = "sequence"
 
     def __init__(self, name: str, prior: Distribution, value: Tensor) -> None:
-        self.name, self.event_shape = name, torch.Size(prior.event_shape)
+        self.name = name
         support = support_of(prior)
         moving = has_tensor_bounds(support)
         self.varies = self.varies or moving
         batch_shape = torch.Size(prior.batch_shape) if moving else torch.Size()
         self.layout = self.layout_type(
-            detached_support(support), self.event_shape, value, batch_shape=batch_shape
+            detached_support(support), prior.event_shape, value, batch_shape=batch_shape
         )
 
     @property
@@ -88,9 +90,9 @@ class Family(ABC):
         return self.layout.num_elements
 
     @property
-    def autoregressive(self) -> bool:
-        """Whether elements are drawn in sequence: by `autoregressive_distribution` rather than `distribution`."""
-        return self.num_elements > 1 and self.within == "autoregressive"
+    def num_features(self) -> int:
+        """f, how many numbers the network reads of an element."""
+        return self.layout.num_features
 
     def at(self, prior: Distribution) -> Family:
         """Returns this family with the support and counts of the current prior, in place of the prototype's."""
@@ -154,7 +156,8 @@ class Family(ABC):
         raise NotImplementedError
 
     def _or_default(self, anchor: Tensor | None) -> Tensor | None:
-        return self.default_anchor if anchor is None else anchor
+        """Returns the anchor, or what stands for one that is not given."""
+        return anchor
 
 
 class SequentialElements(Elements):

@@ -59,6 +59,7 @@ class NormalFamily(Family):
     num_params = 2
     locations: Sequence[int] = (0,)
     takes_evidence = True
+    coupling = "linear"
     alike = ()
 
     def anchor(self, prior: Distribution) -> Tensor | None:
@@ -174,7 +175,11 @@ class CorrectionFamily(SinhArcsinhFamily):
 
     locations = ()
     takes_evidence = False
+    coupling = "none"
     alike = ()
+
+    def anchor(self, prior: Distribution) -> None:
+        return None
 
     def initial(self, value: Tensor, scale: float | Tensor, anchor: Tensor | None = None) -> Tensor:
         elements = self.layout.elements(value)
