@@ -10,7 +10,7 @@ from torch.nn.functional import softplus
 from torch.special import ndtr
 
 from pyro_nami.factors.elements import ExpRelaxedElements, LogisticElements
-from pyro_nami.factors.links import positive, raw_positive
+from pyro_nami.factors.links import positive
 from pyro_nami.factors.normals import (
     FlowElements,
     MixtureElements,
@@ -208,11 +208,10 @@ def test_a_relaxed_one_hot_element_is_torchs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_positive_is_finite_with_finite_gradient_everywhere_and_has_an_inverse(dtype):
+def test_positive_is_finite_with_finite_gradient_everywhere(dtype):
     raw = torch.tensor([-1e3, -40.0, -1.0, 0.0, 3.0, 40.0, 1e3], dtype=dtype, requires_grad=True)
     value = positive(raw)
     (gradient,) = torch.autograd.grad(value.sum(), raw)
     for number in (value, value * value):
         assert (number > 0).all() and number.isfinite().all()
     assert gradient.isfinite().all()
-    torch.testing.assert_close(raw_positive(value)[1:-1], raw.detach()[1:-1])
