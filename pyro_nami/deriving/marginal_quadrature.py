@@ -21,7 +21,6 @@ from pyro_nami.deriving.expansion import trimmed
 from pyro_nami.deriving.grid_peaks import Peaks, climbed
 from pyro_nami.deriving.grids import HALF, Mass, slope_of
 from pyro_nami.factors.distribution import SiteDistribution
-from pyro_nami.factors.elements import OwnElements
 from pyro_nami.factors.knots import bent_normal
 from pyro_nami.program.isolation import forked_rng
 
@@ -297,7 +296,7 @@ class Marginal:
             each.expand(at.shape).reshape(batch + (1,) + at.shape[-1:]).to(self._like)
             for each in knots
         )
-        return SiteDistribution(OwnElements(bent_normal(x, y, rise)), self._layouts[name])
+        return SiteDistribution(bent_normal(x, y, rise), self._layouts[name])
 
     def _row(self, place: Tensor) -> Tensor:
         """Returns the log density along the second side, at places of the first between -1 and 1, by cubics."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_nami.factors.elements import LatestDraw
 from pyro_nami.factors.joint_normal import JointNormal
 from pyro_nami.factors.truncated_normal import TruncatedNormal
 
@@ -77,7 +76,7 @@ class BoxedNormal(JointNormal):
             self._lost[0] = self.loc.new_zeros(())
             return value
         value = self._in_turn(x.shape).reshape(value.shape)
-        self._latest = LatestDraw.of(value)
+        self._latest.keep(value)
         return value
 
     def log_prob(self, value: Tensor) -> Tensor:

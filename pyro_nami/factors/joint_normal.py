@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import Distribution, constraints
 
-from pyro_nami.factors.elements import NO_DRAW, Elements, LatestDraw
+from pyro_nami.factors.elements import LatestDraw, draw_elements
 from pyro_nami.factors.path_scored import PathScored
 
 __all__ = ["JointNormal", "joint_normal"]
@@ -42,15 +42,15 @@ class JointNormal(PathScored):
         lower: Tensor,
         shape: torch.Size,
         event_dim: int,
-        elements: Elements | None = None,
+        elements: Distribution | None = None,
     ) -> None:
         self.loc = loc
         self.lower = lower
         self._held = shape
         self._elements = elements
-        self._latest = NO_DRAW
+        self._latest = LatestDraw()
         lead = loc.shape[:-1]  # `torch.broadcast_shapes` takes as long as a draw
-        others = [lower.shape[:-2], *([] if elements is None else [elements.shape[:-1]])]
+        others = [lower.shape[:-2], *([] if elements is None else [elements.batch_shape[:-1]])]
         lead = (
             lead
             if all(lead == other for other in others)
@@ -87,7 +87,7 @@ class JointNormal(PathScored):
         wide.fixed = self.fixed
         return wide
 
-    def with_elements(self, elements: Elements) -> JointNormal:
+    def with_elements(self, elements: Distribution) -> JointNormal:
         """Returns the distribution with other elements of e."""
         return self._made(self.loc, elements)
 
@@ -108,9 +108,9 @@ class JointNormal(PathScored):
         if self._elements is None:
             noise = torch.randn(size, dtype=self.loc.dtype, device=self.loc.device)
         else:
-            noise = self._elements.draw(size)
+            noise = draw_elements(self._elements, size)
         value = self.at(noise).reshape(shape)
-        self._latest = LatestDraw.of(value)
+        self._latest.keep(value)
         return value
 
     def drawn(self, x: Tensor) -> Tensor | None:
@@ -145,7 +145,7 @@ class JointNormal(PathScored):
         """Returns e, ``(*lead, E)``, of a vector."""
         return (self.lower @ (x - self.loc).unsqueeze(-1)).squeeze(-1)
 
-    def _made(self, loc: Tensor, elements: Elements | None) -> JointNormal:
+    def _made(self, loc: Tensor, elements: Distribution | None) -> JointNormal:
         """Returns the distribution with another location, and other elements of e."""
         return JointNormal(loc, self.lower, self._held, self.event_dim, elements)
 

@@ -26,16 +26,14 @@ FamilyFactory = Callable[[str, Distribution, Tensor], Family]
 FamilySpec = str | FamilyFactory | None
 
 
-def make_family(
-    spec: FamilySpec, name: str, prior: Distribution, value: Tensor, within: str = "autoregressive"
-) -> Family:
+def make_family(spec: FamilySpec, name: str, prior: Distribution, value: Tensor) -> Family:
     """Returns the family of one latent site.
 
     Args:
         spec: None for the default (the model's own type for discrete and relaxed sites; for continuous ones Normal, but
             sinh-arcsinh for a single bounded number outside of plates); a name (``"normal"``, ``"sinh_arcsinh"``,
             ``"mixture"``, ``"flow"``, ``"match"``, or registered), or a `Family` subclass or callable as for that.
-        name, prior, value, within: as for `Family`.
+        name, prior, value: as for `Family`.
 
     Raises:
         NotImplementedError: the site's support or type is not covered.
@@ -69,7 +67,6 @@ def make_family(
         raise TypeError(
             f'Expected the family of site "{name}" to be a Family; got {type(family).__name__}'
         )
-    family.within = within
     return family
 
 

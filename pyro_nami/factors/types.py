@@ -45,7 +45,7 @@ class Row(NamedTuple):
     links: Mapping[str, Link] = {}  # name of a parameter -> its link function
     given: str | None = None  # a parameter that is the prior's own
     vector: bool = False  # whether the parameter is a vector
-    make: Callable[..., Any] | None = None  # by parameters, in place of the type
+    make: Callable[..., td.Distribution] | None = None  # by parameters, in place of the type
     layout_type: type[Layout] = Layout  # of values of the own type as elements
 
     @property

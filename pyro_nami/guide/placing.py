@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from pyro_nami.factors.family import Family
-from pyro_nami.factors.unconstrained import CorrectionFamily, NormalFamily
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.messages import warn
@@ -61,14 +60,11 @@ def factor_of(
         node: read._replace(across=read.across | (coupled & plates.closure(frames[node])) - batch)
         for node, read in reads.items()
     }
-    autoregressive = first.within(name) == "autoregressive" and (
-        bool(joint) or family.autoregressive
-    )
-    autoregressive = autoregressive and not isinstance(family, CorrectionFamily)
+    autoregressive = first.within(name) == "autoregressive" and family.coupling != "none"
     # Splines in sequence make all elements depend on each other.
     sequential = elements > 1 and autoregressive and any(map(any, parts.get(name, [[True]])))
     stack = family.stack if sequential and name not in parts else None
-    linear = sequential and not first.options.simulated and type(family) is NormalFamily
+    linear = sequential and not first.options.simulated and family.coupling == "linear"
     if linear and elements > MOST_COUPLED:
         warn(
             f"Site '{name}' has {elements} elements that depend on each other given the data; more than "

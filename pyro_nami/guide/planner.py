@@ -236,7 +236,7 @@ def _family(first: FirstCall, name: str, near: Collection[str]) -> Family:
         spec = spec.get(name)
     if spec is None and not first.options.simulated and type_of(site["fn"]).is_relaxed:
         spec = "normal"  # which has AutoNormal's among it, as a relaxed type has not
-    return make_family(spec, name, site["fn"], site["value"], first.within(name))
+    return make_family(spec, name, site["fn"], site["value"])
 
 
 def _learned(first: FirstCall, name: str, found: _Factors, anchored: bool) -> Learned:
@@ -281,7 +281,6 @@ def _anchored(
         name
         for name, family in families.items()
         if name not in first.found.hidden_randomness
-        and not isinstance(family, CorrectionFamily)
         and known(name)
         and family.anchor(first.nodes[name]["fn"]) is not None
     }

@@ -45,12 +45,6 @@ SUPPORTS = {
         6,
         lambda y: y[..., LOWER[0], LOWER[1]],
     ),
-    "lower_triangular": (constraints.lower_triangular, 6, lambda y: y[..., LOWER[0], LOWER[1]]),
-    "unit_lower_cholesky": (
-        constraints.unit_lower_cholesky,
-        3,
-        lambda y: y[..., BELOW[0], BELOW[1]],
-    ),
     "positive_definite": (constraints.positive_definite, 6, lambda y: y[..., LOWER[0], LOWER[1]]),
     "cat": (
         constraints.cat([constraints.positive, constraints.unit_interval], -1, [1, 2]),
