@@ -102,7 +102,7 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
         lost=frozenset(order.lost),
         doubts=order.doubts,
         bounds=found.bounds,
-        vectorized=isinstance(first.model, Vectorized),
+        vectorized=isinstance(first.program.model, Vectorized),
     )
 
 
@@ -221,7 +221,7 @@ def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> Sit
 
 def _latents(first: FirstCall) -> list[str]:
     latents = [name for name in first.net.latent if not first.net.sites[name].marginalized]
-    if not latents and not is_blocked(first.model):
+    if not latents and not is_blocked(first.program.model):
         observed = first.net.observed
         # no warning of Python's, as Pyro's own guides are silent here
         logging.getLogger(__name__).warning(
