@@ -34,6 +34,7 @@ from pyro_nami.parameters.group_network import TooLargeError
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.isolation import random_layers, untouched
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import own_dims
 
 __all__ = ["assemble"]
@@ -56,7 +57,7 @@ def assemble(
     """Returns a guide's plan, its networks, and a run at the initial values, from one call; see `first_call`."""
     layers = random_layers(model, *args, *kwargs.values())
     with untouched(model), poutine.block(), own_dims(), torch.no_grad():
-        first = first_call(model, args, kwargs, options, subsampled, layers)
+        first = first_call(Program(model, args, kwargs), options, subsampled, layers)
         plan, network = _found(first)
         if plan.sampling.lost and (mapped := first.mapped()):
             further = _found(mapped)
@@ -88,7 +89,7 @@ def _tried(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
-    call = Call(first.model, first.args, first.kwargs, values=values, held=held)
+    call = Call(*first.program, values=values, held=held)
     state = NetworkState(network, call.maps)
     current = Pass(
         plan.rules,
@@ -265,7 +266,11 @@ def _standard(first: FirstCall, plan: Plan) -> dict[Hashable, tuple[Tensor, Tens
         else:
             standard[name] = _site_standard(first, plan, name)
     values = covariate_values(
-        plan.covariates, first.options.covariates, first.args, first.kwargs, first.run
+        plan.covariates,
+        first.options.covariates,
+        first.program.args,
+        first.program.kwargs,
+        first.run,
     )
     for name, chosen in plan.columns.items():
         rows = values[name].reshape(-1, len(chosen))

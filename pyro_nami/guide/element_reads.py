@@ -44,7 +44,7 @@ def element_reads(
     another call. A site whose elements depend on each other in the model counts as one.
     """
     net, data = first.net, {id(first.nodes[name]["value"]) for name in first.data}
-    leaves = tree_leaves((first.args, dict(first.kwargs)))
+    leaves = tree_leaves((first.program.args, dict(first.program.kwargs)))
     if any(isinstance(leaf, (Tensor, np.ndarray)) and id(leaf) not in data for leaf in leaves):
         return {}
     kept = {

@@ -36,6 +36,7 @@ from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, untouched
 from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, takes_many
+from pyro_nami.program.program import Program
 from pyro_nami.program.vectorized import unmapped
 
 __all__ = ["AutoNaMIGuide"]
@@ -394,10 +395,12 @@ class AutoNaMIGuide(DensityGuide):
                 {**call.held, **self._drawn(replace(call, target=None))}
                 for _ in range(FEWEST_DRAWS)
             ]
-            check = call.args, call.kwargs, few, plan.plates.nesting
-            model = unmapped(call.model)
+            program = Program(unmapped(call.model), call.args, call.kwargs)
             plans = plan, replace(plan, vectorized=True)
-            able = (each for each in plans if takes_many(each.for_many(model), *check))
+            runs = (program._replace(model=each.for_many(program.model)) for each in plans)
+            able = (
+                each for each, run in zip(plans, runs) if takes_many(run, few, plan.plates.nesting)
+            )
             self._many = plan, next(able, None)
         return self._many[1]
 

@@ -95,7 +95,7 @@ def make_plan(first: FirstCall, order: SamplingOrder) -> Plan:
         covariates=found.covariates._replace(columns=columns),
         map_plans=first.found.map_plans,
         factory=first.factory(order.latents),
-        vectorized=isinstance(first.model, Vectorized),
+        vectorized=isinstance(first.program.model, Vectorized),
     )
 
 
@@ -215,7 +215,7 @@ def _site_plan(first: FirstCall, name: str, encoding: Any, emitted: bool) -> Sit
 
 def _latents(first: FirstCall) -> list[str]:
     latents = [name for name in first.net.latent if not first.net.sites[name].marginalized]
-    if not latents and not is_blocked(first.model):
+    if not latents and not is_blocked(first.program.model):
         observed = first.net.observed
         # no warning of Python's, as Pyro's own guides are silent here
         logging.getLogger(__name__).warning(
