@@ -26,7 +26,6 @@ __all__ = [
     "LogisticElements",
     "OwnElements",
     "StableKumaraswamy",
-    "StableVonMises",
 ]
 
 
@@ -170,19 +169,6 @@ class StableKumaraswamy(dist.Kumaraswamy):
         b = self.concentration0
         log_value = value.log()
         return a.log() + b.log() + (a - 1) * log_value + (b - 1) * _log_complement(a * log_value)
-
-
-class StableVonMises(dist.VonMises):
-    """von Mises with a density that does not cancel at high concentrations: by k (cos d - 1) = -2 k sin(d / 2)^2.
-
-    Example:
-        >>> StableVonMises(torch.tensor(0.0), torch.tensor(1e8)).log_prob(torch.tensor(0.0))  # nearly Normal(0, 1e-4)
-        tensor(8.2914)
-    """
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        fall = 2 * self.concentration * (0.5 * (value - self.loc)).sin().square()
-        return -fall - torch.special.i0e(self.concentration).log() - math.log(2 * math.pi)
 
 
 def _log_complement(log_x: Tensor) -> Tensor:

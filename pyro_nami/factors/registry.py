@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from pyro.distributions import NanMaskedMultivariateNormal, NanMaskedNormal, constraints
 from torch import Tensor
-from torch.distributions import Distribution, TransformedDistribution
+from torch.distributions import Distribution
 
-from pyro_nami.factors.anchors import location_and_scale
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.factors.completed import constraints_of_parameters, is_support_unknown
 from pyro_nami.factors.family import Family
 from pyro_nami.factors.layout import Layout, ObservedLayout
-from pyro_nami.factors.own_type import AdditiveFamily, OwnTypeFamily
-from pyro_nami.factors.types import type_of
+from pyro_nami.factors.own_type import OwnTypeFamily
+from pyro_nami.factors.types import num_classes, type_of
 from pyro_nami.factors.unconstrained import BUILT_IN, NormalFamily, RelaxedFamily, SinhArcsinhFamily
-from pyro_nami.factors.wrappers import base_of, innermost
+from pyro_nami.factors.wrappers import innermost
 from pyro_nami.messages import warn
 
 __all__ = ["FamilyFactory", "FamilySpec", "features_of", "make_family", "register_family"]
@@ -64,8 +64,6 @@ def make_family(
     try:
         family = factory(name, prior, value)
     except NotImplementedError as error:
-        if factory is _match and error.args:
-            raise
         raise _unsupported(name, prior) from error
     if not isinstance(family, Family):
         raise TypeError(
@@ -114,8 +112,7 @@ def features_of(name: str, prior: Distribution, value: Tensor) -> Layout:
         )
     dtype = value.dtype if value.is_floating_point() else _parameter_dtype(leaf)
     if support.is_discrete:
-        num_classes = leaf.logits.shape[-1] if type_of(leaf).classes else None  # type: ignore[attr-defined]
-        return Layout(support, event_shape, value, num_classes=num_classes, dtype=dtype)
+        return Layout(support, event_shape, value, num_classes=num_classes(leaf), dtype=dtype)
     marks_nan = isinstance(leaf, (NanMaskedNormal, NanMaskedMultivariateNormal))
     try:
         support = constraints.real if has_tensor_bounds(support) else support
@@ -140,28 +137,17 @@ def _look_up(spec: FamilySpec, name: str) -> FamilyFactory:
     return spec
 
 
-def _default(name: str, prior: Distribution, value: Tensor) -> Family:
-    row = type_of(prior)
-    if row.make and not row.start:
-        return AdditiveFamily(name, prior, value)
-    if row.hard or support_of(prior).is_discrete:
+def _default(name: str, prior: Distribution, value: Tensor, *, match: bool = False) -> Family:
+    """Returns the default family; with ``match``, that of the model's own type where `types` has its links."""
+    row, support = type_of(prior), support_of(prior)
+    discrete = support.is_discrete or row.is_relaxed
+    if row.links and (discrete or match):
+        return OwnTypeFamily(name, prior, value)
+    if discrete:
         raise NotImplementedError
     alone = prior.batch_shape == prior.event_shape == ()
-    skewed = alone and support_of(prior) is not constraints.real
+    skewed = alone and support is not constraints.real and not match
     return (SinhArcsinhFamily if skewed else NormalFamily)(name, prior, value)
-
-
-def _match(name: str, prior: Distribution, value: Tensor) -> Family:
-    row, leaf = type_of(prior), innermost(prior)
-    if row.make and not row.start or support_of(prior).is_discrete:
-        return _default(name, prior, value)
-    if (
-        row.make is None
-        and isinstance(leaf, TransformedDistribution)
-        and location_and_scale(leaf) is not None
-    ):
-        row = type_of(base_of(leaf))
-    return (NormalFamily if row.normal else OwnTypeFamily)(name, prior, value)
 
 
 def _unsupported(name: str, prior: Distribution) -> Exception:
@@ -184,5 +170,5 @@ def _parameter_dtype(prior: Distribution) -> torch.dtype:
     return torch.get_default_dtype()
 
 
-_BUILT_IN: dict[str, FamilyFactory] = {**BUILT_IN, "match": _match}
+_BUILT_IN: dict[str, FamilyFactory] = {**BUILT_IN, "match": functools.partial(_default, match=True)}
 _registered: dict[str, FamilyFactory] = {}

@@ -24,7 +24,7 @@ from pyro_nami.graph.inverse import Inverse
 from pyro_nami.graph.network import BayesNet
 from pyro_nami.guide.first_call import FirstCall
 from pyro_nami.program.site_values import redraw
-from pyro_nami.reading.site_records import moved
+from pyro_nami.reading.changes import moved
 
 __all__ = ["element_reads"]
 

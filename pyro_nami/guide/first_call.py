@@ -24,9 +24,9 @@ from pyro_nami.program.isolation import dropping, forked_rng, untouched
 from pyro_nami.program.many_draws import takes_many
 from pyro_nami.program.runner import Runner, prior_draws
 from pyro_nami.program.vectorized import Vectorized
+from pyro_nami.reading.changes import moved
 from pyro_nami.reading.masked_latents import read_where_masked
 from pyro_nami.reading.network import Extraction, extract, is_blocked
-from pyro_nami.reading.site_records import moved
 
 __all__ = ["PRIOR_DRAWS", "FirstCall", "data_features", "first_call", "first_instance"]
 

@@ -104,7 +104,7 @@ def marginal(
     ``derive`` is `pyro_nami.guide.derivation.derive`.
     """
     leaves = tree_leaves([call.args, call.kwargs, call.values, call.held])
-    known, found, seen = call.tables.get(group, (None, None, None))
+    known, found, seen = call.derived.tables.get(group, (None, None, None))
     joint = _Joint.of(plan, call, current, derive)
     same = known is not None and known.are(leaves)
     sites = joint.sites_if_same(seen) if same else None
@@ -116,7 +116,7 @@ def marginal(
             raise ValueError(
                 f"At these data {error}. A guide with rules={learned} takes them."
             ) from error
-        call.tables[group] = known, found, joint.seen(group, found)
+        call.derived.tables[group] = known, found, joint.seen(group, found)
     else:
         current.ready.update({name: sites[name] for name in group.members})
     return found
@@ -291,7 +291,7 @@ class _Joint(NamedTuple):
     def _drawn(self, at: Mapping[str, Tensor]) -> tuple[Pass, Tensor]:
         """Returns a pass in which all others are drawn, as for `_with_others`."""
         inner = self.current.beside(self.plan.rules, self.derive, at)
-        passed = {*at, *self.call.lacking, *self.call.unseen, *self.call.held}
+        passed = {*at, *self.call.lacking, *self.call.from_prior, *self.call.held}
         terms = [torch.zeros((), dtype=torch.float64, device=next(iter(at.values())).device)]
         for name in (name for name in self.plan.order if name not in passed):
             rule = inner.rules[name]

@@ -77,7 +77,7 @@ class AutoNaMIGuide(DensityGuide):
         index_maps: ``(latent, site)`` -> callable from the model's arguments to the index by which the site's rows read
             the latent's plate, integer ``(rows,)`` (of the full plate where it is subsampled). By default such maps
             are found by group testing, in each call with new arguments.
-        pooling: how a set of instances is encoded: ``"mean"``, ``"sum"``, ``"max"``, ``"attention"``, or a callable
+        pooling: how a set of instances is encoded: ``"mean"``, ``"attention"``, or a callable
             from a number of inputs to a module ``(..., inputs)`` to ``(..., features)``, which is averaged.
         evidence: whether each instance of a pooled plate adds precision to Normal factors; see `guide.parameters`.
         exact: whether latents are drawn from their exact conditional where it has a closed form:

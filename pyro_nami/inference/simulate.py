@@ -8,8 +8,7 @@ draw give.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -63,6 +62,11 @@ class JointDraws(NamedTuple):
         """Returns some of the draws, by an index or a mask over them."""
         return self._with(lambda value: value[index])
 
+    def in_batches(self, size: int, order: Tensor | None = None) -> Iterator[JointDraws]:
+        """Yields the draws in batches of a size, in the order of indices; by default in their own."""
+        order = torch.arange(self.num) if order is None else order
+        return map(self.select, order.split(size))
+
     def to(self, device: torch.device) -> JointDraws:
         """Returns the draws on a device; themselves where they are there."""
         there = next(iter(self.latents.values())).device == device
@@ -70,25 +74,17 @@ class JointDraws(NamedTuple):
 
     def finite(self) -> tuple[JointDraws, dict[str, int]]:
         """Returns the draws whose values are all finite, and site -> how many of all draws are not, where any."""
-        sites = {
-            name: v
-            for name, v in {**self.latents, **self.observed}.items()
-            if v.is_floating_point()
-        }
-        # A sum is finite only if all terms are (not the reverse): one transfer from the device, and rarely more.
-        total = (
-            torch.stack([value.detach().sum().double() for value in sites.values()]).sum()
-            if sites
-            else 0.0
-        )
-        if math.isfinite(total):
-            return self, {}
+        values = {**self.latents, **self.observed}
         bad = {
-            name: ~value.isfinite().reshape(self.num, -1).all(-1) for name, value in sites.items()
+            name: ~value.isfinite().reshape(self.num, -1).all(-1)
+            for name, value in values.items()
+            if value.is_floating_point()
         }
+        lost = torch.stack(list(bad.values())).any(0) if bad else torch.zeros(1, dtype=torch.bool)
+        if not lost.any():  # one transfer from the device, and rarely more
+            return self, {}
         counts = {name: int(rows.sum()) for name, rows in bad.items()}
-        kept = self.select(~torch.stack(list(bad.values())).any(0))
-        return kept, {name: n for name, n in counts.items() if n}
+        return self.select(~lost), {name: count for name, count in counts.items() if count}
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> JointDraws:
         latents, observed = ({name: change(v) for name, v in part.items()} for part in self[:2])
