@@ -18,7 +18,9 @@ from pyro_nami.deriving.expansion import (
     parameters_of,
     plate_shape,
 )
-from pyro_nami.deriving.marginal_quadrature import MOST_MARGINAL, Marginal, points_of
+from pyro_nami.deriving.grid_search import Box
+from pyro_nami.deriving.grids import MOST_ON_GRID
+from pyro_nami.deriving.marginal_quadrature import Marginal, points_of
 from pyro_nami.factors.bijections import has_tensor_bounds, support_of
 from pyro_nami.graph.inverse import Inverse
 from pyro_nami.guide.arguments import Arguments
@@ -57,7 +59,7 @@ def first_ones(
         and options.blocks is None
         and options.rules.keys().isdisjoint(rest)
     )
-    if not searched or not groups or not 0 < len(rest) <= MOST_MARGINAL or first.semi_observed:
+    if not searched or not groups or not 0 < len(rest) <= MOST_ON_GRID or first.semi_observed:
         return None
     if (
         not all(group.is_exact for group in groups.values())
@@ -108,7 +110,7 @@ def marginal(
     sites = joint.sites_if_same(seen) if same else None
     if sites is None:
         try:
-            known, found = Arguments(leaves, kept=True), joint.table(group, found)
+            known, found = Arguments(leaves, kept=True), joint.table(group)
         except ValueError as error:
             learned = dict.fromkeys(group.members, "learned")
             raise ValueError(
@@ -223,7 +225,7 @@ class _Joint(NamedTuple):
                 {**self.call.held, **self._with_others(few)[0]}, note=of_rank(1 + len(self.leading))
             )
 
-    def table(self, group: ConjugateGroup, near: Marginal | None = None) -> Marginal:
+    def table(self, group: ConjugateGroup) -> Marginal:
         """Returns the conditionals of a group, from runs of the model at points of a grid."""
         with torch.no_grad(), pyro.validation_enabled(False), forked_rng():
             pyro.set_rng_seed(0)
@@ -239,7 +241,8 @@ class _Joint(NamedTuple):
                 middle.append(center.expand(self.leading))
                 half.append(_SPREADS * (high - low).clamp(min=_LEAST_SPREAD).expand(self.leading))
             like = self.plan.initial[group.members[0]]
-            return Marginal(group, layouts, like, middle, half, self.log_density, near)
+            box = Box.upright(middle, half)
+            return Marginal(group, layouts, like, box, self.log_density)
 
     def _draws(self, layout: Any, name: str, prior: Any) -> Tensor:
         """Returns draws from a prior in unconstrained space; numbers about the initial value from an improper one."""
