@@ -89,7 +89,7 @@ def _tried(first: FirstCall, order: SamplingOrder) -> tuple[Plan, InverseNetwork
     # What the model samples has one value everywhere at the first call, which says nothing; draws are like data.
     held = {name: first.draws[0][name] for name in first.options.observed if name in first.draws[0]}
     values = {name: held.get(name, first.nodes[name]["value"]) for name in first.data}
-    call = Call(*first.program, values=values, held=held)
+    call = Call(first.program, values=values, held=held)
     state = NetworkState(network, call.maps)
     current = Pass(
         plan.rules,

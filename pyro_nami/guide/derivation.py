@@ -156,7 +156,7 @@ def _constants_of_one(
 
     one = group._replace(vectorized=False), torch.Size((1,) * nesting), nesting
     following: Any = JointGaussian(*one, False, sizes=dict(sizes), at=at)
-    with suppress(Changed), untouched(call.model):
+    with suppress(Changed), untouched(call.program.model):
         while following is not None:
             expansion = following
             with expanding():
@@ -200,7 +200,11 @@ def valid_at(plan: Plan, call: Call, names: str, remedy: str) -> Tensor:
         f"Expected the data that a compiled objective was compiled at, from which it has {names}; got others. "
         f"Where data change, make the guide with {remedy}."
     )
-    leaves = [leaf for leaf in tree_leaves([call.args, call.kwargs]) if isinstance(leaf, Tensor)]
+    leaves = [
+        leaf
+        for leaf in tree_leaves([call.program.args, call.program.kwargs])
+        if isinstance(leaf, Tensor)
+    ]
     one = torch.ones((), dtype=plan.factory["dtype"], device=plan.factory["device"])
     kept = outside_of_traces(lambda: [each.clone() for each in leaves])
     for leaf, then in zip(leaves, kept):
@@ -313,7 +317,7 @@ def _keeps_constants(
     if type(expansion) is not JointGaussian or expansion.xi:  # bounds change from step to step
         return False
     known, sizes = {**call.held, **values}, expansion.sizes
-    with untouched(call.model):
+    with untouched(call.program.model):
         kept[key] = constants_of(
             *key, expansion.nesting, sizes, lambda at, until: call.run({**known, **at}, until=until)
         )

@@ -131,7 +131,7 @@ def _draw_along(current: Pass, plan: Plan, call: Call) -> None:
     for stage in stages_of(current.rules, current.values):
         if stage.drawn:
             run = _DrawingRun(stage.drawn, current, plan, call)
-            run.run(call.model, call.args, call.kwargs)
+            call.program.run(run)
             if run.missing:
                 raise ValueError(missing_site(min(run.missing)))
         if stage.group is not None:

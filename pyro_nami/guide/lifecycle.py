@@ -39,6 +39,7 @@ from pyro_nami.parameters.conditioning import site_of
 from pyro_nami.parameters.inverse_network import InverseNetwork
 from pyro_nami.parameters.network_state import NetworkState
 from pyro_nami.program.isolation import untouched
+from pyro_nami.program.program import Program
 from pyro_nami.program.runner import Runner, needs_arguments, own_dims, takes_observations
 from pyro_nami.reading.covariates import column_of, plain_column
 
@@ -200,7 +201,7 @@ class LazyGuide(AutoGuide):
         if "observations" in kwargs:
             kwargs = {**kwargs, "observations": _first_set(observations, plan)}
         plates = self._create_plates(*args, **kwargs)
-        call = Call(plan.for_many(self.model), args, kwargs)
+        call = Call(Program(plan.for_many(self.model), args, kwargs))
         self.network.backward = backward = Backward()
         return self._reader.read(
             call, plates, observations, backward=backward if may_train else None, draws=draws
@@ -213,7 +214,7 @@ class LazyGuide(AutoGuide):
         moving = frozenset(
             name for name in self._plan.sites if name in set(map(site_of, memory.history.moving))
         )
-        first = Reading(Call(self.model, args, kwargs), memory.surroundings)
+        first = Reading(Call(Program(self.model, args, kwargs)), memory.surroundings)
         along = exchangeable_plates(first, self._reader.differing or first, moving)
         self._options = self._options._replace(mode=Mode.MINIBATCHES, moving=moving, along=along)
         before = list(self.network.parameters())

@@ -36,7 +36,6 @@ from pyro_nami.guide.trained_answer import TrainedAnswer
 from pyro_nami.parameters.inverse_network import as_pyro_module
 from pyro_nami.program.isolation import on_ordinary_tensors, untouched
 from pyro_nami.program.many_draws import FEWEST_DRAWS, MANY_DRAWS, takes_many
-from pyro_nami.program.program import Program
 from pyro_nami.program.vectorized import unmapped
 
 __all__ = ["AutoNaMIGuide"]
@@ -289,7 +288,7 @@ class AutoNaMIGuide(DensityGuide):
                 return None
 
         def make(count: int, seed: int) -> dict[str, Tensor]:
-            return self._draws(count, call.args, dict(call.kwargs), seed)
+            return self._draws(count, call.program.args, dict(call.program.kwargs), seed)
 
         values = self._ahead.next((self.network.passes, id(call.values)), make)
         found = hand_out(plan, call, values)
@@ -395,7 +394,7 @@ class AutoNaMIGuide(DensityGuide):
                 {**call.held, **self._drawn(replace(call, target=None))}
                 for _ in range(FEWEST_DRAWS)
             ]
-            program = Program(unmapped(call.model), call.args, call.kwargs)
+            program = call.program._replace(model=unmapped(call.program.model))
             plans = plan, replace(plan, vectorized=True)
             runs = (program._replace(model=each.for_many(program.model)) for each in plans)
             able = (
