@@ -91,6 +91,15 @@ class Marginal:
         fn = bent(quantiles, middle, half / HALF, self._like, 1, dims)
         return SiteDistribution(fn, self._layouts[index])
 
+    def draw(self, count: int, batch: torch.Size) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns draws of the members, ``(count, *batch, *event)``, and their log density, ``(count, *batch)``."""
+        values, log_prob = dict[str, Tensor](), torch.zeros((), dtype=torch.float64)
+        for name in self.group.members:
+            fn = self.conditional(name, values).expand((count, *batch))
+            values[name] = fn.sample()
+            log_prob = log_prob + fn.log_prob(values[name]).double()
+        return values, log_prob
+
 
 def _row(table: Tensor, place: Tensor) -> Tensor:
     """Returns the log density along the second side, ``(points, *batch)``, by cubic interpolation along the first.
