@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions.kl import register_kl
 
-from pyro_nami.deriving.expansion import Expansion, irregular, trimmed
+from pyro_nami.deriving.expansion import Expansion, irregular, trimmed, within_plates
 from pyro_nami.factors.wrappers import innermost
 
 __all__ = ["MOST_VALUES", "Enumeration", "num_values"]
@@ -97,15 +97,11 @@ class Enumeration(Expansion):
         return values[which.long().clamp(max=len(values) - 1)]
 
     def solve(self, sites: Mapping[str, Any]) -> None:
-        prior, own = self.priors[self._name], sites[self._name]
-        dims = {frame.dim for frame in own["cond_indep_stack"] if frame.vectorized}
-        prior_logits = prior.log_prob(self.values[self._name])
+        prior_logits = self.priors[self._name].log_prob(self.values[self._name])
         likelihood = torch.zeros_like(prior_logits)
         for name in filter(sites.__contains__, self.group.children):
-            term = self.density(sites, name)
-            frames = sites[name]["cond_indep_stack"]
-            summed = [frame.dim for frame in frames if frame.vectorized and frame.dim not in dims]
-            likelihood = likelihood + (term.sum(summed, keepdim=True) if summed else term)
+            density = self.density(sites, name)
+            likelihood = likelihood + within_plates(density, sites[name], sites[self._name])
         self._likelihood = likelihood.detach()
         logits = (prior_logits + likelihood).log_softmax(0)
         finite = self.finite[self._name] = ~logits.isnan().any(0)

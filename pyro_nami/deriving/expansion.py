@@ -38,6 +38,7 @@ __all__ = [
     "parameters_of",
     "plate_shape",
     "trimmed",
+    "within_plates",
 ]
 
 TOLERANCE = 1e-3  # relative, of what probing takes for the same
@@ -315,6 +316,16 @@ def plate_shape(site: Mapping[str, Any]) -> torch.Size:
     """Returns the sizes of the plates around a site, 1 where there is none."""
     frames = {-frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.vectorized}
     return torch.Size(frames.get(dim, 1) for dim in range(max(frames, default=0), 0, -1))
+
+
+def within_plates(log_prob: Tensor, site: Mapping[str, Any], other: Mapping[str, Any]) -> Tensor:
+    """Returns a site's log density summed over the plates that are not around another site, which leaves size 1."""
+    dims, kept = (
+        {frame.dim for frame in each["cond_indep_stack"] if frame.vectorized}
+        for each in (site, other)
+    )
+    summed = sorted(dims - kept)
+    return log_prob.sum(summed, keepdim=True) if summed else log_prob
 
 
 def narrowed(value: Tensor) -> Tensor:
