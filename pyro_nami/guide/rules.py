@@ -318,7 +318,7 @@ class Bounded(Learned):
         conditionals, solved = super()._conditionals(current, state, dims), self._solved(current)
         if not isinstance(solved, InTurn):
             return conditionals
-        return ConditionalsInTurn(conditionals, solved.turns(self.name, self._known(current)), dims)
+        return ConditionalsInTurn(conditionals, solved.terms(self.name, self._known(current)), dims)
 
     def _solved(self, current: Pass) -> Any:
         assert self.group is not None
