@@ -217,7 +217,8 @@ class ConditionalsInTurn:
 
     @functools.cached_property
     def _first(self) -> tuple[Tensor, Callable]:
-        return self._with_gains(*self.conditionals.first(), 0, [0.0] * len(self.terms))
+        params, advance = self.conditionals.first()
+        return self._with_gains(params, advance, 0, [0.0] * len(self.terms))
 
     def all(self, features: Tensor) -> Tensor:
         """Returns the parameters ``(*batch, elements, params)`` at ``features`` ``(*batch, elements, features)``."""
@@ -236,7 +237,8 @@ class ConditionalsInTurn:
     ) -> tuple[Tensor, Callable]:
         value = features[..., 0]
         after = [each + term.adds(value, index) for term, each in zip(self.terms, before)]
-        return self._with_gains(*advance(features), index + 1, after)
+        params, advance = advance(features)
+        return self._with_gains(params, advance, index + 1, after)
 
 
 def _flat(value: Tensor, event_dim: int) -> Tensor:

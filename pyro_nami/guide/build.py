@@ -152,13 +152,12 @@ def _network(first: FirstCall, plan: Plan) -> InverseNetwork:
     )
     if not network.simulated:
         for name, rule in plan.learned.items():
-            factor = network.factors[name]
-            network.group_of[name].set_units(factor, options.init_scale, _anchor_scale(first, rule))
+            network.places[name].set_units(options.init_scale, _anchor_scale(first, rule))
         inside = first.plates.minibatched
         network.set_offsets(_offset_plates(first, network))
-        network.vary(
-            [group for group in network.groups if not inside.isdisjoint(group.factors[0].batch)]
-        )
+        for group in network.groups:
+            if not inside.isdisjoint(group.factors[0].batch):
+                group.vary()
     initial: dict[Hashable, Tensor] = {
         name: _initial(first, rule, network) for name, rule in plan.learned.items()
     }
@@ -184,7 +183,7 @@ def _initial(first: FirstCall, rule: Learned, network: InverseNetwork) -> Tensor
     """Returns raw parameters ``(elements, raw)`` at the initial value, averaged over batch plates."""
     value = first.nodes[rule.name]["value"]
     scale = first.options.init_scale
-    factor = network.factors[rule.name]
+    factor = network.places[rule.name].factor
     anchor = _anchor(first, rule)
     if rule.expert and anchor is not None:
         raw = initial_expert(rule.family, value, scale, anchor)
@@ -225,7 +224,8 @@ def _offset_plates(
 ) -> dict[str, dict[str, tuple[int, int]]]:
     """Returns factor -> its plates, with dims and full sizes, of those that get offsets: whose instances stay."""
     found = {}
-    for name, factor in network.factors.items():
+    for name, place in network.places.items():
+        factor = place.factor
         if not first.plates.minibatched.isdisjoint(factor.batch):
             continue
         # of a bound's parameters, that of the child

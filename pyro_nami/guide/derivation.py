@@ -243,7 +243,7 @@ def _expansion_in(group: ConjugateGroup, current: Pass, plan: Plan, call: Call) 
         options["sizes"] = current.derived.sizes.setdefault(
             group, dict(zip(group.members, group.elements))
         )
-    differentiable = torch.is_grad_enabled() and current.state.learns()
+    differentiable = torch.is_grad_enabled() and current.state.network.learns()
     kept = (call.derived.constants if differentiable and not torch.jit.is_tracing() else None) or {}
     constants = kept.get((group, leading))
     if constants is not None:
@@ -309,7 +309,7 @@ def _keeps_constants(
         kept is None
         or key in kept
         or len(kept) >= MOST_CONSTANTS
-        or current.state.passes() < PASSES_BEFORE_CONSTANTS
+        or current.state.network.passes < PASSES_BEFORE_CONSTANTS
     ):
         return False
     if not expansion.differentiable or torch.jit.is_tracing():

@@ -192,7 +192,7 @@ class _DrawingRun(Runner):
             fn = rule.distribution(current, msg["fn"].batch_shape, msg["fn"])
             msg["stop"] = name in current.outside.private
             msg["fn"] = (
-                current.outside.one_for_each(fn, current.state.nesting)
+                current.outside.one_for_each(fn, current.state.network.plates.nesting)
                 if msg["stop"]
                 else current.outside.see(fn)
             )
@@ -230,7 +230,7 @@ def _draw_at(
     rule = current.rules[name]
     fn = rule.distribution(current, shape, prior)
     if name in current.outside.private:
-        fn = current.outside.one_for_each(fn, current.state.nesting)
+        fn = current.outside.one_for_each(fn, current.state.network.plates.nesting)
         current.take(name, fn(), fn, seen=False)
         return
     with _At({**site, "mask": _mask(current, rule, site), "scale": current.scale(site)}):
@@ -241,7 +241,7 @@ def _mask(current: Pass, rule: Rule, site: Mapping[str, Any]) -> Tensor | None:
     """Returns where a latent's density counts; warns where that is for the first time, as its rule may be another."""
     mask = rule.mask(site)
     untold = rule.is_untold and mask is not None and not torch.jit.is_tracing() and bool(mask.any())
-    if untold and current.state.tells(f"{rule.name}, masked"):
+    if untold and current.state.network.tells(f"{rule.name}, masked"):
         warn(
             f"All of '{rule.name}' was masked at the guide's first call, which does not show how data depend on it. "
             "What was derived there may be wrong now: make the guide anew, and call it first where some of it counts."

@@ -193,7 +193,7 @@ class Pass:
     ) -> None:
         """Takes in the value of a latent, and its elements where they are known from the draw."""
         self.values[name] = value
-        if name in self._families and self.state.reads(name):
+        if name in self._families and (name in self.state.network.read):
             family = self.family(name)
             elements = family.layout.elements(value) if elements is None else elements
             features = family.element_features(elements).flatten(-2)
@@ -250,7 +250,7 @@ class Pass:
 
         It looks at all of them at once, as a device has to be waited for each time.
         """
-        if self.derived.boxed and not (torch.is_grad_enabled() and self.state.learns()):
+        if self.derived.boxed and not (torch.is_grad_enabled() and self.state.network.learns()):
             self._warn_of_bounds()
         returned = self.outside.values
         sums = [value.detach().sum() for value in returned.values()] if self.validate else []
@@ -265,7 +265,7 @@ class Pass:
             return
         for name, total in zip(returned, sums):
             if math.isnan(total.item()):
-                bad = self.state.non_finite_parameter()
+                bad = self.state.network.non_finite_parameter()
                 raise ValueError(
                     f"Expected a draw of site '{name}' without NaN; its factor's parameters are not finite"
                     + (f", and neither is the guide's parameter '{bad}'" if bad else "")
@@ -276,7 +276,7 @@ class Pass:
     def _warn_of_bounds(self) -> None:
         """Warns once of each latent whose bounds data do touch, though its prior is taken for flat."""
         for name, share in self.derived.lost().items():
-            if share > _MOST_LOST and self.state.tells(f"{name}, bounds"):
+            if share > _MOST_LOST and self.state.network.tells(f"{name}, bounds"):
                 warn(
                     f"At these data {share:.1g} of what they leave of '{name}' lies outside of the bounds of its "
                     "prior, which was taken for flat: it is drawn within them, but no longer from the exact "
@@ -287,7 +287,7 @@ class Pass:
         """Warns once of each latent that is drawn from its prior where its exact conditional is not finite."""
         for name, each in finite.items():
             count = each.numel() - int(each.sum())
-            if count and self.state.tells(name):
+            if count and self.state.network.tells(name):
                 warn(
                     f"The exact conditional of '{name}' is not finite at {count} of its {each.numel()} instances, so "
                     "its prior stands in for it there. Look for infinite data and for scales near zero, and mask rows "

@@ -165,7 +165,7 @@ class Learned(Rule):
             lambda: self._given(
                 current, current.state.fixed(self.name), family, batch_shape, anchor
             ),
-            current.state.path_share(self.name),
+            current.state.network.places[self.name].path_share,
         )
         return fn
 
@@ -258,7 +258,7 @@ class Located(Learned):
         fn = self._bent(near, current.state, dims)
         fn.fixed = (
             lambda: self._bent(near, current.state.fixed(self.name), dims),
-            current.state.path_share(self.name),
+            current.state.network.places[self.name].path_share,
         )
         return _expanded(fn, batch_shape)
 
