@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
@@ -121,8 +120,8 @@ class JointNormal(PathScored):
     def log_prob(self, value: Tensor) -> Tensor:
         x = self._vector(value)
         noise = self._noise(x)
-        log_prob = self._log_probs(x, noise).expand(noise.shape)
-        return sum_rightmost(self._shown(log_prob), self.event_dim)
+        log_prob = self._shown(self._log_probs(x, noise).expand(noise.shape))
+        return log_prob.flatten(-self.event_dim).sum(-1) if self.event_dim else log_prob
 
     def _log_probs(self, x: Tensor, noise: Tensor) -> Tensor:
         """Returns the log density of each element given those before it, ``(*lead, E)``."""

@@ -109,13 +109,13 @@ def features_of(name: str, prior: Distribution, value: Tensor) -> Layout:
         )
     dtype = value.dtype if value.is_floating_point() else _parameter_dtype(leaf)
     if support.is_discrete:
-        return Layout(support, event_shape, value, num_classes=num_classes(leaf), dtype=dtype)
+        return Layout(support, event_shape, num_classes=num_classes(leaf), dtype=dtype)
     marks_nan = isinstance(leaf, (NanMaskedNormal, NanMaskedMultivariateNormal))
     try:
         support = constraints.real if has_tensor_bounds(support) else support
-        return ObservedLayout(support, event_shape, value, dtype=dtype, marks_nan=marks_nan)
+        return ObservedLayout(support, event_shape, dtype=dtype, marks_nan=marks_nan)
     except NotImplementedError:
-        return ObservedLayout(constraints.real, event_shape, value, dtype=dtype, marks_nan=False)
+        return ObservedLayout(constraints.real, event_shape, dtype=dtype, marks_nan=False)
 
 
 def _look_up(spec: FamilySpec, name: str) -> FamilyFactory:

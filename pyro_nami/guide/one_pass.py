@@ -163,7 +163,7 @@ class Pass:
         self.note_bounds(name, fn)
         if self._relocation is not None:
             value = self._relocation.value_inside(value, len(fn.event_shape))
-        elements = fn.recall(value) if isinstance(fn, SiteDistribution) else None
+        elements = fn.drawn(value) if isinstance(fn, SiteDistribution) else None
         if elements is not None:
             self.rules[name].note(self, elements)
         if value.is_inference():  # through which no conditional could be derived
